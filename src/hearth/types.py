@@ -1,0 +1,120 @@
+"""Ids and small frozen values that every room may use. No behaviour beyond checking themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import NewType
+
+from hearth.errors import BadSampling
+
+RequestId = NewType("RequestId", str)
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  #: a stop token, a stop string or the end-of-sequence token
+    LENGTH = "length"  #: `max_tokens` or the context is used up
+    CANCELLED = "cancelled"  #: the caller gave up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens, under the names that users of vLLM know."""
+
+    temperature: float = 1.0  #: 0 is greedy
+    top_k: int = 0  #: 0 or -1 keeps every token
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  #: over prompt and output
+    presence_penalty: float = 0.0  #: over output
+    frequency_penalty: float = 0.0  #: over output
+    seed: int | None = None  #: None draws one per request
+    max_tokens: int | None = 16  #: None: up to the end of the context
+    min_tokens: int = 0  #: stop tokens are forbidden before
+    stop: str | tuple[str, ...] | list[str] = ()
+    stop_token_ids: tuple[int, ...] | list[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  #: 0: of the chosen token; n: also of the n best
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+        object.__setattr__(self, "top_k", max(self.top_k, 0) if self.top_k == -1 else self.top_k)
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        _check(self)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return tuple(self.stop)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+MAX_LOGPROBS = 20
+MAX_BIAS = 100.0
+
+
+def _check(p: SamplingParams) -> None:
+    _in_range("temperature", p.temperature, 0.0, math.inf)
+    _in_range("top_k", p.top_k, 0, math.inf)
+    _in_range("top_p", p.top_p, 0.0, 1.0, above=True)
+    _in_range("min_p", p.min_p, 0.0, 1.0)
+    _in_range("repetition_penalty", p.repetition_penalty, 0.0, math.inf, above=True)
+    _in_range("presence_penalty", p.presence_penalty, -2.0, 2.0)
+    _in_range("frequency_penalty", p.frequency_penalty, -2.0, 2.0)
+    _in_range("min_tokens", p.min_tokens, 0, math.inf)
+    if p.max_tokens is not None:
+        _in_range("max_tokens", p.max_tokens, 1, math.inf)
+        if p.min_tokens > p.max_tokens:
+            raise BadSampling(
+                f"`min_tokens` must not exceed `max_tokens`: {p.min_tokens} > {p.max_tokens}; "
+                "raise `max_tokens` or lower `min_tokens`"
+            )
+    if p.seed is not None:
+        _in_range("seed", p.seed, -(2**63), 2**63 - 1)
+    if p.logprobs is not None:
+        _in_range("logprobs", p.logprobs, 0, MAX_LOGPROBS)
+    if any(not s for s in p.stop_strings):
+        raise BadSampling("`stop` holds an empty string; every stop string needs a character")
+    if p.allowed_token_ids is not None and not p.allowed_token_ids:
+        raise BadSampling("`allowed_token_ids` is empty, so no token could follow; name one or leave it out")
+    for token, bias in p.logit_bias.items():
+        _in_range(f"logit_bias[{token}]", bias, -MAX_BIAS, MAX_BIAS)
+
+
+def _in_range(name: str, value: float, low: float, high: float, *, above: bool = False) -> None:
+    """`above`: the lower bound itself is refused. NaN is always refused."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadSampling(f"`{name}` must be a number, given: {value!r}")
+    is_inside = (low < value if above else low <= value) and value <= high and not math.isinf(value)
+    if not is_inside:
+        bounds = f"{'above' if above else 'at least'} {low:g}"
+        if not math.isinf(high):
+            bounds += f" and at most {high:g}"
+        raise BadSampling(f"`{name}` must be {bounds}, given: {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of one sampled token: its own logprob and those of the most likely ones, best first."""
+
+    logprob: float
+    top: tuple[TokenLogprob, ...]

@@ -1,0 +1,38 @@
+"""What every test relies on: fixed seeds, few threads, hypothesis without deadlines. No helpers."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+torch.set_num_threads(2)
+
+hypothesis.settings.register_profile("dev", deadline=None, max_examples=60)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Off the GPU, Triton kernels run in Triton's interpreter; it must be chosen before they are imported."""
+    if config.option.markexpr != "gpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Tests marked `gpu` run only when asked for, and asking without a device is a mistake, not a skip."""
+    if any(item.get_closest_marker("gpu") for item in session.items) and not torch.cuda.is_available():
+        raise pytest.UsageError(
+            "tests marked `gpu` need a CUDA device and this machine has none; leave out `-m`"
+        )

@@ -1,0 +1,148 @@
+"""The import arrows of the package: which room may import which, and what the pure rooms never touch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "src" / "hearth"
+
+BASE = {"types", "errors"}
+EXECUTION = BASE | {"config", "policy", "kernels", "models"}
+COMPOSITION = EXECUTION | {
+    *("text", "messages", "engine", "memory", "store", "snapshot"),
+    *("transfer", "worker", "control", "forecast", "api", "sim"),
+}
+
+#: What each room, or file at the top of the package, may import of Hearth besides itself.
+ARROWS: dict[str, set[str]] = {
+    "errors": set(),
+    "types": {"errors"},
+    "config": BASE,
+    "messages": BASE,
+    "policy": BASE,
+    "kernels": BASE,
+    "text": BASE,
+    "models": BASE | {"kernels"},
+    "engine": EXECUTION,
+    "memory": EXECUTION,
+    "store": EXECUTION,
+    "snapshot": EXECUTION,
+    "transfer": EXECUTION | {"messages"},
+    "worker": EXECUTION | {"engine", "memory", "store", "snapshot", "transfer", "messages"},
+    "forecast": BASE | {"policy"},
+    "control": BASE | {"config", "policy", "store", "messages", "forecast", "text"},
+    "api": BASE | {"config", "control"},
+    "sim": BASE | {"config", "policy", "snapshot"},
+    "doctor": BASE | {"kernels"},
+    "llm": COMPOSITION,
+    "cli": COMPOSITION | {"doctor", "llm"},
+    "__init__": BASE | {"llm"},
+}
+
+#: Modules from outside that a room must do without; "*" is every room.
+FORBIDDEN: dict[str, set[str]] = {
+    "*": {"transformers"},
+    "policy": {"asyncio", "logging", "os", "random", "socket", "subprocess", "threading", "time", "torch"},
+    "text": {"torch"},
+}
+
+
+def wrong_arrows(package: Path) -> list[str]:
+    """One line per import that `ARROWS` or `FORBIDDEN` rule out, lazy ones inside functions included."""
+    wrong = []
+    for path in sorted(package.rglob("*.py")):
+        room = path.relative_to(package).parts[0].removesuffix(".py")
+        for line, module in imports(path, package):
+            top, _, inside = module.partition(".")
+            if top == "hearth":
+                target = inside.split(".")[0] or "__init__"
+                is_wrong = target not in ARROWS.get(room, set()) | {room}
+            else:
+                is_wrong = top in FORBIDDEN["*"] | FORBIDDEN.get(room, set())
+            if is_wrong:
+                wrong.append(f"{path.relative_to(package)}:{line} {room} -> {module}")
+    return wrong
+
+
+def imports(path: Path, package: Path) -> Iterator[tuple[int, str]]:
+    """Line and absolute name of every module that the file imports."""
+    parents = ["hearth", *path.relative_to(package).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = parents[: len(parents) - node.level + 1] if node.level else []
+            module = ".".join([*start, *([node.module] if node.module else [])])
+            if (
+                module == "hearth"
+            ):  # `from hearth import policy` names a room, `import LLM` what __init__ offers
+                names = [f"hearth.{alias.name}" if alias.name in ARROWS else "hearth" for alias in node.names]
+                yield from ((node.lineno, name) for name in names)
+            else:
+                yield node.lineno, module
+
+
+def plant(package: Path, name: str, code: str) -> Path:
+    path = package / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(code, encoding="utf-8")
+    return package
+
+
+def test_every_import_follows_the_arrows() -> None:
+    assert wrong_arrows(PACKAGE) == []
+
+
+def test_every_room_has_its_arrows_written_down() -> None:
+    rooms = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in PACKAGE.rglob("*.py")}
+    assert rooms <= ARROWS.keys()
+
+
+def test_only_the_composition_roots_are_imported_by_nobody() -> None:
+    importers = {room for room, targets in ARROWS.items() if targets & {"cli", "llm"}}
+    assert importers == {"cli", "__init__"}
+
+
+def test_arrows_form_no_cycle() -> None:
+    remaining = {room: set(targets) for room, targets in ARROWS.items()}
+    while leaves := {room for room, targets in remaining.items() if not targets & remaining.keys()}:
+        remaining = {room: targets for room, targets in remaining.items() if room not in leaves}
+    assert remaining == {}
+
+
+def test_the_check_catches_a_wrong_arrow(tmp_path: Path) -> None:
+    plant(tmp_path, "policy/brain.py", "from hearth.engine.runner import Runner\n")
+    assert wrong_arrows(tmp_path) == ["policy/brain.py:1 policy -> hearth.engine.runner"]
+
+
+def test_the_check_sees_relative_room_and_lazy_imports(tmp_path: Path) -> None:
+    plant(tmp_path, "kernels/norm.py", "from ..models import arch\nfrom . import jit\n")
+    plant(tmp_path, "models/arch.py", "from hearth import engine, types\n")
+    plant(tmp_path, "engine/runner.py", "def run():\n    from hearth import LLM\n    import hearth.cli\n")
+    assert wrong_arrows(tmp_path) == [
+        "engine/runner.py:2 engine -> hearth",
+        "engine/runner.py:3 engine -> hearth.cli",
+        "kernels/norm.py:1 kernels -> hearth.models",
+        "models/arch.py:1 models -> hearth.engine",
+    ]
+
+
+def test_the_check_catches_effects_in_policy(tmp_path: Path) -> None:
+    plant(tmp_path, "policy/batch.py", "import time\nimport torch.nn\nfrom os import path\nimport math\n")
+    assert wrong_arrows(tmp_path) == [
+        "policy/batch.py:1 policy -> time",
+        "policy/batch.py:2 policy -> torch.nn",
+        "policy/batch.py:3 policy -> os",
+    ]
+
+
+def test_the_check_catches_transformers_anywhere(tmp_path: Path) -> None:
+    plant(tmp_path, "llm.py", "def load():\n    from transformers import AutoConfig\n")
+    assert wrong_arrows(tmp_path) == ["llm.py:2 llm -> transformers"]
+
+
+def test_a_room_without_arrows_may_import_nothing(tmp_path: Path) -> None:
+    plant(tmp_path, "utils.py", "import hearth.types\n")
+    assert wrong_arrows(tmp_path) == ["utils.py:1 utils -> hearth.types"]
