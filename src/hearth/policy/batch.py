@@ -1,0 +1,369 @@
+"""Continuous batching: which tokens of which sequences the next engine step computes.
+
+Runs nothing and knows no text, no clock and no device: a `StepPlan` goes out, token ids come back.
+
+The founding idea: there is no prefill phase and no decode phase. Every sequence has tokens, and a count
+of those whose KV is planned; a step moves that count forward for as many sequences as the token budget
+allows, oldest first. A sequence that runs needs one token (the one it sampled last), a sequence that
+starts needs many and takes them in chunks. Age decides everything: sequences are admitted in order of
+arrival, and when blocks run out the youngest gives up its own and is computed again later. So every
+running sequence is older than every waiting one, only the youngest can be in the midst of its prompt,
+and the oldest always advances.
+
+Steps run one ahead: step n+1 is planned before the tokens of step n are known.
+
+    plan n    plan n+1    commit n    plan n+2    commit n+1    ...
+
+What a sampled token is does not matter for planning, only that there is one: `num_pending` counts the
+tokens that the device knows and the host does not. Only a stop token comes as a surprise, one row too
+late; that row's token is dropped. Blocks and slots are reused at once, because the device runs steps
+in order: whatever a late row writes, the next owner overwrites before reading.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hearth.errors import BadPrompt, ConfigError, PromptTooLong
+from hearth.policy.blocks import BlockBook, extend_digests
+from hearth.policy.plan import Admission, Emission, Request, Row, StepPlan, TableWrite
+from hearth.types import FinishReason, RequestId
+
+MAX_IN_FLIGHT = 2  #: plans that may wait for their commit
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    max_batch_tokens: int  #: computed by one step
+    max_seqs: int  #: running at once, each in a slot
+    max_context: int  #: prompt and output tokens of one sequence
+
+    def __post_init__(self) -> None:
+        if min(self.max_batch_tokens, self.max_seqs, self.max_context) < 1:
+            raise ConfigError(
+                f"every limit of a batch must be at least 1, given: {self}; raise the one below"
+            )
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """A request on its way. Mutable; written only by `Batcher`."""
+
+    request: Request
+    arrival: int
+    tokens: list[int]  #: prompt and committed output
+    max_length: int  #: of prompt and output
+    stop_ids: frozenset[int]
+    #: Of the full blocks of `tokens`, as far as needed so far.
+    digests: list[bytes] = field(default_factory=list)
+    #: Sampled on the device in a step that is not committed; they follow `tokens`.
+    num_pending: int = 0
+    #: Rows in steps that are not committed. Not admitted again before this is 0, so that every such row
+    #: of a sequence with a slot belongs to its present stay in that slot.
+    num_in_flight: int = 0
+    is_ended: bool = False
+
+    #: None while waiting; what follows is meaningful only while running.
+    slot: int | None = None
+    blocks: list[int] = field(default_factory=list)
+    num_prefill: int = 0  #: length of `tokens` on admission; what comes later is decoded
+    num_planned: int = 0  #: tokens whose KV is computed by the steps planned so far
+    num_published: int = 0  #: leading blocks that were offered to the prefix cache
+
+    @property
+    def num_unplanned(self) -> int:
+        """Tokens that could be computed next; 0 if the last one that may be sampled is in flight."""
+        if self.num_planned < self.num_prefill:
+            return self.num_prefill - self.num_planned
+        return 1 if len(self.tokens) + self.num_pending < self.max_length else 0
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan in the making. Mutable; lives for one call of `Batcher.plan`."""
+
+    tokens_left: int
+    admissions: list[Admission] = field(default_factory=list)
+    table_writes: list[TableWrite] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    sequences: list[_Sequence] = field(default_factory=list)  #: one for each row
+    has_preempted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    plan: StepPlan
+    sequences: list[_Sequence]  #: one for each row; an id could have a new owner by the time of the commit
+
+
+class Batcher:
+    """Mutable; written only by the step loop that owns it, as is the `BlockBook` given to it."""
+
+    def __init__(self, limits: BatchLimits, blocks: BlockBook) -> None:
+        self.limits = limits
+        self.blocks = blocks
+        #: All that have not ended; each is either running or waiting.
+        self._live: dict[RequestId, _Sequence] = {}
+        #: Those with a slot, oldest first.
+        self._running: dict[RequestId, _Sequence] = {}
+        #: Those without, oldest first; all younger than the running ones.
+        self._waiting: deque[_Sequence] = deque()
+        #: Planned and not committed, oldest first; at most MAX_IN_FLIGHT.
+        self._flights: deque[_Flight] = deque()
+        #: A heap.
+        self._free_slots = list(range(limits.max_seqs))
+        self._num_arrivals = 0
+        self._num_steps = 0
+
+    @property
+    def _max_length(self) -> int:
+        """Of prompt and output of one request, so that alone it fits."""
+        return min(self.limits.max_context, self.blocks.capacity_tokens)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is left to plan or to commit."""
+        return bool(self._live or self._flights)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def check_fits(self, request: Request) -> None:
+        """Raise if the request can never be served. Reads limits only, so any thread may ask.
+
+        Raises:
+            BadPrompt: it is empty.
+            PromptTooLong: it leaves no room for a single token.
+        """
+        num_prompt = len(request.prompt)
+        if num_prompt == 0:
+            raise BadPrompt("prompt has 0 tokens, at least 1 is needed; give a token to continue from")
+        if num_prompt + 1 > self._max_length:
+            raise PromptTooLong(
+                f"prompt has {num_prompt} tokens, limit: {self._max_length - 1} (the context holds "
+                f"{self.limits.max_context}, the KV memory {self.blocks.capacity_tokens}, one is to be "
+                "sampled); shorten the prompt or raise the lower one"
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a request that fits. Its `max_tokens` is cut so that alone it can always finish."""
+        assert request.request_id not in self._live, f"request added twice: {request.request_id}"
+        self.check_fits(request)
+        max_length, sampling = self._max_length, request.sampling
+        if sampling.max_tokens is not None:
+            max_length = min(max_length, len(request.prompt) + sampling.max_tokens)
+        sequence = _Sequence(
+            request, self._num_arrivals, list(request.prompt), max_length, frozenset(sampling.stop_token_ids)
+        )
+        self._num_arrivals += 1
+        self._live[request.request_id] = sequence
+        self._waiting.append(sequence)
+
+    def cancel(self, request_id: RequestId) -> bool:
+        """End a request now, whatever it is doing; what it still samples is dropped. False if unknown."""
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            return False
+        self._end(sequence)
+        return True
+
+    def plan(self) -> StepPlan | None:
+        """Decide the next step; None if nothing can be computed before a commit or an arrival."""
+        assert len(self._flights) < MAX_IN_FLIGHT, f"commit first: {len(self._flights)} steps in flight"
+        draft = _Draft(self.limits.max_batch_tokens)
+        self._advance_running(draft)
+        if not draft.has_preempted:
+            self._admit_waiting(draft)
+        if not draft.rows:
+            return None
+        plan = StepPlan(
+            self._num_steps, tuple(draft.admissions), tuple(draft.table_writes), tuple(draft.rows)
+        )
+        self._num_steps += 1
+        self._flights.append(_Flight(plan, draft.sequences))
+        return plan
+
+    def commit(self, plan: StepPlan, tokens: Sequence[int]) -> list[Emission]:
+        """Take in what the oldest step in flight sampled: one token for each row that samples, in order."""
+        flight = self._flights.popleft()
+        assert flight.plan is plan, f"{plan.step_id=} committed before {flight.plan.step_id=}"
+        num_samples = sum(row.samples for row in plan.rows)
+        assert len(tokens) == num_samples, f"{len(tokens)} tokens for {num_samples} samples, {plan.step_id=}"
+        emissions: list[Emission] = []
+        sample_index = 0
+        for row, sequence in zip(plan.rows, flight.sequences, strict=True):
+            sequence.num_in_flight -= 1
+            if not sequence.is_ended:
+                if sequence.slot is not None:
+                    self._publish(sequence, row.start + row.num_tokens)
+                if row.samples:
+                    emissions.append(self._append(sequence, tokens[sample_index], sample_index))
+            sample_index += row.samples
+        return emissions
+
+    def check(self) -> None:
+        """Raise if the books disagree with each other. Tests call it after every change."""
+        self.blocks.check()
+        running, waiting = list(self._running.values()), list(self._waiting)
+        order = [sequence.arrival for sequence in running + waiting]
+        assert order == sorted(set(order)), f"running, then waiting, must be in order of arrival: {order}"
+        assert {s.request.request_id for s in running + waiting} == self._live.keys(), f"{self._live.keys()=}"
+        slots = sorted([s.slot for s in running if s.slot is not None] + self._free_slots)
+        assert slots == list(range(self.limits.max_seqs)), f"slots lost or given twice: {slots}"
+        holding = [s.arrival for s in waiting if s.slot is not None or s.blocks]
+        assert not holding, f"waiting with a slot or blocks: {holding}"
+        midway = [s.arrival for s in running[:-1] if s.num_planned < s.num_prefill]
+        assert not midway, f"in the midst of the prompt and not the youngest: {midway}"
+        holders = Counter(block for s in running for block in s.blocks)
+        for block in range(self.blocks.num_blocks):
+            in_book = self.blocks.num_holders(block)
+            assert holders[block] == in_book, f"{block=} held {holders[block]} times, in the book {in_book}"
+            assert in_book <= 1 or self.blocks.is_published(block), f"{block=} shared without digest"
+        in_flight = Counter(s.arrival for flight in self._flights for s in flight.sequences)
+        for s in running + waiting:
+            assert s.num_in_flight == in_flight[s.arrival], f"{s.arrival=} {s.num_in_flight=} {in_flight=}"
+            assert s.num_pending <= s.num_in_flight, f"{s.arrival=} {s.num_pending=} {s.num_in_flight=}"
+
+    def _advance_running(self, draft: _Draft) -> None:
+        """Decode rows, oldest first; the rest of a prompt comes last, since it is the youngest's."""
+        for sequence in list(self._running.values()):
+            if draft.tokens_left == 0:
+                return
+            if sequence.slot is None:
+                continue  # preempted a moment ago
+            num_tokens = min(sequence.num_unplanned, draft.tokens_left)
+            if num_tokens and self._make_room(sequence, num_tokens, draft):
+                self._add_row(sequence, num_tokens, draft)
+
+    def _make_room(self, sequence: _Sequence, num_tokens: int, draft: _Draft) -> bool:
+        """Give it blocks for its next tokens, preempting the youngest; False if that was itself."""
+        num_blocks = self._num_blocks(sequence.num_planned + num_tokens) - len(sequence.blocks)
+        if num_blocks <= 0:
+            return True
+        while (blocks := self.blocks.allocate(num_blocks)) is None:
+            youngest = next(reversed(self._running.values()))
+            self._preempt(youngest)
+            draft.has_preempted = True
+            if youngest is sequence:
+                return False
+        self._assign(sequence, blocks, draft)
+        return True
+
+    def _admit_waiting(self, draft: _Draft) -> None:
+        while self._waiting and self._free_slots and draft.tokens_left:
+            if not self._admit(self._waiting[0], draft):
+                return
+
+    def _admit(self, sequence: _Sequence, draft: _Draft) -> bool:
+        """Start the oldest waiting one, on top of the prefix that is found; False if it must wait."""
+        if sequence.num_in_flight:
+            return False
+        request, block_tokens = sequence.request, self.blocks.block_tokens
+        extend_digests(sequence.digests, sequence.tokens, request.salt, block_tokens)
+        num_tokens = len(sequence.tokens)
+        # At least one token is computed, for there must be something to sample from.
+        hits = self.blocks.match(sequence.digests[: (num_tokens - 1) // block_tokens])
+        num_cached = len(hits) * block_tokens
+        num_first = min(num_tokens - num_cached, draft.tokens_left)
+        num_blocks = self._num_blocks(num_cached + num_first) - len(hits)
+        if not self.blocks.can_allocate(num_blocks, beside=hits):
+            return False
+        self.blocks.take(hits)
+        blocks = self.blocks.allocate(num_blocks)
+        assert blocks is not None, f"{num_blocks=} {self.blocks.num_available=}"
+
+        self._waiting.popleft()
+        self._running[request.request_id] = sequence
+        sequence.slot = heapq.heappop(self._free_slots)
+        sequence.num_prefill = num_tokens
+        sequence.num_planned = num_cached
+        sequence.num_published = len(hits)
+        draft.admissions.append(
+            Admission(
+                request_id=request.request_id,
+                slot=sequence.slot,
+                tokens=tuple(sequence.tokens),
+                num_prompt_tokens=len(request.prompt),
+                num_cached_tokens=num_cached,
+                sampling=request.sampling,
+            )
+        )
+        self._assign(sequence, hits + blocks, draft)
+        self._add_row(sequence, num_first, draft)
+        return True
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.blocks.block_tokens)
+
+    def _assign(self, sequence: _Sequence, blocks: list[int], draft: _Draft) -> None:
+        assert sequence.slot is not None, f"{sequence.arrival=}"
+        for index, block in enumerate(blocks, start=len(sequence.blocks)):
+            draft.table_writes.append(TableWrite(sequence.slot, index, block))
+        sequence.blocks.extend(blocks)
+
+    def _add_row(self, sequence: _Sequence, num_tokens: int, draft: _Draft) -> None:
+        assert sequence.slot is not None, f"{sequence.arrival=}"
+        start = sequence.num_planned
+        end = start + num_tokens
+        tokens = tuple(sequence.tokens[start:end]) if start < sequence.num_prefill else None
+        samples = end >= sequence.num_prefill
+        draft.rows.append(Row(sequence.request.request_id, sequence.slot, start, num_tokens, tokens, samples))
+        draft.sequences.append(sequence)
+        draft.tokens_left -= num_tokens
+        sequence.num_planned = end
+        sequence.num_pending += samples
+        sequence.num_in_flight += 1
+
+    def _publish(self, sequence: _Sequence, num_computed: int) -> None:
+        """Offer the blocks that are full of computed and known tokens to the prefix cache."""
+        num_full = num_computed // self.blocks.block_tokens
+        if num_full <= sequence.num_published:
+            return
+        extend_digests(sequence.digests, sequence.tokens, sequence.request.salt, self.blocks.block_tokens)
+        for index in range(sequence.num_published, num_full):
+            self.blocks.publish(sequence.blocks[index], sequence.digests[index])
+        sequence.num_published = num_full
+
+    def _append(self, sequence: _Sequence, token: int, sample_index: int) -> Emission:
+        """Add a sampled token, and end the sequence if it was the last."""
+        request = sequence.request
+        num_before = len(sequence.tokens) - len(request.prompt)
+        sequence.tokens.append(token)
+        sequence.num_pending -= 1
+        reason = None
+        if token in sequence.stop_ids and num_before >= request.sampling.min_tokens:
+            reason = FinishReason.STOP
+        elif len(sequence.tokens) == sequence.max_length:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self._end(sequence)
+        return Emission(request.request_id, token, sample_index, reason)
+
+    def _preempt(self, sequence: _Sequence) -> None:
+        """Back to the head of the queue: the youngest that ran is older than all that wait."""
+        self._stop_running(sequence)
+        self._waiting.appendleft(sequence)
+
+    def _end(self, sequence: _Sequence) -> None:
+        sequence.is_ended = True
+        del self._live[sequence.request.request_id]
+        if sequence.slot is None:
+            self._waiting.remove(sequence)
+        else:
+            self._stop_running(sequence)
+
+    def _stop_running(self, sequence: _Sequence) -> None:
+        assert sequence.slot is not None, f"{sequence.arrival=}"
+        del self._running[sequence.request.request_id]
+        heapq.heappush(self._free_slots, sequence.slot)
+        self.blocks.release(sequence.blocks)
+        sequence.slot = None
+        sequence.blocks = []
