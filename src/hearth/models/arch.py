@@ -1,0 +1,107 @@
+"""The one description that the decoder follows: a model family is a way to fill it in. No tensors here.
+
+Canonical tensors, in the order in which the forward pass needs them (`models/layout.py`):
+
+    embed.weight [vocab, embed]        positions.weight [max_positions + position_offset, hidden]
+    embed_in.weight [hidden, embed]    only where embed != hidden
+    layers.I.attn_norm.{weight,bias}   layers.I.qkv.{weight,bias}  [(heads + 2 * kv_heads) * head_dim, hidden]
+    layers.I.q_norm.weight  layers.I.k_norm.weight  [head_dim]
+    layers.I.o.{weight,bias} [hidden, heads * head_dim]
+    layers.I.mlp_norm.{weight,bias}    layers.I.up.{weight,bias}  [(2 if gated else 1) * intermediate, hidden]
+    layers.I.down.{weight,bias} [hidden, intermediate]
+    final_norm.{weight,bias}           embed_out.weight [embed, hidden]    head.{weight,bias} [vocab, embed]
+
+`qkv` is q, then k, then v, each head after head; `up` of a gated MLP is gate, then up. A tied head is
+not stored: the decoder reads `embed.weight`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Norm(StrEnum):
+    RMS = "rms"
+    LAYER = "layer"
+
+
+class Activation(StrEnum):
+    SILU = "silu"
+    GELU = "gelu"  #: the exact one, by erf
+    GELU_TANH = "gelu_tanh"
+    RELU = "relu"
+
+
+class Residual(StrEnum):
+    PRE = "pre"  #: x += attn(norm(x)); x += mlp(norm(x))
+    POST = "post"  #: x = norm(x + attn(x)); x = norm(x + mlp(x))
+    PARALLEL = "parallel"  #: x += attn(norm(x)) + mlp(norm'(x))
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Llama 3's stretch of the low rotary frequencies."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions in the half-split layout; the first `dim` of each head are rotated."""
+
+    theta: float
+    dim: int
+    linear_factor: float = 1.0  #: positions are divided by it
+    llama3: Llama3Scaling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Arch:
+    family: str
+    vocab_size: int
+    hidden_size: int
+    embed_size: int  #: width of the embedding; apart from hidden_size only in OPT-350m
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_positions: int
+    norm: Norm
+    norm_eps: float
+    norm_bias: bool
+    norm_weight: bool  #: False: norms have no parameters at all
+    residual: Residual
+    shares_norm: bool  #: parallel residual whose MLP reads the attention's norm
+    has_final_norm: bool
+    activation: Activation
+    gated: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    head_bias: bool
+    qk_norm: bool
+    rope: Rope | None
+    position_offset: int | None  #: learned positions start at this row; None: no learned positions
+    tied_head: bool
+    windows: tuple[int | None, ...]  #: per layer: how many tokens back a token sees, itself included
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        return self.q_size + 2 * self.kv_size
+
+    @property
+    def up_size(self) -> int:
+        return (2 if self.gated else 1) * self.intermediate_size

@@ -1,0 +1,75 @@
+"""Typed reading of a Hugging Face `config.json`: each field is checked as it is read. Knows no family."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hearth.errors import BadCheckpoint, UnsupportedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """A family's fields, with defaults filled in; `where` is how messages call a field's place."""
+
+    family: str
+    values: Mapping[str, object]
+    where: str = "config.json"
+
+    def has(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def integer(self, name: str, *, least: int = 1) -> int:
+        value = self._required(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise BadCheckpoint(
+                f"{self.where}: `{name}` must be an integer of at least {least}, given: {value!r}"
+            )
+        return value
+
+    def maybe_integer(self, name: str) -> int | None:
+        return self.integer(name) if self.has(name) else None
+
+    def number(self, name: str) -> float:
+        value = self._required(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise BadCheckpoint(f"{self.where}: `{name}` must be a positive number, given: {value!r}")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        """A flag that is null counts as unset, as in transformers."""
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise BadCheckpoint(f"{self.where}: `{name}` must be true or false, given: {value!r}")
+        return bool(value)
+
+    def text(self, name: str) -> str:
+        value = self._required(name)
+        if not isinstance(value, str):
+            raise BadCheckpoint(f"{self.where}: `{name}` must be a string, given: {value!r}")
+        return value
+
+    def texts(self, name: str) -> list[str] | None:
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise BadCheckpoint(f"{self.where}: `{name}` must be a list of strings, given: {value!r}")
+        return [str(item) for item in value]
+
+    def section(self, name: str) -> Fields:
+        """The mapping called `name`; empty where it is absent or null."""
+        value = self.values.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise BadCheckpoint(f"{self.where}: `{name}` must be an object, given: {value!r}")
+        return Fields(self.family, value, where=f"{self.where}: `{name}`")
+
+    def unsupported(self, name: str, why: str) -> UnsupportedModel:
+        """The error for a field whose value the decoder cannot follow."""
+        return UnsupportedModel(f"{self.where}: `{name}` is {self.values.get(name)!r}: {why}")
+
+    def _required(self, name: str) -> object:
+        if name not in self.values:
+            raise BadCheckpoint(f"{self.where} has no `{name}`, which a `{self.family}` model needs")
+        return self.values[name]

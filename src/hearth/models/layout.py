@@ -1,0 +1,119 @@
+"""Where each canonical tensor lies in a model's bytes, in forward order. Holds no bytes.
+
+offset 0                  4 KiB aligned       4 KiB aligned
+| embed.weight | padding | layers.0.attn_norm.weight | padding | layers.0.qkv.weight | ...
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from hearth.errors import DeviceError
+from hearth.models.arch import Arch
+
+ALIGNMENT_BYTES = 4096
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    name: str
+    dtype: str
+    shape: Shape
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    @property
+    def end(self) -> int:
+        """Where the next tensor may begin: padding included."""
+        return _align(self.offset + self.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    tensors: tuple[TensorSpec, ...]
+    num_bytes: int
+
+    def layer_range(self, layer: int) -> ByteRange:
+        """The bytes of one layer, padding included, so that the ranges of all layers touch."""
+        specs = [spec for spec in self.tensors if spec.name.startswith(f"layers.{layer}.")]
+        assert specs, f"no such layer: {layer}"
+        return ByteRange(specs[0].offset, specs[-1].end)
+
+
+def layout_of(arch: Arch, dtype: str) -> Layout:
+    if dtype not in DTYPES:
+        raise DeviceError(f"unknown dtype: `{dtype}`; supported: {', '.join(DTYPES)}")
+    specs: list[TensorSpec] = []
+    offset = 0
+    for name, shape in _shapes(arch):
+        specs.append(TensorSpec(name, dtype, shape, offset))
+        offset = specs[-1].end
+    return Layout(tuple(specs), num_bytes=offset)
+
+
+def _shapes(arch: Arch) -> Iterator[tuple[str, Shape]]:
+    """Names and shapes in the order in which the forward pass needs them."""
+    hidden, embed = arch.hidden_size, arch.embed_size
+    yield "embed.weight", (arch.vocab_size, embed)
+    if arch.position_offset is not None:
+        yield "positions.weight", (arch.max_positions + arch.position_offset, hidden)
+    if embed != hidden:
+        yield "embed_in.weight", (hidden, embed)
+    for layer in range(arch.num_layers):
+        for name, shape in _layer_shapes(arch):
+            yield f"layers.{layer}.{name}", shape
+    if arch.has_final_norm:
+        yield from _norm_shapes(arch, "final_norm")
+    if embed != hidden:
+        yield "embed_out.weight", (embed, hidden)
+    if not arch.tied_head:
+        yield "head.weight", (arch.vocab_size, embed)
+    if arch.head_bias:
+        yield "head.bias", (arch.vocab_size,)
+
+
+def _layer_shapes(arch: Arch) -> Iterator[tuple[str, Shape]]:
+    yield from _norm_shapes(arch, "attn_norm")
+    yield from _linear_shapes("qkv", arch.qkv_size, arch.hidden_size, has_bias=arch.qkv_bias)
+    if arch.qk_norm:
+        yield "q_norm.weight", (arch.head_dim,)
+        yield "k_norm.weight", (arch.head_dim,)
+    yield from _linear_shapes("o", arch.hidden_size, arch.q_size, has_bias=arch.o_bias)
+    if not arch.shares_norm:
+        yield from _norm_shapes(arch, "mlp_norm")
+    yield from _linear_shapes("up", arch.up_size, arch.hidden_size, has_bias=arch.mlp_bias)
+    yield from _linear_shapes("down", arch.hidden_size, arch.intermediate_size, has_bias=arch.mlp_bias)
+
+
+def _norm_shapes(arch: Arch, name: str) -> Iterator[tuple[str, Shape]]:
+    if arch.norm_weight:
+        yield f"{name}.weight", (arch.hidden_size,)
+    if arch.norm_bias:
+        yield f"{name}.bias", (arch.hidden_size,)
+
+
+def _linear_shapes(name: str, rows: int, columns: int, *, has_bias: bool) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (rows, columns)
+    if has_bias:
+        yield f"{name}.bias", (rows,)
+
+
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

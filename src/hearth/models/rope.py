@@ -1,0 +1,66 @@
+"""Rotary settings of a Hugging Face config, in transformers 4's and 5's spelling. Computes no angles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hearth.models.arch import Llama3Scaling, Rope
+from hearth.models.fields import Fields
+
+KINDS = ("default", "linear", "llama3")
+
+
+def read_rope(fields: Fields, head_dim: int) -> Rope:
+    """Every head is rotated whole; `rope_theta` stands at the top or among the parameters."""
+    for place in (fields, _parameters(fields)):
+        if place.has("partial_rotary_factor") and place.number("partial_rotary_factor") != 1.0:
+            raise place.unsupported(
+                "partial_rotary_factor", f"`{fields.family}` models rotate whole heads; supported: 1.0"
+            )
+    return _rope(fields, head_dim, theta="rope_theta")
+
+
+def read_partial_rope(fields: Fields, head_dim: int) -> Rope:
+    """GPT-NeoX: the first part of each head is rotated, under names of its own."""
+    parameters = _parameters(fields)
+    has_factor = parameters.has("partial_rotary_factor")
+    share = parameters.number("partial_rotary_factor") if has_factor else fields.number("rotary_pct")
+    return _rope(fields, int(head_dim * share), theta="rotary_emb_base")
+
+
+def _parameters(fields: Fields) -> Fields:
+    """transformers 4 says `rope_scaling`, 5 says `rope_parameters`; the older one wins where both stand."""
+    return fields.section("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
+
+
+def _rope(fields: Fields, dim: int, theta: str) -> Rope:
+    parameters = _parameters(fields)
+    for name, value in parameters.values.items():
+        if isinstance(value, Mapping):
+            raise parameters.unsupported(name, "all layers must share one rotary setting")
+    kind_name = "rope_type" if parameters.has("rope_type") else "type"
+    kind = parameters.text(kind_name) if parameters.has(kind_name) else "default"
+    if kind not in KINDS:
+        raise parameters.unsupported(kind_name, f"supported: {', '.join(KINDS)}")
+    if dim < 2 or dim % 2 != 0:
+        raise fields.unsupported("head_dim", f"the rotated size of a head must be even, here: {dim}")
+    base = parameters.number("rope_theta") if parameters.has("rope_theta") else fields.number(theta)
+    return Rope(
+        theta=base,
+        dim=dim,
+        linear_factor=parameters.number("factor") if kind == "linear" else 1.0,
+        llama3=_llama3(fields, parameters) if kind == "llama3" else None,
+    )
+
+
+def _llama3(fields: Fields, parameters: Fields) -> Llama3Scaling:
+    original = "original_max_position_embeddings"
+    place = fields if fields.has(original) else parameters
+    return Llama3Scaling(
+        factor=parameters.number("factor"),
+        low_freq_factor=parameters.number("low_freq_factor"),
+        high_freq_factor=parameters.number("high_freq_factor"),
+        original_max_positions=(
+            place.integer(original) if place.has(original) else fields.integer("max_position_embeddings")
+        ),
+    )

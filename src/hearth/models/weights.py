@@ -1,0 +1,113 @@
+"""A model's tensors as views into bytes that someone else owns. Copies nothing, allocates nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hearth.models.arch import Arch
+from hearth.models.layout import DTYPES, Layout, TensorSpec
+
+#: widest load of a kernel; a tensor that begins elsewhere would be read slowly or not at all
+VECTOR_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a tensor's bytes begin: `offset` into `base`, which is one-dimensional and uint8."""
+
+    base: torch.Tensor
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeights:
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    attn_norm: NormWeights
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: Linear
+    mlp_norm: NormWeights | None  #: None: the MLP reads the attention's norm
+    up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    embed: torch.Tensor
+    positions: torch.Tensor | None
+    embed_in: torch.Tensor | None
+    layers: tuple[LayerWeights, ...]
+    final_norm: NormWeights | None
+    embed_out: torch.Tensor | None
+    head: Linear
+
+
+def contiguous_slots(layout: Layout, base: torch.Tensor) -> dict[str, Slot]:
+    """Slots of a model whose bytes lie in one buffer, as the packer writes them."""
+    return {spec.name: Slot(base, spec.offset) for spec in layout.tensors}
+
+
+def bind(arch: Arch, layout: Layout, slots: Mapping[str, Slot], layers: range | None = None) -> Weights:
+    """View every tensor of the layout; with `layers`, those of other layers need no slot and are left out."""
+    chosen = range(arch.num_layers) if layers is None else layers
+    skipped = tuple(f"layers.{i}." for i in range(arch.num_layers) if i not in chosen)
+    views = {
+        spec.name: _view(spec, slots[spec.name])
+        for spec in layout.tensors
+        if not spec.name.startswith(skipped)
+    }
+    embed = views["embed.weight"]
+    return Weights(
+        embed=embed,
+        positions=views.get("positions.weight"),
+        embed_in=views.get("embed_in.weight"),
+        layers=tuple(_layer(arch, views, f"layers.{i}.") for i in chosen),
+        final_norm=_norm(views, "final_norm") if arch.has_final_norm else None,
+        embed_out=views.get("embed_out.weight"),
+        head=Linear(embed if arch.tied_head else views["head.weight"], views.get("head.bias")),
+    )
+
+
+def _layer(arch: Arch, views: Mapping[str, torch.Tensor], prefix: str) -> LayerWeights:
+    return LayerWeights(
+        attn_norm=_norm(views, f"{prefix}attn_norm"),
+        qkv=_linear(views, f"{prefix}qkv"),
+        q_norm=views.get(f"{prefix}q_norm.weight"),
+        k_norm=views.get(f"{prefix}k_norm.weight"),
+        o=_linear(views, f"{prefix}o"),
+        mlp_norm=None if arch.shares_norm else _norm(views, f"{prefix}mlp_norm"),
+        up=_linear(views, f"{prefix}up"),
+        down=_linear(views, f"{prefix}down"),
+    )
+
+
+def _linear(views: Mapping[str, torch.Tensor], name: str) -> Linear:
+    return Linear(views[f"{name}.weight"], views.get(f"{name}.bias"))
+
+
+def _norm(views: Mapping[str, torch.Tensor], name: str) -> NormWeights:
+    return NormWeights(views.get(f"{name}.weight"), views.get(f"{name}.bias"))
+
+
+def _view(spec: TensorSpec, slot: Slot) -> torch.Tensor:
+    base, begin, end = slot.base, slot.offset, slot.offset + spec.nbytes
+    assert (base.dtype, base.dim()) == (torch.uint8, 1), f"{spec.name}: {base.dtype=} {base.shape=}"
+    assert 0 <= begin <= end <= len(base), f"{spec.name}: bytes {begin}:{end} of a base of {len(base)}"
+    address = base.data_ptr() + begin
+    assert address % VECTOR_BYTES == 0, f"{spec.name}: {address=} is no multiple of {VECTOR_BYTES}"
+    return base[begin:end].view(DTYPES[spec.dtype]).view(spec.shape)

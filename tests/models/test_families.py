@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hearth.errors import BadCheckpoint, UnsupportedModel
+from hearth.models.arch import Activation, Llama3Scaling, Norm, Residual, Rope
+from hearth.models.families import FAMILIES, arch_from_config, read_arch
+from hearth.models.readers import ACTIVATIONS
+from tests.models.zoo import VARIANTS, build
+
+FACTS: dict[str, dict[str, object]] = {
+    "llama-gqa": {"num_kv_heads": 2, "gated": True, "norm": Norm.RMS, "residual": Residual.PRE},
+    "llama-mha-tied": {"num_kv_heads": 4, "tied_head": True},
+    "llama3-rope": {"rope": Rope(5000.0, 16, llama3=Llama3Scaling(8.0, 1.0, 4.0, 32))},
+    "llama-odd-head": {"head_dim": 20, "q_size": 80, "kv_size": 20, "qkv_size": 120},
+    "llama-bias": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "rope": Rope(10000.0, 16, 2.0)},
+    "yi": {"num_kv_heads": 1, "rope": Rope(5e6, 8)},
+    "smollm2": {"num_heads": 9, "num_kv_heads": 3, "head_dim": 8, "norm_eps": 1e-5, "tied_head": True},
+    "mistral-window": {"windows": (7, 7, 7), "norm_eps": 1e-5},
+    "mistral-head": {"windows": (None, None, None), "head_dim": 24},
+    "qwen2": {"qkv_bias": True, "o_bias": False, "windows": (None, None, None), "rope": Rope(1e6, 16)},
+    "qwen2-window": {"windows": (None, 5, 5), "tied_head": True},
+    "qwen3": {"qk_norm": True, "head_dim": 32, "qkv_bias": False},
+    "qwen3-bias": {"qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": False},
+    "opt-pre": {"position_offset": 2, "rope": None, "activation": Activation.RELU, "has_final_norm": True},
+    "opt-350m": {"residual": Residual.POST, "embed_size": 48, "has_final_norm": False},
+    "opt-no-affine": {"norm_weight": False, "norm_bias": False, "qkv_bias": False, "mlp_bias": False},
+    "neox-parallel": {"residual": Residual.PARALLEL, "shares_norm": False, "rope": Rope(10000.0, 4)},
+    "neox-sequential": {
+        "residual": Residual.PRE,
+        "qkv_bias": False,
+        "mlp_bias": True,
+        "rope": Rope(10000.0, 8),
+    },
+    "falcon-7b": {"num_kv_heads": 1, "residual": Residual.PARALLEL, "shares_norm": True, "tied_head": True},
+    "falcon-40b": {"num_kv_heads": 2, "shares_norm": False, "intermediate_size": 256},
+    "falcon-11b": {"num_kv_heads": 2, "shares_norm": True, "intermediate_size": 112, "tied_head": False},
+    "falcon-rw-like": {"num_kv_heads": 4, "residual": Residual.PRE, "qkv_bias": True, "mlp_bias": True},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_reads_the_arch_of_a_saved_model(name: str) -> None:
+    model, directory = build(name)
+
+    arch = read_arch(directory)
+
+    assert arch.family == VARIANTS[name].model_type
+    assert arch.vocab_size == 160
+    assert arch.hidden_size == model.config.hidden_size
+    assert arch.num_layers == len(arch.windows) == 3
+    assert arch.max_positions == 128
+    assert {fact: getattr(arch, fact) for fact in FACTS[name]} == FACTS[name]
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if VARIANTS[name].model_type != "opt"])
+def test_rotary_settings_give_transformers_frequencies(name: str) -> None:
+    model, directory = build(name)
+    rope = read_arch(directory).rope
+    assert rope is not None
+
+    frequencies = 1.0 / rope.theta ** (torch.arange(0, rope.dim, 2) / rope.dim) / rope.linear_factor
+
+    theirs = model.base_model.rotary_emb.inv_freq
+    if rope.llama3 is None:
+        torch.testing.assert_close(frequencies, theirs)
+    else:
+        assert len(frequencies) == len(theirs)
+        torch.testing.assert_close(frequencies[0], theirs[0])
+        torch.testing.assert_close(frequencies[-1] / rope.llama3.factor, theirs[-1])
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_absent_fields_mean_what_transformers_takes_them_for(model_type: str) -> None:
+    from transformers import AutoConfig
+
+    arch = arch_from_config({"model_type": model_type})
+
+    assert arch == arch_from_config(AutoConfig.for_model(model_type).to_dict())
+
+
+LINEAR = {"factor": 2.0}
+LLAMA3 = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 64}
+SPELLINGS = {
+    "theta": ("llama", {"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "linear": (
+        "llama",
+        {"rope_scaling": {"type": "linear", **LINEAR}},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, **LINEAR}},
+    ),
+    "llama3": (
+        "llama",
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+    ),
+    "dtype": ("mistral", {"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}),
+    "windows": (
+        "qwen2",
+        {"use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 2},
+        {
+            "use_sliding_window": True,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "num_hidden_layers": 2,
+        },
+    ),
+    "neox": (
+        "gpt_neox",
+        {"rotary_pct": 0.5, "rotary_emb_base": 5000},
+        {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 5000.0}},
+    ),
+    "falcon": (
+        "falcon",
+        {"n_head": 8, "n_layer": 2, "n_embed": 64, "n_head_kv": 2, "new_decoder_architecture": True},
+        {
+            "num_attention_heads": 8,
+            "num_hidden_layers": 2,
+            "hidden_size": 64,
+            "num_kv_heads": 2,
+            "new_decoder_architecture": True,
+        },
+    ),
+    "swish": ("llama", {"hidden_act": "swish"}, {"hidden_act": "silu"}),
+    "heads": ("qwen2", {"num_key_value_heads": None}, {"num_key_value_heads": 32}),
+}
+
+
+@pytest.mark.parametrize("case", SPELLINGS)
+def test_old_and_new_spellings_mean_the_same(case: str) -> None:
+    model_type, old, new = SPELLINGS[case]
+
+    arch = arch_from_config({"model_type": model_type, **old})
+
+    assert arch == arch_from_config({"model_type": model_type, **new})
+
+
+def test_class_name_decides_where_model_type_is_absent() -> None:
+    arch = arch_from_config({"architectures": ["Qwen3ForCausalLM"]})
+
+    assert arch.family == "qwen3"
+
+
+def test_window_counts_the_token_itself_as_transformers_does() -> None:
+    from transformers.masking_utils import sliding_window_causal_mask_function
+
+    windows = arch_from_config({"model_type": "mistral", "sliding_window": 7}).windows
+
+    visible = sliding_window_causal_mask_function(7)(0, 0, torch.tensor(50), torch.arange(64))
+    assert visible.nonzero().flatten().tolist() == [44, 45, 46, 47, 48, 49, 50]
+    assert visible.sum() == windows[0]
+
+
+def test_activation_names_mean_transformers_functions() -> None:
+    from torch.nn import functional
+    from transformers.activations import ACT2FN
+
+    x = torch.linspace(-4, 4, 81)
+    ours = {
+        Activation.SILU: functional.silu(x),
+        Activation.GELU: functional.gelu(x),
+        Activation.GELU_TANH: functional.gelu(x, approximate="tanh"),
+        Activation.RELU: functional.relu(x),
+    }
+
+    for name, activation in ACTIVATIONS.items():
+        torch.testing.assert_close(ACT2FN[name](x), ours[activation], msg=name)
+
+
+REFUSED = [
+    ({"model_type": "mamba"}, "`model_type` is 'mamba'; supported: falcon, gpt_neox, llama"),
+    ({}, "`model_type` is None"),
+    ({"model_type": "mixtral", "num_local_experts": 8}, "`num_local_experts` is 8: mixtures of experts"),
+    ({"model_type": "qwen3", "num_experts": 64}, "`num_experts` is 64"),
+    ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "`attn_logit_softcapping` is 50.0: soft caps"),
+    ({"model_type": "falcon", "alibi": True}, "`alibi` is True: ALiBi"),
+    ({"model_type": "llama", "quantization_config": {"quant_method": "awq"}}, "'awq'.*AWQ, GPTQ"),
+    ({"model_type": "t5", "is_encoder_decoder": True}, "`is_encoder_decoder` is True: only decoders"),
+    ({"model_type": "llama", "attention_sink_size": 4}, "`attention_sink_size` is 4: attention sinks"),
+    ({"model_type": "llama", "scale_attn_weights": False}, "`scale_attn_weights` is False"),
+    ({"model_type": "llama", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    ({"model_type": "llama", "residual_multiplier": 0.22}, "`residual_multiplier` is 0.22"),
+    ({"model_type": "llama", "use_qk_norm": True}, "`use_qk_norm` is True"),
+    (
+        {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+        "ForSequenceClassification",
+    ),
+    ({"model_type": "llama", "rope_scaling": {"type": "yarn", "factor": 4.0}}, "`type` is 'yarn': supported"),
+    ({"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "'dynamic': supported"),
+    ({"model_type": "qwen2", "rope_parameters": {"rope_type": "longrope"}}, "`rope_type` is 'longrope'"),
+    ({"model_type": "qwen3", "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "share one rotary"),
+    ({"model_type": "llama", "partial_rotary_factor": 0.5}, "`partial_rotary_factor` is 0.5"),
+    (
+        {"model_type": "falcon", "rope_parameters": {"partial_rotary_factor": 0.5}},
+        "partial_rotary_factor` is 0.5",
+    ),
+    ({"model_type": "llama", "hidden_act": "relu2"}, "`hidden_act` is 'relu2': supported: silu"),
+    ({"model_type": "llama", "num_key_value_heads": 5}, "multiple .* given: 32 and 5"),
+    ({"model_type": "llama", "hidden_size": 100}, "`hidden_size` is 100.*`num_attention_heads`: 32"),
+    ({"model_type": "llama", "head_dim": 15}, "must be even, here: 15"),
+    ({"model_type": "gpt_neox", "rotary_pct": 0.01}, "must be even, here: 0"),
+    ({"model_type": "llama", "sliding_window": 64}, "`sliding_window` is 64"),
+    ({"model_type": "qwen2", "num_hidden_layers": 1, "layer_types": ["sliding_attention"]}, "`layer_types`"),
+    (
+        {"model_type": "qwen3", "num_hidden_layers": 1, "layer_types": ["linear_attention"]},
+        "linear_attention",
+    ),
+    (
+        {"model_type": "mistral", "num_hidden_layers": 1, "layer_types": ["full_attention"]},
+        "share `sliding_w",
+    ),
+    ({"model_type": "falcon", "multi_query": False, "num_kv_heads": 8}, "`num_kv_heads` is 8"),
+    ({"model_type": "falcon", "num_ln_in_parallel_attn": 2}, "`num_ln_in_parallel_attn` is 2"),
+    ({"model_type": "falcon", "new_decoder_architecture": True, "parallel_attn": False}, "`parallel_attn`"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED)
+def test_refuses_what_the_decoder_cannot_represent(config: dict[str, object], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        arch_from_config(config)
+
+
+HARMLESS = {
+    "num_experts": 0,
+    "attn_logit_softcapping": None,
+    "alibi": False,
+    "quantization_config": None,
+    "is_encoder_decoder": False,
+    "scale_attn_weights": True,
+    "residual_multiplier": 1.0,
+    "partial_rotary_factor": 1.0,
+    "sliding_window": None,
+    "rope_scaling": None,
+}
+
+
+def test_harmless_values_of_refused_fields_change_nothing() -> None:
+    arch = arch_from_config({"model_type": "llama", **HARMLESS})
+
+    assert arch == arch_from_config({"model_type": "llama"})
+
+
+BAD = [
+    ({"hidden_size": "4096"}, "`hidden_size` must be an integer of at least 1, given: '4096'"),
+    ({"num_hidden_layers": 0}, "`num_hidden_layers` must be an integer of at least 1, given: 0"),
+    ({"vocab_size": True}, "`vocab_size` must be an integer"),
+    ({"rms_norm_eps": None}, "`rms_norm_eps` must be a positive number, given: None"),
+    ({"attention_bias": "yes"}, "`attention_bias` must be true or false, given: 'yes'"),
+    ({"hidden_act": 3}, "`hidden_act` must be a string, given: 3"),
+    ({"rope_scaling": "linear"}, "`rope_scaling` must be an object"),
+    ({"rope_scaling": {"type": "linear"}}, "`rope_scaling` has no `factor`"),
+    (
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+        "`rope_parameters` has no `low_freq_factor`",
+    ),
+    ({"layer_types": ["full_attention"]}, "`layer_types` has 1 entries for 32 layers"),
+    ({"architectures": "LlamaForCausalLM"}, "`architectures` must be a list of strings"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD)
+def test_names_a_field_that_is_missing_or_malformed(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(BadCheckpoint, match=message):
+        arch_from_config({"model_type": "llama", **fields})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no config.json"),
+        ("{", "not valid JSON"),
+        (json.dumps([1]), "must hold an object, given: list"),
+    ],
+)
+def test_unreadable_config_file_is_a_bad_checkpoint(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+
+    with pytest.raises(BadCheckpoint, match=message):
+        read_arch(tmp_path)

@@ -1,0 +1,184 @@
+"""Tiny random models of every family, built with transformers and saved as checkpoints. Downloads nothing.
+
+    from tests.models.zoo import VARIANTS, build
+    model, directory = build("llama-gqa")
+
+Every parameter is random, norms and biases too, so that a tensor left out or mixed up shows in the logits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+import zlib
+from collections.abc import Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedModel
+
+_SIZES: Mapping[str, object] = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+_GATED: Mapping[str, object] = {**_SIZES, "intermediate_size": 112, "num_key_value_heads": 2}
+_OPT: Mapping[str, object] = {**_SIZES, "ffn_dim": 112}
+_NEOX: Mapping[str, object] = {**_SIZES, "intermediate_size": 112}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+class Variant(NamedTuple):
+    model_type: str
+    config: Mapping[str, object]
+
+
+class Built(NamedTuple):
+    model: PreTrainedModel
+    directory: Path
+
+
+VARIANTS: Mapping[str, Variant] = {
+    "llama-gqa": Variant("llama", _GATED),
+    "llama-mha-tied": Variant("llama", {**_GATED, "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama3-rope": Variant("llama", {**_GATED, "rope_parameters": _LLAMA3}),
+    "llama-odd-head": Variant("llama", {**_GATED, "head_dim": 20, "num_key_value_heads": 1}),
+    "llama-bias": Variant(
+        "llama",
+        {
+            **_GATED,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+        },
+    ),
+    "yi": Variant(
+        "llama",
+        {
+            **_GATED,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "rope_parameters": {"rope_theta": 5e6},
+        },
+    ),
+    "smollm2": Variant(
+        "llama",
+        {
+            **_GATED,
+            "hidden_size": 72,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_theta": 1e5},
+        },
+    ),
+    "mistral-window": Variant("mistral", {**_GATED, "sliding_window": 7, "rms_norm_eps": 1e-5}),
+    "mistral-head": Variant("mistral", {**_GATED, "sliding_window": None, "head_dim": 24}),
+    "qwen2": Variant("qwen2", {**_GATED, "rope_parameters": {"rope_theta": 1e6}}),
+    "qwen2-window": Variant(
+        "qwen2",
+        {
+            **_GATED,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3": Variant("qwen3", {**_GATED, "head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3-bias": Variant("qwen3", {**_GATED, "head_dim": 16, "attention_bias": True}),
+    "opt-pre": Variant("opt", _OPT),
+    "opt-350m": Variant("opt", {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 48}),
+    "opt-no-affine": Variant(
+        "opt", {**_OPT, "layer_norm_elementwise_affine": False, "enable_bias": False, "hidden_size": 80}
+    ),
+    "neox-parallel": Variant("gpt_neox", _NEOX),
+    "neox-sequential": Variant(
+        "gpt_neox",
+        {
+            **_NEOX,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "falcon-7b": Variant("falcon", _SIZES),
+    "falcon-40b": Variant("falcon", {**_SIZES, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-11b": Variant(
+        "falcon",
+        {
+            **_SIZES,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+            "ffn_hidden_size": 112,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "falcon-rw-like": Variant(
+        "falcon", {**_SIZES, "multi_query": False, "parallel_attn": False, "bias": True, "hidden_size": 48}
+    ),
+}
+
+
+def tiny(name: str, **changes: object) -> PreTrainedModel:
+    """A fresh model of the variant in float32, ready for inference, the same in every process."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    variant = VARIANTS[name]
+    config = AutoConfig.for_model(variant.model_type, **{**variant.config, **changes})
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_norm_weight = parameter.dim() == 1 and path.endswith("weight")
+            scale = 0.5 if "embed" in path else 0.2
+            parameter.copy_(1.0 + 0.3 * noise if is_norm_weight else scale * noise)
+    return model.eval()
+
+
+@cache
+def build(name: str) -> Built:
+    """The variant's model and its saved checkpoint, made once per process. Do not change either."""
+    model = tiny(name)
+    directory = Path(tempfile.mkdtemp(prefix=f"hearth-zoo-{name}-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    save(model, directory)
+    return Built(model, directory)
+
+
+def save(model: PreTrainedModel, directory: Path, **options: object) -> None:
+    """`save_pretrained` without its progress bar."""
+    with _quiet():
+        model.save_pretrained(directory, **options)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
