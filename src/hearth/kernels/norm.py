@@ -1,0 +1,120 @@
+"""Residual add and normalisation in one pass over the hidden states. Knows shapes, not layers."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from hearth.kernels.jit import runs_triton, tl, triton
+
+
+def add_norm(
+    delta: torch.Tensor | None,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    is_rms: bool,
+    out: torch.Tensor,
+) -> None:
+    """`residual += delta`, then `out = norm(residual)`. `out` may be `residual` itself (post-norm).
+
+    The sum is rounded to the tensors' dtype before it is normalised, so a layer range that hands its
+    hidden states on gives the same bits as one that runs through.
+    """
+    impl = add_norm_triton if runs_triton(residual) else add_norm_reference
+    impl(delta, residual, weight, bias, eps, is_rms=is_rms, out=out)
+
+
+def add_norm_reference(
+    delta: torch.Tensor | None,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    is_rms: bool,
+    out: torch.Tensor,
+) -> None:
+    if delta is not None:
+        residual.add_(delta)
+    size = residual.shape[-1:]
+    if residual.dtype == torch.float32:
+        normed = (
+            F.rms_norm(residual, size, weight, eps)
+            if is_rms
+            else F.layer_norm(residual, size, weight, bias, eps)
+        )
+        out.copy_(normed)
+        return
+    x = residual.float()
+    w = None if weight is None else weight.float()
+    b = None if bias is None else bias.float()
+    out.copy_(F.rms_norm(x, size, w, eps) if is_rms else F.layer_norm(x, size, w, b, eps))
+
+
+def add_norm_triton(
+    delta: torch.Tensor | None,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    is_rms: bool,
+    out: torch.Tensor,
+) -> None:
+    rows, hidden = residual.shape
+    block = triton.next_power_of_2(hidden)
+    _add_norm_kernel[(rows,)](
+        out,
+        residual,
+        delta,
+        weight,
+        bias,
+        hidden,
+        eps,
+        HAS_DELTA=delta is not None,
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None,
+        IS_RMS=is_rms,
+        IN_PLACE=out.data_ptr() == residual.data_ptr(),
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+    )
+
+
+@triton.jit
+def _add_norm_kernel(
+    out,
+    residual,
+    delta,
+    weight,
+    bias,
+    hidden,
+    eps,
+    HAS_DELTA: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_RMS: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * hidden
+    cols = tl.arange(0, BLOCK)
+    inside = cols < hidden
+    x = tl.load(residual + row + cols, inside, other=0.0)
+    if HAS_DELTA:
+        d = tl.load(delta + row + cols, inside, other=0.0)
+        x = (x.to(tl.float32) + d.to(tl.float32)).to(x.dtype)
+        if not IN_PLACE:
+            tl.store(residual + row + cols, x, inside)
+    y = x.to(tl.float32)
+    if not IS_RMS:
+        y = tl.where(inside, y - tl.sum(y, 0) / hidden, 0.0)
+    y = y * tl.rsqrt(tl.sum(y * y, 0) / hidden + eps)
+    if HAS_WEIGHT:
+        y = y * tl.load(weight + cols, inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        y = y + tl.load(bias + cols, inside, other=0.0).to(tl.float32)
+    tl.store(out + row + cols, y.to(x.dtype), inside)

@@ -1,0 +1,223 @@
+"""Causal attention of runs of query tokens over their paged KV (prefill, whole or in chunks).
+
+The KV of the run itself has been written before; whatever precedes it in the sequence is read from the
+same blocks, so a first chunk, a later chunk and a prefix hit are one case. Knows shapes and pointers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hearth.kernels.jit import runs_triton, tl, triton
+from hearth.kernels.rotary import Heads
+
+_LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of consecutive tokens of one sequence among the rows of a step."""
+
+    begin: int  #: first row
+    num_tokens: int
+    start: int  #: position of the first token
+
+
+def prefill_attention(
+    qkv: torch.Tensor,
+    heads: Heads,
+    spans: Sequence[Span],
+    span_begins: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    block_table: torch.Tensor,
+    kv: torch.Tensor,
+    *,
+    window: int | None,
+    out: torch.Tensor,
+) -> None:
+    """Each row of a span attends to its sequence up to itself, or the last `window` tokens of that.
+
+    `spans` say on the host what `span_begins` (int32 [spans + 1], rows), `positions` and `slots` say on
+    the device. Rows outside of all spans are left alone.
+    """
+    if not runs_triton(qkv):
+        prefill_attention_reference(qkv, heads, spans, slots, block_table, kv, window=window, out=out)
+    elif all(_is_fresh(span, window) for span in spans):
+        fresh_attention(qkv, heads, spans, out=out)
+    else:
+        prefill_attention_triton(
+            qkv, heads, spans, span_begins, positions, slots, block_table, kv, window=window, out=out
+        )
+
+
+def prefill_attention_reference(
+    qkv: torch.Tensor,
+    heads: Heads,
+    spans: Sequence[Span],
+    slots: torch.Tensor,
+    block_table: torch.Tensor,
+    kv: torch.Tensor,
+    *,
+    window: int | None,
+    out: torch.Tensor,
+) -> None:
+    block_tokens = kv.shape[2]
+    for span in spans:
+        rows = slice(span.begin, span.begin + span.num_tokens)
+        end = span.start + span.num_tokens
+        blocks = block_table[slots[span.begin], : -(-end // block_tokens)]
+        k, v = (kv[blocks, side].flatten(0, 1)[:end].transpose(0, 1) for side in (0, 1))
+        q = qkv[rows, : heads.num_q * heads.dim].view(-1, heads.num_q, heads.dim).transpose(0, 1)
+        at = torch.arange(span.start, end, device=qkv.device)[:, None]
+        back = at - torch.arange(end, device=qkv.device)
+        seen = back >= 0 if window is None else (back >= 0) & (back < window)
+        attended = F.scaled_dot_product_attention(
+            q[None], k[None], v[None], seen, enable_gqa=heads.num_q != heads.num_kv
+        )
+        out[rows] = attended[0].transpose(0, 1).flatten(1)
+
+
+#: Under this many tokens one launch for all spans beats the library's launch per span (bench/kernels.py).
+_FRESH_TOKENS = 1024
+
+
+def _is_fresh(span: Span, window: int | None) -> bool:
+    """A long run without a cached prefix and without an effective window: the library's own case."""
+    fits_window = window is None or span.num_tokens <= window
+    return span.start == 0 and span.num_tokens >= _FRESH_TOKENS and fits_window
+
+
+def fresh_attention(qkv: torch.Tensor, heads: Heads, spans: Sequence[Span], *, out: torch.Tensor) -> None:
+    """Plain causal attention of each span over its own q, k and v, through cuDNN or flash attention."""
+    sizes = [heads.num_q, heads.num_kv, heads.num_kv]
+    with sdpa_kernel(
+        [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True
+    ):
+        for span in spans:
+            rows = slice(span.begin, span.begin + span.num_tokens)
+            q, k, v = qkv[rows].view(1, span.num_tokens, -1, heads.dim).transpose(1, 2).split(sizes, dim=1)
+            attended = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=heads.num_q != heads.num_kv
+            )
+            out[rows] = attended[0].transpose(0, 1).flatten(1)
+
+
+def prefill_attention_triton(
+    qkv: torch.Tensor,
+    heads: Heads,
+    spans: Sequence[Span],
+    span_begins: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    block_table: torch.Tensor,
+    kv: torch.Tensor,
+    *,
+    window: int | None,
+    out: torch.Tensor,
+) -> None:
+    dim_pad = max(16, triton.next_power_of_2(heads.dim))
+    is_wide = dim_pad > 128 or qkv.dtype == torch.float32
+    block_m, block_n = (32, 32) if is_wide else (64, 64)
+    longest = max(span.num_tokens for span in spans)
+    _prefill_attention_kernel[(triton.cdiv(longest, block_m), heads.num_q, len(spans))](
+        out,
+        qkv,
+        qkv.stride(0),
+        span_begins,
+        positions,
+        slots,
+        block_table,
+        block_table.stride(0),
+        kv,
+        kv.stride(0),
+        heads.dim**-0.5 * _LOG2E,
+        WINDOW=window or 0,
+        NUM_Q=heads.num_q,
+        NUM_KV=heads.num_kv,
+        DIM=heads.dim,
+        DIM_PAD=dim_pad,
+        BLOCK_TOKENS=kv.shape[2],
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=4,
+        num_stages=1 if is_wide else 3,
+    )
+
+
+@triton.jit
+def _prefill_attention_kernel(
+    out,
+    qkv,
+    qkv_stride,
+    span_begins,
+    positions,
+    slots,
+    table,
+    table_stride,
+    kv,
+    kv_stride,
+    scale,
+    WINDOW: tl.constexpr,
+    NUM_Q: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    head = tl.program_id(1)
+    kv_head = head // (NUM_Q // NUM_KV)
+    begin = tl.load(span_begins + tl.program_id(2))
+    num_tokens = tl.load(span_begins + tl.program_id(2) + 1) - begin
+    tile = tl.program_id(0) * BLOCK_M
+    if tile >= num_tokens:
+        return
+    start = tl.load(positions + begin)
+    row_table = table + tl.load(slots + begin).to(tl.int64) * table_stride
+
+    index = tile + tl.arange(0, BLOCK_M)
+    position = start + index
+    dim = tl.arange(0, DIM_PAD)
+    in_dim = dim < DIM
+    in_q = (index[:, None] < num_tokens) & in_dim[None, :]
+    row = (begin + index).to(tl.int64)
+    q = tl.load(qkv + row[:, None] * qkv_stride + head * DIM + dim[None, :], in_q, other=0.0)
+
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(start + tile - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    end = tl.minimum(start + tile + BLOCK_M, start + num_tokens)
+    best = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
+    for at in range(first, end, BLOCK_N):
+        token = at + tl.arange(0, BLOCK_N)
+        in_context = token < end
+        block = tl.load(row_table + token // BLOCK_TOKENS, in_context, other=0).to(tl.int64)
+        unit = block * kv_stride + (token % BLOCK_TOKENS) * (NUM_KV * DIM) + kv_head * DIM
+        in_tile = in_context[:, None] & in_dim[None, :]
+        k = tl.load(kv + unit[:, None] + dim[None, :], in_tile, other=0.0)
+        v_unit = unit + BLOCK_TOKENS * NUM_KV * DIM
+        v = tl.load(kv + v_unit[:, None] + dim[None, :], in_tile, other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        seen = token[None, :] <= position[:, None]
+        if WINDOW > 0:
+            seen = seen & (token[None, :] > position[:, None] - WINDOW)
+        score = tl.where(seen, score, -float("inf"))
+        new_best = tl.maximum(best, tl.max(score, 1))
+        # A tile wholly outside the window leaves the maximum at -inf; 0 keeps the differences finite.
+        pivot = tl.where(new_best == -float("inf"), 0.0, new_best)
+        shrink = tl.exp2(best - pivot)
+        p = tl.exp2(score - pivot[:, None])
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        best = new_best
+    out_at = out + row[:, None] * (NUM_Q * DIM) + head * DIM + dim[None, :]
+    tl.store(out_at, (acc / total[:, None]).to(q.dtype), in_q)

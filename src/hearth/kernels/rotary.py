@@ -1,0 +1,217 @@
+"""Rotary positions, per-head q/k norms and the KV write, in one pass over the fused q, k, v.
+
+    a row of qkv:  | q heads | k heads | v heads |        each head head_dim wide
+    one KV layer:  [block][k|v][token][kv head][dim]      blocks `stride(0)` elements apart
+
+Where a token goes follows from its slot and position through the block table. Knows nothing of layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hearth.kernels.jit import runs_triton, tl, triton
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms over each q and k head (Qwen 3)."""
+
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    num_q: int
+    num_kv: int
+    dim: int
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    heads: Heads,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    block_table: torch.Tensor,
+    kv: torch.Tensor,
+    *,
+    cos_sin: torch.Tensor | None,
+    norms: HeadNorms | None,
+) -> None:
+    """Norm and rotate q and k in place, and write k and v to `kv` [blocks, 2, block_tokens, kv_heads, dim].
+
+    `cos_sin` is [positions, 2, rotary_dim / 2] in float32; None leaves q and k unrotated.
+    """
+    impl = rotate_and_store_triton if runs_triton(qkv) else rotate_and_store_reference
+    impl(qkv, heads, positions, slots, block_table, kv, cos_sin=cos_sin, norms=norms)
+
+
+def rotate_and_store_reference(
+    qkv: torch.Tensor,
+    heads: Heads,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    block_table: torch.Tensor,
+    kv: torch.Tensor,
+    *,
+    cos_sin: torch.Tensor | None,
+    norms: HeadNorms | None,
+) -> None:
+    x = qkv.view(qkv.shape[0], -1, heads.dim)
+    num_qk = heads.num_q + heads.num_kv
+    if norms is not None:
+        _norm_heads(x[:, : heads.num_q], norms.q_weight, norms.eps)
+        _norm_heads(x[:, heads.num_q : num_qk], norms.k_weight, norms.eps)
+    if cos_sin is not None:
+        _rotate(x[:, :num_qk], cos_sin[positions])
+    block_tokens = kv.shape[2]
+    blocks = block_table[slots, positions // block_tokens]
+    kv[blocks, :, positions % block_tokens] = x[:, heads.num_q :].unflatten(1, (2, heads.num_kv))
+
+
+def _norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    y = x.float()
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    x.copy_(y * weight.float())
+
+
+def _rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    half = cos_sin.shape[-1]
+    cos, sin = cos_sin[:, 0, None], cos_sin[:, 1, None]
+    a, b = x[..., :half].float(), x[..., half : 2 * half].float()
+    x[..., : 2 * half] = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+_HEADS_PER_PROGRAM = 8
+
+
+def rotate_and_store_triton(
+    qkv: torch.Tensor,
+    heads: Heads,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    block_table: torch.Tensor,
+    kv: torch.Tensor,
+    *,
+    cos_sin: torch.Tensor | None,
+    norms: HeadNorms | None,
+) -> None:
+    num_tokens = qkv.shape[0]
+    num_heads = heads.num_q + 2 * heads.num_kv
+    half = 0 if cos_sin is None else cos_sin.shape[-1]
+    rest = heads.dim - 2 * half
+    _rotate_and_store_kernel[(num_tokens, triton.cdiv(num_heads, _HEADS_PER_PROGRAM))](
+        qkv,
+        positions,
+        slots,
+        block_table,
+        block_table.stride(0),
+        kv,
+        kv.stride(0),
+        cos_sin,
+        None if norms is None else norms.q_weight,
+        None if norms is None else norms.k_weight,
+        0.0 if norms is None else norms.eps,
+        NUM_Q=heads.num_q,
+        NUM_KV=heads.num_kv,
+        DIM=heads.dim,
+        HALF=half,
+        HALF_PAD=triton.next_power_of_2(max(half, 1)),
+        REST=rest,
+        REST_PAD=triton.next_power_of_2(max(rest, 1)),
+        BLOCK_TOKENS=kv.shape[2],
+        HAS_NORMS=norms is not None,
+        HEADS=_HEADS_PER_PROGRAM,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _rotate_and_store_kernel(
+    qkv,
+    positions,
+    slots,
+    table,
+    table_stride,
+    kv,
+    kv_stride,
+    cos_sin,
+    q_weight,
+    k_weight,
+    eps,
+    NUM_Q: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    REST: tl.constexpr,
+    REST_PAD: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    token = tl.program_id(0)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_head = head < NUM_Q + 2 * NUM_KV
+    is_q = head < NUM_Q
+    is_v = head >= NUM_Q + NUM_KV
+    position = tl.load(positions + token)
+    slot = tl.load(slots + token).to(tl.int64)
+    block = tl.load(table + slot * table_stride + position // BLOCK_TOKENS).to(tl.int64)
+    source = qkv + token.to(tl.int64) * ((NUM_Q + 2 * NUM_KV) * DIM) + head[:, None] * DIM
+    # k and v heads are numbered 0 .. 2 * NUM_KV - 1 from the end of q: side k|v, then head.
+    kv_head = tl.where(is_q, 0, head - NUM_Q)
+    side, kv_head = kv_head // NUM_KV, kv_head % NUM_KV
+    target = side * (BLOCK_TOKENS * NUM_KV * DIM) + (position % BLOCK_TOKENS) * (NUM_KV * DIM) + kv_head * DIM
+    target = kv + block * kv_stride + target[:, None]
+    stays = is_head & (is_v == 0)  # rotated in place
+    leaves = is_head & (is_q == 0)  # written to the cache
+
+    half_dims = tl.arange(0, HALF_PAD)[None, :]
+    rest_dims = tl.arange(0, REST_PAD)[None, :]
+    squares = tl.zeros([HEADS], tl.float32)
+    if HALF > 0:
+        in_half = is_head[:, None] & (half_dims < HALF)
+        a = tl.load(source + half_dims, in_half, other=0.0)
+        b = tl.load(source + HALF + half_dims, in_half, other=0.0)
+        x, y = a.to(tl.float32), b.to(tl.float32)
+        squares += tl.sum(x * x + y * y, 1)
+    if REST > 0:
+        in_rest = is_head[:, None] & (rest_dims < REST)
+        c = tl.load(source + 2 * HALF + rest_dims, in_rest, other=0.0)
+        z = c.to(tl.float32)
+        squares += tl.sum(z * z, 1)
+    if HAS_NORMS:
+        scale = tl.where(is_v, 1.0, tl.rsqrt(squares / DIM + eps))[:, None]
+    if HALF > 0:
+        in_dim = half_dims < HALF
+        if HAS_NORMS:
+            x *= scale * _head_weight(q_weight, k_weight, half_dims, in_dim, is_q, is_v)
+            y *= scale * _head_weight(q_weight + HALF, k_weight + HALF, half_dims, in_dim, is_q, is_v)
+            x, y = x.to(a.dtype).to(tl.float32), y.to(a.dtype).to(tl.float32)
+        angles = cos_sin + position.to(tl.int64) * (2 * HALF)
+        cos = tl.where(is_v[:, None], 1.0, tl.load(angles + half_dims, in_dim, other=1.0))
+        sin = tl.where(is_v[:, None], 0.0, tl.load(angles + HALF + half_dims, in_dim, other=0.0))
+        rotated_x = (x * cos - y * sin).to(a.dtype)
+        rotated_y = (y * cos + x * sin).to(a.dtype)
+        tl.store(source + half_dims, rotated_x, stays[:, None] & in_dim)
+        tl.store(source + HALF + half_dims, rotated_y, stays[:, None] & in_dim)
+        tl.store(target + half_dims, rotated_x, leaves[:, None] & in_dim)
+        tl.store(target + HALF + half_dims, rotated_y, leaves[:, None] & in_dim)
+    if REST > 0:
+        in_dim = rest_dims < REST
+        if HAS_NORMS:
+            z *= scale * _head_weight(q_weight + 2 * HALF, k_weight + 2 * HALF, rest_dims, in_dim, is_q, is_v)
+            tl.store(source + 2 * HALF + rest_dims, z.to(c.dtype), stays[:, None] & in_dim)
+        tl.store(target + 2 * HALF + rest_dims, z.to(c.dtype), leaves[:, None] & in_dim)
+
+
+@triton.jit
+def _head_weight(q_weight, k_weight, dims, in_dim, is_q, is_v):
+    q = tl.load(q_weight + dims, in_dim, other=0.0).to(tl.float32)
+    k = tl.load(k_weight + dims, in_dim, other=0.0).to(tl.float32)
+    return tl.where(is_v[:, None], 1.0, tl.where(is_q[:, None], q, k))

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hearth.kernels.linear import linear_reference, skinny_linear_triton
+from tests.kernels.cases import DTYPES, assert_close, random
+
+
+@pytest.mark.parametrize(("device", "dtype"), DTYPES)
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 64, 64), (1, 97, 1500), (2, 33, 1024), (1, 200, 4096)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_kernel_equals_reference(
+    device: str, dtype: torch.dtype, rows: int, n: int, k: int, has_bias: bool
+) -> None:
+    x = random(rows, k, device=device, dtype=dtype, seed=1)
+    weight = random(n, k, device=device, dtype=dtype, seed=2)
+    bias = random(n, device=device, dtype=dtype, seed=3) if has_bias else None
+    expected = torch.empty(rows, n, device=device, dtype=torch.float64)
+    linear_reference(x.double(), weight.double(), None if bias is None else bias.double(), out=expected)
+    out = torch.full((rows, n), float("nan"), device=device, dtype=dtype)
+
+    skinny_linear_triton(x, weight, bias, out=out)
+
+    assert_close(out, expected)

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hearth.kernels.rotary import HeadNorms, Heads, rotate_and_store_reference, rotate_and_store_triton
+from tests.kernels.cases import DTYPES, Paged, assert_close, random
+
+#: heads, rotary dims (0: none), q/k norms
+SHAPES = [
+    (Heads(4, 4, 64), 64, False),
+    (Heads(9, 3, 64), 64, False),
+    (Heads(6, 2, 80), 80, True),
+    (Heads(5, 1, 64), 64, False),
+    (Heads(4, 4, 96), 24, False),
+    (Heads(3, 3, 20), 0, False),
+    (Heads(8, 2, 128), 128, True),
+    (Heads(2, 2, 10), 4, True),
+]
+
+
+@pytest.mark.parametrize(("device", "dtype"), DTYPES)
+@pytest.mark.parametrize(("heads", "rotary_dim", "has_norms"), SHAPES)
+def test_kernel_equals_reference(
+    device: str, dtype: torch.dtype, heads: Heads, rotary_dim: int, has_norms: bool
+) -> None:
+    lengths = [1, 5, 16, 17, 40]
+    positions = torch.tensor([length - 1 for length in lengths], dtype=torch.int32, device=device)
+    qkv = random(len(lengths), (heads.num_q + 2 * heads.num_kv) * heads.dim, device=device, dtype=dtype)
+    cos_sin = random(64, 2, rotary_dim // 2, device=device, seed=5) if rotary_dim else None
+    norms = None
+    if has_norms:
+        q_weight, k_weight = (random(heads.dim, device=device, dtype=dtype, seed=seed) for seed in (6, 7))
+        norms = HeadNorms(q_weight, k_weight, 1e-6)
+    expected, found = (Paged.build(lengths, heads, device, dtype) for _ in range(2))
+    expected_qkv = qkv.clone()
+    rotate_and_store_reference(
+        expected_qkv,
+        heads,
+        positions,
+        expected.slots,
+        expected.block_table,
+        expected.kv,
+        cos_sin=cos_sin,
+        norms=norms,
+    )
+
+    rotate_and_store_triton(
+        qkv, heads, positions, found.slots, found.block_table, found.kv, cos_sin=cos_sin, norms=norms
+    )
+
+    assert_close(qkv, expected_qkv)
+    written = ~expected.kv.isnan()
+    assert int(written.sum()) == 2 * len(lengths) * heads.num_kv * heads.dim
+    assert torch.equal(written, ~found.kv.isnan()), "the kernel wrote elsewhere"
+    assert_close(found.kv[written], expected.kv[written])
