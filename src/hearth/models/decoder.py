@@ -1,0 +1,191 @@
+"""The forward pass of every family: it follows an `Arch` over weights, KV and buffers that it does not own.
+
+Hidden states travel as a residual stream and the delta that is not yet added to it, because adding and
+the next normalisation are one kernel. Between layer ranges only their sum is handed on.
+
+`project`, `attend` and `absorb` are the three parts of a layer: q, k and v leave the first, the attention's
+output enters the last, and what lies between may run elsewhere. No batching, no sampling.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hearth.kernels.activation import activate
+from hearth.kernels.decode_attention import decode_attention
+from hearth.kernels.linear import linear
+from hearth.kernels.norm import add_norm
+from hearth.kernels.prefill_attention import prefill_attention
+from hearth.kernels.rotary import HeadNorms, Heads, rotate_and_store
+from hearth.models.arch import Arch, Norm, Residual
+from hearth.models.step import StepInputs
+from hearth.models.weights import LayerWeights, Linear, NormWeights, Weights
+from hearth.models.workspace import Workspace
+
+
+class Decoder:
+    """Runs `layers` of a model. `rebind` is its only mutation."""
+
+    def __init__(
+        self,
+        arch: Arch,
+        weights: Weights,
+        workspace: Workspace,
+        cos_sin: torch.Tensor | None,
+        layers: range | None = None,
+    ) -> None:
+        self.arch = arch
+        self.layers = range(arch.num_layers) if layers is None else layers
+        self.workspace = workspace
+        self._cos_sin = cos_sin
+        self._heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
+        self.rebind(weights)
+
+    def rebind(self, weights: Weights) -> None:
+        """Follow weights that were moved. Graphs captured before still read the old place."""
+        assert len(weights.layers) == len(self.layers), f"{len(weights.layers)=} {self.layers=}"
+        self.weights = weights
+
+    def embed(self, step: StepInputs) -> torch.Tensor:
+        """Hidden states before the first layer."""
+        ws, weights, rows = self.workspace, self.weights, len(step.tokens)
+        hidden = ws.residual[:rows]
+        embedded = hidden if weights.embed_in is None else ws.embedded[:rows]
+        torch.index_select(weights.embed, 0, step.tokens, out=embedded)
+        if weights.embed_in is not None:
+            linear(embedded, weights.embed_in, None, out=hidden)
+        if weights.positions is not None and self.arch.position_offset is not None:
+            at = step.positions + self.arch.position_offset
+            hidden.add_(torch.index_select(weights.positions, 0, at, out=ws.normed[:rows]))
+        return hidden
+
+    def run(self, hidden: torch.Tensor, step: StepInputs, kv: torch.Tensor) -> torch.Tensor:
+        """Hidden states after the layers, given those before, which are overwritten.
+
+        `kv` is [blocks, layers, 2, block_tokens, kv_heads, head_dim] over this decoder's layers only.
+        Behind the model's last layer there are just the rows of `step.sample_rows`, in that order.
+        """
+        residual, delta = hidden, None
+        for local, layer in enumerate(self.layers):
+            weights = self.weights.layers[local]
+            normed = self._enter(weights, residual, delta)
+            qkv = self.project(weights, normed)
+            attended = self.attend(layer, weights, qkv, step, kv[:, local])
+            if layer == self.arch.num_layers - 1 and step.sample_rows is not None:
+                residual, normed, attended = self._keep(step.sample_rows, residual, normed, attended)
+            delta = self.absorb(weights, residual, normed, attended)
+        return residual if delta is None else residual.add_(delta)
+
+    def project(self, weights: LayerWeights, normed: torch.Tensor) -> torch.Tensor:
+        """Fused q, k and v, as the projections leave them."""
+        return self._linear(normed, weights.qkv, self.workspace.qkv)
+
+    def attend(
+        self, layer: int, weights: LayerWeights, qkv: torch.Tensor, step: StepInputs, kv: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention's output for each row; rotates q and k and writes k and v to this layer's `kv`."""
+        table, window, out = step.block_table, self.arch.windows[layer], self.workspace.attended[: len(qkv)]
+        norms = None
+        if weights.q_norm is not None and weights.k_norm is not None:
+            norms = HeadNorms(weights.q_norm, weights.k_norm, self.arch.norm_eps)
+        rotate_and_store(
+            qkv, self._heads, step.positions, step.slots, table, kv, cos_sin=self._cos_sin, norms=norms
+        )
+        if step.num_decode_rows:
+            rows = slice(step.num_decode_rows)
+            decode_attention(
+                qkv[rows],
+                self._heads,
+                step.positions[rows],
+                step.slots[rows],
+                table,
+                kv,
+                window=window,
+                scratch=self.workspace.scratch,
+                out=out[rows],
+            )
+        if step.spans:
+            prefill_attention(
+                qkv,
+                self._heads,
+                step.spans,
+                step.span_begins,
+                step.positions,
+                step.slots,
+                table,
+                kv,
+                window=window,
+                out=out,
+            )
+        return out
+
+    def absorb(
+        self, weights: LayerWeights, residual: torch.Tensor, normed: torch.Tensor, attended: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Output projection and MLP: the next delta, or None where it is in the residual already."""
+        ws, arch = self.workspace, self.arch
+        delta = self._linear(attended, weights.o, ws.delta)
+        match arch.residual:
+            case Residual.PRE:
+                return self._mlp(weights, self._norm(weights.mlp_norm, delta, residual), ws.delta)
+            case Residual.PARALLEL:
+                mlp_in = normed if arch.shares_norm else self._norm(weights.mlp_norm, None, residual)
+                return delta.add_(self._mlp(weights, mlp_in, ws.mlp_out))
+            case Residual.POST:
+                self._norm(weights.attn_norm, delta, residual, out=residual)
+                delta = self._mlp(weights, residual, ws.delta)
+                self._norm(weights.mlp_norm, delta, residual, out=residual)
+                return None
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 logits of each row, given the hidden states behind the last layer."""
+        ws, weights, rows = self.workspace, self.weights, len(hidden)
+        if weights.final_norm is not None:
+            hidden = self._norm(weights.final_norm, None, hidden)
+        if weights.embed_out is not None:
+            linear(hidden, weights.embed_out, None, out=ws.head_in[:rows])
+            hidden = ws.head_in[:rows]
+        if hidden.dtype == torch.float32:
+            return self._linear(hidden, weights.head, ws.logits)
+        return ws.logits[:rows].copy_(self._linear(hidden, weights.head, ws.head_out))
+
+    def _enter(
+        self, weights: LayerWeights, residual: torch.Tensor, delta: torch.Tensor | None
+    ) -> torch.Tensor:
+        if self.arch.residual is Residual.POST:
+            return residual
+        return self._norm(weights.attn_norm, delta, residual)
+
+    def _keep(
+        self, rows: torch.Tensor, residual: torch.Tensor, normed: torch.Tensor, attended: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Behind the last attention nobody reads the other rows, so nothing more is computed for them."""
+        ws, count = self.workspace, len(rows)
+        return (
+            torch.index_select(residual, 0, rows, out=ws.kept_residual[:count]),
+            torch.index_select(normed, 0, rows, out=ws.kept_normed[:count]),
+            torch.index_select(attended, 0, rows, out=ws.kept_attended[:count]),
+        )
+
+    def _mlp(self, weights: LayerWeights, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        up = self._linear(x, weights.up, self.workspace.up)
+        activated = self.workspace.activated[: len(x)]
+        activate(up, self.arch.activation, gated=self.arch.gated, out=activated)
+        return self._linear(activated, weights.down, out)
+
+    def _linear(self, x: torch.Tensor, weights: Linear, out: torch.Tensor) -> torch.Tensor:
+        linear(x, weights.weight, weights.bias, out=out[: len(x)])
+        return out[: len(x)]
+
+    def _norm(
+        self,
+        weights: NormWeights | None,
+        delta: torch.Tensor | None,
+        residual: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert weights is not None, "this architecture has no such norm"
+        out = self.workspace.normed[: len(residual)] if out is None else out
+        is_rms = self.arch.norm is Norm.RMS
+        add_norm(delta, residual, weights.weight, weights.bias, self.arch.norm_eps, is_rms=is_rms, out=out)
+        return out

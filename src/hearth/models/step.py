@@ -1,0 +1,26 @@
+"""What the decoder reads of one step: which tokens, where in their sequences, where their KV lies.
+
+    rows:   | decode, one token each | span | span | ...        a span is a run of one sequence's prompt
+
+It holds device tensors and the few host values that shape launches, and knows no requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hearth.kernels.prefill_attention import Span
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    tokens: torch.Tensor  #: int64 [rows]
+    positions: torch.Tensor  #: int32 [rows], of the token in its sequence
+    slots: torch.Tensor  #: int32 [rows], the sequence's row of the block table
+    block_table: torch.Tensor  #: int32 [slots, blocks]
+    num_decode_rows: int
+    spans: tuple[Span, ...]
+    span_begins: torch.Tensor  #: int32 [spans + 1]
+    sample_rows: torch.Tensor | None  #: int64: the rows to sample after; None: all of them
