@@ -1,0 +1,171 @@
+"""A model's tokenizer, read from its directory: text to tokens, tokens to text, messages to a prompt.
+
+Does not stream (`detokenizer.py`) and never truncates, pads or logs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from hearth.errors import BadPrompt, BadTokenizer
+from hearth.text.chat import ChatTemplate, Json, Message
+from hearth.text.settings import ListedToken, Settings, read_settings
+from hearth.text.spelling import Spelling, spelling_of
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """Shared by all requests of a model."""
+
+    _backend: Backend = field(repr=False)
+    _chat_template: ChatTemplate | None
+    eos_ids: frozenset[int]  #: every id that some file names as the end of an output
+    bos_id: int | None
+    special_ids: frozenset[int]  #: what `decode` skips
+    spelling: Spelling | None  #: None: the text of a token depends on its neighbours
+
+    @staticmethod
+    def load(directory: Path) -> Tokenizer:
+        """Raises `BadTokenizer` if a file is missing or broken."""
+        settings = read_settings(directory)
+        backend = _load_backend(directory)
+        _add_listed_tokens(backend, settings, directory)
+        _mark_special_tokens(backend, settings)
+        added = backend.get_added_tokens_decoder()
+        return Tokenizer(
+            _backend=backend,
+            _chat_template=settings.chat_template,
+            eos_ids=frozenset([*_role_ids("eos_token", backend, settings), *settings.eos_ids]),
+            bos_id=next(iter([*_role_ids("bos_token", backend, settings), *settings.bos_ids]), None),
+            special_ids=frozenset(token_id for token_id, token in added.items() if token.special),
+            spelling=spelling_of(_decoder_section(backend)),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """With added tokens; the model's own may be padded to a larger one."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            raise BadPrompt(
+                "a prompt must be text that UTF-8 can hold, given: "
+                f"{type(text).__name__} with {ascii(text)[:80]}; send whole characters, no lone surrogates"
+            ) from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Ids outside the vocabulary have no text."""
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """The token's name in the vocabulary, which is not its text; None outside the vocabulary."""
+        return self._backend.id_to_token(token_id)
+
+    def chat_text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Json] | None = None,
+        add_generation_prompt: bool = True,
+        **extra: Json,
+    ) -> str:
+        """The prompt as the model's template writes it; `extra` reaches the template, also `documents`."""
+        if self._chat_template is None:
+            raise BadPrompt(
+                "this model has no chat template, so it takes no messages; "
+                "send a plain prompt, or add a `chat_template.jinja` to the model's directory"
+            )
+        return self._chat_template.render(messages, tools, add_generation_prompt, **extra)
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Json] | None = None,
+        add_generation_prompt: bool = True,
+        **extra: Json,
+    ) -> list[int]:
+        """`chat_text` in tokens; the template has written the special ones, so none are added."""
+        text = self.chat_text(messages, tools, add_generation_prompt, **extra)
+        return self.encode(text, add_special_tokens=False)
+
+
+#: What models came with before tokenizer.json.
+_OLD_FILES = {"merges.txt", "spiece.model", "tekken.json", "vocab.json", "vocab.txt"}
+
+
+def _load_backend(directory: Path) -> Backend:
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        found = sorted(p.name for p in directory.glob("*") if "tokenizer" in p.name or p.name in _OLD_FILES)
+        raise BadTokenizer(
+            f"no `tokenizer.json` in {directory}, tokenizer files there: {', '.join(found) or 'none'}; "
+            "make one with `transformers.AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)`"
+        )
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:  # the tokenizers package raises nothing more precise
+        raise BadTokenizer(f"{path} cannot be read: {error}; download or convert it again") from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _add_listed_tokens(backend: Backend, settings: Settings, directory: Path) -> None:
+    """Bring in the tokens that only tokenizer_config.json knows, or knows to be special."""
+    known = backend.get_added_tokens_decoder()
+    new = [t for t in settings.listed_tokens if not _is_known(t, known.get(t.token_id))]
+    backend.add_tokens(
+        [
+            AddedToken(
+                token.content,
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=token.normalized,
+                special=token.special,
+            )
+            for token in new
+        ]
+    )
+    for token in new:
+        if (given := backend.token_to_id(token.content)) != token.token_id:
+            raise BadTokenizer(
+                f"`{token.content}` has id {token.token_id} in {directory / 'tokenizer_config.json'}, "
+                f"but `tokenizer.json` gives it id {given}; take both files from the same model"
+            )
+
+
+def _is_known(listed: ListedToken, known: AddedToken | None) -> bool:
+    """What tokenizer.json calls special stays so."""
+    return known is not None and known.content == listed.content and known.special >= listed.special
+
+
+def _mark_special_tokens(backend: Backend, settings: Settings) -> None:
+    """A plain entry of the vocabulary that has a role (`eos_token`, ...) is special. Adds nothing new."""
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    plain = [content for content in sorted(set(settings.special_tokens.values())) if content not in added]
+    backend.add_special_tokens([content for content in plain if backend.token_to_id(content) is not None])
+
+
+def _role_ids(role: str, backend: Backend, settings: Settings) -> list[int]:
+    content = settings.special_tokens.get(role)
+    token_id = None if content is None else backend.token_to_id(content)
+    return [] if token_id is None else [token_id]
+
+
+def _decoder_section(backend: Backend) -> Json:
+    if backend.decoder is None:
+        return None
+    section: Json = json.loads(backend.decoder.__getstate__())
+    return section

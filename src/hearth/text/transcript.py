@@ -1,0 +1,43 @@
+"""The text of one answer as its tokens arrive: characters whole, stop strings cut. Knows no engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hearth.text.detokenizer import Detokenizer
+from hearth.text.stops import StopStrings
+from hearth.text.tokenizer import Tokenizer
+from hearth.types import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one token adds."""
+
+    text: str
+    finish_reason: FinishReason | None
+
+
+class Transcript:
+    """Mutable; the thread that reads the answer owns it. Nothing may follow a finish reason."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
+        self._stops = StopStrings(params.stop_strings, include=params.include_stop_str_in_output)
+        self._min_tokens = params.min_tokens
+        self._keeps_stop_token = params.include_stop_str_in_output
+        self._num_tokens = 0
+
+    def push(self, token: int, finish_reason: FinishReason | None) -> Piece:
+        """Take the next token; a stop string that it completes ends the answer."""
+        self._num_tokens += 1
+        is_hidden = finish_reason is FinishReason.STOP and not self._keeps_stop_token
+        text = "" if is_hidden else self._detokenizer.push(token)
+        if finish_reason is not None:
+            text += self._detokenizer.flush()
+        if self._num_tokens <= self._min_tokens and finish_reason is None:
+            return Piece(text, None)
+        match = self._stops.push(text)
+        if match.stopped:
+            return Piece(match.text, FinishReason.STOP)
+        return Piece(match.text + (self._stops.flush() if finish_reason is not None else ""), finish_reason)

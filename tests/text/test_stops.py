@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hearth.text.stops import StopMatch, StopStrings
+
+letters = st.text("ab ", max_size=12)
+stop_lists = st.lists(st.text("ab ", min_size=1, max_size=4), max_size=3)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    text: str
+    is_stopped: bool
+
+
+def stream(stops: StopStrings, pieces: list[str]) -> Outcome:
+    sent = ""
+    for piece in pieces:
+        match = stops.push(piece)
+        sent += match.text
+        if match.stopped:
+            return Outcome(sent + stops.flush(), True)
+    return Outcome(sent + stops.flush(), False)
+
+
+def oracle(text: str, stops: list[str], include: bool) -> Outcome:
+    """Read the whole text letter by letter until a stop string ends there."""
+    for end in range(len(text) + 1):
+        ended = [stop for stop in stops if text[:end].endswith(stop)]
+        if ended:
+            start = end - max(map(len, ended))
+            return Outcome(text[: end if include else start], True)
+    return Outcome(text, False)
+
+
+@given(pieces=st.lists(letters, max_size=6), stops=stop_lists, include=st.booleans())
+def test_a_stream_ends_where_the_whole_text_would(pieces: list[str], stops: list[str], include: bool) -> None:
+    outcome = stream(StopStrings(stops, include), pieces)
+
+    assert outcome == oracle("".join(pieces), stops, include)
+
+
+@given(pieces=st.lists(letters, max_size=6), stops=stop_lists)
+def test_holds_back_only_what_may_begin_a_stop_string(pieces: list[str], stops: list[str]) -> None:
+    matcher, sent, seen = StopStrings(stops), "", ""
+    for piece in pieces:
+        match = matcher.push(piece)
+        sent, seen = sent + match.text, seen + piece
+        if match.stopped:
+            return
+        held = seen.removeprefix(sent)
+        assert sent + held == seen
+        assert not held or any(stop.startswith(held) for stop in stops)
+
+
+def test_a_stop_string_split_across_pieces_is_never_sent() -> None:
+    stops = StopStrings(["</answer>"])
+
+    matches = [stops.push(piece) for piece in ("42 <", "/ans", "wer", "> more")]
+
+    assert matches == [
+        StopMatch("42 ", False),
+        StopMatch("", False),
+        StopMatch("", False),
+        StopMatch("", True),
+    ]
+
+
+def test_a_false_start_is_sent_as_soon_as_it_cannot_match() -> None:
+    stops = StopStrings(["</answer>"])
+    stops.push("a </ans")
+
+    match = stops.push("i")
+
+    assert match == StopMatch("</ansi", False)
+
+
+def test_the_stop_string_that_is_complete_first_wins() -> None:
+    match = StopStrings(["abcd", "bc"]).push("xabcd")
+
+    assert match == StopMatch("xa", True)
+
+
+def test_the_longest_of_stop_strings_that_end_together_wins() -> None:
+    match = StopStrings(["bc", "abc"]).push("xabcd")
+
+    assert match == StopMatch("x", True)
+
+
+def test_a_kept_stop_string_ends_the_text() -> None:
+    match = StopStrings(["\n\n"], include=True).push("one\n\ntwo")
+
+    assert match == StopMatch("one\n\n", True)
+
+
+def test_flush_gives_what_was_held_back() -> None:
+    stops = StopStrings(["STOP"])
+    stops.push("full ST")
+
+    assert stops.flush() == "ST"
+
+
+def test_text_after_a_stop_string_is_a_bug_of_the_caller() -> None:
+    stops = StopStrings(["."])
+    stops.push("end.")
+
+    with pytest.raises(AssertionError, match="after a stop string"):
+        stops.push("more")

