@@ -1,0 +1,111 @@
+"""Puts an engine together from a model and a configuration: sizes memory, wires the parts. Loads nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+import torch
+
+from hearth.config import EngineConfig
+from hearth.engine.engine import Engine
+from hearth.engine.graphs import GRAPH_SIZES
+from hearth.engine.inputs import InputBuffers
+from hearth.engine.runner import Runner
+from hearth.engine.sampler import Sampler
+from hearth.errors import DeviceError
+from hearth.kernels.jit import HAS_TRITON
+from hearth.models.angles import cos_sin_table
+from hearth.models.arch import Arch
+from hearth.models.decoder import Decoder
+from hearth.models.weights import Weights
+from hearth.models.workspace import StepSize, Workspace
+from hearth.policy.batch import Batcher, BatchLimits
+from hearth.policy.blocks import BlockBook
+
+#: Programs per multiprocessor that a decode attention may be split into.
+_PROGRAMS_PER_PROCESSOR = 4
+#: The KV of a CPU engine takes at most this share of the machine's memory; what is not written costs nothing.
+_CPU_SHARE = 0.25
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What an engine needs to know of a model besides its weights."""
+
+    arch: Arch
+    dtype: torch.dtype
+    max_context: int
+    eos_ids: frozenset[int]
+
+
+def assemble(spec: ModelSpec, weights: Weights, config: EngineConfig, device: torch.device) -> Engine:
+    """An engine over weights that are in place on the device; what memory it may use besides goes to KV."""
+    arch, dtype = spec.arch, spec.dtype
+    size = StepSize(config.max_batch_tokens, config.max_seqs, _num_programs(device))
+    base = torch.empty(Workspace.num_bytes(arch, dtype, size), dtype=torch.uint8, device=device)
+    workspace = Workspace.bind(arch, dtype, size, base)
+    cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, spec.max_context, device)
+    sampler = Sampler(config.max_seqs, arch.vocab_size, device)
+    max_blocks = -(-spec.max_context // config.block_tokens)
+    inputs = InputBuffers(config.max_batch_tokens, config.max_seqs, max_blocks, sampler.tokens, device)
+    kv = _new_kv(spec, config, device)
+    decoder = Decoder(arch, weights, workspace, cos_sin)
+    runner = Runner(decoder, kv, inputs, sampler, _max_graph_size(config, device))
+    if runner.graphs is not None and config.graphs == "start":
+        with torch.inference_mode():
+            runner.graphs.capture_all()
+    limits = BatchLimits(config.max_batch_tokens, config.max_seqs, spec.max_context)
+    return Engine(
+        Batcher(limits, BlockBook(len(kv), config.block_tokens)), runner, arch.vocab_size, spec.eos_ids
+    )
+
+
+def _max_graph_size(config: EngineConfig, device: torch.device) -> int:
+    if device.type != "cuda" or config.graphs == "off":
+        return 0
+    if not HAS_TRITON:
+        log.warning(
+            "fallback kernels=torch graphs=off reason=triton_missing remedy=`pip install hearth[gpu]`"
+        )
+        return 0
+    return min(config.max_seqs, config.max_batch_tokens, GRAPH_SIZES[-1])
+
+
+def _num_programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    num_processors: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return _PROGRAMS_PER_PROCESSOR * num_processors
+
+
+def _new_kv(spec: ModelSpec, config: EngineConfig, device: torch.device) -> torch.Tensor:
+    """As many blocks as the memory allows and running sequences can fill; block 0 is the sink."""
+    arch = spec.arch
+    shape = (arch.num_layers, 2, config.block_tokens, arch.num_kv_heads, arch.head_dim)
+    block_bytes = torch.Size(shape).numel() * spec.dtype.itemsize
+    kv_bytes = config.kv_bytes or _spare_bytes(config, device)
+    blocks_per_seq = -(-spec.max_context // config.block_tokens)
+    num_blocks = min(kv_bytes // block_bytes, 1 + config.max_seqs * blocks_per_seq)
+    if num_blocks < 2:
+        raise DeviceError(
+            f"KV memory of {kv_bytes} bytes holds {num_blocks} blocks of {block_bytes} bytes, at least 2 are "
+            "needed; raise `engine.kv_bytes` or `engine.memory_fraction`, or use a smaller model"
+        )
+    try:
+        return torch.empty((num_blocks, *shape), dtype=spec.dtype, device=device)
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            f"{num_blocks * block_bytes} bytes for KV cannot be had on {device}; lower `engine.kv_bytes`"
+        ) from error
+
+
+def _spare_bytes(config: EngineConfig, device: torch.device) -> int:
+    """Read once: from here on the engine's own books count."""
+    if device.type != "cuda":
+        return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _CPU_SHARE)
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(free - (1.0 - config.memory_fraction) * total))

@@ -1,0 +1,49 @@
+"""Logit bias and the allowed-token mask: one row to add per slot. Knows no other rule of sampling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from hearth.engine.upload import upload, upload_floats
+from hearth.policy.plan import Admission
+from hearth.types import SamplingParams
+
+
+def is_biased(sampling: SamplingParams) -> bool:
+    return bool(sampling.logit_bias) or sampling.allowed_token_ids is not None
+
+
+class LogitBias:
+    """Mutable; only slots with a biased request hold meaningful rows."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        #: What is added to the logits; minus infinity forbids a token.
+        self._bias = torch.zeros(num_slots, vocab_size, device=device)
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        """Write the rows anew, whoever held the slots before."""
+        vocab_size = self._bias.shape[1]
+        free, masked, cells = [], [], []
+        values: list[float] = []
+        for admission in admissions:
+            sampling = admission.sampling
+            bias = sampling.logit_bias
+            if sampling.allowed_token_ids is None:
+                free.append(admission.slot)
+            else:
+                masked.append(admission.slot)
+                bias = {token: bias.get(token, 0.0) for token in sampling.allowed_token_ids}
+            assert all(0 <= token < vocab_size for token in bias), f"{vocab_size=} {bias=}"
+            cells += [admission.slot * vocab_size + token for token in bias]
+            values += bias.values()
+        free_slots, masked_slots, where = upload(self._device, free, masked, cells)
+        self._bias.index_fill_(0, free_slots, 0.0).index_fill_(0, masked_slots, -math.inf)
+        self._bias.view(-1).index_copy_(0, where, upload_floats(self._device, values))
+
+    def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Add the bias of `slots` to `logits[rows]` in place."""
+        logits.index_add_(0, rows, self._bias[slots])

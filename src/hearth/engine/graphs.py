@@ -1,0 +1,52 @@
+"""Decode steps captured as CUDA graphs, one per padded batch size. Fills no inputs and samples nothing."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+import torch
+
+#: 1, 2, 4, 8, then every 8 up to 256: 35 sizes.
+GRAPH_SIZES: tuple[int, ...] = (1, 2, 4, *range(8, 257, 8))
+
+
+class DecodeGraphs:
+    """Mutable; written only by the runner. All graphs share one memory pool, for they run in turns."""
+
+    def __init__(self, forward: Callable[[int], torch.Tensor], max_size: int) -> None:
+        """`forward` runs a decode step of that many rows on static buffers and returns its logits."""
+        self._forward = forward
+        self.sizes = tuple(size for size in GRAPH_SIZES if size <= max_size)
+        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def size_for(self, num_rows: int) -> int | None:
+        """The smallest size that holds so many rows; None if there is none."""
+        at = bisect_left(self.sizes, num_rows)
+        return self.sizes[at] if at < len(self.sizes) else None
+
+    def replay(self, size: int) -> torch.Tensor:
+        """Run the step whose inputs are in place; the first time, capture it."""
+        if size not in self._captured:
+            self.capture(size)
+        graph, logits = self._captured[size]
+        graph.replay()
+        return logits
+
+    def capture(self, size: int) -> None:
+        """Capture a size. The inputs in place are computed once before, which compiles what is missing."""
+        self._forward(size)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = self._forward(size)
+        self._captured[size] = (graph, logits)
+
+    def capture_all(self) -> None:
+        for size in reversed(self.sizes):
+            if size not in self._captured:
+                self.capture(size)
+
+    def forget(self) -> None:
+        """Drop every graph, because what they point at has moved."""
+        self._captured.clear()

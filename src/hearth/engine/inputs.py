@@ -1,0 +1,141 @@
+"""The step's inputs at fixed device addresses, filled from a plan by one copy. Plans nothing, runs nothing.
+
+One packed int32 array per step, written on the host and copied whole:
+
+    | tokens | positions | slots | span begins | sample rows |
+
+Two host copies take turns, because the one of the step in flight may still be read by the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hearth.engine.upload import upload
+from hearth.kernels.prefill_attention import Span
+from hearth.models.step import StepInputs
+from hearth.policy.plan import Row, StepPlan, TableWrite
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """The packed array seen as its parts, on the host or on the device."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    span_begins: torch.Tensor
+    sample_rows: torch.Tensor
+
+    @staticmethod
+    def of(packed: torch.Tensor, max_tokens: int, max_seqs: int) -> _Fields:
+        return _Fields(*packed.split_with_sizes([max_tokens] * 3 + [max_seqs + 1, max_seqs]))
+
+
+class InputBuffers:
+    """Mutable; written only by the runner, in step order."""
+
+    def __init__(
+        self, max_tokens: int, max_seqs: int, max_blocks: int, last_tokens: torch.Tensor, device: torch.device
+    ) -> None:
+        """`last_tokens` int64 [slots + 1]: what each slot sampled last, the last row being a dummy."""
+        length = 3 * max_tokens + 2 * max_seqs + 1
+        self._packed = torch.zeros(length, dtype=torch.int32, device=device)
+        self._device = _Fields.of(self._packed, max_tokens, max_seqs)
+        is_cuda = device.type == "cuda"
+        self._hosts = [torch.zeros(length, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)]
+        self._turn = 0
+        self._max_tokens, self._max_seqs = max_tokens, max_seqs
+        self._dummy_slot = max_seqs
+        self._last_tokens = last_tokens
+        self._tokens = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self._sample_rows = torch.zeros(max_seqs, dtype=torch.int64, device=device)
+        #: Row of a slot: its blocks in order. The dummy slot's row stays 0, the sink block.
+        self.block_table = torch.zeros(max_seqs + 1, max_blocks, dtype=torch.int32, device=device)
+
+    def fill(self, plan: StepPlan, num_padded_rows: int = 0) -> None:
+        """Send a plan to the device, with padding rows behind its own if it has decode rows only."""
+        self._write_table(plan.table_writes)
+        host = self._hosts[self._turn]
+        self._turn = 1 - self._turn
+        fields = _Fields.of(host, self._max_tokens, self._max_seqs)
+        num_decode = plan.num_decode_rows
+        decode, prefill = plan.rows[:num_decode], plan.rows[num_decode:]
+        _write(fields.positions, 0, [row.start for row in decode] + [0] * num_padded_rows)
+        _write(fields.slots, 0, [row.slot for row in decode] + [self._dummy_slot] * num_padded_rows)
+        begins = _begins(num_decode, prefill)
+        for begin, row in zip(begins, prefill, strict=False):
+            assert row.tokens is not None, f"decode row behind prefill rows: {row}"
+            end = begin + row.num_tokens
+            _write(fields.tokens, begin, row.tokens)
+            torch.arange(row.start, row.start + row.num_tokens, out=fields.positions[begin:end])
+            fields.slots[begin:end] = row.slot
+        _write(fields.span_begins, 0, begins)
+        ends = [*range(1, num_decode + 1), *begins[1:]]
+        _write(
+            fields.sample_rows, 0, [end - 1 for end, row in zip(ends, plan.rows, strict=True) if row.samples]
+        )
+        self._packed.copy_(host, non_blocking=True)
+
+    def gather_tokens(self, num_decode_rows: int, num_rows: int) -> None:
+        """On the device: decode rows take what their slot sampled last, the others what the host sent."""
+        decode, rest = slice(num_decode_rows), slice(num_decode_rows, num_rows)
+        slots, tokens = self._device.slots[decode], self._tokens[decode]
+        torch.index_select(self._last_tokens, 0, slots, out=tokens)
+        if num_rows > num_decode_rows:
+            self._tokens[rest].copy_(self._device.tokens[rest])
+
+    def decode_view(self, num_rows: int) -> StepInputs:
+        """A step of decode rows only, which all sample."""
+        return self._view(num_rows, num_rows, (), None)
+
+    def view(self, plan: StepPlan) -> StepInputs:
+        """The step that was filled in last, of any rows."""
+        num_decode = plan.num_decode_rows
+        prefill = plan.rows[num_decode:]
+        begins = _begins(num_decode, prefill)
+        spans = tuple(
+            Span(begin, row.num_tokens, row.start) for begin, row in zip(begins, prefill, strict=False)
+        )
+        num_samples = sum(row.samples for row in plan.rows)
+        sample_rows = self._sample_rows[:num_samples]
+        sample_rows.copy_(self._device.sample_rows[:num_samples])
+        return self._view(plan.num_tokens, num_decode, spans, sample_rows)
+
+    def _view(
+        self, num_rows: int, num_decode: int, spans: tuple[Span, ...], sample_rows: torch.Tensor | None
+    ) -> StepInputs:
+        return StepInputs(
+            tokens=self._tokens[:num_rows],
+            positions=self._device.positions[:num_rows],
+            slots=self._device.slots[:num_rows],
+            block_table=self.block_table,
+            num_decode_rows=num_decode,
+            spans=spans,
+            span_begins=self._device.span_begins[: len(spans) + 1],
+            sample_rows=sample_rows,
+        )
+
+    def _write_table(self, writes: Sequence[TableWrite]) -> None:
+        if writes:
+            width = self.block_table.shape[1]
+            at, blocks = upload(
+                self.block_table.device, [w.slot * width + w.index for w in writes], [w.block for w in writes]
+            )
+            self.block_table.view(-1).index_copy_(0, at, blocks.int())
+
+
+def _begins(first: int, rows: Sequence[Row]) -> list[int]:
+    """Where each row's tokens begin, and behind the last where they end."""
+    begins = [first]
+    for row in rows:
+        begins.append(begins[-1] + row.num_tokens)
+    return begins
+
+
+def _write(field: torch.Tensor, at: int, values: Sequence[int]) -> None:
+    if values:
+        field[at : at + len(values)] = torch.tensor(values, dtype=torch.int32)

@@ -1,0 +1,112 @@
+"""The thread that steps an engine, and how other threads talk to it. Turns no token into text.
+
+The thread owns the engine; others post commands and read the outputs of their requests from a queue of
+their own. With nothing to do it sleeps on its inbox. Every request that was added ends exactly once: by an
+output with a finish reason, by `Failed`, or by its own cancellation.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from hearth.engine.engine import Engine, Output
+from hearth.policy.plan import Request
+from hearth.types import RequestId
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The engine broke while this request was live; it will get no more tokens."""
+
+    request_id: RequestId
+    cause: BaseException
+
+
+Outbox = SimpleQueue[Output | Failed]
+
+
+@dataclass(frozen=True, slots=True)
+class _Add:
+    request: Request
+    outbox: Outbox
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
+
+
+class StepLoop:
+    """Any thread may call `add`, `cancel` and `close`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._inbox: SimpleQueue[_Add | _Cancel | _Stop] = SimpleQueue()
+        #: Of live requests. Written by the step thread alone, as is the engine.
+        self._outboxes: dict[RequestId, Outbox] = {}
+        self._thread = threading.Thread(target=self._run, name="hearth-step", daemon=True)
+        self._thread.start()
+
+    def add(self, request: Request, outbox: Outbox) -> None:
+        self._inbox.put(_Add(request, outbox))
+
+    def cancel(self, request_id: RequestId) -> None:
+        """End a request; outputs that are already in its outbox stay there, and no terminal one follows."""
+        self._inbox.put(_Cancel(request_id))
+
+    def close(self) -> None:
+        """Stop after the step under way and wait for the thread. What is live ends as failed."""
+        self._inbox.put(_Stop())
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                for output in self.engine.step():
+                    self._deliver(output)
+            self._fail_all(RuntimeError("the engine was closed"))
+        except Exception as error:
+            log.exception("engine_failed requests=%d", len(self._outboxes))
+            self._fail_all(error)
+            self._refuse_commands(error)
+
+    def _take_commands(self) -> bool:
+        """Carry out what was posted, sleeping while the engine is idle; False once it should stop."""
+        while not self.engine.has_work or not self._inbox.empty():
+            match self._inbox.get():
+                case _Add(request, outbox):
+                    self._outboxes[request.request_id] = outbox
+                    self.engine.add(request)
+                case _Cancel(request_id):
+                    self._outboxes.pop(request_id, None)
+                    self.engine.cancel(request_id)
+                case _Stop():
+                    return False
+        return True
+
+    def _deliver(self, output: Output) -> None:
+        outbox = self._outboxes[output.request_id]
+        if output.finish_reason is not None:
+            del self._outboxes[output.request_id]
+        outbox.put(output)
+
+    def _fail_all(self, cause: BaseException) -> None:
+        while self._outboxes:
+            request_id, outbox = self._outboxes.popitem()
+            outbox.put(Failed(request_id, cause))
+
+    def _refuse_commands(self, cause: BaseException) -> None:
+        """A broken engine computes nothing more, but whoever asks is told so."""
+        while not isinstance(command := self._inbox.get(), _Stop):
+            if isinstance(command, _Add):
+                command.outbox.put(Failed(command.request.request_id, cause))

@@ -1,0 +1,68 @@
+"""Repetition, presence and frequency penalties. Knows no other rule of sampling.
+
+The counts live on the device, because the host learns a sampled token only after the next step is planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hearth.engine.upload import upload, upload_floats
+from hearth.policy.plan import Admission
+from hearth.types import SamplingParams
+
+
+def is_penalised(sampling: SamplingParams) -> bool:
+    return (
+        sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+    )
+
+
+class Penalties:
+    """Mutable; only slots with a penalised request hold meaningful rows."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        #: Does the prompt hold the token?
+        self._in_prompt = torch.zeros(num_slots, vocab_size, dtype=torch.bool, device=device)
+        #: How often has the token been sampled?
+        self._num_sampled = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
+        #: Repetition, presence and frequency penalty.
+        self._weights = torch.zeros(num_slots, 3, device=device)
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        """Count anew from the tokens of the admissions, whoever held the slots before."""
+        prompts, outputs, weights = [], [], []
+        for admission in admissions:
+            start, sampling = admission.slot * self._vocab_size, admission.sampling
+            prompts += [start + token for token in set(admission.tokens[: admission.num_prompt_tokens])]
+            outputs += [start + token for token in admission.tokens[admission.num_prompt_tokens :]]
+            weights += [sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty]
+        slots, in_prompt, sampled = upload(self._device, [a.slot for a in admissions], prompts, outputs)
+        self._in_prompt.index_fill_(0, slots, False).view(-1).index_fill_(0, in_prompt, True)
+        self._count(self._num_sampled.index_fill_(0, slots, 0), sampled)
+        self._weights.index_copy_(0, slots, upload_floats(self._device, weights).view(-1, 3))
+
+    def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Penalise `logits[rows]` in place by the counts of `slots`."""
+        repetition, presence, frequency = self._weights[slots].unsqueeze(-1).unbind(1)
+        num_sampled = self._num_sampled[slots]
+        is_sampled = num_sampled > 0
+        scores = logits[rows]
+        repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
+        scores = torch.where(is_sampled | self._in_prompt[slots], repeated, scores)
+        scores -= frequency * num_sampled + presence * is_sampled
+        logits.index_copy_(0, rows, scores)
+
+    def record(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Each slot has sampled one more token."""
+        self._count(self._num_sampled, slots * self._vocab_size + tokens)
+
+    @staticmethod
+    def _count(table: torch.Tensor, cells: torch.Tensor) -> None:
+        table.view(-1).scatter_add_(0, cells, torch.ones_like(cells, dtype=torch.int32))

@@ -1,0 +1,104 @@
+"""Executes step plans on a device: a plan goes in, sampled tokens come out later. Decides nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hearth.engine.graphs import DecodeGraphs
+from hearth.engine.inputs import InputBuffers
+from hearth.engine.sampler import Sampler, SampleRow, Samples
+from hearth.models.decoder import Decoder
+from hearth.models.weights import Weights
+from hearth.policy.plan import StepPlan
+from hearth.types import TokenLogprob, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One entry per sampling row of the plan, in order."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None  #: None if no row asked for them
+
+
+class Pending:
+    """A step that the device may still be computing."""
+
+    def __init__(self, samples: Samples) -> None:
+        parts = (samples.tokens, samples.logprobs, samples.top_ids, samples.top_logprobs)
+        self._tokens, self._logprobs, self._top_ids, self._top_logprobs = map(_to_host, parts)
+        self._event: torch.cuda.Event | None = None
+        if samples.tokens.is_cuda:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch leaves it untyped
+            self._event.record()
+
+    def wait(self) -> StepResult:
+        if self._event is not None:
+            self._event.synchronize()
+        assert self._tokens is not None, "every step samples into a tensor"
+        tokens = self._tokens.tolist()
+        if self._logprobs is None:
+            return StepResult(tokens, None)
+        tops: list[tuple[TokenLogprob, ...]] = [()] * len(tokens)
+        if self._top_ids is not None and self._top_logprobs is not None:
+            pairs = zip(self._top_ids.tolist(), self._top_logprobs.tolist(), strict=True)
+            tops = [tuple(map(TokenLogprob, ids, logprobs)) for ids, logprobs in pairs]
+        return StepResult(
+            tokens, [TokenLogprobs(*p) for p in zip(self._logprobs.tolist(), tops, strict=True)]
+        )
+
+
+def _to_host(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None or not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+class Runner:
+    """Mutable through its buffers; one thread calls it, in step order."""
+
+    def __init__(
+        self, decoder: Decoder, kv: torch.Tensor, inputs: InputBuffers, sampler: Sampler, max_graph_size: int
+    ) -> None:
+        """`kv` as in `Decoder.run`; `max_graph_size` 0 runs every step eagerly."""
+        self.decoder = decoder
+        self.kv = kv
+        self._inputs = inputs
+        self._sampler = sampler
+        self.graphs = DecodeGraphs(self._decode, max_graph_size) if max_graph_size else None
+
+    def rebind(self, weights: Weights) -> None:
+        """Follow weights that were moved; graphs are captured anew when next needed."""
+        self.decoder.rebind(weights)
+        if self.graphs is not None:
+            self.graphs.forget()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Pending:
+        """Queue a step on the device and return without waiting for it."""
+        self._sampler.admit(plan.admissions)
+        logits = self._forward(plan)
+        rows = [SampleRow(row.slot, row.start + row.num_tokens) for row in plan.rows if row.samples]
+        return Pending(self._sampler.sample(logits[: len(rows)], rows))
+
+    def _forward(self, plan: StepPlan) -> torch.Tensor:
+        num_decode = plan.num_decode_rows
+        if self.graphs is not None and num_decode == len(plan.rows):
+            size = self.graphs.size_for(num_decode)
+            if size is not None:
+                self._inputs.fill(plan, num_padded_rows=size - num_decode)
+                return self.graphs.replay(size)
+        self._inputs.fill(plan)
+        self._inputs.gather_tokens(num_decode, plan.num_tokens)
+        step = self._inputs.view(plan)
+        hidden = self.decoder.run(self.decoder.embed(step), step, self.kv)
+        return self.decoder.logits(hidden)
+
+    def _decode(self, num_rows: int) -> torch.Tensor:
+        """A step of decode rows only, as it is captured."""
+        self._inputs.gather_tokens(num_rows, num_rows)
+        step = self._inputs.decode_view(num_rows)
+        return self.decoder.logits(self.decoder.run(self.decoder.embed(step), step, self.kv))

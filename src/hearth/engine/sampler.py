@@ -1,0 +1,227 @@
+"""Sampling: from logits to tokens, all on the device. Neither detokenises nor decides when a request ends.
+
+Logits pass, in this order: repetition penalty (prompt and output), presence and frequency penalties
+(output), logit bias, allowed-token mask, ban of stop tokens before `min_tokens`. Logprobs are taken here,
+from the log-softmax before temperature. Then come temperature, top-k, top-p, min-p and the choice: the
+highest logit, for a random request after Gumbel noise is added. What runs is decided from what the host
+knows of each slot, so the host never waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hearth.engine.bias import LogitBias, is_biased
+from hearth.engine.noise import gumbel, noise_key
+from hearth.engine.penalties import Penalties, is_penalised
+from hearth.engine.truncation import rank_cutoff
+from hearth.engine.upload import upload, upload_floats
+from hearth.policy.plan import Admission
+
+#: Beyond these a temperature is as good as greedy or uniform, and float32 quotients would not stay finite.
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """A row of logits."""
+
+    slot: int
+    position: int  #: of the token to be sampled: its index in the sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """One entry per row, on the device. If one row wants logprobs, all rows get them."""
+
+    tokens: torch.Tensor  #: int64 [n]
+    logprobs: torch.Tensor | None  #: [n], of the sampled tokens
+    top_ids: torch.Tensor | None  #: [n, k], most likely first; k is the most that a row asked for
+    top_logprobs: torch.Tensor | None  #: [n, k], minus infinity for a forbidden token
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """What the host keeps of the request in a slot."""
+
+    is_penalised: bool
+    is_biased: bool
+    banned: tuple[int, ...]  #: stop ids, forbidden at positions before `banned_before`
+    banned_before: int
+    num_logprobs: int | None
+    is_random: bool
+    seed: int
+    top_k: int  #: the vocabulary size where it is off
+    has_top: bool  #: top-k or top-p
+    has_min_p: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Which rows need which part. The host knows how long a tensor is, so `len` waits for nothing."""
+
+    num_logprobs: int | None
+    has_min_p: bool
+    top_ks: list[int]  #: of the topped rows
+    slots: torch.Tensor  #: of every row
+    penalised: torch.Tensor  #: rows
+    biased: torch.Tensor  #: rows
+    banned: torch.Tensor  #: row * vocabulary size + token
+    random: torch.Tensor  #: rows
+    keys: torch.Tensor  #: of the random rows
+    topped: torch.Tensor  #: indices into `random` of rows with top-k or top-p
+
+
+class Sampler:
+    """Mutable; one thread calls `admit` and `sample`, in the order of the steps."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._num_slots = num_slots
+        self._vocab_size = vocab_size
+        self._device = device
+        #: The token that each slot sampled last, at a fixed address. The last row is a dummy for padding.
+        self.tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self._rules_by_slot: dict[int, _Rules] = {}
+        #: Temperature, top-k, top-p, log of min-p; meaningful in slots with a random request.
+        self._knobs = torch.zeros(num_slots, 4, device=device)
+        #: [slots, vocabulary] each, so they wait for the first request that needs them.
+        self._penalties: Penalties | None = None
+        self._bias: LogitBias | None = None
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        """Give each slot to a request, forgetting the one before. Greedy requests alone cost no copy."""
+        rules = [_rules(admission, self._vocab_size) for admission in admissions]
+        self._rules_by_slot.update((a.slot, r) for a, r in zip(admissions, rules, strict=True))
+        if random := [a for a, r in zip(admissions, rules, strict=True) if r.is_random]:
+            (slots,) = upload(self._device, [a.slot for a in random])
+            knobs = [knob for a in random for knob in _knobs(a, self._vocab_size)]
+            self._knobs.index_copy_(0, slots, upload_floats(self._device, knobs).view(-1, 4))
+        if penalised := [a for a in admissions if is_penalised(a.sampling)]:
+            if self._penalties is None:
+                self._penalties = Penalties(self._num_slots, self._vocab_size, self._device)
+            self._penalties.admit(penalised)
+        if biased := [a for a in admissions if is_biased(a.sampling)]:
+            if self._bias is None:
+                self._bias = LogitBias(self._num_slots, self._vocab_size, self._device)
+            self._bias.admit(biased)
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Samples:
+        """Choose a token for each row of float32 `logits`, which are overwritten, and note it in `tokens`."""
+        assert logits.shape == (len(rows), self._vocab_size), f"{logits.shape=} {len(rows)=}"
+        assert logits.dtype == torch.float32, f"{logits.dtype=}"
+        work = self._sort_out(rows)
+        self._process(logits, work)
+        if len(work.random) == len(rows):
+            tokens = self._draw(logits, work)
+        else:
+            # The index of `max` rather than `argmax`: several times faster on a CPU.
+            tokens = logits.max(-1).indices
+            if len(work.random):
+                tokens.index_copy_(0, work.random, self._draw(logits[work.random], work))
+        self.tokens.index_copy_(0, work.slots, tokens)
+        if len(work.penalised):
+            assert self._penalties is not None
+            self._penalties.record(work.slots[work.penalised], tokens[work.penalised])
+        return _with_logprobs(tokens, logits, work.num_logprobs)
+
+    def _sort_out(self, rows: Sequence[SampleRow]) -> _Work:
+        """Find which rows need which part, and send that to the device in one copy."""
+        rules = [self._rules_by_slot[row.slot] for row in rows]
+        random = [i for i, rule in enumerate(rules) if rule.is_random]
+        topped = [i for i, row in enumerate(random) if rules[row].has_top]
+        banned = [
+            i * self._vocab_size + token
+            for i, (row, rule) in enumerate(zip(rows, rules, strict=True))
+            if row.position < rule.banned_before
+            for token in rule.banned
+        ]
+        return _Work(
+            max((rule.num_logprobs for rule in rules if rule.num_logprobs is not None), default=None),
+            any(rules[i].has_min_p for i in random),
+            [rules[random[i]].top_k for i in topped],
+            *upload(
+                self._device,
+                [row.slot for row in rows],
+                [i for i, rule in enumerate(rules) if rule.is_penalised],
+                [i for i, rule in enumerate(rules) if rule.is_biased],
+                banned,
+                random,
+                [noise_key(rules[i].seed, rows[i].position) for i in random],
+                topped,
+            ),
+        )
+
+    def _process(self, logits: torch.Tensor, work: _Work) -> None:
+        """Every rule that shapes the distribution before temperature, in place."""
+        if len(work.penalised):
+            assert self._penalties is not None
+            self._penalties.apply(logits, work.penalised, work.slots[work.penalised])
+        if len(work.biased):
+            assert self._bias is not None
+            self._bias.apply(logits, work.biased, work.slots[work.biased])
+        if len(work.banned):
+            logits.view(-1).index_fill_(0, work.banned, -math.inf)
+
+    def _draw(self, logits: torch.Tensor, work: _Work) -> torch.Tensor:
+        """A token for each random row, given the processed logits of just these rows."""
+        slots = work.slots[work.random]
+        temperature, top_k, top_p, log_min_p = self._knobs[slots].unsqueeze(-1).unbind(1)
+        # With the best at 0, min-p is a cutoff as it stands, and no temperature makes the best infinite.
+        scaled = (logits - logits.amax(-1, keepdim=True)).div_(temperature)
+        cutoff = log_min_p
+        if work.top_ks:
+            at = work.topped
+            ranked = rank_cutoff(scaled[at], top_k[at], top_p[at], work.top_ks)
+            cutoff = cutoff.index_copy(0, at, torch.maximum(cutoff[at], ranked))
+        if work.top_ks or work.has_min_p:
+            scaled.masked_fill_(scaled < cutoff, -math.inf)
+        return scaled.add_(gumbel(work.keys, self._vocab_size)).max(-1).indices
+
+
+def _rules(admission: Admission, vocab_size: int) -> _Rules:
+    sampling = admission.sampling
+    # Top-k of 1 is greedy too; left to chance it would choose among ties.
+    is_random = not sampling.is_greedy and sampling.top_k != 1
+    assert sampling.seed is not None or not is_random, f"no seed: {admission.request_id}"
+    top_k = min(sampling.top_k or vocab_size, vocab_size)
+    # An id beyond the vocabulary is never sampled. Where only stop tokens are allowed, they stay allowed.
+    stop_ids = {token for token in sampling.stop_token_ids if 0 <= token < vocab_size}
+    allowed = sampling.allowed_token_ids or range(vocab_size)
+    can_ban = sampling.min_tokens > 0 and not all(token in stop_ids for token in allowed)
+    return _Rules(
+        is_penalised=is_penalised(sampling),
+        is_biased=is_biased(sampling),
+        banned=tuple(stop_ids) if can_ban else (),
+        banned_before=admission.num_prompt_tokens + sampling.min_tokens,
+        num_logprobs=sampling.logprobs,
+        is_random=is_random,
+        seed=sampling.seed or 0,
+        top_k=top_k,
+        has_top=top_k < vocab_size or sampling.top_p < 1.0,
+        has_min_p=sampling.min_p > 0.0,
+    )
+
+
+def _knobs(admission: Admission, vocab_size: int) -> tuple[float, float, float, float]:
+    sampling = admission.sampling
+    return (
+        min(max(sampling.temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE),
+        min(sampling.top_k or vocab_size, vocab_size),
+        sampling.top_p if sampling.top_p < 1.0 else math.inf,
+        math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf,
+    )
+
+
+def _with_logprobs(tokens: torch.Tensor, logits: torch.Tensor, num_top: int | None) -> Samples:
+    if num_top is None:
+        return Samples(tokens, None, None, None)
+    log_sum = logits.logsumexp(-1, keepdim=True)
+    logprobs = (logits.gather(1, tokens.unsqueeze(-1)) - log_sum).squeeze(-1)
+    if num_top == 0:
+        return Samples(tokens, logprobs, None, None)
+    top = logits.topk(min(num_top, logits.shape[-1]))
+    return Samples(tokens, logprobs, top.indices, top.values - log_sum)

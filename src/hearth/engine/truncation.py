@@ -1,0 +1,52 @@
+"""Top-k and top-p as one cutoff per row. Chooses no token and knows no slots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+#: How many logits to rank at first where a look at the result costs nothing. A nucleus seldom holds more.
+_FIRST_WIDTHS = (1024, 8192)
+
+
+def rank_cutoff(
+    logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, top_ks: Sequence[int]
+) -> torch.Tensor:
+    """The lowest logit that top-k and then top-p keep in each row: [n, 1].
+
+    Logits that tie with it are kept too, so the outcome does not hang on how a sort orders equals.
+    `top_k` and `top_p` are [n, 1], the vocabulary size and infinity where they are off; `top_ks` is what
+    the host knows of `top_k`.
+    """
+    vocab_size = logits.shape[-1]
+    log_sum = logits.logsumexp(-1, keepdim=True) if max(top_ks) == vocab_size else None
+    widths = _widths(top_ks, vocab_size, logits.device)
+    for width in widths:
+        ranked = logits.topk(width).values if width < vocab_size else _sorted(logits)
+        in_top_k = torch.arange(width, device=logits.device) < top_k
+        log_kept = torch.where(in_top_k, ranked, -math.inf).logsumexp(-1, keepdim=True)
+        log_mass = log_kept if log_sum is None else torch.where(top_k < vocab_size, log_kept, log_sum)
+        mass = (ranked - log_mass).exp_()
+        kept = in_top_k & (mass.cumsum(-1) - mass < top_p)
+        if width == widths[-1] or not kept[:, -1].any():
+            break
+    return ranked.gather(1, kept.sum(-1, keepdim=True).clamp_(min=1) - 1)
+
+
+def _widths(top_ks: Sequence[int], vocab_size: int, device: torch.device) -> tuple[int, ...]:
+    """How many logits to rank, in turn, until the last one ranked is not kept.
+
+    A row without top-k may keep every token. The CPU tries few at first; elsewhere a look at the result
+    would wait for the device, so all are ranked at once.
+    """
+    widest = max((top_k for top_k in top_ks if top_k < vocab_size), default=0)
+    if max(top_ks) < vocab_size:
+        return (widest,)
+    first = _FIRST_WIDTHS if device.type == "cpu" else ()
+    return (*(width for width in first if widest < width < vocab_size), vocab_size)
+
+
+def _sorted(logits: torch.Tensor) -> torch.Tensor:
+    return logits.sort(dim=-1, descending=True).values

@@ -1,0 +1,296 @@
+"""The offline Python API: one model in this process, asked from any thread. Serves no network.
+
+llm = LLM("path/to/model")
+for completion in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+    print(completion.text)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Self
+
+import torch
+from rich.progress import track
+
+from hearth.config import EngineConfig
+from hearth.engine.assemble import ModelSpec, assemble
+from hearth.engine.engine import Engine, Output
+from hearth.engine.loop import Failed, Outbox, StepLoop
+from hearth.errors import BadPrompt, BadSampling, DeviceError, EngineFailed, ModelError
+from hearth.models.families import read_arch
+from hearth.models.layout import DTYPES, layout_of
+from hearth.models.pack import checkpoint_dtype, pack
+from hearth.models.weights import bind, contiguous_slots
+from hearth.policy.plan import Request
+from hearth.text.chat import Message
+from hearth.text.tokenizer import Tokenizer
+from hearth.text.transcript import Transcript
+from hearth.types import FinishReason, RequestId, SamplingParams, TokenLogprobs
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step adds to an answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str  #: empty if the model has no tokenizer
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprobs] | None
+
+
+class LLM:
+    """A model that is loaded and ready. Any thread may ask it."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        max_context: int | None = None,
+        engine: EngineConfig | None = None,
+        skip_tokenizer: bool = False,
+    ) -> None:
+        """Load the Hugging Face directory at `path`.
+
+        `max_context` defaults to what the model was made for. With `skip_tokenizer` prompts are token ids,
+        completions have no text and generation does not stop by itself.
+        """
+        directory = Path(path)
+        if not directory.is_dir():
+            raise ModelError(
+                f"no model directory at `{directory}`; name the folder that holds its `config.json`"
+            )
+        arch = read_arch(directory)
+        tokenizer = None if skip_tokenizer else Tokenizer.load(directory)
+        target = _device(device)
+        layout = layout_of(arch, _dtype(dtype, target, directory))
+        base = torch.empty(layout.num_bytes, dtype=torch.uint8, device=target)
+        pack(directory, arch, layout, base)
+        spec = ModelSpec(
+            arch=arch,
+            dtype=DTYPES[layout.tensors[0].dtype],
+            max_context=_context(max_context, arch.max_positions),
+            eos_ids=frozenset() if tokenizer is None else tokenizer.eos_ids,
+        )
+        weights = bind(arch, layout, contiguous_slots(layout, base))
+        self._open(assemble(spec, weights, engine or EngineConfig(), target), tokenizer)
+
+    @classmethod
+    def over(cls, engine: Engine, tokenizer: Tokenizer | None) -> Self:
+        """An LLM over an engine that was assembled elsewhere, which it then owns."""
+        llm = cls.__new__(cls)
+        llm._open(engine, tokenizer)
+        return llm
+
+    def _open(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self.engine = engine
+        self._loop = StepLoop(engine)
+        self._numbers = count()
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._tokenizer is not None and self._tokenizer.has_chat_template
+
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation in the model's chat format, ready for the answer."""
+        return self._text().chat_prompt(messages)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Complete prompts, all at once, and return the completions in their order.
+
+        A prompt is text or token ids; `params` is for all of them or one for each. If one of them is wrong,
+        nothing is generated. `progress` shows a bar on the terminal.
+        """
+        asked = _as_prompts(prompts)
+        requests = [self._request(*pair) for pair in zip(asked, _as_params(params, len(asked)), strict=True)]
+        outbox: Outbox = SimpleQueue()
+        answers = {r.request_id: _Answer(r, self._transcript(r)) for r in requests}
+        ends = self._collect(requests, answers, outbox)
+        for _ in track(ends, "generating", total=len(requests), disable=not progress):
+            pass
+        return [answers[request.request_id].completion() for request in requests]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Complete one prompt, token by token. Leaving the iterator early ends the request."""
+        request = self._request(prompt, params or SamplingParams())
+        answer = _Answer(request, self._transcript(request))
+        outbox: Outbox = SimpleQueue()
+        self._loop.add(request, outbox)
+        try:
+            while answer.finish_reason is None:
+                yield answer.take(_received(outbox))
+        finally:
+            self._loop.cancel(request.request_id)
+
+    def close(self) -> None:
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _collect(
+        self, requests: Sequence[Request], answers: Mapping[RequestId, _Answer], outbox: Outbox
+    ) -> Iterator[None]:
+        """Run the requests; yields at the end of each. Whatever happens, none stays behind."""
+        for request in requests:
+            self._loop.add(request, outbox)
+        num_open = len(requests)
+        try:
+            while num_open:
+                output = _received(outbox)
+                answer = answers[output.request_id]
+                if answer.finish_reason is not None:
+                    continue  # sampled before the stop string was seen
+                answer.take(output)
+                if answer.finish_reason is not None:
+                    self._loop.cancel(output.request_id)
+                    num_open -= 1
+                    yield
+        finally:
+            for answer in answers.values():
+                if answer.finish_reason is None:
+                    self._loop.cancel(answer.request.request_id)
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        if params.stop_strings and self._tokenizer is None:
+            raise BadSampling("`stop` needs a tokenizer, but the model was loaded with `skip_tokenizer`")
+        token_ids = self._text().encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return self._loop.engine.request(RequestId(f"r{next(self._numbers)}"), token_ids, params)
+
+    def _text(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise BadPrompt("the model was loaded with `skip_tokenizer`, so prompts must be token ids")
+        return self._tokenizer
+
+    def _transcript(self, request: Request) -> Transcript | None:
+        return None if self._tokenizer is None else Transcript(self._tokenizer, request.sampling)
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What has been received of one request. Mutable; written by the thread that asked."""
+
+    request: Request
+    transcript: Transcript | None
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def take(self, output: Output) -> Delta:
+        text, self.finish_reason = "", output.finish_reason
+        if self.transcript is not None:
+            piece = self.transcript.push(output.token, output.finish_reason)
+            text, self.finish_reason = piece.text, piece.finish_reason
+        self.token_ids.append(output.token)
+        self.texts.append(text)
+        logprobs = self._own_logprobs(output)
+        self.logprobs.extend(logprobs or ())
+        return Delta(text, (output.token,), self.finish_reason, logprobs)
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None, f"{self.request.request_id} has not ended"
+        has_logprobs = self.request.sampling.logprobs is not None
+        return Completion(
+            prompt_token_ids=list(self.request.prompt),
+            token_ids=self.token_ids,
+            text="".join(self.texts),
+            finish_reason=self.finish_reason,
+            logprobs=self.logprobs if has_logprobs else None,
+        )
+
+    def _own_logprobs(self, output: Output) -> tuple[TokenLogprobs, ...] | None:
+        """As many as this request asked for; a step computes as many as the most demanding one."""
+        wanted = self.request.sampling.logprobs
+        if wanted is None or output.logprobs is None:
+            return None
+        return (TokenLogprobs(output.logprobs.logprob, output.logprobs.top[:wanted]),)
+
+
+def _received(outbox: Outbox) -> Output:
+    message = outbox.get()
+    if isinstance(message, Failed):
+        raise EngineFailed(
+            f"the engine ended before {message.request_id} did: {message.cause}"
+        ) from message.cause
+    return message
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [[token for token in prompts if isinstance(token, int)]]
+    return [prompt for prompt in prompts if not isinstance(prompt, int)]
+
+
+def _as_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        raise BadSampling(
+            f"{len(params)} sampling params for {num_prompts} prompts; give one, or one for each"
+        )
+    return list(params)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise DeviceError(f"unknown device: `{name}`; supported: auto, cpu, cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("device `cuda` was asked for, but torch sees no CUDA device; use `cpu` or `auto`")
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device, directory: Path) -> str:
+    """`auto`: on a CPU float32, the fastest there; elsewhere the checkpoint's, but bfloat16 for float32."""
+    if name != "auto":
+        return name
+    if device.type == "cpu":
+        return "float32"
+    stored = checkpoint_dtype(directory)
+    return "bfloat16" if stored == "float32" else stored
+
+
+def _context(wanted: int | None, most: int) -> int:
+    if wanted is None:
+        return most
+    if not 1 < wanted <= most:
+        raise ModelError(
+            f"`max_context` must be from 2 to what the model was made for, {most}; given: {wanted}"
+        )
+    return wanted

@@ -1,0 +1,99 @@
+"""Engines over tiny random models, and the reference that judges them: transformers, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+
+import torch
+
+from hearth.config import EngineConfig
+from hearth.engine.assemble import ModelSpec, assemble
+from hearth.engine.engine import Engine
+from hearth.models.families import read_arch
+from hearth.models.layout import layout_of
+from hearth.models.pack import pack
+from hearth.models.weights import bind, contiguous_slots
+from hearth.types import FinishReason, RequestId, SamplingParams
+from tests.models.zoo import build
+
+#: DESIGN of "the same tokens": where the reference's two best logits are closer than this, either is right.
+TIE = 1e-4
+
+ROOMY = EngineConfig(max_batch_tokens=256, max_seqs=8, block_tokens=4, kv_bytes=64 << 20)
+
+
+@dataclass(slots=True)
+class Answer:
+    tokens: list[int]
+    finish_reason: FinishReason | None = None
+
+
+def engine_for(
+    name: str, config: EngineConfig = ROOMY, device: str = "cpu", eos_ids: frozenset[int] = frozenset()
+) -> Engine:
+    _, directory = build(name)
+    arch = read_arch(directory)
+    layout = layout_of(arch, "float32")
+    base = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+    pack(directory, arch, layout, base)
+    weights = bind(arch, layout, contiguous_slots(layout, base))
+    spec = ModelSpec(arch, torch.float32, arch.max_positions, eos_ids)
+    return assemble(spec, weights, config, torch.device(device))
+
+
+def kv_bytes(engine: Engine, num_blocks: int) -> int:
+    """Enough for so many blocks, the sink not counted."""
+    return (num_blocks + 1) * engine.runner.kv[0].nbytes
+
+
+_numbers = count()
+
+
+def ask(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Answer]:
+    """Run the prompts to their ends, all added at once."""
+    answers = {}
+    for prompt in prompts:
+        request = engine.request(RequestId(f"t{next(_numbers)}"), list(prompt), params)
+        engine.add(request)
+        answers[request.request_id] = Answer([])
+    while engine.has_work:
+        for output in engine.step():
+            answer = answers[output.request_id]
+            assert answer.finish_reason is None, "a request ended twice"
+            answer.tokens.append(output.token)
+            answer.finish_reason = output.finish_reason
+    engine.batcher.check()
+    return list(answers.values())
+
+
+def greedy(max_tokens: int = 12) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+@lru_cache(maxsize=512)
+def reference_logits(name: str, tokens: tuple[int, ...]) -> torch.Tensor:
+    """float32 [tokens, vocab] of one uncached pass through transformers."""
+    model, _ = build(name)
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits
+
+
+def assert_greedy(name: str, prompt: Sequence[int], tokens: Sequence[int]) -> int:
+    """Every token is the best one, given those before it, by the reference. Returns how many were ties."""
+    logits = reference_logits(name, (*prompt, *tokens))[len(prompt) - 1 : -1]
+    best = logits.max(-1)
+    ties = 0
+    for at, token in enumerate(tokens):
+        margin = float(best.values[at] - logits[at, token])
+        assert margin < TIE, f"token {at}: {token} is {margin} below {int(best.indices[at])}"
+        ties += int(best.indices[at]) != token
+    return ties
+
+
+def prompts_for(vocab_size: int, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in lengths]
