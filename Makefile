@@ -49,7 +49,7 @@ format: $(READY) ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix $(CODE)
 
 test-gpu: ## tests that need a CUDA device, with this machine's own python3
-	$(ON_GPU) -m pytest -m gpu -n 8 tests
+	$(ON_GPU) -m pytest -m gpu -n 8 -p no:benchmark tests
 
 bench-gpu: ## one benchmark on a CUDA device: make bench-gpu WHAT=engine
 	@test -n "$(filter $(BENCHES),$(WHAT))" || \

@@ -7,6 +7,7 @@ for completion in llm.generate(["Once upon a time"], SamplingParams(max_tokens=3
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -19,7 +20,7 @@ import torch
 from rich.progress import track
 
 from hearth.config import EngineConfig
-from hearth.engine.assemble import ModelSpec, assemble
+from hearth.engine.assemble import ModelSpec, allocate, assemble
 from hearth.engine.engine import Engine, Output
 from hearth.engine.loop import Failed, Outbox, StepLoop
 from hearth.errors import BadPrompt, BadSampling, DeviceError, EngineFailed, ModelError
@@ -82,7 +83,7 @@ class LLM:
         tokenizer = None if skip_tokenizer else Tokenizer.load(directory)
         target = _device(device)
         layout = layout_of(arch, _dtype(dtype, target, directory))
-        base = torch.empty(layout.num_bytes, dtype=torch.uint8, device=target)
+        base = allocate(layout.num_bytes, target, "weights")
         pack(directory, arch, layout, base)
         spec = ModelSpec(
             arch=arch,
@@ -105,6 +106,8 @@ class LLM:
         self.engine = engine
         self._loop = StepLoop(engine)
         self._numbers = count()
+        # The step thread holds the engine, so without this a forgotten LLM would keep its memory.
+        weakref.finalize(self, self._loop.close)
 
     @property
     def has_chat_template(self) -> bool:
@@ -137,7 +140,9 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Complete one prompt, token by token. Leaving the iterator early ends the request."""
-        request = self._request(prompt, params or SamplingParams())
+        return self._stream(self._request(prompt, params or SamplingParams()))
+
+    def _stream(self, request: Request) -> Iterator[Delta]:
         answer = _Answer(request, self._transcript(request))
         outbox: Outbox = SimpleQueue()
         self._loop.add(request, outbox)
@@ -184,6 +189,8 @@ class LLM:
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         if params.stop_strings and self._tokenizer is None:
             raise BadSampling("`stop` needs a tokenizer, but the model was loaded with `skip_tokenizer`")
+        if not isinstance(prompt, Sequence):
+            raise BadPrompt(f"a prompt is text or a list of token ids, given: {type(prompt).__name__}")
         token_ids = self._text().encode(prompt) if isinstance(prompt, str) else list(prompt)
         return self._loop.engine.request(RequestId(f"r{next(self._numbers)}"), token_ids, params)
 
@@ -249,9 +256,14 @@ def _received(outbox: Outbox) -> Output:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [[token for token in prompts if isinstance(token, int)]]
-    return [prompt for prompt in prompts if not isinstance(prompt, int)]
+    token_ids = [item for item in prompts if isinstance(item, int)]
+    many = [item for item in prompts if not isinstance(item, int)]
+    if token_ids and many:
+        raise BadPrompt(
+            f"a list holds token ids or prompts, not both, given: {len(token_ids)} and {len(many)} of them; "
+            "put token ids that are one prompt among others into a list of their own"
+        )
+    return [token_ids] if token_ids else many
 
 
 def _as_params(

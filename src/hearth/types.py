@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import MappingProxyType
 from typing import NewType
 
 from hearth.errors import BadSampling
@@ -34,28 +33,38 @@ class SamplingParams:
     seed: int | None = None  #: None draws one per request
     max_tokens: int | None = 16  #: None: up to the end of the context
     min_tokens: int = 0  #: stop tokens are forbidden before
-    stop: str | tuple[str, ...] | list[str] = ()
-    stop_token_ids: tuple[int, ...] | list[int] = ()
+    stop: str | tuple[str, ...] | list[str] | None = ()
+    stop_token_ids: tuple[int, ...] | list[int] | None = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None  #: 0: of the chosen token; n: also of the n best
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] | None = field(default_factory=dict, hash=False)
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
         object.__setattr__(self, "top_k", max(self.top_k, 0) if self.top_k == -1 else self.top_k)
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         _check(self)
 
+    # The same as the fields, in the one form that they have once they are checked.
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        return tuple(self.stop)
+        return tuple(self.stop or ())
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return tuple(self.stop_token_ids or ())
+
+    @property
+    def bias_by_token(self) -> Mapping[int, float]:
+        return self.logit_bias or {}
 
     @property
     def is_greedy(self) -> bool:
@@ -68,30 +77,39 @@ MAX_BIAS = 100.0
 
 def _check(p: SamplingParams) -> None:
     _in_range("temperature", p.temperature, 0.0, math.inf)
-    _in_range("top_k", p.top_k, 0, math.inf)
+    _whole("top_k", p.top_k, 0, math.inf)
     _in_range("top_p", p.top_p, 0.0, 1.0, above=True)
     _in_range("min_p", p.min_p, 0.0, 1.0)
     _in_range("repetition_penalty", p.repetition_penalty, 0.0, math.inf, above=True)
     _in_range("presence_penalty", p.presence_penalty, -2.0, 2.0)
     _in_range("frequency_penalty", p.frequency_penalty, -2.0, 2.0)
-    _in_range("min_tokens", p.min_tokens, 0, math.inf)
+    _whole("min_tokens", p.min_tokens, 0, math.inf)
     if p.max_tokens is not None:
-        _in_range("max_tokens", p.max_tokens, 1, math.inf)
+        _whole("max_tokens", p.max_tokens, 1, math.inf)
         if p.min_tokens > p.max_tokens:
             raise BadSampling(
                 f"`min_tokens` must not exceed `max_tokens`: {p.min_tokens} > {p.max_tokens}; "
                 "raise `max_tokens` or lower `min_tokens`"
             )
     if p.seed is not None:
-        _in_range("seed", p.seed, -(2**63), 2**63 - 1)
+        _whole("seed", p.seed, -(2**63), 2**63 - 1)
     if p.logprobs is not None:
-        _in_range("logprobs", p.logprobs, 0, MAX_LOGPROBS)
-    if any(not s for s in p.stop_strings):
+        _whole("logprobs", p.logprobs, 0, MAX_LOGPROBS)
+    for stop in p.stop_strings:
+        if not isinstance(stop, str):
+            raise BadSampling(f"`stop` must hold strings, given: {stop!r}")
+    if not all(p.stop_strings):
         raise BadSampling("`stop` holds an empty string; every stop string needs a character")
     if p.allowed_token_ids is not None and not p.allowed_token_ids:
         raise BadSampling("`allowed_token_ids` is empty, so no token could follow; name one or leave it out")
-    for token, bias in p.logit_bias.items():
+    for token, bias in p.bias_by_token.items():
         _in_range(f"logit_bias[{token}]", bias, -MAX_BIAS, MAX_BIAS)
+
+
+def _whole(name: str, value: int, low: float, high: float) -> None:
+    if isinstance(value, float):
+        raise BadSampling(f"`{name}` must be a whole number, given: {value}")
+    _in_range(name, value, low, high)
 
 
 def _in_range(name: str, value: float, low: float, high: float, *, above: bool = False) -> None:

@@ -344,6 +344,7 @@ def test_a_random_request_without_a_seed_is_our_bug() -> None:
         sampler_with(SamplingParams(temperature=1.0))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.gpu
 def test_a_mixed_batch_draws_the_same_tokens_on_the_gpu_without_waiting_for_it() -> None:
     """Both devices hash the same bits; logarithms may differ in the last ones, which decide near ties alone.
@@ -362,8 +363,8 @@ def test_a_mixed_batch_draws_the_same_tokens_on_the_gpu_without_waiting_for_it()
     for device in (CPU, torch.device("cuda")):
         sampler = Sampler(16, 32_000, device)
         steps = [random_logits(16, 32_000, seed=step).to(device) for step in range(6)]
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             sampler.admit(admissions)
             drawn[device.type] = [
                 sampler.sample(logits, [SampleRow(slot, 3 + step) for slot in range(16)]).tokens

@@ -5,11 +5,11 @@ import torch
 
 from hearth.kernels.prefill_attention import (
     Span,
-    fresh_attention,
+    prefill_attention,
     prefill_attention_reference,
     prefill_attention_triton,
 )
-from hearth.kernels.rotary import Heads
+from hearth.kernels.rotary import Heads, rotate_and_store_reference
 from tests.kernels.cases import DTYPES, Paged, assert_close, random
 
 HEADS = [Heads(2, 2, 64), Heads(6, 2, 80), Heads(5, 1, 96), Heads(2, 2, 128), Heads(9, 3, 20)]
@@ -59,23 +59,28 @@ def test_kernel_equals_reference_for_chunks_and_prefixes(
 @pytest.mark.parametrize(
     "heads", [Heads(8, 8, 128), Heads(9, 3, 64), Heads(6, 2, 80), Heads(8, 1, 96)], ids=str
 )
-def test_fresh_prompts_through_the_library_equal_the_reference(dtype: torch.dtype, heads: Heads) -> None:
-    spans = [Span(3, 600, 0), Span(603, 513, 0)]
-    qkv = random(1116, (heads.num_q + 2 * heads.num_kv) * heads.dim, device="cuda", dtype=dtype)
-    lengths = [600, 513]
-    cache = Paged.build(lengths, heads, "cuda", torch.float32)
-    slots = torch.cat([cache.slots[:1].expand(603), cache.slots[1:].expand(513)])
-    for span, slot in zip(spans, cache.slots.tolist(), strict=True):
-        at = torch.arange(span.num_tokens, device="cuda")
-        kv = qkv[span.begin : span.begin + span.num_tokens, heads.num_q * heads.dim :].float()
-        blocks = cache.block_table[slot, at // 16].long()
-        cache.kv[blocks, :, at % 16] = kv.view(-1, 2, heads.num_kv, heads.dim)
-    expected = torch.zeros(1116, heads.num_q * heads.dim, device="cuda")
-    prefill_attention_reference(
-        qkv.float(), heads, spans, slots, cache.block_table, cache.kv, window=None, out=expected
+@pytest.mark.parametrize("counts", [[1100], [1030, 1024]])
+def test_long_fresh_prompts_through_the_library_equal_the_reference(
+    dtype: torch.dtype, heads: Heads, counts: list[int]
+) -> None:
+    begins = [sum(counts[:at]) for at in range(len(counts) + 1)]
+    spans = [Span(begin, count, 0) for begin, count in zip(begins, counts, strict=False)]
+    qkv = random(begins[-1], (heads.num_q + 2 * heads.num_kv) * heads.dim, device="cuda", dtype=dtype)
+    cache = Paged.build(counts, heads, "cuda", dtype)
+    slots = torch.repeat_interleave(cache.slots, torch.tensor(counts, device="cuda"))
+    positions = torch.cat([torch.arange(count, dtype=torch.int32, device="cuda") for count in counts])
+    rotate_and_store_reference(
+        qkv, heads, positions, slots, cache.block_table, cache.kv, cos_sin=None, norms=None
     )
-    out = torch.zeros_like(expected, dtype=dtype)
+    expected = torch.zeros(begins[-1], heads.num_q * heads.dim, device="cuda")
+    prefill_attention_reference(
+        qkv.float(), heads, spans, slots, cache.block_table, cache.kv.float(), window=None, out=expected
+    )
+    span_begins = torch.tensor(begins, dtype=torch.int32, device="cuda")
 
-    fresh_attention(qkv, heads, spans, out=out)
+    out = prefill_attention(
+        qkv, heads, spans, span_begins, positions, slots, cache.block_table, cache.kv,
+        window=None, out=torch.full_like(expected, float("nan"), dtype=dtype),
+    )  # fmt: skip
 
     assert_close(out, expected)

@@ -54,7 +54,8 @@ class FakeDevice:
             self.tables[admission.slot] = {}
             self.slot_tokens.pop(admission.slot, None)
         for write in plan.table_writes:
-            self.tables[write.slot][write.index] = write.block
+            for index, block in enumerate(write.blocks, start=write.index):
+                self.tables[write.slot][index] = block
         written: set[tuple[int, int]] = set()
         for row in plan.rows:
             tokens = (self.slot_tokens[row.slot],) if row.tokens is None else row.tokens
@@ -264,7 +265,7 @@ def test_a_short_prompt_is_computed_and_sampled_in_one_row() -> None:
     engine.add(request("a", [5, 6, 7]))
     plan = launched(engine)
     assert plan.rows == (Row(RequestId("a"), 0, 0, 3, (5, 6, 7), True),)
-    assert [(write.index, write.block) for write in plan.table_writes] == [(0, 1)]
+    assert [(write.index, write.blocks) for write in plan.table_writes] == [(0, (1,))]
     assert plan.admissions[0].tokens == (5, 6, 7)
 
 
@@ -428,7 +429,7 @@ def test_a_known_prefix_is_not_computed_again() -> None:
     plan = launched(engine)
     assert plan.admissions[0].num_cached_tokens == 8
     assert plan.rows[0].tokens == (8, 1, 1)
-    assert [(write.index, write.block) for write in plan.table_writes] == [(0, 1), (1, 2), (2, 4)]
+    assert [(write.index, write.blocks) for write in plan.table_writes] == [(0, (1, 2, 4))]
 
 
 def test_one_token_is_always_left_to_compute() -> None:

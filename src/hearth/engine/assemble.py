@@ -46,7 +46,7 @@ def assemble(spec: ModelSpec, weights: Weights, config: EngineConfig, device: to
     """An engine over weights that are in place on the device; what memory it may use besides goes to KV."""
     arch, dtype = spec.arch, spec.dtype
     size = StepSize(config.max_batch_tokens, config.max_seqs, _num_programs(device))
-    base = torch.empty(Workspace.num_bytes(arch, dtype, size), dtype=torch.uint8, device=device)
+    base = allocate(Workspace.num_bytes(arch, dtype, size), device, "the workspace")
     workspace = Workspace.bind(arch, dtype, size, base)
     cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, spec.max_context, device)
     sampler = Sampler(config.max_seqs, arch.vocab_size, device)
@@ -55,13 +55,27 @@ def assemble(spec: ModelSpec, weights: Weights, config: EngineConfig, device: to
     kv = _new_kv(spec, config, device)
     decoder = Decoder(arch, weights, workspace, cos_sin)
     runner = Runner(decoder, kv, inputs, sampler, _max_graph_size(config, device))
-    if runner.graphs is not None and config.graphs == "start":
-        with torch.inference_mode():
-            runner.graphs.capture_all()
+    if config.graphs == "start":
+        runner.capture_all()
     limits = BatchLimits(config.max_batch_tokens, config.max_seqs, spec.max_context)
     return Engine(
         Batcher(limits, BlockBook(len(kv), config.block_tokens)), runner, arch.vocab_size, spec.eos_ids
     )
+
+
+def allocate(num_bytes: int, device: torch.device, what: str) -> torch.Tensor:
+    """Plain bytes, not initialised.
+
+    Raises:
+        DeviceError: the device has no such room.
+    """
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, the bare class on a CPU
+        raise DeviceError(
+            f"{num_bytes} bytes for {what} cannot be had on {device}: {error}; "
+            "free memory there, lower `engine.kv_bytes` or `engine.max_batch_tokens`, or use a smaller model"
+        ) from error
 
 
 def _max_graph_size(config: EngineConfig, device: torch.device) -> int:
@@ -95,12 +109,7 @@ def _new_kv(spec: ModelSpec, config: EngineConfig, device: torch.device) -> torc
             f"KV memory of {kv_bytes} bytes holds {num_blocks} blocks of {block_bytes} bytes, at least 2 are "
             "needed; raise `engine.kv_bytes` or `engine.memory_fraction`, or use a smaller model"
         )
-    try:
-        return torch.empty((num_blocks, *shape), dtype=spec.dtype, device=device)
-    except torch.OutOfMemoryError as error:
-        raise DeviceError(
-            f"{num_blocks * block_bytes} bytes for KV cannot be had on {device}; lower `engine.kv_bytes`"
-        ) from error
+    return allocate(num_blocks * block_bytes, device, "KV").view(spec.dtype).view(num_blocks, *shape)
 
 
 def _spare_bytes(config: EngineConfig, device: torch.device) -> int:

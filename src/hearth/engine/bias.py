@@ -31,7 +31,7 @@ class LogitBias:
         values: list[float] = []
         for admission in admissions:
             sampling = admission.sampling
-            bias = sampling.logit_bias
+            bias = sampling.bias_by_token
             if sampling.allowed_token_ids is None:
                 free.append(admission.slot)
             else:

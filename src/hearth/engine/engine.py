@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from hearth.engine.runner import Pending, Runner, StepResult
@@ -49,9 +49,9 @@ class Engine:
         """Check and resolve a request. Touches no state, so any thread may call it."""
         _check_tokens("prompt", prompt, self._vocab_size, BadPrompt)
         _check_tokens("allowed_token_ids", params.allowed_token_ids or (), self._vocab_size, BadSampling)
-        _check_tokens("logit_bias", params.logit_bias, self._vocab_size, BadSampling)
-        _check_tokens("stop_token_ids", params.stop_token_ids, self._vocab_size, BadSampling)
-        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else self._eos_ids)
+        _check_tokens("logit_bias", params.bias_by_token, self._vocab_size, BadSampling)
+        _check_tokens("stop_token_ids", params.stop_ids, self._vocab_size, BadSampling)
+        stops = set(params.stop_ids) | (set() if params.ignore_eos else self._eos_ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         request = Request(
             request_id, tuple(prompt), replace(params, stop_token_ids=tuple(sorted(stops)), seed=seed), salt
@@ -70,6 +70,9 @@ class Engine:
         plan = self.batcher.plan()
         launched = None if plan is None else _Flight(plan, self.runner.launch(plan))
         landed, self._flight = self._flight, launched
+        assert launched or landed or not self.has_work, (
+            "there is work, but nothing to compute and to wait for"
+        )
         return [] if landed is None else self._commit(landed.plan, landed.pending.wait())
 
     def _commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
@@ -81,9 +84,15 @@ class Engine:
 
 
 def _check_tokens(
-    name: str, tokens: Iterable[object], vocab_size: int, error: type[BadPrompt] | type[BadSampling]
+    name: str, tokens: Collection[int], vocab_size: int, error: type[BadPrompt] | type[BadSampling]
 ) -> None:
     """Raise `error` at the first that is no token of the vocabulary."""
-    for token in tokens:
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise error(f"`{name}` holds {token!r}, a token id must be an integer from 0 to {vocab_size - 1}")
+    # The common case at the speed of C: this stands between a prompt and its first token.
+    if (
+        set(map(type, tokens)) <= {int}
+        and min(tokens, default=0) >= 0
+        and max(tokens, default=0) < vocab_size
+    ):
+        return
+    bad = next(token for token in tokens if type(token) is not int or not 0 <= token < vocab_size)
+    raise error(f"`{name}` holds {bad!r}, a token id must be an integer from 0 to {vocab_size - 1}")

@@ -35,7 +35,7 @@ class DecodeGraphs:
         return logits
 
     def capture(self, size: int) -> None:
-        """Capture a size. The inputs in place are computed once before, which compiles what is missing."""
+        """Capture a size. The inputs in place are run once before, which compiles what is missing."""
         self._forward(size)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

@@ -80,6 +80,11 @@ class InputBuffers:
         )
         self._packed.copy_(host, non_blocking=True)
 
+    def park(self, num_rows: int) -> None:
+        """Point so many rows at the dummy slot, so that running them touches nobody's KV."""
+        self._device.positions[:num_rows] = 0
+        self._device.slots[:num_rows] = self._dummy_slot
+
     def gather_tokens(self, num_decode_rows: int, num_rows: int) -> None:
         """On the device: decode rows take what their slot sampled last, the others what the host sent."""
         decode, rest = slice(num_decode_rows), slice(num_decode_rows, num_rows)
@@ -122,8 +127,15 @@ class InputBuffers:
     def _write_table(self, writes: Sequence[TableWrite]) -> None:
         if writes:
             width = self.block_table.shape[1]
+            firsts = [write.slot * width + write.index for write in writes]
             at, blocks = upload(
-                self.block_table.device, [w.slot * width + w.index for w in writes], [w.block for w in writes]
+                self.block_table.device,
+                [
+                    first + i
+                    for first, write in zip(firsts, writes, strict=True)
+                    for i in range(len(write.blocks))
+                ],
+                [block for write in writes for block in write.blocks],
             )
             self.block_table.view(-1).index_copy_(0, at, blocks.int())
 

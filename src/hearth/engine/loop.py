@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from hearth.engine.engine import Engine, Output
+from hearth.errors import EngineFailed
 from hearth.policy.plan import Request
 from hearth.types import RequestId
 
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The engine broke while this request was live; it will get no more tokens."""
+    """The engine broke or was closed before this request ended; it will get no more tokens."""
 
     request_id: RequestId
     cause: BaseException
@@ -54,11 +55,19 @@ class StepLoop:
         self._inbox: SimpleQueue[_Add | _Cancel | _Stop] = SimpleQueue()
         #: Of live requests. Written by the step thread alone, as is the engine.
         self._outboxes: dict[RequestId, Outbox] = {}
+        #: Keeps `add` and `close` apart: what was posted stands before the stop, so nobody waits in vain.
+        self._gate = threading.Lock()
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="hearth-step", daemon=True)
         self._thread.start()
 
     def add(self, request: Request, outbox: Outbox) -> None:
-        self._inbox.put(_Add(request, outbox))
+        """Start a request; where the engine broke or was closed, `Failed` is all that it gets."""
+        with self._gate:
+            if not self._is_closed:
+                self._inbox.put(_Add(request, outbox))
+                return
+        outbox.put(Failed(request.request_id, _closed()))
 
     def cancel(self, request_id: RequestId) -> None:
         """End a request; outputs that are already in its outbox stay there, and no terminal one follows."""
@@ -66,15 +75,19 @@ class StepLoop:
 
     def close(self) -> None:
         """Stop after the step under way and wait for the thread. What is live ends as failed."""
-        self._inbox.put(_Stop())
-        self._thread.join()
+        with self._gate:
+            if not self._is_closed:
+                self._is_closed = True
+                self._inbox.put(_Stop())
+        if threading.current_thread() is not self._thread:  # where garbage is collected is anyone's guess
+            self._thread.join()
 
     def _run(self) -> None:
         try:
             while self._take_commands():
                 for output in self.engine.step():
                     self._deliver(output)
-            self._fail_all(RuntimeError("the engine was closed"))
+            self._fail_all(_closed())
         except Exception as error:
             log.exception("engine_failed requests=%d", len(self._outboxes))
             self._fail_all(error)
@@ -110,3 +123,7 @@ class StepLoop:
         while not isinstance(command := self._inbox.get(), _Stop):
             if isinstance(command, _Add):
                 command.outbox.put(Failed(command.request.request_id, cause))
+
+
+def _closed() -> EngineFailed:
+    return EngineFailed("it was closed; load the model again")

@@ -70,6 +70,13 @@ class Runner:
         self._sampler = sampler
         self.graphs = DecodeGraphs(self._decode, max_graph_size) if max_graph_size else None
 
+    @torch.inference_mode()
+    def capture_all(self) -> None:
+        """Capture a graph of every size, between steps."""
+        if self.graphs is not None:
+            self._inputs.park(self.graphs.sizes[-1])
+            self.graphs.capture_all()
+
     def rebind(self, weights: Weights) -> None:
         """Follow weights that were moved; graphs are captured anew when next needed."""
         self.decoder.rebind(weights)

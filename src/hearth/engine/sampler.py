@@ -189,7 +189,7 @@ def _rules(admission: Admission, vocab_size: int) -> _Rules:
     assert sampling.seed is not None or not is_random, f"no seed: {admission.request_id}"
     top_k = min(sampling.top_k or vocab_size, vocab_size)
     # An id beyond the vocabulary is never sampled. Where only stop tokens are allowed, they stay allowed.
-    stop_ids = {token for token in sampling.stop_token_ids if 0 <= token < vocab_size}
+    stop_ids = {token for token in sampling.stop_ids if 0 <= token < vocab_size}
     allowed = sampling.allowed_token_ids or range(vocab_size)
     can_ban = sampling.min_tokens > 0 and not all(token in stop_ids for token in allowed)
     return _Rules(

@@ -67,21 +67,18 @@ def decode_attention_reference(
 ) -> None:
     rows, block_tokens = qkv.shape[0], kv.shape[2]
     num_blocks = int(positions.max()) // block_tokens + 1
-    context = kv[block_table[slots, :num_blocks]]  # [rows, blocks, 2, block_tokens, kv heads, dim]
+    blocks = block_table[slots, :num_blocks].flatten()
     steps = torch.arange(num_blocks * block_tokens, device=qkv.device)
     seen = steps <= positions[:, None]
     if window is not None:
         seen &= steps > positions[:, None] - window
-    k, v = (context[:, :, side].flatten(1, 2) for side in (0, 1))
     # What lies in unwritten or recycled memory may be NaN, and 0 times NaN is NaN.
-    unseen = ~seen
-    k[unseen] = 0
-    v[unseen] = 0
-    q = qkv[:, : heads.num_q * heads.dim].view(rows, heads.num_q, 1, heads.dim)
-    attended = F.scaled_dot_product_attention(
-        q, k.transpose(1, 2), v.transpose(1, 2), seen[:, None, None], enable_gqa=heads.num_q != heads.num_kv
-    )
-    out.copy_(attended.reshape(rows, -1))
+    unseen = seen.logical_not().flatten().nonzero().squeeze(-1)
+    k, v = (kv[:, side].index_select(0, blocks).flatten(0, 1).index_fill_(0, unseen, 0) for side in (0, 1))
+    k, v = (x.view(rows, -1, heads.num_kv, heads.dim).transpose(1, 2) for x in (k, v))
+    # The q heads that share a k head are the rows of one query, so the library reads each k and v once.
+    q = qkv[:, : heads.num_q * heads.dim].view(rows, heads.num_kv, -1, heads.dim)
+    out.view(q.shape).copy_(F.scaled_dot_product_attention(q, k, v, seen[:, None, None]))
 
 
 def choose_splits(num_rows: int, num_kv_heads: int, num_programs: int) -> int:

@@ -40,20 +40,26 @@ def prefill_attention(
     *,
     window: int | None,
     out: torch.Tensor,
-) -> None:
+) -> torch.Tensor:
     """Each row of a span attends to its sequence up to itself, or the last `window` tokens of that.
 
     `spans` say on the host what `span_begins` (int32 [spans + 1], rows), `positions` and `slots` say on
-    the device. Rows outside of all spans are left alone.
+    the device. Rows outside of all spans are left alone. Returns `out`, or the library's own buffer where
+    one span is all there is.
     """
     if not runs_triton(qkv):
         prefill_attention_reference(qkv, heads, spans, slots, block_table, kv, window=window, out=out)
     elif all(_is_fresh(span, window) for span in spans):
-        fresh_attention(qkv, heads, spans, out=out)
+        if spans[0].num_tokens == len(qkv):
+            return attend_fresh(qkv, heads)
+        for span in spans:
+            rows = slice(span.begin, span.begin + span.num_tokens)
+            out[rows] = attend_fresh(qkv[rows], heads)
     else:
         prefill_attention_triton(
             qkv, heads, spans, span_begins, positions, slots, block_table, kv, window=window, out=out
         )
+    return out
 
 
 def prefill_attention_reference(
@@ -93,19 +99,18 @@ def _is_fresh(span: Span, window: int | None) -> bool:
     return span.start == 0 and span.num_tokens >= _FRESH_TOKENS and fits_window
 
 
-def fresh_attention(qkv: torch.Tensor, heads: Heads, spans: Sequence[Span], *, out: torch.Tensor) -> None:
-    """Plain causal attention of each span over its own q, k and v, through cuDNN or flash attention."""
+_LIBRARY = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+
+
+def attend_fresh(qkv: torch.Tensor, heads: Heads) -> torch.Tensor:
+    """Plain causal attention of a whole prompt over its own q, k and v, through cuDNN or flash attention."""
     sizes = [heads.num_q, heads.num_kv, heads.num_kv]
-    with sdpa_kernel(
-        [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True
-    ):
-        for span in spans:
-            rows = slice(span.begin, span.begin + span.num_tokens)
-            q, k, v = qkv[rows].view(1, span.num_tokens, -1, heads.dim).transpose(1, 2).split(sizes, dim=1)
-            attended = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=heads.num_q != heads.num_kv
-            )
-            out[rows] = attended[0].transpose(0, 1).flatten(1)
+    q, k, v = qkv.view(1, len(qkv), -1, heads.dim).transpose(1, 2).split_with_sizes(sizes, dim=1)
+    with sdpa_kernel(_LIBRARY, set_priority=True):
+        attended = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=heads.num_q != heads.num_kv
+        )
+    return attended[0].transpose(0, 1).flatten(1)
 
 
 def prefill_attention_triton(

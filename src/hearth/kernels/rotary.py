@@ -70,7 +70,7 @@ def rotate_and_store_reference(
         _rotate(x[:, :num_qk], cos_sin[positions])
     block_tokens = kv.shape[2]
     blocks = block_table[slots, positions // block_tokens]
-    kv[blocks, :, positions % block_tokens] = x[:, heads.num_q :].unflatten(1, (2, heads.num_kv))
+    kv.transpose(1, 2)[blocks, positions % block_tokens] = x[:, heads.num_q :].unflatten(1, (2, heads.num_kv))
 
 
 def _norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
@@ -82,8 +82,11 @@ def _norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
 def _rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
     half = cos_sin.shape[-1]
     cos, sin = cos_sin[:, 0, None], cos_sin[:, 1, None]
-    a, b = x[..., :half].float(), x[..., half : 2 * half].float()
-    x[..., : 2 * half] = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    a, b = x[..., :half], x[..., half : 2 * half]
+    rotated_a = (a * cos).addcmul_(b.float(), sin, value=-1)
+    rotated_b = (b * cos).addcmul_(a.float(), sin)
+    a.copy_(rotated_a)
+    b.copy_(rotated_b)
 
 
 _HEADS_PER_PROGRAM = 8

@@ -105,7 +105,7 @@ class Decoder:
                 out=out[rows],
             )
         if step.spans:
-            prefill_attention(
+            return prefill_attention(
                 qkv,
                 self._heads,
                 step.spans,

@@ -161,7 +161,7 @@ class Batcher:
         if sampling.max_tokens is not None:
             max_length = min(max_length, len(request.prompt) + sampling.max_tokens)
         sequence = _Sequence(
-            request, self._num_arrivals, list(request.prompt), max_length, frozenset(sampling.stop_token_ids)
+            request, self._num_arrivals, list(request.prompt), max_length, frozenset(sampling.stop_ids)
         )
         self._num_arrivals += 1
         self._live[request.request_id] = sequence
@@ -305,8 +305,7 @@ class Batcher:
 
     def _assign(self, sequence: _Sequence, blocks: list[int], draft: _Draft) -> None:
         assert sequence.slot is not None, f"{sequence.arrival=}"
-        for index, block in enumerate(blocks, start=len(sequence.blocks)):
-            draft.table_writes.append(TableWrite(sequence.slot, index, block))
+        draft.table_writes.append(TableWrite(sequence.slot, len(sequence.blocks), tuple(blocks)))
         sequence.blocks.extend(blocks)
 
     def _add_row(self, sequence: _Sequence, num_tokens: int, draft: _Draft) -> None:

@@ -26,9 +26,12 @@ def extend_digests(digests: list[bytes], tokens: Sequence[int], salt: bytes, blo
     """Append the digests of the full blocks of `tokens` that `digests` does not cover yet."""
     # The root is set apart by `person`, so that no salt can pass for the digest of another chain.
     parent = digests[-1] if digests else blake2b(salt, digest_size=DIGEST_BYTES, person=b"root").digest()
-    for index in range(len(digests), len(tokens) // block_tokens):
-        block = array("I", tokens[index * block_tokens : (index + 1) * block_tokens])
-        parent = blake2b(parent + block.tobytes(), digest_size=DIGEST_BYTES).digest()
+    first, last = len(digests) * block_tokens, len(tokens) // block_tokens * block_tokens
+    content = array("I", tokens[first:last])
+    stride = block_tokens * content.itemsize
+    content_bytes = content.tobytes()
+    for at in range(0, len(content_bytes), stride):
+        parent = blake2b(parent + content_bytes[at : at + stride], digest_size=DIGEST_BYTES).digest()
         digests.append(parent)
 
 

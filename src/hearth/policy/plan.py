@@ -35,11 +35,11 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class TableWrite:
-    """`block_table[slot][index] = block`, before the rows run."""
+    """`block_table[slot][index:][:len(blocks)] = blocks`, before the rows run."""
 
     slot: int
     index: int
-    block: int
+    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,8 @@ class Transcript:
         text = "" if is_hidden else self._detokenizer.push(token)
         if finish_reason is not None:
             text += self._detokenizer.flush()
-        if self._num_tokens <= self._min_tokens and finish_reason is None:
-            return Piece(text, None)
+        if self._num_tokens <= self._min_tokens:
+            return Piece(text, finish_reason)
         match = self._stops.push(text)
         if match.stopped:
             return Piece(match.text, FinishReason.STOP)

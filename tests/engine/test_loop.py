@@ -1,0 +1,280 @@
+"""The step thread, over the real engine and over one that breaks: every request ends exactly once."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from queue import Empty, SimpleQueue
+
+import pytest
+
+from hearth.engine import loop as loop_module
+from hearth.engine.engine import Engine, Output
+from hearth.engine.loop import Failed, Outbox, StepLoop
+from hearth.errors import EngineFailed
+from hearth.policy.plan import Request
+from hearth.types import FinishReason, RequestId
+from tests.engine.harness import engine_for, greedy
+
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return engine_for("llama-gqa")
+
+
+@pytest.fixture
+def loop(engine: Engine) -> Iterator[StepLoop]:
+    loop = StepLoop(engine)
+    yield loop
+    loop.close()
+
+
+def request(engine: Engine, name: str, num_prompt: int = 4, max_tokens: int = 5) -> Request:
+    return engine.request(RequestId(name), list(range(3, 3 + num_prompt)), greedy(max_tokens))
+
+
+def messages(outbox: Outbox) -> list[Output | Failed]:
+    """Everything up to the end of one request."""
+    received: list[Output | Failed] = []
+    while not received or not is_end(received[-1]):
+        received.append(outbox.get(timeout=PATIENCE_S))
+    return received
+
+
+def is_end(message: Output | Failed) -> bool:
+    return isinstance(message, Failed) or message.finish_reason is not None
+
+
+def rest(outbox: Outbox) -> list[Output | Failed]:
+    received: list[Output | Failed] = []
+    while True:
+        try:
+            received.append(outbox.get_nowait())
+        except Empty:
+            return received
+
+
+def test_a_request_gets_its_tokens_and_one_end(engine: Engine, loop: StepLoop) -> None:
+    outbox: Outbox = SimpleQueue()
+    loop.add(request(engine, "a", max_tokens=5), outbox)
+
+    received = messages(outbox)
+
+    assert [getattr(message, "finish_reason", None) for message in received] == [None] * 4 + [
+        FinishReason.LENGTH
+    ]
+    loop.close()
+    assert rest(outbox) == []
+
+
+def test_whatever_threads_add_and_cancel_every_request_ends_exactly_once(
+    engine: Engine, loop: StepLoop
+) -> None:
+    outboxes: dict[RequestId, Outbox] = {}
+    cancelled: set[RequestId] = set()
+
+    def trouble(thread: int) -> None:
+        chance = random.Random(thread)
+        for number in range(12):
+            asked = request(engine, f"{thread}-{number}", chance.randint(1, 20), chance.randint(1, 8))
+            outbox = outboxes[asked.request_id] = SimpleQueue()
+            loop.add(asked, outbox)
+            if chance.random() < 0.4:
+                cancelled.add(asked.request_id)
+                if chance.random() < 0.5:
+                    outbox.get(timeout=PATIENCE_S)
+                loop.cancel(asked.request_id)
+
+    threads = [threading.Thread(target=trouble, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for request_id, outbox in outboxes.items():
+        if request_id not in cancelled:
+            messages(outbox)
+
+    loop.close()
+    engine.batcher.check()
+    assert (engine.batcher.num_running, engine.batcher.num_waiting) == (0, 0)
+    assert len(outboxes) == 48
+    for request_id, outbox in outboxes.items():
+        late = rest(outbox)
+        assert sum(map(is_end, late)) <= (request_id in cancelled)
+        assert not any(isinstance(message, Failed) for message in late)
+
+
+@pytest.mark.parametrize("when", ["before it was added", "after its end"])
+def test_cancelling_what_is_not_live_is_harmless(engine: Engine, loop: StepLoop, when: str) -> None:
+    outbox: Outbox = SimpleQueue()
+    if when == "before it was added":
+        loop.cancel(RequestId("a"))
+    loop.add(request(engine, "a"), outbox)
+    received = messages(outbox)
+    loop.cancel(RequestId("a"))
+    loop.cancel(RequestId("a"))
+
+    loop.add(request(engine, "b"), outbox)
+
+    assert len(messages(outbox)) == len(received) == 5
+
+
+def test_a_cancelled_request_gets_no_end_and_leaves_nothing_behind(
+    engine: Engine, loop: StepLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepping, may_go_on = threading.Event(), threading.Event()
+    step = engine.step
+
+    def held_step() -> list[Output]:
+        stepping.set()
+        may_go_on.wait(PATIENCE_S)
+        return step()
+
+    monkeypatch.setattr(engine, "step", held_step)
+    outbox: Outbox = SimpleQueue()
+    loop.add(request(engine, "a", max_tokens=100), outbox)
+    stepping.wait(PATIENCE_S)
+    loop.cancel(RequestId("a"))
+    may_go_on.set()
+    other: Outbox = SimpleQueue()
+    loop.add(request(engine, "b"), other)
+
+    assert len(messages(other)) == 5
+    loop.close()
+    assert rest(outbox) == []
+    engine.batcher.check()
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.fixture
+def broken(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Its third step raises, once the event is set."""
+    may_break, step, num_steps = threading.Event(), engine.step, iter(range(1_000_000))
+
+    def break_at_third() -> list[Output]:
+        if next(num_steps) == 2:
+            may_break.wait(PATIENCE_S)
+            raise Broken("the device is gone")
+        return step()
+
+    monkeypatch.setattr(engine, "step", break_at_third)
+    return may_break
+
+
+def test_when_a_step_raises_every_live_request_fails_and_later_ones_too(
+    engine: Engine, loop: StepLoop, broken: threading.Event
+) -> None:
+    live: list[Outbox] = [SimpleQueue() for _ in range(12)]
+    for number, outbox in enumerate(live):
+        loop.add(request(engine, f"live-{number}", max_tokens=50), outbox)
+    broken.set()
+    ends = [messages(outbox)[-1] for outbox in live]
+    later: Outbox = SimpleQueue()
+    loop.cancel(RequestId("live-0"))
+    loop.add(request(engine, "later"), later)
+    ends.append(messages(later)[-1])
+
+    assert [end.request_id for end in ends] == [*(f"live-{number}" for number in range(12)), "later"]
+    assert all(isinstance(end, Failed) and isinstance(end.cause, Broken) for end in ends)
+    loop.close()
+    assert [rest(outbox) for outbox in [*live, later]] == [[]] * 13
+
+
+def test_an_engine_that_is_stuck_fails_its_requests_instead_of_spinning(
+    engine: Engine, loop: StepLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.batcher, "plan", lambda: None)
+    outbox: Outbox = SimpleQueue()
+    loop.add(request(engine, "a"), outbox)
+
+    (end,) = messages(outbox)
+
+    assert isinstance(end, Failed)
+    assert "there is work, but nothing to compute" in str(end.cause)
+
+
+def test_a_broken_loop_closes_and_says_so_to_whoever_comes_after(
+    engine: Engine, loop: StepLoop, broken: threading.Event
+) -> None:
+    broken.set()
+    outbox: Outbox = SimpleQueue()
+    loop.add(request(engine, "a", max_tokens=50), outbox)
+    messages(outbox)
+    loop.close()
+
+    loop.add(request(engine, "b"), outbox)
+
+    assert isinstance(messages(outbox)[-1], Failed)
+
+
+def test_closing_fails_what_is_live(engine: Engine, loop: StepLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "step", list)  # never gets anywhere
+    outboxes: list[Outbox] = [SimpleQueue() for _ in range(3)]
+    for number, outbox in enumerate(outboxes):
+        loop.add(request(engine, str(number)), outbox)
+
+    loop.close()
+
+    (ends,) = zip(*(rest(outbox) for outbox in outboxes), strict=True)
+    assert all(isinstance(end, Failed) and isinstance(end.cause, EngineFailed) for end in ends)
+
+
+def test_closing_twice_is_harmless_and_what_comes_after_fails_at_once(engine: Engine, loop: StepLoop) -> None:
+    loop.close()
+    loop.close()
+    outbox: Outbox = SimpleQueue()
+
+    loop.add(request(engine, "late"), outbox)
+    loop.cancel(RequestId("late"))
+
+    (end,) = rest(outbox)
+    assert isinstance(end, Failed)
+    assert str(end.cause) == "it was closed; load the model again"
+
+
+@pytest.mark.parametrize("attempt", range(10))
+def test_requests_that_race_with_the_closing_all_end(engine: Engine, loop: StepLoop, attempt: int) -> None:
+    outboxes: list[Outbox] = [SimpleQueue() for _ in range(8)]
+
+    def add_all() -> None:
+        for number, outbox in enumerate(outboxes):
+            loop.add(request(engine, str(number), max_tokens=1), outbox)
+
+    adder = threading.Thread(target=add_all)
+    adder.start()
+    loop.close()
+    adder.join()
+
+    assert [len(rest(outbox)) for outbox in outboxes] == [1] * 8
+
+
+def test_an_idle_loop_waits_for_its_inbox_without_a_timeout(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asleep: SimpleQueue[tuple[bool, float | None]] = SimpleQueue()
+
+    class WatchedQueue(SimpleQueue[object]):
+        """Tells with which arguments a thread is about to wait for it."""
+
+        def get(self, block: bool = True, timeout: float | None = None) -> object:
+            if self.empty():
+                asleep.put((block, timeout))
+            return super().get(block, timeout)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop_module, "SimpleQueue", WatchedQueue)
+        loop = StepLoop(engine)
+    assert asleep.get(timeout=PATIENCE_S) == (True, None)
+    outbox: Outbox = SimpleQueue()
+    loop.add(request(engine, "a"), outbox)
+    messages(outbox)
+
+    assert asleep.get(timeout=PATIENCE_S) == (True, None)
+    assert asleep.empty()
+    loop.close()

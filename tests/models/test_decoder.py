@@ -1,0 +1,198 @@
+"""The forward pass against transformers, whole and in every way in which it can be taken apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hearth.kernels.prefill_attention import Span
+from hearth.models.angles import cos_sin_table
+from hearth.models.arch import Arch, Norm, Residual
+from hearth.models.decoder import Decoder
+from hearth.models.families import read_arch
+from hearth.models.layout import layout_of
+from hearth.models.pack import pack
+from hearth.models.step import StepInputs
+from hearth.models.weights import NormWeights, bind, contiguous_slots
+from hearth.models.workspace import StepSize, Workspace
+from tests.engine.harness import prompts_for, reference_logits
+from tests.models.zoo import VARIANTS, build
+
+BLOCK_TOKENS = 4
+LENGTHS = [13, 1, 6]
+NUM_ROWS = sum(LENGTHS)
+#: One or more of each kind of residual, and windows that differ by layer.
+APART = [
+    "llama-gqa",
+    "qwen2-window",
+    "qwen3",
+    "opt-pre",
+    "opt-350m",
+    "neox-parallel",
+    "falcon-7b",
+    "falcon-40b",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Some layers of a model with memory of their own."""
+
+    decoder: Decoder
+    kv: torch.Tensor
+
+    def run(self, hidden: torch.Tensor, step: StepInputs) -> torch.Tensor:
+        return self.decoder.run(hidden, step, self.kv)
+
+
+def stage(name: str, layers: range | None = None) -> Stage:
+    """With slots for these layers only, so that it cannot read another's; KV starts as NaN."""
+    directory = build(name).directory
+    arch = read_arch(directory)
+    layout = layout_of(arch, "float32")
+    base = torch.empty(layout.num_bytes, dtype=torch.uint8)
+    pack(directory, arch, layout, base)
+    chosen = range(arch.num_layers) if layers is None else layers
+    others = tuple(f"layers.{i}." for i in range(arch.num_layers) if i not in chosen)
+    slots = {n: slot for n, slot in contiguous_slots(layout, base).items() if not n.startswith(others)}
+    weights = bind(arch, layout, slots, layers)
+    size = StepSize(max_tokens=NUM_ROWS, max_samples=NUM_ROWS, num_programs=1)
+    run = torch.full((Workspace.num_bytes(arch, torch.float32, size),), 0xFF, dtype=torch.uint8)
+    workspace = Workspace.bind(arch, torch.float32, size, run)
+    cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, arch.max_positions, run.device)
+    kv = torch.full((16, len(chosen), 2, BLOCK_TOKENS, arch.num_kv_heads, arch.head_dim), float("nan"))
+    return Stage(Decoder(arch, weights, workspace, cos_sin, layers), kv)
+
+
+def prompts(name: str) -> list[list[int]]:
+    return prompts_for(build(name).model.config.vocab_size, LENGTHS)
+
+
+def prefill(name: str) -> StepInputs:
+    """Three prompts at once, in blocks that are not in order; every row is sampled."""
+    asked = prompts(name)
+    begins = [0]
+    for prompt in asked:
+        begins.append(begins[-1] + len(prompt))
+    return StepInputs(
+        tokens=torch.tensor([token for prompt in asked for token in prompt]),
+        positions=torch.cat([torch.arange(len(prompt), dtype=torch.int32) for prompt in asked]),
+        slots=torch.repeat_interleave(torch.arange(3, dtype=torch.int32), torch.tensor(LENGTHS)),
+        block_table=torch.tensor([[7, 2, 9, 4], [1, 0, 0, 0], [5, 3, 0, 0]], dtype=torch.int32),
+        num_decode_rows=0,
+        spans=tuple(Span(begin, length, 0) for begin, length in zip(begins, LENGTHS, strict=False)),
+        span_begins=torch.tensor(begins, dtype=torch.int32),
+        sample_rows=None,
+    )
+
+
+def whole_logits(name: str, step: StepInputs) -> torch.Tensor:
+    whole = stage(name)
+    return whole.decoder.logits(whole.run(whole.decoder.embed(step), step)).clone()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_of_every_row_are_those_of_transformers(name: str) -> None:
+    expected = torch.cat([reference_logits(name, tuple(prompt)) for prompt in prompts(name)])
+
+    logits = whole_logits(name, prefill(name))
+
+    assert logits.dtype == torch.float32
+    assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+@pytest.mark.parametrize("name", APART)
+def test_two_stages_give_the_logits_of_the_whole_bit_by_bit(name: str, cut: int) -> None:
+    step, num_layers = prefill(name), len(stage(name).decoder.layers)
+    expected = whole_logits(name, step)
+    head, tail = stage(name, range(cut)), stage(name, range(cut, num_layers))
+
+    sent = head.run(head.decoder.embed(step), step).clone()
+    logits = tail.decoder.logits(tail.run(sent, step))
+
+    assert torch.equal(logits, expected)
+
+
+def test_the_stages_cover_every_kind_of_residual() -> None:
+    assert {read_arch(build(name).directory).residual for name in APART} == set(Residual)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_a_stage_writes_the_kv_that_the_whole_writes_in_its_layers(name: str) -> None:
+    step, whole, tail = prefill(name), stage(name), stage(name, range(1, 3))
+    head = stage(name, range(1))
+    whole.run(whole.decoder.embed(step), step)
+
+    tail.run(head.run(head.decoder.embed(step), step).clone(), step)
+
+    together = torch.cat([head.kv, tail.kv], dim=1)
+    assert torch.equal(together.view(torch.int32), whole.kv.view(torch.int32))
+
+
+@pytest.mark.parametrize("name", APART)
+def test_the_parts_of_a_layer_put_together_by_hand_are_the_layer(name: str) -> None:
+    step, whole, parts = prefill(name), stage(name), stage(name)
+    arch, decoder = parts.decoder.arch, parts.decoder
+    expected = whole.run(whole.decoder.embed(step), step)
+
+    hidden = decoder.embed(step)
+    for layer, weights in enumerate(decoder.weights.layers):
+        normed = hidden if arch.residual is Residual.POST else plain_norm(arch, weights.attn_norm, hidden)
+        qkv = decoder.project(weights, normed)
+        attended = decoder.attend(layer, weights, qkv, step, parts.kv[:, layer])
+        delta = decoder.absorb(weights, hidden, normed, attended)
+        hidden = hidden if delta is None else hidden + delta
+
+    torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
+
+
+def plain_norm(arch: Arch, weights: NormWeights, hidden: torch.Tensor) -> torch.Tensor:
+    size = hidden.shape[-1:]
+    if arch.norm is Norm.RMS:
+        return F.rms_norm(hidden, size, weights.weight, arch.norm_eps)
+    return F.layer_norm(hidden, size, weights.weight, weights.bias, arch.norm_eps)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_rows_that_nobody_samples_change_nothing_for_the_others(name: str) -> None:
+    step = prefill(name)
+    rows = torch.tensor([12, 13, 19, 4])
+    expected = whole_logits(name, step)[rows]
+
+    logits = whole_logits(name, replace(step, sample_rows=rows))
+
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_a_later_chunk_and_a_decode_row_give_the_logits_of_one_prefill(name: str) -> None:
+    """The first prompt: 7 tokens, then 5, then the last as a decode row."""
+    (prompt, *_), whole = prompts(name), stage(name)
+    expected = reference_logits(name, tuple(prompt))
+    logits = []
+    for start, end in ((0, 7), (7, 12), (12, 13)):
+        is_decode = end - start == 1
+        step = StepInputs(
+            tokens=torch.tensor(prompt[start:end]),
+            positions=torch.arange(start, end, dtype=torch.int32),
+            slots=torch.zeros(end - start, dtype=torch.int32),
+            block_table=torch.tensor([[7, 2, 9, 4]], dtype=torch.int32),
+            num_decode_rows=int(is_decode),
+            spans=() if is_decode else (Span(0, end - start, start),),
+            span_begins=torch.tensor([0, end - start], dtype=torch.int32),
+            sample_rows=None,
+        )
+        logits.append(whole.decoder.logits(whole.run(whole.decoder.embed(step), step)).clone())
+
+    assert (torch.cat(logits) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_weights_of_other_layers_are_refused() -> None:
+    head, tail = stage("llama-gqa", range(1)), stage("llama-gqa", range(1, 3))
+
+    with pytest.raises(AssertionError, match=r"len\(weights.layers\)=2"):
+        head.decoder.rebind(tail.decoder.weights)

@@ -1,0 +1,248 @@
+"""The documents tell the truth: code runs, commands, files and links exist, tables are fresh.
+
+In code and commands of a document `path/to/model` stands for a model's directory; here that of a tiny one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from typer.main import get_group
+
+from hearth import cli
+from hearth.models.families import FAMILIES
+from tests.models.zoo import save, tiny
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "hearth"
+README = ROOT / "README.md"
+STRUCTURE = ROOT / "docs" / "structure.md"
+DOCUMENTS = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+PLACEHOLDER = "path/to/model"
+MAX_README_LINES = 150
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    language: str
+    line: int  #: of its first line of code, counted from 0
+    code: str
+
+
+def blocks(document: Path, language: str) -> list[Block]:
+    text = document.read_text(encoding="utf-8")
+    found = re.finditer(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    all_blocks = [Block(match[1], text.count("\n", 0, match.start(2)), match[2]) for match in found]
+    return [block for block in all_blocks if block.language == language]
+
+
+def spans(document: Path) -> list[str]:
+    """Code within sentences."""
+    prose = re.sub(r"^```.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"`([^`\n]+)`", prose)
+
+
+def shell_lines() -> list[str]:
+    return [line for block in blocks(README, "sh") for line in block.code.splitlines()]
+
+
+def commands(document: Path) -> Iterator[list[str]]:
+    """Shell commands in blocks and sentences, as words without the folder of the program."""
+    lines = [line for block in blocks(document, "sh") for line in block.code.splitlines()]
+    for line in [*lines, *spans(document)]:
+        if re.match(r"(\.venv/bin/\w+|make|hearth) ", line):
+            program, *words = shlex.split(line, comments=True)
+            yield [Path(program).name, *words]
+
+
+def listed(document: Path, heading: str) -> list[str]:
+    """What the bullets under a heading begin with."""
+    section = document.read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^- `([^`]+)`: ", section, re.MULTILINE)
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a tokenizer of single bytes and a chat template."""
+    directory = tmp_path_factory.mktemp("model")
+    tokens = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(directory / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    save(tiny("llama-gqa", vocab_size=len(tokens), bos_token_id=0, eos_token_id=1), directory)
+    return directory
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if blocks(d, "python")], ids=name)
+def test_python_in_documents_runs(document: Path, model_directory: Path) -> None:
+    namespace: dict[str, object] = {"__name__": document.stem}
+    for block in blocks(document, "python"):
+        code = block.code.replace(PLACEHOLDER, str(model_directory))
+        # The empty lines let a traceback name the line of the document.
+        exec(compile("\n" * block.line + code, str(document), "exec"), namespace)
+
+
+@pytest.mark.parametrize("line", [line for line in shell_lines() if line.startswith(".venv/bin/hearth ")])
+def test_hearth_commands_of_the_readme_succeed(
+    line: str, model_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = shlex.split(line.replace(PLACEHOLDER, str(model_directory)), comments=True)[1:]
+
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+
+    assert caught.value.code == 0
+    assert capsys.readouterr().out
+
+
+def test_the_readme_shows_how_to_run_a_model() -> None:
+    assert blocks(README, "python")
+    assert any(line.startswith(f".venv/bin/hearth run {PLACEHOLDER} ") for line in shell_lines())
+    assert shell_lines()[0].split()[:2] == ["make", "test"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_commands_in_documents_exist(document: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    subcommands = get_group(cli.app).commands.keys()
+    for program, *words in commands(document):
+        match program:
+            case "make":
+                assert words[0] in targets, f"no such target: make {words[0]}"
+            case "hearth":
+                assert words[0] in subcommands, f"no such command: hearth {words[0]}"
+            case _:
+                assert (Path(sys.executable).parent / program).exists(), f"not in .venv: {program}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_files_named_in_documents_exist(document: Path) -> None:
+    files = [span for span in spans(document) if re.fullmatch(r"[\w/]+\.py|scripts/\w+", span)]
+    assert [f for f in files if not (PACKAGE / f).exists() and not (ROOT / f).exists()] == []
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=name)
+def test_links_between_documents_lead_somewhere(document: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)", document.read_text(encoding="utf-8"))
+    local = [target for target in targets if "://" not in target]
+    assert [target for target in local if not (document.parent / target).exists()] == []
+
+
+def test_the_map_lists_every_module_once_and_nothing_else() -> None:
+    modules = [path for path in PACKAGE.rglob("*.py") if path.stat().st_size]
+    assert sorted(listed(STRUCTURE, "Modules")) == sorted(p.relative_to(PACKAGE).as_posix() for p in modules)
+
+
+def test_rooms_that_come_later_have_not_come() -> None:
+    rooms = listed(STRUCTURE, "Rooms that come later")
+    assert rooms
+    assert [room for room in rooms if (PACKAGE / room).exists()] == []
+
+
+def test_the_readme_is_short_and_its_tree_shows_every_room() -> None:
+    (tree,) = blocks(README, "text")
+    rooms = [f"{p.parent.name}/" for p in PACKAGE.glob("*/__init__.py")]
+    assert [room for room in rooms if room not in tree.code.split()] == []
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
+
+
+def test_the_readme_lists_the_families_that_exist() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", README.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(rows) == sorted(FAMILIES)
+
+
+def tables(*arguments: str) -> subprocess.CompletedProcess[str]:
+    script = str(ROOT / "scripts" / "tables")
+    return subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_tables_in_the_documents_are_fresh() -> None:
+    checked = tables("--check")
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """One document with a table, and no results."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("before\n<!-- table: engine -->\nold\n<!-- end -->\nafter\n")
+    return tmp_path
+
+
+def keep_results(repository: Path, *rows: dict[str, object]) -> None:
+    folder = repository / "bench" / "results"
+    folder.mkdir(parents=True)
+    document = {"environment": {"device": "a toaster", "torch": "9.9", "triton": None}, "rows": rows}
+    (folder / "engine.json").write_text(json.dumps(document))
+
+
+def test_a_stale_table_fails_the_check_and_stays_as_it_is(repository: Path) -> None:
+    checked = tables("--check", "--root", str(repository))
+    assert (checked.returncode, checked.stdout) == (1, "")
+    assert checked.stderr.startswith("README.md: its tables are stale")
+    assert "\nold\n" in (repository / "README.md").read_text()
+
+
+def test_a_table_without_results_says_how_to_measure(repository: Path) -> None:
+    tables("--root", str(repository))
+    line = "not measured yet: `make bench-gpu WHAT=engine`"
+    text = f"before\n<!-- table: engine -->\n{line}\n<!-- end -->\nafter\n"
+    assert (repository / "README.md").read_text() == text
+    assert tables("--check", "--root", str(repository)).returncode == 0
+
+
+def test_a_table_compares_with_the_bound_and_the_best_peer(repository: Path) -> None:
+    rate = {"measure": "rate", "unit": "tokens/s", "value": 7456.2, "bound": 9000, "peers": {"A 1": 3728.1}}
+    delay = {
+        "measure": "delay",
+        "unit": "ms",
+        "value": 40.0,
+        "bound": None,
+        "peers": {"A 1": 60.0, "B 2": 50},
+    }
+    idle = {"measure": "idle", "unit": "share", "value": 0.081, "bound": 0, "peers": {}, "aim": "under 0.1"}
+    keep_results(repository, rate, delay, idle)
+
+    tables("--root", str(repository))
+
+    assert (repository / "README.md").read_text().splitlines()[2:-2] == [
+        "| measure | Hearth | bound | A 1 | B 2 | times the best peer's speed |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| rate (tokens/s) | 7,456 | 9,000 | 3,728 | - | 2 |",
+        "| delay (ms) | 40 | - | 60 | 50 | 1.25 |",
+        "| idle (share) | 0.081 | 0 | - | - | - |",
+        "",
+        "Measured on a toaster, torch 9.9.",
+    ]
+
+
+def test_results_of_another_shape_are_refused_by_name(repository: Path) -> None:
+    keep_results(repository, {"measure": "rate"})
+    refused = tables("--root", str(repository))
+    assert refused.returncode == 1
+    assert "engine.json is no result" in refused.stderr
+
+
+def test_a_table_without_an_end_is_refused(repository: Path) -> None:
+    (repository / "README.md").write_text("<!-- table: engine -->\nold\n")
+    refused = tables("--root", str(repository))
+    assert "close each by `<!-- end -->`" in refused.stderr

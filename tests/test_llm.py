@@ -1,0 +1,633 @@
+"""The Python API over a tiny Llama and a tokenizer of its size, judged by transformers."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from hearth import LLM, Completion, SamplingParams
+from hearth.config import EngineConfig
+from hearth.engine.engine import Output
+from hearth.errors import (
+    BadCheckpoint,
+    BadPrompt,
+    BadSampling,
+    BadTokenizer,
+    DeviceError,
+    EngineFailed,
+    HearthError,
+    ModelError,
+    PromptTooLong,
+)
+from hearth.llm import Delta, Prompt
+from hearth.types import FinishReason
+from tests.engine.harness import assert_greedy, engine_for, reference_logits
+from tests.models.zoo import build
+
+NAME = "llama-gqa"
+VOCAB_SIZE = 160
+EOS_ID = 2
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+CONFIG = EngineConfig(max_batch_tokens=64, max_seqs=8, block_tokens=4, kv_bytes=8 << 20)
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}"
+)
+PATIENCE_S = 30.0
+
+
+def tokenizer() -> Backend:
+    """One token per byte: printable ASCII and as many other bytes as the model has room for."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = ["<unk>", "<s>", "</s>", *letters[: VOCAB_SIZE - 3]]
+    backend = Backend(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(names[:3])
+    return backend
+
+
+#: Tokens whose text is one ASCII character, so that text and tokens can be told from each other at sight.
+LETTERS = [
+    token_id
+    for name, token_id in sorted(tokenizer().get_vocab().items())
+    if len(name) == 1 and name.isascii()
+]
+
+
+def saved(directory: Path, name: str = NAME) -> Path:
+    """A model directory with a tokenizer."""
+    shutil.copytree(build(name).directory, directory)
+    tokenizer().save(str(directory / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return saved(tmp_path / "model")
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    with LLM(saved(tmp_path_factory.mktemp("llm") / "model"), device="cpu", engine=CONFIG) as llm:
+        yield llm
+
+
+def greedy(max_tokens: int | None = 8, **others: object) -> SamplingParams:
+    """Letters only; does not end by itself unless told otherwise."""
+    fields = {"temperature": 0.0, "max_tokens": max_tokens, "allowed_token_ids": LETTERS, **others}
+    return SamplingParams(**fields)  # type: ignore[arg-type] # fields of several types
+
+
+def wait_until_idle(llm: LLM) -> None:
+    """A cancellation takes effect at the next step."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while llm.engine.has_work:
+        assert time.monotonic() < deadline_s, "the engine still has work"
+        time.sleep(0.001)
+
+
+def text_of(token_ids: list[int]) -> str:
+    return tokenizer().decode(token_ids)
+
+
+def test_tokens_are_the_best_by_transformers_and_text_is_theirs(llm: LLM) -> None:
+    (completion,) = llm.generate("keep warm", SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
+
+    assert completion.prompt_token_ids == tokenizer().encode("keep warm").ids
+    assert_greedy(NAME, completion.prompt_token_ids, completion.token_ids)
+    assert len(completion.token_ids) == 12
+    assert completion.text == text_of(completion.token_ids)
+    assert (completion.finish_reason, completion.logprobs) == (LENGTH, None)
+
+
+def test_text_and_its_token_ids_are_the_same_prompt(llm: LLM) -> None:
+    ids = tokenizer().encode("hearth").ids
+
+    by_text, by_ids, in_tuple = (llm.generate(p, greedy())[0] for p in ("hearth", ids, tuple(ids)))
+
+    assert by_text == by_ids == in_tuple
+
+
+def test_a_mixed_list_is_answered_in_its_order(llm: LLM) -> None:
+    prompts: list[Prompt] = ["a long prompt, read in several steps; " * 2, [70, 71], "b", (80, 81, 82)]
+    params = [greedy(n) for n in (3, 9, 1, 5)]
+
+    completions = llm.generate(prompts, params)
+
+    alone = [llm.generate([prompt], each)[0] for prompt, each in zip(prompts, params, strict=True)]
+    assert completions == alone
+    assert [len(completion.token_ids) for completion in completions] == [3, 9, 1, 5]
+
+
+def test_no_prompts_give_no_completions(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_more_prompts_than_sequences_that_run_at_once_are_all_answered(llm: LLM) -> None:
+    prompts = [[3 + number] for number in range(3 * CONFIG.max_seqs)]
+
+    completions = llm.generate(prompts, greedy(3))
+
+    assert [completion.prompt_token_ids for completion in completions] == prompts
+
+
+def test_without_params_the_defaults_apply(llm: LLM) -> None:
+    (completion,) = llm.generate("warm")
+
+    assert 1 <= len(completion.token_ids) <= 16
+
+
+def test_the_progress_bar_changes_no_answer(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet, shown = (llm.generate(["a", "b"], greedy(), progress=progress) for progress in (False, True))
+
+    assert quiet == shown
+    assert "generating" in capsys.readouterr().out
+
+
+def test_the_end_of_sequence_token_stops_and_has_no_text(llm: LLM) -> None:
+    only_eos = SamplingParams(
+        temperature=0.0, max_tokens=8, allowed_token_ids=[EOS_ID], skip_special_tokens=False
+    )
+
+    (completion,) = llm.generate("warm", only_eos)
+
+    assert (completion.token_ids, completion.text, completion.finish_reason) == ([EOS_ID], "", STOP)
+
+
+def test_ignore_eos_goes_on(llm: LLM) -> None:
+    (completion,) = llm.generate(
+        "warm", SamplingParams(temperature=0.0, max_tokens=4, allowed_token_ids=[EOS_ID], ignore_eos=True)
+    )
+
+    assert (completion.token_ids, completion.finish_reason) == ([EOS_ID] * 4, LENGTH)
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_token_ends_the_answer_and_is_shown_only_if_asked_for(llm: LLM, include: bool) -> None:
+    (free,) = llm.generate("warm", greedy(8))
+    stop = free.token_ids[4]
+    expected = free.token_ids[: free.token_ids.index(stop) + 1]
+
+    (completion,) = llm.generate("warm", greedy(8, stop_token_ids=[stop], include_stop_str_in_output=include))
+
+    assert (completion.token_ids, completion.finish_reason) == (expected, STOP)
+    assert completion.text == text_of(expected if include else expected[:-1])
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_cuts_the_text_and_ends_the_request(llm: LLM, include: bool) -> None:
+    (free,) = llm.generate("warm", greedy(20))
+    stop = free.text[5:8]
+    start = free.text.find(stop)
+
+    (completion,) = llm.generate(
+        "warm", greedy(None, stop=["never ever", stop], include_stop_str_in_output=include)
+    )
+
+    assert completion.text == free.text[: start + len(stop) if include else start]
+    assert completion.token_ids == free.token_ids[: start + len(stop)]
+    assert completion.finish_reason is STOP
+    wait_until_idle(llm)
+
+
+def test_a_stream_ends_with_its_stop_string(llm: LLM) -> None:
+    (free,) = llm.generate("warm", greedy(20))
+    stop = free.text[5:8]
+
+    deltas = list(llm.stream("warm", greedy(None, stop=stop)))
+
+    assert "".join(delta.text for delta in deltas) == free.text[: free.text.find(stop)]
+    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [STOP]
+    wait_until_idle(llm)
+
+
+def test_min_tokens_keeps_stop_tokens_and_stop_strings_away(llm: LLM) -> None:
+    (free,) = llm.generate("warm", greedy(12))
+    params = greedy(12, min_tokens=6, stop=list(set(free.text)), stop_token_ids=[EOS_ID])
+
+    (completion,) = llm.generate("warm", params)
+
+    assert (completion.token_ids, completion.text) == (free.token_ids[:7], free.text[:6])
+
+
+def test_the_context_ends_an_answer_without_max_tokens(llm: LLM) -> None:
+    (completion,) = llm.generate([[5] * 100], greedy(None))
+
+    assert (len(completion.token_ids), completion.finish_reason) == (28, LENGTH)
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 5])
+def test_logprobs_are_those_of_transformers(llm: LLM, wanted: int) -> None:
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=6, ignore_eos=True, logprobs=wanted)
+
+    (completion,) = llm.generate("warm", params)
+
+    prompt, tokens = completion.prompt_token_ids, completion.token_ids
+    expected = reference_logits(NAME, (*prompt, *tokens)).log_softmax(-1)[len(prompt) - 1 : -1]
+    assert completion.logprobs is not None
+    assert len(completion.logprobs) == 6
+    for row, token, logprobs in zip(expected, tokens, completion.logprobs, strict=True):
+        assert logprobs.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        assert len(logprobs.top) == wanted
+        best = row.topk(wanted)
+        assert [top.token_id for top in logprobs.top] == best.indices.tolist()
+        assert [top.logprob for top in logprobs.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_each_prompt_gets_as_many_logprobs_as_it_asked_for(llm: LLM) -> None:
+    params = [greedy(3), greedy(3, logprobs=0), greedy(3, logprobs=4), greedy(3, logprobs=2)]
+
+    none, zero, four, two = (completion.logprobs for completion in llm.generate(["warm"] * 4, params))
+
+    assert none is None
+    for logprobs, count in ((zero, 0), (four, 4), (two, 2)):
+        assert logprobs is not None
+        assert [len(each.top) for each in logprobs] == [count] * 3
+
+
+def test_the_same_seed_gives_the_same_answer_in_any_company(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=11, max_tokens=12, ignore_eos=True)
+    (alone,) = llm.generate("warm", params)
+
+    together = llm.generate(["cold", "warm", "lukewarm"], [SamplingParams(), params, SamplingParams()])
+
+    assert together[1] == alone
+
+
+def test_without_a_seed_answers_differ(llm: LLM) -> None:
+    answers = llm.generate(["warm"] * 4, SamplingParams(temperature=2.0, max_tokens=12, ignore_eos=True))
+
+    assert len({tuple(answer.token_ids) for answer in answers}) > 1
+
+
+def test_the_deltas_of_a_stream_are_what_generate_returns(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.5, seed=5, max_tokens=40, ignore_eos=True, logprobs=2)
+    (completion,) = llm.generate("warm", params)
+
+    deltas = list(llm.stream("warm", params))
+
+    assert "".join(delta.text for delta in deltas) == completion.text
+    assert [token for delta in deltas for token in delta.token_ids] == completion.token_ids
+    assert [each for delta in deltas for each in delta.logprobs or ()] == completion.logprobs
+    assert [delta.finish_reason for delta in deltas] == [None] * 39 + [LENGTH]
+    assert "\ufffd" in completion.text, "no broken character put the detokenizer to the test"
+
+
+def test_leaving_a_stream_early_frees_the_engine(llm: LLM) -> None:
+    num_free = llm.engine.batcher.blocks.num_available
+    stream = llm.stream("warm", greedy(None))
+    next(stream)
+
+    stream.close()  # type: ignore[attr-defined] # as leaving a `for` does
+
+    wait_until_idle(llm)
+    llm.engine.batcher.check()
+    assert llm.engine.batcher.blocks.num_available == num_free
+
+
+def test_threads_that_ask_at_once_get_their_own_answers(llm: LLM) -> None:
+    prompts: list[list[Prompt]] = [[f"{thread}", [50 + thread, 60]] for thread in range(6)]
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=10, ignore_eos=True)
+    expected = [llm.generate(each, params) for each in prompts]
+
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda each: llm.generate(each, params), prompts))
+
+    assert answers == expected
+
+
+BAD_PROMPTS: list[tuple[object, type[HearthError], str]] = [
+    ("", BadPrompt, "prompt has 0 tokens, at least 1 is needed"),
+    ([], BadPrompt, "prompt has 0 tokens, at least 1 is needed"),
+    ([5, 160], BadPrompt, "`prompt` holds 160, a token id must be an integer from 0 to 159"),
+    ([5, True], BadPrompt, "`prompt` holds True"),
+    ([5, "a"], BadPrompt, "`prompt` holds 'a'"),
+    ([5] * 128, PromptTooLong, "prompt has 128 tokens, limit: 127 (the context holds 128"),
+    ("x" * 500, PromptTooLong, "prompt has 500 tokens, limit: 127"),
+    ("\ud800", BadPrompt, "a prompt must be text that UTF-8 can hold"),
+    (None, BadPrompt, "a prompt is text or a list of token ids, given: NoneType"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "error", "message"), BAD_PROMPTS, ids=[m for _, _, m in BAD_PROMPTS])
+def test_one_bad_prompt_among_good_ones_is_an_error_and_nothing_is_generated(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, prompt: object, error: type[HearthError], message: str
+) -> None:
+    added: list[object] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.engine, "add", added.append)
+        with pytest.raises(error) as refusal:
+            llm.generate(["good", prompt, "good"], greedy())  # type: ignore[arg-type] # wrong on purpose
+
+    assert str(refusal.value).startswith(message)
+    assert added == []
+    assert len(llm.generate("good", greedy(3))[0].token_ids) == 3
+
+
+@pytest.mark.parametrize("prompts", [[5, 6, "text"], ["text", 5], [[5, 6], 7]], ids=str)
+def test_token_ids_and_prompts_side_by_side_are_refused(
+    llm: LLM, prompts: list[int | str | list[int]]
+) -> None:
+    with pytest.raises(BadPrompt, match="a list holds token ids or prompts, not both"):
+        llm.generate(prompts, greedy())  # type: ignore[arg-type] # wrong on purpose
+
+
+def test_a_stream_refuses_a_bad_prompt_before_it_is_read(llm: LLM) -> None:
+    with pytest.raises(BadPrompt):
+        llm.stream("", greedy())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("allowed_token_ids", [160]), ("stop_token_ids", [-1]), ("logit_bias", {9999: 1.0})]
+)
+def test_sampling_outside_of_the_vocabulary_is_refused(llm: LLM, name: str, value: object) -> None:
+    with pytest.raises(BadSampling, match=f"`{name}` holds"):
+        llm.generate("good", SamplingParams(**{name: value}))  # type: ignore[arg-type] # of several types
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_params_must_be_one_or_one_for_each_prompt(llm: LLM, count: int) -> None:
+    with pytest.raises(
+        BadSampling, match=f"{count} sampling params for 2 prompts; give one, or one for each"
+    ):
+        llm.generate(["a", "b"], [greedy()] * count)
+
+
+def test_an_unknown_sampling_name_is_an_error() -> None:
+    with pytest.raises(TypeError, match="tempreature"):
+        SamplingParams(tempreature=0.5)  # type: ignore[call-arg] # the point
+
+
+def test_contradictory_sampling_values_are_refused() -> None:
+    with pytest.raises(BadSampling, match="`min_tokens` must not exceed `max_tokens`: 9 > 8"):
+        SamplingParams(min_tokens=9, max_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dtype": "float8"}, DeviceError, "unknown dtype: `float8`; supported: "),
+        ({"device": "tpu"}, DeviceError, "unknown device: `tpu`; supported: auto, cpu, cuda"),
+        ({"device": "cuda"}, DeviceError, "device `cuda` was asked for, but torch sees no CUDA device"),
+        ({"max_context": 1}, ModelError, "`max_context` must be from 2 to what the model was made for, 128"),
+        ({"max_context": 129}, ModelError, "`max_context` must be from 2 to .* 128; given: 129"),
+        ({"engine": replace(CONFIG, kv_bytes=1)}, DeviceError, "KV memory of 1 bytes holds 0 blocks"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, object],
+    error: type[HearthError],
+    message: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    with pytest.raises(error, match=message):
+        LLM(directory, **options)  # type: ignore[arg-type] # of several types
+
+
+def without_directory(path: Path) -> None:
+    shutil.rmtree(path)
+
+
+def without_config(path: Path) -> None:
+    (path / "config.json").unlink()
+
+
+def without_weights(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+
+
+def without_a_tensor(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path / "model.safetensors")
+
+
+def with_a_wrong_shape(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(63)
+    save_file(tensors, path / "model.safetensors")
+
+
+def with_half_the_weights(path: Path) -> None:
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+
+
+def without_tokenizer(path: Path) -> None:
+    (path / "tokenizer.json").unlink()
+
+
+def with_a_broken_tokenizer(path: Path) -> None:
+    (path / "tokenizer.json").write_text('{"model": ')
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (without_directory, ModelError, "no model directory at `.*`; name the folder"),
+        (without_config, ModelError, "config.json"),
+        (without_weights, BadCheckpoint, "neither model.safetensors nor model.safetensors.index.json in"),
+        (without_a_tensor, BadCheckpoint, "model.layers.1.mlp.up_proj.weight"),
+        (with_a_wrong_shape, BadCheckpoint, r"model.norm.weight.*63"),
+        (with_half_the_weights, BadCheckpoint, "is truncated or no safetensors file"),
+        (without_tokenizer, BadTokenizer, "no `tokenizer.json` in"),
+        (with_a_broken_tokenizer, BadTokenizer, "tokenizer.json cannot be read"),
+    ],
+)
+def test_a_damaged_model_directory_is_refused(
+    directory: Path, damage: Callable[[Path], None], error: type[HearthError], message: str
+) -> None:
+    damage(directory)
+
+    with pytest.raises(error, match=message):
+        LLM(directory, device="cpu", engine=CONFIG)
+
+
+def test_max_context_limits_prompt_and_answer(directory: Path) -> None:
+    with LLM(directory, device="cpu", engine=CONFIG, max_context=10) as short:
+        (completion,) = short.generate([[5] * 6], greedy(None))
+        assert (len(completion.token_ids), completion.finish_reason) == (4, LENGTH)
+        with pytest.raises(PromptTooLong, match="prompt has 10 tokens, limit: 9"):
+            short.generate([[5] * 10])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_every_dtype_answers_on_the_cpu(directory: Path, dtype: str) -> None:
+    with LLM(directory, device="cpu", dtype=dtype, engine=CONFIG) as llm:
+        assert len(llm.generate("warm", greedy(4))[0].token_ids) == 4
+
+
+def test_without_a_tokenizer_prompts_are_token_ids_and_answers_have_no_text(directory: Path) -> None:
+    without_tokenizer(directory)
+    with LLM(directory, device="cpu", engine=CONFIG, skip_tokenizer=True) as bare:
+        (completion,) = bare.generate([[5, 6]], SamplingParams(max_tokens=4, allowed_token_ids=[EOS_ID]))
+        assert (completion.token_ids, completion.text) == ([EOS_ID] * 4, "")
+        assert completion.finish_reason is LENGTH
+        assert not bare.has_chat_template
+        with pytest.raises(BadPrompt, match="loaded with `skip_tokenizer`, so prompts must be token ids"):
+            bare.generate("text")
+        with pytest.raises(BadPrompt, match="skip_tokenizer"):
+            bare.chat_prompt([{"role": "user", "content": "warm"}])
+        with pytest.raises(BadSampling, match="`stop` needs a tokenizer"):
+            bare.generate([[5, 6]], SamplingParams(stop="x"))
+
+
+def test_a_chat_prompt_follows_the_template(llm: LLM) -> None:
+    ids = llm.chat_prompt([{"role": "user", "content": "warm"}])
+
+    assert llm.has_chat_template
+    assert text_of(ids) == "[user]warm>"
+    assert llm.generate(ids, greedy(3))[0].prompt_token_ids == ids
+
+
+def test_a_model_without_template_takes_no_chat(directory: Path) -> None:
+    (directory / "tokenizer_config.json").write_text("{}")
+    with LLM(directory, device="cpu", engine=CONFIG) as plain:
+        assert not plain.has_chat_template
+        with pytest.raises(BadPrompt, match="this model has no chat template"):
+            plain.chat_prompt([{"role": "user", "content": "warm"}])
+
+
+def test_two_models_in_one_process_take_turns(llm: LLM, tmp_path: Path) -> None:
+    params = SamplingParams(temperature=1.0, seed=4, max_tokens=10, ignore_eos=True)
+    with LLM(saved(tmp_path / "other", "qwen3"), device="cpu", engine=CONFIG) as other:
+        alone = [each.generate("warm", params)[0].token_ids for each in (llm, other)]
+
+        turns = list(zip(llm.stream("warm", params), other.stream("warm", params), strict=True))
+
+    assert [[turn[side].token_ids[0] for turn in turns] for side in (0, 1)] == alone
+    assert alone[0] != alone[1]
+
+
+def asked_and_closed(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, ask: Callable[[], object]
+) -> BaseException | None:
+    """What becomes of a question whose engine gets nowhere and is closed."""
+    stepping = threading.Event()
+
+    def step() -> list[Output]:
+        stepping.set()
+        return []
+
+    monkeypatch.setattr(llm.engine, "step", step)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask)
+        assert stepping.wait(PATIENCE_S)
+        llm.close()
+        return asked.exception(PATIENCE_S)
+
+
+def test_closing_ends_live_requests(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(directory, device="cpu", engine=CONFIG)
+
+    error = asked_and_closed(llm, monkeypatch, lambda: llm.generate(["a", "b"], greedy()))
+
+    assert isinstance(error, EngineFailed)
+    assert str(error) == "the engine ended before r1 did: it was closed; load the model again"
+
+
+def test_closing_ends_live_streams(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(directory, device="cpu", engine=CONFIG)
+
+    error = asked_and_closed(llm, monkeypatch, lambda: list(llm.stream("a", greedy())))
+
+    assert isinstance(error, EngineFailed)
+
+
+def test_use_after_closing_is_an_error_and_closing_twice_is_not(directory: Path) -> None:
+    llm = LLM(directory, device="cpu", engine=CONFIG)
+    stream = llm.stream("warm", greedy())
+    llm.close()
+    llm.close()
+
+    uses: list[Callable[[], list[Completion] | Delta]] = [
+        lambda: llm.generate("warm", greedy()),
+        lambda: next(llm.stream("warm", greedy())),
+        lambda: next(stream),
+    ]
+    for use in uses:
+        with pytest.raises(EngineFailed, match="it was closed; load the model again"):
+            use()
+
+
+def test_an_engine_that_breaks_fails_the_question_with_its_cause(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step() -> list[Output]:
+        raise ZeroDivisionError("no such device")
+
+    with LLM(directory, device="cpu", engine=CONFIG) as llm:
+        monkeypatch.setattr(llm.engine, "step", step)
+        for _ in range(2):
+            with pytest.raises(EngineFailed, match="no such device") as failure:
+                llm.generate(["a", "b"], greedy())
+            assert isinstance(failure.value.__cause__, ZeroDivisionError)
+
+
+def test_an_llm_over_an_engine_made_elsewhere_answers() -> None:
+    with LLM.over(engine_for(NAME), None) as llm:
+        (completion,) = llm.generate([[5, 6]], SamplingParams(temperature=0.0, max_tokens=3))
+
+    assert_greedy(NAME, [5, 6], completion.token_ids)
+    assert (len(completion.token_ids), completion.text) == (3, "")
+
+
+def test_a_forgotten_llm_ends_its_thread(directory: Path) -> None:
+    before = set(threading.enumerate())
+    llm = LLM(directory, device="cpu", engine=CONFIG)
+    llm.generate("warm", greedy(2))
+    (thread,) = set(threading.enumerate()) - before
+
+    del llm
+    gc.collect()
+
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+def fresh(code: str) -> subprocess.CompletedProcess[str]:
+    """Run in a new interpreter that finds the package where this one does."""
+    import hearth
+
+    assert hearth.__file__ is not None
+    environment = {**os.environ, "PYTHONPATH": str(Path(hearth.__file__).parents[1])}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    done = fresh("import hearth, sys; hearth.SamplingParams(); print('torch' in sys.modules)")
+
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def test_the_package_offers_its_api_and_nothing_else() -> None:
+    import hearth
+
+    assert (hearth.LLM, hearth.Completion, hearth.SamplingParams) == (LLM, Completion, SamplingParams)
+    with pytest.raises(AttributeError, match="module `hearth` has no attribute `Nothing`"):
+        _ = hearth.Nothing

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pytest
+
+from hearth.text.tokenizer import Tokenizer
+from hearth.text.transcript import Piece, Transcript
+from hearth.types import FinishReason, SamplingParams
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+TEXT = "The hearth keeps the house warm; the house keeps the hearth."
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizers: dict[str, Tokenizer]) -> Tokenizer:
+    return tokenizers["byte_level"]
+
+
+def read(
+    tokenizer: Tokenizer, ids: list[int], params: SamplingParams, last: FinishReason | None = LENGTH
+) -> list[Piece]:
+    """The pieces of an answer, the engine giving `last` with its last token; ends where a piece does."""
+    transcript, pieces = Transcript(tokenizer, params), []
+    for at, token in enumerate(ids, start=1):
+        pieces.append(transcript.push(token, last if at == len(ids) else None))
+        if pieces[-1].finish_reason is not None:
+            break
+    return pieces
+
+
+def text_of(pieces: list[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+def test_the_pieces_are_the_text_and_only_the_last_has_a_finish_reason(tokenizer: Tokenizer) -> None:
+    pieces = read(tokenizer, tokenizer.encode(TEXT), SamplingParams())
+
+    assert text_of(pieces) == TEXT
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [LENGTH]
+
+
+def test_no_piece_holds_half_a_character(tokenizer: Tokenizer) -> None:
+    pieces = read(tokenizer, tokenizer.encode("a鬱b"), SamplingParams())
+
+    assert [piece.text for piece in pieces if piece.text] == ["a", "鬱", "b"]
+
+
+def test_half_a_character_at_the_end_is_shown_as_such(tokenizer: Tokenizer) -> None:
+    pieces = read(tokenizer, tokenizer.encode("a鬱")[:-1], SamplingParams())
+
+    assert text_of(pieces) == "a\ufffd"
+
+
+@pytest.mark.parametrize(("include", "expected"), [(False, "The hearth keeps the "), (True, TEXT[:26])])
+def test_a_stop_string_ends_the_answer_where_it_begins(
+    tokenizer: Tokenizer, include: bool, expected: str
+) -> None:
+    params = SamplingParams(stop=["house", "nowhere"], include_stop_str_in_output=include)
+    pieces = read(tokenizer, tokenizer.encode(TEXT), params, last=None)
+
+    assert text_of(pieces) == expected
+    assert pieces[-1].finish_reason is STOP
+
+
+def test_a_stop_string_that_the_last_token_completes_is_a_stop(tokenizer: Tokenizer) -> None:
+    pieces = read(tokenizer, tokenizer.encode("warm;"), SamplingParams(stop=";"), last=LENGTH)
+
+    assert (text_of(pieces), pieces[-1].finish_reason) == ("warm", STOP)
+
+
+def test_half_a_stop_string_is_held_back_and_given_at_the_end(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("warm") + tokenizer.encode("ho")
+    pieces = read(tokenizer, ids, SamplingParams(stop="house"))
+
+    assert text_of(pieces) == "warmho"
+    assert text_of(pieces[:-1]) == "warm"[: len(text_of(pieces[:-1]))]
+
+
+@pytest.mark.parametrize(("include", "expected"), [(False, "warm"), (True, "warm;")])
+def test_a_stop_token_is_shown_only_if_asked_for(tokenizer: Tokenizer, include: bool, expected: str) -> None:
+    params = SamplingParams(include_stop_str_in_output=include)
+    pieces = read(tokenizer, tokenizer.encode("warm;"), params, last=STOP)
+
+    assert text_of(pieces) == expected
+
+
+@pytest.mark.parametrize(("skip", "expected"), [(True, "ab"), (False, "a<|tool|>b")])
+def test_special_tokens_are_skipped_unless_wanted(tokenizer: Tokenizer, skip: bool, expected: str) -> None:
+    pieces = read(tokenizer, tokenizer.encode("a<|tool|>b"), SamplingParams(skip_special_tokens=skip))
+
+    assert text_of(pieces) == expected
+
+
+def test_stop_strings_do_not_count_within_min_tokens(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("z;z;z;z;")
+    params = SamplingParams(stop=";", min_tokens=4)
+
+    pieces = read(tokenizer, ids, params)
+
+    assert len(ids) == 8
+    assert (text_of(pieces), pieces[-1].finish_reason) == ("z;z;z", STOP)
+
+
+def test_the_last_token_of_min_tokens_is_no_exception(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("z;")
+    pieces = read(tokenizer, ids, SamplingParams(stop=";", min_tokens=len(ids)), last=LENGTH)
+
+    assert (text_of(pieces), pieces[-1].finish_reason) == ("z;", LENGTH)
