@@ -9,7 +9,8 @@ from hearth.kernels.decode_attention import (
     decode_attention_reference,
     decode_attention_triton,
 )
-from hearth.kernels.rotary import Heads
+from hearth.kernels.prefill_attention import Span, prefill_attention_reference, prefill_attention_triton
+from hearth.kernels.rotary import Heads, rotate_and_store_triton
 from tests.kernels.cases import DEVICES, DTYPES, Paged, assert_close, random
 
 HEADS = [
@@ -74,30 +75,34 @@ def test_splits_fill_the_device_and_no_more() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [Heads(32, 32, 128), Heads(32, 8, 128)], ids=str)
-def test_blocks_past_the_32_bit_offset_are_read_and_written(heads: Heads) -> None:
+def test_blocks_past_the_32_bit_offset_are_written_and_read(heads: Heads) -> None:
     """Element offsets of a 7B's cache pass 2**31 at block 512: 32 layers of 131,072 elements each."""
-    layers, num_blocks = 32, 700
-    kv = torch.empty(num_blocks, layers, 2, 16, heads.num_kv, heads.dim, dtype=torch.bfloat16, device="cuda")
+    kv = torch.empty(2100, 32, 2, 16, heads.num_kv, heads.dim, dtype=torch.bfloat16, device="cuda")
     kv.view(torch.uint8).fill_(0xFF)
     layer = kv[:, 31]
-    block_table = torch.tensor([[690, 513, 699], [1, 512, 0]], dtype=torch.int32, device="cuda")
-    slots = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
-    lengths = [41, 20]
-    Paged(layer, block_table, slots).fill(lengths)
-    positions = torch.tensor(lengths, dtype=torch.int32, device="cuda") - 1
-    qkv = random(2, (heads.num_q + 2 * heads.num_kv) * heads.dim, device="cuda", dtype=torch.bfloat16)
-    expected = torch.empty(2, heads.num_q * heads.dim, device="cuda")
-    decode_attention_reference(
-        qkv.float(), heads, positions, slots, block_table, layer.float(), window=None, out=expected
-    )
-    out = torch.empty_like(expected, dtype=torch.bfloat16)
+    block_table = torch.tensor([[690, 513, 2099]], dtype=torch.int32, device="cuda")
+    positions = torch.arange(41, dtype=torch.int32, device="cuda")
+    slots = torch.zeros_like(positions)
+    qkv = random(41, (heads.num_q + 2 * heads.num_kv) * heads.dim, device="cuda", dtype=torch.bfloat16)
+    expected = torch.empty(41, heads.num_q * heads.dim, device="cuda")
 
+    rotate_and_store_triton(qkv, heads, positions, slots, block_table, layer, cos_sin=None, norms=None)
+    prefill_attention_reference(
+        qkv.float(), heads, [Span(0, 41, 0)], slots, block_table, layer.float(), window=None, out=expected
+    )
+    chunk, last = (torch.full_like(expected, float("nan"), dtype=torch.bfloat16) for _ in range(2))
+    begins = torch.tensor([0, 41], dtype=torch.int32, device="cuda")
+    prefill_attention_triton(
+        qkv, heads, [Span(0, 41, 0)], begins, positions, slots, block_table, layer, window=None, out=chunk
+    )
     decode_attention_triton(
         qkv, heads, positions, slots, block_table, layer,
-        window=None, scratch=scratch_for(2, heads, "cuda"), out=out,
+        window=None, scratch=scratch_for(41, heads, "cuda"), out=last,
     )  # fmt: skip
 
-    assert_close(out, expected)
+    assert int((~layer.isnan()).sum()) == 41 * 2 * heads.num_kv * heads.dim
+    assert_close(chunk, expected)
+    assert_close(last, expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)

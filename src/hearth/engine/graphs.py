@@ -38,7 +38,8 @@ class DecodeGraphs:
         """Capture a size. The inputs in place are run once before, which compiles what is missing."""
         self._forward(size)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads may go on using the device, such as a second model's step thread.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._forward(size)
         self._captured[size] = (graph, logits)
 
