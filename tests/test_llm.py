@@ -557,6 +557,16 @@ def test_closing_ends_live_streams(directory: Path, monkeypatch: pytest.MonkeyPa
     assert isinstance(error, EngineFailed)
 
 
+def test_prompts_may_come_from_a_generator(llm: LLM) -> None:
+    assert len(llm.generate((text for text in ["warm", "cold"]), greedy())) == 2
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"warm"])
+def test_what_is_no_prompt_is_refused(llm: LLM, prompt: object) -> None:
+    with pytest.raises(BadPrompt, match="a prompt is text or a list of token ids"):
+        llm.generate(prompt, greedy())  # type: ignore[arg-type] # the point of the test
+
+
 def test_use_after_closing_is_an_error_and_closing_twice_is_not(directory: Path) -> None:
     llm = LLM(directory, device="cpu", engine=CONFIG)
     stream = llm.stream("warm", greedy())
@@ -569,7 +579,7 @@ def test_use_after_closing_is_an_error_and_closing_twice_is_not(directory: Path)
         lambda: next(stream),
     ]
     for use in uses:
-        with pytest.raises(EngineFailed, match="it was closed; load the model again"):
+        with pytest.raises(EngineFailed, match="was closed; load the model again"):
             use()
 
 

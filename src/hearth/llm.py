@@ -8,11 +8,10 @@ for completion in llm.generate(["Once upon a time"], SamplingParams(max_tokens=3
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
@@ -83,14 +82,16 @@ class LLM:
         tokenizer = None if skip_tokenizer else Tokenizer.load(directory)
         target = _device(device)
         layout = layout_of(arch, _dtype(dtype, target, directory))
-        base = allocate(layout.num_bytes, target, "weights")
-        pack(directory, arch, layout, base)
         spec = ModelSpec(
             arch=arch,
             dtype=DTYPES[layout.tensors[0].dtype],
             max_context=_context(max_context, arch.max_positions),
             eos_ids=frozenset() if tokenizer is None else tokenizer.eos_ids,
         )
+        if target.type == "cuda":
+            torch.cuda.empty_cache()  # what an LLM before this one has left counts as free
+        base = allocate(layout.num_bytes, target, "weights", "use a smaller model or a narrower dtype")
+        pack(directory, arch, layout, base)
         weights = bind(arch, layout, contiguous_slots(layout, base))
         self._open(assemble(spec, weights, engine or EngineConfig(), target), tokenizer)
 
@@ -103,11 +104,20 @@ class LLM:
 
     def _open(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self.engine = engine
-        self._loop = StepLoop(engine)
         self._numbers = count()
+        self._open_loop: StepLoop | None = StepLoop(engine)
         # The step thread holds the engine, so without this a forgotten LLM would keep its memory.
-        weakref.finalize(self, self._loop.close)
+        self._finalizer = weakref.finalize(self, self._open_loop.close)
+
+    @property
+    def engine(self) -> Engine:
+        return self._loop.engine
+
+    @property
+    def _loop(self) -> StepLoop:
+        if self._open_loop is None:
+            raise EngineFailed("the LLM was closed; load the model again")
+        return self._open_loop
 
     @property
     def has_chat_template(self) -> bool:
@@ -131,7 +141,7 @@ class LLM:
         """
         asked = _as_prompts(prompts)
         requests = [self._request(*pair) for pair in zip(asked, _as_params(params, len(asked)), strict=True)]
-        outbox: Outbox = SimpleQueue()
+        outbox = Outbox()
         answers = {r.request_id: _Answer(r, self._transcript(r)) for r in requests}
         ends = self._collect(requests, answers, outbox)
         for _ in track(ends, "generating", total=len(requests), disable=not progress):
@@ -143,17 +153,19 @@ class LLM:
         return self._stream(self._request(prompt, params or SamplingParams()))
 
     def _stream(self, request: Request) -> Iterator[Delta]:
+        loop, outbox = self._loop, Outbox()
         answer = _Answer(request, self._transcript(request))
-        outbox: Outbox = SimpleQueue()
-        self._loop.add(request, outbox)
+        loop.add(request, outbox)
         try:
             while answer.finish_reason is None:
                 yield answer.take(_received(outbox))
         finally:
-            self._loop.cancel(request.request_id)
+            loop.cancel(request.request_id)
 
     def close(self) -> None:
-        self._loop.close()
+        """End what is live, wait for the step thread and let the memory go. Closing again is harmless."""
+        self._finalizer()
+        self._open_loop = None
 
     def __enter__(self) -> Self:
         return self
@@ -167,8 +179,9 @@ class LLM:
         self, requests: Sequence[Request], answers: Mapping[RequestId, _Answer], outbox: Outbox
     ) -> Iterator[None]:
         """Run the requests; yields at the end of each. Whatever happens, none stays behind."""
+        loop = self._loop
         for request in requests:
-            self._loop.add(request, outbox)
+            loop.add(request, outbox)
         num_open = len(requests)
         try:
             while num_open:
@@ -178,21 +191,21 @@ class LLM:
                     continue  # sampled before the stop string was seen
                 answer.take(output)
                 if answer.finish_reason is not None:
-                    self._loop.cancel(output.request_id)
+                    loop.cancel(output.request_id)
                     num_open -= 1
                     yield
         finally:
             for answer in answers.values():
                 if answer.finish_reason is None:
-                    self._loop.cancel(answer.request.request_id)
+                    loop.cancel(answer.request.request_id)
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         if params.stop_strings and self._tokenizer is None:
             raise BadSampling("`stop` needs a tokenizer, but the model was loaded with `skip_tokenizer`")
-        if not isinstance(prompt, Sequence):
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
             raise BadPrompt(f"a prompt is text or a list of token ids, given: {type(prompt).__name__}")
         token_ids = self._text().encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return self._loop.engine.request(RequestId(f"r{next(self._numbers)}"), token_ids, params)
+        return self.engine.request(RequestId(f"r{next(self._numbers)}"), token_ids, params)
 
     def _text(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -254,10 +267,11 @@ def _received(outbox: Outbox) -> Output:
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    token_ids = [item for item in prompts if isinstance(item, int)]
-    many = [item for item in prompts if not isinstance(item, int)]
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
+        return [prompts]  # one prompt, or something that is none
+    items = list(prompts)
+    token_ids = [item for item in items if isinstance(item, int)]
+    many = [item for item in items if not isinstance(item, int)]
     if token_ids and many:
         raise BadPrompt(
             f"a list holds token ids or prompts, not both, given: {len(token_ids)} and {len(many)} of them; "

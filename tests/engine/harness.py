@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,7 +14,7 @@ from hearth.config import EngineConfig
 from hearth.engine.assemble import ModelSpec, assemble
 from hearth.engine.engine import Engine
 from hearth.models.families import read_arch
-from hearth.models.layout import layout_of
+from hearth.models.layout import DTYPES, layout_of
 from hearth.models.pack import pack
 from hearth.models.weights import bind, contiguous_slots
 from hearth.types import FinishReason, RequestId, SamplingParams
@@ -31,16 +32,24 @@ class Answer:
     finish_reason: FinishReason | None = None
 
 
+#: How often a reference's near tie was decided the other way; printed at the end of the run.
+TIES: Counter[str] = Counter()
+
+
 def engine_for(
-    name: str, config: EngineConfig = ROOMY, device: str = "cpu", eos_ids: frozenset[int] = frozenset()
+    name: str,
+    config: EngineConfig = ROOMY,
+    device: str = "cpu",
+    eos_ids: frozenset[int] = frozenset(),
+    dtype: str = "float32",
 ) -> Engine:
     _, directory = build(name)
     arch = read_arch(directory)
-    layout = layout_of(arch, "float32")
+    layout = layout_of(arch, dtype)
     base = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
     pack(directory, arch, layout, base)
     weights = bind(arch, layout, contiguous_slots(layout, base))
-    spec = ModelSpec(arch, torch.float32, arch.max_positions, eos_ids)
+    spec = ModelSpec(arch, DTYPES[dtype], arch.max_positions, eos_ids)
     return assemble(spec, weights, config, torch.device(device))
 
 
@@ -83,7 +92,7 @@ def reference_logits(name: str, tokens: tuple[int, ...]) -> torch.Tensor:
 
 
 def assert_greedy(name: str, prompt: Sequence[int], tokens: Sequence[int]) -> int:
-    """Every token is the best one, given those before it, by the reference. Returns how many were ties."""
+    """Every token is the best one, given those before it, by the reference. Returns, and counts, ties."""
     logits = reference_logits(name, (*prompt, *tokens))[len(prompt) - 1 : -1]
     best = logits.max(-1)
     ties = 0
@@ -91,6 +100,7 @@ def assert_greedy(name: str, prompt: Sequence[int], tokens: Sequence[int]) -> in
         margin = float(best.values[at] - logits[at, token])
         assert margin < TIE, f"token {at}: {token} is {margin} below {int(best.indices[at])}"
         ties += int(best.indices[at]) != token
+    TIES.update(tokens=len(tokens), ties=ties)
     return ties
 
 

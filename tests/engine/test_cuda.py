@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from hearth import LLM
 from hearth.config import EngineConfig
 from hearth.engine.engine import Output
 from hearth.types import RequestId, SamplingParams
@@ -34,20 +36,24 @@ def prompts(name: str, lengths: list[int]) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_schedule_gives_the_best_tokens(name: str) -> None:
-    """float32, tokens as transformers would choose them on the CPU, with graphs, chunks and preemption."""
+    """float32, tokens as transformers chooses them on the CPU: graphs, chunks, prefix hits, preemption."""
     asked = prompts(name, [1, 3, 4, 5, 17, 30])
     tight = replace(ROOMY, max_batch_tokens=16, kv_bytes=kv_bytes(engine_for(name), 14))
     for config in (ROOMY, tight):
-        answers = ask(engine_for(name, config, "cuda"), asked, greedy())
+        engine = engine_for(name, config, "cuda")
+        for _ in ("first", "again, on the prefixes that the first has left"):
+            answers = ask(engine, asked, greedy())
 
-        for prompt, answer in zip(asked, answers, strict=True):
-            assert_greedy(name, prompt, answer.tokens)
-            assert len(answer.tokens) == 12
+            for prompt, answer in zip(asked, answers, strict=True):
+                assert_greedy(name, prompt, answer.tokens)
+                assert len(answer.tokens) == 12
 
 
-def outputs_of(config: EngineConfig, num_prompts: int) -> list[Output]:
-    engine = engine_for("llama-gqa", config, "cuda")
-    engine.runner.kv.view(torch.uint8).fill_(0xFF)
+def outputs_of(
+    config: EngineConfig, num_prompts: int, dtype: str = "float32", fill: int = 0xFF
+) -> list[Output]:
+    engine = engine_for("llama-gqa", config, "cuda", dtype=dtype)
+    engine.runner.kv.view(torch.uint8).fill_(fill)
     params = SamplingParams(temperature=0.0, max_tokens=20, logprobs=5, ignore_eos=True)
     for number, prompt in enumerate(prompts("llama-gqa", [7] * num_prompts)):
         engine.add(engine.request(RequestId(str(number)), prompt, params))
@@ -57,9 +63,13 @@ def outputs_of(config: EngineConfig, num_prompts: int) -> list[Output]:
     return outputs
 
 
-def test_graph_replay_equals_eager_execution() -> None:
-    """Four sequences fill a graph of four: the same kernels on the same shapes, so the same bits."""
-    assert outputs_of(ROOMY, 4) == outputs_of(replace(ROOMY, graphs="off"), 4)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("num_prompts", [1, 4])
+def test_graph_replay_equals_eager_execution(num_prompts: int, dtype: str) -> None:
+    """As many sequences as a graph has rows: the same kernels on the same shapes, so the same bits."""
+    eager = replace(ROOMY, graphs="off")
+
+    assert outputs_of(ROOMY, num_prompts, dtype) == outputs_of(eager, num_prompts, dtype)
 
 
 def test_padded_rows_of_a_graph_change_no_token() -> None:
@@ -69,14 +79,53 @@ def test_padded_rows_of_a_graph_change_no_token() -> None:
 
 
 def test_memory_that_was_used_before_changes_nothing() -> None:
-    assert outputs_of(ROOMY, 3) == outputs_of(ROOMY, 3)
+    assert outputs_of(ROOMY, 3, fill=0x00) == outputs_of(ROOMY, 3, fill=0xFF)
+
+
+def test_graphs_are_captured_anew_when_weights_move() -> None:
+    asked = prompts("llama-gqa", [5, 9])
+    engine, elsewhere = (engine_for("llama-gqa", ROOMY, "cuda") for _ in range(2))
+    before = [answer.tokens for answer in ask(engine, asked, greedy())]
+
+    engine.runner.rebind(elsewhere.runner.decoder.weights)
+
+    assert [answer.tokens for answer in ask(engine, asked, greedy())] == before
+
+
+def test_a_full_batch_has_a_graph_of_its_own() -> None:
+    graphs = engine_for("llama-gqa", replace(ROOMY, max_seqs=6), "cuda").runner.graphs
+
+    assert graphs is not None
+    assert (graphs.sizes, graphs.size_for(5), graphs.size_for(7)) == ((1, 2, 4, 6), 6, None)
+
+
+def test_one_model_after_another_finds_the_memory_free() -> None:
+    """KV takes what is left of the device, so what the first one had must be given back."""
+    _, directory = build("llama-gqa")
+    for _ in range(2):
+        with LLM(directory, device="cuda", skip_tokenizer=True) as llm:
+            llm.generate([[1, 2, 3]], greedy(2))
+
+
+def test_two_models_capture_and_run_side_by_side() -> None:
+    expected = {
+        name: ask(engine_for(name), prompts(name, [9]), greedy())[0].tokens for name in ("qwen3", "llama-gqa")
+    }
+    llms = {name: LLM.over(engine_for(name, ROOMY, "cuda"), None) for name in expected}
+
+    def answer(name: str) -> list[int]:
+        return llms[name].generate(prompts(name, [9]), greedy())[0].token_ids
+
+    with ThreadPoolExecutor() as pool:
+        for _ in range(3):
+            assert dict(zip(expected, pool.map(answer, expected), strict=True)) == expected
+    for llm in llms.values():
+        llm.close()
 
 
 def test_7b_shaped_model_is_as_near_to_float32_as_transformers_in_bfloat16(tmp_path: Path) -> None:
     """Teacher-forced on Hearth's own answer: mean and worst error of logprobs at most 1.25 times theirs."""
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    from hearth import LLM
 
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)

@@ -68,7 +68,7 @@ def test_preempted_requests_come_back_with_the_best_tokens(name: str) -> None:
         assert_greedy(name, prompt, answer.tokens)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "opt-pre", "neox-parallel", "falcon-7b"])
+@pytest.mark.parametrize("name", VARIANTS)
 def test_prefix_hits_give_the_best_tokens(name: str) -> None:
     engine = engine_for(name)
     (shared,) = prompts(name, [16])

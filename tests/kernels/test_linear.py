@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hearth.kernels.linear import linear_reference, skinny_linear_triton
+from hearth.kernels.linear import flipped_linear, linear_reference, skinny_linear_triton
 from tests.kernels.cases import DTYPES, assert_close, random
 
 
@@ -21,5 +21,18 @@ def test_kernel_equals_reference(
     out = torch.full((rows, n), float("nan"), device=device, dtype=dtype)
 
     skinny_linear_triton(x, weight, bias, out=out)
+
+    assert_close(out, expected)
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), [(9, 64, 64), (16, 97, 150), (96, 33, 80)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_swapped_factors_give_the_same_product(rows: int, n: int, k: int, has_bias: bool) -> None:
+    x, weight = random(rows, k, device="cpu", seed=1), random(n, k, device="cpu", seed=2)
+    bias = random(n, device="cpu", seed=3) if has_bias else None
+    expected, out = torch.empty(rows, n), torch.full((rows, n), float("nan"))
+    linear_reference(x, weight, bias, out=expected)
+
+    flipped_linear(x, weight, bias, out=out)
 
     assert_close(out, expected)

@@ -29,7 +29,7 @@ def test_binds_every_family_without_copying(name: str) -> None:
 
     start, end = base.data_ptr(), base.data_ptr() + len(base)
     assert torch.equal(weights.embed, model.get_input_embeddings().weight)
-    assert torch.equal(weights.head.weight, model.get_output_embeddings().weight)
+    assert torch.equal(weights.head, model.get_output_embeddings().weight)
     assert len(weights.layers) == 3
     assert all(start <= layer.down.weight.data_ptr() < end for layer in weights.layers)
 
@@ -40,7 +40,7 @@ def test_absent_tensors_are_none() -> None:
     weights = bind(arch, layout, contiguous_slots(layout, base))
 
     layer = weights.layers[0]
-    assert (weights.positions, weights.embed_in, weights.embed_out, weights.head.bias) == (None,) * 4
+    assert (weights.positions, weights.embed_in, weights.embed_out) == (None,) * 3
     assert (layer.mlp_norm, layer.q_norm, layer.k_norm, layer.qkv.bias, layer.up.bias) == (None,) * 5
 
 
@@ -70,7 +70,7 @@ def test_tied_head_is_the_embedding_itself() -> None:
 
     weights = bind(arch, layout, contiguous_slots(layout, base))
 
-    assert weights.head.weight.data_ptr() == weights.embed.data_ptr()
+    assert weights.head.data_ptr() == weights.embed.data_ptr()
 
 
 def test_bytes_written_later_show_through_the_views() -> None:
@@ -108,6 +108,25 @@ def test_layer_range_needs_no_slots_of_other_layers() -> None:
     assert [layer.o.weight.data_ptr() for layer in weights.layers] == [
         layer.o.weight.data_ptr() for layer in whole.layers[1:]
     ]
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "smollm2", "opt-350m"])
+def test_a_stage_in_the_middle_needs_its_own_layers_only(name: str) -> None:
+    arch, layout, base = _packed(name)
+    slots = {name: slot for name, slot in contiguous_slots(layout, base).items() if "layers.1." in name}
+
+    weights = bind(arch, layout, slots, layers=range(1, 2))
+
+    assert len(weights.layers) == 1
+    outside = (
+        weights.embed,
+        weights.positions,
+        weights.embed_in,
+        weights.final_norm,
+        weights.embed_out,
+        weights.head,
+    )
+    assert outside == (None,) * 6
 
 
 @pytest.mark.parametrize(

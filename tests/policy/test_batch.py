@@ -550,6 +550,17 @@ def test_a_sequence_preempted_with_its_last_token_in_flight_ends_at_the_commit()
     assert engine.batcher.num_waiting == 0
 
 
+def test_a_prompt_without_room_for_all_of_it_waits_instead_of_starting_over() -> None:
+    """Beside the older sequence only a part fits: chunks of it would be computed and thrown away."""
+    engine = loop(num_blocks=11, block_tokens=4, max_batch_tokens=8)
+    engine.add(request("old", [1] * 9, max_tokens=14))
+    engine.step()
+    engine.add(request("young", [2] * 32, max_tokens=2))
+    plans = engine.drain()
+    assert [a.request_id for plan in plans for a in plan.admissions] == ["young"]
+    assert sum(row.num_tokens for plan in plans for row in plan.rows if row.request_id == "young") == 32 + 1
+
+
 def test_a_waiting_request_preempts_nobody() -> None:
     engine = loop(num_blocks=4, block_tokens=4)
     engine.add(request("a", [1] * 8, max_tokens=2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -46,7 +47,8 @@ def assemble(spec: ModelSpec, weights: Weights, config: EngineConfig, device: to
     """An engine over weights that are in place on the device; what memory it may use besides goes to KV."""
     arch, dtype = spec.arch, spec.dtype
     size = StepSize(config.max_batch_tokens, config.max_seqs, _num_programs(device))
-    base = allocate(Workspace.num_bytes(arch, dtype, size), device, "the workspace")
+    workspace_bytes = Workspace.num_bytes(arch, dtype, size)
+    base = allocate(workspace_bytes, device, "the workspace", "lower `engine.max_batch_tokens`")
     workspace = Workspace.bind(arch, dtype, size, base)
     cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, spec.max_context, device)
     sampler = Sampler(config.max_seqs, arch.vocab_size, device)
@@ -63,7 +65,7 @@ def assemble(spec: ModelSpec, weights: Weights, config: EngineConfig, device: to
     )
 
 
-def allocate(num_bytes: int, device: torch.device, what: str) -> torch.Tensor:
+def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:
     """Plain bytes, not initialised.
 
     Raises:
@@ -73,8 +75,7 @@ def allocate(num_bytes: int, device: torch.device, what: str) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, the bare class on a CPU
         raise DeviceError(
-            f"{num_bytes} bytes for {what} cannot be had on {device}: {error}; "
-            "free memory there, lower `engine.kv_bytes` or `engine.max_batch_tokens`, or use a smaller model"
+            f"{num_bytes} bytes for {what} cannot be had on {device}: {error}; free memory there, or {remedy}"
         ) from error
 
 
@@ -109,12 +110,21 @@ def _new_kv(spec: ModelSpec, config: EngineConfig, device: torch.device) -> torc
             f"KV memory of {kv_bytes} bytes holds {num_blocks} blocks of {block_bytes} bytes, at least 2 are "
             "needed; raise `engine.kv_bytes` or `engine.memory_fraction`, or use a smaller model"
         )
-    return allocate(num_blocks * block_bytes, device, "KV").view(spec.dtype).view(num_blocks, *shape)
+    base = allocate(num_blocks * block_bytes, device, "KV", "lower `engine.kv_bytes`")
+    return base.view(spec.dtype).view(num_blocks, *shape)
 
 
 def _spare_bytes(config: EngineConfig, device: torch.device) -> int:
     """Read once: from here on the engine's own books count."""
     if device.type != "cuda":
-        return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _CPU_SHARE)
+        return int(_machine_bytes() * _CPU_SHARE)
     free, total = torch.cuda.mem_get_info(device)
     return max(0, int(free - (1.0 - config.memory_fraction) * total))
+
+
+def _machine_bytes() -> int:
+    """The machine's memory, or the container's limit where that is lower."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return physical if text == "max" else min(physical, int(text))

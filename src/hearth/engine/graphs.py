@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
 from collections.abc import Callable
 
@@ -10,6 +11,9 @@ import torch
 #: 1, 2, 4, 8, then every 8 up to 256: 35 sizes.
 GRAPH_SIZES: tuple[int, ...] = (1, 2, 4, *range(8, 257, 8))
 
+#: torch allows one capture at a time in a process, whichever thread asks.
+_CAPTURE = threading.Lock()
+
 
 class DecodeGraphs:
     """Mutable; written only by the runner. All graphs share one memory pool, for they run in turns."""
@@ -17,9 +21,11 @@ class DecodeGraphs:
     def __init__(self, forward: Callable[[int], torch.Tensor], max_size: int) -> None:
         """`forward` runs a decode step of that many rows on static buffers and returns its logits."""
         self._forward = forward
-        self.sizes = tuple(size for size in GRAPH_SIZES if size <= max_size)
+        #: `max_size` itself is one of them: that many rows are what full load runs.
+        self.sizes = (*(size for size in GRAPH_SIZES if size < max_size), max_size)
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch leaves it untyped
 
     def size_for(self, num_rows: int) -> int | None:
         """The smallest size that holds so many rows; None if there is none."""
@@ -38,8 +44,11 @@ class DecodeGraphs:
         """Capture a size. The inputs in place are run once before, which compiles what is missing."""
         self._forward(size)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on using the device, such as a second model's step thread.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # Other threads go on using the device meanwhile, such as a second model's step thread.
+        with (
+            _CAPTURE,
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             logits = self._forward(size)
         self._captured[size] = (graph, logits)
 
@@ -51,3 +60,5 @@ class DecodeGraphs:
     def forget(self) -> None:
         """Drop every graph, because what they point at has moved."""
         self._captured.clear()
+        # The old pool may outlive its graphs, and torch refuses to fill such a one again.
+        self._pool = torch.cuda.graph_pool_handle()

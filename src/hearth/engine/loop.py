@@ -28,7 +28,8 @@ class Failed:
     cause: BaseException
 
 
-Outbox = SimpleQueue[Output | Failed]
+class Outbox(SimpleQueue[Output | Failed]):
+    """Where the outputs of one or more requests arrive, in the order of the steps."""
 
 
 @dataclass(frozen=True, slots=True)

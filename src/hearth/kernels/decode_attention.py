@@ -29,6 +29,45 @@ class SplitScratch:
     counters: torch.Tensor  #: int32, flat: [row][kv head]
 
 
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the rows of the reference look at. It is the same for each layer with that window."""
+
+    num_rows: int
+    num_tokens: int  #: of the longest row
+    blocks: torch.Tensor  #: int64 [rows * blocks]
+    seen: torch.Tensor | None  #: bool [rows, 1, 1, tokens]; None if every row looks at all tokens
+    unseen: torch.Tensor | None  #: where `seen` is false, counted through all blocks
+
+    @staticmethod
+    def of(
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        block_table: torch.Tensor,
+        block_tokens: int,
+        window: int | None,
+    ) -> Context:
+        num_rows, num_tokens = len(positions), int(positions.max()) + 1
+        num_blocks = -(-num_tokens // block_tokens)
+        blocks = block_table[slots, :num_blocks].long().flatten()
+        steps = torch.arange(num_blocks * block_tokens, device=positions.device)
+        seen = steps <= positions[:, None]
+        if window is not None:
+            seen &= steps > positions[:, None] - window
+        if seen[:, :num_tokens].all():
+            return Context(num_rows, num_tokens, blocks, None, None)
+        unseen = seen.logical_not().flatten().nonzero().squeeze(-1)
+        return Context(num_rows, num_tokens, blocks, seen[:, None, None, :num_tokens], unseen)
+
+    def read(self, cells: torch.Tensor) -> torch.Tensor:
+        """k or v as [rows, kv_heads, tokens, dim], out of all cells [blocks, block_tokens, kv_heads, dim]."""
+        gathered = cells.index_select(0, self.blocks)
+        if self.unseen is not None:
+            # What lies in unwritten or recycled memory may be NaN, and 0 times NaN is NaN.
+            gathered.flatten(0, 1).index_fill_(0, self.unseen, 0)
+        return gathered.view(self.num_rows, -1, *cells.shape[2:])[:, : self.num_tokens].transpose(1, 2)
+
+
 def decode_attention(
     qkv: torch.Tensor,
     heads: Heads,
@@ -40,10 +79,12 @@ def decode_attention(
     window: int | None,
     scratch: SplitScratch | None,
     out: torch.Tensor,
+    context: Context | None = None,
 ) -> None:
     """Row i attends to positions 0 .. positions[i] of its slot, or the last `window` of them.
 
     q is the head of each row of `qkv`; k and v are read from `kv` [blocks, 2, block_tokens, kv_heads, dim].
+    A `context` found once for all layers spares the reference finding it in each.
     """
     if runs_triton(qkv):
         assert scratch is not None, "the CUDA path needs scratch"
@@ -51,7 +92,9 @@ def decode_attention(
             qkv, heads, positions, slots, block_table, kv, window=window, scratch=scratch, out=out
         )
     else:
-        decode_attention_reference(qkv, heads, positions, slots, block_table, kv, window=window, out=out)
+        decode_attention_reference(
+            qkv, heads, positions, slots, block_table, kv, window=window, out=out, context=context
+        )
 
 
 def decode_attention_reference(
@@ -64,21 +107,13 @@ def decode_attention_reference(
     *,
     window: int | None,
     out: torch.Tensor,
+    context: Context | None = None,
 ) -> None:
-    rows, block_tokens = qkv.shape[0], kv.shape[2]
-    num_blocks = int(positions.max()) // block_tokens + 1
-    blocks = block_table[slots, :num_blocks].flatten()
-    steps = torch.arange(num_blocks * block_tokens, device=qkv.device)
-    seen = steps <= positions[:, None]
-    if window is not None:
-        seen &= steps > positions[:, None] - window
-    # What lies in unwritten or recycled memory may be NaN, and 0 times NaN is NaN.
-    unseen = seen.logical_not().flatten().nonzero().squeeze(-1)
-    k, v = (kv[:, side].index_select(0, blocks).flatten(0, 1).index_fill_(0, unseen, 0) for side in (0, 1))
-    k, v = (x.view(rows, -1, heads.num_kv, heads.dim).transpose(1, 2) for x in (k, v))
+    context = context or Context.of(positions, slots, block_table, kv.shape[2], window)
     # The q heads that share a k head are the rows of one query, so the library reads each k and v once.
-    q = qkv[:, : heads.num_q * heads.dim].view(rows, heads.num_kv, -1, heads.dim)
-    out.view(q.shape).copy_(F.scaled_dot_product_attention(q, k, v, seen[:, None, None]))
+    q = qkv[:, : heads.num_q * heads.dim].view(len(qkv), heads.num_kv, -1, heads.dim)
+    k, v = map(context.read, kv.unbind(1))
+    out.view(q.shape).copy_(F.scaled_dot_product_attention(q, k, v, context.seen))
 
 
 def choose_splits(num_rows: int, num_kv_heads: int, num_programs: int) -> int:
@@ -126,7 +161,7 @@ def decode_attention_triton(
         GROUP=group,
         GROUP_PAD=max(16, triton.next_power_of_2(group)) if group > 1 else 1,
         DIM=heads.dim,
-        DIM_PAD=triton.next_power_of_2(heads.dim),
+        DIM_PAD=max(16, triton.next_power_of_2(heads.dim)),
         BLOCK_TOKENS=kv.shape[2],
         BLOCK_N=_BLOCK_N,
         SPLITS=num_splits,

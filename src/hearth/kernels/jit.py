@@ -25,14 +25,6 @@ except ImportError:
             def jit(kernel):
                 return kernel
 
-            @staticmethod
-            def next_power_of_2(n):
-                return 1 << max(n - 1, 0).bit_length()
-
-            @staticmethod
-            def cdiv(a, b):
-                return -(-a // b)
-
         tl = None
 
 __all__ = ["HAS_TRITON", "runs_triton", "tl", "triton"]

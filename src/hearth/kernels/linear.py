@@ -9,9 +9,10 @@ from hearth.kernels.jit import runs_triton, tl, triton
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor) -> None:
     """`out = x @ weight.T + bias` for x [rows, k] and weight [n, k]."""
-    if runs_triton(x) and x.shape[0] <= MAX_SKINNY_ROWS and x.dtype != torch.float32:
+    rows = len(x)
+    if rows <= MAX_SKINNY_ROWS and runs_triton(x) and x.dtype != torch.float32:
         skinny_linear_triton(x, weight, bias, out=out)
-    elif x.device.type == "cpu" and x.shape[0] in FLIPPED_ROWS:
+    elif rows in FLIPPED_ROWS and x.is_cpu:
         flipped_linear(x, weight, bias, out=out)
     else:
         linear_reference(x, weight, bias, out=out)

@@ -39,19 +39,14 @@ def add_norm_reference(
 ) -> None:
     if delta is not None:
         residual.add_(delta)
-    size = residual.shape[-1:]
-    if residual.dtype == torch.float32:
-        normed = (
-            F.rms_norm(residual, size, weight, eps)
-            if is_rms
-            else F.layer_norm(residual, size, weight, bias, eps)
-        )
-        out.copy_(normed)
-        return
     x = residual.float()
+    if is_rms:
+        normed = x * x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        torch.mul(normed, 1.0 if weight is None else weight, out=out)
+        return
     w = None if weight is None else weight.float()
     b = None if bias is None else bias.float()
-    out.copy_(F.rms_norm(x, size, w, eps) if is_rms else F.layer_norm(x, size, w, b, eps))
+    out.copy_(F.layer_norm(x, x.shape[-1:], w, b, eps))
 
 
 def add_norm_triton(

@@ -49,7 +49,7 @@ def prefill_attention(
     """
     if not runs_triton(qkv):
         prefill_attention_reference(qkv, heads, spans, slots, block_table, kv, window=window, out=out)
-    elif all(_is_fresh(span, window) for span in spans):
+    elif _suits_library(qkv, heads) and all(_is_fresh(span, window) for span in spans):
         if spans[0].num_tokens == len(qkv):
             return attend_fresh(qkv, heads)
         for span in spans:
@@ -93,13 +93,18 @@ def prefill_attention_reference(
 _FRESH_TOKENS = 1024
 
 
+def _suits_library(qkv: torch.Tensor, heads: Heads) -> bool:
+    """cuDNN and flash attention take these; for anything else torch would build the whole matrix."""
+    return qkv.dtype != torch.float32 and heads.dim % 8 == 0 and heads.dim <= 256
+
+
 def _is_fresh(span: Span, window: int | None) -> bool:
     """A long run without a cached prefix and without an effective window: the library's own case."""
     fits_window = window is None or span.num_tokens <= window
     return span.start == 0 and span.num_tokens >= _FRESH_TOKENS and fits_window
 
 
-_LIBRARY = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+_LIBRARY = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
 
 def attend_fresh(qkv: torch.Tensor, heads: Heads) -> torch.Tensor:

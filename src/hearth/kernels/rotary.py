@@ -31,6 +31,31 @@ class Heads:
     dim: int
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the reference puts k and v of each row, and the row's angles: the same in every layer."""
+
+    blocks: torch.Tensor  #: int64 [rows]
+    offsets: torch.Tensor  #: int64 [rows], in the block
+    cos: torch.Tensor | None  #: [rows, 1, rotary_dim]: both halves alike
+    sin: torch.Tensor | None  #: the same, with the first half negated
+
+    @staticmethod
+    def of(
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        block_table: torch.Tensor,
+        block_tokens: int,
+        cos_sin: torch.Tensor | None,
+    ) -> Places:
+        at = positions.long()
+        blocks, offsets = block_table[slots, at // block_tokens].long(), at % block_tokens
+        if cos_sin is None:
+            return Places(blocks, offsets, None, None)
+        cos, sin = cos_sin[at].unsqueeze(2).unbind(1)
+        return Places(blocks, offsets, torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
+
+
 def rotate_and_store(
     qkv: torch.Tensor,
     heads: Heads,
@@ -41,13 +66,19 @@ def rotate_and_store(
     *,
     cos_sin: torch.Tensor | None,
     norms: HeadNorms | None,
+    places: Places | None = None,
 ) -> None:
     """Norm and rotate q and k in place, and write k and v to `kv` [blocks, 2, block_tokens, kv_heads, dim].
 
-    `cos_sin` is [positions, 2, rotary_dim / 2] in float32; None leaves q and k unrotated.
+    `cos_sin` is [positions, 2, rotary_dim / 2] in float32; None leaves q and k unrotated. `places` found
+    once for all layers spare the reference finding them in each.
     """
-    impl = rotate_and_store_triton if runs_triton(qkv) else rotate_and_store_reference
-    impl(qkv, heads, positions, slots, block_table, kv, cos_sin=cos_sin, norms=norms)
+    if runs_triton(qkv):
+        rotate_and_store_triton(qkv, heads, positions, slots, block_table, kv, cos_sin=cos_sin, norms=norms)
+    else:
+        rotate_and_store_reference(
+            qkv, heads, positions, slots, block_table, kv, cos_sin=cos_sin, norms=norms, places=places
+        )
 
 
 def rotate_and_store_reference(
@@ -60,17 +91,18 @@ def rotate_and_store_reference(
     *,
     cos_sin: torch.Tensor | None,
     norms: HeadNorms | None,
+    places: Places | None = None,
 ) -> None:
+    places = places or Places.of(positions, slots, block_table, kv.shape[2], cos_sin)
     x = qkv.view(qkv.shape[0], -1, heads.dim)
     num_qk = heads.num_q + heads.num_kv
     if norms is not None:
         _norm_heads(x[:, : heads.num_q], norms.q_weight, norms.eps)
         _norm_heads(x[:, heads.num_q : num_qk], norms.k_weight, norms.eps)
-    if cos_sin is not None:
-        _rotate(x[:, :num_qk], cos_sin[positions])
-    block_tokens = kv.shape[2]
-    blocks = block_table[slots, positions // block_tokens]
-    kv.transpose(1, 2)[blocks, positions % block_tokens] = x[:, heads.num_q :].unflatten(1, (2, heads.num_kv))
+    if places.cos is not None and places.sin is not None:
+        _rotate(x[:, :num_qk], places.cos, places.sin)
+    written = x[:, heads.num_q :].unflatten(1, (2, heads.num_kv))
+    kv.transpose(1, 2).index_put_((places.blocks, places.offsets), written)
 
 
 def _norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
@@ -79,14 +111,12 @@ def _norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
     x.copy_(y * weight.float())
 
 
-def _rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
-    half = cos_sin.shape[-1]
-    cos, sin = cos_sin[:, 0, None], cos_sin[:, 1, None]
-    a, b = x[..., :half], x[..., half : 2 * half]
-    rotated_a = (a * cos).addcmul_(b.float(), sin, value=-1)
-    rotated_b = (b * cos).addcmul_(a.float(), sin)
-    a.copy_(rotated_a)
-    b.copy_(rotated_b)
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """(a, b) becomes (a * cos - b * sin, b * cos + a * sin)."""
+    size = cos.shape[-1]
+    x = x[..., :size]
+    y = x.float()
+    x.copy_((y * cos).addcmul_(y.roll(size // 2, -1), sin))
 
 
 _HEADS_PER_PROGRAM = 8

@@ -9,7 +9,7 @@ Canonical tensors, in the order in which the forward pass needs them (`models/la
     layers.I.o.{weight,bias} [hidden, heads * head_dim]
     layers.I.mlp_norm.{weight,bias}    layers.I.up.{weight,bias}  [(2 if gated else 1) * intermediate, hidden]
     layers.I.down.{weight,bias} [hidden, intermediate]
-    final_norm.{weight,bias}           embed_out.weight [embed, hidden]    head.{weight,bias} [vocab, embed]
+    final_norm.{weight,bias}           embed_out.weight [embed, hidden]    head.weight [vocab, embed]
 
 `qkv` is q, then k, then v, each head after head; `up` of a gated MLP is gate, then up. A tied head is
 not stored: the decoder reads `embed.weight`.
@@ -83,7 +83,6 @@ class Arch:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    head_bias: bool
     qk_norm: bool
     rope: Rope | None
     position_offset: int | None  #: learned positions start at this row; None: no learned positions

@@ -9,18 +9,29 @@ output enters the last, and what lies between may run elsewhere. No batching, no
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
 
 from hearth.kernels.activation import activate
-from hearth.kernels.decode_attention import decode_attention
+from hearth.kernels.decode_attention import Context, decode_attention
 from hearth.kernels.linear import linear
 from hearth.kernels.norm import add_norm
 from hearth.kernels.prefill_attention import prefill_attention
-from hearth.kernels.rotary import HeadNorms, Heads, rotate_and_store
+from hearth.kernels.rotary import HeadNorms, Heads, Places, rotate_and_store
 from hearth.models.arch import Arch, Norm, Residual
 from hearth.models.step import StepInputs
 from hearth.models.weights import LayerWeights, Linear, NormWeights, Weights
 from hearth.models.workspace import Workspace
+
+
+@dataclass(frozen=True, slots=True)
+class Lookups:
+    """What the kernels' references would look up in each layer again. Triton's kernels do without."""
+
+    places: Places
+    contexts: Mapping[int | None, Context]  #: of the decode rows, by window; empty if there are none
 
 
 class Decoder:
@@ -49,14 +60,15 @@ class Decoder:
     def embed(self, step: StepInputs) -> torch.Tensor:
         """Hidden states before the first layer."""
         ws, weights, rows = self.workspace, self.weights, len(step.tokens)
+        assert weights.embed is not None, f"no embedding before layer {self.layers.start}"
         hidden = ws.residual[:rows]
         embedded = hidden if weights.embed_in is None else ws.embedded[:rows]
         torch.index_select(weights.embed, 0, step.tokens, out=embedded)
         if weights.embed_in is not None:
             linear(embedded, weights.embed_in, None, out=hidden)
         if weights.positions is not None and self.arch.position_offset is not None:
-            at = step.positions + self.arch.position_offset
-            hidden.add_(torch.index_select(weights.positions, 0, at, out=ws.normed[:rows]))
+            table = weights.positions[self.arch.position_offset :]
+            hidden.add_(torch.index_select(table, 0, step.positions, out=ws.normed[:rows]))
         return hidden
 
     def run(self, hidden: torch.Tensor, step: StepInputs, kv: torch.Tensor) -> torch.Tensor:
@@ -66,11 +78,12 @@ class Decoder:
         Behind the model's last layer there are just the rows of `step.sample_rows`, in that order.
         """
         residual, delta = hidden, None
+        lookups = None if hidden.is_cuda else self._look_up(step, block_tokens=kv.shape[3])
         for local, layer in enumerate(self.layers):
             weights = self.weights.layers[local]
             normed = self._enter(weights, residual, delta)
             qkv = self.project(weights, normed)
-            attended = self.attend(layer, weights, qkv, step, kv[:, local])
+            attended = self.attend(layer, weights, qkv, step, kv[:, local], lookups)
             if layer == self.arch.num_layers - 1 and step.sample_rows is not None:
                 residual, normed, attended = self._keep(step.sample_rows, residual, normed, attended)
             delta = self.absorb(weights, residual, normed, attended)
@@ -81,7 +94,13 @@ class Decoder:
         return self._linear(normed, weights.qkv, self.workspace.qkv)
 
     def attend(
-        self, layer: int, weights: LayerWeights, qkv: torch.Tensor, step: StepInputs, kv: torch.Tensor
+        self,
+        layer: int,
+        weights: LayerWeights,
+        qkv: torch.Tensor,
+        step: StepInputs,
+        kv: torch.Tensor,
+        lookups: Lookups | None = None,
     ) -> torch.Tensor:
         """Attention's output for each row; rotates q and k and writes k and v to this layer's `kv`."""
         table, window, out = step.block_table, self.arch.windows[layer], self.workspace.attended[: len(qkv)]
@@ -89,7 +108,15 @@ class Decoder:
         if weights.q_norm is not None and weights.k_norm is not None:
             norms = HeadNorms(weights.q_norm, weights.k_norm, self.arch.norm_eps)
         rotate_and_store(
-            qkv, self._heads, step.positions, step.slots, table, kv, cos_sin=self._cos_sin, norms=norms
+            qkv,
+            self._heads,
+            step.positions,
+            step.slots,
+            table,
+            kv,
+            cos_sin=self._cos_sin,
+            norms=norms,
+            places=None if lookups is None else lookups.places,
         )
         if step.num_decode_rows:
             rows = slice(step.num_decode_rows)
@@ -103,6 +130,7 @@ class Decoder:
                 window=window,
                 scratch=self.workspace.scratch,
                 out=out[rows],
+                context=None if lookups is None else lookups.contexts[window],
             )
         if step.spans:
             return prefill_attention(
@@ -140,14 +168,16 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 logits of each row, given the hidden states behind the last layer."""
         ws, weights, rows = self.workspace, self.weights, len(hidden)
+        assert weights.head is not None, f"no head behind layer {self.layers.stop - 1}"
         if weights.final_norm is not None:
             hidden = self._norm(weights.final_norm, None, hidden)
         if weights.embed_out is not None:
             linear(hidden, weights.embed_out, None, out=ws.head_in[:rows])
             hidden = ws.head_in[:rows]
-        if hidden.dtype == torch.float32:
-            return self._linear(hidden, weights.head, ws.logits)
-        return ws.logits[:rows].copy_(self._linear(hidden, weights.head, ws.head_out))
+        logits = ws.logits[:rows]
+        out = logits if hidden.dtype == torch.float32 else ws.head_out[:rows]
+        linear(hidden, weights.head, None, out=out)
+        return logits if out is logits else logits.copy_(out)
 
     def _enter(
         self, weights: LayerWeights, residual: torch.Tensor, delta: torch.Tensor | None
@@ -155,6 +185,16 @@ class Decoder:
         if self.arch.residual is Residual.POST:
             return residual
         return self._norm(weights.attn_norm, delta, residual)
+
+    def _look_up(self, step: StepInputs, block_tokens: int) -> Lookups:
+        table, decode = step.block_table, slice(step.num_decode_rows)
+        places = Places.of(step.positions, step.slots, table, block_tokens, self._cos_sin)
+        windows = {self.arch.windows[layer] for layer in self.layers} if step.num_decode_rows else ()
+        contexts = {
+            window: Context.of(step.positions[decode], step.slots[decode], table, block_tokens, window)
+            for window in windows
+        }
+        return Lookups(places, contexts)
 
     def _keep(
         self, rows: torch.Tensor, residual: torch.Tensor, normed: torch.Tensor, attended: torch.Tensor
@@ -174,8 +214,9 @@ class Decoder:
         return self._linear(activated, weights.down, out)
 
     def _linear(self, x: torch.Tensor, weights: Linear, out: torch.Tensor) -> torch.Tensor:
-        linear(x, weights.weight, weights.bias, out=out[: len(x)])
-        return out[: len(x)]
+        out = out[: len(x)]
+        linear(x, weights.weight, weights.bias, out=out)
+        return out
 
     def _norm(
         self,

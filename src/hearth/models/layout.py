@@ -85,8 +85,6 @@ def _shapes(arch: Arch) -> Iterator[tuple[str, Shape]]:
         yield "embed_out.weight", (embed, hidden)
     if not arch.tied_head:
         yield "head.weight", (arch.vocab_size, embed)
-    if arch.head_bias:
-        yield "head.bias", (arch.vocab_size,)
 
 
 def _layer_shapes(arch: Arch) -> Iterator[tuple[str, Shape]]:

@@ -148,7 +148,6 @@ def _plain(
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
-        head_bias=False,
         qk_norm=False,
         rope=None,
         position_offset=None,

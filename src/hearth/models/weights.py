@@ -48,13 +48,15 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    embed: torch.Tensor
+    """Of a range of layers. What stands before the first layer or behind the last is None elsewhere."""
+
+    embed: torch.Tensor | None
     positions: torch.Tensor | None
     embed_in: torch.Tensor | None
     layers: tuple[LayerWeights, ...]
     final_norm: NormWeights | None
     embed_out: torch.Tensor | None
-    head: Linear
+    head: torch.Tensor | None
 
 
 def contiguous_slots(layout: Layout, base: torch.Tensor) -> dict[str, Slot]:
@@ -63,24 +65,37 @@ def contiguous_slots(layout: Layout, base: torch.Tensor) -> dict[str, Slot]:
 
 
 def bind(arch: Arch, layout: Layout, slots: Mapping[str, Slot], layers: range | None = None) -> Weights:
-    """View every tensor of the layout; with `layers`, those of other layers need no slot and are left out."""
-    chosen = range(arch.num_layers) if layers is None else layers
-    skipped = tuple(f"layers.{i}." for i in range(arch.num_layers) if i not in chosen)
+    """View the tensors that `layers`, or all of them, need; others need no slot."""
+    layers = range(arch.num_layers) if layers is None else layers
+    is_last = layers.stop == arch.num_layers
     views = {
         spec.name: _view(spec, slots[spec.name])
         for spec in layout.tensors
-        if not spec.name.startswith(skipped)
+        if _is_needed(spec.name, arch, layers)
     }
-    embed = views["embed.weight"]
     return Weights(
-        embed=embed,
+        embed=views.get("embed.weight") if layers.start == 0 else None,
         positions=views.get("positions.weight"),
         embed_in=views.get("embed_in.weight"),
-        layers=tuple(_layer(arch, views, f"layers.{i}.") for i in chosen),
-        final_norm=_norm(views, "final_norm") if arch.has_final_norm else None,
+        layers=tuple(_layer(arch, views, f"layers.{i}.") for i in layers),
+        final_norm=_norm(views, "final_norm") if arch.has_final_norm and is_last else None,
         embed_out=views.get("embed_out.weight"),
-        head=Linear(embed if arch.tied_head else views["head.weight"], views.get("head.bias")),
+        head=views.get("embed.weight" if arch.tied_head else "head.weight") if is_last else None,
     )
+
+
+def _is_needed(name: str, arch: Arch, layers: range) -> bool:
+    part, _, rest = name.partition(".")
+    is_first, is_last = layers.start == 0, layers.stop == arch.num_layers
+    match part:
+        case "layers":
+            return int(rest.partition(".")[0]) in layers
+        case "embed":
+            return is_first or (is_last and arch.tied_head)
+        case "positions" | "embed_in":
+            return is_first
+        case _:
+            return is_last
 
 
 def _layer(arch: Arch, views: Mapping[str, torch.Tensor], prefix: str) -> LayerWeights:

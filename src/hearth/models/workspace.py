@@ -1,7 +1,8 @@
 """Static buffers for everything a forward pass computes, cut from one run of bytes that someone else owns.
 
 Sized once for the largest step, so captured graphs see stable addresses; models that take turns on a
-device may share one such run. It holds no state between steps, except counters that return to zero.
+device may share one such run. Only the counters of split attention mean anything between steps, so they
+are not part of it.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ class Workspace:
 
     @staticmethod
     def bind(arch: Arch, dtype: torch.dtype, size: StepSize, base: torch.Tensor) -> Workspace:
-        """View `base` (uint8, of `num_bytes`) as the buffers; zeroes the counters."""
+        """View `base` (uint8, of `num_bytes`) as the buffers."""
         views: dict[str, torch.Tensor] = {}
         offset = 0
         for name, (shape, kind) in _buffers(arch, dtype, size).items():
             views[name] = base[offset : offset + prod(shape) * kind.itemsize].view(kind).view(shape)
             offset += _nbytes(shape, kind)
-        partial, stats, counters = (views.pop(name) for name in ("partial", "stats", "counters"))
-        counters.zero_()
-        return Workspace(**views, scratch=SplitScratch(size.num_programs, partial, stats, counters))
+        counters = torch.zeros(size.max_samples * arch.num_kv_heads, dtype=torch.int32, device=base.device)
+        scratch = SplitScratch(size.num_programs, views.pop("partial"), views.pop("stats"), counters)
+        return Workspace(**views, scratch=scratch)
 
 
 def _buffers(
@@ -86,7 +87,6 @@ def _buffers(
         "logits": ((samples, arch.vocab_size), torch.float32),
         "partial": ((partials * arch.head_dim,), torch.float32),
         "stats": ((partials * 2,), torch.float32),
-        "counters": ((tokens * arch.num_kv_heads,), torch.int32),
     }
 
 

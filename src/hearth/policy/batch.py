@@ -273,12 +273,13 @@ class Batcher:
         hits = self.blocks.match(sequence.digests[: (num_tokens - 1) // block_tokens])
         num_cached = len(hits) * block_tokens
         num_first = min(num_tokens - num_cached, draft.tokens_left)
-        num_blocks = self._num_blocks(num_cached + num_first) - len(hits)
-        if not self.blocks.can_allocate(num_blocks, beside=hits):
+        # Room for all of it, though only the first chunk takes its blocks now: one that starts without would
+        # preempt itself at a later chunk and compute the first ones again and again.
+        if not self.blocks.can_allocate(self._num_blocks(num_tokens) - len(hits), beside=hits):
             return False
         self.blocks.take(hits)
-        blocks = self.blocks.allocate(num_blocks)
-        assert blocks is not None, f"{num_blocks=} {self.blocks.num_available=}"
+        blocks = self.blocks.allocate(self._num_blocks(num_cached + num_first) - len(hits))
+        assert blocks is not None, f"{num_tokens=} {self.blocks.num_available=}"
 
         self._waiting.popleft()
         self._running[request.request_id] = sequence

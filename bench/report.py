@@ -1,0 +1,90 @@
+"""How every benchmark reports: one JSON document with where it ran. Measures nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+_PACKAGES = ("torch", "triton", "transformers")
+
+
+def arguments(description: str | None) -> ArgumentParser:
+    """A parser with the flags that all benchmarks share."""
+    parser = ArgumentParser(description=description)
+    parser.add_argument("--save", action="store_true", help="also write the result under bench/results")
+    return parser
+
+
+def emit(name: str, result: Mapping[str, object], *, save: bool) -> None:
+    """Print the result and where it was measured; with `save` write the same to bench/results/<name>.json."""
+    text = json.dumps({"name": name, "environment": environment(), **result}, indent=2)
+    print(text)
+    if save:
+        path = HERE / "results" / f"{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text + "\n")
+
+
+def environment() -> dict[str, object]:
+    return {
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),
+        "num_cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **{package: _version(package) for package in _PACKAGES},
+    }
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """Each percentile is the smallest value that so many percent of them do not exceed."""
+    ranked = sorted(values)
+    at = {p: ranked[max(0, -(-p * len(ranked) // 100) - 1)] for p in (50, 90, 99)}
+    return {**{f"p{p}": v for p, v in at.items()}, "min": ranked[0], "max": ranked[-1], "n": len(ranked)}
+
+
+def peers() -> Mapping[str, object]:
+    """What other systems reached, as measured on the same machines."""
+    figures: Mapping[str, object] = json.loads((HERE / "peers.json").read_text())
+    return figures
+
+
+def _commit() -> str | None:
+    """Of the sources; where they came without their history, what came with them says it."""
+    carried = HERE.parent / ".carry" / "COMMIT"
+    revision = _output_of("git", "rev-parse", "--short", "HEAD")
+    if revision is None:
+        return carried.read_text().strip() if carried.exists() else None
+    return f"{revision}-dirty" if _output_of("git", "status", "--porcelain") else revision
+
+
+def _cpu_name() -> str:
+    lines = (_output_of("lscpu") or "").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("Model name:")]
+    return names[0] if names else platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _output_of(*command: str) -> str | None:
+    """None if there is no such command here, or it fails."""
+    try:
+        done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
