@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from bench.report import arguments, emit
 from hearth.kernels import activation, decode_attention, linear, norm, prefill_attention, rotary
 from hearth.kernels.decode_attention import SplitScratch
+from hearth.kernels.paged import Heads, PagedRows
 from hearth.kernels.prefill_attention import Span
-from hearth.kernels.rotary import Heads
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 INT32 = {"device": "cuda", "dtype": torch.int32}
@@ -78,7 +78,8 @@ def _paged(counts: list[int], heads: Heads, layers: int) -> tuple[torch.Tensor, 
 
 def decode(heads: Heads, batch: int, context: int) -> dict[str, object]:
     kv, table = _paged([context] * batch, heads, LAYERS)
-    slots, positions = torch.arange(batch, **INT32), torch.full((batch,), context - 1, **INT32)
+    positions = torch.full((batch,), context - 1, **INT32)
+    rows = PagedRows(positions, torch.arange(batch, **INT32), table)
     qkv = torch.randn(batch, (heads.num_q + 2 * heads.num_kv) * heads.dim, **BF16)
     out = torch.empty(batch, heads.num_q * heads.dim, **BF16)
     partials = NUM_PROGRAMS * heads.num_q // heads.num_kv
@@ -91,7 +92,7 @@ def decode(heads: Heads, batch: int, context: int) -> dict[str, object]:
 
     def launch(layer: int) -> None:
         decode_attention.decode_attention(
-            qkv, heads, positions, slots, table, kv[:, layer], window=None, scratch=scratch, out=out
+            qkv, heads, rows, kv[:, layer], window=None, scratch=scratch, out=out
         )
 
     us = microseconds([lambda layer=layer: launch(layer) for layer in range(LAYERS)])
@@ -111,13 +112,14 @@ def prefill(counts: list[int], heads: Heads = MULTI_HEAD) -> dict[str, object]:
     spans = [Span(begin, count, 0) for begin, count in zip(begins, counts, strict=False)]
     slots = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(**INT32)
     positions = torch.cat([torch.arange(count) for count in counts]).to(**INT32)
+    rows = PagedRows(positions, slots, table)
     qkv = torch.randn(sum(counts), (heads.num_q + 2 * heads.num_kv) * heads.dim, **BF16)
     out = torch.empty(sum(counts), heads.num_q * heads.dim, **BF16)
     span_begins = torch.tensor(begins, **INT32)
 
     def ours() -> None:
         prefill_attention.prefill_attention_triton(
-            qkv, heads, spans, span_begins, positions, slots, table, kv[:, 0], window=None, out=out
+            qkv, heads, rows, spans, span_begins, kv[:, 0], window=None, out=out
         )
 
     def library() -> None:
@@ -141,11 +143,11 @@ def element_wise(tokens: int) -> list[dict[str, object]]:
     normed = torch.empty_like(x)
     kv, table = _paged([tokens], MULTI_HEAD, 1)
     qkv = torch.randn(tokens, 3 * HIDDEN, **BF16)
-    positions, slots = torch.arange(tokens, **INT32), torch.zeros(tokens, **INT32)
+    rows = PagedRows(torch.arange(tokens, **INT32), torch.zeros(tokens, **INT32), table)
     cos_sin = torch.randn(tokens, 2, 64, device="cuda")
 
     def rotate(impl: Callable[..., None]) -> None:
-        impl(qkv, MULTI_HEAD, positions, slots, table, kv[:, 0], cos_sin=cos_sin, norms=None)
+        impl(qkv, MULTI_HEAD, rows, kv[:, 0], cos_sin=cos_sin, norms=None)
 
     def plain_norm() -> None:
         x.add_(delta)

@@ -35,7 +35,7 @@ def filled(inputs: InputBuffers, step: StepPlan) -> list[list[int]]:
     inputs.fill(step)
     inputs.gather_tokens(step.num_decode_rows, step.num_tokens)
     view = inputs.view(step)
-    return [view.tokens.tolist(), view.positions.tolist(), view.slots.tolist()]
+    return [view.tokens.tolist(), view.rows.positions.tolist(), view.rows.slots.tolist()]
 
 
 MIXED = plan(decode(2, 9), decode(0, 4), prefill(3, 5, 41, 42, 43, samples=False), prefill(1, 0, 51, 52))
@@ -55,7 +55,7 @@ def test_spans_say_the_same_on_the_host_and_on_the_device() -> None:
 
     view = inputs.view(MIXED)
 
-    assert view.num_decode_rows == 2
+    assert len(view.decode_rows.positions) == 2
     assert view.spans == (Span(2, 3, 5), Span(5, 2, 0))
     assert view.span_begins.tolist() == [2, 5, 7]
 
@@ -89,11 +89,11 @@ def test_padded_rows_go_to_the_dummy_slot_and_so_to_the_sink_block() -> None:
 
     view = inputs.decode_view(4)
 
-    assert view.slots.tolist() == [1, DUMMY, DUMMY, DUMMY]
-    assert view.positions.tolist() == [7, 0, 0, 0]
+    assert view.rows.slots.tolist() == [1, DUMMY, DUMMY, DUMMY]
+    assert view.rows.positions.tolist() == [7, 0, 0, 0]
     assert view.tokens.tolist() == [101] + [100 + DUMMY] * 3
-    assert view.block_table[view.slots[1:].long()].tolist() == [[0] * MAX_BLOCKS] * 3
-    assert (view.num_decode_rows, view.spans, view.sample_rows) == (4, (), None)
+    assert view.rows.block_table[view.rows.slots[1:].long()].tolist() == [[0] * MAX_BLOCKS] * 3
+    assert (len(view.decode_rows.positions), view.spans, view.sample_rows) == (4, (), None)
 
 
 def test_parked_rows_go_to_the_dummy_slot_too() -> None:
@@ -103,8 +103,8 @@ def test_parked_rows_go_to_the_dummy_slot_too() -> None:
     inputs.park(3)
 
     view = inputs.decode_view(4)
-    assert view.slots.tolist() == [DUMMY, DUMMY, DUMMY, 3]
-    assert view.positions.tolist()[:3] == [0, 0, 0]
+    assert view.rows.slots.tolist() == [DUMMY, DUMMY, DUMMY, 3]
+    assert view.rows.positions.tolist()[:3] == [0, 0, 0]
 
 
 def test_table_writes_change_their_cells_and_no_others() -> None:
@@ -129,9 +129,8 @@ def test_every_step_uses_the_same_addresses() -> None:
     for step in (MIXED, plan(decode(3, 2)), MIXED):
         inputs.fill(step)
         view = inputs.view(step)
-        addresses.add(
-            tuple(t.data_ptr() for t in (view.tokens, view.positions, view.slots, view.block_table))
-        )
+        tensors = (view.tokens, view.rows.positions, view.rows.slots, view.rows.block_table)
+        addresses.add(tuple(tensor.data_ptr() for tensor in tensors))
 
     assert len(addresses) == 1
 

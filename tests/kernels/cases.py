@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from hearth.kernels.rotary import Heads
+from hearth.kernels.paged import Heads, PagedRows
 
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [
@@ -68,6 +68,10 @@ class Paged:
             for index in range(count):
                 table[slot, index] = order.pop()
         return Paged(kv, table.to(device), slots.to(device, torch.int32))
+
+    def rows(self, positions: torch.Tensor) -> PagedRows:
+        """One row of each sequence."""
+        return PagedRows(positions, self.slots, self.block_table)
 
     def fill(self, lengths: list[int], seed: int = 3) -> None:
         """Write random k and v at every position below each sequence's length."""

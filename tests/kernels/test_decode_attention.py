@@ -9,8 +9,9 @@ from hearth.kernels.decode_attention import (
     decode_attention_reference,
     decode_attention_triton,
 )
+from hearth.kernels.paged import Heads, PagedRows
 from hearth.kernels.prefill_attention import Span, prefill_attention_reference, prefill_attention_triton
-from hearth.kernels.rotary import Heads, rotate_and_store_triton
+from hearth.kernels.rotary import rotate_and_store_triton
 from tests.kernels.cases import DEVICES, DTYPES, Paged, assert_close, random
 
 HEADS = [
@@ -48,9 +49,7 @@ def test_kernel_equals_reference_in_recycled_memory(
     decode_attention_reference(
         qkv.float(),
         heads,
-        positions,
-        cache.slots,
-        cache.block_table,
+        cache.rows(positions),
         cache.kv.float(),
         window=window,
         out=expected,
@@ -59,7 +58,7 @@ def test_kernel_equals_reference_in_recycled_memory(
     scratch = scratch_for(len(LENGTHS), heads, device)
 
     decode_attention_triton(
-        qkv, heads, positions, cache.slots, cache.block_table, cache.kv,
+        qkv, heads, cache.rows(positions), cache.kv,
         window=window, scratch=scratch, out=out, num_splits=num_splits,
     )  # fmt: skip
 
@@ -82,21 +81,19 @@ def test_blocks_past_the_32_bit_offset_are_written_and_read(heads: Heads) -> Non
     layer = kv[:, 31]
     block_table = torch.tensor([[690, 513, 2099]], dtype=torch.int32, device="cuda")
     positions = torch.arange(41, dtype=torch.int32, device="cuda")
-    slots = torch.zeros_like(positions)
+    rows = PagedRows(positions, torch.zeros_like(positions), block_table)
     qkv = random(41, (heads.num_q + 2 * heads.num_kv) * heads.dim, device="cuda", dtype=torch.bfloat16)
     expected = torch.empty(41, heads.num_q * heads.dim, device="cuda")
 
-    rotate_and_store_triton(qkv, heads, positions, slots, block_table, layer, cos_sin=None, norms=None)
+    rotate_and_store_triton(qkv, heads, rows, layer, cos_sin=None, norms=None)
     prefill_attention_reference(
-        qkv.float(), heads, [Span(0, 41, 0)], slots, block_table, layer.float(), window=None, out=expected
+        qkv.float(), heads, rows, [Span(0, 41, 0)], layer.float(), window=None, out=expected
     )
     chunk, last = (torch.full_like(expected, float("nan"), dtype=torch.bfloat16) for _ in range(2))
     begins = torch.tensor([0, 41], dtype=torch.int32, device="cuda")
-    prefill_attention_triton(
-        qkv, heads, [Span(0, 41, 0)], begins, positions, slots, block_table, layer, window=None, out=chunk
-    )
+    prefill_attention_triton(qkv, heads, rows, [Span(0, 41, 0)], begins, layer, window=None, out=chunk)
     decode_attention_triton(
-        qkv, heads, positions, slots, block_table, layer,
+        qkv, heads, rows, layer,
         window=None, scratch=scratch_for(41, heads, "cuda"), out=last,
     )  # fmt: skip
 
@@ -117,7 +114,7 @@ def test_same_bits_whichever_split_finishes_last(device: str) -> None:
     for _ in range(3):
         out = torch.empty(4, 8 * 64, device=device, dtype=torch.float16)
         decode_attention_triton(
-            qkv, heads, positions, cache.slots, cache.block_table, cache.kv,
+            qkv, heads, cache.rows(positions), cache.kv,
             window=None, scratch=scratch, out=out, num_splits=8,
         )  # fmt: skip
         outs.append(out)

@@ -3,13 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hearth.kernels.paged import Heads, PagedRows
 from hearth.kernels.prefill_attention import (
     Span,
     prefill_attention,
     prefill_attention_reference,
     prefill_attention_triton,
 )
-from hearth.kernels.rotary import Heads, rotate_and_store_reference
+from hearth.kernels.rotary import rotate_and_store_reference
 from tests.kernels.cases import DTYPES, Paged, assert_close, random
 
 HEADS = [Heads(2, 2, 64), Heads(6, 2, 80), Heads(5, 1, 96), Heads(2, 2, 128), Heads(9, 3, 20)]
@@ -37,17 +38,18 @@ def test_kernel_equals_reference_for_chunks_and_prefixes(
         positions[span.begin : span.begin + span.num_tokens] = torch.arange(
             span.start, span.start + span.num_tokens
         )
+    rows = PagedRows(positions, slots, cache.block_table)
     width = (heads.num_q + 2 * heads.num_kv) * heads.dim
     qkv = random(begins[-1], width, device=device, dtype=dtype)
     expected = torch.full((begins[-1], heads.num_q * heads.dim), 7.0, device=device)
     prefill_attention_reference(
-        qkv.float(), heads, spans, slots, cache.block_table, cache.kv.float(), window=window, out=expected
+        qkv.float(), heads, rows, spans, cache.kv.float(), window=window, out=expected
     )
     out = torch.full_like(expected, 7.0, dtype=dtype)
 
     prefill_attention_triton(
-        qkv, heads, spans, torch.tensor(begins, dtype=torch.int32, device=device), positions, slots,
-        cache.block_table, cache.kv, window=window, out=out,
+        qkv, heads, rows, spans, torch.tensor(begins, dtype=torch.int32, device=device), cache.kv,
+        window=window, out=out,
     )  # fmt: skip
 
     assert (out[:num_decode_rows] == 7.0).all(), "rows outside of all spans are left alone"
@@ -69,17 +71,14 @@ def test_long_fresh_prompts_through_the_library_equal_the_reference(
     cache = Paged.build(counts, heads, "cuda", dtype)
     slots = torch.repeat_interleave(cache.slots, torch.tensor(counts, device="cuda"))
     positions = torch.cat([torch.arange(count, dtype=torch.int32, device="cuda") for count in counts])
-    rotate_and_store_reference(
-        qkv, heads, positions, slots, cache.block_table, cache.kv, cos_sin=None, norms=None
-    )
+    rows = PagedRows(positions, slots, cache.block_table)
+    rotate_and_store_reference(qkv, heads, rows, cache.kv, cos_sin=None, norms=None)
     expected = torch.zeros(begins[-1], heads.num_q * heads.dim, device="cuda")
-    prefill_attention_reference(
-        qkv.float(), heads, spans, slots, cache.block_table, cache.kv.float(), window=None, out=expected
-    )
+    prefill_attention_reference(qkv.float(), heads, rows, spans, cache.kv.float(), window=None, out=expected)
     span_begins = torch.tensor(begins, dtype=torch.int32, device="cuda")
 
     out = prefill_attention(
-        qkv, heads, spans, span_begins, positions, slots, cache.block_table, cache.kv,
+        qkv, heads, rows, spans, span_begins, cache.kv,
         window=None, out=torch.full_like(expected, float("nan"), dtype=dtype),
     )  # fmt: skip
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hearth.kernels.rotary import HeadNorms, Heads, rotate_and_store_reference, rotate_and_store_triton
+from hearth.kernels.paged import Heads
+from hearth.kernels.rotary import HeadNorms, rotate_and_store_reference, rotate_and_store_triton
 from tests.kernels.cases import DTYPES, Paged, assert_close, random
 
 #: heads, rotary dims (0: none), q/k norms
@@ -37,17 +38,13 @@ def test_kernel_equals_reference(
     rotate_and_store_reference(
         expected_qkv,
         heads,
-        positions,
-        expected.slots,
-        expected.block_table,
+        expected.rows(positions),
         expected.kv,
         cos_sin=cos_sin,
         norms=norms,
     )
 
-    rotate_and_store_triton(
-        qkv, heads, positions, found.slots, found.block_table, found.kv, cos_sin=cos_sin, norms=norms
-    )
+    rotate_and_store_triton(qkv, heads, found.rows(positions), found.kv, cos_sin=cos_sin, norms=norms)
 
     assert_close(qkv, expected_qkv)
     written = ~expected.kv.isnan()

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hearth.kernels.paged import PagedRows
 from hearth.kernels.prefill_attention import Span
 from hearth.models.angles import cos_sin_table
 from hearth.models.arch import Arch, Norm, Residual
@@ -77,12 +78,15 @@ def prefill(name: str) -> StepInputs:
     begins = [0]
     for prompt in asked:
         begins.append(begins[-1] + len(prompt))
-    return StepInputs(
-        tokens=torch.tensor([token for prompt in asked for token in prompt]),
+    rows = PagedRows(
         positions=torch.cat([torch.arange(len(prompt), dtype=torch.int32) for prompt in asked]),
         slots=torch.repeat_interleave(torch.arange(3, dtype=torch.int32), torch.tensor(LENGTHS)),
         block_table=torch.tensor([[7, 2, 9, 4], [1, 0, 0, 0], [5, 3, 0, 0]], dtype=torch.int32),
-        num_decode_rows=0,
+    )
+    return StepInputs(
+        tokens=torch.tensor([token for prompt in asked for token in prompt]),
+        rows=rows,
+        decode_rows=rows.first(0),
         spans=tuple(Span(begin, length, 0) for begin, length in zip(begins, LENGTHS, strict=False)),
         span_begins=torch.tensor(begins, dtype=torch.int32),
         sample_rows=None,
@@ -176,12 +180,14 @@ def test_a_later_chunk_and_a_decode_row_give_the_logits_of_one_prefill(name: str
     logits = []
     for start, end in ((0, 7), (7, 12), (12, 13)):
         is_decode = end - start == 1
+        positions = torch.arange(start, end, dtype=torch.int32)
+        rows = PagedRows(
+            positions, torch.zeros_like(positions), torch.tensor([[7, 2, 9, 4]], dtype=torch.int32)
+        )
         step = StepInputs(
             tokens=torch.tensor(prompt[start:end]),
-            positions=torch.arange(start, end, dtype=torch.int32),
-            slots=torch.zeros(end - start, dtype=torch.int32),
-            block_table=torch.tensor([[7, 2, 9, 4]], dtype=torch.int32),
-            num_decode_rows=int(is_decode),
+            rows=rows,
+            decode_rows=rows.first(int(is_decode)),
             spans=() if is_decode else (Span(0, end - start, start),),
             span_begins=torch.tensor([0, end - start], dtype=torch.int32),
             sample_rows=None,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from hearth.engine.upload import upload
+from hearth.kernels.paged import PagedRows
 from hearth.kernels.prefill_attention import Span
 from hearth.models.step import StepInputs
 from hearth.policy.plan import Row, StepPlan, TableWrite
@@ -113,12 +114,11 @@ class InputBuffers:
     def _view(
         self, num_rows: int, num_decode: int, spans: tuple[Span, ...], sample_rows: torch.Tensor | None
     ) -> StepInputs:
+        rows = PagedRows(self._device.positions[:num_rows], self._device.slots[:num_rows], self.block_table)
         return StepInputs(
             tokens=self._tokens[:num_rows],
-            positions=self._device.positions[:num_rows],
-            slots=self._device.slots[:num_rows],
-            block_table=self.block_table,
-            num_decode_rows=num_decode,
+            rows=rows,
+            decode_rows=rows if num_decode == num_rows else rows.first(num_decode),
             spans=spans,
             span_begins=self._device.span_begins[: len(spans) + 1],
             sample_rows=sample_rows,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from hearth.kernels.jit import runs_triton, tl, triton
-from hearth.kernels.rotary import Heads
+from hearth.kernels.paged import Heads, PagedRows
 
 _LOG2E = 1.4426950408889634
 
@@ -29,87 +29,37 @@ class SplitScratch:
     counters: torch.Tensor  #: int32, flat: [row][kv head]
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What the rows of the reference look at. It is the same for each layer with that window."""
-
-    num_rows: int
-    num_tokens: int  #: of the longest row
-    blocks: torch.Tensor  #: int64 [rows * blocks]
-    seen: torch.Tensor | None  #: bool [rows, 1, 1, tokens]; None if every row looks at all tokens
-    unseen: torch.Tensor | None  #: where `seen` is false, counted through all blocks
-
-    @staticmethod
-    def of(
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        block_table: torch.Tensor,
-        block_tokens: int,
-        window: int | None,
-    ) -> Context:
-        num_rows, num_tokens = len(positions), int(positions.max()) + 1
-        num_blocks = -(-num_tokens // block_tokens)
-        blocks = block_table[slots, :num_blocks].long().flatten()
-        steps = torch.arange(num_blocks * block_tokens, device=positions.device)
-        seen = steps <= positions[:, None]
-        if window is not None:
-            seen &= steps > positions[:, None] - window
-        if seen[:, :num_tokens].all():
-            return Context(num_rows, num_tokens, blocks, None, None)
-        unseen = seen.logical_not().flatten().nonzero().squeeze(-1)
-        return Context(num_rows, num_tokens, blocks, seen[:, None, None, :num_tokens], unseen)
-
-    def read(self, cells: torch.Tensor) -> torch.Tensor:
-        """k or v as [rows, kv_heads, tokens, dim], out of all cells [blocks, block_tokens, kv_heads, dim]."""
-        gathered = cells.index_select(0, self.blocks)
-        if self.unseen is not None:
-            # What lies in unwritten or recycled memory may be NaN, and 0 times NaN is NaN.
-            gathered.flatten(0, 1).index_fill_(0, self.unseen, 0)
-        return gathered.view(self.num_rows, -1, *cells.shape[2:])[:, : self.num_tokens].transpose(1, 2)
-
-
 def decode_attention(
     qkv: torch.Tensor,
     heads: Heads,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    block_table: torch.Tensor,
+    rows: PagedRows,
     kv: torch.Tensor,
     *,
     window: int | None,
     scratch: SplitScratch | None,
     out: torch.Tensor,
-    context: Context | None = None,
 ) -> None:
-    """Row i attends to positions 0 .. positions[i] of its slot, or the last `window` of them.
+    """Each row attends to its sequence up to and including itself, or the last `window` tokens of that.
 
     q is the head of each row of `qkv`; k and v are read from `kv` [blocks, 2, block_tokens, kv_heads, dim].
-    A `context` found once for all layers spares the reference finding it in each.
     """
     if runs_triton(qkv):
         assert scratch is not None, "the CUDA path needs scratch"
-        decode_attention_triton(
-            qkv, heads, positions, slots, block_table, kv, window=window, scratch=scratch, out=out
-        )
+        decode_attention_triton(qkv, heads, rows, kv, window=window, scratch=scratch, out=out)
     else:
-        decode_attention_reference(
-            qkv, heads, positions, slots, block_table, kv, window=window, out=out, context=context
-        )
+        decode_attention_reference(qkv, heads, rows, kv, window=window, out=out)
 
 
 def decode_attention_reference(
     qkv: torch.Tensor,
     heads: Heads,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    block_table: torch.Tensor,
+    rows: PagedRows,
     kv: torch.Tensor,
     *,
     window: int | None,
     out: torch.Tensor,
-    context: Context | None = None,
 ) -> None:
-    context = context or Context.of(positions, slots, block_table, kv.shape[2], window)
+    context = rows.context(kv.shape[2], window)
     # The q heads that share a k head are the rows of one query, so the library reads each k and v once.
     q = qkv[:, : heads.num_q * heads.dim].view(len(qkv), heads.num_kv, -1, heads.dim)
     k, v = map(context.read, kv.unbind(1))
@@ -128,9 +78,7 @@ _BLOCK_N = 64  #: tokens per tile, and the fewest of a split
 def decode_attention_triton(
     qkv: torch.Tensor,
     heads: Heads,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    block_table: torch.Tensor,
+    rows: PagedRows,
     kv: torch.Tensor,
     *,
     window: int | None,
@@ -138,18 +86,17 @@ def decode_attention_triton(
     out: torch.Tensor,
     num_splits: int | None = None,
 ) -> None:
-    rows = qkv.shape[0]
     group = heads.num_q // heads.num_kv
     if num_splits is None:
-        num_splits = choose_splits(rows, heads.num_kv, scratch.num_programs)
-    _decode_attention_kernel[(rows, heads.num_kv, num_splits)](
+        num_splits = choose_splits(len(qkv), heads.num_kv, scratch.num_programs)
+    _decode_attention_kernel[(len(qkv), heads.num_kv, num_splits)](
         out,
         qkv,
         qkv.stride(0),
-        positions,
-        slots,
-        block_table,
-        block_table.stride(0),
+        rows.positions,
+        rows.slots,
+        rows.block_table,
+        rows.block_table.stride(0),
         kv,
         kv.stride(0),
         scratch.partial,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hearth.kernels.jit import runs_triton, tl, triton
-from hearth.kernels.rotary import Heads
+from hearth.kernels.paged import Heads, PagedRows
 
 _LOG2E = 1.4426950408889634
 
@@ -27,15 +27,17 @@ class Span:
     num_tokens: int
     start: int  #: position of the first token
 
+    @property
+    def rows(self) -> slice:
+        return slice(self.begin, self.begin + self.num_tokens)
+
 
 def prefill_attention(
     qkv: torch.Tensor,
     heads: Heads,
+    rows: PagedRows,
     spans: Sequence[Span],
     span_begins: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    block_table: torch.Tensor,
     kv: torch.Tensor,
     *,
     window: int | None,
@@ -43,31 +45,27 @@ def prefill_attention(
 ) -> torch.Tensor:
     """Each row of a span attends to its sequence up to itself, or the last `window` tokens of that.
 
-    `spans` say on the host what `span_begins` (int32 [spans + 1], rows), `positions` and `slots` say on
-    the device. Rows outside of all spans are left alone. Returns `out`, or the library's own buffer where
-    one span is all there is.
+    `spans` say on the host what `span_begins` (int32 [spans + 1], rows) and `rows` say on the device. Rows
+    outside of all spans are left alone. Returns `out`, or the library's own buffer where one span is all
+    there is.
     """
     if not runs_triton(qkv):
-        prefill_attention_reference(qkv, heads, spans, slots, block_table, kv, window=window, out=out)
+        prefill_attention_reference(qkv, heads, rows, spans, kv, window=window, out=out)
     elif _suits_library(qkv, heads) and all(_is_fresh(span, window) for span in spans):
         if spans[0].num_tokens == len(qkv):
             return attend_fresh(qkv, heads)
         for span in spans:
-            rows = slice(span.begin, span.begin + span.num_tokens)
-            out[rows] = attend_fresh(qkv[rows], heads)
+            out[span.rows] = attend_fresh(qkv[span.rows], heads)
     else:
-        prefill_attention_triton(
-            qkv, heads, spans, span_begins, positions, slots, block_table, kv, window=window, out=out
-        )
+        prefill_attention_triton(qkv, heads, rows, spans, span_begins, kv, window=window, out=out)
     return out
 
 
 def prefill_attention_reference(
     qkv: torch.Tensor,
     heads: Heads,
+    rows: PagedRows,
     spans: Sequence[Span],
-    slots: torch.Tensor,
-    block_table: torch.Tensor,
     kv: torch.Tensor,
     *,
     window: int | None,
@@ -75,18 +73,17 @@ def prefill_attention_reference(
 ) -> None:
     block_tokens = kv.shape[2]
     for span in spans:
-        rows = slice(span.begin, span.begin + span.num_tokens)
         end = span.start + span.num_tokens
-        blocks = block_table[slots[span.begin], : -(-end // block_tokens)]
+        blocks = rows.block_table[rows.slots[span.begin], : -(-end // block_tokens)]
         k, v = (kv[blocks, side].flatten(0, 1)[:end].transpose(0, 1) for side in (0, 1))
-        q = qkv[rows, : heads.num_q * heads.dim].view(-1, heads.num_q, heads.dim).transpose(0, 1)
+        q = qkv[span.rows, : heads.num_q * heads.dim].view(-1, heads.num_q, heads.dim).transpose(0, 1)
         at = torch.arange(span.start, end, device=qkv.device)[:, None]
         back = at - torch.arange(end, device=qkv.device)
         seen = back >= 0 if window is None else (back >= 0) & (back < window)
         attended = F.scaled_dot_product_attention(
             q[None], k[None], v[None], seen, enable_gqa=heads.num_q != heads.num_kv
         )
-        out[rows] = attended[0].transpose(0, 1).flatten(1)
+        out[span.rows] = attended[0].transpose(0, 1).flatten(1)
 
 
 #: Under this many tokens one launch for all spans beats the library's launch per span (bench/kernels.py).
@@ -121,11 +118,9 @@ def attend_fresh(qkv: torch.Tensor, heads: Heads) -> torch.Tensor:
 def prefill_attention_triton(
     qkv: torch.Tensor,
     heads: Heads,
+    rows: PagedRows,
     spans: Sequence[Span],
     span_begins: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    block_table: torch.Tensor,
     kv: torch.Tensor,
     *,
     window: int | None,
@@ -140,10 +135,10 @@ def prefill_attention_triton(
         qkv,
         qkv.stride(0),
         span_begins,
-        positions,
-        slots,
-        block_table,
-        block_table.stride(0),
+        rows.positions,
+        rows.slots,
+        rows.block_table,
+        rows.block_table.stride(0),
         kv,
         kv.stride(0),
         heads.dim**-0.5 * _LOG2E,

@@ -1,7 +1,6 @@
 """Rotary positions, per-head q/k norms and the KV write, in one pass over the fused q, k, v.
 
     a row of qkv:  | q heads | k heads | v heads |        each head head_dim wide
-    one KV layer:  [block][k|v][token][kv head][dim]      blocks `stride(0)` elements apart
 
 Where a token goes follows from its slot and position through the block table. Knows nothing of layers.
 """
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hearth.kernels.jit import runs_triton, tl, triton
+from hearth.kernels.paged import Heads, PagedRows, Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,85 +24,42 @@ class HeadNorms:
     eps: float
 
 
-@dataclass(frozen=True, slots=True)
-class Heads:
-    num_q: int
-    num_kv: int
-    dim: int
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Where the reference puts k and v of each row, and the row's angles: the same in every layer."""
-
-    blocks: torch.Tensor  #: int64 [rows]
-    offsets: torch.Tensor  #: int64 [rows], in the block
-    cos: torch.Tensor | None  #: [rows, 1, rotary_dim]: both halves alike
-    sin: torch.Tensor | None  #: the same, with the first half negated
-
-    @staticmethod
-    def of(
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        block_table: torch.Tensor,
-        block_tokens: int,
-        cos_sin: torch.Tensor | None,
-    ) -> Places:
-        at = positions.long()
-        blocks, offsets = block_table[slots, at // block_tokens].long(), at % block_tokens
-        if cos_sin is None:
-            return Places(blocks, offsets, None, None)
-        cos, sin = cos_sin[at].unsqueeze(2).unbind(1)
-        return Places(blocks, offsets, torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
-
-
 def rotate_and_store(
     qkv: torch.Tensor,
     heads: Heads,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    block_table: torch.Tensor,
+    rows: PagedRows,
     kv: torch.Tensor,
     *,
     cos_sin: torch.Tensor | None,
     norms: HeadNorms | None,
-    places: Places | None = None,
 ) -> None:
     """Norm and rotate q and k in place, and write k and v to `kv` [blocks, 2, block_tokens, kv_heads, dim].
 
-    `cos_sin` is [positions, 2, rotary_dim / 2] in float32; None leaves q and k unrotated. `places` found
-    once for all layers spare the reference finding them in each.
+    `cos_sin` is [positions, 2, rotary_dim / 2] in float32; None leaves q and k unrotated.
     """
-    if runs_triton(qkv):
-        rotate_and_store_triton(qkv, heads, positions, slots, block_table, kv, cos_sin=cos_sin, norms=norms)
-    else:
-        rotate_and_store_reference(
-            qkv, heads, positions, slots, block_table, kv, cos_sin=cos_sin, norms=norms, places=places
-        )
+    impl = rotate_and_store_triton if runs_triton(qkv) else rotate_and_store_reference
+    impl(qkv, heads, rows, kv, cos_sin=cos_sin, norms=norms)
 
 
 def rotate_and_store_reference(
     qkv: torch.Tensor,
     heads: Heads,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    block_table: torch.Tensor,
+    rows: PagedRows,
     kv: torch.Tensor,
     *,
     cos_sin: torch.Tensor | None,
     norms: HeadNorms | None,
-    places: Places | None = None,
 ) -> None:
-    places = places or Places.of(positions, slots, block_table, kv.shape[2], cos_sin)
     x = qkv.view(qkv.shape[0], -1, heads.dim)
     num_qk = heads.num_q + heads.num_kv
     if norms is not None:
         _norm_heads(x[:, : heads.num_q], norms.q_weight, norms.eps)
         _norm_heads(x[:, heads.num_q : num_qk], norms.k_weight, norms.eps)
-    if places.cos is not None and places.sin is not None:
-        _rotate(x[:, :num_qk], places.cos, places.sin)
+    if cos_sin is not None:
+        _rotate(x[:, :num_qk], rows.turns(cos_sin))
+    cells = rows.cells(block_tokens=kv.shape[2])
     written = x[:, heads.num_q :].unflatten(1, (2, heads.num_kv))
-    kv.transpose(1, 2).index_put_((places.blocks, places.offsets), written)
+    kv.transpose(1, 2).index_put_((cells.blocks, cells.offsets), written)
 
 
 def _norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
@@ -111,12 +68,12 @@ def _norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
     x.copy_(y * weight.float())
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def _rotate(x: torch.Tensor, turns: Turns) -> None:
     """(a, b) becomes (a * cos - b * sin, b * cos + a * sin)."""
-    size = cos.shape[-1]
+    size = turns.cos.shape[-1]
     x = x[..., :size]
     y = x.float()
-    x.copy_((y * cos).addcmul_(y.roll(size // 2, -1), sin))
+    x.copy_((y * turns.cos).addcmul_(y.roll(size // 2, -1), turns.sin))
 
 
 _HEADS_PER_PROGRAM = 8
@@ -125,9 +82,7 @@ _HEADS_PER_PROGRAM = 8
 def rotate_and_store_triton(
     qkv: torch.Tensor,
     heads: Heads,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    block_table: torch.Tensor,
+    rows: PagedRows,
     kv: torch.Tensor,
     *,
     cos_sin: torch.Tensor | None,
@@ -139,10 +94,10 @@ def rotate_and_store_triton(
     rest = heads.dim - 2 * half
     _rotate_and_store_kernel[(num_tokens, triton.cdiv(num_heads, _HEADS_PER_PROGRAM))](
         qkv,
-        positions,
-        slots,
-        block_table,
-        block_table.stride(0),
+        rows.positions,
+        rows.slots,
+        rows.block_table,
+        rows.block_table.stride(0),
         kv,
         kv.stride(0),
         cos_sin,

@@ -9,29 +9,19 @@ output enters the last, and what lies between may run elsewhere. No batching, no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import torch
 
 from hearth.kernels.activation import activate
-from hearth.kernels.decode_attention import Context, decode_attention
+from hearth.kernels.decode_attention import decode_attention
 from hearth.kernels.linear import linear
 from hearth.kernels.norm import add_norm
+from hearth.kernels.paged import Heads
 from hearth.kernels.prefill_attention import prefill_attention
-from hearth.kernels.rotary import HeadNorms, Heads, Places, rotate_and_store
+from hearth.kernels.rotary import HeadNorms, rotate_and_store
 from hearth.models.arch import Arch, Norm, Residual
 from hearth.models.step import StepInputs
 from hearth.models.weights import LayerWeights, Linear, NormWeights, Weights
 from hearth.models.workspace import Workspace
-
-
-@dataclass(frozen=True, slots=True)
-class Lookups:
-    """What the kernels' references would look up in each layer again. Triton's kernels do without."""
-
-    places: Places
-    contexts: Mapping[int | None, Context]  #: of the decode rows, by window; empty if there are none
 
 
 class Decoder:
@@ -68,7 +58,7 @@ class Decoder:
             linear(embedded, weights.embed_in, None, out=hidden)
         if weights.positions is not None and self.arch.position_offset is not None:
             table = weights.positions[self.arch.position_offset :]
-            hidden.add_(torch.index_select(table, 0, step.positions, out=ws.normed[:rows]))
+            hidden.add_(torch.index_select(table, 0, step.rows.positions, out=ws.normed[:rows]))
         return hidden
 
     def run(self, hidden: torch.Tensor, step: StepInputs, kv: torch.Tensor) -> torch.Tensor:
@@ -78,12 +68,11 @@ class Decoder:
         Behind the model's last layer there are just the rows of `step.sample_rows`, in that order.
         """
         residual, delta = hidden, None
-        lookups = None if hidden.is_cuda else self._look_up(step, block_tokens=kv.shape[3])
         for local, layer in enumerate(self.layers):
             weights = self.weights.layers[local]
             normed = self._enter(weights, residual, delta)
             qkv = self.project(weights, normed)
-            attended = self.attend(layer, weights, qkv, step, kv[:, local], lookups)
+            attended = self.attend(layer, weights, qkv, step, kv[:, local])
             if layer == self.arch.num_layers - 1 and step.sample_rows is not None:
                 residual, normed, attended = self._keep(step.sample_rows, residual, normed, attended)
             delta = self.absorb(weights, residual, normed, attended)
@@ -94,57 +83,20 @@ class Decoder:
         return self._linear(normed, weights.qkv, self.workspace.qkv)
 
     def attend(
-        self,
-        layer: int,
-        weights: LayerWeights,
-        qkv: torch.Tensor,
-        step: StepInputs,
-        kv: torch.Tensor,
-        lookups: Lookups | None = None,
+        self, layer: int, weights: LayerWeights, qkv: torch.Tensor, step: StepInputs, kv: torch.Tensor
     ) -> torch.Tensor:
         """Attention's output for each row; rotates q and k and writes k and v to this layer's `kv`."""
-        table, window, out = step.block_table, self.arch.windows[layer], self.workspace.attended[: len(qkv)]
-        norms = None
+        ws, heads, window, norms = self.workspace, self._heads, self.arch.windows[layer], None
         if weights.q_norm is not None and weights.k_norm is not None:
             norms = HeadNorms(weights.q_norm, weights.k_norm, self.arch.norm_eps)
-        rotate_and_store(
-            qkv,
-            self._heads,
-            step.positions,
-            step.slots,
-            table,
-            kv,
-            cos_sin=self._cos_sin,
-            norms=norms,
-            places=None if lookups is None else lookups.places,
-        )
-        if step.num_decode_rows:
-            rows = slice(step.num_decode_rows)
-            decode_attention(
-                qkv[rows],
-                self._heads,
-                step.positions[rows],
-                step.slots[rows],
-                table,
-                kv,
-                window=window,
-                scratch=self.workspace.scratch,
-                out=out[rows],
-                context=None if lookups is None else lookups.contexts[window],
-            )
+        rotate_and_store(qkv, heads, step.rows, kv, cos_sin=self._cos_sin, norms=norms)
+        out = ws.attended[: len(qkv)]
+        if num_decode := len(step.decode_rows.positions):
+            q, decoded = qkv[:num_decode], out[:num_decode]
+            decode_attention(q, heads, step.decode_rows, kv, window=window, scratch=ws.scratch, out=decoded)
         if step.spans:
-            return prefill_attention(
-                qkv,
-                self._heads,
-                step.spans,
-                step.span_begins,
-                step.positions,
-                step.slots,
-                table,
-                kv,
-                window=window,
-                out=out,
-            )
+            spans, begins = step.spans, step.span_begins
+            return prefill_attention(qkv, heads, step.rows, spans, begins, kv, window=window, out=out)
         return out
 
     def absorb(
@@ -185,16 +137,6 @@ class Decoder:
         if self.arch.residual is Residual.POST:
             return residual
         return self._norm(weights.attn_norm, delta, residual)
-
-    def _look_up(self, step: StepInputs, block_tokens: int) -> Lookups:
-        table, decode = step.block_table, slice(step.num_decode_rows)
-        places = Places.of(step.positions, step.slots, table, block_tokens, self._cos_sin)
-        windows = {self.arch.windows[layer] for layer in self.layers} if step.num_decode_rows else ()
-        contexts = {
-            window: Context.of(step.positions[decode], step.slots[decode], table, block_tokens, window)
-            for window in windows
-        }
-        return Lookups(places, contexts)
 
     def _keep(
         self, rows: torch.Tensor, residual: torch.Tensor, normed: torch.Tensor, attended: torch.Tensor

@@ -11,16 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
+from hearth.kernels.paged import PagedRows
 from hearth.kernels.prefill_attention import Span
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     tokens: torch.Tensor  #: int64 [rows]
-    positions: torch.Tensor  #: int32 [rows], of the token in its sequence
-    slots: torch.Tensor  #: int32 [rows], the sequence's row of the block table
-    block_table: torch.Tensor  #: int32 [slots, blocks]
-    num_decode_rows: int
+    rows: PagedRows
+    decode_rows: PagedRows  #: the first of `rows`
     spans: tuple[Span, ...]
     span_begins: torch.Tensor  #: int32 [spans + 1]
     sample_rows: torch.Tensor | None  #: int64: the rows to sample after; None: all of them

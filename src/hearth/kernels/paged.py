@@ -1,0 +1,102 @@
+"""Where the rows of a step stand: each is a token of a sequence whose KV lies in blocks. Attends to nothing.
+
+    one KV layer:  [block][k|v][token][kv head][dim]      blocks `stride(0)` elements apart
+
+The Triton kernels follow the block table as they go. The torch references would find the same in every
+layer, so it is found once and kept with the rows, which last for one step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    num_q: int
+    num_kv: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """Where k and v of each row are written."""
+
+    blocks: torch.Tensor  #: int64 [rows]
+    offsets: torch.Tensor  #: int64 [rows], in the block
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """By how much each row is rotated."""
+
+    cos: torch.Tensor  #: [rows, 1, rotary_dim]: both halves alike
+    sin: torch.Tensor  #: the same, with the first half negated
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What each row looks at, if it looks back over its sequence."""
+
+    num_rows: int
+    num_tokens: int  #: of the longest row
+    blocks: torch.Tensor  #: int64 [rows * blocks]
+    seen: torch.Tensor | None  #: bool [rows, 1, 1, tokens]; None if every row looks at all tokens
+    unseen: torch.Tensor | None  #: where `seen` is false, counted through all blocks
+
+    def read(self, cells: torch.Tensor) -> torch.Tensor:
+        """k or v as [rows, kv_heads, tokens, dim], out of all cells [blocks, block_tokens, kv_heads, dim]."""
+        gathered = cells.index_select(0, self.blocks)
+        if self.unseen is not None:
+            # What lies in unwritten or recycled memory may be NaN, and 0 times NaN is NaN.
+            gathered.flatten(0, 1).index_fill_(0, self.unseen, 0)
+        return gathered.view(self.num_rows, -1, *cells.shape[2:])[:, : self.num_tokens].transpose(1, 2)
+
+
+@dataclass(slots=True, eq=False)
+class PagedRows:
+    """Mutable only in that it keeps what it has found; all layers of a step share table and block size."""
+
+    positions: torch.Tensor  #: int32 [rows], of the token in its sequence
+    slots: torch.Tensor  #: int32 [rows], the sequence's row of the block table
+    block_table: torch.Tensor  #: int32 [slots, blocks]
+    _cells: Cells | None = None
+    _turns: Turns | None = None
+    _contexts: dict[int | None, Context] = field(default_factory=dict)  #: by window
+
+    def first(self, count: int) -> PagedRows:
+        return PagedRows(self.positions[:count], self.slots[:count], self.block_table)
+
+    def cells(self, block_tokens: int) -> Cells:
+        if self._cells is None:
+            at = self.positions.long()
+            self._cells = Cells(self.block_table[self.slots, at // block_tokens].long(), at % block_tokens)
+        return self._cells
+
+    def turns(self, cos_sin: torch.Tensor) -> Turns:
+        """`cos_sin` is [positions, 2, rotary_dim / 2]."""
+        if self._turns is None:
+            cos, sin = cos_sin[self.positions].unsqueeze(2).unbind(1)
+            self._turns = Turns(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
+        return self._turns
+
+    def context(self, block_tokens: int, window: int | None) -> Context:
+        if window not in self._contexts:
+            self._contexts[window] = self._look_back(block_tokens, window)
+        return self._contexts[window]
+
+    def _look_back(self, block_tokens: int, window: int | None) -> Context:
+        positions, num_rows = self.positions, len(self.positions)
+        num_tokens = int(positions.max()) + 1
+        num_blocks = -(-num_tokens // block_tokens)
+        blocks = self.block_table[self.slots, :num_blocks].long().flatten()
+        steps = torch.arange(num_blocks * block_tokens, device=positions.device)
+        seen = steps <= positions[:, None]
+        if window is not None:
+            seen &= steps > positions[:, None] - window
+        if seen[:, :num_tokens].all():
+            return Context(num_rows, num_tokens, blocks, None, None)
+        unseen = seen.logical_not().flatten().nonzero().squeeze(-1)
+        return Context(num_rows, num_tokens, blocks, seen[:, None, None, :num_tokens], unseen)
