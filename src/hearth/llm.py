@@ -8,7 +8,7 @@ for completion in llm.generate(["Once upon a time"], SamplingParams(max_tokens=3
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -88,24 +88,28 @@ class LLM:
             max_context=_context(max_context, arch.max_positions),
             eos_ids=frozenset() if tokenizer is None else tokenizer.eos_ids,
         )
-        if target.type == "cuda":
-            torch.cuda.empty_cache()  # what an LLM before this one has left counts as free
-        base = allocate(layout.num_bytes, target, "weights", "use a smaller model or a narrower dtype")
-        pack(directory, arch, layout, base)
-        weights = bind(arch, layout, contiguous_slots(layout, base))
-        self._open(assemble(spec, weights, engine or EngineConfig(), target), tokenizer)
+
+        def build() -> Engine:
+            if target.type == "cuda":
+                torch.cuda.empty_cache()  # what an LLM before this one has left counts as free
+            base = allocate(layout.num_bytes, target, "weights", "use a smaller model or a narrower dtype")
+            pack(directory, arch, layout, base)
+            weights = bind(arch, layout, contiguous_slots(layout, base))
+            return assemble(spec, weights, engine or EngineConfig(), target)
+
+        self._open(build, tokenizer)
 
     @classmethod
     def over(cls, engine: Engine, tokenizer: Tokenizer | None) -> Self:
         """An LLM over an engine that was assembled elsewhere, which it then owns."""
         llm = cls.__new__(cls)
-        llm._open(engine, tokenizer)
+        llm._open(lambda: engine, tokenizer)
         return llm
 
-    def _open(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
+    def _open(self, build: Callable[[], Engine], tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._numbers = count()
-        self._open_loop: StepLoop | None = StepLoop(engine)
+        self._open_loop: StepLoop | None = StepLoop(build)
         # The step thread holds the engine, so without this a forgotten LLM would keep its memory.
         self._finalizer = weakref.finalize(self, self._open_loop.close)
 

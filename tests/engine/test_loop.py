@@ -12,7 +12,7 @@ import pytest
 from hearth.engine import loop as loop_module
 from hearth.engine.engine import Engine, Output
 from hearth.engine.loop import Failed, Outbox, StepLoop
-from hearth.errors import EngineFailed
+from hearth.errors import DeviceError, EngineFailed
 from hearth.policy.plan import Request
 from hearth.types import FinishReason, RequestId
 from tests.engine.harness import engine_for, greedy
@@ -27,7 +27,7 @@ def engine() -> Engine:
 
 @pytest.fixture
 def loop(engine: Engine) -> Iterator[StepLoop]:
-    loop = StepLoop(engine)
+    loop = StepLoop(lambda: engine)
     yield loop
     loop.close()
 
@@ -269,7 +269,7 @@ def test_an_idle_loop_waits_for_its_inbox_without_a_timeout(
 
     with monkeypatch.context() as patched:
         patched.setattr(loop_module, "SimpleQueue", WatchedQueue)
-        loop = StepLoop(engine)
+        loop = StepLoop(lambda: engine)
     assert asleep.get(timeout=PATIENCE_S) == (True, None)
     outbox: Outbox = SimpleQueue()
     loop.add(request(engine, "a"), outbox)
@@ -278,3 +278,23 @@ def test_an_idle_loop_waits_for_its_inbox_without_a_timeout(
     assert asleep.get(timeout=PATIENCE_S) == (True, None)
     assert asleep.empty()
     loop.close()
+
+
+def test_what_building_raises_is_raised_to_whoever_asked_for_the_loop() -> None:
+    def build() -> Engine:
+        raise DeviceError("no memory")
+
+    with pytest.raises(DeviceError, match="no memory"):
+        StepLoop(build)
+
+
+def test_the_engine_is_built_on_the_thread_that_steps_it() -> None:
+    builders: list[str] = []
+
+    def build() -> Engine:
+        builders.append(threading.current_thread().name)
+        return engine_for("llama-gqa")
+
+    StepLoop(build).close()
+
+    assert builders == ["hearth-step"]

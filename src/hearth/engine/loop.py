@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -51,16 +53,23 @@ class _Stop:
 class StepLoop:
     """Any thread may call `add`, `cancel` and `close`."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        """`build` runs on the step thread, which then owns the engine; what it raises is raised here.
+
+        So one thread alone computes, and a CPU's library keeps one team of threads rather than two.
+        """
         self._inbox: SimpleQueue[_Add | _Cancel | _Stop] = SimpleQueue()
         #: Of live requests. Written by the step thread alone, as is the engine.
         self._outboxes: dict[RequestId, Outbox] = {}
         #: Keeps `add` and `close` apart: what was posted stands before the stop, so nobody waits in vain.
         self._gate = threading.Lock()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="hearth-step", daemon=True)
+        built: Future[Engine] = Future()
+        self._thread = threading.Thread(
+            target=self._build_and_run, args=(build, built), name="hearth-step", daemon=True
+        )
         self._thread.start()
+        self.engine = built.result()
 
     def add(self, request: Request, outbox: Outbox) -> None:
         """Start a request; where the engine broke or was closed, `Failed` is all that it gets."""
@@ -83,10 +92,19 @@ class StepLoop:
         if threading.current_thread() is not self._thread:  # where garbage is collected is anyone's guess
             self._thread.join()
 
-    def _run(self) -> None:
+    def _build_and_run(self, build: Callable[[], Engine], built: Future[Engine]) -> None:
         try:
-            while self._take_commands():
-                for output in self.engine.step():
+            engine = build()
+        except BaseException as error:
+            built.set_exception(error)
+            return
+        built.set_result(engine)
+        self._run(engine)
+
+    def _run(self, engine: Engine) -> None:
+        try:
+            while self._take_commands(engine):
+                for output in engine.step():
                     self._deliver(output)
             self._fail_all(_closed())
         except Exception as error:
@@ -94,16 +112,16 @@ class StepLoop:
             self._fail_all(error)
             self._refuse_commands(error)
 
-    def _take_commands(self) -> bool:
+    def _take_commands(self, engine: Engine) -> bool:
         """Carry out what was posted, sleeping while the engine is idle; False once it should stop."""
-        while not self.engine.has_work or not self._inbox.empty():
+        while not engine.has_work or not self._inbox.empty():
             match self._inbox.get():
                 case _Add(request, outbox):
                     self._outboxes[request.request_id] = outbox
-                    self.engine.add(request)
+                    engine.add(request)
                 case _Cancel(request_id):
                     self._outboxes.pop(request_id, None)
-                    self.engine.cancel(request_id)
+                    engine.cancel(request_id)
                 case _Stop():
                     return False
         return True

@@ -9,7 +9,7 @@ from hearth.kernels.jit import runs_triton, tl, triton
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor) -> None:
     """`out = x @ weight.T + bias` for x [rows, k] and weight [n, k]."""
-    rows = len(x)
+    rows = x.shape[0]
     if rows <= MAX_SKINNY_ROWS and runs_triton(x) and x.dtype != torch.float32:
         skinny_linear_triton(x, weight, bias, out=out)
     elif rows in FLIPPED_ROWS and x.is_cpu:
@@ -27,8 +27,8 @@ def linear_reference(
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-#: Where a CPU's library is faster with the factors swapped, by up to two thirds.
-FLIPPED_ROWS = range(9, 97)
+#: Where a CPU's library (OpenBLAS) is faster with the factors swapped: 1.4 times at 16 rows, 1.05 at 64.
+FLIPPED_ROWS = range(9, 65)
 
 
 def flipped_linear(

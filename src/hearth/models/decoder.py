@@ -9,6 +9,8 @@ output enters the last, and what lies between may run elsewhere. No batching, no
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from hearth.kernels.activation import activate
@@ -37,7 +39,8 @@ class Decoder:
     ) -> None:
         self.arch = arch
         self.layers = range(arch.num_layers) if layers is None else layers
-        self.workspace = workspace
+        # Kept, because all layers of a step ask for the same.
+        self._cut = lru_cache(maxsize=4)(workspace.cut)
         self._cos_sin = cos_sin
         self._heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
         self.rebind(weights)
@@ -49,16 +52,16 @@ class Decoder:
 
     def embed(self, step: StepInputs) -> torch.Tensor:
         """Hidden states before the first layer."""
-        ws, weights, rows = self.workspace, self.weights, len(step.tokens)
+        weights, ws = self.weights, self._cut(step.tokens.shape[0])
         assert weights.embed is not None, f"no embedding before layer {self.layers.start}"
-        hidden = ws.residual[:rows]
-        embedded = hidden if weights.embed_in is None else ws.embedded[:rows]
+        hidden = ws.residual
+        embedded = hidden if weights.embed_in is None else ws.embedded
         torch.index_select(weights.embed, 0, step.tokens, out=embedded)
         if weights.embed_in is not None:
             linear(embedded, weights.embed_in, None, out=hidden)
         if weights.positions is not None and self.arch.position_offset is not None:
             table = weights.positions[self.arch.position_offset :]
-            hidden.add_(torch.index_select(table, 0, step.rows.positions, out=ws.normed[:rows]))
+            hidden.add_(torch.index_select(table, 0, step.rows.positions, out=ws.normed))
         return hidden
 
     def run(self, hidden: torch.Tensor, step: StepInputs, kv: torch.Tensor) -> torch.Tensor:
@@ -80,20 +83,20 @@ class Decoder:
 
     def project(self, weights: LayerWeights, normed: torch.Tensor) -> torch.Tensor:
         """Fused q, k and v, as the projections leave them."""
-        return self._linear(normed, weights.qkv, self.workspace.qkv)
+        return _linear(normed, weights.qkv, self._cut(normed.shape[0]).qkv)
 
     def attend(
         self, layer: int, weights: LayerWeights, qkv: torch.Tensor, step: StepInputs, kv: torch.Tensor
     ) -> torch.Tensor:
         """Attention's output for each row; rotates q and k and writes k and v to this layer's `kv`."""
-        ws, heads, window, norms = self.workspace, self._heads, self.arch.windows[layer], None
+        ws, heads, window, norms = self._cut(qkv.shape[0]), self._heads, self.arch.windows[layer], None
         if weights.q_norm is not None and weights.k_norm is not None:
             norms = HeadNorms(weights.q_norm, weights.k_norm, self.arch.norm_eps)
         rotate_and_store(qkv, heads, step.rows, kv, cos_sin=self._cos_sin, norms=norms)
-        out = ws.attended[: len(qkv)]
-        if num_decode := len(step.decode_rows.positions):
+        out, rows = ws.attended, step.decode_rows
+        if num_decode := rows.positions.shape[0]:
             q, decoded = qkv[:num_decode], out[:num_decode]
-            decode_attention(q, heads, step.decode_rows, kv, window=window, scratch=ws.scratch, out=decoded)
+            decode_attention(q, heads, rows, kv, window=window, scratch=ws.scratch, out=decoded)
         if step.spans:
             spans, begins = step.spans, step.span_begins
             return prefill_attention(qkv, heads, step.rows, spans, begins, kv, window=window, out=out)
@@ -103,8 +106,8 @@ class Decoder:
         self, weights: LayerWeights, residual: torch.Tensor, normed: torch.Tensor, attended: torch.Tensor
     ) -> torch.Tensor | None:
         """Output projection and MLP: the next delta, or None where it is in the residual already."""
-        ws, arch = self.workspace, self.arch
-        delta = self._linear(attended, weights.o, ws.delta)
+        arch, ws = self.arch, self._cut(attended.shape[0])
+        delta = _linear(attended, weights.o, ws.delta)
         match arch.residual:
             case Residual.PRE:
                 return self._mlp(weights, self._norm(weights.mlp_norm, delta, residual), ws.delta)
@@ -119,17 +122,16 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 logits of each row, given the hidden states behind the last layer."""
-        ws, weights, rows = self.workspace, self.weights, len(hidden)
+        weights, ws = self.weights, self._cut(hidden.shape[0])
         assert weights.head is not None, f"no head behind layer {self.layers.stop - 1}"
         if weights.final_norm is not None:
             hidden = self._norm(weights.final_norm, None, hidden)
         if weights.embed_out is not None:
-            linear(hidden, weights.embed_out, None, out=ws.head_in[:rows])
-            hidden = ws.head_in[:rows]
-        logits = ws.logits[:rows]
-        out = logits if hidden.dtype == torch.float32 else ws.head_out[:rows]
+            linear(hidden, weights.embed_out, None, out=ws.head_in)
+            hidden = ws.head_in
+        out = ws.logits if hidden.dtype == torch.float32 else ws.head_out
         linear(hidden, weights.head, None, out=out)
-        return logits if out is logits else logits.copy_(out)
+        return out if out is ws.logits else ws.logits.copy_(out)
 
     def _enter(
         self, weights: LayerWeights, residual: torch.Tensor, delta: torch.Tensor | None
@@ -142,23 +144,18 @@ class Decoder:
         self, rows: torch.Tensor, residual: torch.Tensor, normed: torch.Tensor, attended: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Behind the last attention nobody reads the other rows, so nothing more is computed for them."""
-        ws, count = self.workspace, len(rows)
+        ws = self._cut(rows.shape[0])
         return (
-            torch.index_select(residual, 0, rows, out=ws.kept_residual[:count]),
-            torch.index_select(normed, 0, rows, out=ws.kept_normed[:count]),
-            torch.index_select(attended, 0, rows, out=ws.kept_attended[:count]),
+            torch.index_select(residual, 0, rows, out=ws.kept_residual),
+            torch.index_select(normed, 0, rows, out=ws.kept_normed),
+            torch.index_select(attended, 0, rows, out=ws.kept_attended),
         )
 
     def _mlp(self, weights: LayerWeights, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        up = self._linear(x, weights.up, self.workspace.up)
-        activated = self.workspace.activated[: len(x)]
-        activate(up, self.arch.activation, gated=self.arch.gated, out=activated)
-        return self._linear(activated, weights.down, out)
-
-    def _linear(self, x: torch.Tensor, weights: Linear, out: torch.Tensor) -> torch.Tensor:
-        out = out[: len(x)]
-        linear(x, weights.weight, weights.bias, out=out)
-        return out
+        ws = self._cut(x.shape[0])
+        up = _linear(x, weights.up, ws.up)
+        activate(up, self.arch.activation, gated=self.arch.gated, out=ws.activated)
+        return _linear(ws.activated, weights.down, out)
 
     def _norm(
         self,
@@ -168,7 +165,12 @@ class Decoder:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert weights is not None, "this architecture has no such norm"
-        out = self.workspace.normed[: len(residual)] if out is None else out
+        out = self._cut(residual.shape[0]).normed if out is None else out
         is_rms = self.arch.norm is Norm.RMS
         add_norm(delta, residual, weights.weight, weights.bias, self.arch.norm_eps, is_rms=is_rms, out=out)
         return out
+
+
+def _linear(x: torch.Tensor, weights: Linear, out: torch.Tensor) -> torch.Tensor:
+    linear(x, weights.weight, weights.bias, out=out)
+    return out

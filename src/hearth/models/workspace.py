@@ -7,7 +7,7 @@ are not part of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from math import prod
 
 import torch
@@ -45,6 +45,11 @@ class Workspace:
     head_out: torch.Tensor  #: [samples, vocab] in the model's dtype
     logits: torch.Tensor  #: the same in float32
     scratch: SplitScratch
+
+    def cut(self, rows: int) -> Workspace:
+        """The same buffers, each with just so many rows, or all that it has."""
+        names = [f.name for f in fields(self) if f.name != "scratch"]
+        return replace(self, **{name: getattr(self, name)[:rows] for name in names})
 
     @staticmethod
     def num_bytes(arch: Arch, dtype: torch.dtype, size: StepSize) -> int:
