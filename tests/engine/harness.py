@@ -17,6 +17,7 @@ from hearth.models.families import read_arch
 from hearth.models.layout import DTYPES, layout_of
 from hearth.models.pack import pack
 from hearth.models.weights import bind, contiguous_slots
+from hearth.policy.plan import Admission, StepPlan
 from hearth.types import FinishReason, RequestId, SamplingParams
 from tests.models.zoo import build
 
@@ -76,6 +77,20 @@ def ask(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams
             answer.finish_reason = output.finish_reason
     engine.batcher.check()
     return list(answers.values())
+
+
+def admissions_of(engine: Engine) -> list[Admission]:
+    """Fills up as the engine plans: who took a slot, in order."""
+    admissions: list[Admission] = []
+    plan = engine.batcher.plan
+
+    def watched_plan() -> StepPlan | None:
+        made = plan()
+        admissions.extend(made.admissions if made else ())
+        return made
+
+    engine.batcher.plan = watched_plan  # type: ignore[method-assign] # the only way to look on
+    return admissions
 
 
 def greedy(max_tokens: int = 12) -> SamplingParams:

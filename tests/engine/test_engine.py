@@ -9,7 +9,16 @@ import torch
 
 from hearth.errors import BadPrompt, BadSampling, PromptTooLong
 from hearth.types import FinishReason, RequestId, SamplingParams
-from tests.engine.harness import ROOMY, ask, assert_greedy, engine_for, greedy, kv_bytes, prompts_for
+from tests.engine.harness import (
+    ROOMY,
+    admissions_of,
+    ask,
+    assert_greedy,
+    engine_for,
+    greedy,
+    kv_bytes,
+    prompts_for,
+)
 from tests.models.zoo import VARIANTS, build
 
 LENGTHS = [1, 3, 4, 5, 17, 30]
@@ -52,15 +61,7 @@ def test_preempted_requests_come_back_with_the_best_tokens(name: str) -> None:
     asked = prompts(name)
     config = replace(ROOMY, max_batch_tokens=16, kv_bytes=kv_bytes(engine_for(name), 14))
     engine = engine_for(name, config)
-    admissions: list[RequestId] = []
-    plan = engine.batcher.plan
-
-    def watched_plan() -> object:
-        made = plan()
-        admissions.extend(a.request_id for a in (made.admissions if made else ()))
-        return made
-
-    engine.batcher.plan = watched_plan  # type: ignore[method-assign]
+    admissions = admissions_of(engine)
     answers = ask(engine, asked, greedy())
 
     assert len(admissions) > len(asked), "nothing was preempted"
@@ -74,18 +75,10 @@ def test_prefix_hits_give_the_best_tokens(name: str) -> None:
     (shared,) = prompts(name, [16])
     tails = prompts(name, [1, 5, 9], seed=1)
     ask(engine, [shared + tails[0]], greedy())
-    seen: list[int] = []
-    plan = engine.batcher.plan
-
-    def watched_plan() -> object:
-        made = plan()
-        seen.extend(a.num_cached_tokens for a in (made.admissions if made else ()))
-        return made
-
-    engine.batcher.plan = watched_plan  # type: ignore[method-assign]
+    admissions = admissions_of(engine)
     answers = ask(engine, [shared + tail for tail in tails], greedy())
 
-    assert seen == [16, 16, 16]
+    assert [admission.num_cached_tokens for admission in admissions] == [16, 16, 16]
     for tail, answer in zip(tails, answers, strict=True):
         assert_greedy(name, shared + tail, answer.tokens)
 
