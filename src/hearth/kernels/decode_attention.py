@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from hearth.kernels.jit import runs_triton, tl, triton
-from hearth.kernels.paged import Heads, PagedRows
+from hearth.kernels.paged import Heads, PagedRows, load_tile
 
 _LOG2E = 1.4426950408889634
 
@@ -171,18 +171,12 @@ def _decode_attention_kernel(
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
     for at in range(first, last, BLOCK_N):
         token = at + tl.arange(0, BLOCK_N)
-        in_context = token < last
-        block = tl.load(row_table + token // BLOCK_TOKENS, in_context, other=0).to(tl.int64)
-        unit = block * kv_stride + (token % BLOCK_TOKENS) * (NUM_KV * DIM) + kv_head * DIM
-        in_tile = in_context[:, None] & in_dim[None, :]
-        k = tl.load(kv + unit[:, None] + dim[None, :], in_tile, other=0.0)
-        v_unit = unit + BLOCK_TOKENS * NUM_KV * DIM
-        v = tl.load(kv + v_unit[:, None] + dim[None, :], in_tile, other=0.0)
+        k, v = load_tile(kv, kv_stride, row_table, token, last, kv_head, dim, NUM_KV, DIM, BLOCK_TOKENS)
         if GROUP == 1:
             score = tl.sum(k.to(tl.float32) * q.to(tl.float32), 1)[None, :] * scale
         else:
             score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        score = tl.where(in_context[None, :], score, -float("inf"))
+        score = tl.where((token < last)[None, :], score, -float("inf"))
         new_best = tl.maximum(best, tl.max(score, 1))
         shrink = tl.exp2(best - new_best)
         p = tl.exp2(score - new_best[:, None])

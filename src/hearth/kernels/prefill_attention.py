@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hearth.kernels.jit import runs_triton, tl, triton
-from hearth.kernels.paged import Heads, PagedRows
+from hearth.kernels.paged import Heads, PagedRows, load_tile
 
 _LOG2E = 1.4426950408889634
 
@@ -204,13 +204,7 @@ def _prefill_attention_kernel(
     acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
     for at in range(first, end, BLOCK_N):
         token = at + tl.arange(0, BLOCK_N)
-        in_context = token < end
-        block = tl.load(row_table + token // BLOCK_TOKENS, in_context, other=0).to(tl.int64)
-        unit = block * kv_stride + (token % BLOCK_TOKENS) * (NUM_KV * DIM) + kv_head * DIM
-        in_tile = in_context[:, None] & in_dim[None, :]
-        k = tl.load(kv + unit[:, None] + dim[None, :], in_tile, other=0.0)
-        v_unit = unit + BLOCK_TOKENS * NUM_KV * DIM
-        v = tl.load(kv + v_unit[:, None] + dim[None, :], in_tile, other=0.0)
+        k, v = load_tile(kv, kv_stride, row_table, token, end, kv_head, dim, NUM_KV, DIM, BLOCK_TOKENS)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         seen = token[None, :] <= position[:, None]
         if WINDOW > 0:
