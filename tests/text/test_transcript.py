@@ -105,3 +105,23 @@ def test_the_last_token_of_min_tokens_is_no_exception(tokenizer: Tokenizer) -> N
     pieces = read(tokenizer, ids, SamplingParams(stop=";", min_tokens=len(ids)), last=LENGTH)
 
     assert (text_of(pieces), pieces[-1].finish_reason) == ("z;", LENGTH)
+
+
+def test_a_stop_string_may_begin_before_min_tokens_and_end_after(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("stop it, stop it")
+    num_before = next(at for at in range(1, len(ids)) if "it" in tokenizer.decode(ids[:at])) - 1
+    params = SamplingParams(stop=["stop it"], min_tokens=num_before)
+
+    pieces = read(tokenizer, ids, params)
+
+    assert (text_of(pieces), pieces[-1].finish_reason) == ("", STOP)
+
+
+def test_a_stop_string_within_min_tokens_does_not_count(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("stop it, stop it")
+    num_first = next(at for at in range(1, len(ids)) if "it" in tokenizer.decode(ids[:at]))
+    params = SamplingParams(stop=["stop it"], min_tokens=num_first)
+
+    pieces = read(tokenizer, ids, params)
+
+    assert (text_of(pieces), pieces[-1].finish_reason) == ("stop it, ", STOP)

@@ -34,14 +34,21 @@ class StopStrings:
         if span := self._first_stop(text):
             self._held, self._is_stopped = "", True
             return StopMatch(text[: span.stop if self._include else span.start], stopped=True)
-        num_safe = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[num_safe:]
-        return StopMatch(text[:num_safe], stopped=False)
+        return StopMatch(self._hold_back(text), stopped=False)
+
+    def skip(self, text: str) -> str:
+        """Text in which no stop string counts, though one may begin; returns what is safe to send."""
+        return self._hold_back(self._held + text)
 
     def flush(self) -> str:
         """What was held back, at the end of the output; empty after a stop."""
         held, self._held = self._held, ""
         return held
+
+    def _hold_back(self, text: str) -> str:
+        num_safe = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[num_safe:]
+        return text[:num_safe]
 
     def _first_stop(self, text: str) -> range | None:
         starts = [(text.find(stop), len(stop)) for stop in self._stops]

@@ -36,8 +36,10 @@ class Transcript:
         if finish_reason is not None:
             text += self._detokenizer.flush()
         if self._num_tokens <= self._min_tokens:
-            return Piece(text, finish_reason)
-        match = self._stops.push(text)
-        if match.stopped:
-            return Piece(match.text, FinishReason.STOP)
-        return Piece(match.text + (self._stops.flush() if finish_reason is not None else ""), finish_reason)
+            safe = self._stops.skip(text)
+        else:
+            match = self._stops.push(text)
+            if match.stopped:
+                return Piece(match.text, FinishReason.STOP)
+            safe = match.text
+        return Piece(safe + (self._stops.flush() if finish_reason is not None else ""), finish_reason)
