@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -565,6 +566,17 @@ def test_prompts_may_come_from_a_generator(llm: LLM) -> None:
 def test_what_is_no_prompt_is_refused(llm: LLM, prompt: object) -> None:
     with pytest.raises(BadPrompt, match="a prompt is text or a list of token ids"):
         llm.generate(prompt, greedy())  # type: ignore[arg-type] # the point of the test
+
+
+def test_closing_lets_the_engine_and_its_memory_go() -> None:
+    llm = LLM.over(engine_for("llama-gqa"), None)
+    llm.generate([[1, 2, 3]], greedy())
+    engine = weakref.ref(llm.engine)
+
+    llm.close()
+    gc.collect()
+
+    assert engine() is None
 
 
 def test_use_after_closing_is_an_error_and_closing_twice_is_not(directory: Path) -> None:

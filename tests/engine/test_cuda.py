@@ -99,8 +99,7 @@ def test_a_full_batch_has_a_graph_of_its_own() -> None:
     assert (graphs.sizes, graphs.size_for(5), graphs.size_for(7)) == ((1, 2, 4, 6), 6, None)
 
 
-def test_one_model_after_another_finds_the_memory_free() -> None:
-    """KV takes what is left of the device, so what the first one had must be given back."""
+def test_models_follow_each_other_in_one_process() -> None:
     _, directory = build("llama-gqa")
     for _ in range(2):
         with LLM(directory, device="cuda", skip_tokenizer=True) as llm:
