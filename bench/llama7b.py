@@ -48,8 +48,8 @@ def new_engine(config: EngineConfig, *, seed: int | None) -> Engine:
             else:
                 tensor.normal_(std=0.02, generator=generator)
     weights = bind(ARCH, LAYOUT, contiguous_slots(LAYOUT, base))
-    spec = ModelSpec(ARCH, torch.bfloat16, ARCH.max_positions, frozenset())
-    return assemble(spec, weights, config, device)
+    model = ModelSpec(ARCH, torch.bfloat16, ARCH.max_positions, frozenset())
+    return assemble(model, weights, config, device)
 
 
 def new_tokenizer(directory: Path) -> Tokenizer:

@@ -12,11 +12,16 @@ from types import ModuleType
 
 import pytest
 import torch
+from rich.console import Console
 
 from hearth import cli
-from hearth.config import EngineConfig
+from hearth.config import EngineConfig, StoreConfig
 from hearth.errors import DeviceError
-from hearth.types import FinishReason, SamplingParams
+from hearth.store.manifest import read_manifest
+from hearth.store.record import LoadRecord, RungUse
+from hearth.types import FinishReason, Rung, SamplingParams
+from tests.models.zoo import build
+from tests.store.gguf_files import write_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +75,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     class FakeLLM:
         has_chat_template = True
 
-        def __init__(self, path: Path, *, device: str, dtype: str, engine: EngineConfig) -> None:
-            calls.made = {"path": path, "device": device, "dtype": dtype, "engine": engine}
+        def __init__(
+            self, path: str, *, device: str, dtype: str, engine: EngineConfig, store: StoreConfig
+        ) -> None:
+            calls.made = {"path": path, "device": device, "dtype": dtype, "engine": engine, "store": store}
+
+        def wait_loaded(self) -> LoadRecord:
+            use = RungUse(num_chunks=2, num_bytes=30 << 20, seconds=0.5)
+            return LoadRecord("m", 30 << 20, {Rung.DISK: use}, 0.1, 0.1, 0.1, 0.1, 0.5, 0)
 
         def __enter__(self) -> FakeLLM:
             return self
@@ -110,7 +121,7 @@ def test_help_teaches_and_does_not_import_torch() -> None:
 def test_a_command_without_arguments_shows_its_commands(hearth: Hearth) -> None:
     shown = hearth("--help")
     assert shown.code == 0
-    assert all(name in shown.out for name in ("run", "show", "doctor", "config"))
+    assert all(name in shown.out for name in ("run", "convert", "verify", "show", "doctor", "config"))
 
 
 def test_version_is_one_line(hearth: Hearth) -> None:
@@ -146,12 +157,14 @@ def test_run_hands_its_flags_on(hearth: Hearth, calls: Calls, tmp_path: Path) ->
     config = tmp_path / "hearth.toml"
     config.write_text("[engine]\nmax_seqs = 2\nblock_tokens = 32\n", encoding="utf-8")
     flags = "--device cpu --dtype float32 --max-tokens 5 --temperature 0 --seed 3 --set engine.max_seqs=4"
-    hearth("run", str(tmp_path), "hi", *flags.split(), "--config", str(config))
+    store = "--set store.disk_bytes=1GiB"
+    hearth("run", str(tmp_path), "hi", *flags.split(), *store.split(), "--config", str(config))
     assert calls.made == {
-        "path": tmp_path,
+        "path": str(tmp_path),
         "device": "cpu",
         "dtype": "float32",
         "engine": EngineConfig(max_seqs=4, block_tokens=32),
+        "store": StoreConfig(disk_bytes=1 << 30),
     }
     assert calls.params == SamplingParams(max_tokens=5, temperature=0.0, seed=3)
 
@@ -160,14 +173,27 @@ def test_run_json_is_one_object_with_times(hearth: Hearth, calls: Calls, tmp_pat
     answer = json.loads(hearth("run", str(tmp_path), "hi", "--json").out)
     assert (answer["text"], answer["token_ids"], answer["finish_reason"]) == ("hello", [7, 8, 9], "stop")
     assert 0 < answer["first_token_s"] <= answer["total_s"]
+    assert answer["load"]["rungs"]["disk"]["num_bytes"] == 30 << 20
 
 
-@pytest.mark.parametrize("command", [("run", "nowhere", "hi"), ("show", "nowhere")])
+def test_run_tells_where_the_model_came_from(hearth: Hearth, calls: Calls, tmp_path: Path) -> None:
+    assert "loaded in 0.50 s (0.03 GB from disk)" in hearth("run", str(tmp_path), "hi").err
+
+
+def test_run_takes_a_url(hearth: Hearth, calls: Calls) -> None:
+    assert hearth("run", "s3://bucket/model", "hi").code == 0
+    assert calls.made["path"] == "s3://bucket/model"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("run", "nowhere", "hi"), ("show", "nowhere"), ("convert", "nowhere", "m"), ("verify", "nowhere")],
+)
 def test_a_missing_model_is_one_line_and_exit_code_2(hearth: Hearth, command: tuple[str, ...]) -> None:
     shown = hearth(*command)
     assert (shown.code, shown.out) == (2, "")
     assert shown.err == (
-        "hearth: no model directory at `nowhere`; name the folder that holds its `config.json`\n"
+        "hearth: no model at `nowhere`; name the directory that holds its files, or a GGUF file\n"
     )
 
 
@@ -264,7 +290,160 @@ def test_an_interrupt_exits_130_without_a_traceback(hearth: Hearth, monkeypatch:
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "load", interrupt)
+    monkeypatch.setattr("hearth.cli.console.load", interrupt)
     shown = hearth("config")
     assert (shown.code, shown.out) == (130, "")
     assert "Traceback" not in shown.err
+
+
+@pytest.fixture
+def source() -> str:
+    return str(build("llama-gqa").directory)
+
+
+@pytest.fixture
+def model(hearth: Hearth, source: str, tmp_path: Path) -> Path:
+    hearth("convert", source, str(tmp_path / "m"))
+    return tmp_path / "m"
+
+
+def test_convert_says_what_it_wrote(hearth: Hearth, source: str, tmp_path: Path) -> None:
+    shown = hearth("convert", source, str(tmp_path / "m"))
+
+    assert (shown.code, shown.err) == (0, "")
+    assert shown.out.startswith(f"wrote {tmp_path / 'm'}: 516,096 bytes in 1 chunks, ")
+    assert shown.out.endswith(" GB/s\n")
+    assert read_manifest(tmp_path / "m").num_bytes == 516096
+
+
+def test_convert_follows_its_flags(hearth: Hearth, source: str, tmp_path: Path) -> None:
+    flags = "--dtype bfloat16 --quant int8 --json"
+
+    facts = json.loads(hearth("convert", source, str(tmp_path / "m"), *flags.split()).out)
+
+    manifest = read_manifest(tmp_path / "m")
+    assert (manifest.dtype, manifest.quant) == (facts["dtype"], facts["quant"]) == ("bfloat16", "int8")
+    assert (facts["digest"], facts["num_bytes"]) == (manifest.digest, manifest.num_bytes)
+
+
+def test_convert_replaces_a_model_only_by_force(hearth: Hearth, source: str, model: Path) -> None:
+    refused = hearth("convert", source, str(model), "--dtype", "float16")
+    forced = hearth("convert", source, str(model), "--dtype", "float16", "--force")
+
+    assert (refused.code, refused.out, refused.err.count("\n")) == (1, "", 1)
+    assert "`--force`" in refused.err
+    assert (forced.code, read_manifest(model).dtype) == (0, "float16")
+
+
+def test_convert_of_something_else_is_wrong_input(hearth: Hearth, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("a text")
+
+    shown = hearth("convert", str(tmp_path / "notes.txt"), str(tmp_path / "m"))
+
+    assert (shown.code, shown.out) == (2, "")
+    assert "Hugging Face directory" in shown.err
+
+
+def test_an_interrupted_convert_leaves_nothing(
+    hearth: Hearth, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+
+    shown = hearth("convert", source, str(tmp_path / "m"))
+
+    assert (shown.code, shown.out) == (130, "")
+    assert shown.err.replace("\n", "") == f"hearth: interrupted, nothing was written to `{tmp_path / 'm'}`"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_convert_shows_a_bar_on_a_terminal_only(
+    hearth: Hearth, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr("hearth.cli.models.err", Console(file=terminal, force_terminal=True, width=120))
+
+    hearth("convert", source, str(tmp_path / "m"))
+
+    assert f"converting {Path(source).name}" in terminal.getvalue()
+    assert "516.1/516.1 kB" in terminal.getvalue()
+
+
+def test_verify_finds_a_whole_model_whole(hearth: Hearth, model: Path) -> None:
+    shown = hearth("verify", str(model))
+
+    assert shown.code == 0
+    assert shown.out.startswith(f"{model} is whole: 516,096 bytes in 1 chunks, ")
+
+
+def _damage(model: Path) -> None:
+    weights = bytearray((model / "weights.bin").read_bytes())
+    weights[7] ^= 1
+    (model / "weights.bin").write_bytes(weights)
+    (model / "generation_config.json").unlink()
+
+
+def test_verify_names_what_is_damaged(hearth: Hearth, model: Path) -> None:
+    _damage(model)
+
+    shown = hearth("verify", str(model))
+
+    chunk, file, advice = shown.out.splitlines()
+    assert shown.code == 1
+    assert chunk.startswith("chunk 0: its hash is ")
+    assert "tensors in it: embed.weight, layers.0.attn_norm.weight, " in chunk
+    assert file == "generation_config.json: cannot be read: No such file or directory"
+    assert advice == f"{model} is damaged: convert the model again"
+
+
+def test_verify_json_lists_what_is_damaged(hearth: Hearth, model: Path) -> None:
+    _damage(model)
+
+    shown = hearth("verify", str(model), "--json")
+
+    report = json.loads(shown.out)
+    assert (shown.code, report["is_whole"]) == (1, False)
+    assert (report["bad"][0]["index"], report["bad"][1]["name"]) == (0, "generation_config.json")
+
+
+def test_verify_of_what_is_no_model_is_wrong_input(hearth: Hearth, source: str) -> None:
+    shown = hearth("verify", source)
+
+    assert (shown.code, shown.out) == (2, "")
+    assert "no manifest.json" in shown.err
+
+
+def test_show_json_describes_a_converted_model(hearth: Hearth, source: str, model: Path) -> None:
+    facts = json.loads(hearth("show", str(model), "--json").out)
+
+    of_source = json.loads(hearth("show", source, "--json").out)
+    assert facts["num_parameters"] == of_source["num_parameters"]
+    assert (facts["family"], facts["dtype"], facts["quant"]) == ("llama", "float32", "none")
+    assert (facts["num_bytes"], facts["num_chunks"], len(facts["layer_bytes"])) == (516096, 1, 3)
+    assert facts["digest"] == read_manifest(model).digest
+
+
+def test_show_prints_layers_and_chunks_of_a_converted_model(hearth: Hearth, model: Path) -> None:
+    shown = hearth("show", str(model))
+
+    assert "516,096" in shown.out
+    assert "3 x 143,360" in shown.out
+    assert read_manifest(model).digest in shown.out
+
+
+def test_show_reads_a_gguf_file(hearth: Hearth, source: str, tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", build("llama-gqa").model)
+
+    facts = json.loads(hearth("show", str(path), "--json").out)
+
+    assert facts == json.loads(hearth("show", source, "--json").out)
+
+
+def test_show_does_not_count_scales_as_parameters(hearth: Hearth, source: str, tmp_path: Path) -> None:
+    hearth("convert", source, str(tmp_path / "m"), "--quant", "int8")
+
+    facts = json.loads(hearth("show", str(tmp_path / "m"), "--json").out)
+
+    assert facts["num_parameters"] == json.loads(hearth("show", source, "--json").out)["num_parameters"]

@@ -36,8 +36,9 @@ ARROWS: dict[str, set[str]] = {
     "api": BASE | {"config", "control"},
     "sim": BASE | {"config", "policy", "snapshot"},
     "doctor": BASE | {"kernels"},
-    "llm": COMPOSITION,
-    "cli": COMPOSITION | {"doctor", "llm"},
+    "offline": COMPOSITION,
+    "llm": COMPOSITION | {"offline"},
+    "cli": COMPOSITION | {"doctor", "llm", "offline"},
     "__init__": BASE | {"llm"},
 }
 

@@ -47,6 +47,16 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreConfig:
+    path: str = "~/.cache/hearth"  #: where models and chunks from object storage are kept on disk
+    disk_bytes: Annotated[int | None, Limits(0)] = None  #: the most they may take there; None: no quota
+    host_bytes: Annotated[int, Limits(16 << 20)] = 1 << 30  #: host memory for chunks, pinned for CUDA
+
+    def __post_init__(self) -> None:
+        _settle(self, "store")
+
+
+@dataclass(frozen=True, slots=True)
 class LogConfig:
     level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -57,6 +67,7 @@ class LogConfig:
 @dataclass(frozen=True, slots=True)
 class HearthConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
 

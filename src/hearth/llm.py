@@ -15,19 +15,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import torch
 from rich.progress import track
 
-from hearth.config import EngineConfig
-from hearth.engine.assemble import ModelSpec, allocate, assemble
+from hearth.config import EngineConfig, StoreConfig
 from hearth.engine.engine import Engine, Output
 from hearth.engine.loop import Failed, Outbox, StepLoop
-from hearth.errors import BadPrompt, BadSampling, DeviceError, EngineFailed, ModelError
-from hearth.models.families import read_arch
-from hearth.models.layout import DTYPES, layout_of
-from hearth.models.pack import checkpoint_dtype, pack
-from hearth.models.weights import bind, contiguous_slots
+from hearth.errors import BadPrompt, BadSampling, EngineFailed
+from hearth.offline import Opening, Wishes, open_model
 from hearth.policy.plan import Request
+from hearth.store.record import LoadRecord
+from hearth.store.tiers import Tiers
 from hearth.text.chat import Message
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import Transcript
@@ -66,52 +63,47 @@ class LLM:
         dtype: str = "auto",
         max_context: int | None = None,
         engine: EngineConfig | None = None,
+        store: StoreConfig | Tiers | None = None,
         skip_tokenizer: bool = False,
     ) -> None:
-        """Load the Hugging Face directory at `path`.
+        """Open a converted model (a directory or a URL), a Hugging Face directory or a GGUF file.
 
+        A converted model is loaded in the background: requests are answered behind it, and fail with it.
         `max_context` defaults to what the model was made for. With `skip_tokenizer` prompts are token ids,
-        completions have no text and generation does not stop by itself.
+        completions have no text and generation does not stop by itself. Tiers that are given are shared and
+        stay open.
         """
-        directory = Path(path)
-        if not directory.is_dir():
-            raise ModelError(
-                f"no model directory at `{directory}`; name the folder that holds its `config.json`"
-            )
-        arch = read_arch(directory)
-        tokenizer = None if skip_tokenizer else Tokenizer.load(directory)
-        target = _device(device)
-        layout = layout_of(arch, _dtype(dtype, target, directory))
-        spec = ModelSpec(
-            arch=arch,
-            dtype=DTYPES[layout.tensors[0].dtype],
-            max_context=_context(max_context, arch.max_positions),
-            eos_ids=frozenset() if tokenizer is None else tokenizer.eos_ids,
-        )
-
-        def build() -> Engine:
-            if target.type == "cuda":
-                torch.cuda.empty_cache()  # what an LLM before this one has left counts as free
-            base = allocate(layout.num_bytes, target, "weights", "use a smaller model or a narrower dtype")
-            pack(directory, arch, layout, base)
-            weights = bind(arch, layout, contiguous_slots(layout, base))
-            return assemble(spec, weights, engine or EngineConfig(), target)
-
-        self._open(build, tokenizer)
+        wishes = Wishes(device, dtype, max_context, skip_tokenizer, engine or EngineConfig())
+        opening = open_model(path, wishes, store or StoreConfig())
+        try:
+            self._open(opening.build, opening.tokenizer, opening)
+        except BaseException:
+            opening.close()
+            raise
 
     @classmethod
     def over(cls, engine: Engine, tokenizer: Tokenizer | None) -> Self:
         """An LLM over an engine that was assembled elsewhere, which it then owns."""
         llm = cls.__new__(cls)
-        llm._open(lambda: engine, tokenizer)
+        llm._open(lambda: engine, tokenizer, None)
         return llm
 
-    def _open(self, build: Callable[[], Engine], tokenizer: Tokenizer | None) -> None:
+    def _open(
+        self, build: Callable[[], Engine], tokenizer: Tokenizer | None, opening: Opening | None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._opening = opening
         self._numbers = count()
         self._open_loop: StepLoop | None = StepLoop(build)
         # The step thread holds the engine, so without this a forgotten LLM would keep its memory.
-        self._finalizer = weakref.finalize(self, self._open_loop.close)
+        self._finalizer = weakref.finalize(self, _close, self._open_loop, opening)
+
+    def wait_loaded(self) -> LoadRecord | None:
+        """Until all weights are on the device: what the load did; None if the model was not converted.
+
+        Raises StoreError where they cannot be had.
+        """
+        return None if self._opening is None else self._opening.wait()
 
     @property
     def engine(self) -> Engine:
@@ -169,7 +161,7 @@ class LLM:
     def close(self) -> None:
         """End what is live, wait for the step thread and let the memory go. Closing again is harmless."""
         self._finalizer()
-        self._open_loop = None
+        self._open_loop = self._opening = None
 
     def __enter__(self) -> Self:
         return self
@@ -261,6 +253,13 @@ class _Answer:
         return (TokenLogprobs(output.logprobs.logprob, output.logprobs.top[:wanted]),)
 
 
+def _close(loop: StepLoop, opening: Opening | None) -> None:
+    """The load goes first: the step thread may be waiting for it."""
+    if opening is not None:
+        opening.close()
+    loop.close()
+
+
 def _received(outbox: Outbox) -> Output:
     message = outbox.get()
     if isinstance(message, Failed):
@@ -294,33 +293,3 @@ def _as_params(
             f"{len(params)} sampling params for {num_prompts} prompts; give one, or one for each"
         )
     return list(params)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in ("cpu", "cuda"):
-        raise DeviceError(f"unknown device: `{name}`; supported: auto, cpu, cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("device `cuda` was asked for, but torch sees no CUDA device; use `cpu` or `auto`")
-    return torch.device(name)
-
-
-def _dtype(name: str, device: torch.device, directory: Path) -> str:
-    """`auto`: on a CPU float32, the fastest there; elsewhere the checkpoint's, but bfloat16 for float32."""
-    if name != "auto":
-        return name
-    if device.type == "cpu":
-        return "float32"
-    stored = checkpoint_dtype(directory)
-    return "bfloat16" if stored == "float32" else stored
-
-
-def _context(wanted: int | None, most: int) -> int:
-    if wanted is None:
-        return most
-    if not 1 < wanted <= most:
-        raise ModelError(
-            f"`max_context` must be from 2 to what the model was made for, {most}; given: {wanted}"
-        )
-    return wanted

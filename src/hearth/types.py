@@ -13,6 +13,14 @@ from hearth.errors import BadSampling
 RequestId = NewType("RequestId", str)
 
 
+class Rung(StrEnum):
+    """Where a chunk was found, nearest to the device first."""
+
+    HOST = "host"
+    DISK = "disk"
+    OBJECT = "object"
+
+
 class FinishReason(StrEnum):
     STOP = "stop"  #: a stop token, a stop string or the end-of-sequence token
     LENGTH = "length"  #: `max_tokens` or the context is used up

@@ -15,11 +15,10 @@ from hearth.engine.assemble import ModelSpec, assemble
 from hearth.engine.engine import Engine
 from hearth.models.families import read_arch
 from hearth.models.layout import DTYPES, layout_of
-from hearth.models.pack import pack
 from hearth.models.weights import bind, contiguous_slots
 from hearth.policy.plan import Admission, StepPlan
 from hearth.types import FinishReason, RequestId, SamplingParams
-from tests.models.zoo import build
+from tests.models.zoo import build, pack_directory
 
 #: DESIGN of "the same tokens": where the reference's two best logits are closer than this, either is right.
 TIE = 1e-4
@@ -48,7 +47,7 @@ def engine_for(
     arch = read_arch(directory)
     layout = layout_of(arch, dtype)
     base = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
-    pack(directory, arch, layout, base)
+    pack_directory(directory, arch, layout, base)
     weights = bind(arch, layout, contiguous_slots(layout, base))
     spec = ModelSpec(arch, DTYPES[dtype], arch.max_positions, eos_ids)
     return assemble(spec, weights, config, torch.device(device))

@@ -15,12 +15,11 @@ from hearth.models.arch import Arch, Norm, Residual
 from hearth.models.decoder import Decoder
 from hearth.models.families import read_arch
 from hearth.models.layout import layout_of
-from hearth.models.pack import pack
 from hearth.models.step import StepInputs
 from hearth.models.weights import NormWeights, bind, contiguous_slots
 from hearth.models.workspace import StepSize, Workspace
 from tests.engine.harness import prompts_for, reference_logits
-from tests.models.zoo import VARIANTS, build
+from tests.models.zoo import VARIANTS, build, pack_directory
 
 BLOCK_TOKENS = 4
 LENGTHS = [13, 1, 6]
@@ -55,7 +54,7 @@ def stage(name: str, layers: range | None = None) -> Stage:
     arch = read_arch(directory)
     layout = layout_of(arch, "float32")
     base = torch.empty(layout.num_bytes, dtype=torch.uint8)
-    pack(directory, arch, layout, base)
+    pack_directory(directory, arch, layout, base)
     chosen = range(arch.num_layers) if layers is None else layers
     others = tuple(f"layers.{i}." for i in range(arch.num_layers) if i not in chosen)
     slots = {n: slot for n, slot in contiguous_slots(layout, base).items() if not n.startswith(others)}

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,9 +9,11 @@ import torch
 
 from hearth.errors import BadCheckpoint
 from hearth.models.families import read_arch
-from hearth.models.layout import DTYPES, Layout, layout_of
+from hearth.models.layout import DTYPES, STORED_DTYPES, Layout, layout_of
 from hearth.models.pack import checkpoint_dtype, iter_tensors, pack
-from tests.models.zoo import VARIANTS, build, save, tiny
+from hearth.models.quantize import quantize
+from hearth.store.hf import open_directory, read_checkpoint
+from tests.models.zoo import VARIANTS, build, pack_directory, save, tiny
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,17 +21,19 @@ if TYPE_CHECKING:
 Tensors = dict[str, torch.Tensor]
 
 
-def _packed(directory: Path, dtype: str = "float32") -> Tensors:
+def _packed(directory: Path, dtype: str = "float32", quant: str = "none") -> Tensors:
     arch = read_arch(directory)
-    layout = layout_of(arch, dtype)
+    layout = layout_of(arch, dtype, quant)
     out = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    pack(directory, arch, layout, out)
+    pack_directory(directory, arch, layout, out)
     return _tensors(layout, out)
 
 
 def _tensors(layout: Layout, out: torch.Tensor) -> Tensors:
     return {
-        spec.name: out[spec.offset : spec.offset + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
+        spec.name: out[spec.offset : spec.offset + spec.nbytes]
+        .view(STORED_DTYPES[spec.dtype])
+        .view(spec.shape)
         for spec in layout.tensors
     }
 
@@ -145,26 +148,16 @@ def test_reads_every_stored_dtype(tmp_path: Path, dtype: str) -> None:
 
     tensors = _packed(tmp_path, dtype)
 
-    assert checkpoint_dtype(tmp_path) == dtype
+    assert checkpoint_dtype(read_checkpoint(tmp_path)) == dtype
     assert _same(tensors, _expected(model))
-
-
-def test_shards_give_the_same_bytes_as_one_file(tmp_path: Path) -> None:
-    model, whole = build("qwen2")
-    save(model, tmp_path, max_shard_size="50KB")
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
-
-    tensors = _packed(tmp_path)
-
-    assert _same(tensors, _packed(whole))
 
 
 def test_streams_tensors_in_the_layouts_order() -> None:
     directory = build("llama-gqa").directory
-    arch = read_arch(directory)
-    layout = layout_of(arch, "bfloat16")
+    with open_directory(directory) as source:
+        layout = layout_of(source.arch, "bfloat16")
 
-    packed = list(iter_tensors(directory, arch, layout))
+        packed = list(iter_tensors(source.checkpoint, source.arch, layout))
 
     assert [item.spec for item in packed] == list(layout.tensors)
     assert all(tuple(item.tensor.shape) == item.spec.shape for item in packed)
@@ -202,7 +195,7 @@ def test_quantized_tensor_is_refused_by_name_and_dtype(tmp_path: Path) -> None:
     directory = _edited("llama-gqa", tmp_path, **{"model.norm.weight": torch.zeros(64, dtype=torch.int8)})
 
     with pytest.raises(
-        BadCheckpoint, match=r"`model\.norm\.weight` is stored as I8; supported: F32, F16, BF16"
+        BadCheckpoint, match=r"`model\.norm\.weight` is stored as I8; supported: float32, float16, bfloat16"
     ):
         _packed(directory)
 
@@ -212,55 +205,59 @@ def test_checkpoint_of_integers_has_no_dtype_to_serve(tmp_path: Path) -> None:
 
     save_file({"a": torch.zeros(4, dtype=torch.int8)}, tmp_path / "model.safetensors")
 
-    with pytest.raises(BadCheckpoint, match="stored as I8; supported: F32, F16, BF16"):
-        checkpoint_dtype(tmp_path)
+    with pytest.raises(BadCheckpoint, match="stored as I8; supported: float32, float16, bfloat16"):
+        checkpoint_dtype(read_checkpoint(tmp_path))
 
 
-def test_directory_without_safetensors_says_what_it_holds(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").touch()
-
-    with pytest.raises(BadCheckpoint, match=r"holds: pytorch_model\.bin; .*\.bin files are not read"):
-        checkpoint_dtype(tmp_path)
+def test_checkpoint_without_tensors_has_no_dtype() -> None:
+    with pytest.raises(BadCheckpoint, match="holds no tensors"):
+        checkpoint_dtype({})
 
 
-@pytest.mark.parametrize("num_kept", [0, 4, 2000, -1])
-def test_truncated_file_is_named(tmp_path: Path, num_kept: int) -> None:
-    whole = (build("llama-gqa").directory / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(whole[:num_kept])
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["llama-bias", "falcon-40b", "opt-350m"])
+def test_linears_are_quantised_by_rows_and_the_rest_is_not(name: str, quant: str) -> None:
+    model, directory = build(name)
+    expected = {}
+    for key, tensor in _expected(model).items():
+        module, kind = key.split(".")[-2:]
+        is_plain = kind == "bias" or module in ("embed", "positions") or module.endswith("norm")
+        expected[key] = tensor if is_plain else quantize(tensor, quant).values
+        if not is_plain:
+            expected[key.replace("weight", "scale")] = quantize(tensor, quant).scale
 
-    with pytest.raises(BadCheckpoint, match=r"model\.safetensors` is truncated or no safetensors file"):
-        checkpoint_dtype(tmp_path)
+    tensors = _packed(directory, quant=quant)
+
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(_bits(tensors[key]), _bits(expected[key])) for key in expected)
 
 
-def test_missing_shard_is_named(tmp_path: Path) -> None:
-    save(build("qwen2").model, tmp_path, max_shard_size="50KB")
-    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
-    shard.unlink()
-
-    with pytest.raises(BadCheckpoint, match=f"names `{shard.name}`, which is not in"):
-        _packed(tmp_path)
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
-@pytest.mark.parametrize(
-    ("index", "message"),
-    [
-        ("{", "no readable `weight_map`"),
-        (json.dumps({}), "no readable `weight_map`"),
-        (json.dumps({"weight_map": ["model.safetensors"]}), "no readable `weight_map`"),
-        (json.dumps({"weight_map": {"a": "../a.safetensors"}}), "not a file beside it"),
-    ],
-)
-def test_broken_index_is_a_bad_checkpoint(tmp_path: Path, index: str, message: str) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(index)
+def test_large_weights_are_quantised_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = build("llama-gqa").directory
+    at_once = _packed(directory, quant="int8")
+    monkeypatch.setattr("hearth.models.pack.SLAB_ROWS", 7)
 
-    with pytest.raises(BadCheckpoint, match=message):
-        checkpoint_dtype(tmp_path)
+    tensors = _packed(directory, quant="int8")
+
+    assert _same(tensors, at_once)
+
+
+def test_weight_that_cannot_be_quantised_is_named(tmp_path: Path) -> None:
+    broken = torch.zeros(64, 112)
+    broken[3, 5] = float("nan")
+    directory = _edited("llama-gqa", tmp_path, **{"model.layers.1.mlp.down_proj.weight": broken})
+
+    with pytest.raises(BadCheckpoint, match=r"`layers\.1\.down\.weight` from row 0 on: .* NaN or infinity"):
+        _packed(directory, quant="int8")
 
 
 def test_buffer_of_another_size_is_our_bug() -> None:
-    directory = build("llama-gqa").directory
-    arch = read_arch(directory)
+    arch = read_arch(build("llama-gqa").directory)
     layout = layout_of(arch, "float32")
 
     with pytest.raises(AssertionError, match="num_bytes"):
-        pack(directory, arch, layout, torch.zeros(layout.num_bytes - 1, dtype=torch.uint8))
+        pack({}, arch, layout, torch.zeros(layout.num_bytes - 1, dtype=torch.uint8))

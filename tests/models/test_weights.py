@@ -6,17 +6,16 @@ import torch
 from hearth.models.arch import Arch
 from hearth.models.families import read_arch
 from hearth.models.layout import Layout, layout_of
-from hearth.models.pack import pack
 from hearth.models.weights import Slot, bind, contiguous_slots
-from tests.models.zoo import VARIANTS, build
+from tests.models.zoo import VARIANTS, build, pack_directory
 
 
-def _packed(name: str, dtype: str = "float32") -> tuple[Arch, Layout, torch.Tensor]:
+def _packed(name: str, dtype: str = "float32", quant: str = "none") -> tuple[Arch, Layout, torch.Tensor]:
     directory = build(name).directory
     arch = read_arch(directory)
-    layout = layout_of(arch, dtype)
+    layout = layout_of(arch, dtype, quant)
     base = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    pack(directory, arch, layout, base)
+    pack_directory(directory, arch, layout, base)
     return arch, layout, base
 
 
@@ -29,7 +28,7 @@ def test_binds_every_family_without_copying(name: str) -> None:
 
     start, end = base.data_ptr(), base.data_ptr() + len(base)
     assert torch.equal(weights.embed, model.get_input_embeddings().weight)
-    assert torch.equal(weights.head, model.get_output_embeddings().weight)
+    assert torch.equal(weights.head.weight, model.get_output_embeddings().weight)
     assert len(weights.layers) == 3
     assert all(start <= layer.down.weight.data_ptr() < end for layer in weights.layers)
 
@@ -60,9 +59,9 @@ def test_post_norm_model_has_projections_but_no_final_norm() -> None:
 
     assert weights.final_norm is None
     assert weights.embed_in is not None
-    assert weights.embed_in.shape == (64, 48)
+    assert weights.embed_in.weight.shape == (64, 48)
     assert weights.embed_out is not None
-    assert weights.embed_out.shape == (48, 64)
+    assert weights.embed_out.weight.shape == (48, 64)
 
 
 def test_tied_head_is_the_embedding_itself() -> None:
@@ -70,7 +69,38 @@ def test_tied_head_is_the_embedding_itself() -> None:
 
     weights = bind(arch, layout, contiguous_slots(layout, base))
 
-    assert weights.head.data_ptr() == weights.embed.data_ptr()
+    assert weights.head.weight.data_ptr() == weights.embed.data_ptr()
+
+
+@pytest.mark.parametrize(("quant", "dtype"), [("int8", torch.int8), ("fp8", torch.float8_e4m3fn)])
+def test_quantised_linears_have_a_scale_for_each_row(quant: str, dtype: torch.dtype) -> None:
+    arch, layout, base = _packed("opt-350m", "bfloat16", quant)
+
+    weights = bind(arch, layout, contiguous_slots(layout, base))
+
+    layer = weights.layers[1]
+    for linear in (weights.embed_in, layer.qkv, layer.o, layer.up, layer.down, weights.embed_out):
+        assert linear.weight.dtype == dtype
+        assert linear.scale.dtype == torch.float32
+        assert linear.scale.shape == linear.weight.shape[:1]
+    assert layer.qkv.bias.dtype == torch.bfloat16
+
+
+def test_a_quantised_model_keeps_its_tied_head_as_it_is() -> None:
+    arch, layout, base = _packed("smollm2", "float32", "int8")
+
+    weights = bind(arch, layout, contiguous_slots(layout, base))
+
+    assert weights.head.scale is None
+    assert weights.head.weight.data_ptr() == weights.embed.data_ptr()
+
+
+def test_linears_that_are_not_quantised_have_no_scale() -> None:
+    arch, layout, base = _packed("llama-gqa")
+
+    weights = bind(arch, layout, contiguous_slots(layout, base))
+
+    assert (weights.layers[0].qkv.scale, weights.head.scale) == (None, None)
 
 
 def test_bytes_written_later_show_through_the_views() -> None:

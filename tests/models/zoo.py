@@ -20,6 +20,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from hearth.models.arch import Arch
+from hearth.models.layout import Layout
+from hearth.models.pack import pack
+from hearth.store.hf import open_directory
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -171,6 +176,12 @@ def save(model: PreTrainedModel, directory: Path, **options: object) -> None:
     """`save_pretrained` without its progress bar."""
     with _quiet():
         model.save_pretrained(directory, **options)
+
+
+def pack_directory(directory: Path, arch: Arch, layout: Layout, out: torch.Tensor) -> None:
+    """`pack` of the checkpoint that is saved there."""
+    with open_directory(directory) as source:
+        pack(source.checkpoint, arch, layout, out)
 
 
 @contextmanager

@@ -44,7 +44,7 @@ class ModelSpec:
 
 
 def assemble(spec: ModelSpec, weights: Weights, config: EngineConfig, device: torch.device) -> Engine:
-    """An engine over weights that are in place on the device; what memory it may use besides goes to KV."""
+    """An engine over weights that have their place on the device. What memory is left goes to KV."""
     arch, dtype = spec.arch, spec.dtype
     size = StepSize(config.max_batch_tokens, config.max_seqs, _num_programs(device))
     workspace_bytes = Workspace.num_bytes(arch, dtype, size)
@@ -119,6 +119,8 @@ def _spare_bytes(config: EngineConfig, device: torch.device) -> int:
     if device.type != "cuda":
         return int(_machine_bytes() * _CPU_SHARE)
     free, total = torch.cuda.mem_get_info(device)
+    # What an engine before this one has left in torch's hands is free as well.
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return max(0, int(free - (1.0 - config.memory_fraction) * total))
 
 

@@ -10,6 +10,8 @@ from hearth.engine.graphs import DecodeGraphs
 from hearth.engine.inputs import InputBuffers
 from hearth.engine.sampler import Sampler, SampleRow, Samples
 from hearth.models.decoder import Decoder
+from hearth.models.gate import Gate
+from hearth.models.step import StepInputs
 from hearth.models.weights import Weights
 from hearth.policy.plan import StepPlan
 from hearth.types import TokenLogprob, TokenLogprobs
@@ -61,10 +63,16 @@ class Runner:
     """Mutable through its buffers; one thread calls it, in step order."""
 
     def __init__(
-        self, decoder: Decoder, kv: torch.Tensor, inputs: InputBuffers, sampler: Sampler, max_graph_size: int
+        self,
+        decoder: Decoder,
+        kv: torch.Tensor,
+        inputs: InputBuffers,
+        sampler: Sampler,
+        max_graph_size: int,
     ) -> None:
         """`kv` as in `Decoder.run`; `max_graph_size` 0 runs every step eagerly."""
         self.decoder = decoder
+        self._gate: Gate | None = None
         self.kv = kv
         self._inputs = inputs
         self._sampler = sampler
@@ -76,6 +84,10 @@ class Runner:
         if self.graphs is not None:
             self._inputs.park(self.graphs.sizes[-1])
             self.graphs.capture_all()
+
+    def follow(self, gate: Gate) -> None:
+        """The weights are only now arriving: steps run layer by layer behind them, until the gate is open."""
+        self._gate = gate
 
     def rebind(self, weights: Weights) -> None:
         """Follow weights that were moved; graphs are captured anew when next needed."""
@@ -93,15 +105,25 @@ class Runner:
 
     def _forward(self, plan: StepPlan) -> torch.Tensor:
         num_decode = plan.num_decode_rows
-        if self.graphs is not None and num_decode == len(plan.rows):
+        if self._gate is not None and self._gate.is_open():
+            self._gate = None
+        # A graph reads all weights, so it has to wait for the last of them.
+        if self.graphs is not None and self._gate is None and num_decode == len(plan.rows):
             size = self.graphs.size_for(num_decode)
             if size is not None:
                 self._inputs.fill(plan, num_padded_rows=size - num_decode)
                 return self.graphs.replay(size)
         self._inputs.fill(plan)
         self._inputs.gather_tokens(num_decode, plan.num_tokens)
-        step = self._inputs.view(plan)
-        hidden = self.decoder.run(self.decoder.embed(step), step, self.kv)
+        return self._forward_eagerly(self._inputs.view(plan))
+
+    def _forward_eagerly(self, step: StepInputs) -> torch.Tensor:
+        gate = self._gate
+        if gate is not None:
+            gate.embed()
+        hidden = self.decoder.run(self.decoder.embed(step), step, self.kv, gate)
+        if gate is not None:
+            gate.head()
         return self.decoder.logits(hidden)
 
     def _decode(self, num_rows: int) -> torch.Tensor:

@@ -15,8 +15,9 @@ def cos_sin_table(rope: Rope, num_positions: int, device: torch.device) -> torch
     frequencies = 1.0 / rope.theta ** (steps / rope.dim)
     if rope.llama3 is not None:
         frequencies = _stretch(frequencies, rope.llama3)
-    angles = torch.arange(num_positions).float()[:, None] * (frequencies / rope.linear_factor)
-    return torch.stack([angles.cos(), angles.sin()], dim=1).to(device)
+    steps_per_token = (frequencies / rope.linear_factor).to(device)
+    angles = torch.arange(num_positions, device=device).float()[:, None] * steps_per_token
+    return torch.stack([angles.cos(), angles.sin()], dim=1)
 
 
 def _stretch(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:

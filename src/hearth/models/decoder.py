@@ -19,8 +19,10 @@ from hearth.kernels.linear import linear
 from hearth.kernels.norm import add_norm
 from hearth.kernels.paged import Heads
 from hearth.kernels.prefill_attention import prefill_attention
+from hearth.kernels.quantized import quantized_linear
 from hearth.kernels.rotary import HeadNorms, rotate_and_store
 from hearth.models.arch import Arch, Norm, Residual
+from hearth.models.gate import Gate
 from hearth.models.step import StepInputs
 from hearth.models.weights import LayerWeights, Linear, NormWeights, Weights
 from hearth.models.workspace import Workspace
@@ -58,20 +60,25 @@ class Decoder:
         embedded = hidden if weights.embed_in is None else ws.embedded
         torch.index_select(weights.embed, 0, step.tokens, out=embedded)
         if weights.embed_in is not None:
-            linear(embedded, weights.embed_in, None, out=hidden)
+            _linear(embedded, weights.embed_in, hidden)
         if weights.positions is not None and self.arch.position_offset is not None:
             table = weights.positions[self.arch.position_offset :]
             hidden.add_(torch.index_select(table, 0, step.rows.positions, out=ws.normed))
         return hidden
 
-    def run(self, hidden: torch.Tensor, step: StepInputs, kv: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, hidden: torch.Tensor, step: StepInputs, kv: torch.Tensor, gate: Gate | None = None
+    ) -> torch.Tensor:
         """Hidden states after the layers, given those before, which are overwritten.
 
         `kv` is [blocks, layers, 2, block_tokens, kv_heads, head_dim] over this decoder's layers only.
         Behind the model's last layer there are just the rows of `step.sample_rows`, in that order.
+        Each layer waits at `gate` for its weights.
         """
         residual, delta = hidden, None
         for local, layer in enumerate(self.layers):
+            if gate is not None:
+                gate.layer(layer)
             weights = self.weights.layers[local]
             normed = self._enter(weights, residual, delta)
             qkv = self.project(weights, normed)
@@ -127,10 +134,9 @@ class Decoder:
         if weights.final_norm is not None:
             hidden = self._norm(weights.final_norm, None, hidden)
         if weights.embed_out is not None:
-            linear(hidden, weights.embed_out, None, out=ws.head_in)
-            hidden = ws.head_in
+            hidden = _linear(hidden, weights.embed_out, ws.head_in)
         out = ws.logits if hidden.dtype == torch.float32 else ws.head_out
-        linear(hidden, weights.head, None, out=out)
+        _linear(hidden, weights.head, out)
         return out if out is ws.logits else ws.logits.copy_(out)
 
     def _enter(
@@ -172,5 +178,8 @@ class Decoder:
 
 
 def _linear(x: torch.Tensor, weights: Linear, out: torch.Tensor) -> torch.Tensor:
-    linear(x, weights.weight, weights.bias, out=out)
+    if weights.scale is None:
+        linear(x, weights.weight, weights.bias, out=out)
+    else:
+        quantized_linear(x, weights.weight, weights.scale, weights.bias, out=out)
     return out

@@ -2,12 +2,14 @@
 
 offset 0                  4 KiB aligned       4 KiB aligned
 | embed.weight | padding | layers.0.attn_norm.weight | padding | layers.0.qkv.weight | ...
+
+A quantised weight is followed by its scales, one for each row: `layers.0.qkv.scale`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +19,17 @@ from hearth.models.arch import Arch
 
 ALIGNMENT_BYTES = 4096
 
+#: What a model may be computed in.
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+#: What the weights of linears are stored as where they are quantised.
+QUANTS: Mapping[str, str | None] = {"none": None, "int8": "int8", "fp8": "float8_e4m3fn"}
+
+#: What a tensor may be stored as.
+STORED_DTYPES = {**DTYPES, "int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
+
+#: Modules that multiply by their weight. An embedding is looked up, also where it serves as a tied head.
+LINEARS = frozenset({"embed_in", "qkv", "o", "up", "down", "embed_out", "head"})
 
 Shape = tuple[int, ...]
 
@@ -31,7 +43,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * STORED_DTYPES[self.dtype].itemsize
 
     @property
     def end(self) -> int:
@@ -57,15 +69,27 @@ class Layout:
         return ByteRange(specs[0].offset, specs[-1].end)
 
 
-def layout_of(arch: Arch, dtype: str) -> Layout:
+def layout_of(arch: Arch, dtype: str, quant: str = "none") -> Layout:
     if dtype not in DTYPES:
         raise DeviceError(f"unknown dtype: `{dtype}`; supported: {', '.join(DTYPES)}")
+    if quant not in QUANTS:
+        raise DeviceError(f"unknown quant: `{quant}`; supported: {', '.join(QUANTS)}")
     specs: list[TensorSpec] = []
     offset = 0
-    for name, shape in _shapes(arch):
-        specs.append(TensorSpec(name, dtype, shape, offset))
+    for name, stored, shape in _stored(arch, dtype, QUANTS[quant]):
+        specs.append(TensorSpec(name, stored, shape, offset))
         offset = specs[-1].end
     return Layout(tuple(specs), num_bytes=offset)
+
+
+def _stored(arch: Arch, dtype: str, quantised: str | None) -> Iterator[tuple[str, str, Shape]]:
+    for name, shape in _shapes(arch):
+        module, kind = name.split(".")[-2:]
+        if quantised is None or module not in LINEARS or kind != "weight":
+            yield name, dtype, shape
+        else:
+            yield name, quantised, shape
+            yield f"{name.removesuffix('weight')}scale", "float32", shape[:1]
 
 
 def _shapes(arch: Arch) -> Iterator[tuple[str, Shape]]:

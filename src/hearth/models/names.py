@@ -122,7 +122,11 @@ def sources_of(arch: Arch, layout: Layout, found: Mapping[str, Shape]) -> dict[s
     """
     names = NAMES[arch.family]
     prefix = _prefix(names, found)
-    sources = {spec.name: _source(arch, spec, names, prefix, found) for spec in layout.tensors}
+    sources = {
+        spec.name: _source(arch, spec, names, prefix, found)
+        for spec in layout.tensors
+        if not spec.name.endswith(".scale")  # computed when the weight before it is quantised
+    }
     used = {part.name for source in sources.values() for part in source.parts}
     head = head_copy(arch, found)
     unused = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hearth.models.arch import Arch
-from hearth.models.layout import DTYPES, Layout, TensorSpec
+from hearth.models.layout import STORED_DTYPES, Layout, TensorSpec
 
 #: widest load of a kernel; a tensor that begins elsewhere would be read slowly or not at all
 VECTOR_BYTES = 16
@@ -25,6 +25,7 @@ class Slot:
 @dataclass(frozen=True, slots=True)
 class Linear:
     weight: torch.Tensor
+    scale: torch.Tensor | None  #: of each row of a quantised weight
     bias: torch.Tensor | None
 
 
@@ -52,11 +53,11 @@ class Weights:
 
     embed: torch.Tensor | None
     positions: torch.Tensor | None
-    embed_in: torch.Tensor | None
+    embed_in: Linear | None
     layers: tuple[LayerWeights, ...]
     final_norm: NormWeights | None
-    embed_out: torch.Tensor | None
-    head: torch.Tensor | None
+    embed_out: Linear | None
+    head: Linear | None
 
 
 def contiguous_slots(layout: Layout, base: torch.Tensor) -> dict[str, Slot]:
@@ -67,20 +68,21 @@ def contiguous_slots(layout: Layout, base: torch.Tensor) -> dict[str, Slot]:
 def bind(arch: Arch, layout: Layout, slots: Mapping[str, Slot], layers: range | None = None) -> Weights:
     """View the tensors that `layers`, or all of them, need; others need no slot."""
     layers = range(arch.num_layers) if layers is None else layers
-    is_last = layers.stop == arch.num_layers
+    is_first, is_last = layers.start == 0, layers.stop == arch.num_layers
+    has_projections = arch.embed_size != arch.hidden_size
     views = {
         spec.name: _view(spec, slots[spec.name])
         for spec in layout.tensors
         if _is_needed(spec.name, arch, layers)
     }
     return Weights(
-        embed=views.get("embed.weight") if layers.start == 0 else None,
+        embed=views.get("embed.weight") if is_first else None,
         positions=views.get("positions.weight"),
-        embed_in=views.get("embed_in.weight"),
+        embed_in=_linear(views, "embed_in") if has_projections and is_first else None,
         layers=tuple(_layer(arch, views, f"layers.{i}.") for i in layers),
         final_norm=_norm(views, "final_norm") if arch.has_final_norm and is_last else None,
-        embed_out=views.get("embed_out.weight"),
-        head=views.get("embed.weight" if arch.tied_head else "head.weight") if is_last else None,
+        embed_out=_linear(views, "embed_out") if has_projections and is_last else None,
+        head=_linear(views, "embed" if arch.tied_head else "head") if is_last else None,
     )
 
 
@@ -112,7 +114,7 @@ def _layer(arch: Arch, views: Mapping[str, torch.Tensor], prefix: str) -> LayerW
 
 
 def _linear(views: Mapping[str, torch.Tensor], name: str) -> Linear:
-    return Linear(views[f"{name}.weight"], views.get(f"{name}.bias"))
+    return Linear(views[f"{name}.weight"], views.get(f"{name}.scale"), views.get(f"{name}.bias"))
 
 
 def _norm(views: Mapping[str, torch.Tensor], name: str) -> NormWeights:
@@ -125,4 +127,4 @@ def _view(spec: TensorSpec, slot: Slot) -> torch.Tensor:
     assert 0 <= begin <= end <= len(base), f"{spec.name}: bytes {begin}:{end} of a base of {len(base)}"
     address = base.data_ptr() + begin
     assert address % VECTOR_BYTES == 0, f"{spec.name}: {address=} is no multiple of {VECTOR_BYTES}"
-    return base[begin:end].view(DTYPES[spec.dtype]).view(spec.shape)
+    return base[begin:end].view(STORED_DTYPES[spec.dtype]).view(spec.shape)

@@ -1,0 +1,49 @@
+"""The `hearth` command: reads flags, puts the parts together and prints. It decides nothing about serving.
+
+torch and all that needs it are imported inside the commands, so that `hearth --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from hearth.cli import ask, machine, models  # noqa: F401 - each adds its commands to the application
+from hearth.cli.console import app, err
+from hearth.errors import ConfigError, HearthError, ModelError, RequestError
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The entry point. Exit codes: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
+    try:
+        app(argv, prog_name="hearth")
+    except HearthError as error:
+        err.print(Text(f"hearth: {error}", style="red"), soft_wrap=True)
+        sys.exit(2 if isinstance(error, ConfigError | ModelError | RequestError) else 1)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hearth {_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def _version() -> str:
+    try:
+        return metadata.version("hearth")
+    except metadata.PackageNotFoundError:
+        return "(not installed, run from its sources)"

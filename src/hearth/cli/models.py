@@ -1,0 +1,185 @@
+"""`hearth convert`, `verify` and `show`: models at rest. Loads none."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeElapsedColumn, TransferSpeedColumn
+from rich.text import Text
+
+from hearth.cli.console import AsJson, Dtype, app, err, existing, print_table
+
+if TYPE_CHECKING:
+    from hearth.models.layout import Layout
+    from hearth.store.manifest import Manifest
+    from hearth.store.writer import OnProgress
+
+
+class Quant(StrEnum):
+    NONE = "none"
+    INT8 = "int8"
+    FP8 = "fp8"
+
+
+ModelPath = Annotated[
+    Path,
+    typer.Argument(metavar="PATH", help="Model: a directory or a GGUF file.", callback=existing),
+]
+SourcePath = Annotated[
+    Path, typer.Argument(metavar="SOURCE", help="Hugging Face directory or GGUF file.", callback=existing)
+]
+DestPath = Annotated[Path, typer.Argument(metavar="DEST", help="Directory to make of it.")]
+
+
+@app.command()
+def convert(
+    source: SourcePath,
+    dest: DestPath,
+    dtype: Annotated[Dtype, typer.Option(help="auto keeps the dtype of the source.")] = Dtype.AUTO,
+    quant: Annotated[Quant, typer.Option(help="Store the weights of linears in eight bits.")] = Quant.NONE,
+    force: Annotated[bool, typer.Option("--force", help="Replace a model that is there already.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Convert a model to the form that loads by copying.
+
+    It appears when it is complete: interrupted or killed, the command leaves no half model behind.
+
+    [bold]Examples[/bold]
+
+      hearth convert ./Qwen2.5-7B-Instruct ./models/qwen-7b
+
+      hearth convert ./Qwen2.5-7B-Instruct ./models/qwen-7b-int8 --quant int8
+
+      hearth convert ./smollm2.Q8_0.gguf ./models/smollm2 --dtype bfloat16
+    """
+    try:
+        with _progress(f"converting {source.name}") as on_progress:
+            from hearth.store.convert import convert as convert_model
+
+            started_s = time.perf_counter()
+            manifest = convert_model(
+                source, dest, dtype=dtype.value, quant=quant.value, overwrite=force, on_progress=on_progress
+            )
+    except KeyboardInterrupt:
+        err.print(Text(f"hearth: interrupted, nothing was written to `{dest}`", style="red"))
+        raise typer.Exit(130) from None
+    total_s = time.perf_counter() - started_s
+    if as_json:
+        typer.echo(json.dumps({"path": str(dest), "total_s": total_s, **_stored_facts(manifest)}))
+    else:
+        typer.echo(f"wrote {dest}: {_throughput(manifest, total_s)}")
+
+
+@app.command()
+def verify(path: ModelPath, as_json: AsJson = False) -> None:
+    """Compare a converted model with its hashes. Exit code 1 if a byte has changed.
+
+    [bold]Example[/bold]
+
+      hearth verify ./models/qwen-7b
+    """
+    with _progress(f"verifying {path.name}") as on_progress:
+        from hearth.store.manifest import read_manifest
+        from hearth.store.verify import BadChunk
+        from hearth.store.verify import verify as verify_model
+
+        started_s = time.perf_counter()
+        manifest, bad = read_manifest(path), verify_model(path, on_progress)
+    total_s = time.perf_counter() - started_s
+    if as_json:
+        typer.echo(
+            json.dumps({"is_whole": not bad, "total_s": total_s, "bad": [asdict(part) for part in bad]})
+        )
+    elif not bad:
+        typer.echo(f"{path} is whole: {_throughput(manifest, total_s)}")
+    else:
+        for part in bad:
+            if isinstance(part, BadChunk):
+                typer.echo(f"chunk {part.index}: {part.reason}; tensors in it: {', '.join(part.tensors)}")
+            else:
+                typer.echo(f"{part.name}: {part.reason}")
+        typer.echo(f"{path} is damaged: convert the model again")
+    if bad:
+        raise typer.Exit(1)
+
+
+@app.command()
+def show(path: ModelPath, as_json: AsJson = False) -> None:
+    """Show what a model is made of, without loading its weights.
+
+    [bold]Examples[/bold]
+
+      hearth show ./Qwen2.5-0.5B-Instruct
+
+      hearth show ./models/qwen-7b --json
+    """
+    from hearth.models.families import read_arch
+    from hearth.models.layout import layout_of
+    from hearth.store.convert import open_source
+    from hearth.store.manifest import MANIFEST, read_manifest
+
+    if (path / MANIFEST).is_file():
+        manifest = read_manifest(path)
+        arch, facts = manifest.arch, _stored_facts(manifest)
+    else:
+        if path.is_dir():
+            arch = read_arch(path)
+        else:
+            with open_source(path) as source:
+                arch = source.arch
+        layout = layout_of(arch, "bfloat16")
+        facts = {"num_parameters": _num_parameters(layout), "bfloat16_bytes": layout.num_bytes}
+    if as_json:
+        typer.echo(json.dumps(asdict(arch) | facts))
+        return
+    lists = {"windows": ["all tokens" if tokens is None else tokens for tokens in arch.windows]}
+    print_table(path.name or str(path), {**facts, **asdict(arch), **lists})
+
+
+def _stored_facts(manifest: Manifest) -> dict[str, object]:
+    return {
+        "dtype": manifest.dtype,
+        "quant": manifest.quant,
+        "num_parameters": _num_parameters(manifest.layout),
+        "num_bytes": manifest.num_bytes,
+        "layer_bytes": [layer.end - layer.begin for layer in manifest.layers],
+        "num_chunks": len(manifest.chunks),
+        "chunk_bytes": manifest.chunk_bytes,
+        "files": [file.name for file in manifest.files],
+        "digest": manifest.digest,
+    }
+
+
+def _num_parameters(layout: Layout) -> int:
+    return sum(math.prod(spec.shape) for spec in layout.tensors if not spec.name.endswith(".scale"))
+
+
+def _throughput(manifest: Manifest, total_s: float) -> str:
+    return (
+        f"{manifest.num_bytes:,} bytes in {len(manifest.chunks)} chunks, {total_s:.1f} s, "
+        f"{manifest.num_bytes / total_s / 1e9:.2f} GB/s"
+    )
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[OnProgress]:
+    """A bar on standard error, if that is a terminal."""
+    columns = (
+        "{task.description}",
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda progress: bar.update(task, completed=progress.done_bytes, total=progress.total_bytes)

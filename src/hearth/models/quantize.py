@@ -1,0 +1,48 @@
+"""Weights in eight bits, symmetric, with one scale for each output channel. Reads and stores nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hearth.errors import BadCheckpoint
+from hearth.models.layout import QUANTS, STORED_DTYPES
+
+#: What the largest weight of a row becomes.
+_LARGEST = {"int8": 127.0, "fp8": 448.0}
+
+#: A smaller scale would be subnormal and too coarse to divide by; rows of zeros get it too.
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A weight [n, k] is about `values * scale[:, None]`."""
+
+    values: torch.Tensor  #: [n, k] in int8 or float8_e4m3fn
+    scale: torch.Tensor  #: [n] in float32
+
+
+def quantize(weight: torch.Tensor, quant: str) -> Quantized:
+    """`quant` is one of QUANTS but "none". Raises BadCheckpoint for a weight that is not finite."""
+    stored, largest = QUANTS[quant], _LARGEST[quant]
+    assert stored is not None, f"{quant=}"
+    low, high = torch.aminmax(weight, dim=1)
+    peak = torch.maximum(high, -low).float()
+    if not peak.isfinite().all():
+        row = int(peak.isfinite().logical_not().nonzero()[0])
+        raise BadCheckpoint(
+            f"a weight of shape {list(weight.shape)} holds NaN or infinity in row {row}, "
+            f"which {quant} cannot store; convert with `--quant none` or mend the checkpoint"
+        )
+    scale = (peak / largest).clamp_(min=_SMALLEST_SCALE)
+    values = weight / scale[:, None]
+    if quant == "int8":
+        values.round_()
+    # Behind the largest, a cast wraps around or gives NaN; division may round one step past it.
+    return Quantized(values.clamp_(-largest, largest).to(STORED_DTYPES[stored]), scale)
+
+
+def dequantize(quantized: Quantized) -> torch.Tensor:
+    return quantized.values.float() * quantized.scale[:, None]

@@ -1,0 +1,237 @@
+"""How a path becomes an engine in this process: what is there, and how its weights get to the device.
+
+    a converted model, or its URL   loaded chunk by chunk; the engine runs behind it, layer by layer
+    a Hugging Face directory, GGUF  read and packed tensor by tensor; the engine starts when that is done
+
+It answers no requests: that is `llm.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from hearth.config import EngineConfig, StoreConfig
+from hearth.engine.assemble import ModelSpec, allocate, assemble
+from hearth.engine.engine import Engine
+from hearth.errors import DeviceError, ModelError
+from hearth.models.arch import Arch
+from hearth.models.layout import DTYPES, Layout, layout_of
+from hearth.models.pack import checkpoint_dtype, pack
+from hearth.models.weights import bind, contiguous_slots
+from hearth.store.convert import open_source
+from hearth.store.loader import Load, Loader, LoadGate, whole
+from hearth.store.manifest import MANIFEST, Manifest
+from hearth.store.record import LoadRecord
+from hearth.store.source import Source
+from hearth.store.tiers import Tiers
+from hearth.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the caller wants of a model."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    max_context: int | None = None  #: None: what it was made for
+    skip_tokenizer: bool = False
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+class Opening(Protocol):
+    """A model that was found and checked, and can be built."""
+
+    tokenizer: Tokenizer | None
+
+    def build(self) -> Engine:
+        """Runs on the thread that will own the engine."""
+
+    def wait(self) -> LoadRecord | None:
+        """Until all weights are on the device; None if they were not loaded by chunks."""
+
+    def close(self) -> None:
+        """End what is still under way. Closing again is harmless."""
+
+
+def open_model(path: str | Path, wishes: Wishes, store: StoreConfig | Tiers) -> Opening:
+    """Tiers that are given stay open; those of a StoreConfig are closed once the model is loaded."""
+    device = _device(wishes.device)
+    if "://" in str(path) or (Path(path) / MANIFEST).is_file():
+        return _Stored(path, wishes, store, device)
+    return _Packed(Path(path), wishes, device)
+
+
+class _Packed:
+    """A checkpoint that is not converted: it is packed straight into device memory."""
+
+    def __init__(self, path: Path, wishes: Wishes, device: torch.device) -> None:
+        self._path, self._config, self._device = path, wishes.engine, device
+        with open_source(path) as source:
+            self.tokenizer = None if wishes.skip_tokenizer else _tokenizer_of(source)
+            self._layout = layout_of(source.arch, _packed_dtype(wishes.dtype, source, device))
+            self._spec = _spec_of(source.arch, self._layout.tensors[0].dtype, wishes, self.tokenizer)
+
+    def build(self) -> Engine:
+        spec, layout = self._spec, self._layout
+        base = _allocate_weights(layout, self._device)
+        with open_source(self._path) as source:
+            pack(source.checkpoint, spec.arch, layout, base)
+        weights = bind(spec.arch, layout, contiguous_slots(layout, base))
+        return assemble(spec, weights, self._config, self._device)
+
+    def wait(self) -> None:
+        """It was packed while it was built."""
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+
+class _Stored:
+    """A converted model. Mutable: `build` starts its load."""
+
+    def __init__(
+        self, path: str | Path, wishes: Wishes, store: StoreConfig | Tiers, device: torch.device
+    ) -> None:
+        self._config, self._device = wishes.engine, device
+        self._tiers = Tiers(store) if isinstance(store, StoreConfig) else store
+        self._owns_tiers = isinstance(store, StoreConfig)
+        self._load: Load | None = None
+        try:
+            self._model = self._tiers.open(path)
+            manifest = self._model.manifest
+            self.tokenizer = None if wishes.skip_tokenizer else Tokenizer.load(self._model.directory)
+            dtype = _stored_dtype(wishes.dtype, manifest, device)
+            self._spec = _spec_of(manifest.arch, dtype, wishes, self.tokenizer)
+        except BaseException:
+            self.close()
+            raise
+
+    def build(self) -> Engine:
+        manifest, spec = self._model.manifest, self._spec
+        base = _allocate_weights(manifest.layout, self._device)
+        if spec.dtype != DTYPES[manifest.dtype]:
+            self._start(base).wait()
+            layout = layout_of(spec.arch, "float32", manifest.quant)
+            weights = bind(spec.arch, layout, contiguous_slots(layout, _widened(base, manifest, layout)))
+            return assemble(spec, weights, self._config, self._device)
+        weights = bind(spec.arch, manifest.layout, contiguous_slots(manifest.layout, base))
+        engine = assemble(spec, weights, self._config, self._device)
+        # Only now: whatever else goes to the device would have to queue behind the weights.
+        engine.runner.follow(LoadGate(self._start(base), manifest))
+        return engine
+
+    def _start(self, base: torch.Tensor) -> Load:
+        model = self._model
+        self._load = Loader(self._device).load(
+            model.name,
+            model.manifest,
+            whole(model.manifest, base),
+            lambda chunks: self._tiers.fetch(model, chunks),
+            on_end=self._ended,
+        )
+        return self._load
+
+    def wait(self) -> LoadRecord | None:
+        return None if self._load is None else self._load.wait()
+
+    def close(self) -> None:
+        if self._load is not None:
+            self._load.cancel()
+        self._close_tiers()
+
+    def _ended(self, record: LoadRecord) -> None:
+        self._tiers.loaded(record)
+        self._close_tiers()
+
+    def _close_tiers(self) -> None:
+        if self._owns_tiers:
+            self._owns_tiers = False
+            self._tiers.close()
+
+
+def _widened(base: torch.Tensor, manifest: Manifest, layout: Layout) -> torch.Tensor:
+    """The model in float32, for a CPU, where narrower arithmetic is slow. What is quantised stays so."""
+    log.warning(
+        "fallback dtype=float32 reason=`%s is slow on a CPU` remedy=`hearth convert --dtype float32`",
+        manifest.dtype,
+    )
+    wide = _allocate_weights(layout, base.device)
+    for stored, spec in zip(manifest.tensors, layout.tensors, strict=True):
+        source = base[stored.offset : stored.offset + stored.nbytes]
+        target = wide[spec.offset : spec.offset + spec.nbytes]
+        if stored.dtype == spec.dtype:
+            target.copy_(source)
+        else:
+            target.view(DTYPES[spec.dtype]).copy_(source.view(DTYPES[stored.dtype]))
+    return wide
+
+
+def _tokenizer_of(source: Source) -> Tokenizer:
+    with tempfile.TemporaryDirectory() as directory:
+        for name, content in source.text_files().items():
+            (Path(directory) / name).write_bytes(content)
+        return Tokenizer.load(Path(directory))
+
+
+def _allocate_weights(layout: Layout, device: torch.device) -> torch.Tensor:
+    return allocate(layout.num_bytes, device, "weights", "use a smaller model or a narrower dtype")
+
+
+def _spec_of(arch: Arch, dtype: str, wishes: Wishes, tokenizer: Tokenizer | None) -> ModelSpec:
+    return ModelSpec(
+        arch=arch,
+        dtype=DTYPES[dtype],
+        max_context=_context(wishes.max_context, arch.max_positions),
+        eos_ids=frozenset() if tokenizer is None else tokenizer.eos_ids,
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise DeviceError(f"unknown device: `{name}`; supported: auto, cpu, cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("device `cuda` was asked for, but torch sees no CUDA device; use `cpu` or `auto`")
+    return torch.device(name)
+
+
+def _packed_dtype(wanted: str, source: Source, device: torch.device) -> str:
+    """`auto`: on a CPU float32, the fastest there; elsewhere the checkpoint's, but bfloat16 for float32."""
+    if wanted != "auto":
+        return wanted
+    if device.type == "cpu":
+        return "float32"
+    stored = checkpoint_dtype(source.checkpoint)
+    return "bfloat16" if stored == "float32" else stored
+
+
+def _stored_dtype(wanted: str, manifest: Manifest, device: torch.device) -> str:
+    """`auto`: as it was converted, but on a CPU float32, the fastest there."""
+    supported = {manifest.dtype, "float32"} if device.type == "cpu" else {manifest.dtype}
+    if wanted == "auto":
+        return "float32" if device.type == "cpu" else manifest.dtype
+    if wanted not in supported:
+        raise ModelError(
+            f"the model was converted to {manifest.dtype}, given: dtype `{wanted}`; "
+            f"convert its source again with `--dtype {wanted}`, or leave the dtype out"
+        )
+    return wanted
+
+
+def _context(wanted: int | None, most: int) -> int:
+    if wanted is None:
+        return most
+    if not 1 < wanted <= most:
+        raise ModelError(
+            f"`max_context` must be from 2 to what the model was made for, {most}; given: {wanted}"
+        )
+    return wanted

@@ -1,0 +1,50 @@
+"""How probable it is that a model is asked for again soon, from how often it was. Forecasts no load."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+#: What the newest interval counts in the mean; all earlier ones together count the rest.
+NEWEST_WEIGHT = 0.3
+
+#: The interval of a model that was asked for once: there is none to measure yet.
+PRIOR_INTERVAL_S = 3600.0
+
+
+@dataclass(slots=True)
+class _History:
+    """Mutable; written only by `Demand.arrived`."""
+
+    last_s: float
+    mean_interval_s: float | None = None  #: None after one request
+
+
+class Demand:
+    """Mutable; one caller at a time.
+
+    Requests are taken to come at random with a mean interval, which is the exponentially weighted mean of
+    those seen. While a model has been silent for longer than that, the silence is taken instead.
+    """
+
+    def __init__(self) -> None:
+        self._history_by_model: dict[str, _History] = {}
+
+    def arrived(self, model: str, now_s: float) -> None:
+        history = self._history_by_model.get(model)
+        if history is None:
+            self._history_by_model[model] = _History(now_s)
+            return
+        interval_s = max(0.0, now_s - history.last_s)
+        mean_s = interval_s if history.mean_interval_s is None else history.mean_interval_s
+        history.mean_interval_s = mean_s + NEWEST_WEIGHT * (interval_s - mean_s)
+        history.last_s = max(now_s, history.last_s)
+
+    def probability(self, model: str, now_s: float, horizon_s: float) -> float:
+        """Of at least one request within `horizon_s` from now; 0 for a model nobody has asked for."""
+        history = self._history_by_model.get(model)
+        if history is None or horizon_s <= 0:
+            return 0.0
+        mean_s = PRIOR_INTERVAL_S if history.mean_interval_s is None else history.mean_interval_s
+        interval_s = max(mean_s, now_s - history.last_s)
+        return -math.expm1(-horizon_s / interval_s) if interval_s > 0 else 1.0

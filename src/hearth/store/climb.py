@@ -1,0 +1,128 @@
+"""One chunk, from the nearest rung that has it whole, into a buffer. It schedules nothing and keeps no books.
+
+The order is disk, then object storage. Bytes that do not match their hash never leave this module: the place
+they came from is struck off, the next one is tried, and object storage is asked again, for its errors pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hearth.errors import ChunkCorrupt, ChunkMissing, StoreError
+from hearth.policy.evict import Price
+from hearth.store.disk import DiskTier, Location
+from hearth.store.manifest import Digest, digest_of
+from hearth.store.model import StoredModel
+from hearth.store.reading import read_verified
+from hearth.types import Rung
+
+#: How often object storage may send wrong bytes for one chunk; lost answers are retried below this level.
+MAX_WRONG_ANSWERS = 3
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How a chunk was obtained."""
+
+    rung: Rung
+    num_bytes: int
+    began_s: float
+    read_s: float
+    verify_s: float
+    num_failures: int  #: places or answers that were no good before
+
+
+class Climber:
+    """Any thread may call it."""
+
+    def __init__(self, disk: DiskTier, price: Callable[[str], Price]) -> None:
+        """`price` says what a chunk on disk is worth, should another need its room."""
+        self._disk = disk
+        self._price = price
+        self._is_full_known = False  #: a full or broken disk is worth one line, not one per chunk
+
+    def deliver(self, model: StoredModel, index: int, buffer: memoryview) -> Delivery:
+        """Fill `buffer` with a chunk of the model, verified.
+
+        Raises:
+            StoreError: no rung has it; the message says what was tried.
+        """
+        digest = model.manifest.chunks[index].digest
+        failures: list[StoreError] = []
+        delivery = self._from_disk(digest, buffer, failures) or self._from_object(
+            model, index, buffer, failures
+        )
+        if delivery is None:
+            raise _nobody_has_it(model, index, failures)
+        return delivery
+
+    def keep(self, model: StoredModel, index: int, data: memoryview) -> None:
+        """Write a chunk that came from object storage to disk, if it takes it: no load depends on that."""
+        digest = model.manifest.chunks[index].digest
+        try:
+            self._disk.keep(digest, data, self._price)
+            self._is_full_known = False
+        except StoreError as error:
+            if not self._is_full_known:
+                log.warning("chunks_not_kept model=%s reason=%s", model.name, error)
+            self._is_full_known = True
+
+    def _from_disk(self, digest: Digest, buffer: memoryview, failures: list[StoreError]) -> Delivery | None:
+        for place in self._disk.locate(digest):
+            began_s = time.perf_counter()
+            try:
+                times = read_verified(place.path, place.offset, buffer, digest)
+            except (ChunkCorrupt, ChunkMissing) as error:
+                log.warning("place_condemned path=%s offset=%d reason=%s", place.path, place.offset, error)
+                failures.append(error)
+                self._condemn(place)
+                continue
+            return Delivery(Rung.DISK, len(buffer), began_s, times.read_s, times.verify_s, len(failures))
+        return None
+
+    def _condemn(self, place: Location) -> None:
+        try:
+            self._disk.condemn(place)
+        except StoreError as error:  # it stays, and will be found out again
+            log.warning("place_stays path=%s reason=%s", place.path, error)
+
+    def _from_object(
+        self, model: StoredModel, index: int, buffer: memoryview, failures: list[StoreError]
+    ) -> Delivery | None:
+        if model.remote is None:
+            return None
+        chunk, part = model.manifest.chunks[index], model.manifest.chunk_range(index)
+        for _ in range(MAX_WRONG_ANSWERS):
+            began_s = time.perf_counter()
+            try:
+                model.remote.read_into(part.begin, buffer)
+            except StoreError as error:
+                failures.append(error)
+                return None
+            read_s = time.perf_counter() - began_s
+            found = digest_of(buffer)
+            verify_s = time.perf_counter() - began_s - read_s
+            if found == chunk.digest:
+                return Delivery(Rung.OBJECT, len(buffer), began_s, read_s, verify_s, len(failures))
+            log.warning("object_corrupt model=%s chunk=%d found=%s", model.name, index, found)
+            failures.append(
+                ChunkCorrupt(f"`{model.remote.url}` sent bytes that hash to {found}, stored: {chunk.digest}")
+            )
+        return None
+
+
+def _nobody_has_it(model: StoredModel, index: int, failures: list[StoreError]) -> StoreError:
+    """The last failure decides the kind; all of them are told."""
+    tensors = model.manifest.tensors_in(index)
+    names = f"`{tensors[0]}` to `{tensors[-1]}`" if tensors else "padding alone"
+    tried = "; ".join(str(failure) for failure in failures) or "no place is known for it"
+    kind = type(failures[-1]) if failures else ChunkMissing
+    return kind(
+        f"chunk {index} of `{model.name}` ({names}) cannot be had: {tried}; "
+        "run `hearth verify` on the model and convert or fetch it again"
+    )

@@ -1,0 +1,269 @@
+"""The disk rung: where on the local disk a chunk lies, and a bounded cache of those from object storage.
+
+    root/models/NAME/manifest.json     a model; one that came from object storage has no weights.bin
+    root/models/NAME/weights.bin
+    root/chunks/ab/abcdef0123...       one chunk, named by its digest; whole or absent
+
+Reads no chunk: whoever does finds out whether the bytes are right, and condemns the place if not.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+from hearth.errors import HearthError, StoreError, StoreFull
+from hearth.policy.evict import EvictionOrder, Price
+from hearth.store.manifest import MANIFEST, WEIGHTS, Digest, Manifest, read_manifest
+
+log = logging.getLogger(__name__)
+
+#: How the system says that there is no room: the disk, the user's quota, the limit of a file's size.
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+#: A chunk is written within seconds. A temporary file that is older belongs to a process that is dead.
+TEMPORARY_MAX_AGE_S = 3600.0
+
+DIGEST = re.compile("[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    path: Path
+    offset: int
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class DiskCounters:
+    """Mutable; written only by the `DiskTier` that owns it."""
+
+    num_hits: int = 0
+    num_kept: int = 0
+    num_evicted: int = 0
+    num_condemned: int = 0
+    num_collected: int = 0
+    kept_bytes: int = 0
+    evicted_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    """A model that is known."""
+
+    digest_by_offset: Mapping[int, Digest]
+    weights_bytes: int  #: what its weights.bin takes of the quota
+
+
+class DiskTier:
+    """Mutable; owned by one process, which may call it from any thread.
+
+    The quota covers chunk files and the weights.bin of models under the root. Only chunk files are
+    evicted: a weights.bin may be the only copy. A reader that has an evicted file open reads it to its
+    end, as POSIX keeps the bytes of a deleted file until the last descriptor is closed.
+    """
+
+    def __init__(self, root: Path, quota_bytes: int | None = None) -> None:
+        self.root = root.resolve()
+        self.capacity_bytes = quota_bytes  #: None: as much as the disk takes
+        self.counters = DiskCounters()
+        #: Loads on several threads look up, keep and condemn chunks in the same books. Files are deleted
+        #: with the lock held, so that books and disk agree, and written without it.
+        self._lock = Lock()
+        self._models: dict[Path, _Registered] = {}
+        #: Places in files of weights, in the order of registration. No list is empty.
+        self._places: dict[Digest, list[Location]] = {}
+        #: Bytes of every chunk file.
+        self._files: dict[Digest, int] = {}
+        #: Bytes of every chunk file that is being written. They count as used already, and as long as a
+        #: digest is in here nobody else touches its file.
+        self._writing: dict[Digest, int] = {}
+        #: Some of the chunk files.
+        self._order = EvictionOrder()
+        self._scan()
+
+    @property
+    def used_bytes(self) -> int:
+        with self._lock:
+            return self._used_bytes()
+
+    def register(self, directory: Path, manifest: Manifest) -> None:
+        """Know the model in a directory, under the root or not: its chunks are no garbage, and can be
+        located in its weights.bin if it has one. Looks at no byte of it."""
+        directory = directory.resolve()
+        weights = directory / WEIGHTS
+        num_bytes = weights.stat().st_size if weights.is_file() else None
+        digest_by_offset = {
+            manifest.chunk_range(index).begin: chunk.digest for index, chunk in enumerate(manifest.chunks)
+        }
+        is_under_root = directory.is_relative_to(self.root)
+        with self._lock:
+            self._forget(directory)
+            self._models[directory] = _Registered(digest_by_offset, (num_bytes or 0) if is_under_root else 0)
+            if num_bytes is None:
+                return
+            for (offset, digest), chunk in zip(digest_by_offset.items(), manifest.chunks, strict=True):
+                self._places.setdefault(digest, []).append(Location(weights, offset, chunk.num_bytes))
+
+    def forget(self, directory: Path) -> None:
+        """The opposite of `register`. Deletes nothing."""
+        with self._lock:
+            self._forget(directory.resolve())
+
+    def locate(self, digest: Digest) -> list[Location]:
+        """Every place that should hold the chunk: its own file, then weights in order of registration.
+
+        A chunk file may be evicted before it is opened.
+        """
+        with self._lock:
+            places = list(self._places.get(digest, ()))
+            if digest in self._files:
+                places.insert(0, Location(self._path(digest), 0, self._files[digest]))
+                self._order.discard(digest)
+            self.counters.num_hits += bool(places)
+            return places
+
+    def keep(self, digest: Digest, data: memoryview, price: Callable[[str], Price]) -> bool:
+        """Write a chunk file, evicting the cheapest ones where the quota demands it.
+
+        False if the chunk is on the disk in any place, or another thread is writing it. `price` is called
+        with the lock held. Raises StoreFull; then nothing is left behind.
+        """
+        with self._lock:
+            if digest in self._files or digest in self._places or digest in self._writing:
+                return False
+            self._make_room(data.nbytes, price)
+            self._writing[digest] = data.nbytes
+        is_kept = False
+        try:
+            _write(self._path(digest), data)
+            is_kept = True
+        finally:
+            with self._lock:
+                del self._writing[digest]
+                if is_kept:
+                    self._files[digest] = data.nbytes
+                    self.counters.num_kept += 1
+                    self.counters.kept_bytes += data.nbytes
+        return True
+
+    def condemn(self, location: Location) -> None:
+        """The bytes there are wrong or cannot be read: a chunk file is deleted, a place in a file of
+        weights is left out until its model is registered again."""
+        with self._lock:
+            file, model = Digest(location.path.name), self._models.get(location.path.parent)
+            if file in self._files and location.path == self._path(file):
+                self._delete(file)
+                self.counters.num_condemned += 1
+            elif model and location.offset in model.digest_by_offset:
+                digest = model.digest_by_offset[location.offset]
+                self.counters.num_condemned += location in self._places.get(digest, ())
+                self._remove_places(digest, lambda place: place == location)
+
+    def collect(self) -> int:
+        """Delete the chunk files that no model refers to, registered or under the root; return the bytes."""
+        described = [manifest for _, manifest in self._read_models()]
+        with self._lock:
+            wanted = {chunk.digest for manifest in described for chunk in manifest.chunks}
+            wanted.update(*(model.digest_by_offset.values() for model in self._models.values()))
+            garbage = [digest for digest in self._files if digest not in wanted]
+            freed_bytes = sum(self._delete(digest) for digest in garbage)
+            self.counters.num_collected += len(garbage)
+            return freed_bytes
+
+    def _scan(self) -> None:
+        for directory, manifest in self._read_models():
+            self.register(directory, manifest)
+        for path in sorted(self.root.glob("chunks/*/*")):
+            with suppress(FileNotFoundError):  # another process may tidy up as well
+                if path.name.startswith("."):
+                    if time.time() - path.stat().st_mtime > TEMPORARY_MAX_AGE_S:
+                        path.unlink()
+                elif DIGEST.fullmatch(path.name) and path == self._path(Digest(path.name)):
+                    self._files[Digest(path.name)] = path.stat().st_size
+
+    def _read_models(self) -> Iterator[tuple[Path, Manifest]]:
+        for path in sorted(self.root.glob(f"models/[!.]*/{MANIFEST}")):
+            try:
+                yield path.parent, read_manifest(path.parent)
+            except HearthError as error:
+                log.warning("model_skipped directory=%s reason=%s", path.parent, error)
+
+    def _path(self, digest: Digest) -> Path:
+        return self.root / "chunks" / digest[:2] / digest
+
+    # Below here the lock is held.
+
+    def _used_bytes(self) -> int:
+        weights_bytes = sum(model.weights_bytes for model in self._models.values())
+        return weights_bytes + sum(self._files.values()) + sum(self._writing.values())
+
+    def _make_room(self, num_bytes: int, price: Callable[[str], Price]) -> None:
+        """Evict until `num_bytes` fit, or raise before anything is evicted."""
+        if self.capacity_bytes is None:
+            return
+        excess_bytes = self._used_bytes() + num_bytes - self.capacity_bytes
+        if excess_bytes > sum(self._files.values()):
+            raise StoreFull(
+                f"no room for a chunk of {num_bytes} bytes in `{self.root}`: {self._used_bytes()} bytes of "
+                f"{self.capacity_bytes} are used, too few of them by chunks that can be evicted; "
+                "raise the quota or delete a model"
+            )
+        while excess_bytes > 0:
+            cheapest = self._order.pop(self._files, price)
+            assert cheapest is not None, f"books say {excess_bytes=} can be evicted: {self._files}"
+            evicted_bytes = self._delete(Digest(cheapest))
+            excess_bytes -= evicted_bytes
+            self.counters.num_evicted += 1
+            self.counters.evicted_bytes += evicted_bytes
+
+    def _delete(self, digest: Digest) -> int:
+        """Delete a chunk file and return its bytes."""
+        try:
+            self._path(digest).unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"`{self._path(digest)}` cannot be deleted: {error}") from error
+        self._order.discard(digest)
+        return self._files.pop(digest)
+
+    def _forget(self, directory: Path) -> None:
+        model = self._models.pop(directory, None)
+        for digest in model.digest_by_offset.values() if model else ():
+            self._remove_places(digest, lambda place: place.path == directory / WEIGHTS)
+
+    def _remove_places(self, digest: Digest, is_gone: Callable[[Location], bool]) -> None:
+        places = [place for place in self._places.pop(digest, ()) if not is_gone(place)]
+        if places:
+            self._places[digest] = places
+
+
+def _write(path: Path, data: memoryview) -> None:
+    """Under a temporary name, to the disk for certain, then renamed: the file is whole or absent."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("xb", buffering=0) as file:
+            rest = data.cast("B")
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise StoreFull(
+                f"no room for a chunk of {data.nbytes} bytes in `{path.parent}`: {error.strerror}; "
+                "free some disk, or set a quota below what it has"
+            ) from error
+        raise StoreError(f"a chunk of {data.nbytes} bytes cannot be written to `{path}`: {error}") from error
+    finally:
+        with suppress(OSError):  # after a failure, that is the one to tell
+            temporary.unlink()

@@ -1,0 +1,294 @@
+"""Brings chunks into host memory and lends them out, in the order in which each load wants them.
+
+    wanted, in order         at most WINDOW of a load                taken, copied, released
+    todo | 7 8 9 ...  --->  | 3 reading  4 reading | 5 ready  6 ready | --->  consumer
+                   a slot is taken in order,    readers fill slots,
+                   loads in turns               each on a chunk of its own
+
+A chunk that two loads want is read once. Slots are taken in the order of the load, so the chunk that a
+consumer waits for always has one, and loads larger than the host memory run through it. The books are
+`policy/chunks.py`, the reading is `climb.py`; nothing here touches a device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import torch
+
+from hearth.errors import LoadCancelled, StoreError
+from hearth.policy.chunks import ChunkBook, Fill, Full, Hit, Pending
+from hearth.store.climb import Climber, Delivery
+from hearth.store.manifest import Digest
+from hearth.store.model import StoredModel
+from hearth.store.prices import Prices
+from hearth.store.segment import Segment
+from hearth.types import Rung
+
+#: Chunks of one load that hold a slot at a time: being read, waiting to be copied, or being copied.
+WINDOW = 32
+#: Disks want several requests at once, and hashing takes a core for each 6.5 GB/s.
+NUM_READERS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class HostChunk:
+    """A verified chunk in host memory, lent until it is released."""
+
+    index: int
+    data: torch.Tensor  #: a view into the segment
+    slot: int
+    delivery: Delivery | None  #: None: it was there already
+
+
+@dataclass(slots=True)
+class HostCounters:
+    """Mutable; written only by the fetcher, under its lock."""
+
+    num_hits: int = 0
+    num_fills: int = 0
+    num_failures: int = 0
+    num_evictions: int = 0
+    num_shared: int = 0  #: chunks that one load got because another was reading them
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A load waits for a chunk in a slot."""
+
+    fetch: Fetch
+    index: int
+    slot: int
+
+    @property
+    def digest(self) -> Digest:
+        return self.fetch.model.manifest.chunks[self.index].digest
+
+    @property
+    def num_bytes(self) -> int:
+        return self.fetch.model.manifest.chunks[self.index].num_bytes
+
+
+class Fetcher:
+    """Owns the host memory's books; any thread may call it. One per segment."""
+
+    def __init__(
+        self, segment: Segment, climber: Climber, prices: Prices, num_readers: int = NUM_READERS
+    ) -> None:
+        self.segment = segment
+        self.book = ChunkBook(segment.num_slots)
+        self.counters = HostCounters()
+        self._climber = climber
+        self._prices = prices
+        #: Loads that want more chunks, the next one to be served first.
+        self._turns: deque[Fetch] = deque()
+        #: Loads that wait for a chunk that is being read; the first of them asked for the reading.
+        self._waiting: dict[Digest, list[_Job]] = {}
+        #: Guards the books, the turns and every fetch: consumers and readers meet here.
+        self._lock = threading.Lock()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._readers = [
+            threading.Thread(target=self._read_jobs, name=f"hearth-read-{number}", daemon=True)
+            for number in range(num_readers)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def fetch(self, model: StoredModel, chunks: Sequence[int]) -> Fetch:
+        """Start bringing these chunks, in this order, into host memory."""
+        too_large = [i for i in chunks if model.manifest.chunks[i].num_bytes > self.segment.slot_bytes]
+        assert not too_large, f"chunks {too_large} are larger than a slot: {self.segment.slot_bytes}"
+        assert self.segment.num_slots or not chunks, "a segment without slots holds no chunk"
+        self._prices.asked(model)
+        fetch = Fetch(self, model, chunks)
+        with self._lock:
+            self._turns.append(fetch)
+            self._pump()
+        return fetch
+
+    def close(self) -> None:
+        """Stop the readers after what they read now. Fetches under way are cancelled."""
+        with self._lock:
+            for fetch in {*self._turns, *(job.fetch for jobs in self._waiting.values() for job in jobs)}:
+                self._end(fetch, None)
+        for _ in self._readers:
+            self._jobs.put(None)
+        for reader in self._readers:
+            reader.join()
+
+    def _pump(self) -> None:
+        """Give slots to loads, a chunk each in turns, while there are slots and windows are open."""
+        num_stuck = 0
+        while self._turns and num_stuck < len(self._turns):
+            fetch = self._turns[0]
+            if not fetch.todo:
+                self._turns.popleft()
+                continue
+            self._turns.rotate(-1)
+            is_stuck = fetch.num_open >= WINDOW or not self._take(fetch)
+            num_stuck = num_stuck + 1 if is_stuck else 0
+
+    def _take(self, fetch: Fetch) -> bool:
+        """Schedule the load's next chunk; False if there is no slot for it now."""
+        index = fetch.todo[0]
+        digest = fetch.model.manifest.chunks[index].digest
+        match self.book.take(digest, self._prices.of_host_chunk):
+            case Hit(slot):
+                self.counters.num_hits += 1
+                self._hand_over(fetch, index, slot, None)
+            case Fill(slot, evicted):
+                self.counters.num_evictions += evicted is not None
+                self._waiting[digest] = [_Job(fetch, index, slot)]
+                self._jobs.put(self._waiting[digest][0])
+            case Pending():
+                self._waiting[digest].append(_Job(fetch, index, self._waiting[digest][0].slot))
+            case Full():
+                return False
+        fetch.todo.popleft()
+        fetch.num_open += 1
+        return True
+
+    def _hand_over(self, fetch: Fetch, index: int, slot: int, delivery: Delivery | None) -> None:
+        num_bytes = fetch.model.manifest.chunks[index].num_bytes
+        fetch.ready[index] = HostChunk(index, self.segment.tensor(slot, num_bytes), slot, delivery)
+        if fetch.awaited == index:  # waking the consumer costs more than all the rest of this
+            fetch.arrived.notify_all()
+
+    def _read_jobs(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if job.fetch.is_over and not self._is_wanted(job.digest):
+                continue
+            memory = self.segment.memory(job.slot, job.num_bytes)
+            try:
+                delivery = self._climber.deliver(job.fetch.model, job.index, memory)
+            except StoreError as error:
+                self._fail(job, error)
+                continue
+            is_kept = delivery.rung is Rung.OBJECT
+            self._deliver(job, delivery, is_leased_on=is_kept)
+            if is_kept:
+                self._climber.keep(job.fetch.model, job.index, memory)
+                self._release(job.digest)
+
+    def _is_wanted(self, digest: Digest) -> bool:
+        """False if all who waited have called off; the slot is free again then."""
+        with self._lock:
+            if any(not waiter.fetch.is_over for waiter in self._waiting[digest]):
+                return True
+            del self._waiting[digest]
+            self.book.failed(digest)
+            self._pump()
+            return False
+
+    def _deliver(self, job: _Job, delivery: Delivery, *, is_leased_on: bool) -> None:
+        """Hand a chunk that was read to all who wait for it; `is_leased_on`: the caller keeps a lease."""
+        with self._lock:
+            self.counters.num_fills += 1
+            self.book.filled(job.digest)  # with a lease, which is given back below
+            for waiter in self._waiting.pop(job.digest):
+                if waiter.fetch.is_over:
+                    continue
+                self.book.take(job.digest, self._prices.of_host_chunk)
+                self.counters.num_shared += waiter is not job
+                self._hand_over(waiter.fetch, waiter.index, job.slot, delivery if waiter is job else None)
+            if not is_leased_on:
+                self.book.release(job.digest)
+            self._pump()
+
+    def _fail(self, job: _Job, error: StoreError) -> None:
+        """The load that asked for it fails; the next that waits tries its own places, in the same slot."""
+        with self._lock:
+            self.counters.num_failures += 1
+            self._end(job.fetch, error)
+            others = [waiter for waiter in self._waiting.pop(job.digest) if not waiter.fetch.is_over]
+            if others:
+                self._waiting[job.digest] = others
+                self._jobs.put(others[0])
+            else:
+                self.book.failed(job.digest)
+            self._pump()
+
+    def _release(self, digest: Digest) -> None:
+        with self._lock:
+            self.book.release(digest)
+            self._pump()
+
+    def _end(self, fetch: Fetch, error: StoreError | None) -> None:
+        """No more chunks for this load. What its consumer has taken it still has to release."""
+        if fetch.is_over:
+            return
+        fetch.is_over, fetch.error = True, error
+        fetch.todo.clear()
+        for index in fetch.ready:
+            self.book.release(fetch.model.manifest.chunks[index].digest)
+        fetch.ready.clear()
+        fetch.arrived.notify_all()
+
+
+class Fetch:
+    """The chunks of one load, in order. One thread iterates; any may release and cancel.
+
+    The fields are the fetcher's, guarded by its lock.
+    """
+
+    def __init__(self, fetcher: Fetcher, model: StoredModel, chunks: Sequence[int]) -> None:
+        self.model = model
+        #: Not scheduled yet, in order.
+        self.todo = deque(chunks)
+        #: Scheduled and not released: being read, ready, or taken.
+        self.num_open = 0
+        #: Leased for the consumer, who has not taken them yet.
+        self.ready: dict[int, HostChunk] = {}
+        #: The chunk that the consumer sleeps for.
+        self.awaited: int | None = None
+        self.is_over = False
+        self.error: StoreError | None = None
+        self.arrived = threading.Condition(fetcher._lock)
+        self._order = list(chunks)
+        self._position = {index: at for at, index in enumerate(self._order)}
+        self._fetcher = fetcher
+
+    def __iter__(self) -> Iterator[HostChunk]:
+        """Raises StoreError if a chunk cannot be had, LoadCancelled after `cancel`."""
+        taken: deque[HostChunk] = deque()
+        try:
+            for index in self._order:
+                if not taken:
+                    taken.extend(self._wait_for(index))
+                if self.is_over:
+                    raise self.error or LoadCancelled(f"the load of `{self.model.name}` was called off")
+                yield taken.popleft()
+        finally:
+            self.release(*taken)
+
+    def _wait_for(self, index: int) -> Iterator[HostChunk]:
+        """The chunk, and what is ready behind it: the lock is not for the taking while readers are busy."""
+        at = self._position[index]
+        with self.arrived:
+            self.awaited = index
+            while index not in self.ready and not self.is_over:
+                self.arrived.wait()
+            self.awaited = None
+            while at < len(self._order) and self._order[at] in self.ready:
+                yield self.ready.pop(self._order[at])
+                at += 1
+
+    def release(self, *chunks: HostChunk) -> None:
+        """These chunks' bytes are no longer needed by this load."""
+        if not chunks:
+            return
+        with self.arrived:
+            for chunk in chunks:
+                self._fetcher.book.release(self.model.manifest.chunks[chunk.index].digest)
+            self.num_open -= len(chunks)
+            self._fetcher._pump()
+
+    def cancel(self) -> None:
+        """Ask for no more. What is being read is read to its end, for others may want it."""
+        with self.arrived:
+            self._fetcher._end(self, None)
+            self._fetcher._pump()

@@ -1,0 +1,181 @@
+"""A GGUF file as a source: it looks like the Hugging Face checkpoint it was made from. Converts nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFEndian, GGUFReader, GGUFValueType, ReaderField
+from gguf.quants import dequantize
+
+from hearth.errors import BadCheckpoint
+from hearth.models.arch import Arch
+from hearth.models.families import arch_from_config
+from hearth.models.fields import Fields
+from hearth.models.layout import Shape
+from hearth.models.pack import StoredTensor
+from hearth.store.gguf_config import architecture, config_of
+from hearth.store.gguf_tokenizer import text_files
+from hearth.store.source import Source
+
+#: What gguf raises, by accident or on purpose, for a file that is no GGUF or ends early.
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, ArithmeticError)
+
+ROPE_FACTORS = "rope_freqs.weight"
+
+#: llama.cpp's names of modules, and transformers' of the same.
+_MODULES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER_MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+_FLOATS = {
+    GGMLQuantizationType.F32: "float32",
+    GGMLQuantizationType.F16: "float16",
+    GGMLQuantizationType.BF16: "bfloat16",
+}
+
+
+@contextmanager
+def open_gguf(path: Path) -> Iterator[Source]:
+    """The file is mapped, and each tensor dequantised on its own when it is read."""
+    with _naming(path):
+        reader = GGUFReader(path)
+        values = {name: _value(field) for name, field in reader.fields.items()}
+    if reader.endianess != GGUFEndian.LITTLE:
+        raise BadCheckpoint(f"`{path}` is big-endian; supported: little-endian, so convert it again")
+    metadata = Fields("GGUF", values, where=f"`{path}`")
+    _refuse_part(metadata)
+    tensors = {
+        tensor.name: _Stored(tensor.data, tensor.tensor_type, tuple(reversed(tensor.shape.tolist())))
+        for tensor in reader.tensors
+    }
+    shapes = {name: stored.shape for name, stored in tensors.items()}
+    factors = tensors.pop(ROPE_FACTORS).read().tolist() if ROPE_FACTORS in tensors else None
+    arch = arch_from_config(config_of(metadata, shapes, factors))
+    heads = _interleaved_heads(arch) if architecture(metadata) == "llama" else {}
+    checkpoint = {_transformers_name(name): _in_order(name, tensors[name], heads) for name in tensors}
+    yield Source(arch, checkpoint, lambda: text_files(metadata))
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor in the mapped file."""
+
+    data: npt.NDArray[np.generic]  #: values of F32 and F16, bytes of all other kinds
+    kind: GGMLQuantizationType
+    shape: Shape
+
+    @property
+    def dtype(self) -> str:
+        if self.kind in _FLOATS:
+            return _FLOATS[self.kind]
+        return "bfloat16" if _can_dequantise(self.kind) else self.kind.name
+
+    def read(self) -> torch.Tensor:
+        """Quantised values come in float32, so that whoever rounds them rounds once."""
+        if self.kind == GGMLQuantizationType.BF16:
+            return torch.from_numpy(np.array(self.data)).view(torch.bfloat16)
+        if self.kind in _FLOATS:
+            return torch.from_numpy(np.array(self.data))
+        return torch.from_numpy(dequantize(self.data, self.kind))
+
+
+@dataclass(frozen=True, slots=True)
+class _Interleaved:
+    """Queries or keys whose rows llama.cpp has reordered: the halves of a head, which the rotary positions
+    turn as pairs, alternate row by row, where transformers has one half after the other."""
+
+    stored: _Stored
+    num_heads: int
+
+    @property
+    def dtype(self) -> str:
+        return self.stored.dtype
+
+    @property
+    def shape(self) -> Shape:
+        return self.stored.shape
+
+    def read(self) -> torch.Tensor:
+        rows = self.stored.read()
+        return rows.view(self.num_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+@cache
+def _can_dequantise(kind: GGMLQuantizationType) -> bool:
+    _, block_bytes = GGML_QUANT_SIZES[kind]
+    try:
+        dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Say which file gguf could not read."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        raise BadCheckpoint(
+            f"`{path}` is truncated or no GGUF file of version 2 or 3: {error}; fetch it again"
+        ) from error
+
+
+def _value(field: ReaderField) -> object:
+    """float32 values by their shortest decimals: 1e-05 was meant, not 9.999999747378752e-06."""
+    value: object = field.contents()
+    if field.types == [GGUFValueType.FLOAT32] and isinstance(value, float):
+        return float(str(np.float32(value)))
+    return value
+
+
+def _refuse_part(metadata: Fields) -> None:
+    num_parts = metadata.maybe_integer("split.count") or 1
+    if num_parts > 1:
+        raise BadCheckpoint(
+            f"{metadata.where} is one of {num_parts} parts of a model; supported: one file, so join them "
+            "with `llama-gguf-split --merge`"
+        )
+
+
+def _interleaved_heads(arch: Arch) -> dict[str, int]:
+    return {"attn_q": arch.num_heads, "attn_k": arch.num_kv_heads}
+
+
+def _in_order(name: str, stored: _Stored, heads: Mapping[str, int]) -> StoredTensor:
+    *_, module, _ = ("", *name.split("."))
+    return _Interleaved(stored, heads[module]) if module in heads else stored
+
+
+def _transformers_name(name: str) -> str:
+    """A name that llama.cpp's other architectures have stays as it is, and finds no place in the model."""
+    found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if found is None:
+        return name
+    layer, module, kind = found.groups()
+    if layer is None:
+        return f"{_MODULES[module]}.{kind}" if module in _MODULES else name
+    return f"model.layers.{layer}.{_LAYER_MODULES[module]}.{kind}" if module in _LAYER_MODULES else name

@@ -1,0 +1,174 @@
+"""A Hugging Face directory as a source: its config, its tensors, its tokenizer's files. Converts nothing.
+
+Weights are mapped, not read, and a tensor maps its file anew: what was read leaves memory with the tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from hearth.errors import BadCheckpoint, BadTokenizer
+from hearth.models.families import read_arch
+from hearth.models.layout import Shape
+from hearth.models.pack import Checkpoint
+from hearth.store.source import Source
+
+SAFETENSORS = "model.safetensors"
+PICKLE = "pytorch_model.bin"
+
+#: safetensors' names of the dtypes that can be read
+STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+#: taken over as they are; what else the tokenizer reads is `generation_config.json`
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+@contextmanager
+def open_directory(directory: Path) -> Iterator[Source]:
+    yield Source(read_arch(directory), read_checkpoint(directory), lambda: _text_files(directory))
+
+
+def read_checkpoint(directory: Path) -> Checkpoint:
+    """The headers of safetensors files or, where there are none, of PyTorch's."""
+    for whole, read_headers in ((SAFETENSORS, _safetensors), (PICKLE, _pickled)):
+        index = directory / f"{whole}.index.json"
+        if (directory / whole).is_file():
+            return read_headers(directory / whole)
+        if index.is_file():
+            shards = [read_headers(path) for path in _shard_paths(index)]
+            return {name: stored for shard in shards for name, stored in shard.items()}
+    present = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+    raise BadCheckpoint(
+        f"neither {SAFETENSORS} nor {PICKLE}, nor an index of their parts, in `{directory}`, "
+        f"which holds: {', '.join(present) or 'nothing'}; fetch the weights or save the model as safetensors"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor in a file of either kind."""
+
+    name: str
+    path: Path
+    dtype: str
+    shape: Shape
+    load: Callable[[Path, str], torch.Tensor]
+
+    def read(self) -> torch.Tensor:
+        return self.load(self.path, self.name)
+
+
+def _safetensors(path: Path) -> dict[str, _Stored]:
+    stored = {}
+    with _open_safetensors(path) as file:
+        for name in file.keys():  # type: ignore[no-untyped-call] # noqa: SIM118 - an untyped library's
+            header = file.get_slice(name)  # type: ignore[no-untyped-call] # untyped library
+            dtype, shape = header.get_dtype(), tuple(header.get_shape())
+            stored[name] = _Stored(name, path, STORED.get(dtype, dtype), shape, _load_safetensors)
+    return stored
+
+
+def _load_safetensors(path: Path, name: str) -> torch.Tensor:
+    with _open_safetensors(path) as file:
+        tensor: torch.Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call] # untyped library
+    return tensor
+
+
+@contextmanager
+def _open_safetensors(path: Path) -> Iterator[safe_open]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise BadCheckpoint(
+            f"`{path}` is truncated or no safetensors file: {error}; fetch it again"
+        ) from error
+
+
+def _pickled(path: Path) -> dict[str, _Stored]:
+    stored = {}
+    for name, tensor in _open_pickled(path).items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        stored[name] = _Stored(name, path, dtype, tuple(tensor.shape), _load_pickled)
+    return stored
+
+
+def _load_pickled(path: Path, name: str) -> torch.Tensor:
+    return _open_pickled(path)[name]
+
+
+def _open_pickled(path: Path) -> dict[str, torch.Tensor]:
+    """Tensors that are read from the file where they are touched. No code of the file is run."""
+    try:
+        content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise BadCheckpoint(
+            f"`{path}` is truncated or holds more than tensors, which is not read because it could run code: "
+            f"{reason}; fetch it again, or save the model as safetensors where you trust it"
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(item, torch.Tensor) for item in content.values()):
+        raise BadCheckpoint(f"`{path}` is no mapping of names to tensors; save the model as safetensors")
+    return content
+
+
+def _shard_paths(index: Path) -> list[Path]:
+    paths = [index.parent / name for name in sorted(_shard_names(index))]
+    for path in paths:
+        if not path.is_file():
+            raise BadCheckpoint(
+                f"{index.name} names `{path.name}`, which is not in `{index.parent}`; fetch it"
+            )
+    return paths
+
+
+def _shard_names(index: Path) -> set[str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = {str(name) for name in weight_map.values()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadCheckpoint(f"`{index}` has no readable `weight_map` of tensor to file: {error!r}") from error
+    for name in names:
+        if Path(name).name != name:
+            raise BadCheckpoint(f"`{index}` names `{name}`, which is not a file beside it")
+    return names
+
+
+def _text_files(directory: Path) -> Mapping[str, bytes]:
+    paths = [directory / name for name in TOKENIZER_FILES]
+    files = {path.name: path.read_bytes() for path in paths if path.is_file()}
+    if generation := _generation_config(directory):
+        files["generation_config.json"] = json.dumps(generation, indent=1).encode()
+    return files
+
+
+def _generation_config(directory: Path) -> dict[str, object]:
+    """With the ids of config.json behind its own: a converted model has no config.json to look into."""
+    generation = _read_object(directory / "generation_config.json")
+    config = _read_object(directory / "config.json")
+    for key in ("bos_token_id", "eos_token_id"):
+        given = [fields[key] for fields in (generation, config) if fields.get(key) is not None]
+        ids = [item for value in given for item in (value if isinstance(value, list) else [value])]
+        if ids:
+            generation[key] = list(dict.fromkeys(ids))
+    return generation
+
+
+def _read_object(path: Path) -> dict[str, object]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise BadTokenizer(f"`{path}` cannot be read: {error}; fetch it again") from error
+    if not isinstance(content, dict):
+        raise BadTokenizer(f"`{path}` must hold a JSON object, found: {content!r:.80}; fetch it again")
+    return content

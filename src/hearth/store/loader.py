@@ -1,0 +1,276 @@
+"""The device's half of a load: chunks from host memory to their places on the device, in forward order.
+
+    host memory --copy stream--> device        one copy stream per device: a second one is no faster
+                                  | event per chunk
+    compute stream: wait(layer 0) layer 0 wait(layer 1) layer 1 ...
+
+Copies are queued, not waited for. Whoever computes waits for just the bytes it needs: on the host until their
+copies are queued, on the device until they are done. A chunk is given back when its copy has passed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+
+from hearth.errors import LoadCancelled, StoreError
+from hearth.models.layout import ByteRange
+from hearth.store.fetch import HostChunk
+from hearth.store.manifest import Manifest
+from hearth.store.record import LoadRecord, Tally
+
+#: Copies of one load that are queued at a time. Behind them the step's inputs and other loads get their turn,
+#: for all copies to a device pass one engine; with fewer, the engine would run dry when this thread is late.
+MAX_QUEUED_COPIES = 8
+
+log = logging.getLogger(__name__)
+
+
+class ChunkStream(Protocol):
+    """Chunks in host memory, in the order that was asked for: of this process, or of another's segment.
+
+    One thread iterates, another releases.
+    """
+
+    def __iter__(self) -> Iterator[HostChunk]: ...
+
+    def release(self, *chunks: HostChunk) -> None: ...
+
+    def cancel(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes of the model and where they go: uint8 memory of that length."""
+
+    part: ByteRange
+    destination: torch.Tensor
+
+
+def whole(manifest: Manifest, base: torch.Tensor) -> list[Piece]:
+    """The whole model, as it lies in its file, into one buffer."""
+    return [Piece(ByteRange(0, manifest.num_bytes), base)]
+
+
+def chunks_of(manifest: Manifest, pieces: Sequence[Piece]) -> list[int]:
+    """What has to be fetched for these pieces, in forward order."""
+    return sorted({index for piece in pieces for index in manifest.chunks_of(piece.part)})
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A chunk whose copy is queued; it may be given back after the event."""
+
+    chunk: HostChunk
+    event: torch.cuda.Event | None  #: None: the copy was done at once
+
+
+class Loader:
+    """Copies to one device. Any thread may call it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch leaves it untyped
+
+    def load(
+        self,
+        name: str,
+        manifest: Manifest,
+        pieces: Sequence[Piece],
+        fetch: Callable[[Sequence[int]], ChunkStream],
+        on_end: Callable[[LoadRecord], None] | None = None,
+    ) -> Load:
+        """Start a load; `fetch` opens a stream of the chunks that it needs."""
+        if self._stream is not None:
+            # The memory may have been somebody else's until a moment ago, on the stream of this thread.
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        return Load(name, manifest, pieces, fetch, self._stream, on_end)
+
+
+class LoadGate:
+    """A load of a whole model as whoever computes on it sees it: see `models/gate.py`."""
+
+    def __init__(self, load: Load, manifest: Manifest) -> None:
+        self._load = load
+        self._layers = manifest.layers
+        self._head = ByteRange(manifest.layers[-1].end, manifest.num_bytes)
+
+    def is_open(self) -> bool:
+        return self._load.is_done
+
+    def embed(self) -> None:
+        self._load.wait_for(ByteRange(0, self._layers[0].begin))
+
+    def layer(self, layer: int) -> None:
+        self._load.wait_for(self._layers[layer])
+
+    def head(self) -> None:
+        self._load.wait_for(self._head)
+
+
+class Load:
+    """A load under way or done. Any thread may wait for parts of it or cancel it."""
+
+    def __init__(
+        self,
+        name: str,
+        manifest: Manifest,
+        pieces: Sequence[Piece],
+        fetch: Callable[[Sequence[int]], ChunkStream],
+        stream: torch.cuda.Stream | None,
+        on_end: Callable[[LoadRecord], None] | None,
+    ) -> None:
+        for piece in pieces:
+            assert piece.destination.dtype == torch.uint8, f"{piece.destination.dtype=}"
+            assert len(piece.destination) == piece.part.end - piece.part.begin, f"{piece.part=}"
+        self.name = name
+        self._manifest = manifest
+        self._pieces = sorted(pieces, key=lambda piece: piece.part.begin)
+        self._stream = stream
+        self._on_end = on_end
+        self._tally = Tally(time.perf_counter())
+        self._chunks = chunks_of(manifest, self._pieces)
+        #: How many of `_chunks`, from the first, have their copies queued; `_events` are those of the copies.
+        self._num_queued = 0
+        self._events: list[torch.cuda.Event] = []
+        self._record: LoadRecord | None = None
+        self._error: BaseException | None = None
+        self._copied: SimpleQueue[_Copied | None] = SimpleQueue()
+        self._room = threading.Semaphore(MAX_QUEUED_COPIES)
+        #: Guards the fields above: the copying thread writes, whoever computes reads.
+        self._progress = threading.Condition()
+        self._source = fetch(self._chunks)
+        self._thread = threading.Thread(target=self._run, name=f"hearth-load-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """All bytes are on the device; nobody needs to wait any more."""
+        return self._record is not None
+
+    def wait_for(self, part: ByteRange) -> None:
+        """Have the current stream wait for these bytes, and this thread until that can be said.
+
+        Raises:
+            StoreError: a chunk cannot be had, or the load was cancelled.
+        """
+        wanted = self._manifest.chunks_of(part)
+        with self._progress:
+            position = self._position_behind(wanted)
+            while self._num_queued < position and self._error is None:
+                self._progress.wait()
+            if self._num_queued < position:
+                raise self._failure()
+            event = self._events[position - 1] if self._events and position else None
+        if event is not None:
+            torch.cuda.current_stream(event.device).wait_event(event)
+
+    def wait(self) -> LoadRecord:
+        """Until all bytes are on the device. Raises StoreError as `wait_for`."""
+        self._thread.join()
+        if self._record is None:
+            raise self._failure()
+        return self._record
+
+    def cancel(self) -> None:
+        """Call it off and wait until nothing more is written to its destinations."""
+        self._source.cancel()
+        self._thread.join()
+
+    def _position_behind(self, wanted: range) -> int:
+        """How many of `_chunks` have to be queued until all of `wanted` are."""
+        return bisect_left(self._chunks, wanted.stop)
+
+    def _failure(self) -> StoreError:
+        if isinstance(self._error, StoreError):
+            return self._error
+        return LoadCancelled(f"the load of `{self.name}` broke: {self._error!r}")
+
+    def _run(self) -> None:
+        giver = threading.Thread(target=self._give_back, name=f"hearth-give-{self.name}", daemon=True)
+        giver.start()
+        try:
+            with torch.cuda.stream(self._stream):
+                self._copy_all()
+        except Exception as error:  # the thread's top: whoever waits is told
+            self._fail(error)
+        self._copied.put(None)
+        giver.join()
+        if self._error is not None:
+            return
+        record = self._tally.record(self.name, time.perf_counter())
+        with self._progress:
+            self._record = record
+        if self._on_end is not None:
+            self._on_end(record)
+
+    def _copy_all(self) -> None:
+        asked_s = time.perf_counter()
+        for chunk in self._source:
+            now_s = time.perf_counter()
+            self._tally.wait_s += now_s - asked_s if chunk.delivery is not None else 0.0
+            self._room.acquire()
+            self._copied.put(_Copied(chunk, self._copy(chunk)))
+            asked_s = time.perf_counter()
+
+    def _give_back(self) -> None:
+        """Give back each chunk once its copy has passed, while the other thread waits for the next one.
+
+        It needs a thread of its own: the slots that the copies hold may be all there are, and the next
+        chunk, or another load's, can come only into one of them.
+        """
+        try:
+            while (copied := self._copied.get()) is not None:
+                if copied.event is not None:
+                    copied.event.synchronize()
+                self._source.release(copied.chunk)
+                self._room.release()
+                self._note_first_layer(copied.chunk)
+        except Exception as error:  # the thread's top, as above
+            self._fail(error)
+            self._room.release(len(self._chunks))
+
+    def _fail(self, error: Exception) -> None:
+        with self._progress:
+            self._error = self._error or error
+            self._progress.notify_all()
+        if not isinstance(error, StoreError):
+            log.error("load_broke model=%s", self.name, exc_info=error)
+        self._source.cancel()
+
+    def _copy(self, chunk: HostChunk) -> torch.cuda.Event | None:
+        begin = self._manifest.chunk_range(chunk.index).begin
+        self._tally.took(chunk.delivery, len(chunk.data))
+        event = None
+        for piece in self._pieces:
+            low, high = max(piece.part.begin, begin), min(piece.part.end, begin + len(chunk.data))
+            if low < high:
+                target = piece.destination[low - piece.part.begin : high - piece.part.begin]
+                target.copy_(chunk.data[low - begin : high - begin], non_blocking=True)
+                self._tally.num_bytes += high - low
+        if self._stream is not None:
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # torch leaves it untyped
+            event.record(self._stream)
+        with self._progress:
+            if event is not None:
+                self._events.append(event)
+            self._num_queued += 1
+            self._progress.notify_all()
+        return event
+
+    def _note_first_layer(self, chunk: HostChunk) -> None:
+        if (
+            self._tally.first_layer_s is None
+            and chunk.index >= self._manifest.chunks_of(self._manifest.layers[0])[-1]
+        ):
+            self._tally.first_layer_s = time.perf_counter() - self._tally.began_s

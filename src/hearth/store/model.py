@@ -1,0 +1,18 @@
+"""A model and the places that may deliver it. Opens nothing and reads nothing but its description."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hearth.store.manifest import Manifest
+from hearth.store.remote import RemoteModel
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    name: str
+    manifest: Manifest
+    directory: Path  #: holds its files, and weights.bin unless it is remote
+    remote: RemoteModel | None = None
+    weight: float = 1.0  #: how much a second of its start matters against other models' (T2's alpha)

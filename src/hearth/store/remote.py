@@ -1,0 +1,221 @@
+"""One model in object storage, read in ranges, with retries. It neither verifies bytes nor keeps them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import obstore
+from obstore.exceptions import BaseError, NotSupportedError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import HTTPStore, S3Store
+
+from hearth.errors import ChunkMissing, ConfigError, Unreachable
+from hearth.models.layout import ByteRange
+from hearth.store.backoff import Retry
+from hearth.store.credentials import find_s3_access
+from hearth.store.manifest import WEIGHTS
+
+if TYPE_CHECKING:  # the client library offers these to the type checker only
+    from obstore import GetOptions
+    from obstore.store import ClientConfig, RetryConfig, S3Config
+
+log = logging.getLogger(__name__)
+
+PATIENT = Retry()
+#: Refusals by the server that are about the moment, not about the request
+PASSING = (408, 425, 429)
+RANGE_NOT_SATISFIABLE = 416
+#: The client library's own retries: none, or they would multiply with ours.
+NO_RETRY: RetryConfig = {"max_retries": 0}
+
+
+@dataclass(slots=True)
+class Counters:
+    """Written only by its RemoteModel, under a lock."""
+
+    num_requests: int = 0
+    num_retries: int = 0
+    num_bytes: int = 0  #: of answers that were usable
+
+
+class RemoteModel:
+    """The files below `s3://bucket/prefix` or `http(s)://host/prefix`. Many threads may read at once."""
+
+    def __init__(self, url: str, retry: Retry = PATIENT) -> None:
+        self.url = url.rstrip("/")
+        self.counters = Counters()
+        self._retry = retry
+        self._endpoint = _open(self.url, retry)
+        # The one lock: threads that read chunks of the same model add to the same three numbers.
+        self._counting = threading.Lock()
+
+    def read_file(self, name: str) -> bytes:
+        """A small file, whole. Raises ChunkMissing where there is none, Unreachable where nobody answers."""
+        return self._read(name, None).to_bytes()
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill the buffer from weights.bin; it is untouched until all bytes are here.
+
+        Blocks, without the GIL. Raises ChunkMissing where the file ends too early, Unreachable as above.
+        """
+        if buffer.nbytes:
+            buffer[:] = memoryview(self._read(WEIGHTS, ByteRange(offset, offset + buffer.nbytes)))
+
+    def _read(self, name: str, part: ByteRange | None) -> obstore.Bytes:
+        delays_s = self._retry.delays_s()
+        num_tries = 0
+        while True:
+            num_tries += 1
+            try:
+                return self._request(name, part)
+            except _Passing as error:
+                delay_s = next(delays_s, None)
+                if delay_s is None:
+                    raise Unreachable(
+                        f"`{self.url}/{name}` gave no usable answer, tries: {num_tries}, the last: {error}; "
+                        "check that the server is up and can be reached from here"
+                    ) from error
+                self._count(num_retries=1)
+                log.warning(
+                    "object_retry url=%s/%s try=%d delay_s=%.2f reason=%s",
+                    *(self.url, name, num_tries, delay_s, error),
+                )
+            time.sleep(delay_s)
+
+    def _request(self, name: str, part: ByteRange | None) -> obstore.Bytes:
+        """One request. Raises _Passing where another may fare better, and otherwise what ends the reading."""
+        url = f"{self.url}/{name}"
+        options: GetOptions = {"range": (part.begin, part.end)} if part else {}
+        self._count(num_requests=1)
+        try:
+            answer = obstore.get(self._endpoint.store, name, options=options)
+            if part and answer.meta["size"] < part.end:
+                raise _ends_early(url, part, f"it holds {answer.meta['size']} bytes")
+            data = answer.bytes()
+        except (BaseError, FileNotFoundError) as error:
+            raise self._translate(error, url, part) from error
+        if part and len(data) != part.end - part.begin:
+            raise _Passing(f"{len(data)} bytes came, wanted: {part.end - part.begin}")
+        self._count(num_bytes=len(data))
+        return data
+
+    def _translate(self, error: Exception, url: str, part: ByteRange | None) -> Exception:
+        reason = _reason(error)
+        status = _status(error)
+        if isinstance(error, FileNotFoundError):
+            return ChunkMissing(f"`{url}` does not exist: {reason}; check the URL, or upload the model again")
+        if isinstance(error, PermissionDeniedError | UnauthenticatedError):
+            return Unreachable(
+                f"`{url}` is refused: {reason}; refused was {self._endpoint.asker}; "
+                "check it, and what it may read"
+            )
+        if isinstance(error, NotSupportedError):
+            return Unreachable(
+                f"`{url}` came whole where a range was asked for; use a server that answers range requests"
+            )
+        if status == RANGE_NOT_SATISFIABLE and part:
+            return _ends_early(url, part, reason)
+        if status is not None and status < 500 and status not in PASSING:
+            return Unreachable(f"`{url}` is refused: {reason}; check the URL, the region and the endpoint")
+        return _Passing(reason)
+
+    def _count(self, *, num_requests: int = 0, num_retries: int = 0, num_bytes: int = 0) -> None:
+        with self._counting:
+            self.counters.num_requests += num_requests
+            self.counters.num_retries += num_retries
+            self.counters.num_bytes += num_bytes
+
+
+class _Passing(Exception):
+    """What another try may not meet: nobody listens, silence, a server's trouble, a body cut short."""
+
+
+def _ends_early(url: str, part: ByteRange, reason: str) -> ChunkMissing:
+    return ChunkMissing(
+        f"`{url}` ends too early, wanted: bytes {part.begin} to {part.end}: {reason}; upload the model again"
+    )
+
+
+def _status(error: Exception) -> int | None:
+    """The client library has no field for it, only its text: `... non-2xx status code: 500 Internal ...`"""
+    found = re.search(r"status code: (\d{3})", str(error))
+    return int(found[1]) if found else None
+
+
+def _reason(error: Exception) -> str:
+    """The part that matters of the client library's report, which is long and repeats the server's page."""
+    text = str(error)
+    if status := re.search(r"status code: (\d{3}[^:\n]*)", text):
+        code = re.search(r"<Code>(\w+)</Code>", text)  # what S3 says beyond the status
+        return f"{status[1]} {code[1]}" if code else status[1]
+    summary = text.partition("\n")[0].rpartition(" - ")[2][:200]
+    kind = re.search(r"HttpError \{\s+kind: (\w+)", text)
+    return f"{summary} ({kind[1]})" if kind else summary
+
+
+@dataclass(frozen=True, slots=True)
+class _Endpoint:
+    store: HTTPStore | S3Store
+    asker: str  #: for messages: whom the server would refuse
+
+
+def _open(url: str, retry: Retry) -> _Endpoint:
+    """Sends nothing yet. Raises ConfigError for a URL or credentials that cannot be used."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme not in ("s3", "http", "https") or not parts.netloc:
+            raise ConfigError(
+                f"a remote model is `s3://bucket/prefix` or `http(s)://host/prefix`, given: `{url}`; "
+                "for other stores that speak S3, set AWS_ENDPOINT_URL"
+            )
+        if "@" in parts.netloc or parts.query or parts.fragment:
+            raise ConfigError(
+                f"a model's URL must hold no password, query or fragment, that of `{parts.hostname}` does; "
+                "URLs appear in logs, so put credentials into the environment"
+            )
+        return _open_s3(url, retry) if parts.scheme == "s3" else _open_http(url, retry)
+    except (BaseError, ValueError) as error:
+        raise ConfigError(f"`{url}` cannot be used as the URL of a model: {_reason(error)}") from error
+
+
+def _open_http(url: str, retry: Retry) -> _Endpoint:
+    store = HTTPStore(url, client_options=_client_options(retry, url), retry_config=NO_RETRY)
+    return _Endpoint(
+        store, "a request without credentials, which is all that Hearth sends to plain HTTP servers"
+    )
+
+
+def _open_s3(url: str, retry: Retry) -> _Endpoint:
+    access = find_s3_access(os.environ)
+    signer = access.signer
+    config: S3Config = {"skip_signature": signer.is_anonymous}
+    if signer.keys:
+        config["access_key_id"] = signer.keys.access_key_id
+        config["secret_access_key"] = signer.keys.secret_access_key
+        if signer.keys.session_token:
+            config["session_token"] = signer.keys.session_token
+    if access.region:
+        config["region"] = access.region
+    if access.endpoint:
+        config["endpoint"] = access.endpoint
+    if signer.is_anonymous:
+        log.info("object_unsigned url=%s reason=%s", url, signer.who)
+    client_options = _client_options(retry, access.endpoint or url)
+    store = S3Store.from_url(url, config=config, client_options=client_options, retry_config=NO_RETRY)
+    return _Endpoint(store, signer.who)
+
+
+def _client_options(retry: Retry, server: str) -> ClientConfig:
+    return {
+        "allow_http": server.startswith("http://"),
+        "connect_timeout": timedelta(seconds=retry.stall_s),
+        "read_timeout": timedelta(seconds=retry.stall_s),
+        "timeout": timedelta(seconds=retry.timeout_s),
+    }

@@ -1,0 +1,68 @@
+"""Frozen dataclasses to JSON and back, each field checked against its type. Knows no particular class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import StrEnum
+from functools import cache
+from types import NoneType, UnionType
+from typing import TypeVar, get_args, get_origin, get_type_hints
+
+from hearth.errors import BadCheckpoint
+
+T = TypeVar("T")
+
+
+def decode(kind: type[T], value: object, where: str) -> T:
+    """`value`, as JSON gives it, as a `kind`. Raises BadCheckpoint at the first field that does not fit."""
+    decoded = _decode(kind, value, where)
+    assert isinstance(decoded, kind), f"{where}: {decoded!r} is no {kind}"
+    return decoded
+
+
+def _decode(hint: object, value: object, where: str) -> object:
+    if isinstance(hint, UnionType):
+        (inner,) = (part for part in get_args(hint) if part is not NoneType)
+        return None if value is None else _decode(inner, value, where)
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list):
+            raise _misfit(where, "a list", value)
+        return tuple(_decode(get_args(hint)[0], item, f"{where}[{at}]") for at, item in enumerate(value))
+    if not isinstance(hint, type):  # a NewType
+        return _decode(getattr(hint, "__supertype__", None), value, where)
+    if is_dataclass(hint):
+        return _decode_fields(hint, value, where)
+    if issubclass(hint, StrEnum):
+        if not isinstance(value, str) or value not in list(hint):
+            raise _misfit(where, f"one of {', '.join(hint)}", value)
+        return hint(value)
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:  # not isinstance: true is no number here
+        raise _misfit(where, hint.__name__, value)
+    return value
+
+
+def _decode_fields(kind: type, value: object, where: str) -> object:
+    if not isinstance(value, Mapping):
+        raise _misfit(where, "an object", value)
+    hints = _hints_of(kind)
+    missing, unknown = [n for n in hints if n not in value], [n for n in value if n not in hints]
+    if missing or unknown:
+        raise BadCheckpoint(
+            f"{where}: missing fields: {', '.join(missing) or 'none'}, "
+            f"unknown fields: {', '.join(map(str, unknown)) or 'none'}; convert the model again"
+        )
+    return kind(**{name: _decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items()})
+
+
+@cache
+def _hints_of(kind: type) -> dict[str, object]:
+    """Of its fields. Kept, because a manifest has thousands of instances of a few classes."""
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def _misfit(where: str, wanted: str, value: object) -> BadCheckpoint:
+    return BadCheckpoint(f"{where}: must be {wanted}, given: {value!r:.80}; convert the model again")

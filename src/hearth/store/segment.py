@@ -1,0 +1,152 @@
+"""A segment of memory in equal slots that several processes map and pin. Does not know what lies in a slot.
+
+    fd (memfd)   | slot 0 | slot 1 | slot 2 | ...                      each process maps it for itself,
+    pinned by    |<----- region 0 ----->|<----- region 1 ----->| ...   registers it with its own device,
+                                                                       and may lose it without harm to others
+
+A copy to the device must not cross the border of two registered regions, so regions hold whole slots.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+
+import torch
+
+from hearth.errors import DeviceError
+
+#: Registered at once: small, so that the first slots are pinned early; larger ones are no faster.
+REGION_BYTES = 256 << 20
+#: First touch of fresh memory is bound by the kernel clearing pages, on all cores.
+MAX_PIN_THREADS = 16
+
+_PAGE_BYTES = mmap.PAGESIZE
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in every Python's mmap module
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
+
+log = logging.getLogger(__name__)
+
+
+class Segment:
+    """Mutable only in how much of it is pinned; any thread may view slots."""
+
+    def __init__(self, fd: int, num_slots: int, slot_bytes: int) -> None:
+        """Map the file behind `fd`, which is closed with the segment."""
+        self.fd = fd
+        self.num_slots = num_slots
+        self.slot_bytes = slot_bytes
+        #: With no slots there still is a page, because nothing cannot be mapped.
+        self._map = mmap.mmap(fd, max(self.num_bytes, _PAGE_BYTES))
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._pins: list[range] = []  #: registered, as byte ranges; guarded by the lock, threads append
+        self._lock = threading.Lock()
+        self._is_closed = threading.Event()
+        self._pinner: threading.Thread | None = None
+
+    @staticmethod
+    def create(num_slots: int, slot_bytes: int) -> Segment:
+        """New memory that nobody has touched, so it costs nothing yet.
+
+        Raises:
+            DeviceError: the machine has no such room.
+        """
+        fd = os.memfd_create("hearth-host", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, max(num_slots * slot_bytes, _PAGE_BYTES))
+            return Segment(fd, num_slots, slot_bytes)
+        except OSError as error:
+            os.close(fd)
+            raise DeviceError(
+                f"{num_slots * slot_bytes} bytes of host memory cannot be had: {error.strerror}; "
+                "lower `store.host_bytes`"
+            ) from error
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_slots * self.slot_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        with self._lock:
+            return sum(len(pin) for pin in self._pins)
+
+    def tensor(self, slot: int, num_bytes: int) -> torch.Tensor:
+        """The first bytes of a slot, not copied."""
+        return self._bytes[self._span(slot, num_bytes)]
+
+    def memory(self, slot: int, num_bytes: int) -> memoryview:
+        return memoryview(self._map)[self._span(slot, num_bytes)]
+
+    def _span(self, slot: int, num_bytes: int) -> slice:
+        assert 0 <= slot < self.num_slots, f"{slot=} {self.num_slots=}"
+        assert 0 <= num_bytes <= self.slot_bytes, f"{num_bytes=} {self.slot_bytes=}"
+        begin = slot * self.slot_bytes
+        return slice(begin, begin + num_bytes)
+
+    def pin_in_background(self) -> None:
+        """Pin region by region, the first slots first; until then copies from them are slow, not wrong."""
+        if self._pinner is None and self.num_slots and torch.cuda.is_available():
+            self._pinner = threading.Thread(target=self._pin_all, name="hearth-pin", daemon=True)
+            self._pinner.start()
+
+    def wait_pinned(self) -> None:
+        if self._pinner is not None:
+            self._pinner.join()
+
+    def close(self) -> None:
+        """Unpin and let go. The memory lives on while another process or a view of a slot holds it.
+
+        Closing again is harmless.
+        """
+        if self._is_closed.is_set():
+            return
+        self._is_closed.set()
+        self.wait_pinned()
+        for pin in self._pins:
+            _cudart().cudaHostUnregister(self._bytes.data_ptr() + pin.start)
+        self._pins.clear()
+        os.close(self.fd)
+
+    def _pin_all(self) -> None:
+        step = max(1, REGION_BYTES // self.slot_bytes) * self.slot_bytes
+        regions = [range(at, min(at + step, self.num_bytes)) for at in range(0, self.num_bytes, step)]
+        num_threads = min(MAX_PIN_THREADS, os.cpu_count() or 1)
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="hearth-pin") as pool:
+            results = list(pool.map(self._pin, regions))
+        if failed := [code for code in results if code]:
+            log.warning(
+                "fallback copies=pageable reason=pin_failed regions=%d of=%d cuda_error=%d "
+                "remedy=`raise the limit of locked memory (ulimit -l) or lower store.host_bytes`",
+                *(len(failed), len(results), failed[0]),
+            )
+
+    def _pin(self, region: range) -> int:
+        """CUDA's error code; 0 if the region is pinned, or nobody wants it any more."""
+        if self._is_closed.is_set():
+            return 0
+        self._touch(region)
+        address = self._bytes.data_ptr() + region.start
+        code = int(_cudart().cudaHostRegister(address, len(region), _PORTABLE))
+        if code == 0:
+            with self._lock:
+                self._pins.append(region)
+        return code
+
+    def _touch(self, region: range) -> None:
+        """Have the kernel find the pages, on this core; what is written in them stays."""
+        address = ctypes.c_void_p(self._bytes.data_ptr() + region.start)
+        if _LIBC.madvise(address, ctypes.c_size_t(len(region)), _MADV_POPULATE_WRITE) != 0:
+            self._bytes[region.start : region.stop : _PAGE_BYTES].max()  # shared memory is made by reading
+
+
+def _cudart() -> ModuleType:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call,no-any-return] # torch leaves it untyped
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,253 @@
+"""A model's directory, written so that it is whole or not there at all. Reads no checkpoint.
+
+.NAME.converting   everything is written here, manifest.json last; a lock tells the living from the dead
+NAME               the same directory, renamed when all of it is on the disk
+.NAME.replaced     the model that stood there before, between two renames
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hearth.errors import StoreError, StoreFull
+from hearth.models.layout import ALIGNMENT_BYTES
+from hearth.models.pack import PackedTensor
+from hearth.store.manifest import MANIFEST, WEIGHTS, Chunk, digest_of
+
+LOCK = ".lock"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    done_bytes: int
+    total_bytes: int
+
+
+OnProgress = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """A directory that becomes a model when it is complete."""
+
+    directory: Path
+    num_bytes: int  #: of all files that will be in it
+
+    def write_weights(
+        self,
+        tensors: Iterable[PackedTensor],
+        num_bytes: int,
+        chunk_bytes: int,
+        on_progress: OnProgress | None = None,
+    ) -> tuple[Chunk, ...]:
+        """Write the tensors, given in the order of their layout, to their offsets. Hashes what it writes."""
+        assert chunk_bytes >= ALIGNMENT_BYTES, f"{chunk_bytes=}"
+        assert chunk_bytes % ALIGNMENT_BYTES == 0, f"{chunk_bytes=}"
+        chunks: list[Chunk] = []
+        done_bytes = 0
+        with self._create(WEIGHTS) as file:
+            for data in _cut(_padded(tensors), chunk_bytes):
+                self._write(file, data)
+                chunks.append(Chunk(digest_of(data), len(data)))
+                done_bytes += len(data)
+                if on_progress is not None:
+                    on_progress(Progress(done_bytes, num_bytes))
+        assert done_bytes == num_bytes, f"{done_bytes=} {num_bytes=}"
+        return tuple(chunks)
+
+    def write_file(self, name: str, content: bytes) -> None:
+        with self._create(name) as file:
+            self._write(file, memoryview(content))
+
+    def check_room(self) -> None:
+        if shutil.disk_usage(self.directory).free < self.num_bytes:
+            raise self._full("its file system is too full")
+
+    @contextmanager
+    def _create(self, name: str) -> Iterator[int]:
+        """A file descriptor; what was written to it is on the disk afterwards."""
+        with self._translated():
+            file = os.open(self.directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            yield file
+            with self._translated():
+                os.fsync(file)
+        finally:
+            os.close(file)
+
+    def _write(self, file: int, data: memoryview) -> None:
+        with self._translated():
+            while data:
+                data = data[os.write(file, data) :]
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise self._full(os.strerror(error.errno)) from error
+            raise StoreError(f"cannot write in `{self.directory}`: {error}; check the device") from error
+
+    def _full(self, reason: str) -> StoreFull:
+        written_bytes = sum(path.stat().st_size for path in self.directory.iterdir())
+        free_bytes = shutil.disk_usage(self.directory).free + written_bytes
+        return StoreFull(
+            f"no room for a model in `{self.directory.parent}`, {reason}; needed: {self.num_bytes} bytes, "
+            f"free: {free_bytes} bytes; make room or choose another destination"
+        )
+
+
+@contextmanager
+def staged(dest: Path, num_bytes: int, *, overwrite: bool = False) -> Iterator[Staging]:
+    """Room to write a model in, which becomes `dest` at the end and is gone if the end is not reached.
+
+    Raises StoreError where `dest` is taken or another writes it, StoreFull where `num_bytes` do not fit.
+    """
+    dest = dest.resolve()
+    staging = Staging(dest.with_name(f".{dest.name}.converting"), num_bytes)
+    with _locked(staging.directory), ExitStack() as undo:
+        undo.callback(_remove, staging.directory)
+        with _translated(f"cannot clear what an interrupted conversion has left beside `{dest}`"):
+            _clear(staging.directory)
+            _recover(dest)
+        _refuse_taken(dest, overwrite)
+        staging.check_room()
+        yield staging
+        with _translated(f"cannot put the model to `{dest}`"):
+            _publish(staging.directory, dest)
+        undo.pop_all()
+
+
+def _padded(tensors: Iterable[PackedTensor]) -> Iterator[memoryview]:
+    """Bytes of each tensor, then the zeros before the next."""
+    for packed in tensors:
+        spec = packed.spec
+        yield packed.tensor.view(torch.uint8).flatten().numpy().data
+        yield memoryview(bytes(spec.end - spec.offset - spec.nbytes))
+        del packed  # else it would stay in memory while the next one is read
+
+
+def _cut(pieces: Iterable[memoryview], chunk_bytes: int) -> Iterator[memoryview]:
+    """The same bytes in chunks. Each is valid until the next one is asked for."""
+    buffer = memoryview(bytearray(chunk_bytes))
+    filled = 0
+    for piece in pieces:
+        begin = 0
+        while begin < len(piece):
+            end = min(len(piece), begin + chunk_bytes - filled)
+            buffer[filled : filled + end - begin] = piece[begin:end]
+            filled, begin = filled + end - begin, end
+            if filled == chunk_bytes:
+                yield buffer
+                filled = 0
+    if filled:
+        yield buffer[:filled]
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """The directory exists and belongs to this process until the end; the lock of a dead one is free."""
+    with _translated(f"cannot write `{directory}`"):
+        lock = _lock(directory)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _lock(directory: Path) -> int:
+    while True:
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except FileNotFoundError:  # its owner has just taken the directory away
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), os.stat(directory / LOCK)):
+                return lock
+        except BlockingIOError:
+            os.close(lock)
+            raise StoreError(
+                f"another conversion is writing `{directory}`; wait until it has ended"
+            ) from None
+        except FileNotFoundError:
+            pass
+        os.close(lock)
+
+
+def _refuse_taken(dest: Path, overwrite: bool) -> None:
+    is_model = (dest / MANIFEST).is_file()
+    if is_model and not overwrite:
+        raise StoreError(
+            f"`{dest}` holds a model already; choose another destination, or replace it with `--force` "
+            "(`overwrite=True` in Python)"
+        )
+    if not is_model and dest.exists() and not (dest.is_dir() and not any(dest.iterdir())):
+        raise StoreError(f"`{dest}` exists and is no Hearth model, so it stays; choose another destination")
+
+
+def _publish(directory: Path, dest: Path) -> None:
+    replaced = _replaced(dest)
+    _sync(directory)
+    if (dest / MANIFEST).is_file():
+        dest.rename(replaced)
+    directory.rename(dest)
+    # Only now: without it, another conversion could take the directory for a dead one's.
+    (dest / LOCK).unlink()
+    _sync(dest)
+    _sync(dest.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _recover(dest: Path) -> None:
+    """What a conversion has left that was killed while it replaced a model."""
+    replaced = _replaced(dest)
+    if replaced.exists() and not dest.exists():
+        replaced.rename(dest)
+    elif replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def _replaced(dest: Path) -> Path:
+    return dest.with_name(f".{dest.name}.replaced")
+
+
+def _clear(directory: Path) -> None:
+    for path in directory.iterdir():
+        if path.name != LOCK:
+            path.unlink()
+
+
+def _remove(directory: Path) -> None:
+    """The lock goes last: whoever gets it next finds nothing of ours. What stays, the next one clears."""
+    with suppress(OSError):
+        _clear(directory)
+        (directory / LOCK).unlink()
+        directory.rmdir()
+
+
+def _sync(directory: Path) -> None:
+    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{what}: {error}; check the path and its permissions") from error

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from hearth.kernels.quantized import (
+    FLOAT32_TILE,
+    GROUP_N,
+    TILES,
+    Tile,
+    quantized_linear,
+    quantized_linear_reference,
+    quantized_skinny_triton,
+    quantized_tiled_triton,
+    tile_for,
+)
+from tests.kernels.cases import DEVICES, DTYPES, assert_close, random
+
+KERNELS = [quantized_skinny_triton, quantized_tiled_triton]
+STORED = [torch.int8, torch.float8_e4m3fn]
+#: rows, n, k: in every way off the tiles, and one that fits them; the interpreter takes its time
+SKINNY_SHAPES = [(1, 37, 100), (1, 8, 2048), (2, 9, 4100), (3, 17, 250), (7, 1, 8), (17, 5, 48)]
+TILED_SHAPES = [
+    (1, 37, 100),
+    (2, 33, 1024),
+    (3, 65, 250),
+    (7, 1, 8),
+    (17, 97, 144),
+    (65, 63, 301),
+    (130, 67, 72),
+    (64, 64, 512),
+]
+CASES = [
+    *[pytest.param(quantized_skinny_triton, shape, id=f"skinny-{shape}") for shape in SKINNY_SHAPES],
+    *[pytest.param(quantized_tiled_triton, shape, id=f"tiled-{shape}") for shape in TILED_SHAPES],
+]
+GUARD_BYTES = 4096
+
+Kernel = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Operands of a product, each amid bytes of 0xFF, which read as NaN or -1."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    scale: torch.Tensor
+    bias: torch.Tensor | None
+    out: torch.Tensor
+    around_out: torch.Tensor
+
+    @staticmethod
+    def build(
+        shape: tuple[int, int, int],
+        device: str,
+        dtype: torch.dtype,
+        stored: torch.dtype,
+        *,
+        has_bias: bool = True,
+    ) -> Case:
+        rows, n, k = shape
+        weight = (40 * random(n, k, device="cpu", seed=2)).clamp(-127, 127).round().to(stored)
+        out, around_out = _guarded(torch.zeros(rows, n, dtype=dtype), device)
+        return Case(
+            _guarded(random(rows, k, device="cpu", dtype=dtype, seed=1), device)[0],
+            _guarded(weight, device)[0],
+            _guarded(random(n, device="cpu", seed=3).abs() / 40, device)[0],
+            _guarded(random(n, device="cpu", dtype=dtype, seed=4), device)[0] if has_bias else None,
+            out,
+            around_out,
+        )
+
+    def expected(self) -> torch.Tensor:
+        """In float64, from what the operands are in torch's own eyes."""
+        product = (self.x.double() @ self.weight.double().t()) * self.scale.double()
+        return product if self.bias is None else product + self.bias.double()
+
+    def run(self, kernel: Kernel, **launch: Tile) -> torch.Tensor:
+        kernel(self.x, self.weight, self.scale, self.bias, out=self.out, **launch)
+        return self.out
+
+
+def _guarded(tensor: torch.Tensor, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same inside a larger run of bytes, and that run."""
+    nbytes = tensor.nbytes
+    run = torch.full((nbytes + 2 * GUARD_BYTES,), 0xFF, dtype=torch.uint8)
+    run[GUARD_BYTES : GUARD_BYTES + nbytes] = tensor.contiguous().view(torch.uint8).flatten()
+    run = run.to(device)
+    return run[GUARD_BYTES : GUARD_BYTES + nbytes].view(tensor.dtype).view(tensor.shape), run
+
+
+@pytest.mark.parametrize(("device", "dtype"), DTYPES)
+@pytest.mark.parametrize("stored", STORED, ids=str)
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("kernel", "shape"), CASES)
+def test_kernel_equals_the_product_in_float64(
+    kernel: Kernel,
+    shape: tuple[int, int, int],
+    has_bias: bool,
+    stored: torch.dtype,
+    device: str,
+    dtype: torch.dtype,
+) -> None:
+    case = Case.build(shape, device, dtype, stored, has_bias=has_bias)
+
+    out = case.run(kernel)
+
+    assert_close(out, case.expected())
+    assert (case.around_out[:GUARD_BYTES] == 0xFF).all()
+    assert (case.around_out[-GUARD_BYTES:] == 0xFF).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", STORED, ids=str)
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("function", [quantized_linear_reference, quantized_linear])
+def test_reference_equals_the_product_in_float64(
+    function: Kernel, has_bias: bool, stored: torch.dtype, dtype: torch.dtype
+) -> None:
+    case = Case.build((17, 65, 100), "cpu", dtype, stored, has_bias=has_bias)
+
+    out = case.run(function)
+
+    assert_close(out, case.expected())
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 16, 33, 200, 1030])
+def test_any_number_of_rows_finds_its_kernel(rows: int, dtype: torch.dtype, device: str) -> None:
+    case = Case.build((rows, 257, 320), device, dtype, torch.int8)
+
+    out = case.run(quantized_linear)
+
+    assert_close(out, case.expected())
+
+
+@pytest.mark.parametrize(("device", "dtype"), DTYPES)
+@pytest.mark.parametrize("stored", STORED, ids=str)
+@pytest.mark.parametrize("kernel", [quantized_linear_reference, *KERNELS])
+def test_every_value_of_eight_bits_is_read_exactly(
+    kernel: Kernel, stored: torch.dtype, device: str, dtype: torch.dtype
+) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    codes[codes.view(stored).float().isnan()] = 0
+    weight = codes.view(stored)
+    x = torch.eye(16, device=device, dtype=dtype)
+    out = torch.empty(16, 16, device=device, dtype=dtype)
+
+    kernel(x, weight.to(device), torch.ones(16, device=device), None, out=out)
+
+    assert torch.equal(out.float().cpu(), weight.float().t())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kernel", [quantized_linear_reference, *KERNELS])
+def test_sums_past_the_range_of_float16_are_scaled_before_they_are_rounded(
+    kernel: Kernel, device: str
+) -> None:
+    x = torch.full((3, 1024), 2.0, device=device, dtype=torch.float16)
+    weight = torch.full((5, 1024), 127, device=device, dtype=torch.int8)
+    out = torch.empty(3, 5, device=device, dtype=torch.float16)
+
+    kernel(x, weight, torch.full((5,), 1 / 127, device=device), None, out=out)
+
+    assert out.unique().tolist() == [2048.0]
+
+
+@pytest.mark.parametrize(("device", "dtype"), DTYPES)
+def test_every_tile_is_computed_once_where_groups_do_not_divide_the_weight(
+    device: str, dtype: torch.dtype
+) -> None:
+    case = Case.build((40, 16 * (GROUP_N + 2) + 3, 48), device, dtype, torch.int8)
+
+    out = case.run(quantized_tiled_triton, tile=Tile(16, 16, 32, num_warps=4, num_stages=2))
+
+    assert_close(out, case.expected())
+
+
+def test_tiles_grow_with_the_rows() -> None:
+    tiles = [tile_for(rows, torch.bfloat16) for rows in (2, 16, 17, 64, 256, 257, 100_000)]
+
+    assert tiles == [TILES[16], TILES[16], TILES[32], TILES[64], TILES[256], *[TILES[1 << 31]] * 2]
+    assert tile_for(1000, torch.float32) == FLOAT32_TILE
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("stored", STORED, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_weight_of_more_than_two_to_the_31_elements_is_read_to_its_end(
+    kernel: Kernel, stored: torch.dtype, device: str
+) -> None:
+    n, k = 2**19 + 5, 4112
+    last = Case.build((3, 8, k), device, torch.bfloat16, stored, has_bias=False)
+    weight = torch.zeros(n, k, device=device, dtype=torch.uint8).view(stored)
+    weight[-8:] = last.weight
+    scale = torch.ones(n, device=device)
+    scale[-8:] = last.scale
+    out = torch.empty(3, n, device=device, dtype=torch.bfloat16)
+
+    kernel(last.x, weight, scale, None, out=out)
+
+    assert out[:, :-8].count_nonzero() == 0
+    assert_close(out[:, -8:], last.expected())

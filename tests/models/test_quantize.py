@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hearth.errors import BadCheckpoint
+from hearth.models.layout import layout_of
+from hearth.models.quantize import Quantized, dequantize, quantize
+from hearth.models.weights import Linear, Weights, bind, contiguous_slots
+from tests.models.test_decoder import prefill, stage
+from tests.models.zoo import build, pack_directory
+
+QUANTS = ["int8", "fp8"]
+
+#: Linears outside of the layers.
+OUTER = ("embed_in", "embed_out", "head")
+
+#: From subnormal numbers to far beyond any weight.
+NUMBERS = st.floats(-(2.0**100), 2.0**100, width=32)
+WEIGHTS = st.integers(1, 6).flatmap(
+    lambda k: st.lists(st.lists(NUMBERS, min_size=k, max_size=k), min_size=1, max_size=4).map(torch.tensor)
+)
+
+
+@given(WEIGHTS)
+def test_int8_is_wrong_by_half_a_step_at_most(weight: torch.Tensor) -> None:
+    quantized = quantize(weight, "int8")
+
+    error = (dequantize(quantized).double() - weight.double()).abs()
+    assert quantized.values.dtype == torch.int8
+    assert (error <= 0.50001 * quantized.scale.double()[:, None]).all()
+
+
+@given(WEIGHTS)
+def test_fp8_is_wrong_by_half_a_unit_in_its_last_place_at_most(weight: torch.Tensor) -> None:
+    quantized = quantize(weight, "fp8")
+
+    error = (dequantize(quantized).double() - weight.double()).abs()
+    half_subnormal = quantized.scale.double()[:, None] * 2.0**-10
+    assert quantized.values.dtype == torch.float8_e4m3fn
+    assert (error <= 1.00001 * torch.maximum(weight.double().abs() * 2.0**-4, half_subnormal)).all()
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@given(weight=WEIGHTS)
+def test_quantising_what_was_quantised_changes_nothing(quant: str, weight: torch.Tensor) -> None:
+    once = quantize(weight, quant)
+
+    twice = quantize(dequantize(once), quant)
+
+    assert torch.equal(twice.values.float(), once.values.float())
+    torch.testing.assert_close(twice.scale, once.scale, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("quant", "largest"), [("int8", 127), ("fp8", 448)])
+def test_each_row_uses_the_whole_range(quant: str, largest: int, dtype: torch.dtype) -> None:
+    weight = torch.tensor([[0.5, -2.0, 1.0], [-0.25, 0.125, 0.0]], dtype=dtype)
+
+    quantized = quantize(weight, quant)
+
+    assert quantized.values.float().abs().amax(dim=1).tolist() == [largest, largest]
+    assert quantized.scale.tolist() == pytest.approx([2.0 / largest, 0.25 / largest])
+
+
+def test_int8_rounds_halves_to_even_numbers() -> None:
+    quantized = quantize(torch.tensor([[127.0, 0.5, 1.5, 2.5, -2.5]]), "int8")
+
+    assert quantized.values.tolist() == [[127, 0, 2, 2, -2]]
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_a_row_of_zeros_stays_zero(quant: str) -> None:
+    quantized = quantize(torch.tensor([[0.0, -0.0], [1.0, 2.0]]), quant)
+
+    assert quantized.scale.isfinite().all()
+    assert dequantize(quantized)[0].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_weight_that_is_not_finite_is_refused(quant: str, bad: float) -> None:
+    weight = torch.ones(3, 4)
+    weight[1, 2] = bad
+
+    with pytest.raises(BadCheckpoint, match=rf"\[3, 4\] holds NaN or infinity in row 1.*{quant}"):
+        quantize(weight, quant)
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("name", ["llama-gqa", "smollm2", "opt-350m", "falcon-rw-like"])
+def test_decoder_gives_the_logits_of_the_dequantised_weights(name: str, quant: str) -> None:
+    plain, quantised, step = stage(name), stage(name), prefill(name)
+    arch = plain.decoder.arch
+    layout = layout_of(arch, "float32", quant)
+    base = torch.empty(layout.num_bytes, dtype=torch.uint8)
+    pack_directory(build(name).directory, arch, layout, base)
+    quantised.decoder.rebind(bind(arch, layout, contiguous_slots(layout, base)))
+    plain.decoder.rebind(_dequantised(quantised.decoder.weights))
+    expected = plain.decoder.logits(plain.run(plain.decoder.embed(step), step))
+
+    logits = quantised.decoder.logits(quantised.run(quantised.decoder.embed(step), step))
+
+    assert quantised.decoder.weights.layers[0].qkv.scale is not None
+    assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def _dequantised(weights: Weights) -> Weights:
+    layers = tuple(
+        replace(layer, qkv=_plain(layer.qkv), o=_plain(layer.o), up=_plain(layer.up), down=_plain(layer.down))
+        for layer in weights.layers
+    )
+    outer = {name: _plain(linear) for name in OUTER if (linear := getattr(weights, name)) is not None}
+    return replace(weights, layers=layers, **outer)
+
+
+def _plain(linear: Linear) -> Linear:
+    if linear.scale is None:
+        return linear
+    return Linear(dequantize(Quantized(linear.weight, linear.scale)), None, linear.bias)

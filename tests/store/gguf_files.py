@@ -1,0 +1,206 @@
+"""Tiny GGUF files, written with gguf's own writer the way llama.cpp's converter writes them. Reads none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType, GGUFEndian, GGUFWriter
+from gguf.quants import quantize
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+Metadata = Mapping[str, object]
+Floats = npt.NDArray[np.float32]
+F32 = GGMLQuantizationType.F32
+
+#: What a file must say so that it can be opened for its tokenizer or a few tensors.
+SMALLEST: Metadata = {
+    "llama.block_count": 1,
+    "llama.context_length": 64,
+    "llama.embedding_length": 32,
+    "llama.feed_forward_length": 32,
+    "llama.attention.head_count": 2,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+}
+EMBEDDING = np.zeros((8, 32), np.float32)
+
+
+def write(
+    path: Path,
+    metadata: Metadata = SMALLEST,
+    tensors: Mapping[str, npt.NDArray[np.generic]] | None = None,
+    *,
+    kinds: Mapping[str, GGMLQuantizationType] | None = None,
+    architecture: str = "llama",
+    endianess: GGUFEndian = GGUFEndian.LITTLE,
+) -> Path:
+    """`tensors` in torch's order of dimensions; those in `kinds` are blocks of bytes already."""
+    writer = GGUFWriter(path, architecture, endianess=endianess)
+    for key, value in metadata.items():
+        _add(writer, key, value)
+    for name, tensor in (tensors or {"token_embd.weight": EMBEDDING}).items():
+        writer.add_tensor(name, tensor, raw_dtype=(kinds or {}).get(name))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_model(
+    path: Path,
+    model: PreTrainedModel,
+    *,
+    kind: GGMLQuantizationType = F32,
+    changes: Metadata | None = None,
+    without: Collection[str] = (),
+    rope_factors: Floats | None = None,
+) -> Path:
+    """A model of the zoo. Matrices are stored as `kind`, norms and biases in float32, as usual."""
+    architecture = architecture_of(model)
+    metadata = {**model_metadata(model.config, architecture), **(changes or {})}
+    tensors = {name: tensor for name, tensor in model_tensors(model).items() if name not in without}
+    if rope_factors is not None:
+        tensors["rope_freqs.weight"] = rope_factors
+    matrices = {name: kind for name, tensor in tensors.items() if tensor.ndim == 2 and kind != F32}
+    stored = {name: quantize(t, kind) if name in matrices else t for name, t in tensors.items()}
+    return write(
+        path,
+        {key: value for key, value in metadata.items() if key not in without},
+        stored,
+        kinds=matrices,
+        architecture=architecture,
+    )
+
+
+def architecture_of(model: PreTrainedModel) -> str:
+    """Mistral has no architecture of its own in GGUF."""
+    return "llama" if model.config.model_type == "mistral" else str(model.config.model_type)
+
+
+def model_metadata(config: PretrainedConfig, architecture: str) -> dict[str, object]:
+    rope = config.rope_parameters
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    metadata: dict[str, object] = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.dimension_count": head_dim,
+        "rope.freq_base": rope["rope_theta"],
+        "vocab_size": config.vocab_size,
+    }
+    if rope["rope_type"] == "linear":
+        metadata |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
+    return {f"{architecture}.{key}": value for key, value in metadata.items()}
+
+
+def model_tensors(model: PreTrainedModel) -> dict[str, Floats]:
+    """By llama.cpp's names; queries and keys of `llama` models with their rows reordered."""
+    config, architecture = model.config, architecture_of(model)
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    tensors = {}
+    for path, parameter in model.named_parameters():
+        name = names.get_name(path, try_suffixes=(".weight", ".bias"))
+        assert name is not None, f"gguf has no name for {path}"
+        tensor = parameter.detach().numpy()
+        if architecture == "llama" and "q_proj" in path:
+            tensor = interleave(tensor, config.num_attention_heads)
+        if architecture == "llama" and "k_proj" in path:
+            tensor = interleave(tensor, config.num_key_value_heads)
+        tensors[name] = tensor
+    return tensors
+
+
+def interleave(rows: Floats, num_heads: int) -> Floats:
+    """What llama.cpp's converter does to q and k: the halves of each head alternate, row by row."""
+    halves = rows.reshape(num_heads, 2, -1, *rows.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))
+
+
+#: Tokens of these tests' vocabularies that are matched whole, and whether they are special.
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+ADDED = ["<think>", "</think>"]
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+
+
+def byte_level_metadata(corpus: Sequence[str], pre: str) -> dict[str, object]:
+    """A byte-level vocabulary whose merges cross all borders of words, so that wrong cuts show in the ids."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        corpus, trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, show_progress=False)
+    )
+    model = json.loads(backend.to_str())["model"]
+    tokens = [*sorted(model["vocab"], key=model["vocab"].__getitem__), *SPECIAL, *ADDED]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [
+            CONTROL if token in SPECIAL else USER_DEFINED if token in ADDED else NORMAL for token in tokens
+        ],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in model["merges"]],
+        "tokenizer.ggml.bos_token_id": tokens.index("<|endoftext|>"),
+        "tokenizer.ggml.eos_token_id": tokens.index("<|im_end|>"),
+    }
+
+
+def sentence_piece_metadata(corpus: Sequence[str]) -> dict[str, object]:
+    """A SentencePiece vocabulary: bytes for rare characters, and scores that fall from the first merge on."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trained.train_from_iterator(
+        corpus, trainers.BpeTrainer(vocab_size=500, limit_alphabet=80, show_progress=False)
+    )
+    vocab = json.loads(trained.to_str())["model"]["vocab"]
+    merged = [token for token in sorted(vocab, key=vocab.__getitem__) if len(token) > 1]
+    characters = [token for token in vocab if len(token) == 1]
+    controls, byte_tokens = ["<unk>", "<s>", "</s>"], [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces = [*merged, *characters]
+    kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(pieces), *[USER_DEFINED] * len(ADDED)]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": [*controls, *byte_tokens, *pieces, *ADDED],
+        "tokenizer.ggml.scores": [
+            *[0.0] * 259,
+            *(-float(i) for i in range(len(pieces))),
+            *[0.0] * len(ADDED),
+        ],
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+def _add(writer: GGUFWriter, key: str, value: object) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case list():
+            writer.add_array(key, value)
+        case _:
+            raise TypeError(f"{key}: {value!r}")

@@ -1,0 +1,180 @@
+"""One chunk from the nearest place that has it whole: files on disk, and a server that misbehaves."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hearth.errors import ChunkCorrupt, ChunkMissing, Unreachable
+from hearth.policy.evict import Price
+from hearth.store.climb import MAX_WRONG_ANSWERS, Climber
+from hearth.store.disk import DiskTier
+from hearth.store.manifest import WEIGHTS
+from hearth.store.model import StoredModel
+from hearth.store.remote import RemoteModel
+from hearth.types import Rung
+from tests.store import bad_server
+from tests.store.bad_server import BadServer
+from tests.store.stored import CHUNK_BYTES, QUICK, flip, serving, stored_at, write_model
+
+#: The chunk of these tests.
+AT = 3
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> StoredModel:
+    write_model(tmp_path / "models" / "tiny")
+    return stored_at(tmp_path / "models" / "tiny")
+
+
+@pytest.fixture
+def server(local: StoredModel) -> Iterator[BadServer]:
+    """It has the model as it was before any test breaks it."""
+    with serving(local.directory) as server:
+        yield server
+
+
+@pytest.fixture
+def remote(local: StoredModel, server: BadServer) -> StoredModel:
+    return replace(local, remote=RemoteModel(f"{server.url}/tiny", QUICK))
+
+
+@pytest.fixture
+def disk(tmp_path: Path, local: StoredModel) -> DiskTier:
+    """It has found the model."""
+    return DiskTier(tmp_path)
+
+
+def no_price(digest: str) -> Price:
+    return 0.0
+
+
+def stored(model: StoredModel) -> bytes:
+    return (model.directory / WEIGHTS).read_bytes()[AT * CHUNK_BYTES : (AT + 1) * CHUNK_BYTES]
+
+
+def memory() -> memoryview:
+    return memoryview(mmap.mmap(-1, CHUNK_BYTES))
+
+
+class TestFromDisk:
+    def test_a_chunk_on_disk_asks_nobody_else(
+        self, disk: DiskTier, remote: StoredModel, server: BadServer
+    ) -> None:
+        buffer = memory()
+        delivery = Climber(disk, no_price).deliver(remote, AT, buffer)
+        assert bytes(buffer) == stored(remote)
+        assert (delivery.rung, delivery.num_bytes, delivery.num_failures) == (Rung.DISK, CHUNK_BYTES, 0)
+        assert server.asked == []
+
+    def test_a_corrupt_place_is_struck_off_and_the_next_one_read(
+        self, disk: DiskTier, local: StoredModel, tmp_path: Path
+    ) -> None:
+        write_model(tmp_path / "other" / "copy")
+        copy = stored_at(tmp_path / "other" / "copy")
+        disk.register(copy.directory, copy.manifest)
+        flip(local.directory / WEIGHTS, AT * CHUNK_BYTES)
+        buffer = memory()
+        delivery = Climber(disk, no_price).deliver(local, AT, buffer)
+        assert bytes(buffer) == stored(copy)
+        assert delivery.num_failures == disk.counters.num_condemned == 1
+        assert [place.path.parent for place in disk.locate(local.manifest.chunks[AT].digest)] == [
+            copy.directory
+        ]
+
+    def test_nowhere_to_be_had_names_chunk_tensors_and_what_was_tried(
+        self, disk: DiskTier, local: StoredModel
+    ) -> None:
+        flip(local.directory / WEIGHTS, AT * CHUNK_BYTES)
+        tensors = local.manifest.tensors_in(AT)
+        with pytest.raises(
+            ChunkCorrupt, match=rf"chunk {AT} of `tiny` \(`{tensors[0]}` .*weights.bin`.*hearth verify"
+        ):
+            Climber(disk, no_price).deliver(local, AT, memory())
+
+    def test_a_model_that_is_known_nowhere_is_missing(self, tmp_path: Path, local: StoredModel) -> None:
+        with pytest.raises(ChunkMissing, match="no place is known for it"):
+            Climber(DiskTier(tmp_path / "empty"), no_price).deliver(local, AT, memory())
+
+    def test_a_place_that_cannot_even_be_deleted_does_not_stand_in_the_way(
+        self, tmp_path: Path, remote: StoredModel
+    ) -> None:
+        digest = remote.manifest.chunks[AT].digest
+        (tmp_path / "cache" / "chunks" / digest[:2] / digest / "in the way").mkdir(parents=True)
+        buffer = memory()
+        delivery = Climber(DiskTier(tmp_path / "cache"), no_price).deliver(remote, AT, buffer)
+        assert delivery.rung is Rung.OBJECT
+        assert bytes(buffer) == stored(remote)
+
+
+class TestFromObjectStorage:
+    def test_a_chunk_that_the_disk_has_lost_comes_from_there(
+        self, disk: DiskTier, remote: StoredModel, server: BadServer
+    ) -> None:
+        whole = stored(remote)
+        os.truncate(remote.directory / WEIGHTS, AT * CHUNK_BYTES + 1)
+        buffer = memory()
+        delivery = Climber(disk, no_price).deliver(remote, AT, buffer)
+        assert bytes(buffer) == whole
+        assert (delivery.rung, delivery.num_failures) == (Rung.OBJECT, 1)
+        assert server.asked == [f"bytes={AT * CHUNK_BYTES}-{(AT + 1) * CHUNK_BYTES - 1}"]
+
+    def test_wrong_bytes_are_asked_for_again(
+        self, tmp_path: Path, remote: StoredModel, server: BadServer
+    ) -> None:
+        server.plan.extend([bad_server.flips_a_bit] * (MAX_WRONG_ANSWERS - 1))
+        buffer = memory()
+        delivery = Climber(DiskTier(tmp_path / "empty"), no_price).deliver(remote, AT, buffer)
+        assert bytes(buffer) == stored(remote)
+        assert delivery.num_failures == MAX_WRONG_ANSWERS - 1
+
+    def test_wrong_bytes_again_and_again_are_corrupt(
+        self, tmp_path: Path, remote: StoredModel, server: BadServer
+    ) -> None:
+        server.plan.extend([bad_server.flips_a_bit] * 10)
+        with pytest.raises(ChunkCorrupt, match=rf"chunk {AT} of `tiny` .*sent bytes that hash to"):
+            Climber(DiskTier(tmp_path / "empty"), no_price).deliver(remote, AT, memory())
+        assert len(server.asked) == MAX_WRONG_ANSWERS
+
+    def test_a_server_that_always_fails_is_unreachable(
+        self, tmp_path: Path, remote: StoredModel, server: BadServer
+    ) -> None:
+        server.plan.extend([bad_server.says(500)] * 10)
+        with pytest.raises(Unreachable, match=rf"chunk {AT} of `tiny` .*tries: {QUICK.num_tries}"):
+            Climber(DiskTier(tmp_path / "empty"), no_price).deliver(remote, AT, memory())
+
+
+class TestKeeping:
+    def test_what_was_kept_is_found_on_disk(self, tmp_path: Path, local: StoredModel) -> None:
+        disk = DiskTier(tmp_path / "cache")
+        climber = Climber(disk, no_price)
+        climber.keep(local, AT, memoryview(stored(local)))
+        buffer = memory()
+        assert climber.deliver(local, AT, buffer).rung is Rung.DISK
+        assert bytes(buffer) == stored(local)
+
+    def test_a_full_disk_is_told_once_and_harms_nobody(
+        self, tmp_path: Path, local: StoredModel, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        climber = Climber(DiskTier(tmp_path / "cache", quota_bytes=0), no_price)
+        with caplog.at_level(logging.WARNING):
+            climber.keep(local, AT, memoryview(stored(local)))
+            climber.keep(local, AT + 1, memoryview(stored(local)))
+        assert [record.message.partition(" ")[0] for record in caplog.records] == ["chunks_not_kept"]
+        assert not list((tmp_path / "cache").rglob("*"))
+
+    def test_a_disk_that_cannot_be_written_is_told_and_harms_nobody(
+        self, tmp_path: Path, local: StoredModel, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "cache").mkdir()
+        (tmp_path / "cache" / "chunks").write_text("a file where a directory should be")
+        climber = Climber(DiskTier(tmp_path / "cache"), no_price)
+        with caplog.at_level(logging.WARNING):
+            climber.keep(local, AT, memoryview(stored(local)))
+        assert "chunks_not_kept model=tiny reason=a chunk of 4096 bytes cannot be written" in caplog.text

@@ -1,0 +1,121 @@
+"""What chunks are worth to their tiers, on a clock of the test's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hearth.policy.evict import Price
+from hearth.store.manifest import Digest
+from hearth.store.model import StoredModel
+from hearth.store.prices import PRIORS, Prices
+from hearth.store.remote import RemoteModel
+from hearth.types import Rung
+from tests.store.stored import model_of, parts_of
+
+A, B = parts_of(1, 4), parts_of(2, 4)
+ELSEWHERE = RemoteModel("http://127.0.0.1:9/m")
+
+
+class Clock:
+    """Mutable; the test moves it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def chunk(model: StoredModel, index: int = 0) -> Digest:
+    return model.manifest.chunks[index].digest
+
+
+def cost(price: Price) -> float:
+    return price[0] if isinstance(price, tuple) else price
+
+
+def test_a_chunk_of_no_known_model_is_worth_nothing() -> None:
+    assert Prices().of_host_chunk(chunk(model_of("a", A))) == (0.0, 0)
+
+
+def test_the_model_that_is_asked_for_more_often_is_worth_more() -> None:
+    clock = Clock()
+    prices, often, seldom = Prices(clock), model_of("often", A), model_of("seldom", B)
+    for clock.now_s in (0.0, 1000.0, 2000.0, 3000.0):
+        prices.asked(often)
+    prices.asked(seldom)
+    assert cost(prices.of_host_chunk(chunk(often))) > cost(prices.of_host_chunk(chunk(seldom))) > 0
+
+
+def test_a_silent_model_loses_its_worth() -> None:
+    clock = Clock()
+    prices, model = Prices(clock), model_of("a", A)
+    prices.asked(model)
+    fresh = cost(prices.of_host_chunk(chunk(model)))
+    clock.now_s = 100_000.0
+    assert 0 < cost(prices.of_host_chunk(chunk(model))) < fresh / 10
+
+
+def test_of_chunks_that_cost_the_same_the_later_one_is_cheaper() -> None:
+    prices, model = Prices(Clock()), model_of("a", A)
+    prices.asked(model)
+    first, last = (prices.of_host_chunk(chunk(model, index)) for index in (0, 3))
+    assert cost(first) == cost(last)
+    assert last == (cost(last), -3)
+    assert first == (cost(first), 0)
+
+
+def test_a_shared_chunk_is_worth_what_it_is_worth_to_all() -> None:
+    prices = Prices(Clock())
+    alone, sharing = model_of("alone", A), model_of("sharing", [B[0], A[1]])
+    prices.asked(alone)
+    single = cost(prices.of_host_chunk(chunk(alone, 1)))
+    prices.asked(sharing)
+    assert cost(prices.of_host_chunk(chunk(alone, 1))) == 2 * single
+    assert cost(prices.of_host_chunk(chunk(alone, 0))) == single
+
+
+def test_a_weighty_model_is_worth_more() -> None:
+    prices = Prices(Clock())
+    plain, weighty = model_of("plain", A), replace(model_of("weighty", B), weight=3.0)
+    prices.asked(plain)
+    prices.asked(weighty)
+    assert cost(prices.of_host_chunk(chunk(weighty))) == 3 * cost(prices.of_host_chunk(chunk(plain)))
+
+
+def test_what_would_come_from_farther_away_is_worth_more() -> None:
+    prices = Prices(Clock())
+    local, remote = model_of("local", A), replace(model_of("remote", B), remote=ELSEWHERE)
+    prices.asked(local)
+    prices.asked(remote)
+    ratio = cost(prices.of_host_chunk(chunk(remote))) / cost(prices.of_host_chunk(chunk(local)))
+    assert ratio == pytest.approx(PRIORS[Rung.DISK] / PRIORS[Rung.OBJECT])
+    assert prices.of_disk_chunk(chunk(remote)) == prices.of_host_chunk(chunk(remote))
+
+
+def test_a_rung_that_shows_its_speed_changes_the_price() -> None:
+    prices, model = Prices(Clock()), model_of("a", A)
+    prices.asked(model)
+    before = cost(prices.of_host_chunk(chunk(model)))
+    prices.moved(Rung.DISK, 1 << 30, seconds=(1 << 30) / (PRIORS[Rung.DISK] / 4))
+    assert prices.bytes_per_s(Rung.DISK) == pytest.approx(PRIORS[Rung.DISK] / 4)
+    assert cost(prices.of_host_chunk(chunk(model))) == pytest.approx(4 * before)
+
+
+def test_what_a_forgotten_model_shares_keeps_the_others_price() -> None:
+    prices = Prices(Clock())
+    kept, gone = model_of("kept", A), model_of("gone", [A[0], B[1]])
+    prices.asked(kept)
+    alone = prices.of_host_chunk(chunk(kept))
+    prices.asked(gone)
+    prices.forget(gone)
+    assert prices.of_host_chunk(chunk(kept)) == alone
+    assert prices.of_host_chunk(chunk(gone, 1)) == (0.0, 0)
+
+
+def test_forgetting_a_model_that_nobody_asked_for_is_harmless() -> None:
+    prices = Prices(Clock())
+    prices.forget(model_of("a", A))
+    assert prices.of_disk_chunk(chunk(model_of("a", A))) == (0.0, 0)

@@ -1,0 +1,17 @@
+"""Quantising a real model keeps its quality: perplexity on questions that it has not seen."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.perplexity import measure
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_int8_costs_less_than_one_percent_and_fp8_less_than_five() -> None:
+    found = measure(num_questions=40)
+
+    assert found["int8"] < 1.01 * found["none"]
+    assert found["fp8"] < 1.05 * found["none"]
+    assert found["none"] < 20  # a model that has not understood anything is far above

@@ -1,0 +1,128 @@
+"""Chunks out of real files, whatever of them the page cache holds."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hearth.errors import ChunkCorrupt, ChunkMissing
+from hearth.store.manifest import digest_of
+from hearth.store.reading import DIRECT_PIECE_BYTES, ReadTimes, read_verified
+from tests.store.stored import flip
+
+CHUNK_BYTES = DIRECT_PIECE_BYTES + (64 << 10)  # more than one request to the disk, and a rest
+DATA = random.Random(7).randbytes(3 * CHUNK_BYTES)
+SECOND = DATA[CHUNK_BYTES : 2 * CHUNK_BYTES]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "weights.bin"
+    with path.open("wb") as file:
+        file.write(DATA)
+        os.fsync(file.fileno())  # what is not on the disk cannot leave the cache
+    return path
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """A file on a file system without a disk, where this machine has one."""
+    root = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=root if root.is_dir() else None) as directory:
+        (Path(directory) / "weights.bin").write_bytes(DATA)
+        yield Path(directory) / "weights.bin"
+
+
+def leave_cache(path: Path, offset: int = 0, num_bytes: int = 0) -> None:
+    """`num_bytes` 0: to the end."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), offset, num_bytes, os.POSIX_FADV_DONTNEED)
+
+
+def is_cached(path: Path, offset: int) -> bool:
+    """Asking has the kernel read what follows the offset, so the same place can be asked about once."""
+    with path.open("rb") as file:
+        try:
+            return os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+        except OSError as error:
+            return error.errno != errno.EAGAIN
+
+
+def read(path: Path, offset: int, data: bytes) -> tuple[bytes, ReadTimes]:
+    """What lies where `data` should."""
+    memory = mmap.mmap(-1, len(data))
+    times = read_verified(path, offset, memoryview(memory), digest_of(data))
+    return memory[:], times
+
+
+def test_a_cached_chunk_is_read(path: Path) -> None:
+    assert path.read_bytes() == DATA  # all of it is in the cache now
+    assert read(path, CHUNK_BYTES, SECOND)[0] == SECOND
+
+
+def test_a_chunk_outside_the_cache_is_read_past_it(path: Path) -> None:
+    leave_cache(path)
+    was_cached = is_cached(path, len(DATA) - 1)  # true on a file system that keeps all in memory
+    assert read(path, CHUNK_BYTES, SECOND)[0] == SECOND
+    assert is_cached(path, 2 * CHUNK_BYTES - 1) == was_cached
+
+
+@pytest.mark.parametrize("at", [0, 4096, 64 << 10, DIRECT_PIECE_BYTES])
+def test_a_chunk_that_is_partly_in_the_cache_is_read(path: Path, at: int) -> None:
+    assert path.read_bytes() == DATA
+    leave_cache(path, CHUNK_BYTES + at, 64 << 10)
+    assert read(path, CHUNK_BYTES, SECOND)[0] == SECOND
+
+
+def test_a_file_system_in_memory_is_read(in_memory: Path) -> None:
+    assert read(in_memory, CHUNK_BYTES, SECOND)[0] == SECOND
+
+
+def test_times_are_told_apart(path: Path) -> None:
+    _, times = read(path, 0, DATA)
+    assert times.read_s > 0
+    assert times.verify_s > 0
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ChunkMissing, match=r"gone` cannot be read at byte 4096: No such file"):
+        read(tmp_path / "gone", 4096, SECOND)
+
+
+def test_a_directory_is_no_chunk(tmp_path: Path) -> None:
+    with pytest.raises(ChunkMissing, match=r"bytes, wanted: up to byte|Is a directory"):
+        read(tmp_path, 0, SECOND)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, CHUNK_BYTES, 2 * CHUNK_BYTES - 1])
+def test_a_file_that_ends_early_says_how_much_it_has(path: Path, num_bytes: int) -> None:
+    os.truncate(path, num_bytes)
+    with pytest.raises(ChunkMissing, match=rf"has {num_bytes} bytes, wanted: up to byte {2 * CHUNK_BYTES}"):
+        read(path, CHUNK_BYTES, SECOND)
+
+
+@pytest.mark.parametrize("is_in_cache", [True, False])
+@pytest.mark.parametrize("at", [0, CHUNK_BYTES // 2, CHUNK_BYTES - 1])
+def test_one_wrong_bit_is_found_anywhere(path: Path, at: int, is_in_cache: bool) -> None:
+    flip(path, CHUNK_BYTES + at)
+    if not is_in_cache:
+        os.sync()
+        leave_cache(path)
+    with pytest.raises(ChunkCorrupt, match=rf"bytes {CHUNK_BYTES} to .* stored was {digest_of(SECOND)}"):
+        read(path, CHUNK_BYTES, SECOND)
+
+
+def test_no_file_stays_open(path: Path) -> None:
+    leave_cache(path)
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ChunkCorrupt):
+        read(path, 0, SECOND)
+    read(path, CHUNK_BYTES, SECOND)
+    assert len(os.listdir("/proc/self/fd")) == num_open

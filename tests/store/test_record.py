@@ -1,0 +1,52 @@
+"""What a load's record says, from deliveries whose times are made up."""
+
+from __future__ import annotations
+
+import pytest
+
+from hearth.store.climb import Delivery
+from hearth.store.record import RungUse, Tally
+from hearth.types import Rung
+
+BEGAN_S = 100.0
+
+
+def delivery(rung: Rung, began_s: float, *, read_s: float = 1.0, num_failures: int = 0) -> Delivery:
+    return Delivery(rung, 4096, began_s, read_s, verify_s=0.25, num_failures=num_failures)
+
+
+def test_readers_side_by_side_are_counted_by_the_span_of_their_work() -> None:
+    tally = Tally(BEGAN_S)
+    for began_s in (101.0, 101.5, 103.0):
+        tally.took(delivery(Rung.DISK, began_s), 4096)
+    record = tally.record("m", 110.0)
+    assert record.rungs == {Rung.DISK: RungUse(3, 3 * 4096, 3.25)}
+    assert (record.read_s, record.verify_s) == (3.0, 0.75)
+
+
+def test_each_rung_has_its_own_sums() -> None:
+    tally = Tally(BEGAN_S, wait_s=4.0)
+    tally.took(delivery(Rung.DISK, 101.0), 4096)
+    tally.took(delivery(Rung.OBJECT, 101.0, read_s=6.0, num_failures=2), 4096)
+    tally.took(None, 512)
+    tally.took(None, 4096)
+    record = tally.record("m", 110.0)
+    assert record.rungs == {
+        Rung.DISK: RungUse(1, 4096, 1.25),
+        Rung.OBJECT: RungUse(1, 4096, 6.25),
+        Rung.HOST: RungUse(2, 4608, 6.0),
+    }
+    assert (record.total_s, record.wait_s, record.num_failures) == (10.0, 4.0, 2)
+
+
+def test_a_rung_that_gave_nothing_is_left_out() -> None:
+    tally = Tally(BEGAN_S)
+    tally.took(None, 4096)
+    assert list(tally.record("m", 101.0).rungs) == [Rung.HOST]
+
+
+@pytest.mark.parametrize(("noted_s", "told_s"), [(2.5, 2.5), (0.0, 0.0), (None, 10.0)])
+def test_without_a_first_layer_of_its_own_a_load_is_usable_at_its_end(
+    noted_s: float | None, told_s: float
+) -> None:
+    assert Tally(BEGAN_S, first_layer_s=noted_s).record("m", 110.0).first_layer_s == told_s

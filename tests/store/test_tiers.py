@@ -1,0 +1,150 @@
+"""Opening models on disk and behind a URL, and what the tiers tell of themselves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hearth.errors import BadCheckpoint, ChunkCorrupt, StoreError, Unreachable
+from hearth.store.manifest import MANIFEST, TextFile, digest_of
+from hearth.store.record import LoadRecord, RungUse
+from hearth.store.tiers import Tiers
+from hearth.types import Rung
+from tests.store import bad_server
+from tests.store.bad_server import BadServer
+from tests.store.stored import (
+    CHUNK_BYTES,
+    all_chunks,
+    consume,
+    files_of,
+    serving,
+    stored_at,
+    tiers_at,
+    write_model,
+)
+
+TEXT = b'{"a": "tokenizer"}'
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A model with a file beside its weights."""
+    directory = tmp_path / "made" / "tiny"
+    write_model(directory)
+    (directory / "tokenizer.json").write_bytes(TEXT)
+    file = TextFile("tokenizer.json", digest_of(TEXT), len(TEXT))
+    manifest = replace(stored_at(directory).manifest, files=(file,))
+    (directory / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+    return directory
+
+
+@pytest.fixture
+def server(source: Path) -> Iterator[BadServer]:
+    with serving(source) as server:
+        yield server
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Iterator[Tiers]:
+    with tiers_at(tmp_path / "root") as tiers:
+        yield tiers
+
+
+class TestDirectory:
+    def test_a_directory_is_opened_and_its_chunks_are_found(self, tiers: Tiers, source: Path) -> None:
+        model = tiers.open(source)
+        assert (model.name, model.directory, model.remote) == ("tiny", source, None)
+        assert consume(tiers.fetch(model, all_chunks(model))) == (source / "weights.bin").read_bytes()
+
+    def test_a_directory_without_a_model_is_refused(self, tiers: Tiers, tmp_path: Path) -> None:
+        with pytest.raises(BadCheckpoint, match=r"no manifest\.json"):
+            tiers.open(tmp_path)
+
+    def test_a_model_whose_chunks_fit_no_slot_is_refused_when_it_is_opened(
+        self, tmp_path: Path, source: Path
+    ) -> None:
+        refused = pytest.raises(StoreError, match=rf"`tiny` .*{CHUNK_BYTES} bytes.* 2048; convert it again")
+        with tiers_at(tmp_path / "root", num_slots=(16 << 20) // 2048) as tiers, refused:
+            tiers.open(source)
+
+
+class TestUrl:
+    def test_everything_but_the_weights_is_on_disk_afterwards(
+        self, tiers: Tiers, server: BadServer, source: Path
+    ) -> None:
+        model = tiers.open(f"{server.url}/tiny/")
+        assert model.directory.is_relative_to(tiers.disk.root / "models")
+        assert sorted(path.name for path in model.directory.iterdir()) == ["manifest.json", "tokenizer.json"]
+        assert (model.directory / "tokenizer.json").read_bytes() == TEXT
+        assert model.manifest == stored_at(source).manifest
+
+    def test_opening_it_again_asks_for_the_manifest_alone(self, tiers: Tiers, server: BadServer) -> None:
+        tiers.open(f"{server.url}/tiny")
+        num_asked = len(server.asked)
+        tiers.open(f"{server.url}/tiny")
+        assert (num_asked, len(server.asked)) == (2, 3)
+
+    def test_a_model_that_has_changed_replaces_what_is_on_disk(
+        self, tiers: Tiers, server: BadServer, tmp_path: Path
+    ) -> None:
+        before = tiers.open(f"{server.url}/tiny")
+        write_model(tmp_path / "changed", seed=1)
+        server.files = files_of(tmp_path / "changed")
+        after = tiers.open(f"{server.url}/tiny")
+        assert after.manifest == stored_at(tmp_path / "changed").manifest
+        assert [path.name for path in after.directory.iterdir()] == [MANIFEST]
+        assert after.directory == before.directory
+
+    def test_models_of_one_name_at_two_places_are_two_models(
+        self, tiers: Tiers, server: BadServer, source: Path
+    ) -> None:
+        server.files = {**server.files, **files_of(source, "/other/tiny")}
+        first, second = tiers.open(f"{server.url}/tiny"), tiers.open(f"{server.url}/other/tiny")
+        assert first.directory != second.directory
+
+    def test_a_file_that_is_not_what_the_manifest_says_leaves_nothing_behind(
+        self, tiers: Tiers, server: BadServer
+    ) -> None:
+        server.plan.extend([bad_server.well, bad_server.flips_a_bit])
+        with pytest.raises(ChunkCorrupt, match=r"tiny/tokenizer.json` hashes to .* upload the model again"):
+            tiers.open(f"{server.url}/tiny")
+        assert not [path for path in tiers.disk.root.rglob("*") if path.is_file()]
+
+    def test_without_an_answer_the_description_on_disk_serves(
+        self, tiers: Tiers, source: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with serving(source) as server:
+            known = tiers.open(f"{server.url}/tiny")
+        with caplog.at_level(logging.WARNING):
+            again = tiers.open(f"{server.url}/tiny")
+        assert again.manifest == known.manifest
+        assert "fallback description=disk" in caplog.text
+
+    def test_without_an_answer_an_unknown_model_is_unreachable(self, tiers: Tiers) -> None:
+        with bad_server.serve({}) as server:
+            pass
+        with pytest.raises(Unreachable, match="gave no usable answer"):
+            tiers.open(f"{server.url}/tiny")
+
+
+class TestReport:
+    def test_it_says_what_the_tiers_hold_and_did(self, tiers: Tiers, source: Path) -> None:
+        model = tiers.open(source)
+        for _ in range(2):
+            consume(tiers.fetch(model, all_chunks(model)))
+        host, disk = tiers.report()[Rung.HOST], tiers.report()[Rung.DISK]
+        num_chunks = len(model.manifest.chunks)
+        assert host.used_bytes == num_chunks * tiers.segment.slot_bytes
+        assert host.capacity_bytes == tiers.segment.num_bytes
+        assert (host.counters["num_fills"], host.counters["num_hits"]) == (num_chunks, num_chunks)
+        assert disk.counters["num_hits"] == num_chunks
+        assert (disk.used_bytes, disk.capacity_bytes) == (0, None)  # the model is not under the root
+
+    def test_a_load_teaches_how_fast_its_rungs_are(self, tiers: Tiers) -> None:
+        use = RungUse(num_chunks=2, num_bytes=1000, seconds=4.0)
+        tiers.loaded(LoadRecord("m", 1000, {Rung.DISK: use}, 4.0, 1.0, 0.0, 1.0, 5.0, 0))
+        assert tiers.report()[Rung.DISK].bytes_per_s == pytest.approx(250.0)

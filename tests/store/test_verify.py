@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hearth.errors import BadCheckpoint, ChunkMissing
+from hearth.store.convert import convert
+from hearth.store.manifest import WEIGHTS, read_manifest
+from hearth.store.verify import BadChunk, BadFile, verify
+from hearth.store.writer import Progress
+from tests.models.zoo import build
+
+CHUNK_BYTES = 1 << 16
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    convert(build("llama-gqa").directory, tmp_path / "m", chunk_bytes=CHUNK_BYTES)
+    return tmp_path / "m"
+
+
+def _flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+def _tensors_at(model: Path, chunk: int) -> tuple[str, ...]:
+    """By brute force over bytes: whose lie in the chunk."""
+    chunk_bytes = set(range(chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES))
+    return tuple(
+        spec.name
+        for spec in read_manifest(model).tensors
+        if chunk_bytes & set(range(spec.offset, spec.offset + spec.nbytes))
+    )
+
+
+def test_a_whole_model_has_no_bad_chunks(model: Path) -> None:
+    assert verify(model) == []
+
+
+def test_progress_counts_to_the_end(model: Path) -> None:
+    num_bytes = (model / WEIGHTS).stat().st_size
+    seen: list[Progress] = []
+
+    verify(model, seen.append)
+
+    assert seen[0] == Progress(CHUNK_BYTES, num_bytes)
+    assert seen[-1] == Progress(num_bytes, num_bytes)
+
+
+@pytest.mark.parametrize("offset", [0, CHUNK_BYTES - 1, CHUNK_BYTES, 5 * CHUNK_BYTES + 17, -1])
+def test_a_flipped_bit_names_its_chunk_and_its_tensors(model: Path, offset: int) -> None:
+    num_bytes = (model / WEIGHTS).stat().st_size
+    _flip(model / WEIGHTS, offset)
+
+    (bad,) = verify(model)
+
+    assert isinstance(bad, BadChunk)
+    assert bad.index == offset % num_bytes // CHUNK_BYTES
+    assert bad.tensors == _tensors_at(model, bad.index)
+    assert "the manifest says" in bad.reason
+
+
+def test_a_truncated_file_names_every_chunk_that_is_not_there(model: Path) -> None:
+    os.truncate(model / WEIGHTS, 2 * CHUNK_BYTES + 100)
+
+    bad = verify(model)
+
+    num_chunks = -(-516096 // CHUNK_BYTES)
+    assert [chunk.index for chunk in bad if isinstance(chunk, BadChunk)] == list(range(2, num_chunks))
+    assert isinstance(bad[-1], BadChunk)
+    assert bad[0].reason == f"the file ends after 100 of its {CHUNK_BYTES} bytes"
+    assert bad[-1].tensors[-1] == "head.weight"
+
+
+def test_bytes_too_many_are_found(model: Path) -> None:
+    with (model / WEIGHTS).open("ab") as file:
+        file.write(b"more")
+
+    bad = verify(model)
+
+    assert bad == [BadFile("weights.bin", "4 bytes too many")]
+
+
+def test_missing_weights_are_named(model: Path) -> None:
+    (model / WEIGHTS).unlink()
+
+    with pytest.raises(ChunkMissing, match=r"weights\.bin` cannot be opened: No such file"):
+        verify(model)
+
+
+def test_a_file_that_cannot_be_read_is_bad_throughout(model: Path) -> None:
+    (model / WEIGHTS).unlink()
+    (model / WEIGHTS).mkdir()
+
+    bad = verify(model)
+
+    assert {chunk.reason for chunk in bad if isinstance(chunk, BadChunk)} == {
+        "cannot be read: Is a directory"
+    }
+
+
+def test_a_changed_file_is_named(model: Path) -> None:
+    _flip(model / "generation_config.json", 0)
+
+    (bad,) = verify(model)
+
+    assert isinstance(bad, BadFile)
+    assert bad.name == "generation_config.json"
+    assert "the manifest says" in bad.reason
+
+
+def test_a_missing_file_is_named(model: Path) -> None:
+    (model / "generation_config.json").unlink()
+
+    bad = verify(model)
+
+    assert bad == [BadFile("generation_config.json", "cannot be read: No such file or directory")]
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadCheckpoint, match=r"no manifest\.json .* `hearth convert SOURCE DEST`"):
+        verify(tmp_path)
+
+
+def test_padding_is_verified_too(model: Path) -> None:
+    last = read_manifest(model).tensors[1]
+    assert last.offset + last.nbytes < last.end
+    _flip(model / WEIGHTS, last.end - 1)
+
+    bad = verify(model)
+
+    assert len(bad) == 1

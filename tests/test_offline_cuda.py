@@ -1,0 +1,89 @@
+"""A converted model on a CUDA device: the same bytes, the same tokens, and layers that wait for their weights."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from hearth import LLM, SamplingParams
+from hearth.config import EngineConfig, StoreConfig
+from hearth.store.borrower import Borrower
+from hearth.store.lender import Lender
+from hearth.store.loader import Loader, whole
+from hearth.store.manifest import WEIGHTS
+from hearth.store.tiers import Tiers
+from hearth.types import Rung
+from tests.models.zoo import VARIANTS, build
+from tests.store.stored import converted, tiers_at
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7]]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
+CONFIG = EngineConfig(max_batch_tokens=64, max_seqs=4, block_tokens=16, kv_bytes=8 << 20)
+
+
+def answers(path: Path, store: StoreConfig | Tiers | None = None, dtype: str = "auto") -> list[list[int]]:
+    with LLM(path, device="cuda", dtype=dtype, engine=CONFIG, store=store, skip_tokenizer=True) as llm:
+        return [completion.token_ids for completion in llm.generate(PROMPTS, PARAMS)]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_converted_model_answers_as_its_source(name: str, tmp_path: Path) -> None:
+    expected = answers(build(name).directory, dtype="float32")
+
+    found = answers(converted(name, "float32"), StoreConfig(path=str(tmp_path), host_bytes=16 << 20))
+
+    assert found == expected
+
+
+def test_a_model_in_the_host_tier_answers_as_from_disk(tmp_path: Path) -> None:
+    model = converted("llama-gqa", "float32")
+    with tiers_at(tmp_path) as tiers:
+        tiers.segment.wait_pinned()
+        first = answers(model, tiers)
+        with LLM(model, device="cuda", engine=CONFIG, store=tiers, skip_tokenizer=True) as llm:
+            again = [completion.token_ids for completion in llm.generate(PROMPTS, PARAMS)]
+            record = llm.wait_loaded()
+
+    assert again == first
+    assert record is not None
+    assert set(record.rungs) == {Rung.HOST}
+
+
+@pytest.mark.parametrize("quant", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen2", "opt-350m", "falcon-11b"])
+def test_eight_bits_say_on_the_device_what_they_say_on_the_cpu(name: str, quant: str, tmp_path: Path) -> None:
+    model = converted(name, "float32", quant)
+    first_logprobs = []
+    for device in ("cpu", "cuda"):
+        store = StoreConfig(path=str(tmp_path), host_bytes=16 << 20)
+        with LLM(model, device=device, engine=CONFIG, store=store, skip_tokenizer=True) as llm:
+            logprobs = [completion.logprobs for completion in llm.generate(PROMPTS, PARAMS)]
+        first_logprobs.append([each[0].logprob for each in logprobs if each is not None])
+
+    assert len(first_logprobs[0]) == len(PROMPTS)
+    assert first_logprobs[1] == pytest.approx(first_logprobs[0], abs=1e-3)
+
+
+def test_borrowed_chunks_reach_the_device_whole(tmp_path: Path) -> None:
+    model = converted("llama-gqa", "float32")
+    with tiers_at(tmp_path) as tiers, tempfile.TemporaryDirectory(prefix="hearth-") as folder:
+        lender = Lender(tiers, Path(folder) / "host.sock")
+        borrower = Borrower(Path(folder) / "host.sock")
+        borrower.segment.wait_pinned()
+        borrowed = borrower.open(model)
+        manifest = borrowed.manifest
+        base = torch.empty(manifest.num_bytes, dtype=torch.uint8, device="cuda")
+
+        load = Loader(base.device).load(
+            "borrowed", manifest, whole(manifest, base), lambda chunks: borrower.fetch(borrowed, chunks)
+        )
+        load.wait()
+
+        assert base.cpu().numpy().tobytes() == (model / WEIGHTS).read_bytes()
+        borrower.close()
+        lender.close()
