@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CODE := src tests bench scripts/tables
 # The GPU machine installs nothing: its own Python, the sources, and what scripts/carry unpacked.
 ON_GPU := PYTHONPATH=src:.carry python3
-BENCHES := engine kernels load
+BENCHES := engine kernels load chunks
 
 .DEFAULT_GOAL := help
 .PHONY: help test check lint arrows format test-gpu bench-gpu bench-cpu clean

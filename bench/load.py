@@ -8,7 +8,6 @@ python -m bench.load [--save] [--only PART ...] [--quick] [--keep]
     disk          disk, caches dropped, to device; against raw reads and peers on the same weights
     tmpfs         files in memory to device; against peers
     quantised     int8 and fp8: host tier to device, decode at batch 1
-    chunks        load time over chunk sizes
 
 Hearth verifies every byte it reads, the peers verify none. Contestants take turns, each round begins with
 another one. The models need 27 GB of disk and 41 GB of /dev/shm; they are removed at the end.
@@ -191,26 +190,6 @@ def _hearth_s(setting: Setting, directory: Path, prepare: Callable[[], None]) ->
         return setting.open_and_load(tiers, directory).seconds
 
 
-def chunks(setting: Setting) -> Part:
-    scale = setting.scale
-    seconds: dict[str, dict[str, float]] = {}
-    with step("chunks: cutting and hashing"):
-        directories = {size: setting.shelf.recut(setting.device, size) for size in scale.chunk_sizes}
-    rows = []
-    for size, directory in directories.items():
-        name = f"{size / (1 << 20):g} MiB"
-        with step(f"chunks: {name}"), setting.tiers(scale.host_bytes, size) as tiers:
-            from_tmpfs = [setting.open_and_load(tiers, directory).seconds]
-            from_host = setting.reload_s(tiers, directory)
-        seconds[f"{name}, host"], seconds[f"{name}, tmpfs"] = percentiles(from_host), percentiles(from_tmpfs)
-        bound_s = setting.bound_s(read_manifest(directory).num_bytes)
-        rows += [
-            Row(f"chunks of {name}: host tier to device", "s", percentiles(from_host)["p50"], bound_s),
-            Row(f"chunks of {name}: tmpfs to device", "s", percentiles(from_tmpfs)["p50"], bound_s),
-        ]
-    return Part(rows, {"seconds": seconds})
-
-
 PARTS: dict[str, Callable[[Setting], Part]] = {
     "convert": convert,
     "host": host,
@@ -218,7 +197,6 @@ PARTS: dict[str, Callable[[Setting], Part]] = {
     "disk": disk,
     "tmpfs": tmpfs,
     "quantised": quantised,
-    "chunks": chunks,
 }
 WITH_PEERS = {"disk", "tmpfs"}
 
@@ -264,17 +242,18 @@ def _check_room(shelf: Shelf) -> None:
             )
 
 
-def parser() -> ArgumentParser:
-    parser = arguments(__doc__)
+def parser(description: str | None) -> ArgumentParser:
+    parser = arguments(description)
     parser.formatter_class = RawDescriptionHelpFormatter
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that everything runs")
     parser.add_argument("--keep", action="store_true", help="leave the models for the next run")
     return parser
 
 
 def main() -> None:
-    options = parser().parse_args()
+    command = parser(__doc__)
+    command.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART")
+    options = command.parse_args()
     scale = QUICK if options.quick else Scale()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     figures = {} if options.quick else peers()["load"]["peers"]  # type: ignore[index] # JSON

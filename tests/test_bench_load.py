@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,18 +22,28 @@ ROOT = Path(__file__).parents[1]
 ROW = {"measure", "unit", "value", "bound", "aim", "peers", "is_comparable"}
 
 
+def quick(name: str) -> dict[str, Any]:
+    run = subprocess.run(
+        [sys.executable, "-m", name, "--quick"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    result: dict[str, Any] = json.loads(run.stdout)
+    assert all(set(row) == ROW and row["value"] > 0 for row in result["rows"])
+    assert len({row["measure"] for row in result["rows"]}) == len(result["rows"])
+    return result
+
+
 @pytest.mark.slow
 def test_every_part_of_the_benchmark_runs_and_gives_rows_for_the_table() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "bench.load", "--quick"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    result = quick("bench.load")
 
-    assert run.returncode == 0, run.stderr
-    result = json.loads(run.stdout)
     assert list(result["results"]) == list(PARTS)
-    assert all(set(row) == ROW and row["value"] > 0 for row in result["rows"])
     assert any("safetensors" in name for row in result["rows"] for name in row["peers"])
-    assert len({row["measure"] for row in result["rows"]}) == len(result["rows"])
+
+
+@pytest.mark.slow
+def test_the_curve_over_chunk_sizes_has_two_rows_for_each() -> None:
+    assert len(quick("bench.chunks")["rows"]) == 2 * len(QUICK.chunk_sizes)
 
 
 def test_every_round_of_a_contest_begins_with_another_one_and_changes_neighbours() -> None:

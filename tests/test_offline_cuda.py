@@ -1,4 +1,4 @@
-"""A converted model on a CUDA device: the same bytes, the same tokens, and layers that wait for their weights."""
+"""A converted model on a CUDA device: the same bytes, and the same tokens as from its source."""
 
 from __future__ import annotations
 

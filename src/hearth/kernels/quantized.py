@@ -55,11 +55,13 @@ def quantized_skinny_triton(
     bias: torch.Tensor | None,
     *,
     out: torch.Tensor,
-    block_n: int = 1,
+    block_n: int | None = None,
     block_k: int = 1024,
     num_warps: int = 2,
 ) -> None:
     rows, (n, k) = x.shape[0], weight.shape
+    if block_n is None:
+        block_n = 2 if weight.dtype == torch.int8 else 1  # measured: 64.7 against 66.8 us, 62.6 against 64.7
     _skinny_kernel[(rows * triton.cdiv(n, block_n),)](
         out,
         x,
@@ -72,6 +74,7 @@ def quantized_skinny_triton(
         HAS_BIAS=bias is not None,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
+        EVEN_N=n % block_n == 0,
         EVEN_K=k % block_k == 0,
         AS_MANTISSAS=x.is_cuda,  # the interpreter knows no assembly
         num_warps=num_warps,
@@ -91,6 +94,7 @@ def _skinny_kernel(
     HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     AS_MANTISSAS: tl.constexpr,
 ):
@@ -102,11 +106,21 @@ def _skinny_kernel(
     # Each thread loads 16 weights at a time and adds up their products alone. To have the same 16 of x,
     # and not through shared memory, x must be loaded in the shape of the weights.
     acc = tl.zeros([BLOCK_N, BLOCK_K // 16], tl.float32)
-    for at in range(0, k, BLOCK_K):
-        inputs = at + tl.arange(0, BLOCK_K)[None, :]
-        valid = in_n[:, None] if EVEN_K else in_n[:, None] & (inputs < k)
-        w = tl.load(weight_at + inputs, valid, other=0.0, eviction_policy="evict_first")
-        a = tl.load(tl.broadcast_to(x + row * k + inputs, [BLOCK_N, BLOCK_K]), valid, other=0.0)
+    inputs = tl.arange(0, BLOCK_K)[None, :]
+    x_at = tl.broadcast_to(x + row * k + inputs, [BLOCK_N, BLOCK_K])
+    num_whole = k // BLOCK_K * BLOCK_K
+    for at in range(0, num_whole, BLOCK_K):
+        if EVEN_N:
+            w = tl.load(weight_at + at + inputs, eviction_policy="evict_first")
+        else:
+            w = tl.load(weight_at + at + inputs, in_n[:, None], other=0.0, eviction_policy="evict_first")
+        a = tl.load(x_at + at)
+        products = _widened(w, AS_MANTISSAS) * a.to(tl.float32)
+        acc += tl.sum(products.reshape(BLOCK_N, BLOCK_K // 16, 16), 2)
+    if not EVEN_K:
+        valid = in_n[:, None] & (inputs < k - num_whole)
+        w = tl.load(weight_at + num_whole + inputs, valid, other=0.0)
+        a = tl.load(x_at + num_whole, valid, other=0.0)
         products = _widened(w, AS_MANTISSAS) * a.to(tl.float32)
         acc += tl.sum(products.reshape(BLOCK_N, BLOCK_K // 16, 16), 2)
     result = tl.sum(acc, 1) * tl.load(scale + outputs, in_n, other=0.0)

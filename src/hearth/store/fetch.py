@@ -31,8 +31,8 @@ from hearth.types import Rung
 
 #: Chunks of one load that hold a slot at a time: being read, waiting to be copied, or being copied.
 WINDOW = 32
-#: Disks want several requests at once, and hashing takes a core for each 6.5 GB/s.
-NUM_READERS = 16
+#: Disks want several requests at once; from memory, reading and hashing want all cores but two (of 16).
+NUM_READERS = 14
 
 
 @dataclass(frozen=True, slots=True)

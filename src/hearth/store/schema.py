@@ -22,6 +22,8 @@ def decode(kind: type[T], value: object, where: str) -> T:
 
 
 def _decode(hint: object, value: object, where: str) -> object:
+    if type(value) is hint:  # by far the most: numbers and texts
+        return value
     if isinstance(hint, UnionType):
         (inner,) = (part for part in get_args(hint) if part is not NoneType)
         return None if value is None else _decode(inner, value, where)
