@@ -14,6 +14,7 @@ CODE := src tests bench scripts/tables
 # The GPU machine installs nothing: its own Python, the sources, and what scripts/carry unpacked.
 ON_GPU := PYTHONPATH=src:.carry python3
 BENCHES := engine kernels load chunks
+CPU_BENCHES := engine_cpu perplexity
 
 .DEFAULT_GOAL := help
 .PHONY: help test check lint arrows format test-gpu bench-gpu bench-cpu clean
@@ -56,8 +57,10 @@ bench-gpu: ## one benchmark on a CUDA device: make bench-gpu WHAT=engine; SAVE=1
 	  { echo "bench-gpu needs WHAT, one of: $(BENCHES); given: $(or $(WHAT),nothing)" >&2; exit 2; }
 	$(ON_GPU) -m bench.$(WHAT) $(if $(SAVE),--save)
 
-bench-cpu: $(READY) ## the engine's benchmark on this CPU; SAVE=1 keeps the result
-	$(BIN)/python -m bench.engine_cpu $(if $(SAVE),--save)
+bench-cpu: $(READY) ## one benchmark on this CPU: WHAT=engine_cpu (the default) or perplexity; SAVE=1 keeps it
+	@test -n "$(filter $(CPU_BENCHES),$(or $(WHAT),engine_cpu))" || \
+	  { echo "bench-cpu takes WHAT, one of: $(CPU_BENCHES); given: $(WHAT)" >&2; exit 2; }
+	$(BIN)/python -m bench.$(or $(WHAT),engine_cpu) $(if $(SAVE),--save)
 
 clean: ## remove .venv, .carry, caches and build outputs
 	rm -rf .venv .carry .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -60,11 +60,13 @@ def peers() -> Mapping[str, object]:
 
 
 def _commit() -> str | None:
-    """Of the sources; where they came without their history, what came with them says it."""
-    carried = HERE.parent / ".carry" / "COMMIT"
+    """Of the sources; where they came without their history, or an older one, a note beside them says it."""
+    note = HERE.parent / ".carry" / "COMMIT"
+    carried = note.read_text().strip() if note.exists() else None
     revision = _output_of("git", "rev-parse", "--short", "HEAD")
-    if revision is None:
-        return carried.read_text().strip() if carried.exists() else None
+    is_unknown_here = carried is not None and _output_of("git", "cat-file", "-t", carried) is None
+    if revision is None or is_unknown_here:
+        return carried
     return f"{revision}-dirty" if _output_of("git", "status", "--porcelain") else revision
 
 

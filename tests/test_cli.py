@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -359,6 +360,76 @@ def test_an_interrupted_convert_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_convert_interrupted_after_the_model_was_put_in_place_says_so(
+    hearth: Hearth, source: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(directory: Path) -> None:
+        if directory == model:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("hearth.store.writer._sync", interrupt)
+
+    shown = hearth("convert", source, str(model), "--dtype", "float16", "--force")
+
+    assert shown.code == 130
+    assert shown.err.replace("\n", "") == f"hearth: interrupted, but the model was written to `{model}`"
+    assert read_manifest(model).dtype == "float16"
+
+
+@pytest.mark.parametrize("command", ["show", "verify", "convert"])
+def test_a_url_is_refused_where_local_models_are_read(hearth: Hearth, command: str) -> None:
+    dest = ("m",) if command == "convert" else ()
+
+    shown = hearth(command, "s3://bucket/model", *dest)
+
+    assert (shown.code, shown.out) == (2, "")
+    assert shown.err == (
+        "hearth: `s3://bucket/model` is a URL, but this command reads local models; `hearth run` takes URLs\n"
+    )
+
+
+def test_a_url_is_no_destination(hearth: Hearth, source: str) -> None:
+    shown = hearth("convert", source, "s3://bucket/model")
+
+    assert (shown.code, shown.out) == (2, "")
+    assert shown.err.startswith("hearth: `s3://bucket/model` is a URL, but this command writes local models;")
+
+
+@pytest.mark.parametrize("command", ["run", "convert", "verify", "show", "config"])
+def test_examples_are_indented_alike(hearth: Hearth, command: str) -> None:
+    help_lines = hearth(command, "--help").out.splitlines()
+
+    (heading,) = (line for line in help_lines if line.strip() in ("Example", "Examples"))
+    indent = " " * (len(heading) - len(heading.lstrip()))
+    following = help_lines[help_lines.index(heading) + 2]
+    assert following.startswith(f"{indent}  hearth {command} ")
+
+
+def test_verify_says_that_it_takes_a_converted_model(hearth: Hearth) -> None:
+    assert "Directory of a converted model." in hearth("verify", "--help").out
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.EIO, "Input/output error", "some/file"), "`some/file`: Input/output error"),
+        (OSError(errno.EIO, "Input/output error"), "Input/output error"),
+        (OSError("a library's own words"), "a library's own words"),
+    ],
+)
+def test_a_failing_disk_is_one_line(
+    hearth: Hearth, monkeypatch: pytest.MonkeyPatch, error: OSError, message: str
+) -> None:
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr("hearth.cli.console.load", fail)
+
+    shown = hearth("config")
+
+    assert (shown.code, shown.out, shown.err) == (1, "", f"hearth: {message}\n")
+
+
 def test_convert_shows_a_bar_on_a_terminal_only(
     hearth: Hearth, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -406,6 +477,15 @@ def test_verify_json_lists_what_is_damaged(hearth: Hearth, model: Path) -> None:
     report = json.loads(shown.out)
     assert (shown.code, report["is_whole"]) == (1, False)
     assert (report["bad"][0]["index"], report["bad"][1]["name"]) == (0, "generation_config.json")
+
+
+def test_verify_json_tells_of_missing_weights(hearth: Hearth, model: Path) -> None:
+    (model / "weights.bin").unlink()
+
+    shown = hearth("verify", str(model), "--json")
+
+    reason = "cannot be read: No such file or directory"
+    assert (shown.code, json.loads(shown.out)["bad"]) == (1, [{"name": "weights.bin", "reason": reason}])
 
 
 def test_verify_of_what_is_no_model_is_wrong_input(hearth: Hearth, source: str) -> None:

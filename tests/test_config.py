@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.config import UNITS, EngineConfig, HearthConfig, LogConfig, load, parse_bytes, to_toml
+from hearth.config import (
+    UNITS,
+    EngineConfig,
+    HearthConfig,
+    LogConfig,
+    StoreConfig,
+    load,
+    parse_bytes,
+    to_toml,
+)
 from hearth.errors import ConfigError
 
 
@@ -22,12 +31,12 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
 
 
 def test_no_file_gives_the_defaults() -> None:
-    assert load(None, {}) == HearthConfig(EngineConfig(), LogConfig())
+    assert load(None, {}) == HearthConfig(EngineConfig(), StoreConfig(), LogConfig())
 
 
 def test_the_file_replaces_only_the_keys_it_names(write: Callable[[str], Path]) -> None:
     config = load(write('[engine]\nmax_seqs = 8\n[log]\nlevel = "debug"\n'), {})
-    assert config == HearthConfig(EngineConfig(max_seqs=8), LogConfig(level="debug"))
+    assert config == HearthConfig(EngineConfig(max_seqs=8), log=LogConfig(level="debug"))
 
 
 def test_overrides_beat_the_file(write: Callable[[str], Path]) -> None:
@@ -48,7 +57,7 @@ def test_a_whole_number_serves_as_a_fraction(write: Callable[[str], Path]) -> No
     ("text", "message"),
     [
         ("[engin]\n", "unknown configuration section `engin`; did you mean `engine`?"),
-        ("[zzz]\n", "unknown configuration section `zzz`; valid: engine, log"),
+        ("[zzz]\n", "unknown configuration section `zzz`; valid: engine, store, log"),
         (
             "[engine]\nmax_seq = 1\n",
             "unknown configuration key `engine.max_seq`; did you mean `engine.max_seqs`?",
@@ -59,7 +68,9 @@ def test_a_whole_number_serves_as_a_fraction(write: Callable[[str], Path]) -> No
         ("[engine]\nmax_seqs = 8.0\n", "`engine.max_seqs` must be of type int, given: 8.0 of type float"),
         ("[engine]\ngraphs = true\n", "`engine.graphs` must be one of 'lazy', 'start', 'off', given: True"),
         ("[engine]\nmax_seqs = 0\n", "`engine.max_seqs` must be at least 1, given: 0"),
-        ("[engine]\nkv_bytes = -1\n", "`engine.kv_bytes` must be at least 1, given: -1"),
+        ("[engine]\nkv_bytes = -1\n", "`engine.kv_bytes` must be at least 1B, given: -1"),
+        ("[store]\nhost_bytes = 1000\n", "`store.host_bytes` must be at least 16MiB, given: 1000"),
+        ("[store]\ndisk_bytes = -1\n", "`store.disk_bytes` must be at least 0B, given: -1"),
         ("[engine]\nmemory_fraction = 1.5\n", "must be at least 0.05 and at most 1, given: 1.5"),
         ("[engine]\nmemory_fraction = nan\n", "must be at least 0.05 and at most 1, given: nan"),
         ('[engine]\nkv_bytes = "8 GiBs"\n', "`engine.kv_bytes`: a size is a number and one of B, KB, KiB"),
@@ -107,8 +118,8 @@ def test_printed_configuration_reads_back_as_itself(
     tmp_path_factory: pytest.TempPathFactory, engine: EngineConfig, log: LogConfig
 ) -> None:
     path = tmp_path_factory.mktemp("config") / "hearth.toml"
-    path.write_text(to_toml(HearthConfig(engine, log)), encoding="utf-8")
-    assert load(path, {}) == HearthConfig(engine, log)
+    path.write_text(to_toml(HearthConfig(engine, log=log)), encoding="utf-8")
+    assert load(path, {}) == HearthConfig(engine, log=log)
 
 
 @pytest.mark.parametrize(

@@ -448,9 +448,9 @@ def with_a_broken_tokenizer(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
-        (without_directory, ModelError, "no model directory at `.*`; name the folder"),
+        (without_directory, ModelError, "no model at `.*`; give a Hugging Face directory"),
         (without_config, ModelError, "config.json"),
-        (without_weights, BadCheckpoint, "neither model.safetensors nor model.safetensors.index.json in"),
+        (without_weights, BadCheckpoint, "neither model.safetensors nor pytorch_model.bin"),
         (without_a_tensor, BadCheckpoint, "model.layers.1.mlp.up_proj.weight"),
         (with_a_wrong_shape, BadCheckpoint, r"model.norm.weight.*63"),
         (with_half_the_weights, BadCheckpoint, "is truncated or no safetensors file"),

@@ -35,7 +35,7 @@ ARROWS: dict[str, set[str]] = {
     "control": BASE | {"config", "policy", "store", "messages", "forecast", "text"},
     "api": BASE | {"config", "control"},
     "sim": BASE | {"config", "policy", "snapshot"},
-    "doctor": BASE | {"kernels"},
+    "doctor": BASE | {"config", "kernels"},
     "offline": COMPOSITION,
     "llm": COMPOSITION | {"offline"},
     "cli": COMPOSITION | {"doctor", "llm", "offline"},

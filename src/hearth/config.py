@@ -11,7 +11,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from fractions import Fraction
@@ -29,8 +29,11 @@ class Limits:
     low: float
     high: float = math.inf
 
-    def __str__(self) -> str:
-        return f"at least {self.low:g}" + ("" if math.isinf(self.high) else f" and at most {self.high:g}")
+    def told(self, unit: Callable[[float], str]) -> str:
+        """For people, each limit as `unit` writes it."""
+        return f"at least {unit(self.low)}" + (
+            "" if math.isinf(self.high) else f" and at most {unit(self.high)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +177,16 @@ def _checked(key: str, hint: object, value: object) -> object:
         and isinstance(value, int | float)
         and not limits.low <= value <= limits.high
     ):
-        raise ConfigError(f"`{key}` must be {limits}, given: {value}")
+        told = limits.told(_told_bytes if key.endswith("_bytes") else "{:g}".format)
+        raise ConfigError(f"`{key}` must be {told}, given: {value}")
     return value
+
+
+def _told_bytes(num_bytes: float) -> str:
+    """In the largest unit of which it is a multiple: 16MiB, 1B."""
+    units = {unit: size for unit, size in UNITS.items() if size <= num_bytes and not num_bytes % size}
+    unit = max(units, key=units.__getitem__, default="B")
+    return f"{num_bytes / UNITS[unit]:.0f}{unit}"
 
 
 def _size(key: str, size: str) -> int:

@@ -7,6 +7,7 @@ for completion in llm.generate(["Once upon a time"], SamplingParams(max_tokens=3
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,7 +97,7 @@ class LLM:
         self._numbers = count()
         self._open_loop: StepLoop | None = StepLoop(build)
         # The step thread holds the engine, so without this a forgotten LLM would keep its memory.
-        self._finalizer = weakref.finalize(self, _close, self._open_loop, opening)
+        self._finalizer = weakref.finalize(self, _close_apart, self._open_loop, opening)
 
     def wait_loaded(self) -> LoadRecord | None:
         """Until all weights are on the device: what the load did; None if the model was not converted.
@@ -160,7 +161,8 @@ class LLM:
 
     def close(self) -> None:
         """End what is live, wait for the step thread and let the memory go. Closing again is harmless."""
-        self._finalizer()
+        if self._open_loop is not None and self._finalizer.detach() is not None:
+            _close(self._open_loop, self._opening)
         self._open_loop = self._opening = None
 
     def __enter__(self) -> Self:
@@ -251,6 +253,14 @@ class _Answer:
         if wanted is None or output.logprobs is None:
             return None
         return (TokenLogprobs(output.logprobs.logprob, output.logprobs.top[:wanted]),)
+
+
+def _close_apart(loop: StepLoop, opening: Opening | None) -> None:
+    """Garbage is collected on any thread, also on one that closing would have to wait for."""
+    try:
+        threading.Thread(target=_close, args=(loop, opening), name="hearth-close", daemon=True).start()
+    except RuntimeError:  # the interpreter ends and starts no more threads
+        _close(loop, opening)
 
 
 def _close(loop: StepLoop, opening: Opening | None) -> None:

@@ -255,6 +255,26 @@ def test_weight_that_cannot_be_quantised_is_named(tmp_path: Path) -> None:
         _packed(directory, quant="int8")
 
 
+@pytest.mark.parametrize("value", [65520.0, -1e6])
+def test_weight_too_large_for_float16_is_named(tmp_path: Path, value: float) -> None:
+    large = torch.zeros(64, 112)
+    large[3, 5] = value
+    directory = _edited("llama-gqa", tmp_path, **{"model.layers.1.mlp.down_proj.weight": large})
+
+    with pytest.raises(
+        BadCheckpoint, match=r"`layers\.1\.down\.weight` from row 0 on: .* 65504, .*; convert to bfloat16"
+    ):
+        _packed(directory, "float16")
+
+
+def test_weight_that_was_infinite_before_stays_so_in_float16(tmp_path: Path) -> None:
+    directory = _edited("llama-gqa", tmp_path, **{"model.norm.weight": torch.full((64,), torch.inf)})
+
+    tensors = _packed(directory, "float16")
+
+    assert tensors["final_norm.weight"].isinf().all()
+
+
 def test_buffer_of_another_size_is_our_bug() -> None:
     arch = read_arch(build("llama-gqa").directory)
     layout = layout_of(arch, "float32")

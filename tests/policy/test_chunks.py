@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hearth.policy.chunks import ChunkBook, Fill, Full, Hit, Pending
-from hearth.policy.evict import EVICTIONS_PER_PRICING, tail_first
+from hearth.policy.evict import EVICTIONS_PER_PRICING, Price, tail_first
 
 
 def free_of_charge(digest: str) -> float:
@@ -110,9 +110,9 @@ def test_drop_forgets_only_idle_chunks() -> None:
 
 
 def test_chunks_are_priced_once_for_many_evictions() -> None:
-    num_slots = 2 * EVICTIONS_PER_PRICING
+    num_slots = 16 * EVICTIONS_PER_PRICING
     book = ChunkBook(num_slots)
-    old = [f"old {number:03}" for number in range(num_slots)]
+    old = [f"old {number:04}" for number in range(num_slots)]
     idle(book, *old)
     priced: list[str] = []
 
@@ -126,13 +126,42 @@ def test_chunks_are_priced_once_for_many_evictions() -> None:
     assert len(priced) == num_slots + (num_slots - EVICTIONS_PER_PRICING)
 
 
+def test_a_dear_model_stays_while_a_larger_cheap_one_runs_through() -> None:
+    book = ChunkBook(64)
+    idle(book, *(f"hot {number:02}" for number in range(50)))
+
+    def price(digest: str) -> float:
+        return 10.0 if digest.startswith("hot") else 1.0
+
+    for number in range(200):
+        book.take(f"cold {number:03}", price)
+        book.filled(f"cold {number:03}")
+        book.release(f"cold {number:03}")
+
+    assert sum(book.is_resident(f"hot {number:02}") for number in range(50)) >= 48
+
+
+def test_the_head_of_a_model_that_is_too_large_stays() -> None:
+    book = ChunkBook(64)
+
+    def price(digest: str) -> Price:
+        return tail_first(1.0, int(digest))
+
+    for number in range(160):
+        book.take(f"{number:03}", price)
+        book.filled(f"{number:03}")
+        book.release(f"{number:03}")
+
+    assert sum(book.is_resident(f"{number:03}") for number in range(56)) >= 52
+
+
 def test_a_chunk_used_since_it_was_priced_is_passed_over() -> None:
-    book = ChunkBook(3)
-    idle(book, "a", "b", "c")
-    book.take("d", free_of_charge)  # evicts a; b and c are next
-    book.take("b", free_of_charge)
-    book.release("b")
-    assert book.take("e", free_of_charge) == Fill(2, evicted="c")
+    book = ChunkBook(40)
+    idle(book, *(f"{number:02}" for number in range(40)))
+    book.take("d", free_of_charge)  # evicts 00; 01 and 02 are next
+    book.take("01", free_of_charge)
+    book.release("01")
+    assert book.take("e", free_of_charge) == Fill(2, evicted="02")
 
 
 @pytest.mark.parametrize("call", [ChunkBook.filled, ChunkBook.failed, ChunkBook.release])

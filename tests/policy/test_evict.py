@@ -64,7 +64,7 @@ def test_an_order_without_candidates_gives_nothing() -> None:
 
 def test_an_order_holds_although_prices_change_until_it_is_used_up() -> None:
     order = EvictionOrder()
-    digests = [f"{number:03}" for number in range(EVICTIONS_PER_PRICING + 1)]
+    digests = [f"{number:04}" for number in range(16 * EVICTIONS_PER_PRICING)]
     first = order.pop(digests, lambda digest: float(digest))
     rest = [order.pop(digests, lambda digest: -float(digest)) for _ in range(EVICTIONS_PER_PRICING)]
     assert [first, *rest] == [*digests[:EVICTIONS_PER_PRICING], digests[-1]]
@@ -72,7 +72,16 @@ def test_an_order_holds_although_prices_change_until_it_is_used_up() -> None:
 
 def test_a_discarded_chunk_is_not_evicted_until_all_are_priced_anew() -> None:
     order = EvictionOrder()
-    order.pop("abc", lambda _: 0.0)
-    order.discard("b")
-    assert list(order) == ["c"]
-    assert [order.pop("bc", lambda _: 0.0), order.pop("b", lambda _: 0.0)] == ["c", "b"]
+    digests = [f"{number:02}" for number in range(40)]  # of which three are in order
+    order.pop(digests, lambda _: 0.0)
+    order.discard("01")
+    assert list(order) == ["02"]
+    assert [order.pop(digests, lambda _: 0.0), order.pop(["01"], lambda _: 0.0)] == ["02", "01"]
+
+
+def test_an_order_of_few_chunks_is_short_so_that_cheaper_ones_get_in_soon() -> None:
+    order = EvictionOrder()
+    prices = {"dear": 9.0, "dearer": 10.0}
+    assert order.pop(prices, prices.__getitem__) == "dear"
+    prices["cheap"] = 1.0
+    assert order.pop(prices, prices.__getitem__) == "cheap"

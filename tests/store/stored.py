@@ -7,7 +7,7 @@ import random
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -112,7 +112,9 @@ class Shelf(Climber):
         self.asked: list[tuple[str, int]] = []
         self.kept: list[bytes] = []
 
-    def deliver(self, model: StoredModel, index: int, buffer: memoryview) -> Delivery:
+    def deliver(
+        self, model: StoredModel, index: int, buffer: memoryview, is_wanted: Callable[[], bool]
+    ) -> Delivery:
         self.asked.append((model.name, index))
         if model.name in self.broken:
             raise ChunkMissing(f"chunk {index} of `{model.name}` is broken")
@@ -167,7 +169,9 @@ class Gated(Climber):
                 if not ask.is_answered:
                     ask.allow()
 
-    def deliver(self, model: StoredModel, index: int, buffer: memoryview) -> Delivery:
+    def deliver(
+        self, model: StoredModel, index: int, buffer: memoryview, is_wanted: Callable[[], bool]
+    ) -> Delivery:
         ask = Ask(model.name, index)
         with self._lock:
             self._asks.append(ask)
@@ -175,7 +179,7 @@ class Gated(Climber):
                 ask.allow()
         self._arrived.put(ask)
         ask.wait()
-        return self._behind.deliver(model, index, buffer)
+        return self._behind.deliver(model, index, buffer, is_wanted)
 
     def keep(self, model: StoredModel, index: int, data: memoryview) -> None:
         self._behind.keep(model, index, data)

@@ -51,6 +51,10 @@ def disk(tmp_path: Path, local: StoredModel) -> DiskTier:
     return DiskTier(tmp_path)
 
 
+def always() -> bool:
+    return True
+
+
 def no_price(digest: str) -> Price:
     return 0.0
 
@@ -68,7 +72,7 @@ class TestFromDisk:
         self, disk: DiskTier, remote: StoredModel, server: BadServer
     ) -> None:
         buffer = memory()
-        delivery = Climber(disk, no_price).deliver(remote, AT, buffer)
+        delivery = Climber(disk, no_price).deliver(remote, AT, buffer, always)
         assert bytes(buffer) == stored(remote)
         assert (delivery.rung, delivery.num_bytes, delivery.num_failures) == (Rung.DISK, CHUNK_BYTES, 0)
         assert server.asked == []
@@ -81,7 +85,7 @@ class TestFromDisk:
         disk.register(copy.directory, copy.manifest)
         flip(local.directory / WEIGHTS, AT * CHUNK_BYTES)
         buffer = memory()
-        delivery = Climber(disk, no_price).deliver(local, AT, buffer)
+        delivery = Climber(disk, no_price).deliver(local, AT, buffer, always)
         assert bytes(buffer) == stored(copy)
         assert delivery.num_failures == disk.counters.num_condemned == 1
         assert [place.path.parent for place in disk.locate(local.manifest.chunks[AT].digest)] == [
@@ -94,13 +98,13 @@ class TestFromDisk:
         flip(local.directory / WEIGHTS, AT * CHUNK_BYTES)
         tensors = local.manifest.tensors_in(AT)
         with pytest.raises(
-            ChunkCorrupt, match=rf"chunk {AT} of `tiny` \(`{tensors[0]}` .*weights.bin`.*hearth verify"
+            ChunkCorrupt, match=rf"chunk {AT} of `tiny` \(`{tensors[0]}`.*weights.bin`.*hearth verify"
         ):
-            Climber(disk, no_price).deliver(local, AT, memory())
+            Climber(disk, no_price).deliver(local, AT, memory(), always)
 
     def test_a_model_that_is_known_nowhere_is_missing(self, tmp_path: Path, local: StoredModel) -> None:
-        with pytest.raises(ChunkMissing, match="no place is known for it"):
-            Climber(DiskTier(tmp_path / "empty"), no_price).deliver(local, AT, memory())
+        with pytest.raises(ChunkMissing, match="is known to be good, and it came from no URL"):
+            Climber(DiskTier(tmp_path / "empty"), no_price).deliver(local, AT, memory(), always)
 
     def test_a_place_that_cannot_even_be_deleted_does_not_stand_in_the_way(
         self, tmp_path: Path, remote: StoredModel
@@ -108,7 +112,7 @@ class TestFromDisk:
         digest = remote.manifest.chunks[AT].digest
         (tmp_path / "cache" / "chunks" / digest[:2] / digest / "in the way").mkdir(parents=True)
         buffer = memory()
-        delivery = Climber(DiskTier(tmp_path / "cache"), no_price).deliver(remote, AT, buffer)
+        delivery = Climber(DiskTier(tmp_path / "cache"), no_price).deliver(remote, AT, buffer, always)
         assert delivery.rung is Rung.OBJECT
         assert bytes(buffer) == stored(remote)
 
@@ -120,7 +124,7 @@ class TestFromObjectStorage:
         whole = stored(remote)
         os.truncate(remote.directory / WEIGHTS, AT * CHUNK_BYTES + 1)
         buffer = memory()
-        delivery = Climber(disk, no_price).deliver(remote, AT, buffer)
+        delivery = Climber(disk, no_price).deliver(remote, AT, buffer, always)
         assert bytes(buffer) == whole
         assert (delivery.rung, delivery.num_failures) == (Rung.OBJECT, 1)
         assert server.asked == [f"bytes={AT * CHUNK_BYTES}-{(AT + 1) * CHUNK_BYTES - 1}"]
@@ -130,7 +134,7 @@ class TestFromObjectStorage:
     ) -> None:
         server.plan.extend([bad_server.flips_a_bit] * (MAX_WRONG_ANSWERS - 1))
         buffer = memory()
-        delivery = Climber(DiskTier(tmp_path / "empty"), no_price).deliver(remote, AT, buffer)
+        delivery = Climber(DiskTier(tmp_path / "empty"), no_price).deliver(remote, AT, buffer, always)
         assert bytes(buffer) == stored(remote)
         assert delivery.num_failures == MAX_WRONG_ANSWERS - 1
 
@@ -139,7 +143,7 @@ class TestFromObjectStorage:
     ) -> None:
         server.plan.extend([bad_server.flips_a_bit] * 10)
         with pytest.raises(ChunkCorrupt, match=rf"chunk {AT} of `tiny` .*sent bytes that hash to"):
-            Climber(DiskTier(tmp_path / "empty"), no_price).deliver(remote, AT, memory())
+            Climber(DiskTier(tmp_path / "empty"), no_price).deliver(remote, AT, memory(), always)
         assert len(server.asked) == MAX_WRONG_ANSWERS
 
     def test_a_server_that_always_fails_is_unreachable(
@@ -147,7 +151,7 @@ class TestFromObjectStorage:
     ) -> None:
         server.plan.extend([bad_server.says(500)] * 10)
         with pytest.raises(Unreachable, match=rf"chunk {AT} of `tiny` .*tries: {QUICK.num_tries}"):
-            Climber(DiskTier(tmp_path / "empty"), no_price).deliver(remote, AT, memory())
+            Climber(DiskTier(tmp_path / "empty"), no_price).deliver(remote, AT, memory(), always)
 
 
 class TestKeeping:
@@ -156,7 +160,7 @@ class TestKeeping:
         climber = Climber(disk, no_price)
         climber.keep(local, AT, memoryview(stored(local)))
         buffer = memory()
-        assert climber.deliver(local, AT, buffer).rung is Rung.DISK
+        assert climber.deliver(local, AT, buffer, always).rung is Rung.DISK
         assert bytes(buffer) == stored(local)
 
     def test_a_full_disk_is_told_once_and_harms_nobody(

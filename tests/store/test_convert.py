@@ -8,8 +8,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
 from hearth.errors import BadCheckpoint, DeviceError, ModelError, StoreError
 from hearth.models.families import read_arch
@@ -19,7 +21,7 @@ from hearth.store.manifest import MANIFEST, WEIGHTS, read_manifest
 from hearth.store.verify import verify
 from hearth.store.writer import Progress
 from tests.models.zoo import VARIANTS, build, pack_directory, save, tiny
-from tests.store.gguf_files import byte_level_metadata, write_model
+from tests.store.gguf_files import byte_level_metadata, model_metadata, model_tensors, write, write_model
 
 CHUNK_BYTES = 1 << 16
 
@@ -182,9 +184,11 @@ def test_a_gguf_file_is_known_by_its_first_bytes(tmp_path: Path) -> None:
 
 #: Converts in children that kill themselves before their first, second, ... call that changes the disk, until
 #: one gets through, which writes down its calls. A root has a directory per moment, in which `m` appears.
+#: One named `renamed` is a system that cannot exchange two directories at once.
 KILLED = """
 import json, os, signal, sys
 from pathlib import Path
+from hearth.store import writer
 from hearth.store.convert import convert
 
 def kill_before(wanted, root):
@@ -198,6 +202,10 @@ def kill_before(wanted, root):
         return run
     for name in ("write", "fsync", "rename", "unlink", "rmdir"):
         setattr(os, name, counted(name, getattr(os, name)))
+    if root.name == "renamed":
+        writer._exchange = lambda directory, dest: False
+    else:
+        writer._exchange = counted("exchange", writer._exchange)
     convert(Path(sys.argv[1]), root / str(wanted) / "m", overwrite=True, chunk_bytes=65536)
     (root / "calls.json").write_text(json.dumps(made))
     os._exit(0)
@@ -236,13 +244,14 @@ def _python(code: str, *args: str) -> str:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds `fresh`, where there was no model before, and `replaced`, where there was one in float16."""
+    """Holds `fresh`, where there was no model before, and two where there was one in float16."""
     source, root = build("llama-gqa").directory, tmp_path_factory.mktemp("killed")
     (root / "fresh").mkdir()
     convert(source, root / "old", dtype="float16")
     for moment in range(MAX_CALLS):
-        shutil.copytree(root / "old", root / "replaced" / str(moment) / "m")
-    _python(KILLED, str(source), str(root / "fresh"), str(root / "replaced"))
+        for name in ("replaced", "renamed"):
+            shutil.copytree(root / "old", root / name / str(moment) / "m")
+    _python(KILLED, str(source), *(str(root / name) for name in ("fresh", "replaced", "renamed")))
     return root
 
 
@@ -274,17 +283,52 @@ def test_a_conversion_that_was_killed_is_finished_by_the_next(killed: Path, tmp_
 
 
 def test_killed_at_any_point_a_replacement_keeps_the_old_model_or_has_the_new(killed: Path) -> None:
-    source, replaced = build("llama-gqa").directory, _killed(killed / "replaced")
-    assert replaced.calls.count("rename") == 2
-    assert len(replaced.calls) < MAX_CALLS
+    replaced = _killed(killed / "replaced")
 
-    for dest in replaced.dests:
+    dtypes = [read_manifest(dest).dtype for dest in replaced.dests]
+
+    exchange = replaced.calls.index("exchange")
+    assert (replaced.calls.count("exchange"), replaced.calls.count("rename")) == (1, 0)
+    assert len(replaced.calls) < MAX_CALLS
+    assert dtypes == ["float16" if moment <= exchange else "float32" for moment in range(len(dtypes))]
+    assert all(verify(dest) == [] for dest in replaced.dests)
+
+
+def test_where_directories_cannot_be_exchanged_the_model_is_away_only_between_two_renames(
+    killed: Path,
+) -> None:
+    renamed = _killed(killed / "renamed")
+
+    away = [moment for moment, dest in enumerate(renamed.dests) if not dest.exists()]
+
+    first, second = (at for at, call in enumerate(renamed.calls) if call == "rename")
+    assert (away, second) == ([second], first + 1)
+    assert len(renamed.calls) < MAX_CALLS
+
+
+@pytest.mark.parametrize("root", ["replaced", "renamed"])
+def test_what_a_killed_replacement_left_is_put_in_order_by_the_next(killed: Path, root: str) -> None:
+    source = build("llama-gqa").directory
+
+    for dest in _killed(killed / root).dests:
         with pytest.raises(StoreError, match="holds a model already"):
-            convert(source, dest)  # which puts in order what was left, whatever it was asked for
+            convert(source, dest)  # whatever it was asked for
 
         assert read_manifest(dest).dtype in ("float16", "float32"), dest
         assert verify(dest) == [], dest
+        assert _names(dest) == ["generation_config.json", MANIFEST, WEIGHTS], dest
         assert _names(dest.parent) == ["m"], dest
+
+
+def test_a_source_inside_the_destination_is_not_deleted(tmp_path: Path) -> None:
+    convert(build("llama-gqa").directory, tmp_path / "m")
+    shutil.copytree(build("qwen2").directory, tmp_path / "m" / "source")
+
+    with pytest.raises(StoreError, match="holds more than a model, so it stays: source;"):
+        convert(tmp_path / "m" / "source", tmp_path / "m", overwrite=True)
+
+    assert read_manifest(tmp_path / "m").arch.family == "llama"
+    assert _names(tmp_path / "m" / "source") == _names(build("qwen2").directory)
 
 
 #: Prints by how many bytes the converter's memory grew.
@@ -352,3 +396,19 @@ def test_converting_needs_far_less_memory_than_the_model(tmp_path: Path) -> None
     grown_bytes = int(_python(MEASURED, str(tmp_path / "source"), str(tmp_path)))
 
     assert grown_bytes < num_bytes / 4
+
+
+def test_converting_a_gguf_file_needs_little_more_memory_than_its_largest_tensor(tmp_path: Path) -> None:
+    path, rows = tmp_path / "model.gguf", 1 << 16
+    model = tiny("llama-gqa", hidden_size=512, intermediate_size=512, num_hidden_layers=1)
+    tensors, words = model_tensors(model), byte_level_metadata(["a b c"] * 9, "gpt-2")
+    metadata = {**model_metadata(model.config, "llama"), **words, "llama.vocab_size": rows}
+    largest = ("token_embd.weight", "output.weight")
+    tensors |= dict.fromkeys(largest, np.zeros((rows, 512 // 32 * 34), np.uint8))
+    write(path, metadata, tensors, kinds=dict.fromkeys(largest, GGMLQuantizationType.Q8_0))
+
+    grown_bytes = int(_python(MEASURED, str(path), str(tmp_path)))
+
+    # About 2.5: one in float32 as it is read, one in bfloat16 as it is written, two that are mapped.
+    # Dequantised at once they take 4.3.
+    assert grown_bytes < 3.2 * rows * 512 * torch.float32.itemsize

@@ -133,12 +133,12 @@ class TestDisk:
     def test_missing_weights_are_named(self, tiers: Tiers, source: Path) -> None:
         model = tiers.open(source)
         (source / WEIGHTS).unlink()
-        with pytest.raises(ChunkMissing, match=r"weights.bin` cannot be read.*No such file"):
+        with pytest.raises(ChunkMissing, match=r"weights.bin` is gone: No such file"):
             load(tiers, model)
 
     def test_weights_that_were_never_there_have_no_known_place(self, tiers: Tiers, source: Path) -> None:
         (source / WEIGHTS).unlink()
-        with pytest.raises(ChunkMissing, match=r"chunk \d+ of `tiny`.*no place is known for it"):
+        with pytest.raises(ChunkMissing, match=r"chunk \d+ of `tiny`.*is known to be good"):
             load(tiers, tiers.open(source))
 
     def test_a_corrupt_file_of_the_cache_is_fetched_and_written_anew(

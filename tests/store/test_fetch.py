@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from hearth.errors import ChunkMissing, LoadCancelled
+from hearth.errors import ChunkMissing, LoadCancelled, StoreError
+from hearth.store.climb import Delivery
 from hearth.store.fetch import WINDOW, Fetch, Fetcher, HostChunk
 from hearth.store.model import StoredModel
 from hearth.store.prices import Prices
@@ -164,6 +165,40 @@ class TestCalledOff:
             until(lambda: fetcher.counters.num_fills == len(A))
             fetch.cancel()
             assert_settled(fetcher)
+
+    def test_closing_calls_off_a_load_whose_chunks_are_all_ready(self) -> None:
+        with fetching(Shelf(A), num_slots=8) as fetcher:
+            fetch = start(fetcher, model_of("a", A))
+            until(lambda: fetcher.counters.num_fills == len(A))
+            fetcher.close()
+            with pytest.raises(LoadCancelled):
+                consume(fetch)
+        assert_settled(fetcher)
+
+    def test_nothing_is_fetched_once_it_is_closed(self) -> None:
+        with fetching(Shelf(A), num_slots=8) as fetcher:
+            fetcher.close()
+            with pytest.raises(StoreError, match="closed"):
+                start(fetcher, model_of("a", A))
+
+    def test_a_reader_that_meets_a_bug_fails_the_load_and_goes_on(self) -> None:
+        class Buggy(Shelf):
+            is_broken = True
+
+            def deliver(
+                self, model: StoredModel, index: int, buffer: memoryview, is_wanted: Callable[[], bool]
+            ) -> Delivery:
+                if self.is_broken:
+                    raise ValueError("a bug")
+                return super().deliver(model, index, buffer, is_wanted)
+
+        shelf = Buggy(A)
+        with fetching(shelf, num_slots=8) as fetcher:
+            with pytest.raises(StoreError, match="a bug"):
+                consume(start(fetcher, model_of("a", A)))
+            shelf.is_broken = False
+            assert consume(start(fetcher, model_of("a", A))) == b"".join(A)
+        assert_settled(fetcher)
 
     def test_a_chunk_that_was_taken_stays_until_it_is_released(self) -> None:
         with fetching(Shelf(A, B), num_slots=1) as fetcher:

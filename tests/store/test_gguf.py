@@ -250,6 +250,18 @@ def test_quantised_tensors_are_what_gguf_makes_of_them(kind: GGMLQuantizationTyp
     assert tensor.unique().numel() > 4
 
 
+def test_large_tensors_are_dequantised_in_slabs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = np.random.default_rng(0).integers(0, 0x3C, (50, 64 // 32 * 34), np.uint8)
+    name = "blk.0.ffn_down.weight"
+    write(path, SMALLEST, {"token_embd.weight": EMBEDDING, name: blocks}, kinds={name: Kind.Q8_0})
+    monkeypatch.setattr("hearth.store.gguf.SLAB_BYTES", 7 * 64 * 4)
+
+    with open_gguf(path) as source:
+        tensor = source.checkpoint["model.layers.0.mlp.down_proj.weight"].read()
+
+    assert np.array_equal(tensor.numpy(), dequantize(blocks, Kind.Q8_0))
+
+
 def test_a_kind_that_cannot_be_dequantised_is_named(path: Path) -> None:
     name = "blk.0.ffn_down.weight"
     write(path, SMALLEST, {"token_embd.weight": EMBEDDING, name: np.ones((4, 8), np.int32)})

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -27,7 +29,7 @@ def _save_pickled(directory: Path, shards: list[dict[str, torch.Tensor]]) -> Non
     if len(shards) == 1:
         torch.save(shards[0], directory / "pytorch_model.bin")
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards):
         weight_map |= dict.fromkeys(shard, f"pytorch_model-{number}.bin")
         torch.save(shard, directory / f"pytorch_model-{number}.bin")
@@ -68,6 +70,57 @@ def test_pickled_files_give_the_same_tensors(tmp_path: Path, num_shards: int) ->
     tensors = _tensors(tmp_path)
 
     assert _same(tensors, whole)
+
+
+def test_files_of_an_old_pytorch_give_the_same_tensors(tmp_path: Path) -> None:
+    whole = _tensors(build("qwen2").directory)
+    torch.save(whole, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+
+    tensors = _tensors(tmp_path)
+
+    assert _same(tensors, whole)
+
+
+@pytest.mark.parametrize("num_kept", [0, 4, 300, -1])
+def test_truncated_file_of_an_old_pytorch_is_named(tmp_path: Path, num_kept: int) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.zeros(4096)}, path, _use_new_zipfile_serialization=False)
+    path.write_bytes(path.read_bytes()[:num_kept])
+
+    with pytest.raises(BadCheckpoint, match=r"pytorch_model\.bin` is truncated"):
+        read_checkpoint(tmp_path)
+
+
+def test_pickled_code_of_an_old_pytorch_is_refused_and_not_run(tmp_path: Path) -> None:
+    torch.save({"a": Payload()}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+
+    with pytest.raises(BadCheckpoint, match=r"pytorch_model\.bin` .* could run code: .* as safetensors"):
+        read_checkpoint(tmp_path)
+
+
+def _failing_open(*args: object, **options: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_file_that_the_disk_cannot_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / name).touch()
+    monkeypatch.setattr("hearth.store.hf.safe_open", _failing_open)
+    monkeypatch.setattr(Path, "open", _failing_open)
+
+    with pytest.raises(BadCheckpoint, match=rf"{name}` cannot be read: Input/output error; check the file"):
+        read_checkpoint(tmp_path)
+
+
+def test_a_file_that_is_gone_when_its_tensor_is_read_is_named(tmp_path: Path) -> None:
+    save(tiny("llama-gqa"), tmp_path)
+    stored = read_checkpoint(tmp_path)["model.norm.weight"]
+    (tmp_path / "model.safetensors").unlink()
+
+    with pytest.raises(BadCheckpoint, match=r"model\.safetensors` cannot be read: No such file"):
+        stored.read()
 
 
 def test_pickled_dtypes_have_their_names(tmp_path: Path) -> None:

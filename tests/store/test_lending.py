@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,13 +21,19 @@ import torch
 
 from hearth.config import StoreConfig
 from hearth.errors import BadCheckpoint, ChunkMissing, LoadCancelled, StoreError
-from hearth.store.borrower import Borrower
+from hearth.store.borrower import Borrower, Loan
 from hearth.store.convert import convert
+from hearth.store.fetch import Fetch
 from hearth.store.lender import Lender
+from hearth.store.lending import CancelLoad, ChunkLent, Hello, ReleaseChunk, encode, received, send
 from hearth.store.loader import Loader, whole
-from hearth.store.manifest import WEIGHTS, Manifest
+from hearth.store.manifest import WEIGHTS, Manifest, read_manifest
+from hearth.store.prices import PRIORS
+from hearth.store.segment import Segment
 from hearth.store.tiers import Tiers
+from hearth.types import Rung
 from tests.models.zoo import build
+from tests.store.stored import PATIENCE_S, gated_tiers
 
 SLOT_BYTES = 8 << 10
 NUM_SLOTS = 2048  # the least that a configuration allows: 16 MiB
@@ -36,26 +46,34 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@contextmanager
-def lending(root: Path) -> Iterator[tuple[Tiers, Lender, Path]]:
+@pytest.fixture
+def path() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="hearth-") as folder:  # a socket's name must be short
-        path = Path(folder) / "host.sock"
-        tiers = Tiers(StoreConfig(path=str(root), host_bytes=NUM_SLOTS * SLOT_BYTES), slot_bytes=SLOT_BYTES)
-        lender = Lender(tiers, path)
-        try:
-            yield tiers, lender, path
-        finally:
-            lender.close()
-            tiers.close()
+        yield Path(folder) / "host.sock"
 
 
-def eventually(is_so: object) -> bool:
+@contextmanager
+def lending(root: Path, path: Path) -> Iterator[tuple[Tiers, Lender]]:
+    tiers = Tiers(StoreConfig(path=str(root), host_bytes=NUM_SLOTS * SLOT_BYTES), slot_bytes=SLOT_BYTES)
+    try:
+        with closing(Lender(tiers, path)) as lender:
+            yield tiers, lender
+    finally:
+        tiers.close()
+
+
+def eventually(is_so: Callable[[], bool], within_s: float = 20.0) -> bool:
     """Whether a condition comes true soon: the other side acts on a thread of its own."""
-    assert callable(is_so)
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + within_s
     while not is_so() and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    return bool(is_so())
+    return is_so()
+
+
+def stays_leased(tiers: Tiers) -> bool:
+    """Whether one chunk is leased, and still is when a lender that wants it back would have taken it."""
+    book = tiers.fetcher.book
+    return eventually(lambda: book.num_leased == 1) and not eventually(lambda: book.num_leased != 1, 0.3)
 
 
 def load(borrower: Borrower, where: Path) -> tuple[Manifest, torch.Tensor]:
@@ -71,8 +89,8 @@ def load(borrower: Borrower, where: Path) -> tuple[Manifest, torch.Tensor]:
     return borrowed.manifest, base
 
 
-def test_a_borrower_loads_what_the_lender_reads(model: Path, tmp_path: Path) -> None:
-    with lending(tmp_path) as (tiers, _, path):
+def test_a_borrower_loads_what_the_lender_reads(model: Path, tmp_path: Path, path: Path) -> None:
+    with lending(tmp_path, path) as (tiers, _):
         borrower = Borrower(path)
 
         _, base = load(borrower, model)
@@ -82,8 +100,8 @@ def test_a_borrower_loads_what_the_lender_reads(model: Path, tmp_path: Path) -> 
         assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
 
 
-def test_two_borrowers_cost_one_read(model: Path, tmp_path: Path) -> None:
-    with lending(tmp_path) as (tiers, _, path):
+def test_two_borrowers_cost_one_read(model: Path, tmp_path: Path, path: Path) -> None:
+    with lending(tmp_path, path) as (tiers, _):
         first, second = Borrower(path), Borrower(path)
 
         manifest, _ = load(first, model)
@@ -94,10 +112,14 @@ def test_two_borrowers_cost_one_read(model: Path, tmp_path: Path) -> None:
         assert tiers.fetcher.counters.num_fills == len({chunk.digest for chunk in manifest.chunks})
 
 
-def test_a_borrower_in_another_process_sees_the_bytes(model: Path, tmp_path: Path) -> None:
-    with lending(tmp_path) as (_, _, path):
+def test_another_process_names_a_path_of_its_own_and_sees_the_bytes(
+    model: Path, tmp_path: Path, path: Path
+) -> None:
+    with lending(tmp_path, path):
         printed = subprocess.run(
-            [sys.executable, "-c", BORROWS, str(path), str(model), "all"],
+            [sys.executable, "-c", BORROWS, str(path), model.name, "all"],
+            cwd=model.parent,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
             capture_output=True,
             text=True,
             check=True,
@@ -106,8 +128,8 @@ def test_a_borrower_in_another_process_sees_the_bytes(model: Path, tmp_path: Pat
     assert printed.strip() == str(sum((model / WEIGHTS).read_bytes()))
 
 
-def test_chunks_of_a_killed_borrower_are_taken_back(model: Path, tmp_path: Path) -> None:
-    with lending(tmp_path) as (tiers, lender, path):
+def test_chunks_of_a_killed_borrower_are_taken_back(model: Path, tmp_path: Path, path: Path) -> None:
+    with lending(tmp_path, path) as (tiers, lender):
         process = subprocess.Popen(
             [sys.executable, "-c", BORROWS, str(path), str(model), "some"], stdout=subprocess.PIPE, text=True
         )
@@ -144,11 +166,11 @@ print(total)
 """
 
 
-def test_a_borrower_is_told_what_the_lender_met(model: Path, tmp_path: Path) -> None:
+def test_a_borrower_is_told_what_the_lender_met(model: Path, tmp_path: Path, path: Path) -> None:
     broken = tmp_path / "broken"
     convert(build("llama-gqa").directory, broken, chunk_bytes=SLOT_BYTES)
     os.truncate(broken / WEIGHTS, 2 * SLOT_BYTES)
-    with lending(tmp_path / "root") as (_, _, path):
+    with lending(tmp_path / "root", path):
         borrower = Borrower(path)
 
         with pytest.raises(ChunkMissing, match=r"chunk \d+ of `broken`"):
@@ -157,8 +179,8 @@ def test_a_borrower_is_told_what_the_lender_met(model: Path, tmp_path: Path) -> 
         borrower.close()
 
 
-def test_a_borrower_cannot_open_what_is_no_model(tmp_path: Path) -> None:
-    with lending(tmp_path) as (_, _, path):
+def test_a_borrower_cannot_open_what_is_no_model(tmp_path: Path, path: Path) -> None:
+    with lending(tmp_path, path):
         borrower = Borrower(path)
 
         with pytest.raises(BadCheckpoint, match=r"no manifest.json"):
@@ -167,44 +189,323 @@ def test_a_borrower_cannot_open_what_is_no_model(tmp_path: Path) -> None:
         borrower.close()
 
 
-def test_a_loan_that_is_called_off_gives_everything_back(model: Path, tmp_path: Path) -> None:
-    with lending(tmp_path) as (tiers, _, path):
+def test_what_a_failed_load_was_given_stays_lent_until_it_is_released(
+    model: Path, tmp_path: Path, path: Path
+) -> None:
+    with gated_tiers(tmp_path) as gated, closing(Lender(gated.tiers, path)) as lender:
         borrower = Borrower(path)
         borrowed = borrower.open(model)
         loan = borrower.fetch(borrowed, range(len(borrowed.manifest.chunks)))
         chunks = iter(loan)
-        next(chunks)
+        gated.gate.next().allow()
+        held = next(chunks)
+
+        gated.gate.next().refuse(ChunkMissing("the second is gone"))
+
+        with pytest.raises(ChunkMissing, match="the second is gone"):
+            next(chunks)
+        assert stays_leased(gated.tiers)
+        loan.release(held)
+        assert eventually(lambda: gated.tiers.fetcher.book.num_leased == 0 and lender.num_sessions == 0)
+        borrower.close()
+
+
+def test_what_a_load_was_given_before_it_was_called_off_stays_lent_until_it_is_released(
+    model: Path, tmp_path: Path, path: Path
+) -> None:
+    with gated_tiers(tmp_path) as gated, closing(Lender(gated.tiers, path)) as lender:
+        borrower = Borrower(path)
+        borrowed = borrower.open(model)
+        loan = borrower.fetch(borrowed, range(len(borrowed.manifest.chunks)))
+        chunks = iter(loan)
+        gated.gate.next().allow()
+        held = next(chunks)
 
         loan.cancel()
 
         with pytest.raises(LoadCancelled):
-            list(chunks)
+            next(chunks)
+        assert stays_leased(gated.tiers)
+        loan.release(held)
+        assert eventually(lambda: gated.tiers.fetcher.book.num_leased == 0 and lender.num_sessions == 0)
         borrower.close()
-        assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
 
 
-def test_a_borrower_notices_that_the_lender_is_gone(model: Path, tmp_path: Path) -> None:
-    with lending(tmp_path) as (_, lender, path):
+def test_a_load_that_is_called_off_is_read_no_further(model: Path, tmp_path: Path, path: Path) -> None:
+    with gated_tiers(tmp_path) as gated, closing(Lender(gated.tiers, path)):
+        borrower = Borrower(path)
+        borrowed = borrower.open(model)
+        loan = borrower.fetch(borrowed, range(len(borrowed.manifest.chunks)))
+        gated.gate.next().allow()
+        held = next(iter(loan))
+        gated.gate.next()  # the second is being read
+
+        loan.cancel()
+
+        book = gated.tiers.fetcher.book
+        assert eventually(lambda: book.num_leased == 1)
+        gated.gate.open()
+        assert eventually(lambda: book.num_filling == 0)
+        assert gated.tiers.fetcher.counters.num_fills == 2
+        loan.release(held)
+        borrower.close()
+
+
+def test_calling_off_wakes_who_waits_and_ends_a_loan_that_gave_nothing(
+    model: Path, tmp_path: Path, path: Path
+) -> None:
+    with (
+        gated_tiers(tmp_path) as gated,
+        closing(Lender(gated.tiers, path)) as lender,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        borrower = Borrower(path)
+        loan = borrower.fetch(borrower.open(model), [0, 1])
+        waiting = pool.submit(list, loan)
+        gated.gate.next()
+
+        loan.cancel()
+
+        assert isinstance(waiting.exception(timeout=PATIENCE_S), LoadCancelled)
+        assert eventually(lambda: lender.num_sessions == 0)
+        borrower.close()
+
+
+def test_calling_off_needs_no_answer_and_hangs_up_after_the_last_release() -> None:
+    ours, theirs = socket.socketpair()
+    with closing(Segment.create(1, SLOT_BYTES)) as segment, theirs, ThreadPoolExecutor(1) as pool:
+        loan = Loan(segment, ours, "m", num_chunks=2)
+        chunks = iter(loan)
+        send(theirs, ChunkLent(0, 0, SLOT_BYTES, None, is_shared=False))
+        held = next(chunks)
+        waiting = pool.submit(next, chunks)
+
+        loan.cancel()
+
+        assert isinstance(waiting.exception(timeout=PATIENCE_S), LoadCancelled)
+        heard = received(theirs)
+        assert next(heard) == CancelLoad()
+        loan.release(held)
+        assert list(heard) == [ReleaseChunk(0)]
+
+
+def test_a_loan_that_was_called_off_before_it_began_says_so(model: Path, tmp_path: Path, path: Path) -> None:
+    with lending(tmp_path, path):
+        borrower = Borrower(path)
+        loan = borrower.fetch(borrower.open(model), [0, 1])
+
+        loan.cancel()
+
+        with pytest.raises(LoadCancelled):
+            list(loan)
+        borrower.close()
+
+
+def test_a_loan_of_nothing_is_over_at_once(model: Path, tmp_path: Path, path: Path) -> None:
+    with lending(tmp_path, path) as (_, lender):
+        borrower = Borrower(path)
+
+        loan = borrower.fetch(borrower.open(model), [])
+
+        assert eventually(lambda: lender.num_sessions == 0)
+        assert list(loan) == []
+        borrower.close()
+
+
+@pytest.mark.parametrize("chunks", [[0, 0], [-1], [1 << 20]])
+def test_chunks_that_are_there_twice_or_not_at_all_are_refused(
+    model: Path, tmp_path: Path, path: Path, chunks: list[int]
+) -> None:
+    with lending(tmp_path, path):
+        borrower = Borrower(path)
+        loan = borrower.fetch(borrower.open(model), chunks)
+
+        with pytest.raises(StoreError, match="must be distinct, and below"):
+            list(loan)
+
+        borrower.close()
+
+
+def test_a_borrower_learns_that_another_load_was_reading_its_chunk(
+    model: Path, tmp_path: Path, path: Path
+) -> None:
+    with gated_tiers(tmp_path) as gated, closing(Lender(gated.tiers, path)):
+        borrower = Borrower(path)
+        borrowed = borrower.open(model)
+        other = gated.tiers.fetch(gated.tiers.open(model), [0])
+        gated.gate.next()
+
+        loan = borrower.fetch(borrowed, [0, 1])
+
+        assert eventually(lambda: gated.tiers.fetcher.book.num_filling == 2)
+        gated.gate.open()
+        lent, read = list(loan), list(other)
+        loan.release(*lent)
+        other.release(*read)
+        assert [chunk.is_shared for chunk in lent + read] == [True, False, False]
+        borrower.close()
+
+
+def test_the_lender_learns_how_fast_its_disk_is(model: Path, tmp_path: Path, path: Path) -> None:
+    with lending(tmp_path, path) as (tiers, _):
+        borrower = Borrower(path)
+
+        load(borrower, model)
+
+        borrower.close()
+        assert eventually(lambda: tiers.prices.bytes_per_s(Rung.DISK) != PRIORS[Rung.DISK])
+        assert tiers.prices.bytes_per_s(Rung.HOST) == PRIORS[Rung.HOST]
+
+
+def test_a_path_that_no_file_can_have_is_refused(tmp_path: Path, path: Path) -> None:
+    with lending(tmp_path, path):
+        borrower = Borrower(path)
+
+        with pytest.raises(StoreError, match="cannot be opened"):
+            borrower.open("a\0b")
+
+        borrower.close()
+
+
+def test_a_model_that_is_replaced_while_it_is_opened_is_not_borrowed(
+    model: Path, tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = replace(read_manifest(model), files=())
+    monkeypatch.setattr("hearth.store.borrower.read_manifest", lambda _: other)
+    with lending(tmp_path, path):
+        borrower = Borrower(path)
+
+        with pytest.raises(StoreError, match="was replaced while it was opened"):
+            borrower.open(model)
+
+        borrower.close()
+
+
+def test_a_lender_that_is_closed_has_taken_everything_back(
+    model: Path, tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancel = Fetch.cancel
+
+    def cancel_slowly(fetch: Fetch) -> None:
+        time.sleep(0.2)
+        cancel(fetch)
+
+    monkeypatch.setattr(Fetch, "cancel", cancel_slowly)
+    with lending(tmp_path, path) as (tiers, lender):
+        borrower = Borrower(path)
+        loan = borrower.fetch(borrower.open(model), [0, 1])
+        held = list(loan)
+
+        lender.close()
+
+        assert (tiers.fetcher.book.num_leased, lender.num_sessions) == (0, 0)
+        assert not path.exists()
+        loan.release(*held)
+        borrower.close()
+
+
+def test_a_lender_leaves_a_file_that_is_no_socket_alone(tmp_path: Path, path: Path) -> None:
+    path.write_text("precious")
+    with pytest.raises(StoreError, match="is no socket"), lending(tmp_path, path):
+        pass
+    assert path.read_text() == "precious"
+
+
+def test_a_lender_does_not_take_the_place_of_another(tmp_path: Path, path: Path) -> None:
+    with lending(tmp_path, path) as (tiers, _):
+        with pytest.raises(StoreError, match="another process lends"):
+            Lender(tiers, path)
+        Borrower(path).close()
+
+
+def test_a_lender_takes_the_place_of_one_that_is_gone(tmp_path: Path, path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as gone:
+        gone.bind(str(path))
+    with lending(tmp_path, path):
+        Borrower(path).close()
+
+
+def test_a_lender_that_closes_leaves_the_socket_of_its_successor(tmp_path: Path, path: Path) -> None:
+    with lending(tmp_path, path) as (tiers, first):
+        path.unlink()
+        successor = Lender(tiers, path)
+
+        first.close()
+
+        Borrower(path).close()
+        successor.close()
+
+
+def test_a_lender_cannot_lend_where_there_is_no_directory(tmp_path: Path, path: Path) -> None:
+    with (
+        pytest.raises(StoreError, match="cannot be lent at"),
+        lending(tmp_path, path / "absent" / "host.sock"),
+    ):
+        pass
+
+
+def test_a_lender_without_room_for_a_connection_serves_on(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    accept = socket.socket.accept
+    failures = [OSError(errno.EMFILE, "too many open files")] * 2
+
+    def accept_later(listener: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise failures.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_later)
+    with lending(tmp_path, path):
+        Borrower(path).close()
+    assert [record.msg.split()[0] for record in caplog.records] == ["borrower_not_accepted"]
+
+
+@pytest.mark.parametrize("line", [b"what?\n", encode(ReleaseChunk(0)), encode(Hello(1 << 40, 1 << 20))])
+def test_a_borrower_leaves_nothing_open_after_a_greeting_that_is_none(path: Path, line: bytes) -> None:
+    def greet(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            socket.send_fds(connection, [line], [listener.fileno()])
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ThreadPoolExecutor(1) as pool:
+        listener.bind(str(path))
+        listener.listen()
+        num_open = len(os.listdir("/proc/self/fd"))
+        greeted = pool.submit(greet, listener)
+
+        with pytest.raises(StoreError):
+            Borrower(path)
+
+        greeted.result(PATIENCE_S)
+        assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_a_borrower_notices_that_the_lender_is_gone(model: Path, tmp_path: Path, path: Path) -> None:
+    with lending(tmp_path, path) as (_, lender):
         borrower = Borrower(path)
         borrowed = borrower.open(model)
         loan = borrower.fetch(borrowed, range(len(borrowed.manifest.chunks)))
         chunks = iter(loan)
-        next(chunks)
+        held = [next(chunks)]
 
         lender.close()
 
         with pytest.raises(StoreError, match="is gone"):
-            list(chunks)
+            held.extend(chunks)
+        loan.release(*held)
         borrower.close()
 
 
-def test_nobody_lends_at_a_path_without_a_socket(tmp_path: Path) -> None:
+def test_nobody_lends_at_a_path_without_a_socket(path: Path) -> None:
     with pytest.raises(StoreError, match="nobody lends host memory"):
-        Borrower(tmp_path / "absent.sock")
+        Borrower(path)
 
 
-def test_a_borrower_that_talks_nonsense_is_dropped_and_others_are_not(model: Path, tmp_path: Path) -> None:
-    with lending(tmp_path) as (_, lender, path):
+def test_a_borrower_that_talks_nonsense_is_dropped_and_others_are_not(
+    model: Path, tmp_path: Path, path: Path
+) -> None:
+    with lending(tmp_path, path) as (_, lender):
         borrower = Borrower(path)
         rude = borrower._connect()
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -10,7 +11,15 @@ import pytest
 from hearth.errors import BadCheckpoint
 from hearth.models.families import read_arch
 from hearth.models.layout import ByteRange, layout_of
-from hearth.store.manifest import Chunk, Manifest, digest_of, parse_manifest, read_manifest
+from hearth.store.manifest import (
+    Chunk,
+    Manifest,
+    TextFile,
+    damage_of,
+    digest_of,
+    parse_manifest,
+    read_manifest,
+)
 from tests.models.zoo import VARIANTS, build
 
 CHUNK_BYTES = 1 << 16
@@ -40,9 +49,68 @@ def test_what_is_written_is_read(name: str, quant: str) -> None:
 
 def test_a_manifest_that_differs_in_one_hash_has_another_digest() -> None:
     manifest = _manifest()
-    other = manifest.to_json().replace(manifest.chunks[1].digest, digest_of(b"other"))
+    chunks = (*manifest.chunks[:-1], replace(manifest.chunks[-1], digest=digest_of(b"other")))
 
-    assert parse_manifest(other, "here").digest != manifest.digest
+    other = replace(manifest, chunks=chunks)
+
+    assert other.digest != manifest.digest
+    assert parse_manifest(other.to_json(), "here").digest == other.digest
+
+
+def test_the_digest_in_the_file_is_the_identity_however_the_file_is_laid_out() -> None:
+    manifest = _manifest()
+    raw = json.loads(manifest.to_json())
+
+    read = parse_manifest(json.dumps(raw, sort_keys=True), "here")
+
+    assert raw["digest"] == read.digest == manifest.digest
+
+
+def test_a_description_that_was_changed_is_refused() -> None:
+    manifest = _manifest()
+    changed = manifest.to_json().replace(manifest.chunks[1].digest, digest_of(b"other"))
+
+    with pytest.raises(
+        BadCheckpoint, match=r"`here` is damaged or was changed by hand: .*; convert the model again"
+    ):
+        parse_manifest(changed, "here")
+
+
+def test_a_description_without_its_digest_is_refused() -> None:
+    raw = json.loads(_manifest().to_json())
+    del raw["digest"]
+
+    with pytest.raises(BadCheckpoint, match=r"its `digest` is None"):
+        parse_manifest(json.dumps(raw), "here")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"format": "hearth-model", "version": 1, "arch": ' + "[" * 100_000,
+        '{"format": "hearth-model", "version": ' + "1" * 5000 + "}",
+    ],
+)
+def test_hostile_json_is_refused(text: str) -> None:
+    with pytest.raises(BadCheckpoint, match=r"`here` is not valid JSON"):
+        parse_manifest(text, "here")
+
+
+def test_what_became_of_a_file_is_told(tmp_path: Path) -> None:
+    for name, content in {"whole": b"{}", "changed": b"[]"}.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "replaced").mkdir()
+    files = [TextFile(name, digest_of(b"{}"), 2) for name in ("whole", "changed", "missing", "replaced")]
+
+    damage = [damage_of(file, tmp_path) for file in files]
+
+    assert damage == [
+        None,
+        f"its hash is {digest_of(b'[]')}, the manifest says {digest_of(b'{}')}",
+        "cannot be read: No such file or directory",
+        "cannot be read: Is a directory",
+    ]
 
 
 def test_layers_touch_and_chunks_cover_all() -> None:
@@ -101,6 +169,19 @@ def _set(*path: str | int, to: object) -> Callable[[Raw], object]:
     return edit
 
 
+def _twice(raw: Raw) -> None:
+    files = raw["files"]
+    assert isinstance(files, list)
+    raw["files"] = files * 2
+
+
+def _signed(raw: Raw) -> str:
+    """As if it had been written that way."""
+    rest = {key: value for key, value in raw.items() if key != "digest"}
+    canonical = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    return json.dumps({**rest, "digest": digest_of(canonical.encode())})
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -119,7 +200,19 @@ def _set(*path: str | int, to: object) -> Callable[[Raw], object]:
         (_set("arch", "norm", to="batch"), r"here\.arch\.norm: must be one of"),
         (_set("tensors", 0, "offset", to=64), r"`tensors` are not those of its `arch`"),
         (_set("tensors", 1, "dtype", to="float16"), r"`tensors` are not those of its `arch`"),
-        (_set("arch", "num_layers", to=2), r"`tensors` are not those of its `arch`"),
+        (_set("arch", "num_layers", to=2), r"`arch\.windows` must be 2 numbers"),
+        (_set("arch", "windows", 0, to=0), r"`arch\.windows` must be 3 numbers of at least 1 or null"),
+        (
+            _set("arch", "num_layers", to=10**9),
+            r"`arch\.num_layers` must be at most 10000, given: 1000000000",
+        ),
+        (_set("arch", "num_layers", to=0), r"`arch\.num_layers` must be at least 1, given: 0"),
+        (_set("arch", "head_dim", to=-16), r"`arch\.head_dim` must be at least 1, given: -16"),
+        (_set("arch", "num_kv_heads", to=3), r"`arch\.num_heads` must be a multiple of its 3 `num_kv_heads`"),
+        (_set("arch", "position_offset", to=-1), r"`arch\.position_offset` must be at least 0"),
+        (_set("arch", "rope", "dim", to=7), r"`arch\.rope\.dim` must be even and at most 16, given: 7"),
+        (_set("arch", "norm_eps", to=10**400), r"is not valid JSON: int too large"),
+        (_set("arch", "vocab_size", to=10**15), r"`tensors` are not those of its `arch`"),
         (_set("dtype", to="float16"), r"`tensors` are not those of its `arch`"),
         (_set("quant", to="int8"), r"`tensors` are not those of its `arch`"),
         (_set("num_bytes", to=4096), r"`tensors` are not those of its `arch`"),
@@ -129,8 +222,18 @@ def _set(*path: str | int, to: object) -> Callable[[Raw], object]:
         (_set("chunk_bytes", to=4096), r"`chunks` do not add up to"),
         (_set("chunks", 0, "num_bytes", to=4096), r"`chunks` do not add up to"),
         (lambda raw: raw.update(chunks=[]), r"`chunks` do not add up to"),
-        (_set("files", 0, "name", to="../config.json"), r"`files` names `\.\./config\.json`"),
-        (_set("files", 0, "name", to="weights.bin"), r"`files` names `weights\.bin`"),
+        (
+            _set("chunks", 1, "digest", to="../../etc/passwd"),
+            r"a digest is 32 hexadecimal digits, given: '\.\.",
+        ),
+        (_set("chunks", 1, "digest", to="F" * 32), r"a digest is 32 hexadecimal digits"),
+        (_set("files", 0, "digest", to=""), r"a digest is 32 hexadecimal digits, given: ''"),
+        (_set("files", 0, "name", to="../config.json"), r"`files` names '\.\./config\.json'"),
+        (_set("files", 0, "name", to="weights.bin"), r"`files` names 'weights\.bin'"),
+        (_set("files", 0, "name", to=""), r"`files` names ''"),
+        (_set("files", 0, "name", to=".."), r"`files` names '\.\.'"),
+        (_set("files", 0, "name", to="a\0b"), r"`files` names 'a\\x00b'"),
+        (_twice, r"`files` names 'tokenizer\.json', .* or twice"),
     ],
 )
 def test_a_wrong_manifest_is_refused(edit: Callable[[Raw], object], message: str) -> None:
@@ -138,7 +241,7 @@ def test_a_wrong_manifest_is_refused(edit: Callable[[Raw], object], message: str
     edit(raw)
 
     with pytest.raises(BadCheckpoint, match=message):
-        parse_manifest(json.dumps(raw), "here")
+        parse_manifest(_signed(raw), "here")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '"hearth-model"'])
@@ -152,4 +255,4 @@ def test_an_unknown_dtype_or_quant_is_refused(field: str, value: str) -> None:
     raw = json.loads(_manifest().to_json()) | {field: value}
 
     with pytest.raises(BadCheckpoint, match=f"unknown {field}: `{value}`"):
-        parse_manifest(json.dumps(raw), "here")
+        parse_manifest(_signed(raw), "here")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,8 @@ from hearth.store.model import StoredModel
 from hearth.store.prices import PRIORS, Prices
 from hearth.store.remote import RemoteModel
 from hearth.types import Rung
-from tests.store.stored import model_of, parts_of
+from tests.store import stored
+from tests.store.stored import parts_of
 
 A, B = parts_of(1, 4), parts_of(2, 4)
 ELSEWHERE = RemoteModel("http://127.0.0.1:9/m")
@@ -26,6 +29,10 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+def model_of(name: str, parts: Sequence[bytes]) -> StoredModel:
+    return replace(stored.model_of(name, parts), directory=Path(name))
 
 
 def chunk(model: StoredModel, index: int = 0) -> Digest:
@@ -95,6 +102,26 @@ def test_what_would_come_from_farther_away_is_worth_more() -> None:
     assert prices.of_disk_chunk(chunk(remote)) == prices.of_host_chunk(chunk(remote))
 
 
+def test_what_of_a_remote_model_is_on_disk_is_worth_as_little_as_a_local_one() -> None:
+    local, remote = model_of("local", A), replace(model_of("remote", B), remote=ELSEWHERE)
+    prices = Prices(Clock(), is_on_disk=lambda digest: digest == chunk(remote, 1))
+    prices.asked(local)
+    prices.asked(remote)
+    assert prices.of_host_chunk(chunk(remote, 1)) == prices.of_host_chunk(chunk(local, 1))
+    assert cost(prices.of_host_chunk(chunk(remote, 2))) > cost(prices.of_host_chunk(chunk(local, 2)))
+
+
+def test_the_disk_may_be_asked_while_it_asks_for_prices_itself() -> None:
+    model = model_of("a", A)
+
+    def is_on_disk(digest: Digest) -> bool:
+        return prices.of_disk_chunk(digest) is not None  # needs the lock of the prices, as the disk does
+
+    prices = Prices(Clock(), is_on_disk=is_on_disk)
+    prices.asked(model)
+    assert cost(prices.of_host_chunk(chunk(model))) > 0
+
+
 def test_a_rung_that_shows_its_speed_changes_the_price() -> None:
     prices, model = Prices(Clock()), model_of("a", A)
     prices.asked(model)
@@ -113,6 +140,46 @@ def test_what_a_forgotten_model_shares_keeps_the_others_price() -> None:
     prices.forget(gone)
     assert prices.of_host_chunk(chunk(kept)) == alone
     assert prices.of_host_chunk(chunk(gone, 1)) == (0.0, 0)
+
+
+def test_models_of_one_name_do_not_share_demand() -> None:
+    clock = Clock()
+    prices, often = Prices(clock), model_of("m", A)
+    seldom = replace(model_of("m", B), directory=Path("elsewhere/m"))
+    for clock.now_s in (0.0, 1000.0, 2000.0, 3000.0):
+        prices.asked(often)
+    prices.asked(seldom)
+    assert cost(prices.of_host_chunk(chunk(often))) > cost(prices.of_host_chunk(chunk(seldom))) > 0
+
+
+def test_what_a_model_held_before_it_was_replaced_is_worth_nothing() -> None:
+    prices, old, new = Prices(Clock()), model_of("m", A), model_of("m", [A[0], B[1]])
+    prices.asked(old)
+    alone = prices.of_host_chunk(chunk(old))
+    prices.asked(new)
+    assert prices.of_host_chunk(chunk(old, 1)) == (0.0, 0)
+    assert prices.of_host_chunk(chunk(new)) == alone
+
+
+def test_a_model_stays_while_a_copy_of_it_is_left() -> None:
+    prices, model = Prices(Clock()), model_of("m", A)
+    copy = replace(model, directory=Path("copy"))
+    prices.asked(model)
+    prices.asked(copy)
+    worth = prices.of_host_chunk(chunk(model))
+    prices.forget(copy)
+    assert prices.of_host_chunk(chunk(model)) == worth
+    prices.forget(model)
+    assert prices.of_host_chunk(chunk(model)) == (0.0, 0)
+
+
+def test_a_chunk_that_stands_in_its_model_twice_counts_once_and_where_it_is_needed_first() -> None:
+    prices, model = Prices(Clock()), model_of("m", [A[0], A[1], A[2], A[1]])
+    prices.asked(model)
+    twice = prices.of_host_chunk(chunk(model, 3))
+    assert twice == (cost(prices.of_host_chunk(chunk(model, 0))), -1)
+    prices.forget(model)
+    assert prices.of_host_chunk(chunk(model, 3)) == (0.0, 0)
 
 
 def test_forgetting_a_model_that_nobody_asked_for_is_harmless() -> None:

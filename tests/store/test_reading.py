@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import random
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hearth.errors import ChunkCorrupt, ChunkMissing
+from hearth.errors import ChunkCorrupt, ChunkMissing, StoreError
 from hearth.store.manifest import digest_of
 from hearth.store.reading import DIRECT_PIECE_BYTES, ReadTimes, read_verified
 from tests.store.stored import flip
@@ -92,13 +93,38 @@ def test_times_are_told_apart(path: Path) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ChunkMissing, match=r"gone` cannot be read at byte 4096: No such file"):
+    with pytest.raises(ChunkMissing, match=r"gone` is gone: No such file"):
         read(tmp_path / "gone", 4096, SECOND)
 
 
 def test_a_directory_is_no_chunk(tmp_path: Path) -> None:
-    with pytest.raises(ChunkMissing, match=r"bytes, wanted: up to byte|Is a directory"):
+    with pytest.raises(StoreError, match="Is a directory"):
         read(tmp_path, 0, SECOND)
+
+
+def test_a_passing_error_says_nothing_about_the_bytes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(StoreError, match="Too many open files") as caught:
+        read(path, CHUNK_BYTES, SECOND)
+    assert type(caught.value) is StoreError
+
+
+def test_a_file_system_that_refuses_direct_reads_late_is_read_plainly(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_cache(path, 0, 3 * CHUNK_BYTES)
+    plain = os.preadv
+
+    def refuse(fd: int, *rest: object) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return plain(fd, *rest)  # type: ignore[arg-type] # whatever it was given
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    assert read(path, CHUNK_BYTES, SECOND)[0] == SECOND
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, CHUNK_BYTES, 2 * CHUNK_BYTES - 1])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
 from hearth import LLM, Completion, SamplingParams
 from hearth.config import EngineConfig, StoreConfig
@@ -87,6 +88,17 @@ def test_a_gguf_file_answers_as_the_model_that_was_written_to_it(name: str, tmp_
     expected = tokens(build(name).directory)
     assert tokens(path) == expected
     assert tokens(tmp_path / "converted") == expected
+
+
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0])
+def test_a_quantised_gguf_file_answers_as_before_when_it_is_converted_to_float32(
+    kind: GGMLQuantizationType, tmp_path: Path
+) -> None:
+    words = byte_level_metadata(["a few words will do"], "gpt-2")
+    model = tiny("llama-gqa", intermediate_size=128)  # a multiple of a block of 32
+    path = write_model(tmp_path / "model.gguf", model, kind=kind, changes=words)
+    convert(path, tmp_path / "converted", dtype="float32", chunk_bytes=64 << 10)
+    assert tokens(tmp_path / "converted") == tokens(path)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "opt-pre", "falcon-40b"])

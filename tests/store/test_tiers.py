@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,6 +56,26 @@ def tiers(tmp_path: Path) -> Iterator[Tiers]:
 
 
 class TestDirectory:
+    def test_a_changed_file_of_the_tokenizer_is_refused(self, tiers: Tiers, source: Path) -> None:
+        tiers.open(source)
+        (source / "tokenizer.json").write_bytes(TEXT.replace(b"a", b"b"))
+        with pytest.raises(ChunkCorrupt, match=r"tokenizer.json` .*convert or fetch the model again"):
+            tiers.open(source)
+
+    def test_a_model_that_was_replaced_is_read_anew(self, tiers: Tiers, source: Path) -> None:
+        before = tiers.open(source)
+        assert tiers.open(source) is before
+        manifest = replace(before.manifest, files=())
+        (source / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+        assert tiers.open(source).manifest.files == ()
+
+    def test_chunks_that_no_model_refers_to_are_gone_after_a_start(self, tmp_path: Path) -> None:
+        path = tmp_path / "root" / "chunks" / "ab" / ("ab" * 16)
+        path.parent.mkdir(parents=True)
+        path.write_bytes(bytes(CHUNK_BYTES))
+        with tiers_at(tmp_path / "root"):
+            assert not path.exists()
+
     def test_a_directory_is_opened_and_its_chunks_are_found(self, tiers: Tiers, source: Path) -> None:
         model = tiers.open(source)
         assert (model.name, model.directory, model.remote) == ("tiny", source, None)
@@ -73,6 +94,17 @@ class TestDirectory:
 
 
 class TestUrl:
+    def test_many_open_the_same_url_at_once(self, tiers: Tiers, server: BadServer) -> None:
+        with ThreadPoolExecutor(6) as pool:
+            models = list(pool.map(lambda _: tiers.open(f"{server.url}/tiny"), range(6)))
+        assert len({model.manifest.digest for model in models}) == 1
+
+    def test_a_damaged_file_of_the_tokenizer_is_fetched_again(self, tiers: Tiers, server: BadServer) -> None:
+        model = tiers.open(f"{server.url}/tiny")
+        (model.directory / "tokenizer.json").write_bytes(b"damaged")
+        tiers.open(f"{server.url}/tiny")
+        assert (model.directory / "tokenizer.json").read_bytes() == TEXT
+
     def test_everything_but_the_weights_is_on_disk_afterwards(
         self, tiers: Tiers, server: BadServer, source: Path
     ) -> None:

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from threading import Event, Timer
 
 import pytest
 
-from hearth.errors import BadCheckpoint, ChunkMissing
+from hearth.errors import BadCheckpoint
 from hearth.store.convert import convert
-from hearth.store.manifest import WEIGHTS, read_manifest
-from hearth.store.verify import BadChunk, BadFile, verify
+from hearth.store.manifest import MANIFEST, WEIGHTS, Manifest, read_manifest
+from hearth.store.verify import NUM_THREADS, BadChunk, BadFile, verify
 from hearth.store.writer import Progress
 from tests.models.zoo import build
 
@@ -85,11 +86,50 @@ def test_bytes_too_many_are_found(model: Path) -> None:
     assert bad == [BadFile("weights.bin", "4 bytes too many")]
 
 
-def test_missing_weights_are_named(model: Path) -> None:
+def test_missing_weights_are_named_and_the_other_files_still_looked_at(model: Path) -> None:
     (model / WEIGHTS).unlink()
+    (model / "generation_config.json").unlink()
 
-    with pytest.raises(ChunkMissing, match=r"weights\.bin` cannot be opened: No such file"):
-        verify(model)
+    bad = verify(model)
+
+    reason = "cannot be read: No such file or directory"
+    assert bad == [BadFile("weights.bin", reason), BadFile("generation_config.json", reason)]
+
+
+def test_a_read_that_gives_only_a_part_is_continued(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, offset: pread(file, min(size, 10_000), offset))
+
+    assert verify(model) == []
+
+
+def test_an_interrupt_does_not_wait_for_what_is_queued(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_chunks, is_over = len(read_manifest(model).chunks), Event()
+    begun: list[int] = []
+
+    def check(file: int, manifest: Manifest, index: int) -> str | None:
+        begun.append(index)
+        if index:
+            is_over.wait()
+        return None
+
+    def interrupt(progress: Progress) -> None:
+        Timer(0.1, is_over.set).start()  # by then nothing is queued any more
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hearth.store.verify._check_chunk", check)
+
+    with pytest.raises(KeyboardInterrupt):
+        verify(model, interrupt)
+
+    assert len(begun) <= 1 + NUM_THREADS < num_chunks
+
+
+def test_a_manifest_that_was_read_already_is_not_read_again(model: Path) -> None:
+    manifest = read_manifest(model)
+    (model / MANIFEST).unlink()
+
+    assert verify(model, manifest=manifest) == []
 
 
 def test_a_file_that_cannot_be_read_is_bad_throughout(model: Path) -> None:

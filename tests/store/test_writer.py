@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +16,7 @@ import torch
 from hearth.errors import StoreError, StoreFull
 from hearth.models.layout import TensorSpec
 from hearth.models.pack import PackedTensor
+from hearth.store import writer
 from hearth.store.manifest import MANIFEST, Chunk, digest_of
 from hearth.store.writer import Progress, staged
 
@@ -41,9 +44,13 @@ def _expected(packed: list[PackedTensor]) -> bytes:
     return content.ljust(packed[-1].spec.end, b"\0")
 
 
-def _write(dest: Path, content: bytes = b"{}", *, overwrite: bool = False) -> None:
-    """The smallest thing that counts as a model."""
-    with staged(dest, len(content), overwrite=overwrite) as staging:
+#: The smallest descriptions that count as a model's; the second is cut off.
+OLD = b'{"format": "hearth-model", "version": 1}'
+NEW = b'{"format": "hearth-model", "version": 2, "arch": {'
+
+
+def _write(dest: Path, content: bytes = OLD, *, overwrite: bool = False, wait: bool = False) -> None:
+    with staged(dest, len(content), overwrite=overwrite, wait=wait) as staging:
         staging.write_file(MANIFEST, content)
 
 
@@ -116,6 +123,36 @@ def test_a_second_conversion_to_the_same_place_is_refused(tmp_path: Path) -> Non
     assert _names(tmp_path / "m") == [MANIFEST]
 
 
+def test_whoever_waits_writes_when_the_other_has_ended(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        with staged(tmp_path / "m", len(OLD)) as staging:
+            second = threads.submit(_write, tmp_path / "m", NEW, overwrite=True, wait=True)
+            with pytest.raises(TimeoutError):
+                second.result(timeout=0.2)
+            staging.write_file(MANIFEST, OLD)
+        second.result()
+
+    assert (tmp_path / "m" / MANIFEST).read_bytes() == NEW
+    assert _names(tmp_path / "m") == [MANIFEST]
+    assert _names(tmp_path) == ["m"]
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_many_who_wait_for_each_other_all_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    if not exchange:
+        monkeypatch.setattr("hearth.store.writer._exchange", lambda directory, dest: False)
+    contents = [OLD + str(number).encode() for number in range(40)]
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda text: _write(tmp_path / "m", text, overwrite=True, wait=True), contents))
+
+    assert (tmp_path / "m" / MANIFEST).read_bytes() in contents
+    assert _names(tmp_path / "m") == [MANIFEST]
+    assert _names(tmp_path) == ["m"]
+
+
 def test_a_lock_that_is_taken_away_while_it_is_awaited_is_taken_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,45 +172,108 @@ def test_a_lock_that_is_taken_away_while_it_is_awaited_is_taken_again(
 
 
 def test_an_existing_model_stays_unless_told_otherwise(tmp_path: Path) -> None:
-    _write(tmp_path / "m", b"old")
+    _write(tmp_path / "m", OLD)
 
     with pytest.raises(
         StoreError, match=r"holds a model already; choose another destination, or .* `--force`"
     ):
-        _write(tmp_path / "m", b"new")
+        _write(tmp_path / "m", NEW)
 
-    assert (tmp_path / "m" / MANIFEST).read_bytes() == b"old"
+    assert (tmp_path / "m" / MANIFEST).read_bytes() == OLD
     assert _names(tmp_path) == ["m"]
 
 
 def test_an_existing_model_is_replaced_when_told(tmp_path: Path) -> None:
-    _write(tmp_path / "m", b"old")
+    _write(tmp_path / "m", OLD)
     (tmp_path / "m" / "weights.bin").write_bytes(b"old weights")
 
-    _write(tmp_path / "m", b"new", overwrite=True)
+    _write(tmp_path / "m", NEW, overwrite=True)
 
-    assert (tmp_path / "m" / MANIFEST).read_bytes() == b"new"
+    assert (tmp_path / "m" / MANIFEST).read_bytes() == NEW
     assert _names(tmp_path / "m") == [MANIFEST]
     assert _names(tmp_path) == ["m"]
 
 
 def test_a_model_stays_when_its_replacement_fails(tmp_path: Path) -> None:
-    _write(tmp_path / "m", b"old")
+    _write(tmp_path / "m", OLD)
 
     with pytest.raises(RuntimeError), staged(tmp_path / "m", 3, overwrite=True):
         raise RuntimeError
 
-    assert (tmp_path / "m" / MANIFEST).read_bytes() == b"old"
+    assert (tmp_path / "m" / MANIFEST).read_bytes() == OLD
+    assert _names(tmp_path) == ["m"]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), KeyboardInterrupt()])
+def test_a_model_stays_when_the_second_of_two_renames_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    _write(tmp_path / "m", OLD)
+    rename = os.rename
+
+    def fail(source: Path, dest: Path) -> None:
+        if source.name == ".m.converting":
+            raise error
+        rename(source, dest)
+
+    monkeypatch.setattr("hearth.store.writer._exchange", lambda directory, dest: False)
+    monkeypatch.setattr(os, "rename", fail)
+
+    with pytest.raises((StoreError, KeyboardInterrupt)):
+        _write(tmp_path / "m", NEW, overwrite=True)
+
+    assert (tmp_path / "m" / MANIFEST).read_bytes() == OLD
+    assert _names(tmp_path / "m") == [MANIFEST]
+    assert _names(tmp_path) == ["m"]
+
+
+def test_an_interrupt_right_after_the_exchange_leaves_the_new_model_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(tmp_path / "m", OLD)
+
+    def interrupt(directory: Path, dest: Path) -> bool:
+        assert exchange(directory, dest)
+        raise KeyboardInterrupt
+
+    exchange = writer._exchange
+    monkeypatch.setattr(writer, "_exchange", interrupt)
+
+    with pytest.raises(KeyboardInterrupt):
+        _write(tmp_path / "m", NEW, overwrite=True)
+
+    assert (tmp_path / "m" / MANIFEST).read_bytes() == NEW
+    assert _names(tmp_path / "m") == [MANIFEST]
+    assert _names(tmp_path) == ["m"]
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS])
+def test_a_system_that_cannot_exchange_renames_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    class Library:
+        def __init__(self, name: None, *, use_errno: bool) -> None:
+            ctypes.set_errno(code)
+
+        def renameat2(self, *args: object) -> int:
+            return -1
+
+    _write(tmp_path / "m", OLD)
+    monkeypatch.setattr(ctypes, "CDLL", Library)
+
+    _write(tmp_path / "m", NEW, overwrite=True)
+
+    assert (tmp_path / "m" / MANIFEST).read_bytes() == NEW
     assert _names(tmp_path) == ["m"]
 
 
 def test_a_model_killed_between_two_renames_comes_back(tmp_path: Path) -> None:
-    _write(tmp_path / ".m.replaced", b"old")
+    _write(tmp_path / ".m.replaced", OLD)
 
     with pytest.raises(StoreError, match="holds a model already"):
-        _write(tmp_path / "m", b"new")
+        _write(tmp_path / "m", NEW)
 
-    assert (tmp_path / "m" / MANIFEST).read_bytes() == b"old"
+    assert (tmp_path / "m" / MANIFEST).read_bytes() == OLD
     assert _names(tmp_path) == ["m"]
 
 
@@ -186,6 +286,51 @@ def test_a_directory_that_is_no_model_is_never_replaced(tmp_path: Path, overwrit
         _write(tmp_path / "m", overwrite=overwrite)
 
     assert _names(tmp_path / "m") == ["diary.txt"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_manifest_of_another_program_is_no_model(tmp_path: Path, overwrite: bool) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / MANIFEST).write_text('{"manifest_version": 3, "name": "An extension"}')
+    (tmp_path / "m" / "background.js").touch()
+
+    with pytest.raises(StoreError, match="is no Hearth model, so it stays"):
+        _write(tmp_path / "m", overwrite=overwrite)
+
+    assert _names(tmp_path / "m") == ["background.js", MANIFEST]
+
+
+@pytest.mark.parametrize("name", ["source/model.safetensors", "diary.txt", "tokenizer.json/diary.txt"])
+def test_a_model_with_something_else_beside_it_is_never_replaced(tmp_path: Path, name: str) -> None:
+    _write(tmp_path / "m")
+    other = tmp_path / "m" / name
+    other.parent.mkdir(exist_ok=True)
+    other.touch()
+
+    with pytest.raises(StoreError, match=f"holds more than a model, so it stays: {name.partition('/')[0]};"):
+        _write(tmp_path / "m", overwrite=True)
+
+    assert other.exists()
+    assert (tmp_path / "m" / MANIFEST).read_bytes() == OLD
+
+
+def test_what_is_put_beside_a_model_while_its_successor_is_written_stays(tmp_path: Path) -> None:
+    def write_while_another_does() -> None:
+        with staged(tmp_path / "m", len(NEW), overwrite=True) as staging:
+            staging.write_file(MANIFEST, NEW)
+            (tmp_path / "m" / "diary.txt").touch()
+
+    _write(tmp_path / "m")
+
+    with pytest.raises(StoreError, match="holds more than a model"):
+        write_while_another_does()
+
+    assert _names(tmp_path / "m") == ["diary.txt", MANIFEST]
+
+
+def test_the_root_of_the_file_system_is_no_destination() -> None:
+    with pytest.raises(StoreError, match="a model cannot be `/` itself; name a directory in it"):
+        _write(Path("/"))
 
 
 def test_an_empty_directory_is_filled(tmp_path: Path) -> None:
@@ -238,6 +383,7 @@ class Failure(NamedTuple):
         (Failure("write", 0, errno.ENOSPC), StoreFull),
         (Failure("write", 2, errno.ENOSPC), StoreFull),
         (Failure("write", 2, errno.EDQUOT), StoreFull),
+        (Failure("write", 2, errno.EFBIG), StoreFull),
         (Failure("write", 2, errno.EIO), StoreError),
         (Failure("fsync", 0, errno.ENOSPC), StoreFull),
         (Failure("fsync", 0, errno.EIO), StoreError),

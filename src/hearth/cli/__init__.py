@@ -23,8 +23,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         app(argv, prog_name="hearth")
     except HearthError as error:
-        err.print(Text(f"hearth: {error}", style="red"), soft_wrap=True)
+        _complain(str(error))
         sys.exit(2 if isinstance(error, ConfigError | ModelError | RequestError) else 1)
+    except OSError as error:  # of a file or device that no command expects to fail
+        where = "" if error.filename is None else f"`{error.filename}`: "
+        _complain(f"{where}{error.strerror or error}")
+        sys.exit(1)
+
+
+def _complain(message: str) -> None:
+    err.print(Text(f"hearth: {message}", style="red"), soft_wrap=True)
 
 
 def _print_version(wanted: bool) -> None:

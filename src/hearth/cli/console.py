@@ -44,7 +44,15 @@ Settings = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
+def url_of(path: Path) -> str | None:
+    """The URL that was given where a path is taken, which has lost one of its slashes."""
+    scheme, colon, rest = str(path).partition(":/")
+    return f"{scheme}://{rest}" if colon and scheme.isalnum() else None
+
+
 def existing(path: Path) -> Path:
+    if not path.exists() and (url := url_of(path)):
+        raise ModelError(f"`{url}` is a URL, but this command reads local models; `hearth run` takes URLs")
     if not path.exists():
         raise ModelError(f"no model at `{path}`; name the directory that holds its files, or a GGUF file")
     return path

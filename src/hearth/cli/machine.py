@@ -13,17 +13,20 @@ from hearth.config import to_toml
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
-    """Report what this machine offers and which kernels Hearth would run on it."""
+def doctor(config: ConfigFile = None, settings: Settings = None, as_json: AsJson = False) -> None:
+    """Report what this machine offers, which kernels would run on it and what has to be done without."""
+    store = configured(config, settings).store
     with err.status("looking around"):
         from hearth.doctor import examine
 
-        report = examine()
+        report = examine(store)
     if as_json:
         typer.echo(json.dumps(asdict(report)))
         return
     facts = asdict(report)
-    del facts["devices"], facts["notes"]
+    del facts["devices"], facts["notes"], facts["store"]
+    facts["store"] = f"{report.store.path}, {report.store.free_bytes / 2**30:.1f} GiB free"
+    facts["direct reads"] = "yes" if report.store.has_direct_reads else "no"
     for number, device in enumerate(report.devices):
         facts[f"device {number}"] = (
             f"{device.name}, {device.free_bytes / 2**30:.1f} of {device.total_bytes / 2**30:.1f} GiB free"
@@ -35,7 +38,9 @@ def doctor(as_json: AsJson = False) -> None:
 
 @app.command("config")
 def show_config(config: ConfigFile = None, settings: Settings = None, as_json: AsJson = False) -> None:
-    """Print the settings that apply, as TOML that can be saved and edited.
+    """Print the settings that apply.
+
+    They come as TOML that can be saved and edited.
 
     [bold]Examples[/bold]
 

@@ -16,7 +16,8 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeElapsedColumn, TransferSpeedColumn
 from rich.text import Text
 
-from hearth.cli.console import AsJson, Dtype, app, err, existing, print_table
+from hearth.cli.console import AsJson, Dtype, app, err, existing, print_table, url_of
+from hearth.errors import ConfigError
 
 if TYPE_CHECKING:
     from hearth.models.layout import Layout
@@ -34,17 +35,32 @@ ModelPath = Annotated[
     Path,
     typer.Argument(metavar="PATH", help="Model: a directory or a GGUF file.", callback=existing),
 ]
+ConvertedPath = Annotated[
+    Path, typer.Argument(metavar="PATH", help="Directory of a converted model.", callback=existing)
+]
 SourcePath = Annotated[
     Path, typer.Argument(metavar="SOURCE", help="Hugging Face directory or GGUF file.", callback=existing)
 ]
-DestPath = Annotated[Path, typer.Argument(metavar="DEST", help="Directory to make of it.")]
+
+
+def _local(dest: Path) -> Path:
+    if url := url_of(dest):
+        raise ConfigError(
+            f"`{url}` is a URL, but this command writes local models; convert to a directory and upload it"
+        )
+    return dest
+
+
+DestPath = Annotated[Path, typer.Argument(metavar="DEST", help="Directory to make of it.", callback=_local)]
 
 
 @app.command()
 def convert(
     source: SourcePath,
     dest: DestPath,
-    dtype: Annotated[Dtype, typer.Option(help="auto keeps the dtype of the source.")] = Dtype.AUTO,
+    dtype: Annotated[
+        Dtype, typer.Option(help="auto keeps the dtype of the source, bfloat16 for quantised GGUF.")
+    ] = Dtype.AUTO,
     quant: Annotated[Quant, typer.Option(help="Store the weights of linears in eight bits.")] = Quant.NONE,
     force: Annotated[bool, typer.Option("--force", help="Replace a model that is there already.")] = False,
     as_json: AsJson = False,
@@ -61,6 +77,7 @@ def convert(
 
       hearth convert ./smollm2.Q8_0.gguf ./models/smollm2 --dtype bfloat16
     """
+    before = _version(dest)
     try:
         with _progress(f"converting {source.name}") as on_progress:
             from hearth.store.convert import convert as convert_model
@@ -70,7 +87,8 @@ def convert(
                 source, dest, dtype=dtype.value, quant=quant.value, overwrite=force, on_progress=on_progress
             )
     except KeyboardInterrupt:
-        err.print(Text(f"hearth: interrupted, nothing was written to `{dest}`", style="red"))
+        outcome = "nothing was written to" if _version(dest) == before else "but the model was written to"
+        err.print(Text(f"hearth: interrupted, {outcome} `{dest}`", style="red"))
         raise typer.Exit(130) from None
     total_s = time.perf_counter() - started_s
     if as_json:
@@ -80,8 +98,10 @@ def convert(
 
 
 @app.command()
-def verify(path: ModelPath, as_json: AsJson = False) -> None:
-    """Compare a converted model with its hashes. Exit code 1 if a byte has changed.
+def verify(path: ConvertedPath, as_json: AsJson = False) -> None:
+    """Compare a converted model with its hashes.
+
+    The exit code is 1 if a byte has changed.
 
     [bold]Example[/bold]
 
@@ -93,7 +113,8 @@ def verify(path: ModelPath, as_json: AsJson = False) -> None:
         from hearth.store.verify import verify as verify_model
 
         started_s = time.perf_counter()
-        manifest, bad = read_manifest(path), verify_model(path, on_progress)
+        manifest = read_manifest(path)
+        bad = verify_model(path, on_progress, manifest)
     total_s = time.perf_counter() - started_s
     if as_json:
         typer.echo(
@@ -114,7 +135,9 @@ def verify(path: ModelPath, as_json: AsJson = False) -> None:
 
 @app.command()
 def show(path: ModelPath, as_json: AsJson = False) -> None:
-    """Show what a model is made of, without loading its weights.
+    """Show what a model is made of.
+
+    Its weights are not loaded.
 
     [bold]Examples[/bold]
 
@@ -143,6 +166,14 @@ def show(path: ModelPath, as_json: AsJson = False) -> None:
         return
     lists = {"windows": ["all tokens" if tokens is None else tokens for tokens in arch.windows]}
     print_table(path.name or str(path), {**facts, **asdict(arch), **lists})
+
+
+def _version(directory: Path) -> int | None:
+    """Differs once another directory has taken its place."""
+    try:
+        return directory.stat().st_ino
+    except OSError:
+        return None
 
 
 def _stored_facts(manifest: Manifest) -> dict[str, object]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from hearth.engine.engine import Engine, Output
-from hearth.errors import EngineFailed
+from hearth.errors import EngineFailed, HearthError
 from hearth.policy.plan import Request
 from hearth.types import RequestId
 
@@ -108,7 +108,8 @@ class StepLoop:
                     self._deliver(output)
             self._fail_all(_closed())
         except Exception as error:
-            log.exception("engine_failed requests=%d", len(self._outboxes))
+            is_ours = isinstance(error, HearthError)  # it says itself what is wrong
+            log.error("engine_failed requests=%d reason=%s", len(self._outboxes), error, exc_info=not is_ours)
             self._fail_all(error)
             self._refuse_commands(error)
 

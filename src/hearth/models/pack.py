@@ -16,7 +16,7 @@ from hearth.models.layout import DTYPES, QUANTS, STORED_DTYPES, Layout, Shape, T
 from hearth.models.names import Part, Source, head_copy, sources_of
 from hearth.models.quantize import Quantized, quantize
 
-#: Rows that are quantised at a time: a vocabulary's worth of them in float32 would be large.
+#: Rows that are converted at a time: a vocabulary's worth of them in float32 would be large.
 SLAB_ROWS = 4096
 
 
@@ -25,7 +25,8 @@ class StoredTensor(Protocol):
 
     @property
     def dtype(self) -> str:
-        """The narrowest of `DTYPES` that keeps it as it is; any other text says why it cannot be read."""
+        """What to store it as: the one of `DTYPES` that it has or, where it is quantised otherwise, bfloat16,
+        though `read` gives its exact values. Any other text says why it cannot be read."""
 
     @property
     def shape(self) -> Shape: ...
@@ -95,9 +96,15 @@ def _pieces(arch: Arch, source: Source, checkpoint: Checkpoint) -> Iterator[torc
 def _stack(spec: TensorSpec, pieces: Iterator[torch.Tensor]) -> torch.Tensor:
     tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
     begin = 0
-    for piece in pieces:
-        tensor[begin : begin + len(piece)].copy_(piece)
-        begin += len(piece)
+    for slab in _slabs(pieces):
+        end = begin + len(slab)
+        stored = tensor[begin:end].copy_(slab)
+        if stored.dtype == torch.float16 and (stored.isinf() & slab.isfinite()).any():
+            raise BadCheckpoint(
+                f"`{spec.name}` from row {begin} on: float16 holds values up to 65504, found: "
+                f"{slab[slab.isfinite()].abs().max():g}; convert to bfloat16 or float32"
+            )
+        begin = end
     return tensor
 
 
@@ -107,7 +114,7 @@ def _quantize(spec: TensorSpec, pieces: Iterator[torch.Tensor]) -> Quantized:
     values = torch.empty(spec.shape, dtype=STORED_DTYPES[spec.dtype])
     scale = torch.empty(spec.shape[0])
     begin = 0
-    for slab in (slab for piece in pieces for slab in torch.split(piece, SLAB_ROWS)):
+    for slab in _slabs(pieces):
         try:
             quantized = quantize(slab.float(), quant)
         except BadCheckpoint as error:
@@ -116,6 +123,10 @@ def _quantize(spec: TensorSpec, pieces: Iterator[torch.Tensor]) -> Quantized:
         values[begin:end], scale[begin:end] = quantized.values, quantized.scale
         begin = end
     return Quantized(values, scale)
+
+
+def _slabs(pieces: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    return (slab for piece in pieces for slab in torch.split(piece, SLAB_ROWS))
 
 
 def _read(name: str, checkpoint: Checkpoint) -> torch.Tensor:

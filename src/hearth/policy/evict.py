@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 #: What is lost with a chunk: a cost, or a cost and what decides among equals; the lowest is evicted first.
 Price = float | tuple[float, int]
 
-#: How long an order holds before all chunks are priced anew.
+#: How long an order holds at most before all chunks are priced anew.
 EVICTIONS_PER_PRICING = 64
+#: An order takes at most this share of the candidates: those that come later must have their chance soon.
+ORDERED_SHARE = 1 / 16
 
 
 def reload_cost(p_miss: float, num_bytes: int, bytes_per_s: float, weight: float) -> float:
@@ -47,9 +49,9 @@ def cheapest_first(
 class EvictionOrder:
     """Mutable; written only by the books that own it. Iterates over the chunks it would evict next.
 
-    Pricing every chunk for every eviction would be slow with thousands of them. So they are priced once,
-    and the order of the cheapest is good for `EVICTIONS_PER_PRICING` evictions. A chunk that is used or
-    gone meanwhile is discarded, and is in the order again only when all are priced anew.
+    Pricing every chunk for every eviction would be slow with thousands of them. So they are priced once, and
+    the order of the cheapest few is good for as many evictions. A chunk that is used or gone meanwhile is
+    discarded, and is in the order again only when all are priced anew; so is a cheaper one that came later.
     """
 
     def __init__(self) -> None:
@@ -58,10 +60,11 @@ class EvictionOrder:
     def __iter__(self) -> Iterator[str]:
         return iter(self._order)
 
-    def pop(self, candidates: Iterable[str], price: Callable[[str], Price]) -> str | None:
+    def pop(self, candidates: Collection[str], price: Callable[[str], Price]) -> str | None:
         """The chunk to evict now, or None without candidates; they are looked at only when priced anew."""
         if not self._order:
-            self._order = dict.fromkeys(cheapest_first(candidates, price, EVICTIONS_PER_PRICING))
+            num_ordered = min(EVICTIONS_PER_PRICING, 1 + int(len(candidates) * ORDERED_SHARE))
+            self._order = dict.fromkeys(cheapest_first(candidates, price, num_ordered))
         cheapest = next(iter(self._order), None)
         if cheapest is not None:
             del self._order[cheapest]

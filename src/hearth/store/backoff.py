@@ -14,10 +14,8 @@ class Retry:
     num_tries: int = 4
     first_delay_s: float = 0.1
     max_delay_s: float = 5.0
-    stall_s: float = (
-        10.0  #: longest silence: while connecting, before the answer, between two pieces of its body
-    )
-    timeout_s: float = 60.0  #: for one whole request, which a server that trickles would stretch for ever
+    stall_s: float = 10.0  #: longest silence: connecting, before the answer, between two pieces of its body
+    timeout_s: float = 600.0  #: for one whole request, which a server that trickles would stretch for ever
 
     def delays_s(self) -> Iterator[float]:
         """The pause before each further try: twice as long each time, less a random part.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from hearth.errors import HearthError, LoadCancelled, StoreError
 from hearth.store.fetch import HostChunk
 from hearth.store.lending import (
+    CancelLoad,
     ChunkLent,
     FetchChunks,
     Hello,
@@ -19,7 +22,6 @@ from hearth.store.lending import (
     OpenModel,
     Refused,
     ReleaseChunk,
-    encode,
     error_of,
     parse,
     received,
@@ -47,20 +49,31 @@ class Borrower:
         self.segment.pin_in_background()
 
     def open(self, where: str | Path) -> BorrowedModel:
-        """Have the lender open a converted model; its description is read here."""
-        with self._connect() as connection, closing(received(connection)) as messages:
-            send(connection, OpenModel(str(where)))
-            match next(messages, None):
-                case ModelOpened() as opened:
-                    return BorrowedModel(opened, read_manifest(Path(opened.directory)))
-                case Refused() as refused:
-                    raise error_of(refused)
-                case other:
-                    raise StoreError(f"the lender at `{self._path}` answered {other}")
+        """Have the lender open a converted model; its description is read here.
+
+        A relative path is one of this process, whatever the lender's directory is.
+        """
+        is_url = "://" in str(where)
+        match self._ask(OpenModel(str(where) if is_url else str(Path(where).absolute()))):
+            case ModelOpened() as opened:
+                manifest = read_manifest(Path(opened.directory))
+            case Refused() as refused:
+                raise error_of(refused)
+            case None:
+                raise self._gone()
+            case other:
+                raise StoreError(f"the lender at `{self._path}` answered {other}")
+        if manifest.digest != opened.digest:
+            raise StoreError(f"`{opened.directory}` was replaced while it was opened; open it again")
+        return BorrowedModel(opened, manifest)
 
     def fetch(self, model: BorrowedModel, chunks: Sequence[int]) -> Loan:
         connection = self._connect()
-        send(connection, FetchChunks(model.opened.digest, tuple(chunks)))
+        try:
+            send(connection, FetchChunks(model.opened.digest, tuple(chunks)))
+        except OSError as error:
+            connection.close()
+            raise self._gone() from error
         return Loan(self.segment, connection, model.opened.name, len(chunks))
 
     def close(self) -> None:
@@ -71,14 +84,34 @@ class Borrower:
         segment.close()
         return connection
 
+    def _ask(self, message: Message) -> Message | None:
+        with self._connect() as connection, closing(received(connection)) as messages:
+            try:
+                send(connection, message)
+                return next(messages, None)
+            except OSError as error:
+                raise self._gone() from error
+
+    def _gone(self) -> StoreError:
+        return StoreError(f"the lender at `{self._path}` is gone; start it again")
+
 
 class Loan:
-    """The chunks of one load, in order: a `ChunkStream`. One thread iterates, one releases, any cancels."""
+    """The chunks of one load, in order: a `ChunkStream`. One thread iterates, one releases, any cancels.
+
+    However it ends, what was yielded stays lent until it is released, for it may still be copied from.
+    """
 
     def __init__(self, segment: Segment, connection: socket.socket, name: str, num_chunks: int) -> None:
         self._segment, self._connection, self._name = segment, connection, name
-        self._num_chunks = self._num_left = num_chunks
+        self._num_chunks = num_chunks
+        #: Guards the fields below and the sending: one thread yields, others release and cancel.
+        self._lock = threading.Lock()
+        self._num_yielded = 0
+        self._num_released = 0
+        self._is_over = num_chunks == 0  #: nothing more will be yielded
         self._is_cancelled = False
+        self._hang_up_if_done()
 
     def __iter__(self) -> Iterator[HostChunk]:
         """Raises what the lender met, LoadCancelled after `cancel`, StoreError if the lender is gone."""
@@ -88,48 +121,70 @@ class Loan:
                     message = next(messages, None)
                 except OSError:
                     message = None
-                if not isinstance(message, ChunkLent):
-                    self._hang_up()
-                    raise self._failure(message)
-                data = self._segment.tensor(message.slot, message.num_bytes)
-                yield HostChunk(message.index, data, message.slot, message.delivery)
+                yield self._accept(message)
 
     def release(self, *chunks: HostChunk) -> None:
-        with suppress(OSError):  # a lender that is gone wants nothing back
-            self._connection.sendall(b"".join(encode(ReleaseChunk(chunk.index)) for chunk in chunks))
-        self._num_left -= len(chunks)
-        if self._num_left == 0:
-            self._hang_up()
+        with self._lock:
+            with suppress(OSError):  # a lender that is gone wants nothing back
+                send(self._connection, *(ReleaseChunk(chunk.index) for chunk in chunks))
+            self._num_released += len(chunks)
+            self._hang_up_if_done()
 
     def cancel(self) -> None:
-        """Break off. The lender takes its chunks back, also those whose copies are still under way."""
-        self._is_cancelled = True
-        self._hang_up()
+        """Ask for no more, and wake the thread that iterates."""
+        with self._lock:
+            if self._is_over:
+                return
+            self._is_over = self._is_cancelled = True
+            with suppress(OSError):  # the lender may be gone
+                send(self._connection, CancelLoad())
+                self._connection.shutdown(socket.SHUT_RD)
+            self._hang_up_if_done()
+
+    def _accept(self, message: Message | None) -> HostChunk:
+        """The chunk that is yielded next; or the load is over."""
+        with self._lock:
+            if self._is_over or not isinstance(message, ChunkLent):
+                self._is_over = True
+                self._hang_up_if_done()
+                raise self._failure(message)
+            self._num_yielded += 1
+            self._is_over = self._num_yielded == self._num_chunks
+        data = self._segment.tensor(message.slot, message.num_bytes)
+        return HostChunk(message.index, data, message.slot, message.delivery, message.is_shared)
 
     def _failure(self, message: Message | None) -> HearthError:
-        if isinstance(message, Refused):
-            return error_of(message)
         if self._is_cancelled:
             return LoadCancelled(f"the load of `{self._name}` was called off")
+        if isinstance(message, Refused):
+            return error_of(message)
         return StoreError(f"whoever lent the chunks of `{self._name}` is gone; load it again")
 
-    def _hang_up(self) -> None:
-        with suppress(OSError):  # it may be over already
+    def _hang_up_if_done(self) -> None:
+        if not self._is_over or self._num_released < self._num_yielded:
+            return
+        with suppress(OSError):  # the lender may be gone, or this said before
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 
 def _introduce(path: Path) -> tuple[socket.socket, Segment]:
     """A connection to the lender, and its segment, mapped."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connection.connect(str(path))
-        line, fds, _, _ = socket.recv_fds(connection, MAX_HELLO_BYTES, 1)
-    except OSError as error:
-        connection.close()
-        raise StoreError(f"nobody lends host memory at `{path}`: {error.strerror}") from error
-    hello = parse(line)
-    if not isinstance(hello, Hello) or len(fds) != 1:
-        connection.close()
-        raise StoreError(f"`{path}` is no socket of a lender: {line[:80]!r}")
-    return connection, Segment(fds[0], hello.num_slots, hello.slot_bytes)
+    with ExitStack() as undo:
+        connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        try:
+            connection.connect(str(path))
+            line, fds, _, _ = socket.recv_fds(connection, MAX_HELLO_BYTES, 1)
+        except OSError as error:
+            raise StoreError(f"nobody lends host memory at `{path}`: {error.strerror or error}") from error
+        for fd in fds:
+            undo.callback(os.close, fd)
+        hello = parse(line)
+        if not isinstance(hello, Hello) or len(fds) != 1:
+            raise StoreError(f"`{path}` is no socket of a lender: {line[:80]!r}")
+        try:
+            segment = Segment(fds[0], hello.num_slots, hello.slot_bytes)
+        except (OSError, ValueError) as error:
+            raise StoreError(f"the host memory lent at `{path}` cannot be mapped: {error}") from error
+        undo.pop_all()
+        return connection, segment

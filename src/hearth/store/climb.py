@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hearth.errors import ChunkCorrupt, ChunkMissing, StoreError
 from hearth.policy.evict import Price
 from hearth.store.disk import DiskTier, Location
-from hearth.store.manifest import Digest, digest_of
+from hearth.store.manifest import WEIGHTS, Digest, digest_of
 from hearth.store.model import StoredModel
 from hearth.store.reading import read_verified
 from hearth.types import Rung
@@ -46,8 +46,10 @@ class Climber:
         self._price = price
         self._is_full_known = False  #: a full or broken disk is worth one line, not one per chunk
 
-    def deliver(self, model: StoredModel, index: int, buffer: memoryview) -> Delivery:
-        """Fill `buffer` with a chunk of the model, verified.
+    def deliver(
+        self, model: StoredModel, index: int, buffer: memoryview, is_wanted: Callable[[], bool]
+    ) -> Delivery:
+        """Fill `buffer` with a chunk of the model, verified; when nobody wants it any more, it gives up.
 
         Raises:
             StoreError: no rung has it; the message says what was tried.
@@ -55,7 +57,7 @@ class Climber:
         digest = model.manifest.chunks[index].digest
         failures: list[StoreError] = []
         delivery = self._from_disk(digest, buffer, failures) or self._from_object(
-            model, index, buffer, failures
+            model, index, buffer, failures, is_wanted
         )
         if delivery is None:
             raise _nobody_has_it(model, index, failures)
@@ -77,10 +79,11 @@ class Climber:
             began_s = time.perf_counter()
             try:
                 times = read_verified(place.path, place.offset, buffer, digest)
-            except (ChunkCorrupt, ChunkMissing) as error:
-                log.warning("place_condemned path=%s offset=%d reason=%s", place.path, place.offset, error)
+            except StoreError as error:
                 failures.append(error)
-                self._condemn(place)
+                if isinstance(error, ChunkCorrupt | ChunkMissing):
+                    log.warning("place_condemned path=%s reason=%s", place.path, error)
+                    self._condemn(place)
                 continue
             return Delivery(Rung.DISK, len(buffer), began_s, times.read_s, times.verify_s, len(failures))
         return None
@@ -92,7 +95,12 @@ class Climber:
             log.warning("place_stays path=%s reason=%s", place.path, error)
 
     def _from_object(
-        self, model: StoredModel, index: int, buffer: memoryview, failures: list[StoreError]
+        self,
+        model: StoredModel,
+        index: int,
+        buffer: memoryview,
+        failures: list[StoreError],
+        is_wanted: Callable[[], bool],
     ) -> Delivery | None:
         if model.remote is None:
             return None
@@ -100,7 +108,7 @@ class Climber:
         for _ in range(MAX_WRONG_ANSWERS):
             began_s = time.perf_counter()
             try:
-                model.remote.read_into(part.begin, buffer)
+                model.remote.read_into(part.begin, buffer, is_wanted)
             except StoreError as error:
                 failures.append(error)
                 return None
@@ -119,10 +127,11 @@ class Climber:
 def _nobody_has_it(model: StoredModel, index: int, failures: list[StoreError]) -> StoreError:
     """The last failure decides the kind; all of them are told."""
     tensors = model.manifest.tensors_in(index)
-    names = f"`{tensors[0]}` to `{tensors[-1]}`" if tensors else "padding alone"
-    tried = "; ".join(str(failure) for failure in failures) or "no place is known for it"
+    tensors = tensors if len(tensors) < 3 else [tensors[0], tensors[-1]]
+    nowhere = f"no {WEIGHTS} in `{model.directory}` is known to be good, and it came from no URL"
+    tried = "; ".join(str(failure) for failure in failures) or nowhere
     kind = type(failures[-1]) if failures else ChunkMissing
     return kind(
-        f"chunk {index} of `{model.name}` ({names}) cannot be had: {tried}; "
+        f"chunk {index} of `{model.name}` (`{'` to `'.join(tensors)}`) cannot be had: {tried}; "
         "run `hearth verify` on the model and convert or fetch it again"
     )

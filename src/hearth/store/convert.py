@@ -27,7 +27,9 @@ def convert(
     chunk_bytes: int = CHUNK_BYTES,
     on_progress: OnProgress | None = None,
 ) -> Manifest:
-    """Write the model at `source` to `dest`, all of it or nothing. `auto` keeps the dtype of the source.
+    """Write the model at `source` to `dest`, all of it or nothing.
+
+    `auto` keeps the dtype of the source; the values of a quantised GGUF file become bfloat16.
 
     Needs memory for about one fused tensor and its parts. An existing model stays unless `overwrite`.
     """
@@ -68,5 +70,8 @@ def open_source(path: Path) -> Iterator[Source]:
 def is_gguf(path: Path) -> bool:
     if not path.is_file():
         return False
-    with path.open("rb") as file:
-        return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+    try:
+        with path.open("rb") as file:
+            return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+    except OSError as error:
+        raise BadCheckpoint(f"`{path}` cannot be read: {error.strerror}; check its permissions") from error

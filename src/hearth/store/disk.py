@@ -9,10 +9,8 @@ Reads no chunk: whoever does finds out whether the bytes are right, and condemns
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,17 +21,13 @@ from threading import Lock
 
 from hearth.errors import HearthError, StoreError, StoreFull
 from hearth.policy.evict import EvictionOrder, Price
-from hearth.store.manifest import MANIFEST, WEIGHTS, Digest, Manifest, read_manifest
+from hearth.store.manifest import MANIFEST, WEIGHTS, Digest, Manifest, is_digest, read_manifest
+from hearth.store.writer import NO_ROOM
 
 log = logging.getLogger(__name__)
 
-#: How the system says that there is no room: the disk, the user's quota, the limit of a file's size.
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
 #: A chunk is written within seconds. A temporary file that is older belongs to a process that is dead.
 TEMPORARY_MAX_AGE_S = 3600.0
-
-DIGEST = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +126,11 @@ class DiskTier:
             self.counters.num_hits += bool(places)
             return places
 
+    def holds(self, digest: Digest) -> bool:
+        """Whether some place should hold the chunk. Counts nothing."""
+        with self._lock:
+            return digest in self._files or digest in self._places
+
     def keep(self, digest: Digest, data: memoryview, price: Callable[[str], Price]) -> bool:
         """Write a chunk file, evicting the cheapest ones where the quota demands it.
 
@@ -188,7 +187,7 @@ class DiskTier:
                 if path.name.startswith("."):
                     if time.time() - path.stat().st_mtime > TEMPORARY_MAX_AGE_S:
                         path.unlink()
-                elif DIGEST.fullmatch(path.name) and path == self._path(Digest(path.name)):
+                elif is_digest(path.name) and path == self._path(Digest(path.name)):
                     self._files[Digest(path.name)] = path.stat().st_size
 
     def _read_models(self) -> Iterator[tuple[Path, Manifest]]:

@@ -12,7 +12,9 @@ consumer waits for always has one, and loads larger than the host memory run thr
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +35,10 @@ from hearth.types import Rung
 WINDOW = 32
 #: Disks want several requests at once; from memory, reading and hashing want all cores but two (of 16).
 NUM_READERS = 14
+#: How long closing waits for readers: a read of a disk ends within this, a server may not answer at all.
+PATIENCE_S = 2.0
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,8 @@ class HostChunk:
     index: int
     data: torch.Tensor  #: a view into the segment
     slot: int
-    delivery: Delivery | None  #: None: it was there already
+    delivery: Delivery | None  #: None: this load has not caused it to be read
+    is_shared: bool = False  #: another load was reading it, so it had to be waited for all the same
 
 
 @dataclass(slots=True)
@@ -91,6 +98,9 @@ class Fetcher:
         #: Guards the books, the turns and every fetch: consumers and readers meet here.
         self._lock = threading.Lock()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        #: Loads that have not ended: to be told when this is closed.
+        self._live: set[Fetch] = set()
+        self._is_closed = False
         self._readers = [
             threading.Thread(target=self._read_jobs, name=f"hearth-read-{number}", daemon=True)
             for number in range(num_readers)
@@ -103,22 +113,28 @@ class Fetcher:
         too_large = [i for i in chunks if model.manifest.chunks[i].num_bytes > self.segment.slot_bytes]
         assert not too_large, f"chunks {too_large} are larger than a slot: {self.segment.slot_bytes}"
         assert self.segment.num_slots or not chunks, "a segment without slots holds no chunk"
+        assert len(set(chunks)) == len(chunks), f"a chunk is wanted twice: {sorted(chunks)}"
         self._prices.asked(model)
         fetch = Fetch(self, model, chunks)
         with self._lock:
+            if self._is_closed:
+                raise StoreError(f"`{model.name}` cannot be fetched: these tiers are closed; open new ones")
+            self._live.add(fetch)
             self._turns.append(fetch)
             self._pump()
         return fetch
 
     def close(self) -> None:
-        """Stop the readers after what they read now. Fetches under way are cancelled."""
+        """Call off what is under way and stop the readers. One that waits for a server may outlive this."""
         with self._lock:
-            for fetch in {*self._turns, *(job.fetch for jobs in self._waiting.values() for job in jobs)}:
+            self._is_closed = True
+            for fetch in list(self._live):
                 self._end(fetch, None)
         for _ in self._readers:
             self._jobs.put(None)
+        until_s = time.monotonic() + PATIENCE_S
         for reader in self._readers:
-            reader.join()
+            reader.join(max(0.0, until_s - time.monotonic()))
 
     def _pump(self) -> None:
         """Give slots to loads, a chunk each in turns, while there are slots and windows are open."""
@@ -152,9 +168,11 @@ class Fetcher:
         fetch.num_open += 1
         return True
 
-    def _hand_over(self, fetch: Fetch, index: int, slot: int, delivery: Delivery | None) -> None:
-        num_bytes = fetch.model.manifest.chunks[index].num_bytes
-        fetch.ready[index] = HostChunk(index, self.segment.tensor(slot, num_bytes), slot, delivery)
+    def _hand_over(
+        self, fetch: Fetch, index: int, slot: int, delivery: Delivery | None, *, is_shared: bool = False
+    ) -> None:
+        data = self.segment.tensor(slot, fetch.model.manifest.chunks[index].num_bytes)
+        fetch.ready[index] = HostChunk(index, data, slot, delivery, is_shared)
         if fetch.awaited == index:  # waking the consumer costs more than all the rest of this
             fetch.arrived.notify_all()
 
@@ -162,17 +180,28 @@ class Fetcher:
         while (job := self._jobs.get()) is not None:
             if job.fetch.is_over and not self._is_wanted(job.digest):
                 continue
-            memory = self.segment.memory(job.slot, job.num_bytes)
             try:
-                delivery = self._climber.deliver(job.fetch.model, job.index, memory)
+                self._read(job)
             except StoreError as error:
                 self._fail(job, error)
-                continue
-            is_kept = delivery.rung is Rung.OBJECT
-            self._deliver(job, delivery, is_leased_on=is_kept)
-            if is_kept:
-                self._climber.keep(job.fetch.model, job.index, memory)
+            except Exception as error:  # the thread's top: whoever waits is told, and the reader goes on
+                log.exception("reader_broke model=%s chunk=%d", job.fetch.model.name, job.index)
+                self._fail(job, StoreError(f"reading chunk {job.index} broke: {error!r}"))
+
+    def _read(self, job: _Job) -> None:
+        model, memory = job.fetch.model, self.segment.memory(job.slot, job.num_bytes)
+        delivery = self._climber.deliver(model, job.index, memory, lambda: self._has_takers(job.digest))
+        is_kept = delivery.rung is Rung.OBJECT
+        self._deliver(job, delivery, is_leased_on=is_kept)
+        if is_kept:
+            try:
+                self._climber.keep(model, job.index, memory)
+            finally:
                 self._release(job.digest)
+
+    def _has_takers(self, digest: Digest) -> bool:
+        with self._lock:
+            return any(not waiter.fetch.is_over for waiter in self._waiting[digest])
 
     def _is_wanted(self, digest: Digest) -> bool:
         """False if all who waited have called off; the slot is free again then."""
@@ -194,7 +223,9 @@ class Fetcher:
                     continue
                 self.book.take(job.digest, self._prices.of_host_chunk)
                 self.counters.num_shared += waiter is not job
-                self._hand_over(waiter.fetch, waiter.index, job.slot, delivery if waiter is job else None)
+                is_own = waiter is job
+                own = delivery if is_own else None
+                self._hand_over(waiter.fetch, waiter.index, job.slot, own, is_shared=not is_own)
             if not is_leased_on:
                 self.book.release(job.digest)
             self._pump()
@@ -204,6 +235,8 @@ class Fetcher:
         with self._lock:
             self.counters.num_failures += 1
             self._end(job.fetch, error)
+            if job.digest not in self._waiting:
+                return  # it was delivered; what broke came after that
             others = [waiter for waiter in self._waiting.pop(job.digest) if not waiter.fetch.is_over]
             if others:
                 self._waiting[job.digest] = others
@@ -222,6 +255,7 @@ class Fetcher:
         if fetch.is_over:
             return
         fetch.is_over, fetch.error = True, error
+        self._live.discard(fetch)
         fetch.todo.clear()
         for index in fetch.ready:
             self.book.release(fetch.model.manifest.chunks[index].digest)
@@ -285,6 +319,8 @@ class Fetch:
             for chunk in chunks:
                 self._fetcher.book.release(self.model.manifest.chunks[chunk.index].digest)
             self.num_open -= len(chunks)
+            if not self.num_open and not self.todo:
+                self._fetcher._live.discard(self)
             self._fetcher._pump()
 
     def cancel(self) -> None:

@@ -25,6 +25,9 @@ from hearth.store.gguf_config import architecture, config_of
 from hearth.store.gguf_tokenizer import text_files
 from hearth.store.source import Source
 
+#: Dequantised at a time, in float32: gguf needs the memory of its result several times over.
+SLAB_BYTES = 8 << 20
+
 #: What gguf raises, by accident or on purpose, for a file that is no GGUF or ends early.
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, ArithmeticError)
 
@@ -89,17 +92,25 @@ class _Stored:
 
     @property
     def dtype(self) -> str:
+        """Quantised kinds count as bfloat16: it rounds what they stand for, but by less than they did."""
         if self.kind in _FLOATS:
             return _FLOATS[self.kind]
         return "bfloat16" if _can_dequantise(self.kind) else self.kind.name
 
     def read(self) -> torch.Tensor:
-        """Quantised values come in float32, so that whoever rounds them rounds once."""
+        """Quantised values come in float32, so that whoever rounds them rounds once. Takes little more memory
+        than the tensor itself."""
         if self.kind == GGMLQuantizationType.BF16:
             return torch.from_numpy(np.array(self.data)).view(torch.bfloat16)
         if self.kind in _FLOATS:
             return torch.from_numpy(np.array(self.data))
-        return torch.from_numpy(dequantize(self.data, self.kind))
+        tensor = torch.empty(self.shape)
+        rows, blocks = tensor.view(-1, self.shape[-1]), self.data.reshape(-1, self.data.shape[-1])
+        num_rows = max(1, SLAB_BYTES // rows[0].nbytes)
+        for begin in range(0, len(rows), num_rows):
+            slab = dequantize(blocks[begin : begin + num_rows], self.kind)
+            rows[begin : begin + num_rows] = torch.from_numpy(slab)
+        return tensor
 
 
 @dataclass(frozen=True, slots=True)

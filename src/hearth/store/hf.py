@@ -1,12 +1,14 @@
 """A Hugging Face directory as a source: its config, its tensors, its tokenizer's files. Converts nothing.
 
 Weights are mapped, not read, and a tensor maps its file anew: what was read leaves memory with the tensor.
+Only files that PyTorch wrote before 1.6 cannot be mapped: they are in memory while the source is open.
 """
 
 from __future__ import annotations
 
 import json
 import pickle
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,8 +26,17 @@ from hearth.store.source import Source
 SAFETENSORS = "model.safetensors"
 PICKLE = "pytorch_model.bin"
 
+#: How a file begins that torch can map.
+ZIP_MAGIC = b"PK\x03\x04"
+
 #: safetensors' names of the dtypes that can be read
 STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+#: What torch raises for a file that ends early or holds something else.
+_UNREADABLE = (
+    *(pickle.UnpicklingError, struct.error, OSError, EOFError, RuntimeError, ValueError),
+    *(LookupError, AttributeError, TypeError, AssertionError),
+)
 
 #: taken over as they are; what else the tokenizer reads is `generation_config.json`
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -45,7 +56,8 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         if index.is_file():
             shards = [read_headers(path) for path in _shard_paths(index)]
             return {name: stored for shard in shards for name, stored in shard.items()}
-    present = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+    with _naming(directory):
+        present = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
     raise BadCheckpoint(
         f"neither {SAFETENSORS} nor {PICKLE}, nor an index of their parts, in `{directory}`, "
         f"which holds: {', '.join(present) or 'nothing'}; fetch the weights or save the model as safetensors"
@@ -85,7 +97,7 @@ def _load_safetensors(path: Path, name: str) -> torch.Tensor:
 @contextmanager
 def _open_safetensors(path: Path) -> Iterator[safe_open]:
     try:
-        with safe_open(path, framework="pt") as file:
+        with _naming(path), safe_open(path, framework="pt") as file:
             yield file
     except SafetensorError as error:
         raise BadCheckpoint(
@@ -94,22 +106,26 @@ def _open_safetensors(path: Path) -> Iterator[safe_open]:
 
 
 def _pickled(path: Path) -> dict[str, _Stored]:
+    with _naming(path), path.open("rb") as file:
+        can_map = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
+    tensors = _open_pickled(path, can_map=can_map)
+    load = _load_mapped if can_map else lambda path, name: tensors[name]
     stored = {}
-    for name, tensor in _open_pickled(path).items():
+    for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
-        stored[name] = _Stored(name, path, dtype, tuple(tensor.shape), _load_pickled)
+        stored[name] = _Stored(name, path, dtype, tuple(tensor.shape), load)
     return stored
 
 
-def _load_pickled(path: Path, name: str) -> torch.Tensor:
-    return _open_pickled(path)[name]
+def _load_mapped(path: Path, name: str) -> torch.Tensor:
+    return _open_pickled(path, can_map=True)[name]
 
 
-def _open_pickled(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors that are read from the file where they are touched. No code of the file is run."""
+def _open_pickled(path: Path, *, can_map: bool) -> dict[str, torch.Tensor]:
+    """Tensors that are read, if the file can be mapped, where they are touched. No code of it is run."""
     try:
-        content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
+        content = torch.load(path, weights_only=True, map_location="cpu", mmap=can_map)
+    except _UNREADABLE as error:
         reason = str(error).partition("\n")[0]
         raise BadCheckpoint(
             f"`{path}` is truncated or holds more than tensors, which is not read because it could run code: "
@@ -118,6 +134,17 @@ def _open_pickled(path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(content, dict) or not all(isinstance(item, torch.Tensor) for item in content.values()):
         raise BadCheckpoint(f"`{path}` is no mapping of names to tensors; save the model as safetensors")
     return content
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Say which file the system could not read."""
+    try:
+        yield
+    except OSError as error:
+        raise BadCheckpoint(
+            f"`{path}` cannot be read: {error.strerror or error}; check the file and its permissions"
+        ) from error
 
 
 def _shard_paths(index: Path) -> list[Path]:
@@ -132,7 +159,8 @@ def _shard_paths(index: Path) -> list[Path]:
 
 def _shard_names(index: Path) -> set[str]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        with _naming(index):
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = {str(name) for name in weight_map.values()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadCheckpoint(f"`{index}` has no readable `weight_map` of tensor to file: {error!r}") from error
@@ -144,7 +172,11 @@ def _shard_names(index: Path) -> set[str]:
 
 def _text_files(directory: Path) -> Mapping[str, bytes]:
     paths = [directory / name for name in TOKENIZER_FILES]
-    files = {path.name: path.read_bytes() for path in paths if path.is_file()}
+    files = {}
+    for path in paths:
+        if path.is_file():
+            with _naming(path):
+                files[path.name] = path.read_bytes()
     if generation := _generation_config(directory):
         files["generation_config.json"] = json.dumps(generation, indent=1).encode()
     return files
@@ -166,7 +198,8 @@ def _read_object(path: Path) -> dict[str, object]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        with _naming(path):
+            content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not UTF-8, or not JSON
         raise BadTokenizer(f"`{path}` cannot be read: {error}; fetch it again") from error
     if not isinstance(content, dict):

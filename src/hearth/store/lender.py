@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import stat
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from hearth.errors import ChunkMissing, HearthError, StoreError
+from hearth.store.climb import Delivery
 from hearth.store.fetch import Fetch, HostChunk
 from hearth.store.lending import (
+    CancelLoad,
     ChunkLent,
     FetchChunks,
     Hello,
@@ -27,7 +29,11 @@ from hearth.store.lending import (
 )
 from hearth.store.manifest import Digest
 from hearth.store.model import StoredModel
+from hearth.store.record import uses_of
 from hearth.store.tiers import Tiers
+
+#: Before the next try to accept a borrower, when the system has no room for one more connection.
+ACCEPT_DELAY_S = 0.1
 
 log = logging.getLogger(__name__)
 
@@ -36,58 +42,69 @@ class Lender:
     """Serves until it is closed; the tiers stay open. The socket's permissions are the owner's alone."""
 
     def __init__(self, tiers: Tiers, path: Path) -> None:
+        """Raises StoreError if somebody lends at the path, or what lies there is no socket."""
         self._tiers = tiers
         self._path = path
         #: Opened by anyone so far. A dict's single operations are atomic, so it needs no lock.
         self._models: dict[Digest, StoredModel] = {}
-        self._sessions: set[_Session] = set()
-        self._lock = threading.Lock()  #: guards the set: sessions end on threads of their own
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with suppress(FileNotFoundError):
-            path.unlink()  # of an owner that is gone
-        mask = os.umask(0o177)
-        try:
-            self._listener.bind(str(path))
-        finally:
-            os.umask(mask)
-        self._listener.listen()
+        self._threads: dict[_Session, threading.Thread] = {}
+        self._lock = threading.Lock()  #: guards the threads: sessions end on their own
+        self._is_closing = threading.Event()
+        self._listener = _listen(path)
+        self._socket_file = path.lstat()
         self._thread = threading.Thread(target=self._accept, name="hearth-lend", daemon=True)
         self._thread.start()
 
     @property
     def num_sessions(self) -> int:
         with self._lock:
-            return len(self._sessions)
+            return len(self._threads)
 
     def close(self) -> None:
-        """Take everything back and tell the borrowers by closing their connections."""
-        with suppress(OSError):  # it may be that nobody has connected
-            self._listener.shutdown(socket.SHUT_RDWR)
+        """Take everything back and tell the borrowers by closing their connections. Again is harmless."""
+        if self._is_closing.is_set():
+            return
+        self._is_closing.set()
+        with suppress(FileNotFoundError):
+            # Asked while we listen: until then no other file can get our inode's number.
+            if os.path.samestat(self._path.lstat(), self._socket_file):
+                self._path.unlink()
+        self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
         with self._lock:
-            sessions = list(self._sessions)
-        for session in sessions:
+            threads = dict(self._threads)
+        for session in threads:
             session.hang_up()
-        self._path.unlink(missing_ok=True)
+        for thread in threads.values():
+            thread.join()
 
     def _accept(self) -> None:
+        is_failing = False  # a line for each run of failures, not for each failure
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if self._is_closing.is_set():
+                    return
+                if not is_failing:
+                    log.error("borrower_not_accepted path=%s reason=%s", self._path, error)
+                is_failing = True
+                self._is_closing.wait(ACCEPT_DELAY_S)
+                continue
+            is_failing = False
             session = _Session(self._tiers, self._models, connection)
+            thread = threading.Thread(target=self._serve, args=(session,), name="hearth-lend", daemon=True)
             with self._lock:
-                self._sessions.add(session)
-            threading.Thread(target=self._serve, args=(session,), name="hearth-lend", daemon=True).start()
+                self._threads[session] = thread
+            thread.start()
 
     def _serve(self, session: _Session) -> None:
         try:
             session.run()
         finally:
             with self._lock:
-                self._sessions.discard(session)
+                del self._threads[session]
 
 
 class _Session:
@@ -95,6 +112,7 @@ class _Session:
 
     def __init__(self, tiers: Tiers, models: dict[Digest, StoredModel], connection: socket.socket) -> None:
         self._tiers, self._models, self._connection = tiers, models, connection
+        self._sending = threading.Lock()  #: both threads send: answers the one, chunks the other
         self._fetch: Fetch | None = None
         #: Sent and not released yet. Guarded by the lock: one thread adds, another takes away.
         self._lent: dict[int, HostChunk] = {}
@@ -122,44 +140,65 @@ class _Session:
     def _handle(self, message: Message) -> None:
         match message:
             case OpenModel(where):
-                self._open(where)
+                self._send(self._open(where))
             case FetchChunks(digest, chunks):
                 self._start(digest, chunks)
             case ReleaseChunk(index):
                 self._release(index)
+            case CancelLoad():
+                if self._fetch is not None:
+                    self._fetch.cancel()
             case _:
                 raise StoreError(f"a borrower does not say {type(message).__name__}")
 
-    def _open(self, where: str) -> None:
+    def _send(self, message: Message) -> None:
+        with self._sending:
+            send(self._connection, message)
+
+    def _open(self, where: str) -> Message:
         try:
             model = self._tiers.open(where)
         except HearthError as error:
-            send(self._connection, refusal(error))
-            return
+            return refusal(error)
+        except (OSError, ValueError) as error:  # such as a path that no file can have
+            return refusal(StoreError(f"{where!r:.200} cannot be opened: {error}"))
         self._models[model.manifest.digest] = model
-        send(self._connection, ModelOpened(model.name, str(model.directory), model.manifest.digest))
+        return ModelOpened(model.name, str(model.directory), model.manifest.digest)
 
     def _start(self, digest: Digest, chunks: tuple[int, ...]) -> None:
-        model = self._models.get(digest)
         if self._fetch is not None:
             raise StoreError("a second load on one connection; open another for it")
-        if model is None or not set(chunks) <= set(range(len(model.manifest.chunks))):
-            raise StoreError(f"a load of what was not opened, or of chunks it does not have: {digest}")
+        model = self._models.get(digest)
+        if model is None:
+            self._send(refusal(StoreError(f"no model {digest} is open here; open it again")))
+            return
+        num_chunks = len(model.manifest.chunks)
+        if len(set(chunks)) < len(chunks) or not set(chunks) <= set(range(num_chunks)):
+            what = f"chunks of `{model.name}` must be distinct, and below {num_chunks}"
+            self._send(refusal(StoreError(f"{what}; given: {chunks!s:.200}")))
+            return
         fetch = self._fetch = self._tiers.fetch(model, chunks)
         self._sender = threading.Thread(target=self._lend, args=(fetch,), name="hearth-lend", daemon=True)
         self._sender.start()
 
     def _lend(self, fetch: Fetch) -> None:
+        deliveries: list[Delivery] = []
         try:
             for chunk in fetch:
                 with self._lock:
                     self._lent[chunk.index] = chunk
-                send(self._connection, ChunkLent(chunk.index, chunk.slot, len(chunk.data), chunk.delivery))
+                if chunk.delivery is not None:
+                    deliveries.append(chunk.delivery)
+                size = len(chunk.data)
+                self._send(ChunkLent(chunk.index, chunk.slot, size, chunk.delivery, chunk.is_shared))
         except StoreError as error:
             with suppress(OSError):
-                send(self._connection, refusal(error))
+                self._send(refusal(error))
         except OSError:
-            self.hang_up()
+            fetch.cancel()  # the borrower listens no more; it may still have chunks to give back
+        else:
+            for rung, use in uses_of(deliveries).items():
+                self._tiers.prices.moved(rung, use.num_bytes, use.seconds)
 
     def _release(self, index: int) -> None:
         with self._lock:
@@ -170,16 +209,47 @@ class _Session:
 
     def _end(self) -> None:
         """Whatever the borrower still had is taken back, whether it closed or died."""
-        if self._fetch is not None:
+        if self._fetch is not None and self._sender is not None:
             self._fetch.cancel()
             self.hang_up()
-            if self._sender is not None:
-                self._sender.join()
-            for chunk in self._remaining():
-                self._fetch.release(chunk)
+            self._sender.join()
+            self._fetch.release(*self._lent.values())  # by now no other thread knows them
         self._connection.close()
 
-    def _remaining(self) -> Iterator[HostChunk]:
-        with self._lock:
-            chunks, self._lent = list(self._lent.values()), {}
-        yield from chunks
+
+def _listen(path: Path) -> socket.socket:
+    """At a socket of ours, in the place of one whose owner is gone."""
+    _make_way(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise StoreError(f"host memory cannot be lent at `{path}`: {error}; lend elsewhere") from error
+    finally:
+        os.umask(mask)
+    return listener
+
+
+def _make_way(path: Path) -> None:
+    """Remove the socket of a lender that is gone, and nothing else."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise StoreError(f"`{path}` is no socket; lend elsewhere, or move it away")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        caller.setblocking(False)  # one who has no time to answer is there as well
+        try:
+            caller.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            path.unlink(missing_ok=True)
+            return
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise StoreError(f"the socket `{path}` is not ours to take: {error}; lend elsewhere") from error
+    raise StoreError(f"another process lends at `{path}`; lend elsewhere, or stop it")

@@ -5,10 +5,12 @@
     OpenModel                             ModelOpened | Refused
     FetchChunks                           ChunkLent, in order, as they are ready; Refused ends it
     ReleaseChunk, one for each            ...
+    CancelLoad                            sends no more; what is lent stays lent
     (closes, or dies)                     takes back whatever was not released
 
 A message is a line of JSON. A connection carries one load, so the end of the connection is the end of its
-leases, however it comes about.
+leases, however it comes about. A load that failed or was called off may have copies under way: its connection
+stays until it has released all that it was given.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ class ChunkLent:
     slot: int
     num_bytes: int
     delivery: Delivery | None
+    is_shared: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +66,26 @@ class ReleaseChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class CancelLoad:
+    """No more chunks are wanted."""
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     error: str  #: its class
     reason: str
 
 
-Message = Hello | OpenModel | ModelOpened | FetchChunks | ChunkLent | ReleaseChunk | Refused
+Message = Hello | OpenModel | ModelOpened | FetchChunks | ChunkLent | ReleaseChunk | CancelLoad | Refused
 _KINDS: dict[str, type[Message]] = {
     kind.__name__: kind
-    for kind in (Hello, OpenModel, ModelOpened, FetchChunks, ChunkLent, ReleaseChunk, Refused)
+    for kind in (Hello, OpenModel, ModelOpened, FetchChunks, ChunkLent, ReleaseChunk, CancelLoad, Refused)
 }
 
 
-def send(connection: socket.socket, message: Message) -> None:
-    """Whole or not at all, as far as other threads that send on the same connection hold its lock."""
-    connection.sendall(encode(message))
+def send(connection: socket.socket, *messages: Message) -> None:
+    """Whole, if no other thread sends on the connection meanwhile: threads that share one share a lock."""
+    connection.sendall(b"".join(map(encode, messages)))
 
 
 def encode(message: Message) -> bytes:
@@ -108,5 +116,5 @@ def parse(line: bytes) -> Message:
         fields = json.loads(line)
         kind = _KINDS[fields.pop("kind")]
         return decode(kind, fields, kind.__name__)
-    except (ValueError, KeyError, AttributeError, TypeError, BadCheckpoint) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, BadCheckpoint) as error:
         raise StoreError(f"no message of the host segment's owner or borrower: {line[:80]!r}") from error

@@ -29,7 +29,7 @@ from hearth.store.record import LoadRecord, Tally
 
 #: Copies of one load that are queued at a time. Behind them the step's inputs and other loads get their turn,
 #: for all copies to a device pass one engine; with fewer, the engine would run dry when this thread is late.
-MAX_QUEUED_COPIES = 8
+MAX_QUEUED_COPIES = 16
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class Load:
             position = self._position_behind(wanted)
             while self._num_queued < position and self._error is None:
                 self._progress.wait()
-            if self._num_queued < position:
+            if self._error is not None:  # also for what was queued: its slot may be somebody else's by now
                 raise self._failure()
             event = self._events[position - 1] if self._events and position else None
         if event is not None:
@@ -217,10 +217,14 @@ class Load:
     def _copy_all(self) -> None:
         asked_s = time.perf_counter()
         for chunk in self._source:
-            now_s = time.perf_counter()
-            self._tally.wait_s += now_s - asked_s if chunk.delivery is not None else 0.0
+            self._tally.waited(time.perf_counter() - asked_s)
             self._room.acquire()
-            self._copied.put(_Copied(chunk, self._copy(chunk)))
+            try:
+                event = self._copy(chunk)
+            except BaseException:
+                self._source.release(chunk)
+                raise
+            self._copied.put(_Copied(chunk, event))
             asked_s = time.perf_counter()
 
     def _give_back(self) -> None:
@@ -229,16 +233,16 @@ class Load:
         It needs a thread of its own: the slots that the copies hold may be all there are, and the next
         chunk, or another load's, can come only into one of them.
         """
-        try:
-            while (copied := self._copied.get()) is not None:
+        while (copied := self._copied.get()) is not None:
+            try:
                 if copied.event is not None:
                     copied.event.synchronize()
+                self._note_first_layer(copied.chunk)
+            except Exception as error:  # the thread's top, as above
+                self._fail(error)
+            finally:
                 self._source.release(copied.chunk)
                 self._room.release()
-                self._note_first_layer(copied.chunk)
-        except Exception as error:  # the thread's top, as above
-            self._fail(error)
-            self._room.release(len(self._chunks))
 
     def _fail(self, error: Exception) -> None:
         with self._progress:
@@ -250,7 +254,7 @@ class Load:
 
     def _copy(self, chunk: HostChunk) -> torch.cuda.Event | None:
         begin = self._manifest.chunk_range(chunk.index).begin
-        self._tally.took(chunk.delivery, len(chunk.data))
+        self._tally.took(chunk.delivery, len(chunk.data), is_shared=chunk.is_shared)
         event = None
         for piece in self._pieces:
             low, high = max(piece.part.begin, begin), min(piece.part.end, begin + len(chunk.data))

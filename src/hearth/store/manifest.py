@@ -10,15 +10,18 @@ A model is a directory, or a prefix in object storage:
     | chunk 0            | chunk 1           | ...    | last chunk, shorter  |
     | embed    | layer 0        | layer 1    | ...        | final norm | head |
 
-Chunks know nothing of tensors: a chunk is what is read, hashed and moved. Reads no bytes of weights.
+Chunks know nothing of tensors: a chunk is what is read, hashed and moved. The last field, `digest`, is the
+hash of all the others, so that a damaged description is known as such. Reads no bytes of weights.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import NewType
 
@@ -35,12 +38,25 @@ FORMAT = "hearth-model"
 VERSION = 1
 CHUNK_BYTES = 16 << 20
 
+#: Far more than any model has; checked before anything is done for each of them.
+MAX_LAYERS = 10_000
+
 #: xxh3-128 in hexadecimal. It names the bytes, whoever holds them.
 Digest = NewType("Digest", str)
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> Digest:
     return Digest(xxhash.xxh3_128_hexdigest(data))
+
+
+def mismatch(data: bytes | bytearray, wanted: Digest) -> str | None:
+    """Why the bytes are not those that were stored; None if they are."""
+    found = digest_of(data)
+    return None if found == wanted else f"its hash is {found}, the manifest says {wanted}"
+
+
+def is_digest(text: str) -> bool:
+    return re.fullmatch("[0-9a-f]{32}", text) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +98,6 @@ class Manifest:
         files: Mapping[str, bytes],
     ) -> Manifest:
         layout = layout_of(arch, dtype, quant)
-        layers = tuple(layout.layer_range(layer) for layer in range(arch.num_layers))
         return Manifest(
             format=FORMAT,
             version=VERSION,
@@ -93,7 +108,7 @@ class Manifest:
             chunk_bytes=chunk_bytes,
             tensors=layout.tensors,
             chunks=chunks,
-            layers=layers,
+            layers=_layer_ranges(layout),
             files=tuple(TextFile(name, digest_of(data), len(data)) for name, data in files.items()),
         )
 
@@ -104,10 +119,10 @@ class Manifest:
     @cached_property
     def digest(self) -> Digest:
         """The identity of the model: of everything that this description says, chunk hashes included."""
-        return digest_of(self.to_json().encode())
+        return _digest_of_fields(_fields(self))
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+        return json.dumps({**_fields(self), "digest": self.digest}, default=_fields, indent=1)
 
     def chunk_range(self, index: int) -> ByteRange:
         begin = index * self.chunk_bytes
@@ -137,11 +152,49 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def parse_manifest(text: str, where: str) -> Manifest:
-    """Raises BadCheckpoint for JSON that is broken, of another version, or in contradiction to itself."""
+    """Raises BadCheckpoint for JSON that is broken, changed, of another version, or contradicts itself."""
     try:
         raw = json.loads(text)
-    except ValueError as error:
+        digest = _take_digest(raw, where)
+        manifest = decode(Manifest, raw, where)
+    except (ValueError, RecursionError, OverflowError) as error:
         raise BadCheckpoint(f"`{where}` is not valid JSON: {error}; convert the model again") from error
+    _check_arch(manifest.arch, where)
+    _check_layout(manifest, where)
+    _check_names(manifest, where)
+    vars(manifest)["digest"] = digest  # where the cached property would put it, milliseconds later
+    return manifest
+
+
+def damage_of(file: TextFile, directory: Path) -> str | None:
+    """Why the file in the directory is not the one that was stored; None if it is."""
+    try:
+        data = (directory / file.name).read_bytes()
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return mismatch(data, file.digest)
+
+
+def _fields(item: object) -> dict[str, object]:
+    """Of a dataclass, for JSON; unlike `asdict` it copies nothing, of which there is much."""
+    assert is_dataclass(item), f"{item!r} has no place in a manifest"
+    return {field.name: getattr(item, field.name) for field in fields(item)}
+
+
+def _digest_of_fields(content: Mapping[str, object]) -> Digest:
+    """Of the fields in one fixed form, however they are laid out in the file."""
+    return digest_of(json.dumps(content, default=_fields, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _layer_ranges(layout: Layout) -> tuple[ByteRange, ...]:
+    """The same as `layout.layer_range` of every layer, in one pass over the tensors."""
+    inner = (spec for spec in layout.tensors if spec.name.startswith("layers."))
+    groups = (list(specs) for _, specs in groupby(inner, lambda spec: spec.name.split(".")[1]))
+    return tuple(ByteRange(specs[0].offset, specs[-1].end) for specs in groups)
+
+
+def _take_digest(raw: object, where: str) -> Digest:
+    """Take `digest` out of the fields and compare it with them."""
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise BadCheckpoint(f"`{where}` does not describe a Hearth model: `format` is not {FORMAT!r}")
     if raw.get("version") != VERSION:
@@ -149,29 +202,83 @@ def parse_manifest(text: str, where: str) -> Manifest:
             f"`{where}` has version {raw.get('version')!r}, this Hearth reads version {VERSION}; "
             "convert the model again, or use the Hearth that wrote it"
         )
-    manifest = decode(Manifest, raw, where)
-    _check(manifest, where)
-    return manifest
+    stated, found = raw.pop("digest", None), _digest_of_fields(raw)
+    if stated != found:
+        raise BadCheckpoint(
+            f"`{where}` is damaged or was changed by hand: it hashes to {found}, its `digest` is {stated!r}; "
+            "convert the model again"
+        )
+    return found
 
 
-def _check(manifest: Manifest, where: str) -> None:
-    """Raise at the first contradiction: nothing behind this function asks again."""
+# The checks below raise at the first contradiction: nothing behind them asks again.
+
+
+def _check_arch(arch: Arch, where: str) -> None:
+    sizes = {
+        "num_layers": arch.num_layers,
+        "vocab_size": arch.vocab_size,
+        "hidden_size": arch.hidden_size,
+        "embed_size": arch.embed_size,
+        "num_heads": arch.num_heads,
+        "num_kv_heads": arch.num_kv_heads,
+        "head_dim": arch.head_dim,
+        "intermediate_size": arch.intermediate_size,
+        "max_positions": arch.max_positions,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise BadCheckpoint(f"{where}: `arch.{name}` must be at least 1, given: {size}")
+    if arch.num_layers > MAX_LAYERS:
+        raise BadCheckpoint(
+            f"{where}: `arch.num_layers` must be at most {MAX_LAYERS}, given: {arch.num_layers}"
+        )
+    if arch.num_heads % arch.num_kv_heads:
+        raise BadCheckpoint(
+            f"{where}: `arch.num_heads` must be a multiple of its {arch.num_kv_heads} `num_kv_heads`, "
+            f"given: {arch.num_heads}"
+        )
+    if len(arch.windows) != arch.num_layers or any(w is not None and w < 1 for w in arch.windows):
+        raise BadCheckpoint(
+            f"{where}: `arch.windows` must be {arch.num_layers} numbers of at least 1 or null, one per layer"
+        )
+    if arch.position_offset is not None and arch.position_offset < 0:
+        raise BadCheckpoint(
+            f"{where}: `arch.position_offset` must be at least 0, given: {arch.position_offset}"
+        )
+    if arch.rope is not None and (arch.rope.dim % 2 or not 0 < arch.rope.dim <= arch.head_dim):
+        raise BadCheckpoint(
+            f"{where}: `arch.rope.dim` must be even and at most {arch.head_dim}, given: {arch.rope.dim}"
+        )
+
+
+def _check_layout(manifest: Manifest, where: str) -> None:
     try:
         wanted = layout_of(manifest.arch, manifest.dtype, manifest.quant)
     except DeviceError as error:
         raise BadCheckpoint(f"{where}: {error}") from error
     if (manifest.tensors, manifest.num_bytes) != (wanted.tensors, wanted.num_bytes):
         raise BadCheckpoint(f"{where}: `tensors` are not those of its `arch`; convert the model again")
-    if manifest.layers != tuple(wanted.layer_range(i) for i in range(manifest.arch.num_layers)):
+    if manifest.layers != _layer_ranges(wanted):
         raise BadCheckpoint(f"{where}: `layers` do not fit its `tensors`; convert the model again")
     if manifest.chunk_bytes < ALIGNMENT_BYTES or manifest.chunk_bytes % ALIGNMENT_BYTES:
         raise BadCheckpoint(
             f"{where}: `chunk_bytes` must be a multiple of {ALIGNMENT_BYTES}, given: {manifest.chunk_bytes}"
         )
-    for file in manifest.files:
-        if Path(file.name).name != file.name or file.name in (MANIFEST, WEIGHTS):
-            raise BadCheckpoint(f"{where}: `files` names `{file.name}`, which cannot lie beside the weights")
-    full, rest = divmod(manifest.num_bytes, manifest.chunk_bytes)
-    sizes = [manifest.chunk_bytes] * full + [rest] * (rest > 0)
-    if [chunk.num_bytes for chunk in manifest.chunks] != sizes:
+    *full, last = [chunk.num_bytes for chunk in manifest.chunks] or [0]
+    is_cut_evenly = all(num_bytes == manifest.chunk_bytes for num_bytes in full)
+    if not is_cut_evenly or not 0 < last <= manifest.chunk_bytes or sum(full) + last != manifest.num_bytes:
         raise BadCheckpoint(f"{where}: `chunks` do not add up to {manifest.num_bytes} bytes")
+
+
+def _check_names(manifest: Manifest, where: str) -> None:
+    for digest in [*(chunk.digest for chunk in manifest.chunks), *(file.digest for file in manifest.files)]:
+        if not is_digest(digest):
+            raise BadCheckpoint(f"{where}: a digest is 32 hexadecimal digits, given: {digest!r:.80}")
+    taken = {"", ".", "..", MANIFEST, WEIGHTS}
+    for file in manifest.files:
+        if file.name in taken or "/" in file.name or not file.name.isprintable():
+            raise BadCheckpoint(
+                f"{where}: `files` names {file.name!r:.80}, which cannot lie beside the weights, or twice"
+            )
+        taken.add(file.name)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import xxhash
 
-from hearth.errors import ChunkCorrupt, ChunkMissing
+from hearth.errors import ChunkCorrupt, ChunkMissing, StoreError
 from hearth.store.manifest import Digest
 
 #: One request to the disk. What the page cache holds comes in one piece: with as many readers as cores, every
@@ -38,18 +38,28 @@ def read_verified(path: Path, offset: int, buffer: memoryview, digest: Digest) -
     """Fill `buffer`, whose address and length are multiples of 4 KiB, with the chunk at `offset`.
 
     Raises:
-        ChunkMissing: the file is gone, ends early or cannot be read.
+        ChunkMissing: the file is gone or ends early.
         ChunkCorrupt: these are not the bytes that `digest` names.
+        StoreError: it cannot be read now, which says nothing about the bytes.
     """
+    try:
+        return _read(path, offset, buffer, digest, may_be_direct=True)
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # this file system wants other blocks, or no direct reads after all
+            return _read(path, offset, buffer, digest, may_be_direct=False)
+        raise
+
+
+def _read(path: Path, offset: int, buffer: memoryview, digest: Digest, *, may_be_direct: bool) -> ReadTimes:
     hasher = xxhash.xxh3_128()
     verify_s = 0.0
     began_s = time.perf_counter()
     try:
-        with _opened(path, offset, len(buffer)) as (fd, piece_bytes):
+        with _opened(path, offset, len(buffer), may_be_direct) as (fd, piece_bytes):
             done = 0
             while done < len(buffer):
                 num_bytes = os.preadv(fd, [buffer[done : done + piece_bytes]], offset + done)
-                if num_bytes == 0 or num_bytes % _BLOCK_BYTES:
+                if num_bytes == 0 or (num_bytes % _BLOCK_BYTES and piece_bytes == DIRECT_PIECE_BYTES):
                     raise ChunkMissing(
                         f"`{path}` has {os.fstat(fd).st_size} bytes, wanted: up to byte "
                         f"{offset + len(buffer)}; it is truncated, so fetch or convert the model again"
@@ -58,8 +68,12 @@ def read_verified(path: Path, offset: int, buffer: memoryview, digest: Digest) -
                 hasher.update(buffer[done : done + num_bytes])
                 verify_s += time.perf_counter() - read_at_s
                 done += num_bytes
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ChunkMissing(f"`{path}` is gone: {error.strerror}") from error
     except OSError as error:
-        raise ChunkMissing(f"`{path}` cannot be read at byte {offset}: {error.strerror}") from error
+        if error.errno == errno.EINVAL and may_be_direct:
+            raise
+        raise StoreError(f"`{path}` cannot be read at byte {offset}: {error.strerror}") from error
     if hasher.hexdigest() != digest:
         raise ChunkCorrupt(
             f"`{path}`: bytes {offset} to {offset + len(buffer)} hash to {hasher.hexdigest()}, "
@@ -69,12 +83,12 @@ def read_verified(path: Path, offset: int, buffer: memoryview, digest: Digest) -
 
 
 @contextmanager
-def _opened(path: Path, offset: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+def _opened(path: Path, offset: int, num_bytes: int, may_be_direct: bool) -> Iterator[tuple[int, int]]:
     """A descriptor for the way that is faster for this part of the file, and how much to read at a time."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         piece_bytes = num_bytes
-        if not is_cached(fd, offset, num_bytes):
+        if may_be_direct and not is_cached(fd, offset, num_bytes):
             direct = _open_direct(path)
             if direct is not None:
                 os.close(fd)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hearth.store.climb import Delivery
@@ -11,7 +12,12 @@ from hearth.types import Rung
 
 @dataclass(frozen=True, slots=True)
 class RungUse:
-    """`seconds` is from the first byte asked of the rung to its last byte here, readers side by side."""
+    """What a rung gave, and for how long it was busy with it.
+
+    Of disk and object storage, `seconds` is the time in which at least one reader was at work. What host
+    memory takes for a chunk cannot be seen, for copies are queued: it gets its share, by bytes, of the time
+    in which the load did not wait.
+    """
 
     num_chunks: int
     num_bytes: int
@@ -31,6 +37,8 @@ class LoadRecord:
     first_layer_s: float  #: until the first layer could run
     total_s: float
     num_failures: int  #: places or answers that were no good; others made up for them
+    num_shared_chunks: int = 0  #: that another load was reading already; they are in no rung's use
+    shared_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -42,38 +50,67 @@ class Tally:
     wait_s: float = 0.0
     first_layer_s: float | None = None
     num_host_chunks: int = 0
-    num_host_bytes: int = 0
+    host_bytes: int = 0
+    num_shared_chunks: int = 0
+    shared_bytes: int = 0
     deliveries: list[Delivery] = field(default_factory=list)
 
-    def took(self, delivery: Delivery | None, num_bytes: int) -> None:
-        if delivery is not None:
+    def took(self, delivery: Delivery | None, num_bytes: int, *, is_shared: bool = False) -> None:
+        """A chunk: this load had it read, another one did (`is_shared`), or it was in host memory."""
+        if is_shared:
+            self.num_shared_chunks += 1
+            self.shared_bytes += num_bytes
+        elif delivery is not None:
             self.deliveries.append(delivery)
         else:
             self.num_host_chunks += 1
-            self.num_host_bytes += num_bytes
+            self.host_bytes += num_bytes
+
+    def waited(self, seconds: float) -> None:
+        """For a chunk, whatever its rung."""
+        self.wait_s += seconds
 
     def record(self, model: str, now_s: float) -> LoadRecord:
         total_s = now_s - self.began_s
-        rungs = {
-            rung: _use_of([d for d in self.deliveries if d.rung is rung]) for rung in (Rung.DISK, Rung.OBJECT)
-        }
-        rungs[Rung.HOST] = RungUse(self.num_host_chunks, self.num_host_bytes, total_s - self.wait_s)
+        rungs = uses_of(self.deliveries)
+        if self.num_host_chunks:
+            rungs[Rung.HOST] = self._host_use(total_s)
         return LoadRecord(
             model=model,
             num_bytes=self.num_bytes,
-            rungs={rung: use for rung, use in rungs.items() if use.num_chunks},
+            rungs=rungs,
             read_s=sum(d.read_s for d in self.deliveries),
             verify_s=sum(d.verify_s for d in self.deliveries),
             wait_s=self.wait_s,
             first_layer_s=total_s if self.first_layer_s is None else self.first_layer_s,
             total_s=total_s,
             num_failures=sum(d.num_failures for d in self.deliveries),
+            num_shared_chunks=self.num_shared_chunks,
+            shared_bytes=self.shared_bytes,
         )
 
+    def _host_use(self, total_s: float) -> RungUse:
+        taken_bytes = self.host_bytes + self.shared_bytes + sum(d.num_bytes for d in self.deliveries)
+        seconds = (total_s - self.wait_s) * self.host_bytes / taken_bytes
+        return RungUse(self.num_host_chunks, self.host_bytes, seconds)
 
-def _use_of(deliveries: list[Delivery]) -> RungUse:
-    if not deliveries:
-        return RungUse(0, 0, 0.0)
-    began_s = min(d.began_s for d in deliveries)
-    ended_s = max(d.began_s + d.read_s + d.verify_s for d in deliveries)
-    return RungUse(len(deliveries), sum(d.num_bytes for d in deliveries), ended_s - began_s)
+
+def uses_of(deliveries: Sequence[Delivery]) -> dict[Rung, RungUse]:
+    """By rung, those that gave nothing left out."""
+    by_rung: dict[Rung, list[Delivery]] = {}
+    for delivery in deliveries:
+        by_rung.setdefault(delivery.rung, []).append(delivery)
+    return {
+        rung: RungUse(len(given), sum(d.num_bytes for d in given), _busy_s(given))
+        for rung, given in by_rung.items()
+    }
+
+
+def _busy_s(deliveries: Sequence[Delivery]) -> float:
+    """The length of the union of their intervals: readers work side by side, and may rest between."""
+    busy_s, until_s = 0.0, -math.inf
+    for delivery in sorted(deliveries, key=lambda d: d.began_s):
+        ended_s = delivery.began_s + delivery.read_s + delivery.verify_s
+        busy_s += max(0.0, ended_s - max(delivery.began_s, until_s))
+        until_s = max(until_s, ended_s)
+    return busy_s

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ import obstore
 from obstore.exceptions import BaseError, NotSupportedError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import HTTPStore, S3Store
 
-from hearth.errors import ChunkMissing, ConfigError, Unreachable
+from hearth.errors import ChunkMissing, ConfigError, LoadCancelled, Unreachable
 from hearth.models.layout import ByteRange
 from hearth.store.backoff import Retry
 from hearth.store.credentials import find_s3_access
@@ -45,6 +46,10 @@ class Counters:
     num_bytes: int = 0  #: of answers that were usable
 
 
+def _always() -> bool:
+    return True
+
+
 class RemoteModel:
     """The files below `s3://bucket/prefix` or `http(s)://host/prefix`. Many threads may read at once."""
 
@@ -60,15 +65,19 @@ class RemoteModel:
         """A small file, whole. Raises ChunkMissing where there is none, Unreachable where nobody answers."""
         return self._read(name, None).to_bytes()
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer from weights.bin; it is untouched until all bytes are here.
+    def read_into(self, offset: int, buffer: memoryview, is_wanted: Callable[[], bool] = _always) -> None:
+        """Fill the buffer from weights.bin; it is untouched until all bytes are here. It blocks.
 
-        Blocks, without the GIL. Raises ChunkMissing where the file ends too early, Unreachable as above.
+        Raises ChunkMissing where the file ends before, Unreachable where nobody answers, and LoadCancelled
+        where another try would be for nobody.
         """
         if buffer.nbytes:
-            buffer[:] = memoryview(self._read(WEIGHTS, ByteRange(offset, offset + buffer.nbytes)))
+            part = ByteRange(offset, offset + buffer.nbytes)
+            buffer[:] = memoryview(self._read(WEIGHTS, part, is_wanted))
 
-    def _read(self, name: str, part: ByteRange | None) -> obstore.Bytes:
+    def _read(
+        self, name: str, part: ByteRange | None, is_wanted: Callable[[], bool] = _always
+    ) -> obstore.Bytes:
         delays_s = self._retry.delays_s()
         num_tries = 0
         while True:
@@ -88,6 +97,8 @@ class RemoteModel:
                     *(self.url, name, num_tries, delay_s, error),
                 )
             time.sleep(delay_s)
+            if not is_wanted():
+                raise LoadCancelled(f"nobody waits for `{self.url}/{name}` any more, tries: {num_tries}")
 
     def _request(self, name: str, part: ByteRange | None) -> obstore.Bytes:
         """One request. Raises _Passing where another may fare better, and otherwise what ends the reading."""

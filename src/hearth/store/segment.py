@@ -111,6 +111,7 @@ class Segment:
         for pin in self._pins:
             _cudart().cudaHostUnregister(self._bytes.data_ptr() + pin.start)
         self._pins.clear()
+        del self._bytes, self._map
         os.close(self.fd)
 
     def _pin_all(self) -> None:

@@ -7,7 +7,8 @@ first is decided by price (`prices.py`). It copies nothing to a device: that is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from hearth.store.manifest import (
     MANIFEST,
     WEIGHTS,
     Manifest,
+    damage_of,
     digest_of,
     parse_manifest,
     read_manifest,
@@ -58,8 +60,13 @@ class _Version:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    versions: list[_Version | None]
+    versions: Mapping[str, _Version | None]  #: by file name, of all files that make up the model
     model: StoredModel
+
+    @property
+    def is_current(self) -> bool:
+        directory = self.model.directory
+        return all(_version_of(directory / name) == version for name, version in self.versions.items())
 
 
 class Tiers:
@@ -67,27 +74,34 @@ class Tiers:
 
     def __init__(self, config: StoreConfig, slot_bytes: int = CHUNK_BYTES) -> None:
         self.disk = DiskTier(Path(config.path).expanduser(), config.disk_bytes)
-        self.prices = Prices()
+        self.disk.collect()  # chunks of models that were replaced or deleted
+        self.prices = Prices(is_on_disk=self.disk.holds)
         self.segment = Segment.create(config.host_bytes // slot_bytes, slot_bytes)
         self.segment.pin_in_background()
         #: Models that are open: reading a description takes milliseconds, which a cold start does not have.
         #: Single operations of a dict are atomic and opening twice does no harm, so it needs no lock.
         self._opened: dict[Path, _Opened] = {}
+        self._remotes: dict[str, RemoteModel] = {}
         self.fetcher = Fetcher(self.segment, Climber(self.disk, self.prices.of_disk_chunk), self.prices)
 
-    def open(self, where: str | Path) -> StoredModel:
-        """A converted model: its directory, or its URL in object storage.
+    def open(self, where: str | Path, weight: float = 1.0) -> StoredModel:
+        """A converted model: its directory, or its URL in object storage. `weight`: see `StoredModel`.
 
         Of the latter, all but the weights is kept on disk; opening it again asks for the manifest alone.
         """
         if "://" in str(where):
-            return self._admit(self._open_remote(str(where)))
+            return self._admit(self._open_remote(str(where), weight))
         directory = Path(where).resolve()
-        versions = [_version_of(directory / name) for name in (MANIFEST, WEIGHTS)]
         known = self._opened.get(directory)
-        if known is not None and known.versions == versions:
+        if known is not None and known.is_current and known.model.weight == weight:
             return known.model
-        model = self._admit(_open_directory(directory))
+        versions = {name: _version_of(directory / name) for name in (MANIFEST, WEIGHTS)}
+        manifest = read_manifest(directory)
+        versions |= {file.name: _version_of(directory / file.name) for file in manifest.files}
+        for file in manifest.files:
+            if damage := damage_of(file, directory):
+                raise ChunkCorrupt(f"`{directory / file.name}` {damage}; convert or fetch the model again")
+        model = self._admit(StoredModel(directory.name, manifest, directory, weight=weight))
         self._opened[directory] = _Opened(versions, model)
         return model
 
@@ -114,7 +128,7 @@ class Tiers:
         )
 
     def report(self) -> dict[Rung, TierReport]:
-        book = self.fetcher.book
+        book, remotes = self.fetcher.book, list(self._remotes.values())
         host_bytes = (book.num_resident + book.num_filling) * self.segment.slot_bytes
         return {
             Rung.HOST: TierReport(
@@ -131,28 +145,59 @@ class Tiers:
                 bytes_per_s=self.prices.bytes_per_s(Rung.DISK),
                 counters=asdict(self.disk.counters),
             ),
+            Rung.OBJECT: TierReport(
+                used_bytes=0,
+                capacity_bytes=None,
+                pinned_bytes=0,
+                bytes_per_s=self.prices.bytes_per_s(Rung.OBJECT),
+                counters=dict(sum((Counter(asdict(r.counters)) for r in remotes), Counter())),
+            ),
         }
 
     def close(self) -> None:
         self.fetcher.close()
         self.segment.close()
 
-    def _open_remote(self, url: str) -> StoredModel:
-        remote = RemoteModel(url)
+    def _open_remote(self, url: str, weight: float) -> StoredModel:
+        remote = self._remotes.setdefault(url, RemoteModel(url))
         name = f"{remote.url.rpartition('/')[2]}-{digest_of(remote.url.encode())[:8]}"
         directory = self.disk.root / "models" / name
         try:
-            manifest = _refresh(remote, directory)
+            manifest = self._refresh(remote, directory)
         except Unreachable as error:
             if not (directory / MANIFEST).is_file():
                 raise
             log.warning("fallback description=disk model=%s reason=%s", name, error)
             manifest = read_manifest(directory)
-        return StoredModel(name, manifest, directory, remote)
+        return StoredModel(name, manifest, directory, remote, weight)
+
+    def _refresh(self, remote: RemoteModel, directory: Path) -> Manifest:
+        """Have everything but the weights in the directory, as the URL has it now."""
+        text = remote.read_file(MANIFEST)
+        manifest = parse_manifest(text.decode(errors="replace"), f"{remote.url}/{MANIFEST}")
+        if _is_fresh(directory, text, manifest):
+            return manifest
+        num_bytes = len(text) + sum(file.num_bytes for file in manifest.files)
+        # Whoever opens it at the same moment, also in another process, waits and finds it done.
+        with staged(directory, num_bytes, overwrite=True, wait=True) as staging:
+            for file in manifest.files:
+                content = remote.read_file(file.name)
+                if digest_of(content) != file.digest:
+                    raise ChunkCorrupt(
+                        f"`{remote.url}/{file.name}` hashes to {digest_of(content)}, its manifest says "
+                        f"{file.digest}; upload the model again"
+                    )
+                staging.write_file(file.name, content)
+            staging.write_file(MANIFEST, text)
+        self.disk.register(directory, manifest)
+        self.disk.collect()
+        return manifest
 
 
-def _open_directory(directory: Path) -> StoredModel:
-    return StoredModel(directory.name, read_manifest(directory), directory)
+def _is_fresh(directory: Path, text: bytes, manifest: Manifest) -> bool:
+    path = directory / MANIFEST
+    is_same = path.is_file() and path.read_bytes() == text
+    return is_same and not any(damage_of(file, directory) for file in manifest.files)
 
 
 def _version_of(path: Path) -> _Version | None:
@@ -161,24 +206,3 @@ def _version_of(path: Path) -> _Version | None:
     except OSError:
         return None
     return _Version(found.st_ino, found.st_mtime_ns, found.st_size)
-
-
-def _refresh(remote: RemoteModel, directory: Path) -> Manifest:
-    """Have everything but the weights in the directory, as the URL has it now."""
-    text = remote.read_file(MANIFEST)
-    manifest = parse_manifest(text.decode(errors="replace"), f"{remote.url}/{MANIFEST}")
-    path = directory / MANIFEST
-    if path.is_file() and path.read_bytes() == text:
-        return manifest
-    num_bytes = len(text) + sum(file.num_bytes for file in manifest.files)
-    with staged(directory, num_bytes, overwrite=True) as staging:
-        for file in manifest.files:
-            content = remote.read_file(file.name)
-            if digest_of(content) != file.digest:
-                raise ChunkCorrupt(
-                    f"`{remote.url}/{file.name}` hashes to {digest_of(content)}, its manifest says "
-                    f"{file.digest}; upload the model again"
-                )
-            staging.write_file(file.name, content)
-        staging.write_file(MANIFEST, text)
-    return manifest

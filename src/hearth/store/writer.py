@@ -2,14 +2,16 @@
 
 .NAME.converting   everything is written here, manifest.json last; a lock tells the living from the dead
 NAME               the same directory, renamed when all of it is on the disk
-.NAME.replaced     the model that stood there before, between two renames
+.NAME.replaced     the model that stood there before, where the system cannot exchange two directories at once
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,9 +23,28 @@ import torch
 from hearth.errors import StoreError, StoreFull
 from hearth.models.layout import ALIGNMENT_BYTES
 from hearth.models.pack import PackedTensor
-from hearth.store.manifest import MANIFEST, WEIGHTS, Chunk, digest_of
+from hearth.store.manifest import FORMAT, MANIFEST, WEIGHTS, Chunk, digest_of
 
 LOCK = ".lock"
+
+#: How the system says that there is no room: the disk, the user's quota, the limit of a file's size.
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+#: All that a model's directory may hold. One that holds more is never replaced.
+KNOWN_FILES = frozenset(
+    {
+        *(MANIFEST, WEIGHTS, LOCK),
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+        *("generation_config.json", "chat_template.jinja"),
+    }
+)
+
+#: Found in every description that Hearth has written, whatever its version and however damaged.
+_FORMAT_FIELD = re.compile(rb'"format"\s*:\s*"' + FORMAT.encode() + rb'"')
+
+#: Of Linux' renameat2: relative to the working directory; swap the two.
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +115,7 @@ class Staging:
         try:
             yield
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in NO_ROOM:
                 raise self._full(os.strerror(error.errno)) from error
             raise StoreError(f"cannot write in `{self.directory}`: {error}; check the device") from error
 
@@ -108,14 +129,18 @@ class Staging:
 
 
 @contextmanager
-def staged(dest: Path, num_bytes: int, *, overwrite: bool = False) -> Iterator[Staging]:
+def staged(dest: Path, num_bytes: int, *, overwrite: bool = False, wait: bool = False) -> Iterator[Staging]:
     """Room to write a model in, which becomes `dest` at the end and is gone if the end is not reached.
 
-    Raises StoreError where `dest` is taken or another writes it, StoreFull where `num_bytes` do not fit.
+    Raises StoreError where `dest` is taken, or another writes it and `wait` is False; StoreFull where
+    `num_bytes` do not fit.
     """
     dest = dest.resolve()
+    if not dest.name:
+        raise StoreError(f"a model cannot be `{dest}` itself; name a directory in it")
     staging = Staging(dest.with_name(f".{dest.name}.converting"), num_bytes)
-    with _locked(staging.directory), ExitStack() as undo:
+    with ExitStack() as locks, ExitStack() as undo:
+        locks.enter_context(_locked(staging.directory, wait=wait))
         undo.callback(_remove, staging.directory)
         with _translated(f"cannot clear what an interrupted conversion has left beside `{dest}`"):
             _clear(staging.directory)
@@ -123,6 +148,10 @@ def staged(dest: Path, num_bytes: int, *, overwrite: bool = False) -> Iterator[S
         _refuse_taken(dest, overwrite)
         staging.check_room()
         yield staging
+        _refuse_taken(dest, overwrite)  # again: much may have happened since
+        if (dest / MANIFEST).is_file():
+            # The old model may take the place of the staging directory, which is ours alone.
+            locks.enter_context(_locked(dest, wait=True))
         with _translated(f"cannot put the model to `{dest}`"):
             _publish(staging.directory, dest)
         undo.pop_all()
@@ -155,68 +184,113 @@ def _cut(pieces: Iterable[memoryview], chunk_bytes: int) -> Iterator[memoryview]
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def _locked(directory: Path, *, wait: bool) -> Iterator[None]:
     """The directory exists and belongs to this process until the end; the lock of a dead one is free."""
     with _translated(f"cannot write `{directory}`"):
-        lock = _lock(directory)
+        lock = _lock(directory, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     try:
         yield
     finally:
         os.close(lock)
 
 
-def _lock(directory: Path) -> int:
+def _lock(directory: Path, operation: int) -> int:
     while True:
         directory.mkdir(parents=True, exist_ok=True)
-        try:
+        with suppress(FileNotFoundError), ExitStack() as undo:  # where its owner takes the directory away
             lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        except FileNotFoundError:  # its owner has just taken the directory away
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            undo.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, operation)
+            except BlockingIOError:
+                raise StoreError(
+                    f"another conversion is writing `{directory}`; wait until it has ended"
+                ) from None
             if os.path.samestat(os.fstat(lock), os.stat(directory / LOCK)):
+                undo.pop_all()
                 return lock
-        except BlockingIOError:
-            os.close(lock)
-            raise StoreError(
-                f"another conversion is writing `{directory}`; wait until it has ended"
-            ) from None
-        except FileNotFoundError:
-            pass
-        os.close(lock)
 
 
 def _refuse_taken(dest: Path, overwrite: bool) -> None:
-    is_model = (dest / MANIFEST).is_file()
-    if is_model and not overwrite:
+    with _translated(f"cannot look into `{dest}`"):
+        if not dest.exists() or (dest.is_dir() and not any(dest.iterdir())):
+            return
+        if not _is_model(dest):
+            raise StoreError(
+                f"`{dest}` exists and is no Hearth model, so it stays; choose another destination"
+            )
+        foreign = sorted(p.name for p in dest.iterdir() if p.name not in KNOWN_FILES or not p.is_file())
+    if foreign:
+        raise StoreError(
+            f"`{dest}` holds more than a model, so it stays: {', '.join(foreign)}; choose another "
+            "destination, or move that elsewhere"
+        )
+    if not overwrite:
         raise StoreError(
             f"`{dest}` holds a model already; choose another destination, or replace it with `--force` "
             "(`overwrite=True` in Python)"
         )
-    if not is_model and dest.exists() and not (dest.is_dir() and not any(dest.iterdir())):
-        raise StoreError(f"`{dest}` exists and is no Hearth model, so it stays; choose another destination")
+
+
+def _is_model(directory: Path) -> bool:
+    """By the format that its description names: a damaged model may be replaced, others' may not."""
+    path = directory / MANIFEST
+    return path.is_file() and _FORMAT_FIELD.search(path.read_bytes()) is not None
 
 
 def _publish(directory: Path, dest: Path) -> None:
-    replaced = _replaced(dest)
-    _sync(directory)
-    if (dest / MANIFEST).is_file():
-        dest.rename(replaced)
-    directory.rename(dest)
-    # Only now: without it, another conversion could take the directory for a dead one's.
-    (dest / LOCK).unlink()
+    """The lock comes along, for without it another conversion could take the directory for a dead one's."""
+    try:
+        _sync(directory)
+        if not (dest / MANIFEST).is_file():
+            directory.rename(dest)
+        elif _exchange(directory, dest):
+            _sync(dest.parent)  # the old one goes when the new one is there for certain
+            _remove(directory)
+        else:
+            _rename_both(directory, dest)
+    finally:
+        (dest / LOCK).unlink(missing_ok=True)
     _sync(dest)
     _sync(dest.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove(_replaced(dest))
+
+
+def _exchange(directory: Path, dest: Path) -> bool:
+    """Swap the two at once, so that there is a model at `dest` at any time. False where that cannot be."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:  # a C library without it
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(directory), _AT_FDCWD, os.fsencode(dest), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _CANNOT_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), str(dest))
+
+
+def _rename_both(directory: Path, dest: Path) -> None:
+    try:
+        dest.rename(_replaced(dest))
+        directory.rename(dest)
+    except BaseException:  # an interrupt too must not leave `dest` without its model
+        if not dest.exists():
+            _replaced(dest).rename(dest)
+        raise
 
 
 def _recover(dest: Path) -> None:
-    """What a conversion has left that was killed while it replaced a model."""
+    """What a conversion has left that ended while it replaced a model."""
     replaced = _replaced(dest)
-    if replaced.exists() and not dest.exists():
-        replaced.rename(dest)
-    elif replaced.exists():
-        shutil.rmtree(replaced)
+    if replaced.exists():
+        with _locked(replaced, wait=True):  # its owner may be about to remove it
+            if (replaced / MANIFEST).exists() and not dest.exists():
+                replaced.rename(dest)
+            else:
+                _remove(replaced)
+    if _is_model(dest):
+        (dest / LOCK).unlink(missing_ok=True)
 
 
 def _replaced(dest: Path) -> Path:

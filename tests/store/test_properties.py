@@ -1,0 +1,69 @@
+"""Random damage and random order: whatever is loaded is right, or it is not loaded."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hearth.errors import ChunkCorrupt, ChunkMissing
+from hearth.store.loader import Load, Loader, whole
+from hearth.store.manifest import WEIGHTS
+from tests.store.stored import CHUNK_BYTES, WEIGHTS_BYTES, flip, tiers_at, write_model
+
+NUM_CHUNKS = -(-WEIGHTS_BYTES // CHUNK_BYTES)
+
+
+@settings(max_examples=25)
+@given(
+    flips=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, NUM_CHUNKS - 1)), max_size=4),
+    order=st.lists(st.sampled_from("abc"), min_size=1, max_size=5),
+    num_slots=st.integers(1, NUM_CHUNKS + 2),
+)
+def test_a_load_is_right_or_fails_by_the_name_of_a_damaged_chunk(
+    flips: list[tuple[str, int]], order: list[str], num_slots: int
+) -> None:
+    """`c` is a copy of `a` that nobody damages: what `a` lacks is taken from there once `c` is open."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        data = {name: write_model(root / "models" / name, seed) for seed, name in enumerate("ab")}
+        shutil.copytree(root / "models" / "a", root / "models" / "c")
+        data["c"] = data["a"]
+        damaged = {name: {chunk for which, chunk in flips if which == name} for name in "abc"}
+        for name in "ab":
+            for chunk in damaged[name]:
+                flip(root / "models" / name / WEIGHTS, chunk * CHUNK_BYTES + 7)
+        opened: set[str] = set()
+        with tiers_at(root / "cache", num_slots=num_slots) as tiers:
+            for name in order:
+                model = tiers.open(root / "models" / name)
+                opened.add(name)
+                base = torch.zeros(model.manifest.num_bytes, dtype=torch.uint8)
+                load = Loader(base.device).load(
+                    name,
+                    model.manifest,
+                    whole(model.manifest, base),
+                    lambda c, m=model: tiers.fetch(m, c),  # type: ignore[misc] # a default cannot be inferred
+                )
+                failure = _failure_of(load)
+                if failure is None:
+                    assert base.numpy().tobytes() == data[name]
+                else:
+                    assert damaged[name], failure
+                    assert not (name == "a" and "c" in opened), failure
+                book = tiers.fetcher.book
+                book.check()
+                assert (book.num_leased, book.num_filling) == (0, 0)
+                assert book.num_resident <= num_slots
+
+
+def _failure_of(load: Load) -> str | None:
+    try:
+        load.wait()
+    except (ChunkCorrupt, ChunkMissing) as error:
+        return str(error)
+    return None
