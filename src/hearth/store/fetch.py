@@ -300,7 +300,7 @@ class Fetch:
             self.release(*taken)
 
     def _wait_for(self, index: int) -> Iterator[HostChunk]:
-        """The chunk, and what is ready behind it: the lock is not for the taking while readers are busy."""
+        """The chunk, and what is ready behind it: while readers are busy, the lock is not cheap."""
         at = self._position[index]
         with self.arrived:
             self.awaited = index

@@ -196,7 +196,8 @@ def _locked(directory: Path, *, wait: bool) -> Iterator[None]:
 
 def _lock(directory: Path, operation: int) -> int:
     while True:
-        directory.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):  # it is there, or was a moment ago
+            directory.mkdir(parents=True)
         with suppress(FileNotFoundError), ExitStack() as undo:  # where its owner takes the directory away
             lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
             undo.callback(os.close, lock)
