@@ -7,6 +7,7 @@ they came from is struck off, the next one is tried, and object storage is asked
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class Climber:
         self._disk = disk
         self._price = price
         self._is_full_known = False  #: a full or broken disk is worth one line, not one per chunk
+        self._telling = threading.Lock()  #: guards it: readers find out at the same moment
 
     def deliver(
         self, model: StoredModel, index: int, buffer: memoryview, is_wanted: Callable[[], bool]
@@ -66,13 +68,15 @@ class Climber:
     def keep(self, model: StoredModel, index: int, data: memoryview) -> None:
         """Write a chunk that came from object storage to disk, if it takes it: no load depends on that."""
         digest = model.manifest.chunks[index].digest
+        failure = None
         try:
             self._disk.keep(digest, data, self._price)
-            self._is_full_known = False
         except StoreError as error:
-            if not self._is_full_known:
-                log.warning("chunks_not_kept model=%s reason=%s", model.name, error)
-            self._is_full_known = True
+            failure = error
+        with self._telling:
+            if failure is not None and not self._is_full_known:
+                log.warning("chunks_not_kept model=%s reason=%s", model.name, failure)
+            self._is_full_known = failure is not None
 
     def _from_disk(self, digest: Digest, buffer: memoryview, failures: list[StoreError]) -> Delivery | None:
         for place in self._disk.locate(digest):

@@ -36,7 +36,7 @@ WINDOW = 32
 #: Disks want several requests at once; from memory, reading and hashing want all cores but two (of 16).
 NUM_READERS = 14
 #: How long closing waits for readers: a read of a disk ends within this, a server may not answer at all.
-PATIENCE_S = 2.0
+PATIENCE_S = 5.0
 
 log = logging.getLogger(__name__)
 
