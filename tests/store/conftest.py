@@ -1,7 +1,21 @@
-"""One real S3 server for all tests of the store: the fixture `s3`. No helpers."""
+"""Servers for the tests of the store: `s3`, a real one for all; `server`, which behaves as it is told."""
 
 from __future__ import annotations
 
-from tests.store.s3_server import start_s3
+from collections.abc import Iterator
+from pathlib import Path
 
-__all__ = ["start_s3"]
+import pytest
+
+from tests.store.bad_server import BadServer
+from tests.store.s3_server import start_s3
+from tests.store.stored import serving
+
+__all__ = ["server", "start_s3"]
+
+
+@pytest.fixture
+def server(source: Path) -> Iterator[BadServer]:
+    """Of the model in the directory that the module's fixture `source` gives."""
+    with serving(source) as server:
+        yield server

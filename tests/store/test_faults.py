@@ -83,12 +83,6 @@ def data(source: Path) -> bytes:
 
 
 @pytest.fixture
-def server(source: Path) -> Iterator[BadServer]:
-    with serving(source) as server:
-        yield server
-
-
-@pytest.fixture
 def tiers(tmp_path: Path) -> Iterator[Tiers]:
     with tiers_at(tmp_path / "root") as tiers:
         yield tiers

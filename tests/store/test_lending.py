@@ -23,7 +23,7 @@ from hearth.config import StoreConfig
 from hearth.errors import BadCheckpoint, ChunkMissing, LoadCancelled, StoreError
 from hearth.store.borrower import Borrower, Loan
 from hearth.store.convert import convert
-from hearth.store.fetch import Fetch
+from hearth.store.fetch import Fetch, HostChunk
 from hearth.store.lender import Lender
 from hearth.store.lending import CancelLoad, ChunkLent, Hello, ReleaseChunk, encode, received, send
 from hearth.store.loader import Loader, whole
@@ -33,7 +33,7 @@ from hearth.store.segment import Segment
 from hearth.store.tiers import Tiers
 from hearth.types import Rung
 from tests.models.zoo import build
-from tests.store.stored import PATIENCE_S, gated_tiers
+from tests.store.stored import PATIENCE_S, GatedTiers, gated_tiers
 
 SLOT_BYTES = 8 << 10
 NUM_SLOTS = 2048  # the least that a configuration allows: 16 MiB
@@ -189,16 +189,23 @@ def test_a_borrower_cannot_open_what_is_no_model(tmp_path: Path, path: Path) -> 
         borrower.close()
 
 
+def first_of(
+    borrower: Borrower, model: Path, gated: GatedTiers
+) -> tuple[Loan, Iterator[HostChunk], HostChunk]:
+    """A loan whose first chunk was let through and taken."""
+    borrowed = borrower.open(model)
+    loan = borrower.fetch(borrowed, range(len(borrowed.manifest.chunks)))
+    chunks = iter(loan)
+    gated.gate.next().allow()
+    return loan, chunks, next(chunks)
+
+
 def test_what_a_failed_load_was_given_stays_lent_until_it_is_released(
     model: Path, tmp_path: Path, path: Path
 ) -> None:
     with gated_tiers(tmp_path) as gated, closing(Lender(gated.tiers, path)) as lender:
         borrower = Borrower(path)
-        borrowed = borrower.open(model)
-        loan = borrower.fetch(borrowed, range(len(borrowed.manifest.chunks)))
-        chunks = iter(loan)
-        gated.gate.next().allow()
-        held = next(chunks)
+        loan, chunks, held = first_of(borrower, model, gated)
 
         gated.gate.next().refuse(ChunkMissing("the second is gone"))
 
@@ -215,11 +222,7 @@ def test_what_a_load_was_given_before_it_was_called_off_stays_lent_until_it_is_r
 ) -> None:
     with gated_tiers(tmp_path) as gated, closing(Lender(gated.tiers, path)) as lender:
         borrower = Borrower(path)
-        borrowed = borrower.open(model)
-        loan = borrower.fetch(borrowed, range(len(borrowed.manifest.chunks)))
-        chunks = iter(loan)
-        gated.gate.next().allow()
-        held = next(chunks)
+        loan, chunks, held = first_of(borrower, model, gated)
 
         loan.cancel()
 

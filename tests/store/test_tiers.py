@@ -44,12 +44,6 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(source: Path) -> Iterator[BadServer]:
-    with serving(source) as server:
-        yield server
-
-
-@pytest.fixture
 def tiers(tmp_path: Path) -> Iterator[Tiers]:
     with tiers_at(tmp_path / "root") as tiers:
         yield tiers
