@@ -24,7 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from hearth import LLM, Completion, SamplingParams
 from hearth.config import EngineConfig
-from hearth.engine.engine import Output
+from hearth.engine.engine import StepOutcome
 from hearth.errors import (
     BadCheckpoint,
     BadPrompt,
@@ -529,9 +529,9 @@ def asked_and_closed(
     """What becomes of a question whose engine gets nowhere and is closed."""
     stepping = threading.Event()
 
-    def step() -> list[Output]:
+    def step() -> StepOutcome:
         stepping.set()
-        return []
+        return StepOutcome((), (), ())
 
     monkeypatch.setattr(llm.engine, "step", step)
     with ThreadPoolExecutor(1) as pool:
@@ -598,7 +598,7 @@ def test_use_after_closing_is_an_error_and_closing_twice_is_not(directory: Path)
 def test_an_engine_that_breaks_fails_the_question_with_its_cause(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def step() -> list[Output]:
+    def step() -> StepOutcome:
         raise ZeroDivisionError("no such device")
 
     with LLM(directory, device="cpu", engine=CONFIG) as llm:

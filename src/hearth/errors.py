@@ -1,7 +1,8 @@
-"""Every exception that Hearth raises on purpose. No logic, no formatting.
+"""Every exception that Hearth raises on purpose. No formatting.
 
     HearthError
     ├── ConfigError           a configuration file or flag is wrong
+    ├── DataDirError          the data directory cannot be used: newer, locked, unreadable
     ├── DeviceError           the device, its memory or a dtype on it cannot be had
     ├── EngineFailed          the engine broke or was closed while the request was live
     ├── ModelError            a model directory cannot be served
@@ -11,8 +12,21 @@
     ├── RequestError          one request is wrong; others are not affected
     │   ├── BadPrompt         empty, or a token outside the vocabulary
     │   ├── PromptTooLong     does not fit the context or the KV memory
-    │   └── BadSampling       a sampling value out of range or in contradiction
+    │   ├── BadSampling       a sampling value out of range or in contradiction
+    │   ├── BadGuide          a schema or grammar that no output can be held to
+    │   ├── UnknownModel      no model is deployed under that name
+    │   ├── UnknownRequest    nothing is known of that request, or no longer
+    │   ├── NameTaken         a model is deployed under that name, or it is busy
+    │   ├── Unauthorized      the API key is missing or wrong
+    │   └── Forbidden         the API key is right, but not for this
+    ├── ServiceError          the service cannot take or finish the request now
+    │   ├── Overloaded        the queue is full; try again after `retry_s`
+    │   ├── NoCapacity        the model can never fit the memory of any worker
+    │   ├── ShuttingDown      the service takes no new requests
+    │   ├── WorkersLost       the request ended because workers kept dying under it
+    │   └── Unreached         no service answers at the URL
     └── StoreError            a rung of the store cannot deliver or take what it should
+        ├── LenderGone        the process that lends host memory is not there
         ├── ChunkCorrupt      bytes were read, but they are not those that were stored
         ├── ChunkMissing      a file or object ends early, is gone, or cannot be read
         ├── Unreachable       object storage gave no usable answer, retries included
@@ -21,6 +35,10 @@
 
 A message states what is wrong, the limit, the value given and what to do.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
 
 
 class HearthError(Exception):
@@ -32,6 +50,10 @@ class HearthError(Exception):
 
 class ConfigError(HearthError):
     label = "config"
+
+
+class DataDirError(HearthError):
+    label = "data_dir"
 
 
 class DeviceError(HearthError):
@@ -74,6 +96,60 @@ class BadSampling(RequestError):
     label = "bad_sampling"
 
 
+class BadGuide(RequestError):
+    label = "bad_guide"
+
+
+class UnknownModel(RequestError):
+    http_status, label = 404, "model_not_found"
+
+
+class UnknownRequest(RequestError):
+    http_status, label = 404, "request_not_found"
+
+
+class NameTaken(RequestError):
+    http_status, label = 409, "name_taken"
+
+
+class Unauthorized(RequestError):
+    http_status, label = 401, "unauthorized"
+
+
+class Forbidden(RequestError):
+    http_status, label = 403, "forbidden"
+
+
+class ServiceError(HearthError):
+    http_status, label = 503, "service"
+
+
+class Overloaded(ServiceError):
+    """Admission refused: the queue is full."""
+
+    http_status, label = 429, "overloaded"
+
+    def __init__(self, message: str, retry_s: float) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
+
+
+class NoCapacity(ServiceError):
+    label = "no_capacity"
+
+
+class ShuttingDown(ServiceError):
+    label = "shutting_down"
+
+
+class WorkersLost(ServiceError):
+    label = "workers_lost"
+
+
+class Unreached(ServiceError):
+    label = "unreached"
+
+
 class StoreError(HearthError):
     http_status, label = 503, "store"
 
@@ -90,9 +166,25 @@ class Unreachable(StoreError):
     label = "unreachable"
 
 
+class LenderGone(StoreError):
+    label = "lender_gone"
+
+
 class StoreFull(StoreError):
     http_status, label = 507, "store_full"
 
 
 class LoadCancelled(StoreError):
     label = "load_cancelled"
+
+
+def error_of(label: str, message: str) -> HearthError:
+    """The error that another process met, made again from what it said of it."""
+    return _by_label().get(label, HearthError)(message)
+
+
+def _by_label() -> dict[str, Callable[[str], HearthError]]:
+    kinds: list[type[HearthError]] = [HearthError]
+    for kind in kinds:  # grows as it goes, down the whole tree
+        kinds += kind.__subclasses__()
+    return {kind.label: kind for kind in kinds if kind is not Overloaded}

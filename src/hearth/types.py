@@ -6,11 +6,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NewType
+from typing import Literal, NewType
 
 from hearth.errors import BadSampling
 
 RequestId = NewType("RequestId", str)
+ModelId = NewType("ModelId", str)  #: the name under which a model is deployed
+Digest = NewType("Digest", str)  #: xxh3-128 in hexadecimal: it names the bytes, whoever holds them
+WorkerId = NewType("WorkerId", str)  #: of one life of a worker: its replacement has another
 
 
 class Rung(StrEnum):
@@ -25,6 +28,14 @@ class FinishReason(StrEnum):
     STOP = "stop"  #: a stop token, a stop string or the end-of-sequence token
     LENGTH = "length"  #: `max_tokens` or the context is used up
     CANCELLED = "cancelled"  #: the caller gave up
+
+
+@dataclass(frozen=True, slots=True)
+class GuideSpec:
+    """What an output is held to."""
+
+    kind: Literal["json_object", "json_schema", "lark"]
+    text: str = ""  #: the schema as JSON, or the grammar; nothing for `json_object`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

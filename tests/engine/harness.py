@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
+from pathlib import Path
 
 import torch
 
@@ -16,7 +17,7 @@ from hearth.engine.engine import Engine
 from hearth.models.families import read_arch
 from hearth.models.layout import DTYPES, layout_of
 from hearth.models.weights import bind, contiguous_slots
-from hearth.policy.plan import Admission, StepPlan
+from hearth.policy.plan import Admission, Request, StepPlan
 from hearth.types import FinishReason, RequestId, SamplingParams
 from tests.models.zoo import build, pack_directory
 
@@ -43,13 +44,24 @@ def engine_for(
     eos_ids: frozenset[int] = frozenset(),
     dtype: str = "float32",
 ) -> Engine:
-    _, directory = build(name)
+    return engine_over(build(name).directory, config, device, eos_ids, dtype)
+
+
+def engine_over(
+    directory: Path,
+    config: EngineConfig = ROOMY,
+    device: str = "cpu",
+    eos_ids: frozenset[int] = frozenset(),
+    dtype: str = "float32",
+    tokenizer_json: Path | None = None,
+) -> Engine:
+    """Of the checkpoint that is saved there."""
     arch = read_arch(directory)
     layout = layout_of(arch, dtype)
     base = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
     pack_directory(directory, arch, layout, base)
     weights = bind(arch, layout, contiguous_slots(layout, base))
-    spec = ModelSpec(arch, DTYPES[dtype], arch.max_positions, eos_ids)
+    spec = ModelSpec(arch, DTYPES[dtype], arch.max_positions, eos_ids, tokenizer_json)
     return assemble(spec, weights, config, torch.device(device))
 
 
@@ -63,13 +75,20 @@ _numbers = count()
 
 def ask(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Answer]:
     """Run the prompts to their ends, all added at once."""
-    answers = {}
-    for prompt in prompts:
-        request = engine.request(RequestId(f"t{next(_numbers)}"), list(prompt), params)
+    return run(engine, [engine.request(new_id(), prompt, params) for prompt in prompts])
+
+
+def new_id() -> RequestId:
+    return RequestId(f"t{next(_numbers)}")
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
+    """Run requests to their ends, all added at once."""
+    answers = {request.request_id: Answer([]) for request in requests}
+    for request in requests:
         engine.add(request)
-        answers[request.request_id] = Answer([])
     while engine.has_work:
-        for output in engine.step():
+        for output in engine.step().outputs:
             answer = answers[output.request_id]
             assert answer.finish_reason is None, "a request ended twice"
             answer.tokens.append(output.token)

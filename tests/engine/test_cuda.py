@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,9 @@ import torch
 from hearth import LLM
 from hearth.config import EngineConfig
 from hearth.engine.engine import Output
+from hearth.engine.sampler import Sampler, SampleRow
+from hearth.engine.upload import Uploads
+from hearth.policy.plan import Admission
 from hearth.types import RequestId, SamplingParams
 from tests.engine.harness import ROOMY, ask, assert_greedy, engine_for, greedy, kv_bytes, prompts_for
 from tests.models.zoo import build
@@ -59,7 +64,7 @@ def outputs_of(
         engine.add(engine.request(RequestId(str(number)), prompt, params))
     outputs = []
     while engine.has_work:
-        outputs.extend(engine.step())
+        outputs.extend(engine.step().outputs)
     return outputs
 
 
@@ -90,6 +95,47 @@ def test_graphs_are_captured_anew_when_weights_move() -> None:
     engine.runner.rebind(elsewhere.runner.decoder.weights)
 
     assert [answer.tokens for answer in ask(engine, asked, greedy())] == before
+
+
+def test_an_engine_that_is_let_go_leaves_no_memory_behind() -> None:
+    engine = engine_for("llama-gqa", replace(ROOMY, graphs="start"), "cuda")
+    ask(engine, prompts("llama-gqa", [5, 9]), greedy())
+    parts = [weakref.ref(part) for part in (engine, engine.runner, engine.runner.kv, engine.runner.graphs)]
+    gc.collect()
+    gc.disable()
+    try:
+        engine.close()
+        del engine
+        assert [part() for part in parts] == [None] * len(parts)
+    finally:
+        gc.enable()
+
+
+def test_what_a_step_was_sent_is_kept_until_the_device_has_read_it() -> None:
+    """Never waiting, so that memory which is let go too early is overwritten by what is sent later."""
+    uploads = Uploads(torch.device("cuda"))
+    busy = torch.randn(4096, 4096, device="cuda")
+    sent = []
+    for number in range(200):
+        uploads.next_step()
+        busy = busy @ busy.softmax(-1)
+        sent.append((uploads.ints([number] * 500, [number + 1])[0], uploads.floats([number] * 300)))
+
+    for number, (ints, floats) in enumerate(sent):
+        assert ints.tolist() == [number] * 500
+        assert floats.tolist() == [number] * 300
+
+
+def test_guided_rows_are_masked_on_the_device() -> None:
+    sampler = Sampler(4, 100, Uploads(torch.device("cuda")))
+    params = SamplingParams(temperature=1.0, seed=1)
+    sampler.admit([Admission(RequestId(str(slot)), slot, (1,), 1, 0, params) for slot in range(4)])
+    mask = sum(1 << token for token in (31, 32, 99)).to_bytes(16, "little")
+    rows = [SampleRow(slot, 1, mask if slot % 2 else None) for slot in range(4)]
+
+    tokens = sampler.sample(torch.randn(4, 100, device="cuda"), rows).tokens.tolist()
+
+    assert {tokens[1], tokens[3]} <= {31, 32, 99}
 
 
 def test_a_full_batch_has_a_graph_of_its_own() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 
+from hearth.engine.engine import Usage
 from hearth.errors import BadPrompt, BadSampling, PromptTooLong
 from hearth.types import FinishReason, RequestId, SamplingParams
 from tests.engine.harness import (
@@ -118,7 +121,7 @@ def test_memory_that_was_used_before_changes_nothing() -> None:
             engine.add(engine.request(RequestId(str(number)), prompt, params))
         outputs = []
         while engine.has_work:
-            outputs.extend(engine.step())
+            outputs.extend(engine.step().outputs)
         runs.append(outputs)
 
     assert runs[0] == runs[1]
@@ -131,6 +134,67 @@ def test_weights_that_move_change_nothing() -> None:
     engine.runner.rebind(elsewhere.runner.decoder.weights)
 
     assert [answer.tokens for answer in ask(engine, asked, greedy())] == expected
+
+
+def test_a_step_tells_who_was_admitted_and_who_gave_way() -> None:
+    tight = replace(ROOMY, max_batch_tokens=16, kv_bytes=kv_bytes(engine_for("llama-gqa"), 6))
+    engine = engine_for("llama-gqa", tight)
+    (shared,) = prompts("llama-gqa", [8])
+    ask(engine, [shared], greedy(1))
+    for name in ("old", "young"):
+        engine.add(engine.request(RequestId(name), [*shared, 5], greedy(10)))
+    told = []
+    while engine.has_work:
+        outcome = engine.step()
+        told += [(a.request_id, a.num_cached_tokens) for a in outcome.admitted]
+        told += [(request_id, None) for request_id in outcome.preempted]
+
+    assert told[:3] == [("old", 8), ("young", 8), ("young", None)]
+    assert [request_id for request_id, _ in told[3:]] == ["young"]
+
+
+def test_usage_counts_requests_and_the_blocks_they_hold() -> None:
+    engine = engine_for(
+        "llama-gqa", replace(ROOMY, max_seqs=1, kv_bytes=kv_bytes(engine_for("llama-gqa"), 9))
+    )
+    idle = engine.usage
+    for name in ("first", "second"):
+        engine.add(engine.request(RequestId(name), [5, 6, 7, 8, 9], greedy(4)))
+    engine.step()
+
+    assert idle == Usage(num_running=0, num_waiting=0, kv_used_blocks=0, kv_blocks=9)
+    assert engine.usage == Usage(num_running=1, num_waiting=1, kv_used_blocks=2, kv_blocks=9)
+    while engine.has_work:
+        engine.step()
+    assert engine.usage == idle
+
+
+def tensors() -> list[torch.Tensor]:
+    return [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
+
+
+def test_an_engine_that_is_let_go_leaves_no_memory_behind() -> None:
+    """At once, by its last reference: a cycle would keep gigabytes until the collector comes by."""
+    build("llama-gqa")
+    gc.collect()
+    gc.disable()
+    try:
+        before = set(map(id, tensors()))
+        engine = engine_for("llama-gqa")
+        params = replace(greedy(9), logit_bias={3: 1.0}, repetition_penalty=1.2)
+        for name in ("a", "b"):
+            engine.add(engine.request(RequestId(name), [5, 6, 7], params))
+        for _ in range(3):
+            engine.step()
+        left = [weakref.ref(tensor) for tensor in tensors() if id(tensor) not in before]
+
+        engine.close()
+        del engine
+
+        assert len(left) > 30
+        assert not any(tensor() is not None for tensor in left)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

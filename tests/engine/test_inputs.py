@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hearth.engine.inputs import InputBuffers
+from hearth.engine.upload import Uploads
 from hearth.kernels.prefill_attention import Span
 from hearth.policy.plan import Row, StepPlan, TableWrite
 from hearth.types import RequestId
@@ -15,7 +16,7 @@ DUMMY = MAX_SEQS
 def buffers() -> InputBuffers:
     """Slot s has sampled 100 + s last."""
     last_tokens = torch.arange(100, 100 + MAX_SEQS + 1)
-    return InputBuffers(MAX_TOKENS, MAX_SEQS, MAX_BLOCKS, last_tokens, torch.device("cpu"))
+    return InputBuffers(MAX_TOKENS, MAX_SEQS, MAX_BLOCKS, last_tokens, Uploads(torch.device("cpu")))
 
 
 def decode(slot: int, start: int) -> Row:

@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 import pytest
 
 from hearth.engine import loop as loop_module
-from hearth.engine.engine import Engine, Output
+from hearth.engine.engine import Engine, Output, StepOutcome
 from hearth.engine.loop import Failed, Outbox, StepLoop
 from hearth.errors import DeviceError, EngineFailed
 from hearth.policy.plan import Request
@@ -128,7 +128,7 @@ def test_a_cancelled_request_gets_no_end_and_leaves_nothing_behind(
     stepping, may_go_on = threading.Event(), threading.Event()
     step = engine.step
 
-    def held_step() -> list[Output]:
+    def held_step() -> StepOutcome:
         stepping.set()
         may_go_on.wait(PATIENCE_S)
         return step()
@@ -157,7 +157,7 @@ def broken(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Its third step raises, once the event is set."""
     may_break, step, num_steps = threading.Event(), engine.step, iter(range(1_000_000))
 
-    def break_at_third() -> list[Output]:
+    def break_at_third() -> StepOutcome:
         if next(num_steps) == 2:
             may_break.wait(PATIENCE_S)
             raise Broken("the device is gone")
@@ -214,7 +214,7 @@ def test_a_broken_loop_closes_and_says_so_to_whoever_comes_after(
 
 
 def test_closing_fails_what_is_live(engine: Engine, loop: StepLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "step", list)  # never gets anywhere
+    monkeypatch.setattr(engine, "step", lambda: StepOutcome((), (), ()))  # never gets anywhere
     outboxes: list[Outbox] = [SimpleQueue() for _ in range(3)]
     for number, outbox in enumerate(outboxes):
         loop.add(request(engine, str(number)), outbox)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hearth.engine.sampler import Sampler, SampleRow, Samples
+from hearth.engine.upload import Uploads
 from hearth.policy.plan import Admission
 from hearth.types import RequestId, SamplingParams
 
@@ -34,7 +35,7 @@ def random_logits(num_rows: int, vocab_size: int = VOCAB, seed: int = 0) -> torc
 
 def sampler_with(*samplings: SamplingParams, vocab_size: int = VOCAB) -> Sampler:
     """Request i sits in slot i, with the prompt 1, 2, 3."""
-    sampler = Sampler(len(samplings), vocab_size, CPU)
+    sampler = Sampler(len(samplings), vocab_size, Uploads(CPU))
     sampler.admit([admission(slot, sampling) for slot, sampling in enumerate(samplings)])
     return sampler
 
@@ -115,7 +116,7 @@ samplings = st.builds(
 def test_every_rule_in_its_order_matches_the_oracle(
     data: st.DataObject, params: list[SamplingParams], logits_seed: int
 ) -> None:
-    sampler = Sampler(8, VOCAB, CPU)
+    sampler = Sampler(8, VOCAB, Uploads(CPU))
     slots = data.draw(st.permutations(range(8)))
     tokens = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8)
     requests = [admission(slots[i], p, data.draw(tokens), data.draw(tokens)) for i, p in enumerate(params)]
@@ -206,7 +207,7 @@ def test_a_draw_does_not_depend_on_batch_slot_or_order(
     logits = random_logits(len(params))
     alone = [draw(sampler_with(p), logits[i], [3])[0] for i, p in enumerate(params)]
     order = data.draw(st.permutations(range(len(params))))
-    sampler = Sampler(10, VOCAB, CPU)
+    sampler = Sampler(10, VOCAB, Uploads(CPU))
     sampler.admit([admission(9 - i, params[i]) for i in order])
 
     together = sampler.sample(logits[order], [SampleRow(9 - i, 3) for i in order]).tokens
@@ -309,7 +310,7 @@ def test_no_rows_give_no_samples() -> None:
 def test_a_reused_slot_remembers_nothing_of_its_last_request(
     old: SamplingParams, new: SamplingParams
 ) -> None:
-    used, fresh = Sampler(1, VOCAB, CPU), sampler_with(new)
+    used, fresh = Sampler(1, VOCAB, Uploads(CPU)), sampler_with(new)
     used.admit([admission(0, old, prompt=range(10), output=range(5, 15))])
     draw(used, random_logits(1)[0], [20])
     used.admit([admission(0, new)])
@@ -361,7 +362,7 @@ def test_a_mixed_batch_draws_the_same_tokens_on_the_gpu_without_waiting_for_it()
     admissions = [admission(slot, kinds[slot % len(kinds)]) for slot in range(16)]
     drawn = {}
     for device in (CPU, torch.device("cuda")):
-        sampler = Sampler(16, 32_000, device)
+        sampler = Sampler(16, 32_000, Uploads(device))
         steps = [random_logits(16, 32_000, seed=step).to(device) for step in range(6)]
         try:
             torch.cuda.set_sync_debug_mode("error")

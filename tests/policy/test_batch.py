@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import settings
@@ -35,8 +35,31 @@ class Cell:
     token: int
 
 
-def next_token(salt: bytes, tokens: Sequence[int]) -> int:
-    return zlib.crc32(salt + bytes(tokens)) % VOCABULARY
+def next_token(salt: bytes, tokens: Sequence[int], mask: bytes | None = None) -> int:
+    allowed = [t for t in range(VOCABULARY) if mask is None or mask[t // 8] >> t % 8 & 1]
+    return allowed[zlib.crc32(salt + bytes(tokens)) % len(allowed)]
+
+
+class Alternating:
+    """A guide: even and odd tokens in turns, `length` of them, of which no stop token is one."""
+
+    def __init__(self, length: int, taken: Sequence[int] = ()) -> None:
+        self.length = length
+        self.taken = list(taken)
+
+    @property
+    def mask(self) -> bytes:
+        parity = len(self.taken) % 2
+        bits = sum(1 << t for t in range(VOCABULARY) if t % 2 == parity and t not in (STOP, 7))
+        return bits.to_bytes(4, "little")
+
+    def take(self, token: int) -> FinishReason | None:
+        assert self.mask[token // 8] >> token % 8 & 1, f"{token=} is not allowed"
+        self.taken.append(token)
+        return FinishReason.STOP if len(self.taken) == self.length else None
+
+    def afresh(self, taken: Sequence[int] = ()) -> Alternating:
+        return Alternating(self.length, taken)
 
 
 class FakeDevice:
@@ -72,7 +95,7 @@ class FakeDevice:
         cells = [self.memory[self._address(row.slot, p)] for p in range(row.start + row.num_tokens)]
         foreign = [cell for p, cell in enumerate(cells) if cell.salt != salt or cell.position != p]
         assert not foreign, f"reads what was not written for it: {row=} {foreign=}"
-        token = next_token(salt, [cell.token for cell in cells])
+        token = next_token(salt, [cell.token for cell in cells], row.mask)
         self.slot_tokens[row.slot] = token
         return token
 
@@ -110,6 +133,9 @@ class Loop:
         assert plan.rows
         assert all(row.num_tokens >= 1 for row in plan.rows)
         assert plan.num_tokens <= self.limits.max_batch_tokens
+        for row in plan.rows:
+            owner = self.live[row.request_id]
+            assert (row.mask is not None) == (row.samples and owner.guide is not None)
         assert self.batcher.num_running <= self.limits.max_seqs
         is_decode = [row.tokens is None for row in plan.rows]
         assert is_decode == sorted(is_decode, reverse=True)
@@ -124,7 +150,7 @@ class Loop:
             output = self.outputs[emission.request_id]
             output.append(emission.token)
             if emission.finish_reason is not None:
-                assert (output, emission.finish_reason) == self.expected(request)
+                assert ([*request.output, *output], emission.finish_reason) == self.expected(request)
                 self.reasons[emission.request_id] = emission.finish_reason
                 del self.live[emission.request_id]
         return emissions
@@ -133,9 +159,18 @@ class Loop:
         request = self.live.pop(request_id)
         output = self.outputs[request_id]
         assert self.batcher.cancel(request_id)
-        assert output == self.expected(request)[0][: len(output)]
+        so_far = [*request.output, *output]
+        assert so_far == self.expected(request)[0][: len(so_far)]
         self.reasons[request_id] = FinishReason.CANCELLED
         self.batcher.check()
+
+    def resume(self, request_id: RequestId, new_id: RequestId) -> None:
+        """Go on with a live request as if its worker had been lost."""
+        request, output = self.live[request_id], self.outputs[request_id]
+        so_far = (*request.output, *output)
+        guide = request.guide.afresh(so_far) if isinstance(request.guide, Alternating) else None
+        self.cancel(request_id)
+        self.add(replace(request, request_id=new_id, output=so_far, guide=guide))
 
     def step(self) -> StepPlan | None:
         """One turn of the live loop: plan ahead, then commit what came before."""
@@ -159,17 +194,20 @@ class Loop:
         return plans
 
     def expected(self, request: Request) -> tuple[list[int], FinishReason]:
-        """What the request yields when it has the device to itself."""
+        """What the request yields when it has the device to itself, from the start."""
+        guide = request.guide.afresh() if isinstance(request.guide, Alternating) else None
         capacity = self.batcher.blocks.capacity_tokens
         max_tokens = min(self.limits.max_context, capacity) - len(request.prompt)
         if request.sampling.max_tokens is not None:
             max_tokens = min(max_tokens, request.sampling.max_tokens)
         output: list[int] = []
         while len(output) < max_tokens:
-            output.append(next_token(request.salt, [*request.prompt, *output]))
+            output.append(next_token(request.salt, [*request.prompt, *output], guide and guide.mask))
             is_allowed = len(output) > request.sampling.min_tokens
             if output[-1] in request.sampling.stop_token_ids and is_allowed:
                 return output, FinishReason.STOP
+            if guide is not None and (reason := guide.take(output[-1])):
+                return output, reason
         return output, FinishReason.LENGTH
 
 
@@ -418,6 +456,94 @@ def test_an_emission_names_its_place_among_the_samples() -> None:
     assert [(e.request_id, e.sample_index) for e in engine.commit()] == [("b", 1)]
 
 
+# --- resuming ---
+
+
+def resumed(name: str, prompt: Sequence[int], num_output: int, max_tokens: int | None = 6) -> Request:
+    output: list[int] = []
+    for _ in range(num_output):
+        output.append(next_token(b"", [*prompt, *output]))
+    return replace(request(name, prompt, max_tokens), output=tuple(output))
+
+
+@pytest.mark.parametrize("num_output", range(1, 6))
+def test_a_resumed_request_gets_the_rest_of_its_tokens(num_output: int) -> None:
+    engine = loop()
+    engine.add(resumed("a", [1, 2, 3], num_output))
+    engine.drain()
+    assert len(engine.outputs[RequestId("a")]) == 6 - num_output
+
+
+def test_a_resumed_request_is_admitted_with_prompt_and_output() -> None:
+    engine = loop()
+    asked = resumed("a", [1, 2, 3], 2)
+    engine.add(asked)
+    admission = launched(engine).admissions[0]
+    assert (admission.tokens, admission.num_prompt_tokens) == ((1, 2, 3, *asked.output), 3)
+
+
+def test_an_output_that_leaves_no_room_in_the_context_is_refused() -> None:
+    with pytest.raises(PromptTooLong, match="prompt has 60 tokens and output 4, limit: 63"):
+        loop(max_context=64).add(resumed("a", [1] * 60, 4, max_tokens=None))
+
+
+def test_an_output_that_has_all_its_tokens_is_refused() -> None:
+    with pytest.raises(BadPrompt, match="the output of 6 tokens is complete"):
+        loop().add(resumed("a", [1], 6, max_tokens=6))
+
+
+@pytest.mark.parametrize(("min_tokens", "is_complete"), [(0, True), (1, True), (2, False)])
+def test_an_output_that_ends_with_a_stop_token_is_refused(min_tokens: int, is_complete: bool) -> None:
+    engine = loop()
+    asked = stopping("a", [1, 2], at=2, min_tokens=min_tokens)
+    asked = replace(asked, output=resumed("a", [1, 2], 2).output)
+    if is_complete:
+        with pytest.raises(BadPrompt, match="the output of 2 tokens is complete"):
+            engine.add(asked)
+    else:
+        engine.add(asked)
+        engine.drain()
+
+
+# --- guides ---
+
+
+def guided(name: str, prompt: Sequence[int], length: int = 3, max_tokens: int = 8) -> Request:
+    return replace(request(name, prompt, max_tokens), guide=Alternating(length))
+
+
+def test_a_guided_request_waits_for_its_token_while_others_run_ahead() -> None:
+    engine = loop()
+    engine.add(guided("guided", [1, 2]))
+    engine.add(request("free", [1, 2], max_tokens=8))
+    assert names(launched(engine)) == ["guided", "free"]
+    assert names(launched(engine)) == ["free"]
+    engine.commit()
+    assert names(launched(engine)) == ["guided", "free"]
+
+
+def test_only_the_row_that_samples_has_a_mask() -> None:
+    engine = loop(max_batch_tokens=4)
+    engine.add(guided("a", range(6)))
+    rows = [launched(engine).rows[0] for _ in range(2)]
+    assert [row.mask for row in rows] == [None, Alternating(3).mask]
+
+
+def test_a_guided_request_ends_where_its_guide_does() -> None:
+    engine = loop()
+    engine.add(guided("a", [1, 2], length=3))
+    engine.drain()
+    assert engine.reasons == {RequestId("a"): FinishReason.STOP}
+    assert len(engine.outputs[RequestId("a")]) == 3
+
+
+def test_a_guide_that_goes_on_is_cut_by_max_tokens() -> None:
+    engine = loop()
+    engine.add(guided("a", [1, 2], length=9, max_tokens=4))
+    engine.drain()
+    assert engine.reasons == {RequestId("a"): FinishReason.LENGTH}
+
+
 # --- prefixes ---
 
 
@@ -550,6 +676,23 @@ def test_a_sequence_preempted_with_its_last_token_in_flight_ends_at_the_commit()
     assert engine.batcher.num_waiting == 0
 
 
+def test_who_was_preempted_is_told_once() -> None:
+    engine = crowded()
+    assert engine.batcher.take_preempted() == ()
+    launched(engine)
+    assert engine.batcher.take_preempted() == ("young",)
+    assert engine.batcher.take_preempted() == ()
+
+
+def test_a_preemption_is_told_even_if_nothing_could_be_planned() -> None:
+    engine = loop(num_blocks=5, block_tokens=4)
+    engine.add(request("old", [1] * 8, max_tokens=1))
+    engine.add(request("young", [2] * 8, max_tokens=6))
+    launched(engine)
+    assert engine.launch() is None
+    assert engine.batcher.take_preempted() == ("young",)
+
+
 def test_a_prompt_without_room_for_all_of_it_waits_instead_of_starting_over() -> None:
     """Beside the older sequence only a part fits: chunks of it would be computed and thrown away."""
     engine = loop(num_blocks=11, block_tokens=4, max_batch_tokens=8)
@@ -627,6 +770,7 @@ SAMPLING = st.builds(
     stop_token_ids=st.sampled_from([(), (STOP,), (STOP, 7)]),
 )
 SALTS = st.sampled_from([b"", b"", b"other"])
+GUIDES = st.none() | st.builds(Alternating, st.integers(1, 12))
 
 
 class Schedules(RuleBasedStateMachine):
@@ -646,9 +790,19 @@ class Schedules(RuleBasedStateMachine):
         self.engine = Loop(BatchLimits(max_batch_tokens, max_seqs, max_context), num_blocks, block_tokens)
         self.num_added = 0
 
-    @rule(prompt=PROMPTS, sampling=SAMPLING, salt=SALTS)
-    def add(self, prompt: tuple[int, ...], sampling: SamplingParams, salt: bytes) -> None:
-        self.engine.add(Request(RequestId(str(self.num_added)), prompt, sampling, salt))
+    @rule(prompt=PROMPTS, sampling=SAMPLING, salt=SALTS, guide=GUIDES)
+    def add(
+        self, prompt: tuple[int, ...], sampling: SamplingParams, salt: bytes, guide: Alternating | None
+    ) -> None:
+        guide = guide and guide.afresh()
+        self.engine.add(Request(RequestId(str(self.num_added)), prompt, sampling, salt, guide=guide))
+        self.num_added += 1
+
+    @precondition(lambda self: self.engine.live)
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        lost = data.draw(st.sampled_from(sorted(self.engine.live)))
+        self.engine.resume(lost, RequestId(str(self.num_added)))
         self.num_added += 1
 
     @precondition(lambda self: len(self.engine.in_flight) < 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,11 @@ import torch
 from hearth.config import EngineConfig
 from hearth.engine.engine import Engine
 from hearth.engine.graphs import GRAPH_SIZES
+from hearth.engine.guide import Guides
 from hearth.engine.inputs import InputBuffers
 from hearth.engine.runner import Runner
 from hearth.engine.sampler import Sampler
+from hearth.engine.upload import Uploads
 from hearth.errors import DeviceError
 from hearth.kernels.jit import HAS_TRITON
 from hearth.models.angles import cos_sin_table
@@ -41,28 +44,49 @@ class ModelSpec:
     dtype: torch.dtype
     max_context: int
     eos_ids: frozenset[int]
+    tokenizer_json: Path | None = None  #: what guides go by; None: outputs cannot be guided
 
 
-def assemble(spec: ModelSpec, weights: Weights, config: EngineConfig, device: torch.device) -> Engine:
-    """An engine over weights that have their place on the device. What memory is left goes to KV."""
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on the device for all but the weights, from whoever keeps its books."""
+
+    workspace: torch.Tensor  #: of `workspace_bytes`
+    kv: torch.Tensor
+
+
+def workspace_bytes(spec: ModelSpec, config: EngineConfig, device: torch.device) -> int:
+    return Workspace.num_bytes(spec.arch, spec.dtype, _step_size(config, device))
+
+
+def assemble(
+    spec: ModelSpec,
+    weights: Weights,
+    config: EngineConfig,
+    device: torch.device,
+    memory: Memory | None = None,
+) -> Engine:
+    """An engine over weights that have their place on the device.
+
+    Without memory that was set aside for it, it takes its own, and what is left on the device goes to KV.
+    """
     arch, dtype = spec.arch, spec.dtype
-    size = StepSize(config.max_batch_tokens, config.max_seqs, _num_programs(device))
-    workspace_bytes = Workspace.num_bytes(arch, dtype, size)
-    base = allocate(workspace_bytes, device, "the workspace", "lower `engine.max_batch_tokens`")
-    workspace = Workspace.bind(arch, dtype, size, base)
+    memory = memory or _own_memory(spec, config, device)
+    workspace = Workspace.bind(arch, dtype, _step_size(config, device), memory.workspace)
     cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, spec.max_context, device)
-    sampler = Sampler(config.max_seqs, arch.vocab_size, device)
+    uploads = Uploads(device)
+    sampler = Sampler(config.max_seqs, arch.vocab_size, uploads)
     max_blocks = -(-spec.max_context // config.block_tokens)
-    inputs = InputBuffers(config.max_batch_tokens, config.max_seqs, max_blocks, sampler.tokens, device)
-    kv = _new_kv(spec, config, device)
+    inputs = InputBuffers(config.max_batch_tokens, config.max_seqs, max_blocks, sampler.tokens, uploads)
+    kv = _bind_kv(spec, config, memory.kv)
     decoder = Decoder(arch, weights, workspace, cos_sin)
-    runner = Runner(decoder, kv, inputs, sampler, _max_graph_size(config, device))
+    runner = Runner(decoder, kv, inputs, sampler, uploads, _max_graph_size(config, device))
     if config.graphs == "start":
         runner.capture_all()
     limits = BatchLimits(config.max_batch_tokens, config.max_seqs, spec.max_context)
-    return Engine(
-        Batcher(limits, BlockBook(len(kv), config.block_tokens)), runner, arch.vocab_size, spec.eos_ids
-    )
+    batcher = Batcher(limits, BlockBook(len(kv), config.block_tokens))
+    guides = Guides(spec.tokenizer_json, arch.vocab_size, spec.eos_ids)
+    return Engine(batcher, runner, guides, arch.vocab_size, spec.eos_ids)
 
 
 def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:
@@ -97,34 +121,52 @@ def _num_programs(device: torch.device) -> int:
     return _PROGRAMS_PER_PROCESSOR * num_processors
 
 
-def _new_kv(spec: ModelSpec, config: EngineConfig, device: torch.device) -> torch.Tensor:
-    """As many blocks as the memory allows and running sequences can fill; block 0 is the sink."""
-    arch = spec.arch
-    shape = (arch.num_layers, 2, config.block_tokens, arch.num_kv_heads, arch.head_dim)
-    block_bytes = torch.Size(shape).numel() * spec.dtype.itemsize
-    kv_bytes = config.kv_bytes or _spare_bytes(config, device)
+def _step_size(config: EngineConfig, device: torch.device) -> StepSize:
+    return StepSize(config.max_batch_tokens, config.max_seqs, _num_programs(device))
+
+
+def _own_memory(spec: ModelSpec, config: EngineConfig, device: torch.device) -> Memory:
+    num_bytes = workspace_bytes(spec, config, device)
+    workspace = allocate(num_bytes, device, "the workspace", "lower `engine.max_batch_tokens`")
+    kv_bytes = _kv_bytes(spec, config, config.kv_bytes or _spare_bytes(config, device))
+    return Memory(workspace, allocate(kv_bytes, device, "KV", "lower `engine.kv_bytes`"))
+
+
+def _kv_bytes(spec: ModelSpec, config: EngineConfig, limit_bytes: int) -> int:
+    """Of as many blocks as the limit allows and running sequences can fill; block 0 is the sink."""
+    block_bytes = math.prod(_block_shape(spec, config)) * spec.dtype.itemsize
     blocks_per_seq = -(-spec.max_context // config.block_tokens)
-    num_blocks = min(kv_bytes // block_bytes, 1 + config.max_seqs * blocks_per_seq)
+    num_blocks = min(limit_bytes // block_bytes, 1 + config.max_seqs * blocks_per_seq)
     if num_blocks < 2:
         raise DeviceError(
-            f"KV memory of {kv_bytes} bytes holds {num_blocks} blocks of {block_bytes} bytes, at least 2 are "
-            "needed; raise `engine.kv_bytes` or `engine.memory_fraction`, or use a smaller model"
+            f"KV memory of {limit_bytes} bytes holds {num_blocks} blocks of {block_bytes} bytes, at least 2 "
+            "are needed; raise `engine.kv_bytes` or `engine.memory_fraction`, or use a smaller model"
         )
-    base = allocate(num_blocks * block_bytes, device, "KV", "lower `engine.kv_bytes`")
-    return base.view(spec.dtype).view(num_blocks, *shape)
+    return num_blocks * block_bytes
+
+
+def _bind_kv(spec: ModelSpec, config: EngineConfig, base: torch.Tensor) -> torch.Tensor:
+    """`base` (uint8) as blocks; what is left over at its end is not used."""
+    num_bytes = _kv_bytes(spec, config, len(base))
+    return base[:num_bytes].view(spec.dtype).view(-1, *_block_shape(spec, config))
+
+
+def _block_shape(spec: ModelSpec, config: EngineConfig) -> tuple[int, ...]:
+    arch = spec.arch
+    return (arch.num_layers, 2, config.block_tokens, arch.num_kv_heads, arch.head_dim)
 
 
 def _spare_bytes(config: EngineConfig, device: torch.device) -> int:
     """Read once: from here on the engine's own books count."""
     if device.type != "cuda":
-        return int(_machine_bytes() * _CPU_SHARE)
+        return int(machine_bytes() * _CPU_SHARE)
     free, total = torch.cuda.mem_get_info(device)
     # What an engine before this one has left in torch's hands is free as well.
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return max(0, int(free - (1.0 - config.memory_fraction) * total))
 
 
-def _machine_bytes() -> int:
+def machine_bytes() -> int:
     """The machine's memory, or the container's limit where that is lower."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = Path("/sys/fs/cgroup/memory.max")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hearth.engine.upload import upload, upload_floats
+from hearth.engine.upload import Uploads
 from hearth.policy.plan import Admission
 from hearth.types import SamplingParams
 
@@ -19,10 +19,10 @@ def is_biased(sampling: SamplingParams) -> bool:
 class LogitBias:
     """Mutable; only slots with a biased request hold meaningful rows."""
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, num_slots: int, vocab_size: int, uploads: Uploads) -> None:
+        self._uploads = uploads
         #: What is added to the logits; minus infinity forbids a token.
-        self._bias = torch.zeros(num_slots, vocab_size, device=device)
+        self._bias = torch.zeros(num_slots, vocab_size, device=uploads.device)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Write the rows anew, whoever held the slots before."""
@@ -40,9 +40,9 @@ class LogitBias:
             assert all(0 <= token < vocab_size for token in bias), f"{vocab_size=} {bias=}"
             cells += [admission.slot * vocab_size + token for token in bias]
             values += bias.values()
-        free_slots, masked_slots, where = upload(self._device, free, masked, cells)
+        free_slots, masked_slots, where = self._uploads.ints(free, masked, cells)
         self._bias.index_fill_(0, free_slots, 0.0).index_fill_(0, masked_slots, -math.inf)
-        self._bias.view(-1).index_copy_(0, where, upload_floats(self._device, values))
+        self._bias.view(-1).index_copy_(0, where, self._uploads.floats(values))
 
     def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Add the bias of `slots` to `logits[rows]` in place."""

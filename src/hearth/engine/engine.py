@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from hearth.engine.guide import Guides
 from hearth.engine.runner import Pending, Runner, StepResult
 from hearth.errors import BadPrompt, BadSampling
 from hearth.policy.batch import Batcher
-from hearth.policy.plan import Request, StepPlan
-from hearth.types import FinishReason, RequestId, SamplingParams, TokenLogprobs
+from hearth.policy.plan import Admission, Guide, Request, StepPlan
+from hearth.types import FinishReason, GuideSpec, RequestId, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,40 +25,108 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What one call of `Engine.step` has brought."""
+
+    outputs: Sequence[Output]  #: of the step that was taken in
+    admitted: Sequence[Admission]  #: to the step that was launched, for the first time or again
+    preempted: Sequence[RequestId]  #: to make room for it; they will be admitted again
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    num_running: int
+    num_waiting: int
+    kv_used_blocks: int  #: held by running requests; cached prefixes are free to be overwritten
+    kv_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Flight:
     plan: StepPlan
     pending: Pending
 
 
+class Intake:
+    """Where requests are checked and resolved. Any thread may call it.
+
+    It holds no tensor: a request that takes its time here keeps no memory of an engine that is dropped.
+    """
+
+    def __init__(self, batcher: Batcher, guides: Guides, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self._batcher, self._guides = batcher, guides
+        self._vocab_size, self._eos_ids = vocab_size, eos_ids
+
+    def request(
+        self,
+        request_id: RequestId,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        salt: bytes = b"",
+        output: Sequence[int] = (),
+        guide: GuideSpec | None = None,
+    ) -> Request:
+        """Check and resolve a request. Touches no state.
+
+        `output` is what an engine that is gone has sampled of it; it goes on as if nothing had happened.
+        A guide is compiled here, which takes milliseconds, and a third of a second for the first of a model.
+        """
+        _check_tokens("prompt", prompt, self._vocab_size, BadPrompt)
+        _check_tokens("output", output, self._vocab_size, BadPrompt)
+        _check_tokens("allowed_token_ids", params.allowed_token_ids or (), self._vocab_size, BadSampling)
+        _check_tokens("logit_bias", params.bias_by_token, self._vocab_size, BadSampling)
+        _check_tokens("stop_token_ids", params.stop_ids, self._vocab_size, BadSampling)
+        stops = set(params.stop_ids) | (set() if params.ignore_eos else self._eos_ids)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        resolved = replace(params, stop_token_ids=tuple(sorted(stops)), seed=seed)
+        request = Request(request_id, tuple(prompt), resolved, salt, tuple(output))
+        self._batcher.check_fits(request)
+        return request if guide is None else replace(request, guide=self._guide(guide, params, output))
+
+    def _guide(self, spec: GuideSpec, params: SamplingParams, output: Sequence[int]) -> Guide:
+        if params.min_tokens or params.allowed_token_ids is not None:
+            raise BadSampling(
+                "beside a schema or grammar, `min_tokens` and `allowed_token_ids` might leave no token to "
+                "choose; leave out one or the other"
+            )
+        guide = self._guides.guide(spec, params.ignore_eos)
+        guide.take_all(output)
+        return guide
+
+
 class Engine:
     """Mutable; one thread calls it."""
 
-    def __init__(self, batcher: Batcher, runner: Runner, vocab_size: int, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self, batcher: Batcher, runner: Runner, guides: Guides, vocab_size: int, eos_ids: frozenset[int]
+    ) -> None:
         self.batcher = batcher
         self.runner = runner
-        self._vocab_size = vocab_size
-        self._eos_ids = eos_ids
+        self.intake = Intake(batcher, guides, vocab_size, eos_ids)
         self._flight: _Flight | None = None
 
     @property
     def has_work(self) -> bool:
         return self.batcher.has_work
 
+    @property
+    def usage(self) -> Usage:
+        blocks = self.batcher.blocks
+        num_blocks = blocks.num_blocks - 1  # the sink holds nobody's KV
+        num_used = num_blocks - blocks.num_available
+        return Usage(self.batcher.num_running, self.batcher.num_waiting, num_used, num_blocks)
+
     def request(
-        self, request_id: RequestId, prompt: list[int], params: SamplingParams, salt: bytes = b""
+        self,
+        request_id: RequestId,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        salt: bytes = b"",
+        output: Sequence[int] = (),
+        guide: GuideSpec | None = None,
     ) -> Request:
-        """Check and resolve a request. Touches no state, so any thread may call it."""
-        _check_tokens("prompt", prompt, self._vocab_size, BadPrompt)
-        _check_tokens("allowed_token_ids", params.allowed_token_ids or (), self._vocab_size, BadSampling)
-        _check_tokens("logit_bias", params.bias_by_token, self._vocab_size, BadSampling)
-        _check_tokens("stop_token_ids", params.stop_ids, self._vocab_size, BadSampling)
-        stops = set(params.stop_ids) | (set() if params.ignore_eos else self._eos_ids)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        request = Request(
-            request_id, tuple(prompt), replace(params, stop_token_ids=tuple(sorted(stops)), seed=seed), salt
-        )
-        self.batcher.check_fits(request)
-        return request
+        """See `Intake.request`; any thread may call it."""
+        return self.intake.request(request_id, prompt, params, salt, output, guide)
 
     def add(self, request: Request) -> None:
         self.batcher.add(request)
@@ -65,15 +134,21 @@ class Engine:
     def cancel(self, request_id: RequestId) -> bool:
         return self.batcher.cancel(request_id)
 
-    def step(self) -> list[Output]:
-        """Launch the next step, then take in the one before it, whose tokens are returned."""
+    def step(self) -> StepOutcome:
+        """Launch the next step, then take in the one before it."""
         plan = self.batcher.plan()
         launched = None if plan is None else _Flight(plan, self.runner.launch(plan))
         landed, self._flight = self._flight, launched
         assert launched or landed or not self.has_work, (
             "there is work, but nothing to compute and to wait for"
         )
-        return [] if landed is None else self._commit(landed.plan, landed.pending.wait())
+        outputs = [] if landed is None else self._commit(landed.plan, landed.pending.wait())
+        return StepOutcome(outputs, plan.admissions if plan else (), self.batcher.take_preempted())
+
+    def close(self) -> None:
+        """Wait for what the device still computes, so that the memory it uses may go. Nothing may follow."""
+        self._flight = None
+        self.runner.synchronize()  # also for a step that broke half-way, whose inputs are still being read
 
     def _commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
         outputs = []

@@ -15,12 +15,18 @@ GRAPH_SIZES: tuple[int, ...] = (1, 2, 4, *range(8, 257, 8))
 _CAPTURE = threading.Lock()
 
 
-class DecodeGraphs:
-    """Mutable; written only by the runner. All graphs share one memory pool, for they run in turns."""
+#: Runs a decode step of that many rows on static buffers and returns its logits.
+Forward = Callable[[int], torch.Tensor]
 
-    def __init__(self, forward: Callable[[int], torch.Tensor], max_size: int) -> None:
-        """`forward` runs a decode step of that many rows on static buffers and returns its logits."""
-        self._forward = forward
+
+class DecodeGraphs:
+    """Mutable; written only by the runner. All graphs share one memory pool, for they run in turns.
+
+    `Forward` is given with each call and not kept: it belongs to the runner, which owns the graphs, and the
+    two would keep each other and all their memory alive.
+    """
+
+    def __init__(self, max_size: int) -> None:
         #: `max_size` itself is one of them: that many rows are what full load runs.
         self.sizes = (*(size for size in GRAPH_SIZES if size < max_size), max_size)
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
@@ -32,30 +38,30 @@ class DecodeGraphs:
         at = bisect_left(self.sizes, num_rows)
         return self.sizes[at] if at < len(self.sizes) else None
 
-    def replay(self, size: int) -> torch.Tensor:
+    def replay(self, size: int, forward: Forward) -> torch.Tensor:
         """Run the step whose inputs are in place; the first time, capture it."""
         if size not in self._captured:
-            self.capture(size)
+            self.capture(size, forward)
         graph, logits = self._captured[size]
         graph.replay()
         return logits
 
-    def capture(self, size: int) -> None:
+    def capture(self, size: int, forward: Forward) -> None:
         """Capture a size. The inputs in place are run once before, which compiles what is missing."""
-        self._forward(size)
+        forward(size)
         graph = torch.cuda.CUDAGraph()
         # Other threads go on using the device meanwhile, such as a second model's step thread.
         with (
             _CAPTURE,
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
         ):
-            logits = self._forward(size)
+            logits = forward(size)
         self._captured[size] = (graph, logits)
 
-    def capture_all(self) -> None:
+    def capture_all(self, forward: Forward) -> None:
         for size in reversed(self.sizes):
             if size not in self._captured:
-                self.capture(size)
+                self.capture(size, forward)
 
     def forget(self) -> None:
         """Drop every graph, because what they point at has moved."""

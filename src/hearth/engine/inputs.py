@@ -1,6 +1,6 @@
-"""The step's inputs at fixed device addresses, filled from a plan by one copy. Plans nothing, runs nothing.
+"""The step's inputs at fixed device addresses, filled from a plan in one go. Plans nothing, runs nothing.
 
-One packed int32 array per step, written on the host and copied whole:
+One packed int32 array per step, written on the host and sent whole:
 
     | tokens | positions | slots | span begins | sample rows |
 
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hearth.engine.upload import upload
+from hearth.engine.upload import Uploads
+from hearth.kernels.host_read import read_host
 from hearth.kernels.paged import PagedRows
 from hearth.kernels.prefill_attention import Span
 from hearth.models.step import StepInputs
@@ -40,10 +41,11 @@ class InputBuffers:
     """Mutable; written only by the runner, in step order."""
 
     def __init__(
-        self, max_tokens: int, max_seqs: int, max_blocks: int, last_tokens: torch.Tensor, device: torch.device
+        self, max_tokens: int, max_seqs: int, max_blocks: int, last_tokens: torch.Tensor, uploads: Uploads
     ) -> None:
         """`last_tokens` int64 [slots + 1]: what each slot sampled last, the last row being a dummy."""
-        length = 3 * max_tokens + 2 * max_seqs + 1
+        length, device = 3 * max_tokens + 2 * max_seqs + 1, uploads.device
+        self._uploads = uploads
         self._packed = torch.zeros(length, dtype=torch.int32, device=device)
         self._device = _Fields.of(self._packed, max_tokens, max_seqs)
         is_cuda = device.type == "cuda"
@@ -79,7 +81,7 @@ class InputBuffers:
         _write(
             fields.sample_rows, 0, [end - 1 for end, row in zip(ends, plan.rows, strict=True) if row.samples]
         )
-        self._packed.copy_(host, non_blocking=True)
+        read_host(self._packed, host)
 
     def park(self, num_rows: int) -> None:
         """Point so many rows at the dummy slot, so that running them touches nobody's KV."""
@@ -128,8 +130,7 @@ class InputBuffers:
         if writes:
             width = self.block_table.shape[1]
             firsts = [write.slot * width + write.index for write in writes]
-            at, blocks = upload(
-                self.block_table.device,
+            at, blocks = self._uploads.ints(
                 [
                     first + i
                     for first, write in zip(firsts, writes, strict=True)

@@ -104,14 +104,16 @@ class StepLoop:
     def _run(self, engine: Engine) -> None:
         try:
             while self._take_commands(engine):
-                for output in engine.step():
+                for output in engine.step().outputs:
                     self._deliver(output)
-            self._fail_all(_closed())
         except Exception as error:
             is_ours = isinstance(error, HearthError)  # it says itself what is wrong
             log.error("engine_failed requests=%d reason=%s", len(self._outboxes), error, exc_info=not is_ours)
             self._fail_all(error)
             self._refuse_commands(error)
+            return
+        self._fail_all(_closed())
+        engine.close()
 
     def _take_commands(self, engine: Engine) -> bool:
         """Carry out what was posted, sleeping while the engine is idle; False once it should stop."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hearth.engine.upload import upload, upload_floats
+from hearth.engine.upload import Uploads
 from hearth.policy.plan import Admission
 from hearth.types import SamplingParams
 
@@ -25,9 +25,10 @@ def is_penalised(sampling: SamplingParams) -> bool:
 class Penalties:
     """Mutable; only slots with a penalised request hold meaningful rows."""
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, uploads: Uploads) -> None:
         self._vocab_size = vocab_size
-        self._device = device
+        self._uploads = uploads
+        device = uploads.device
         #: Does the prompt hold the token?
         self._in_prompt = torch.zeros(num_slots, vocab_size, dtype=torch.bool, device=device)
         #: How often has the token been sampled?
@@ -43,10 +44,10 @@ class Penalties:
             prompts += [start + token for token in set(admission.tokens[: admission.num_prompt_tokens])]
             outputs += [start + token for token in admission.tokens[admission.num_prompt_tokens :]]
             weights += [sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty]
-        slots, in_prompt, sampled = upload(self._device, [a.slot for a in admissions], prompts, outputs)
+        slots, in_prompt, sampled = self._uploads.ints([a.slot for a in admissions], prompts, outputs)
         self._in_prompt.index_fill_(0, slots, False).view(-1).index_fill_(0, in_prompt, True)
         self._count(self._num_sampled.index_fill_(0, slots, 0), sampled)
-        self._weights.index_copy_(0, slots, upload_floats(self._device, weights).view(-1, 3))
+        self._weights.index_copy_(0, slots, self._uploads.floats(weights).view(-1, 3))
 
     def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Penalise `logits[rows]` in place by the counts of `slots`."""

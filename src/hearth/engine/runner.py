@@ -9,6 +9,7 @@ import torch
 from hearth.engine.graphs import DecodeGraphs
 from hearth.engine.inputs import InputBuffers
 from hearth.engine.sampler import Sampler, SampleRow, Samples
+from hearth.engine.upload import Uploads
 from hearth.models.decoder import Decoder
 from hearth.models.gate import Gate
 from hearth.models.step import StepInputs
@@ -68,6 +69,7 @@ class Runner:
         kv: torch.Tensor,
         inputs: InputBuffers,
         sampler: Sampler,
+        uploads: Uploads,
         max_graph_size: int,
     ) -> None:
         """`kv` as in `Decoder.run`; `max_graph_size` 0 runs every step eagerly."""
@@ -76,18 +78,24 @@ class Runner:
         self.kv = kv
         self._inputs = inputs
         self._sampler = sampler
-        self.graphs = DecodeGraphs(self._decode, max_graph_size) if max_graph_size else None
+        self._uploads = uploads
+        self.graphs = DecodeGraphs(max_graph_size) if max_graph_size else None
 
     @torch.inference_mode()
     def capture_all(self) -> None:
         """Capture a graph of every size, between steps."""
         if self.graphs is not None:
             self._inputs.park(self.graphs.sizes[-1])
-            self.graphs.capture_all()
+            self.graphs.capture_all(self._decode)
 
     def follow(self, gate: Gate) -> None:
         """The weights are only now arriving: steps run layer by layer behind them, until the gate is open."""
         self._gate = gate
+
+    def synchronize(self) -> None:
+        """Wait for all that was launched."""
+        if self.kv.is_cuda:
+            torch.cuda.current_stream(self.kv.device).synchronize()
 
     def rebind(self, weights: Weights) -> None:
         """Follow weights that were moved; graphs are captured anew when next needed."""
@@ -98,9 +106,10 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Pending:
         """Queue a step on the device and return without waiting for it."""
+        self._uploads.next_step()
         self._sampler.admit(plan.admissions)
         logits = self._forward(plan)
-        rows = [SampleRow(row.slot, row.start + row.num_tokens) for row in plan.rows if row.samples]
+        rows = [SampleRow(row.slot, row.start + row.num_tokens, row.mask) for row in plan.rows if row.samples]
         return Pending(self._sampler.sample(logits[: len(rows)], rows))
 
     def _forward(self, plan: StepPlan) -> torch.Tensor:
@@ -112,7 +121,7 @@ class Runner:
             size = self.graphs.size_for(num_decode)
             if size is not None:
                 self._inputs.fill(plan, num_padded_rows=size - num_decode)
-                return self.graphs.replay(size)
+                return self.graphs.replay(size, self._decode)
         self._inputs.fill(plan)
         self._inputs.gather_tokens(num_decode, plan.num_tokens)
         return self._forward_eagerly(self._inputs.view(plan))

@@ -1,10 +1,10 @@
 """Sampling: from logits to tokens, all on the device. Neither detokenises nor decides when a request ends.
 
 Logits pass, in this order: repetition penalty (prompt and output), presence and frequency penalties
-(output), logit bias, allowed-token mask, ban of stop tokens before `min_tokens`. Logprobs are taken here,
-from the log-softmax before temperature. Then come temperature, top-k, top-p, min-p and the choice: the
-highest logit, for a random request after Gumbel noise is added. What runs is decided from what the host
-knows of each slot, so the host never waits for the device.
+(output), logit bias, allowed-token mask, the mask of a guide, ban of stop tokens before `min_tokens`.
+Logprobs are taken here, from the log-softmax before temperature. Then come temperature, top-k, top-p, min-p
+and the choice: the highest logit, for a random request after Gumbel noise is added. What runs is decided from
+what the host knows of each slot, so the host never waits for the device.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import torch
 
 from hearth.engine.bias import LogitBias, is_biased
+from hearth.engine.mask import apply_masks
 from hearth.engine.noise import gumbel, noise_key
 from hearth.engine.penalties import Penalties, is_penalised
 from hearth.engine.truncation import rank_cutoff
-from hearth.engine.upload import upload, upload_floats
+from hearth.engine.upload import Uploads
 from hearth.policy.plan import Admission
 
 #: Beyond these a temperature is as good as greedy or uniform, and float32 quotients would not stay finite.
@@ -32,6 +33,7 @@ class SampleRow:
 
     slot: int
     position: int  #: of the token to be sampled: its index in the sequence
+    mask: bytes | None = None  #: what its guide allows, as in `policy.plan.Guide`; None: no guide
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class _Work:
     num_logprobs: int | None
     has_min_p: bool
     top_ks: list[int]  #: of the topped rows
+    masks: torch.Tensor | None  #: of the guided rows, int32 [rows, words]
     slots: torch.Tensor  #: of every row
     penalised: torch.Tensor  #: rows
     biased: torch.Tensor  #: rows
@@ -74,15 +77,17 @@ class _Work:
     random: torch.Tensor  #: rows
     keys: torch.Tensor  #: of the random rows
     topped: torch.Tensor  #: indices into `random` of rows with top-k or top-p
+    guided: torch.Tensor  #: rows
 
 
 class Sampler:
     """Mutable; one thread calls `admit` and `sample`, in the order of the steps."""
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, uploads: Uploads) -> None:
         self._num_slots = num_slots
         self._vocab_size = vocab_size
-        self._device = device
+        self._uploads = uploads
+        device = uploads.device
         #: The token that each slot sampled last, at a fixed address. The last row is a dummy for padding.
         self.tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._rules_by_slot: dict[int, _Rules] = {}
@@ -97,16 +102,16 @@ class Sampler:
         rules = [_rules(admission, self._vocab_size) for admission in admissions]
         self._rules_by_slot.update((a.slot, r) for a, r in zip(admissions, rules, strict=True))
         if random := [a for a, r in zip(admissions, rules, strict=True) if r.is_random]:
-            (slots,) = upload(self._device, [a.slot for a in random])
+            (slots,) = self._uploads.ints([a.slot for a in random])
             knobs = [knob for a in random for knob in _knobs(a, self._vocab_size)]
-            self._knobs.index_copy_(0, slots, upload_floats(self._device, knobs).view(-1, 4))
+            self._knobs.index_copy_(0, slots, self._uploads.floats(knobs).view(-1, 4))
         if penalised := [a for a in admissions if is_penalised(a.sampling)]:
             if self._penalties is None:
-                self._penalties = Penalties(self._num_slots, self._vocab_size, self._device)
+                self._penalties = Penalties(self._num_slots, self._vocab_size, self._uploads)
             self._penalties.admit(penalised)
         if biased := [a for a in admissions if is_biased(a.sampling)]:
             if self._bias is None:
-                self._bias = LogitBias(self._num_slots, self._vocab_size, self._device)
+                self._bias = LogitBias(self._num_slots, self._vocab_size, self._uploads)
             self._bias.admit(biased)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Samples:
@@ -129,10 +134,11 @@ class Sampler:
         return _with_logprobs(tokens, logits, work.num_logprobs)
 
     def _sort_out(self, rows: Sequence[SampleRow]) -> _Work:
-        """Find which rows need which part, and send that to the device in one copy."""
+        """Find which rows need which part, and send that to the device in one piece."""
         rules = [self._rules_by_slot[row.slot] for row in rows]
         random = [i for i, rule in enumerate(rules) if rule.is_random]
         topped = [i for i, row in enumerate(random) if rules[row].has_top]
+        masks = [row.mask for row in rows if row.mask is not None]
         banned = [
             i * self._vocab_size + token
             for i, (row, rule) in enumerate(zip(rows, rules, strict=True))
@@ -143,8 +149,8 @@ class Sampler:
             max((rule.num_logprobs for rule in rules if rule.num_logprobs is not None), default=None),
             any(rules[i].has_min_p for i in random),
             [rules[random[i]].top_k for i in topped],
-            *upload(
-                self._device,
+            self._uploads.words(masks) if masks else None,
+            *self._uploads.ints(
                 [row.slot for row in rows],
                 [i for i, rule in enumerate(rules) if rule.is_penalised],
                 [i for i, rule in enumerate(rules) if rule.is_biased],
@@ -152,6 +158,7 @@ class Sampler:
                 random,
                 [noise_key(rules[i].seed, rows[i].position) for i in random],
                 topped,
+                [i for i, row in enumerate(rows) if row.mask is not None],
             ),
         )
 
@@ -163,6 +170,8 @@ class Sampler:
         if len(work.biased):
             assert self._bias is not None
             self._bias.apply(logits, work.biased, work.slots[work.biased])
+        if work.masks is not None:
+            apply_masks(logits, work.guided, work.masks)
         if len(work.banned):
             logits.view(-1).index_fill_(0, work.banned, -math.inf)
 

@@ -2,23 +2,58 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import chain
 
 import torch
 
-
-def upload(device: torch.device, *columns: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Each column as an int64 tensor on the device; all of them travel together."""
-    packed = _send(list(chain.from_iterable(columns)), torch.int64, device)
-    return packed.split_with_sizes([len(column) for column in columns])
+from hearth.kernels.host_read import read_host
 
 
-def upload_floats(device: torch.device, values: Sequence[float]) -> torch.Tensor:
-    return _send(values, torch.float32, device)
+class Uploads:
+    """Of one engine, all on one stream. Mutable; one thread calls it, `next_step` before each step.
 
+    The device reads host memory by itself, at a time that torch does not know of. So what was sent is kept
+    until an event behind the step that read it has passed.
+    """
 
-def _send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    # From pinned memory the copy returns at once; torch keeps the pages until the device has read them.
-    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._is_cuda = device.type == "cuda"
+        #: Sent since `next_step`.
+        self._sent: list[torch.Tensor] = []
+        #: Sent by the steps before, oldest first, each with the event behind its step.
+        self._kept: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
+
+    def next_step(self) -> None:
+        """All that reads what was sent so far has been queued; let go of what has been read."""
+        if self._sent:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch leaves it untyped
+            event.record()
+            self._kept.append((event, self._sent))
+            self._sent = []
+        while self._kept and self._kept[0][0].query():  # type: ignore[no-untyped-call] # likewise
+            self._kept.popleft()
+
+    def ints(self, *columns: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Each column as an int64 tensor on the device; all of them travel together."""
+        values = list(chain.from_iterable(columns))
+        packed = self._send(torch.tensor(values, dtype=torch.int64, pin_memory=self._is_cuda))
+        return packed.split_with_sizes([len(column) for column in columns])
+
+    def floats(self, values: Sequence[float]) -> torch.Tensor:
+        return self._send(torch.tensor(values, dtype=torch.float32, pin_memory=self._is_cuda))
+
+    def words(self, rows: Sequence[bytes]) -> torch.Tensor:
+        """Rows of equally many bytes, whole words each, as an int32 tensor [rows, words]."""
+        words = torch.frombuffer(bytearray().join(rows), dtype=torch.int32).view(len(rows), -1)
+        return self._send(words.pin_memory() if self._is_cuda else words)
+
+    def _send(self, host: torch.Tensor) -> torch.Tensor:
+        if not self._is_cuda:
+            return host.to(self.device)
+        out = torch.empty(host.shape, dtype=host.dtype, device=self.device)
+        read_host(out, host)
+        self._sent.append(host)
+        return out

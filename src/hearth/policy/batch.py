@@ -16,8 +16,9 @@ Steps run one ahead: step n+1 is planned before the tokens of step n are known.
 
 What a sampled token is does not matter for planning, only that there is one: `num_pending` counts the
 tokens that the device knows and the host does not. Only a stop token comes as a surprise, one row too
-late; that row's token is dropped. Blocks and slots are reused at once, because the device runs steps
-in order: whatever a late row writes, the next owner overwrites before reading.
+late; that row's token is dropped. A guided sequence is the exception: what may come next depends on its
+last token, so it sits out the step in between. Blocks and slots are reused at once, because the device runs
+steps in order: whatever a late row writes, the next owner overwrites before reading.
 """
 
 from __future__ import annotations
@@ -56,7 +57,6 @@ class _Sequence:
     arrival: int
     tokens: list[int]  #: prompt and committed output
     max_length: int  #: of prompt and output
-    stop_ids: frozenset[int]
     #: Of the full blocks of `tokens`, as far as needed so far.
     digests: list[bytes] = field(default_factory=list)
     #: Sampled on the device in a step that is not committed; they follow `tokens`.
@@ -78,6 +78,8 @@ class _Sequence:
         """Tokens that could be computed next; 0 if the last one that may be sampled is in flight."""
         if self.num_planned < self.num_prefill:
             return self.num_prefill - self.num_planned
+        if self.request.guide is not None and self.num_pending:
+            return 0  # what its guide allows is not known yet
         return 1 if len(self.tokens) + self.num_pending < self.max_length else 0
 
 
@@ -115,6 +117,8 @@ class Batcher:
         self._flights: deque[_Flight] = deque()
         #: A heap.
         self._free_slots = list(range(limits.max_seqs))
+        #: Since `take_preempted` was called last, in order.
+        self._preempted: list[RequestId] = []
         self._num_arrivals = 0
         self._num_steps = 0
 
@@ -140,17 +144,25 @@ class Batcher:
         """Raise if the request can never be served. Reads limits only, so any thread may ask.
 
         Raises:
-            BadPrompt: it is empty.
+            BadPrompt: it is empty, or what it has sampled before was its end.
             PromptTooLong: it leaves no room for a single token.
         """
-        num_prompt = len(request.prompt)
+        num_prompt, num_output = len(request.prompt), len(request.output)
         if num_prompt == 0:
             raise BadPrompt("prompt has 0 tokens, at least 1 is needed; give a token to continue from")
-        if num_prompt + 1 > self._max_length:
+        if num_prompt + num_output + 1 > self._max_length:
+            what = f"prompt has {num_prompt} tokens" + (f" and output {num_output}" if num_output else "")
             raise PromptTooLong(
-                f"prompt has {num_prompt} tokens, limit: {self._max_length - 1} (the context holds "
+                f"{what}, limit: {self._max_length - 1} (the context holds "
                 f"{self.limits.max_context}, the KV memory {self.blocks.capacity_tokens}, one is to be "
                 "sampled); shorten the prompt or raise the lower one"
+            )
+        max_tokens = request.sampling.max_tokens
+        is_full = max_tokens is not None and num_output >= max_tokens
+        if is_full or (num_output and _stops(request, request.output[-1], num_output - 1)):
+            raise BadPrompt(
+                f"the output of {num_output} tokens is complete ({max_tokens=}, last token: "
+                f"{request.output[-1]}), so nothing is left to sample; resume only what has not ended"
             )
 
     def add(self, request: Request) -> None:
@@ -160,9 +172,7 @@ class Batcher:
         max_length, sampling = self._max_length, request.sampling
         if sampling.max_tokens is not None:
             max_length = min(max_length, len(request.prompt) + sampling.max_tokens)
-        sequence = _Sequence(
-            request, self._num_arrivals, list(request.prompt), max_length, frozenset(sampling.stop_ids)
-        )
+        sequence = _Sequence(request, self._num_arrivals, [*request.prompt, *request.output], max_length)
         self._num_arrivals += 1
         self._live[request.request_id] = sequence
         self._waiting.append(sequence)
@@ -208,6 +218,12 @@ class Batcher:
                     emissions.append(self._append(sequence, tokens[sample_index], sample_index))
             sample_index += row.samples
         return emissions
+
+    def take_preempted(self) -> tuple[RequestId, ...]:
+        """Who lost its slot since the last call; what has not ended meanwhile will be admitted again."""
+        preempted = tuple(self._preempted)
+        self._preempted.clear()
+        return preempted
 
     def check(self) -> None:
         """Raise if the books disagree with each other. Tests call it after every change."""
@@ -315,7 +331,11 @@ class Batcher:
         end = start + num_tokens
         tokens = tuple(sequence.tokens[start:end]) if start < sequence.num_prefill else None
         samples = end >= sequence.num_prefill
-        draft.rows.append(Row(sequence.request.request_id, sequence.slot, start, num_tokens, tokens, samples))
+        guide = sequence.request.guide if samples else None
+        mask = None if guide is None else guide.mask
+        draft.rows.append(
+            Row(sequence.request.request_id, sequence.slot, start, num_tokens, tokens, samples, mask)
+        )
         draft.sequences.append(sequence)
         draft.tokens_left -= num_tokens
         sequence.num_planned = end
@@ -339,9 +359,11 @@ class Batcher:
         sequence.tokens.append(token)
         sequence.num_pending -= 1
         reason = None
-        if token in sequence.stop_ids and num_before >= request.sampling.min_tokens:
+        if _stops(request, token, num_before):
             reason = FinishReason.STOP
-        elif len(sequence.tokens) == sequence.max_length:
+        elif request.guide is not None:
+            reason = request.guide.take(token)
+        if reason is None and len(sequence.tokens) == sequence.max_length:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._end(sequence)
@@ -351,6 +373,7 @@ class Batcher:
         """Back to the head of the queue: the youngest that ran is older than all that wait."""
         self._stop_running(sequence)
         self._waiting.appendleft(sequence)
+        self._preempted.append(sequence.request.request_id)
 
     def _end(self, sequence: _Sequence) -> None:
         sequence.is_ended = True
@@ -367,3 +390,8 @@ class Batcher:
         self.blocks.release(sequence.blocks)
         sequence.slot = None
         sequence.blocks = []
+
+
+def _stops(request: Request, token: int, num_before: int) -> bool:
+    """Whether a token that follows `num_before` sampled ones ends the request."""
+    return num_before >= request.sampling.min_tokens and token in request.sampling.stop_ids

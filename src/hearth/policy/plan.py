@@ -6,9 +6,21 @@ parameters and the token it sampled last, so a decode row needs no token from th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from hearth.types import FinishReason, RequestId, SamplingParams
+
+
+class Guide(Protocol):
+    """Holds one output to a grammar, token by token. Mutable; written only by the batcher it was given to."""
+
+    @property
+    def mask(self) -> bytes:
+        """The tokens that may come next, a bit each, lowest first, in whole words of 32 bits; never none."""
+
+    def take(self, token: int) -> FinishReason | None:
+        """The output goes on with `token`, which the mask allowed. A reason if nothing can follow it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +31,8 @@ class Request:
     prompt: tuple[int, ...]
     sampling: SamplingParams
     salt: bytes = b""  #: keeps prefixes of different adapters or tenants apart
+    output: tuple[int, ...] = ()  #: what it had sampled before it came here; all limits count it
+    guide: Guide | None = field(default=None, compare=False, repr=False)  #: has taken `output`
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +66,7 @@ class Row:
     num_tokens: int
     tokens: tuple[int, ...] | None  #: None: the one token that the slot sampled last (decode)
     samples: bool  #: a token is sampled after the last one
+    mask: bytes | None = None  #: the tokens that may be sampled, as in `Guide`; None: all
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,138 @@
+"""Guided decoding: what a schema or grammar allows to come next, by llguidance. Samples nothing.
+
+A guide goes by the tokens that were committed, so preemption does not touch it, and a request that is
+resumed elsewhere gets a new one that takes the tokens of the old.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hearth.errors import BadGuide
+from hearth.text.grammar import grammar_of, refusal
+from hearth.types import FinishReason, GuideSpec
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+log = logging.getLogger(__name__)
+
+
+class Guides:
+    """Makes the guides of one model. Any thread may ask."""
+
+    def __init__(self, tokenizer_json: Path | None, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        """`vocab_size` is the model's, which may be padded beyond the tokenizer's."""
+        self._path = tokenizer_json
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+        #: Built for the first guided request: it takes a third of a second, and most models never need it.
+        self._tokenizer: LLTokenizer | None = None
+        #: Keeps two first requests on two threads from building it twice.
+        self._building = threading.Lock()
+
+    def guide(self, spec: GuideSpec, ignore_eos: bool) -> GrammarGuide:
+        """A guide at the start of an output. With `ignore_eos` it ends only where nothing else can follow.
+
+        Raises:
+            BadGuide: the model has no tokenizer to go by, or the schema or grammar is wrong.
+        """
+        from llguidance import LLMatcher
+
+        tokenizer = self._built_tokenizer()
+        matcher = LLMatcher(tokenizer, grammar_of(spec), log_level=0)
+        # Where the model has no end token at all, llguidance has chosen one.
+        guide = GrammarGuide(matcher, tokenizer.eos_tokens, avoids_end=ignore_eos or not self._eos_ids)
+        if guide.is_stuck:
+            raise refusal(spec, _said(matcher))
+        return guide
+
+    def _built_tokenizer(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        with self._building:
+            if self._tokenizer is None:
+                if self._path is None or not self._path.is_file():
+                    raise BadGuide(
+                        "the model has no `tokenizer.json`, so its output cannot be guided; "
+                        "add one to its directory, or leave out the schema or grammar"
+                    )
+                try:
+                    # The content, because a path that llguidance does not find it looks up on the network.
+                    content = self._path.read_text(encoding="utf-8")
+                    self._tokenizer = LLTokenizer(content, self._vocab_size, sorted(self._eos_ids) or None)
+                except (OSError, ValueError) as error:
+                    raise BadGuide(
+                        f"the model's output cannot be guided, its tokenizer is not supported: {error}; "
+                        "leave out the schema or grammar"
+                    ) from error
+            return self._tokenizer
+
+
+class GrammarGuide:
+    """A `policy.plan.Guide`. Its output ends with an end token. Mutable; one thread at a time calls it."""
+
+    def __init__(self, matcher: LLMatcher, end_ids: Sequence[int], *, avoids_end: bool) -> None:
+        """`avoids_end`: an end token is allowed only where nothing else is."""
+        self._matcher = matcher
+        self._end_ids = end_ids
+        self._avoids_end = avoids_end
+        self._mask = self._next_mask()
+
+    @property
+    def mask(self) -> bytes:
+        assert not self.is_stuck, f"no token is allowed: {self._matcher.stop_reason()}"
+        return self._mask
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the grammar led nowhere, or became too costly to follow further."""
+        return self._matcher.is_error() or not _allows_any(self._mask)
+
+    def take(self, token: int) -> FinishReason | None:
+        assert self._mask[token // 8] >> token % 8 & 1, f"sampled against the mask: {token=}"
+        if token in self._end_ids:
+            return FinishReason.STOP
+        self._matcher.consume_token(token)
+        self._mask = self._next_mask()
+        if not self.is_stuck:
+            return None
+        log.warning("guide_stuck reason=`%s`", _said(self._matcher))
+        return FinishReason.LENGTH  # cut off, as by any other limit
+
+    def take_all(self, tokens: Sequence[int]) -> None:
+        """Follow an output that was begun elsewhere.
+
+        Raises:
+            BadGuide: the guide does not allow it.
+        """
+        num_taken = self._matcher.try_consume_tokens(list(tokens))
+        self._mask = self._next_mask()
+        if num_taken < len(tokens) or self.is_stuck:
+            raise BadGuide(
+                f"an output of {len(tokens)} tokens is to be resumed, but the schema or grammar allows only "
+                f"the first {num_taken}; resume it under the one that it began with"
+            )
+
+    def _next_mask(self) -> bytes:
+        mask = self._matcher.compute_bitmask()
+        if not self._avoids_end:
+            return mask
+        others = bytearray(mask)
+        for token in self._end_ids:
+            others[token // 8] &= ~(1 << token % 8)
+        return bytes(others) if _allows_any(others) else mask
+
+
+def _allows_any(mask: bytes | bytearray) -> bool:
+    return mask.count(0) < len(mask)  # `any` would take its time over thousands of bytes, at every token
+
+
+def _said(matcher: LLMatcher) -> str:
+    """Why it goes no further, without the dump behind it, which quotes the output."""
+    error = matcher.get_error() or f"no token is allowed, {matcher.stop_reason()}"
+    return error.partition("<state>")[0].strip()

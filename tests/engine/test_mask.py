@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hearth.engine.mask import apply_masks
+from hearth.engine.sampler import Sampler, SampleRow
+from hearth.engine.upload import Uploads
+from hearth.policy.plan import Admission
+from hearth.types import RequestId, SamplingParams
+
+UPLOADS = Uploads(torch.device("cpu"))
+
+
+def mask_of(allowed: set[int], vocab_size: int) -> bytes:
+    num_words = -(-vocab_size // 32)
+    return sum(1 << token for token in allowed).to_bytes(4 * num_words, "little")
+
+
+@given(st.data(), st.sampled_from([1, 20, 31, 32, 33, 64, 100]))
+def test_forbidden_tokens_are_out_and_all_else_stays(data: st.DataObject, vocab_size: int) -> None:
+    logits = torch.randn(4, vocab_size)
+    rows = data.draw(st.lists(st.integers(0, 3), unique=True, min_size=1))
+    token_sets = st.sets(st.integers(0, vocab_size - 1), min_size=1)
+    allowed = [data.draw(token_sets) for _ in rows]
+    expected = logits.clone()
+    for row, tokens in zip(rows, allowed, strict=True):
+        expected[row, [token for token in range(vocab_size) if token not in tokens]] = -math.inf
+
+    masks = UPLOADS.words([mask_of(tokens, vocab_size) for tokens in allowed])
+    apply_masks(logits, torch.tensor(rows), masks)
+
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_whatever_a_model_computes_an_allowed_token_is_chosen(temperature: float, broken: float) -> None:
+    sampler = Sampler(1, 40, UPLOADS)
+    params = SamplingParams(temperature=temperature, seed=1, top_p=0.9, min_p=0.1)
+    sampler.admit([Admission(RequestId("a"), 0, (1,), 1, 0, params)])
+    logits = torch.full((1, 40), broken)
+
+    samples = sampler.sample(logits, [SampleRow(0, 1, mask_of({17, 35}, 40))])
+
+    assert samples.tokens.item() in {17, 35}
