@@ -40,6 +40,9 @@ class Demand:
         history.mean_interval_s = mean_s + NEWEST_WEIGHT * (interval_s - mean_s)
         history.last_s = max(now_s, history.last_s)
 
+    def forget(self, model: str) -> None:
+        self._history_by_model.pop(model, None)
+
     def probability(self, model: str, now_s: float, horizon_s: float) -> float:
         """Of at least one request within `horizon_s` from now; 0 for a model nobody has asked for."""
         history = self._history_by_model.get(model)

@@ -1,0 +1,164 @@
+"""The brain's event log on disk, and its replay. Decides nothing and knows no clock.
+
+JSON lines. The first holds the version and the configuration of the brain, each other one an event with the
+actions that followed, both under the names of their types:
+
+    {"event": ["RequestArrived", {"now_s": 12.5, ...}], "actions": [["Dispatch", {...}]]}
+
+`replay` runs the events through a new fleet and demands the very same actions: the proof that whatever else
+drives the brain, a simulator or a test, runs the policy that was live.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self, get_args
+
+import msgspec
+
+from hearth.errors import DataDirError
+from hearth.policy.brain import step
+from hearth.policy.events import Action, BrainConfig, Event, ModelDeployed, RequestArrived
+from hearth.policy.fleet import Fleet
+
+log = logging.getLogger(__name__)
+
+#: Raise it when events, actions or decisions change, so that an old recording is not taken for a wrong one.
+VERSION = 2
+
+_EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
+_ENCODER = msgspec.json.Encoder()
+
+
+class Journal:
+    """Mutable; written by the driver's task alone. The journal before is kept beside it, as `*.previous`.
+
+    Recording ends, logged once, at `max_bytes` or when the disk takes no more: the service matters more.
+    """
+
+    def __init__(self, path: Path, config: BrainConfig, max_bytes: int) -> None:
+        if path.exists():
+            os.replace(path, previous(path))
+        self.path = path
+        self.is_full = False
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._file = open(path, "wb")  # noqa: SIM115 it is open for the object's life
+        self._write(_infinite_json({"version": VERSION, "config": config}))
+
+    def record(self, event: Event, actions: Sequence[Action]) -> None:
+        if self.is_full:
+            return
+        said = _infinite_json(event) if _is_infinite(event) else _ENCODER.encode(event)
+        orders = _ENCODER.encode([(type(action).__name__, action) for action in actions])
+        name = type(event).__name__.encode()
+        self._write(b'{"event": ["%b", %b], "actions": %b}' % (name, said, orders))
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            self._stop(f"the disk takes no more: {error}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self, line: bytes) -> None:
+        if self._num_bytes + len(line) + 1 > self._max_bytes:
+            self._stop(f"it has reached its limit: {self._max_bytes} bytes")
+            return
+        try:
+            self._num_bytes += self._file.write(line + b"\n")
+            self._file.flush()  # two microseconds, for which a process that is killed leaves all it recorded
+        except OSError as error:
+            self._stop(f"the disk takes no more: {error}")
+
+    def _stop(self, why: str) -> None:
+        if not self.is_full:
+            self.is_full = True
+            log.warning("journal_stopped path=%s num_bytes=%d reason=%s", self.path, self._num_bytes, why)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    num_events: int  #: that were replayed
+    first_difference: str | None  #: None: every action was the same
+    is_torn: bool  #: the last line was cut short, as by a crash
+
+
+def replay(path: Path) -> Replay:
+    """Runs until the first difference.
+
+    Raises:
+        DataDirError: it is no journal, or one of another version.
+    """
+    lines = _lines(path)
+    fleet = Fleet(_config(path, next(lines, b"")))
+    num_events = 0
+    for line in lines:
+        if not line.endswith(b"\n"):
+            return Replay(num_events, None, is_torn=True)
+        event, recorded = _parsed(line)
+        actions = step(fleet, event)
+        num_events += 1
+        again = json.loads(_ENCODER.encode([(type(action).__name__, action) for action in actions]))
+        if again != recorded:
+            difference = f"event {num_events}, {event}: recorded {recorded}, now {again}"
+            return Replay(num_events, difference, is_torn=False)
+    return Replay(num_events, None, is_torn=False)
+
+
+def previous(path: Path) -> Path:
+    return path.with_name(f"{path.name}.previous")
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        yield from file
+
+
+def _config(path: Path, line: bytes) -> BrainConfig:
+    try:
+        header = json.loads(line)
+        version = header["version"]
+        if version == VERSION:
+            return msgspec.convert(header["config"], BrainConfig)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataDirError(
+            f"no journal, its first line tells no version and configuration: {path}"
+        ) from error
+    raise DataDirError(f"the journal is of version {version}, this program replays: {VERSION}; file: {path}")
+
+
+def _parsed(line: bytes) -> tuple[Event, object]:
+    entry = json.loads(line)
+    name, fields = entry["event"]
+    return msgspec.convert(fields, _EVENTS[name]), entry["actions"]
+
+
+def _is_infinite(event: Event) -> bool:
+    """Whether it holds an infinite number, which msgspec would write as null. No action ever does."""
+    match event:
+        case RequestArrived():
+            return event.keep_alive_s == math.inf
+        case ModelDeployed():
+            return event.profile.keep_alive_s == math.inf
+        case _:
+            return False
+
+
+def _infinite_json(value: object) -> bytes:
+    """Slower than msgspec, but infinite numbers survive."""
+    return json.dumps(msgspec.to_builtins(value), separators=(",", ":")).encode()

@@ -1,0 +1,408 @@
+"""All decisions of the control plane: an event goes in, orders come out. Pure: no clock, no randomness.
+
+A request runs where its model has a free slot, else its model is loaded where there is room or where idle
+models can give way (`policy/route.py`, `policy/room.py`), else it waits (`policy/waiting.py`). What follows
+from an event follows in the same turn.
+
+Orders to one worker are carried out in order. So the books count an evicted model as gone and a loading one
+as there at once, and requests follow directly behind the order to load.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from hearth.policy.events import (
+    Action,
+    CancelRun,
+    End,
+    Event,
+    Evict,
+    LoadProgressed,
+    ModelDeployed,
+    ModelFailed,
+    ModelProfile,
+    ModelReady,
+    ModelRemoved,
+    ModelStopped,
+    Reject,
+    RejectReason,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    ResidencyReported,
+    TimerFired,
+    WorkerJoined,
+    WorkerLost,
+)
+from hearth.policy.fleet import Fleet
+from hearth.policy.replica import Failure, Model, Replica, Request, Stop
+from hearth.policy.room import victim
+from hearth.policy.route import is_failed_everywhere, misfit, pinned_out
+from hearth.policy.waiting import fill, is_second_worthwhile, serve, wake_up
+from hearth.types import ModelId, WorkerId
+
+#: A client that was refused is not told to come back sooner.
+MIN_RETRY_S = 1.0
+#: A model that could be loaded nowhere is not tried again for so long, then twice as long, up to a limit.
+FIRST_DELAY_S, MAX_DELAY_S = 2.0, 60.0
+#: A worker that is lost sooner after a model was ready may have been lost because of it.
+DEADLY_S = 60.0
+
+
+def step(fleet: Fleet, event: Event) -> list[Action]:
+    """One turn: takes note of what happened, and gives all orders that follow from it."""
+    fleet.advance(event.now_s)
+    actions = _note(fleet, event) + _settle_down(fleet)
+    if isinstance(event, RequestArrived) and (refused := _beyond_queue(fleet, event)) is not None:
+        actions += [refused, *_settle_down(fleet)]
+    return actions + wake_up(fleet)
+
+
+def _settle_down(fleet: Fleet) -> list[Action]:
+    """All that follows for those who wait."""
+    actions: list[Action] = []
+    while fleet.is_changed or fleet.is_pin_new:
+        if fleet.is_pin_new:
+            fleet.is_pin_new = False
+            actions += _refuse_hopeless(fleet)
+        if fleet.is_changed:
+            actions += serve(fleet)
+    return actions
+
+
+def _note(fleet: Fleet, event: Event) -> list[Action]:
+    match event:
+        case RequestArrived():
+            return _arrived(fleet, event)
+        case RequestFinished():
+            return _finished(fleet, event)
+        case RequestCancelled():
+            return _cancelled(fleet, event)
+        case LoadProgressed(_, worker, model, num_bytes):
+            return _progressed(fleet, worker, model, num_bytes)
+        case ModelReady():
+            return _ready(fleet, event)
+        case ModelFailed():
+            return _failed(fleet, event)
+        case ResidencyReported(_, name, bytes_by_rung):
+            if (known := fleet.models.get(name)) is not None:
+                known.bytes_by_rung = bytes_by_rung
+            return []
+        case WorkerJoined():
+            return _joined(fleet, event)
+        case WorkerLost(_, worker):
+            return _lost(fleet, worker)
+        case ModelDeployed(_, profile):
+            return _deployed(fleet, profile)
+        case ModelRemoved(_, model):
+            return _removed(fleet, model)
+        case ModelStopped():
+            return _stopped(fleet, event)
+        case TimerFired():
+            fleet.timer_s, fleet.is_changed = None, True
+            return []
+        case _:
+            assert_never(event)
+
+
+# Requests come and go.
+
+
+def _arrived(fleet: Fleet, event: RequestArrived) -> list[Action]:
+    model = fleet.models.get(event.model)
+    if model is None or model.profile is None:
+        message = f"no model is deployed as `{event.model}`"
+        return [Reject(event.request_id, RejectReason.UNKNOWN_MODEL, message)]
+    if event.digest is not None and event.digest != model.profile.digest:
+        return [Reject(event.request_id, RejectReason.MODEL_REMOVED, _replaced(model))]
+    if (why_not := misfit(fleet, model.profile)) is not None:
+        return [Reject(event.request_id, RejectReason.NEVER_FITS, why_not)]
+    if not model.usable and (refused := _refuse_unusable(fleet, event, model, model.profile)) is not None:
+        return [refused]
+    fleet.estimates.demand.arrived(model.name, fleet.now_s)
+    request = fleet.accept(event, model)
+    actions = fill(fleet, model)
+    # Behind others of its model it changes nothing, unless they are so many now that another replica pays.
+    if model.head is request or is_second_worthwhile(fleet, model):
+        fleet.is_changed = True
+    return actions
+
+
+def _refuse_unusable(
+    fleet: Fleet, event: RequestArrived, model: Model, profile: ModelProfile
+) -> Reject | None:
+    """Of a model that is on no worker: it was tried in vain a moment ago, or pins leave no room for it."""
+    failure = model.failure
+    if failure is not None and fleet.now_s < failure.until_s:
+        left_s = failure.until_s - fleet.now_s
+        message = f"{failure.message}; it is tried again in {left_s:.0f} s at the earliest"
+        return Reject(event.request_id, RejectReason.LOAD_FAILED, message, max(MIN_RETRY_S, left_s))
+    if fleet.is_complete and (why_not := pinned_out(fleet, profile)) is not None:
+        return Reject(event.request_id, RejectReason.PINNED_OUT, why_not)
+    return None
+
+
+def _beyond_queue(fleet: Fleet, event: RequestArrived) -> Reject | None:
+    request = fleet.requests.get(event.request_id)
+    max_queue = fleet.config.max_queue
+    if request is None or request.replica is not None or fleet.num_waiting <= max_queue:
+        return None
+    turnover_s = fleet.estimates.run_s() * fleet.num_waiting / max(1, fleet.num_running)
+    message = f"{max_queue} requests wait for room or a free slot, the limit: {max_queue}; try again later"
+    return _reject(fleet, request, RejectReason.QUEUE_FULL, message, max(MIN_RETRY_S, turnover_s))
+
+
+def _finished(fleet: Fleet, event: RequestFinished) -> list[Action]:
+    request = fleet.requests.get(event.request_id)
+    if request is None:  # It was rejected meanwhile.
+        return []
+    if event.how is End.STOPPED:
+        _learn(fleet, request)
+        return _stop_run(fleet, request)
+    if event.how is End.DONE:
+        _learn(fleet, request)
+    replica = request.replica
+    fleet.end(request)
+    return _after_run(fleet, replica)
+
+
+def _learn(fleet: Fleet, request: Request) -> None:
+    """How long a request runs; not of a model that is gone."""
+    replica = request.replica
+    if replica is not None and not replica.is_stale:
+        since_s = max(request.started_s, replica.ready_s)
+        fleet.estimates.ran(request.model.name, fleet.now_s - since_s)
+
+
+def _cancelled(fleet: Fleet, event: RequestCancelled) -> list[Action]:
+    request = fleet.requests.get(event.request_id)
+    return [] if request is None else _stop_run(fleet, request)
+
+
+def _stop_run(fleet: Fleet, request: Request) -> list[Action]:
+    """It ends, and its worker does not know."""
+    replica = request.replica
+    fleet.end(request)
+    if replica is None:
+        return []
+    return [CancelRun(request.request_id, replica.worker.name), *_after_run(fleet, replica)]
+
+
+def _after_run(fleet: Fleet, replica: Replica | None) -> list[Action]:
+    """A slot is free: for the next one of its model, or the replica is idle."""
+    if replica is None:
+        return []
+    return fill(fleet, replica.model) + _leave_if_idle(fleet, replica)
+
+
+# Loads.
+
+
+def _progressed(fleet: Fleet, worker: WorkerId, model: ModelId, num_bytes: int) -> list[Action]:
+    replica = _replica(fleet, worker, model)
+    if replica is not None and not replica.is_ready:
+        replica.loaded_bytes = min(num_bytes, replica.total_bytes)
+    return []
+
+
+def _ready(fleet: Fleet, event: ModelReady) -> list[Action]:
+    for use in event.rungs:
+        fleet.estimates.moved(use.rung, use.num_bytes, use.seconds)
+    replica = _replica(fleet, event.worker, event.model)
+    if replica is None or replica.is_ready:  # It was evicted meanwhile.
+        return []
+    replica.is_ready, replica.ready_s = True, fleet.now_s
+    fleet.forgive(replica.model, replica.worker)
+    replica.loaded_bytes = replica.total_bytes
+    if not replica.running:
+        replica.idle_since_s = fleet.now_s
+    fleet.settle(replica)
+    fleet.is_changed = True  # A full model may now be loaded a second time, and this one be drained.
+    return []
+
+
+def _failed(fleet: Fleet, event: ModelFailed) -> list[Action]:
+    """What a ready one was doing goes on elsewhere; a load would only fail again."""
+    replica = _replica(fleet, event.worker, event.model)
+    if replica is None:
+        return []
+    model = replica.model
+    message = f"model `{model.name}` failed on worker `{event.worker}`: {event.reason}"
+    fleet.blame(model, replica.worker)
+    requests = list(replica.running.values())
+    if replica.is_ready:
+        for request in requests:
+            fleet.requeue(request)
+        fleet.remove(replica)
+        return _resume(fleet, requests, RejectReason.LOAD_FAILED, message)
+    if not model.usable.keys() - {event.worker}:
+        requests += model.waiting.values()
+        if is_failed_everywhere(fleet, model):
+            delay_s = FIRST_DELAY_S if model.failure is None else min(MAX_DELAY_S, 2 * model.failure.delay_s)
+            model.failure = Failure(message, delay_s, fleet.now_s + delay_s)
+    actions: list[Action] = [_reject(fleet, r, RejectReason.LOAD_FAILED, message) for r in requests]
+    fleet.remove(replica)
+    return actions
+
+
+# Workers.
+
+
+def _joined(fleet: Fleet, event: WorkerJoined) -> list[Action]:
+    fleet.join(event)
+    return _refuse_hopeless(fleet)
+
+
+def _lost(fleet: Fleet, name: WorkerId) -> list[Action]:
+    worker = fleet.workers.get(name)
+    if worker is None:
+        return []
+    for replica in worker.replicas.values():
+        is_deadly = not replica.is_ready or fleet.now_s < replica.ready_s + DEADLY_S
+        replica.model.num_deadly_loads = replica.model.num_deadly_loads + 1 if is_deadly else 0
+    requests = fleet.lose(worker)
+    return _resume(fleet, requests, RejectReason.WORKERS_LOST, f"worker `{name}` was lost under it")
+
+
+def _resume(fleet: Fleet, requests: list[Request], reason: RejectReason, message: str) -> list[Action]:
+    """Those that lost their replicas and wait again go on where there is a slot, unless they must end."""
+    actions: list[Action] = []
+    models: dict[ModelId, Model] = {}
+    for request in requests:
+        model, most = request.model, fleet.config.max_resumes
+        if (why_not := _outdated(request)) is not None:
+            actions.append(_reject(fleet, request, RejectReason.MODEL_REMOVED, why_not))
+        elif request.num_resumes > most:
+            told = f"{message}; that was the loss number {request.num_resumes}, the limit: {most}"
+            actions.append(_reject(fleet, request, reason, told))
+        else:
+            models[model.name] = model
+    for model in models.values():
+        actions += fill(fleet, model)
+    return actions + _refuse_hopeless(fleet)  # It may have been redeployed as a larger one.
+
+
+# Models.
+
+
+def _deployed(fleet: Fleet, profile: ModelProfile) -> list[Action]:
+    """What is resident of other bytes, or was given memory for other sizes, serves nobody new."""
+    model = fleet.models.setdefault(profile.model, Model(profile.model))
+    before, model.profile = model.profile, profile
+    model.is_stopped = False
+    fleet.forgive_all(model)
+    fleet.place_pinned(model)
+    fleet.is_changed = True
+    is_other = before is None or (before.digest, before.num_bytes, before.footprints) != (
+        *(profile.digest, profile.num_bytes, profile.footprints),
+    )
+    if not is_other:
+        fleet.settle_all(model)
+        return []
+    actions: list[Action] = [
+        _reject(fleet, request, RejectReason.MODEL_REMOVED, why_not)
+        for request in list(model.waiting.values())
+        if (why_not := _outdated(request)) is not None
+    ]
+    return actions + _retire(fleet, model) + _refuse_hopeless(fleet)
+
+
+def _removed(fleet: Fleet, name: ModelId) -> list[Action]:
+    model = fleet.models.get(name)
+    if model is None or model.profile is None:
+        return []
+    message = _gone(model)
+    waiting = list(model.waiting.values())
+    actions: list[Action] = [_reject(fleet, r, RejectReason.MODEL_REMOVED, message) for r in waiting]
+    model.profile = model.named_keep_alive_s = model.bytes_by_rung = None
+    fleet.forgive_all(model)
+    fleet.place_pinned(model)
+    fleet.estimates.forget(name)
+    if not model.replicas:
+        del fleet.models[name]
+    return actions + _retire(fleet, model)
+
+
+def _retire(fleet: Fleet, model: Model) -> list[Action]:
+    """Replicas of an old version: idle ones leave, busy ones when they are idle."""
+    actions: list[Action] = []
+    for replica in list(model.replicas.values()):
+        replica.is_stale = True
+        fleet.settle(replica)
+        actions += _leave_if_idle(fleet, replica)
+    return actions
+
+
+def _stopped(fleet: Fleet, event: ModelStopped) -> list[Action]:
+    model = fleet.models.get(event.model)
+    if model is None:
+        return []
+    actions: list[Action] = []
+    model.named_keep_alive_s, model.is_stopped = None, True
+    fleet.place_pinned(model)
+    for replica in list(model.replicas.values()):
+        replica.stop = Stop(fleet.next_number, event.is_freed)
+        fleet.settle(replica)
+        actions += _leave_if_idle(fleet, replica)
+    return actions
+
+
+def _leave_if_idle(fleet: Fleet, replica: Replica) -> list[Action]:
+    """Of those that are not to stay."""
+    if replica.running or not replica.is_leaving:
+        return []
+    cost_s = victim(replica, fleet.estimates, fleet.now_s).cost_s
+    fleet.remove(replica)
+    return [Evict(replica.model.name, replica.worker.name, cost_s)]
+
+
+# Refusals.
+
+
+def _refuse_hopeless(fleet: Fleet) -> list[Action]:
+    """Those who wait for room that no worker can ever have, or none beside what is pinned.
+
+    While a lost worker is being replaced, nobody is: they may have come from there.
+    """
+    if not fleet.is_complete:
+        return []
+    actions: list[Action] = []
+    for model in [fleet.models[name] for name in fleet.room_queue]:
+        if model.profile is None:
+            continue
+        reason, why_not = RejectReason.NEVER_FITS, misfit(fleet, model.profile)
+        if why_not is None:
+            reason, why_not = RejectReason.PINNED_OUT, pinned_out(fleet, model.profile)
+        if why_not is not None:
+            actions += [_reject(fleet, request, reason, why_not) for request in list(model.waiting.values())]
+    return actions
+
+
+def _outdated(request: Request) -> str | None:
+    """Why a request cannot go on, for people: its model is gone, or not the one that it was accepted for."""
+    profile = request.model.profile
+    if profile is None:
+        return _gone(request.model)
+    return None if profile.digest == request.digest else _replaced(request.model)
+
+
+def _gone(model: Model) -> str:
+    return f"model `{model.name}` was removed before the request was done"
+
+
+def _replaced(model: Model) -> str:
+    return f"model `{model.name}` was replaced by another version before the request was done; ask again"
+
+
+def _reject(
+    fleet: Fleet, request: Request, reason: RejectReason, message: str, retry_s: float | None = None
+) -> Reject:
+    fleet.end(request)
+    return Reject(request.request_id, reason, message, retry_s)
+
+
+def _replica(fleet: Fleet, worker: WorkerId, model: ModelId) -> Replica | None:
+    """None if either is gone, or the model was evicted there: what is said of it comes late."""
+    known = fleet.workers.get(worker)
+    return None if known is None else known.replicas.get(model)

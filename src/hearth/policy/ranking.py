@@ -1,0 +1,70 @@
+"""Ids in the order of a number that each has. Knows nothing of what the numbers mean."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+Id = TypeVar("Id", bound=str)
+
+
+class Ranking(Generic[Id]):
+    """Mutable; one owner. Equal ranks go by id, so the order is always the same.
+
+    A sorted list: finding a place takes the logarithm of its length, and moving what is behind it a few
+    hundred nanoseconds for the thousand workers of a large fleet.
+    """
+
+    __slots__ = ("_rank_by_id", "_ranked")
+
+    def __init__(self) -> None:
+        #: The same pairs twice: sorted here, by id there.
+        self._ranked: list[tuple[int, Id]] = []
+        self._rank_by_id: dict[Id, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._ranked)
+
+    def __contains__(self, id_: Id) -> bool:
+        return id_ in self._rank_by_id
+
+    def __iter__(self) -> Iterator[Id]:
+        """Lowest rank first, of those that are there now, whatever changes meanwhile."""
+        return (id_ for _, id_ in self._ranked.copy())
+
+    def from_rank(self, rank: int) -> Iterator[Id]:
+        """Those of at least this rank, lowest first. Not to be continued after a change."""
+        return (self._ranked[at][1] for at in range(self._first(rank), len(self._ranked)))
+
+    def down_to_rank(self, rank: int) -> Iterator[Id]:
+        """Those of at least this rank, highest first. Not to be continued after a change."""
+        return (self._ranked[at][1] for at in range(len(self._ranked) - 1, self._first(rank) - 1, -1))
+
+    @property
+    def lowest(self) -> int | None:
+        return self._ranked[0][0] if self._ranked else None
+
+    @property
+    def highest(self) -> int | None:
+        return self._ranked[-1][0] if self._ranked else None
+
+    def rank(self, id_: Id) -> int | None:
+        return self._rank_by_id.get(id_)
+
+    def put(self, id_: Id, rank: int) -> None:
+        """Also to change the rank of one that is there."""
+        if self._rank_by_id.get(id_) == rank:
+            return
+        self.drop(id_)
+        self._rank_by_id[id_] = rank
+        insort(self._ranked, (rank, id_))
+
+    def drop(self, id_: Id) -> None:
+        """Nothing happens if it is not there."""
+        rank = self._rank_by_id.pop(id_, None)
+        if rank is not None:
+            del self._ranked[bisect_left(self._ranked, (rank, id_))]
+
+    def _first(self, rank: int) -> int:
+        return bisect_left(self._ranked, (rank, ""))
