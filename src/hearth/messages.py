@@ -1,0 +1,259 @@
+"""What the gateway and its workers say to each other. Opens no socket and knows no frame.
+
+    worker                                gateway
+    (connects)                            Challenge
+    Hello, with a proof of the secret     Welcome, with the gateway's own proof; or the connection ends
+    StepDone, one per step, ...           HostModel, DropModel, StartRequest, CancelRequest, Ping, Shutdown
+
+Both directions keep their order, and that is part of the contract: a worker carries out orders one after
+the other, so a model that is dropped before another is hosted has left its memory by then. A `run` is one
+stay of a request on one worker: a number that is never used again, so that what a lost worker said last is
+not mistaken for what its successor says.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from hearth.types import FinishReason, ModelId, Rung, SamplingParams, TokenLogprobs, WorkerId
+
+#: Both sides must have the same. Raise it with every change of this file.
+VERSION = 1
+
+
+# What a process is told on its standard input, as one line of JSON, when it is started.
+
+
+class WorkerSetup(Struct, frozen=True):
+    worker: WorkerId
+    host: str  #: of the gateway, as is the port
+    port: int
+    secret: str  #: in hex
+    kind: Literal["cpu", "cuda"]
+    device_index: int
+    num_sharing: int  #: workers on that device; on CPUs, all of them
+    budget_bytes: int | None  #: None: derived from the device
+    keeper_socket: str
+    engine: dict[str, int | float | str | None]  #: the fields of EngineConfig
+    num_threads: int | None  #: that torch may use; None: its own choice
+    log_level: str
+
+
+class KeeperSetup(Struct, frozen=True):
+    socket: str
+    kind: Literal["cpu", "cuda"]  #: of the devices that its memory is copied to
+    path: str  #: these three as in StoreConfig
+    disk_bytes: int | None
+    host_bytes: int
+    log_level: str
+
+
+# The handshake.
+
+
+class Challenge(Struct, frozen=True, tag=True):
+    version: int
+    nonce: bytes
+
+
+class Hello(Struct, frozen=True, tag=True):
+    """Sent when the runtime is initialised: from here on the worker can host models."""
+
+    version: int
+    worker: WorkerId
+    nonce: bytes
+    proof: bytes  #: of the gateway's nonce; see wire.py
+    pid: int
+    kind: Literal["cpu", "cuda"]
+    device: str  #: for people, like "NVIDIA H200"
+    budget_bytes: int  #: device memory for models: weights, workspace and KV
+
+
+class Welcome(Struct, frozen=True, tag=True):
+    proof: bytes  #: of the worker's nonce
+
+
+# Orders of the gateway.
+
+
+class Guide(Struct, frozen=True):
+    """What an output is held to."""
+
+    kind: Literal["json_object", "json_schema", "lark"]
+    text: str = ""  #: the schema as JSON, or the grammar
+
+
+class Sampling(Struct, frozen=True, omit_defaults=True):
+    """`SamplingParams` without what concerns text: stop strings are found by the gateway."""
+
+    seed: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] | None = None
+
+    @staticmethod
+    def of(params: SamplingParams, seed: int) -> Sampling:
+        shared = {name: getattr(params, name) for name in _SHARED}
+        allowed = params.allowed_token_ids
+        return Sampling(
+            seed=seed,
+            stop_token_ids=params.stop_ids,
+            logit_bias=dict(params.bias_by_token),
+            allowed_token_ids=None if allowed is None else tuple(allowed),
+            **shared,
+        )
+
+    def params(self) -> SamplingParams:
+        return SamplingParams(
+            seed=self.seed,
+            stop_token_ids=self.stop_token_ids,
+            logit_bias=self.logit_bias,
+            allowed_token_ids=self.allowed_token_ids,
+            **{name: getattr(self, name) for name in _SHARED},
+        )
+
+
+#: Fields that both spell alike.
+_SHARED = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "max_tokens", "min_tokens", "ignore_eos", "logprobs"),
+)
+
+
+class HostModel(Struct, frozen=True, tag=True):
+    """Take memory for a model and start loading it. Requests may follow at once and run behind the load."""
+
+    model: ModelId
+    hosting: int  #: a number of this stay of the model; what the worker says of it names it
+    where: str  #: a directory or a URL
+    digest: str  #: of the manifest; another one there means that the model was changed
+    weight: float  #: T2's alpha
+    max_context: int
+    kv_bytes: int
+    eos_ids: tuple[int, ...]
+
+
+class DropModel(Struct, frozen=True, tag=True):
+    """Give back all memory of a model; what it still runs ends without a word."""
+
+    model: ModelId
+
+
+class StartRequest(Struct, frozen=True, tag=True):
+    run: int
+    model: ModelId
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]  #: emitted before, on workers that are gone
+    sampling: Sampling
+    guide: Guide | None = None
+
+
+class CancelRequest(Struct, frozen=True, tag=True):
+    run: int
+
+
+class Ping(Struct, frozen=True, tag=True):
+    """Answered by the thread that steps, between two steps: so a pong proves that it does not hang."""
+
+    number: int
+
+
+class Shutdown(Struct, frozen=True, tag=True):
+    pass
+
+
+# Facts from a worker.
+
+
+class Admitted(Struct, frozen=True, array_like=True):
+    """A run got its slot, for the first time or again after a preemption."""
+
+    run: int
+    num_cached_tokens: int
+    waited_s: float  #: since it came to the worker, or since it was preempted
+
+
+class StepDone(Struct, frozen=True, tag=True):
+    """All tokens of one step of one model. `runs`, `tokens` and `logprobs` are parallel."""
+
+    model: ModelId
+    runs: list[int]
+    tokens: list[int]
+    finished: dict[int, FinishReason] = {}  #: by run
+    logprobs: list[TokenLogprobs | None] | None = None
+    admitted: list[Admitted] = []  #: since the message before
+    preempted: list[int] = []  #: likewise; they will be admitted again
+    step_s: float = 0.0
+
+
+class RunFailed(Struct, frozen=True, tag=True):
+    """One request could not be taken or carried on; others are not affected."""
+
+    run: int
+    label: str
+    reason: str
+
+
+class LoadProgressed(Struct, frozen=True, tag=True):
+    model: ModelId
+    hosting: int
+    num_bytes: int
+    num_layers: int  #: that can run
+
+
+class RungBytes(Struct, frozen=True):
+    rung: Rung
+    num_bytes: int
+    seconds: float
+
+
+class ModelLoaded(Struct, frozen=True, tag=True):
+    model: ModelId
+    hosting: int
+    rungs: tuple[RungBytes, ...]
+    shared_bytes: int  #: that another load was reading already
+    open_s: float  #: from the order until the keeper had found the model
+    assemble_s: float  #: then memory was taken and the engine put together
+    first_layer_s: float  #: these two from the start of the load, which came then
+    total_s: float
+    is_widened: bool = False  #: to float32, because the device is slow in what was stored
+
+
+class ModelFailed(Struct, frozen=True, tag=True):
+    """The model could not be loaded, or its engine broke. It has left memory; its runs have ended."""
+
+    model: ModelId
+    hosting: int
+    label: str
+    reason: str
+
+
+class ModelUse(Struct, frozen=True):
+    model: ModelId
+    num_running: int
+    num_waiting: int
+    kv_used_blocks: int
+    kv_blocks: int
+
+
+class Pong(Struct, frozen=True, tag=True):
+    number: int
+    used_bytes: int
+    models: tuple[ModelUse, ...]
+
+
+Order = Welcome | HostModel | DropModel | StartRequest | CancelRequest | Ping | Shutdown
+Fact = Hello | StepDone | RunFailed | LoadProgressed | ModelLoaded | ModelFailed | Pong
