@@ -8,7 +8,6 @@ It answers no requests: that is `llm.py`.
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,9 +29,8 @@ from hearth.store.manifest import MANIFEST, Manifest
 from hearth.store.record import LoadRecord
 from hearth.store.source import Source
 from hearth.store.tiers import Tiers
+from hearth.store.widen import landing, served_layout, widen
 from hearth.text.tokenizer import Tokenizer
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,24 +106,25 @@ class _Stored:
             self._model = self._tiers.open(path)
             manifest = self._model.manifest
             self.tokenizer = None if wishes.skip_tokenizer else Tokenizer.load(self._model.directory)
-            dtype = _stored_dtype(wishes.dtype, manifest, device)
-            self._spec = _spec_of(manifest.arch, dtype, wishes, self.tokenizer)
+            self._dtype = _stored_dtype(wishes.dtype, manifest, device)
+            self._spec = _spec_of(manifest.arch, self._dtype, wishes, self.tokenizer)
         except BaseException:
             self.close()
             raise
 
     def build(self) -> Engine:
         manifest, spec = self._model.manifest, self._spec
-        base = _allocate_weights(manifest.layout, self._device)
-        if spec.dtype != DTYPES[manifest.dtype]:
-            self._start(base).wait()
-            layout = layout_of(spec.arch, "float32", manifest.quant)
-            weights = bind(spec.arch, layout, contiguous_slots(layout, _widened(base, manifest, layout)))
-            return assemble(spec, weights, self._config, self._device)
-        weights = bind(spec.arch, manifest.layout, contiguous_slots(manifest.layout, base))
+        layout = served_layout(manifest, self._dtype)
+        base = _allocate_weights(layout, self._device)
+        weights = bind(spec.arch, layout, contiguous_slots(layout, base))
         engine = assemble(spec, weights, self._config, self._device)
         # Only now: whatever else goes to the device would have to queue behind the weights.
-        engine.runner.follow(LoadGate(self._start(base), manifest))
+        load = self._start(landing(base, manifest))
+        if self._dtype == manifest.dtype:
+            engine.runner.follow(LoadGate(load, manifest))
+        else:
+            load.wait()
+            widen(base, manifest, layout)
         return engine
 
     def _start(self, base: torch.Tensor) -> Load:
@@ -155,23 +154,6 @@ class _Stored:
         if self._owns_tiers:
             self._owns_tiers = False
             self._tiers.close()
-
-
-def _widened(base: torch.Tensor, manifest: Manifest, layout: Layout) -> torch.Tensor:
-    """The model in float32, for a CPU, where narrower arithmetic is slow. What is quantised stays so."""
-    log.warning(
-        "fallback dtype=float32 reason=`%s is slow on a CPU` remedy=`hearth convert --dtype float32`",
-        manifest.dtype,
-    )
-    wide = _allocate_weights(layout, base.device)
-    for stored, spec in zip(manifest.tensors, layout.tensors, strict=True):
-        source = base[stored.offset : stored.offset + stored.nbytes]
-        target = wide[spec.offset : spec.offset + spec.nbytes]
-        if stored.dtype == spec.dtype:
-            target.copy_(source)
-        else:
-            target.view(DTYPES[spec.dtype]).copy_(source.view(DTYPES[stored.dtype]))
-    return wide
 
 
 def _tokenizer_of(source: Source) -> Tokenizer:

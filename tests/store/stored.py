@@ -20,15 +20,16 @@ from hearth.errors import ChunkMissing, StoreError
 from hearth.models.families import arch_from_config
 from hearth.models.layout import ByteRange, layout_of
 from hearth.store.backoff import Retry
-from hearth.store.climb import Climber, Delivery
+from hearth.store.climb import Climber
 from hearth.store.convert import convert
 from hearth.store.fetch import Fetch, Fetcher
-from hearth.store.manifest import MANIFEST, WEIGHTS, Chunk, Digest, Manifest, digest_of, read_manifest
+from hearth.store.manifest import MANIFEST, WEIGHTS, Chunk, Manifest, digest_of, read_manifest
 from hearth.store.model import StoredModel
 from hearth.store.prices import Prices
+from hearth.store.record import Delivery
 from hearth.store.segment import Segment
 from hearth.store.tiers import Tiers
-from hearth.types import Rung
+from hearth.types import Digest, Rung
 from tests.models.zoo import build
 from tests.store.bad_server import BadServer, serve
 

@@ -23,7 +23,8 @@ from hearth.errors import StoreError, StoreFull
 from hearth.models.families import arch_from_config
 from hearth.models.layout import layout_of
 from hearth.store.disk import TEMPORARY_MAX_AGE_S, DiskCounters, DiskTier, Location
-from hearth.store.manifest import MANIFEST, WEIGHTS, Chunk, Digest, Manifest, digest_of
+from hearth.store.manifest import MANIFEST, WEIGHTS, Chunk, Manifest, digest_of
+from hearth.types import Digest
 
 TINY = {"num_hidden_layers": 1, "vocab_size": 10, "hidden_size": 8, "num_attention_heads": 2}
 ARCH = arch_from_config({"model_type": "llama", **TINY, "intermediate_size": 8})

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hearth.errors import ChunkMissing, LoadCancelled, StoreError
-from hearth.store.climb import Delivery
 from hearth.store.fetch import WINDOW, Fetch, Fetcher, HostChunk
 from hearth.store.model import StoredModel
 from hearth.store.prices import Prices
+from hearth.store.record import Delivery
 from hearth.store.segment import Segment
 from hearth.types import Rung
 from tests.store.stored import (

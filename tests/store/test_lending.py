@@ -510,7 +510,7 @@ def test_a_borrower_that_talks_nonsense_is_dropped_and_others_are_not(
 ) -> None:
     with lending(tmp_path, path) as (_, lender):
         borrower = Borrower(path)
-        rude = borrower._connect()
+        rude, _ = borrower._connect()
 
         rude.sendall(b"what?\n")
 
@@ -518,3 +518,24 @@ def test_a_borrower_that_talks_nonsense_is_dropped_and_others_are_not(
         rude.close()
         load(borrower, model)
         borrower.close()
+
+
+def test_a_lender_that_was_started_again_lends_from_its_new_segment(
+    model: Path, tmp_path: Path, path: Path
+) -> None:
+    with lending(tmp_path, path):
+        borrower = Borrower(path)
+        load(borrower, model)
+    with lending(tmp_path, path):
+        _, base = load(borrower, model)
+        assert borrower._old == []  # nobody copies from it any more
+        borrower.close()
+
+    assert base.numpy().tobytes() == (model / WEIGHTS).read_bytes()
+
+
+def test_the_weight_of_a_model_reaches_the_prices(model: Path, tmp_path: Path, path: Path) -> None:
+    with lending(tmp_path, path) as (tiers, _), closing(Borrower(path)) as borrower:
+        borrower.open(model, weight=3.0)
+
+        assert tiers._opened[model.resolve()].model.weight == 3.0

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from hearth.policy.evict import Price
-from hearth.store.manifest import Digest
 from hearth.store.model import StoredModel
 from hearth.store.prices import PRIORS, Prices
 from hearth.store.remote import RemoteModel
-from hearth.types import Rung
+from hearth.types import Digest, Rung
 from tests.store import stored
 from tests.store.stored import parts_of
 
@@ -137,7 +136,7 @@ def test_what_a_forgotten_model_shares_keeps_the_others_price() -> None:
     prices.asked(kept)
     alone = prices.of_host_chunk(chunk(kept))
     prices.asked(gone)
-    prices.forget(gone)
+    prices.forget(gone.directory)
     assert prices.of_host_chunk(chunk(kept)) == alone
     assert prices.of_host_chunk(chunk(gone, 1)) == (0.0, 0)
 
@@ -167,9 +166,9 @@ def test_a_model_stays_while_a_copy_of_it_is_left() -> None:
     prices.asked(model)
     prices.asked(copy)
     worth = prices.of_host_chunk(chunk(model))
-    prices.forget(copy)
+    prices.forget(copy.directory)
     assert prices.of_host_chunk(chunk(model)) == worth
-    prices.forget(model)
+    prices.forget(model.directory)
     assert prices.of_host_chunk(chunk(model)) == (0.0, 0)
 
 
@@ -178,11 +177,11 @@ def test_a_chunk_that_stands_in_its_model_twice_counts_once_and_where_it_is_need
     prices.asked(model)
     twice = prices.of_host_chunk(chunk(model, 3))
     assert twice == (cost(prices.of_host_chunk(chunk(model, 0))), -1)
-    prices.forget(model)
+    prices.forget(model.directory)
     assert prices.of_host_chunk(chunk(model, 3)) == (0.0, 0)
 
 
 def test_forgetting_a_model_that_nobody_asked_for_is_harmless() -> None:
     prices = Prices(Clock())
-    prices.forget(model_of("a", A))
+    prices.forget(model_of("a", A).directory)
     assert prices.of_disk_chunk(chunk(model_of("a", A))) == (0.0, 0)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hearth.store.climb import Delivery
-from hearth.store.record import RungUse, Tally, uses_of
+from hearth.store.record import Delivery, RungUse, Tally, uses_of
 from hearth.types import Rung
 
 BEGAN_S = 100.0

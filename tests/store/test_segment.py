@@ -103,3 +103,14 @@ def test_more_memory_than_can_be_had_is_refused() -> None:
     with pytest.raises(DeviceError, match=r"4611686018427387904 bytes .* lower `store.host_bytes`"):
         Segment.create(1 << 40, 1 << 22)
     assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_touching_its_pages_changes_nothing_in_them() -> None:
+    segment = Segment.create(4, 1 << 16)
+    segment.tensor(2, 5).copy_(torch.tensor([1, 2, 3, 4, 5], dtype=torch.uint8))
+    segment.touch_in_background()
+    segment.wait_pinned()
+    resident = [page for page in range(4) if segment.tensor(page, 1 << 16).any()]
+    written = segment.tensor(2, 5).tolist()
+    segment.close()
+    assert (resident, written) == ([2], [1, 2, 3, 4, 5])

@@ -174,3 +174,29 @@ class TestReport:
         use = RungUse(num_chunks=2, num_bytes=1000, seconds=4.0)
         tiers.loaded(LoadRecord("m", 1000, {Rung.DISK: use}, 4.0, 1.0, 0.0, 1.0, 5.0, 0))
         assert tiers.report()[Rung.DISK].bytes_per_s == pytest.approx(250.0)
+
+
+class TestForget:
+    def test_a_model_behind_a_url_leaves_nothing_on_disk(
+        self, tiers: Tiers, source: Path, server: BadServer, tmp_path: Path
+    ) -> None:
+        url = f"{server.url}/tiny"
+        model = tiers.open(url)
+        consume(tiers.fetch(model, all_chunks(model)))
+        tiers.fetcher.close()  # waits for what is written on the side
+        assert tiers.disk.used_bytes > 0
+
+        assert tiers.forget(url) == model.directory
+
+        assert not model.directory.exists()
+        assert tiers.disk.used_bytes == 0
+        assert not list((tmp_path / "root" / "chunks").glob("*/*"))
+
+    def test_the_files_of_a_directory_are_their_owner_s(self, tiers: Tiers, source: Path) -> None:
+        model = tiers.open(source)
+        assert tiers.resident_bytes(model)[Rung.DISK] == model.manifest.num_bytes
+
+        tiers.forget(source)
+
+        assert (source / MANIFEST).exists()
+        assert tiers.resident_bytes(model) == {Rung.HOST: 0, Rung.DISK: 0}

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hearth.errors import HearthError, LoadCancelled, StoreError
+from hearth.errors import HearthError, LenderGone, LoadCancelled, StoreError
 from hearth.store.fetch import HostChunk
 from hearth.store.lending import (
     CancelLoad,
@@ -29,8 +29,11 @@ from hearth.store.lending import (
 )
 from hearth.store.manifest import Manifest, read_manifest
 from hearth.store.segment import Segment
+from hearth.types import Digest
 
 MAX_HELLO_BYTES = 4096
+#: Descriptions that are kept, some 100 KB each.
+MAX_MANIFESTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,62 +41,107 @@ class BorrowedModel:
     opened: ModelOpened
     manifest: Manifest
 
+    @property
+    def is_in_host(self) -> bool:
+        """Whether all of it was in host memory when it was opened."""
+        distinct = {chunk.digest: chunk.num_bytes for chunk in self.manifest.chunks}
+        return self.opened.host_bytes >= sum(distinct.values())
+
 
 class Borrower:
-    """Maps the segment of the lender at a socket and pins it for this process's device."""
+    """Maps the segment of the lender at a socket and pins it for this process's device. Any thread may ask.
+
+    A lender that died and was started again lends from another segment, which is then mapped as well.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         connection, self.segment = _introduce(path)
         connection.close()
         self.segment.pin_in_background()
+        #: By digest. Single operations of a dict are atomic, so it needs no lock.
+        self._manifests: dict[Digest, Manifest] = {}
+        #: Of lenders that are gone. They stay mapped while a loan of theirs may still be copied from.
+        self._old: list[Segment] = []
+        self._loans: list[Loan] = []  #: those that are not over, and some that are
+        self._lock = threading.Lock()  #: guards the three: models are opened on threads of their own
 
-    def open(self, where: str | Path) -> BorrowedModel:
+    def open(self, where: str | Path, weight: float = 1.0) -> BorrowedModel:
         """Have the lender open a converted model; its description is read here.
 
         A relative path is one of this process, whatever the lender's directory is.
         """
         is_url = "://" in str(where)
-        match self._ask(OpenModel(str(where) if is_url else str(Path(where).absolute()))):
+        match self._ask(OpenModel(str(where) if is_url else str(Path(where).absolute()), weight)):
             case ModelOpened() as opened:
-                manifest = read_manifest(Path(opened.directory))
+                pass
             case Refused() as refused:
                 raise error_of(refused)
             case None:
                 raise self._gone()
             case other:
                 raise StoreError(f"the lender at `{self._path}` answered {other}")
-        if manifest.digest != opened.digest:
-            raise StoreError(f"`{opened.directory}` was replaced while it was opened; open it again")
-        return BorrowedModel(opened, manifest)
+        return BorrowedModel(opened, self._description(opened))
+
+    def _description(self, opened: ModelOpened) -> Manifest:
+        """Read once: it takes milliseconds, which a switch between models does not have."""
+        known = self._manifests.get(opened.digest)
+        if known is None:
+            known = read_manifest(Path(opened.directory))
+            if known.digest != opened.digest:
+                raise StoreError(f"`{opened.directory}` was replaced while it was opened; open it again")
+            if len(self._manifests) >= MAX_MANIFESTS:
+                self._manifests.clear()
+            self._manifests[opened.digest] = known
+        return known
 
     def fetch(self, model: BorrowedModel, chunks: Sequence[int]) -> Loan:
-        connection = self._connect()
+        connection, segment = self._connect()
         try:
             send(connection, FetchChunks(model.opened.digest, tuple(chunks)))
         except OSError as error:
             connection.close()
             raise self._gone() from error
-        return Loan(self.segment, connection, model.opened.name, len(chunks))
+        loan = Loan(segment, connection, model.opened.name, len(chunks))
+        with self._lock:
+            self._loans.append(loan)
+        return loan
 
     def close(self) -> None:
-        self.segment.close()
+        for segment in (*self._old, self.segment):
+            segment.close()
 
-    def _connect(self) -> socket.socket:
+    def _connect(self) -> tuple[socket.socket, Segment]:
         connection, segment = _introduce(self._path)
-        segment.close()
-        return connection
+        with self._lock:
+            if os.path.sameopenfile(segment.fd, self.segment.fd):
+                segment.close()
+            else:
+                self._old.append(self.segment)
+                self.segment = segment
+                self.segment.pin_in_background()
+            self._close_old()
+            return connection, self.segment
+
+    def _close_old(self) -> None:
+        self._loans = [loan for loan in self._loans if not loan.is_settled]
+        lent = {id(loan.segment) for loan in self._loans}
+        for segment in self._old:
+            if id(segment) not in lent:
+                segment.close()
+        self._old = [segment for segment in self._old if id(segment) in lent]
 
     def _ask(self, message: Message) -> Message | None:
-        with self._connect() as connection, closing(received(connection)) as messages:
+        connection, _ = self._connect()
+        with connection, closing(received(connection)) as messages:
             try:
                 send(connection, message)
                 return next(messages, None)
             except OSError as error:
                 raise self._gone() from error
 
-    def _gone(self) -> StoreError:
-        return StoreError(f"the lender at `{self._path}` is gone; start it again")
+    def _gone(self) -> LenderGone:
+        return LenderGone(f"the lender at `{self._path}` is gone; start it again")
 
 
 class Loan:
@@ -103,7 +151,7 @@ class Loan:
     """
 
     def __init__(self, segment: Segment, connection: socket.socket, name: str, num_chunks: int) -> None:
-        self._segment, self._connection, self._name = segment, connection, name
+        self.segment, self._connection, self._name = segment, connection, name
         self._num_chunks = num_chunks
         #: Guards the fields below and the sending: one thread yields, others release and cancel.
         self._lock = threading.Lock()
@@ -112,6 +160,12 @@ class Loan:
         self._is_over = num_chunks == 0  #: nothing more will be yielded
         self._is_cancelled = False
         self._hang_up_if_done()
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing more comes, and all that came was given back."""
+        with self._lock:
+            return self._is_over and self._num_released == self._num_yielded
 
     def __iter__(self) -> Iterator[HostChunk]:
         """Raises what the lender met, LoadCancelled after `cancel`, StoreError if the lender is gone."""
@@ -150,7 +204,7 @@ class Loan:
                 raise self._failure(message)
             self._num_yielded += 1
             self._is_over = self._num_yielded == self._num_chunks
-        data = self._segment.tensor(message.slot, message.num_bytes)
+        data = self.segment.tensor(message.slot, message.num_bytes)
         return HostChunk(message.index, data, message.slot, message.delivery, message.is_shared)
 
     def _failure(self, message: Message | None) -> HearthError:
@@ -176,7 +230,7 @@ def _introduce(path: Path) -> tuple[socket.socket, Segment]:
             connection.connect(str(path))
             line, fds, _, _ = socket.recv_fds(connection, MAX_HELLO_BYTES, 1)
         except OSError as error:
-            raise StoreError(f"nobody lends host memory at `{path}`: {error.strerror or error}") from error
+            raise LenderGone(f"nobody lends host memory at `{path}`: {error.strerror or error}") from error
         for fd in fds:
             undo.callback(os.close, fd)
         hello = parse(line)

@@ -10,32 +10,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from hearth.errors import ChunkCorrupt, ChunkMissing, StoreError
 from hearth.policy.evict import Price
 from hearth.store.disk import DiskTier, Location
-from hearth.store.manifest import WEIGHTS, Digest, digest_of
+from hearth.store.manifest import WEIGHTS, digest_of
 from hearth.store.model import StoredModel
 from hearth.store.reading import read_verified
-from hearth.types import Rung
+from hearth.store.record import Delivery
+from hearth.types import Digest, Rung
 
 #: How often object storage may send wrong bytes for one chunk; lost answers are retried below this level.
 MAX_WRONG_ANSWERS = 3
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """How a chunk was obtained."""
-
-    rung: Rung
-    num_bytes: int
-    began_s: float
-    read_s: float
-    verify_s: float
-    num_failures: int  #: places or answers that were no good before
 
 
 class Climber:

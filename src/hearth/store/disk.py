@@ -21,8 +21,9 @@ from threading import Lock
 
 from hearth.errors import HearthError, StoreError, StoreFull
 from hearth.policy.evict import EvictionOrder, Price
-from hearth.store.manifest import MANIFEST, WEIGHTS, Digest, Manifest, is_digest, read_manifest
+from hearth.store.manifest import MANIFEST, WEIGHTS, Manifest, is_digest, read_manifest
 from hearth.store.writer import NO_ROOM
+from hearth.types import Digest
 
 log = logging.getLogger(__name__)
 

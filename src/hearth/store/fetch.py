@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -24,12 +24,12 @@ import torch
 
 from hearth.errors import LoadCancelled, StoreError
 from hearth.policy.chunks import ChunkBook, Fill, Full, Hit, Pending
-from hearth.store.climb import Climber, Delivery
-from hearth.store.manifest import Digest
+from hearth.store.climb import Climber
 from hearth.store.model import StoredModel
 from hearth.store.prices import Prices
+from hearth.store.record import Delivery
 from hearth.store.segment import Segment
-from hearth.types import Rung
+from hearth.types import Digest, Rung
 
 #: Chunks of one load that hold a slot at a time: being read, waiting to be copied, or being copied.
 WINDOW = 32
@@ -123,6 +123,11 @@ class Fetcher:
             self._turns.append(fetch)
             self._pump()
         return fetch
+
+    def resident(self, digests: Iterable[Digest]) -> list[Digest]:
+        """Those that are in host memory now."""
+        with self._lock:
+            return [digest for digest in digests if self.book.is_resident(digest)]
 
     def close(self) -> None:
         """Call off what is under way and stop the readers. One that waits for a server may outlive this."""

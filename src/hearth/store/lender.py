@@ -7,18 +7,23 @@ import os
 import socket
 import stat
 import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from hearth.errors import ChunkMissing, HearthError, StoreError
-from hearth.store.climb import Delivery
 from hearth.store.fetch import Fetch, HostChunk
 from hearth.store.lending import (
+    BytesCounted,
     CancelLoad,
     ChunkLent,
+    CountBytes,
     FetchChunks,
+    ForgetModel,
     Hello,
     Message,
+    ModelBytes,
+    ModelForgotten,
     ModelOpened,
     OpenModel,
     ReleaseChunk,
@@ -27,10 +32,10 @@ from hearth.store.lending import (
     refusal,
     send,
 )
-from hearth.store.manifest import Digest
 from hearth.store.model import StoredModel
-from hearth.store.record import uses_of
+from hearth.store.record import Delivery, uses_of
 from hearth.store.tiers import Tiers
+from hearth.types import Digest, Rung
 
 #: Before the next try to accept a borrower, when the system has no room for one more connection.
 ACCEPT_DELAY_S = 0.1
@@ -139,8 +144,8 @@ class _Session:
 
     def _handle(self, message: Message) -> None:
         match message:
-            case OpenModel(where):
-                self._send(self._open(where))
+            case OpenModel(where, weight):
+                self._send(self._answer(where, lambda: self._open(where, weight)))
             case FetchChunks(digest, chunks):
                 self._start(digest, chunks)
             case ReleaseChunk(index):
@@ -148,6 +153,10 @@ class _Session:
             case CancelLoad():
                 if self._fetch is not None:
                     self._fetch.cancel()
+            case CountBytes(digests):
+                self._send(self._count(digests))
+            case ForgetModel(where):
+                self._send(self._answer(where, lambda: self._forget(where)))
             case _:
                 raise StoreError(f"a borrower does not say {type(message).__name__}")
 
@@ -155,15 +164,35 @@ class _Session:
         with self._sending:
             send(self._connection, message)
 
-    def _open(self, where: str) -> Message:
+    def _answer(self, where: str, act: Callable[[], Message]) -> Message:
         try:
-            model = self._tiers.open(where)
+            return act()
         except HearthError as error:
             return refusal(error)
         except (OSError, ValueError) as error:  # such as a path that no file can have
             return refusal(StoreError(f"{where!r:.200} cannot be opened: {error}"))
+
+    def _open(self, where: str, weight: float) -> ModelOpened:
+        model = self._tiers.open(where, weight)
         self._models[model.manifest.digest] = model
-        return ModelOpened(model.name, str(model.directory), model.manifest.digest)
+        host_bytes = self._tiers.resident_bytes(model)[Rung.HOST]
+        return ModelOpened(model.name, str(model.directory), model.manifest.digest, host_bytes)
+
+    def _count(self, digests: Sequence[Digest]) -> BytesCounted:
+        counted = []
+        for digest in digests:
+            if (model := self._models.get(digest)) is not None:
+                num_bytes = self._tiers.resident_bytes(model)
+                counted.append(ModelBytes(digest, num_bytes[Rung.HOST], num_bytes[Rung.DISK]))
+        return BytesCounted(tuple(counted))
+
+    def _forget(self, where: str) -> ModelForgotten:
+        """A load of it that is under way keeps what it needs."""
+        directory = self._tiers.forget(where)
+        for digest, model in list(self._models.items()):
+            if model.directory == directory:
+                self._models.pop(digest, None)
+        return ModelForgotten()
 
     def _start(self, digest: Digest, chunks: tuple[int, ...]) -> None:
         if self._fetch is not None:

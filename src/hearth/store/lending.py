@@ -6,6 +6,8 @@
     FetchChunks                           ChunkLent, in order, as they are ready; Refused ends it
     ReleaseChunk, one for each            ...
     CancelLoad                            sends no more; what is lent stays lent
+    CountBytes                            BytesCounted
+    ForgetModel                           ModelForgotten
     (closes, or dies)                     takes back whatever was not released
 
 A message is a line of JSON. A connection carries one load, so the end of the connection is the end of its
@@ -19,12 +21,13 @@ import json
 import socket
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
+from typing import get_args
 
 from hearth import errors
 from hearth.errors import BadCheckpoint, HearthError, StoreError
-from hearth.store.climb import Delivery
-from hearth.store.manifest import Digest
+from hearth.store.record import Delivery
 from hearth.store.schema import decode
+from hearth.types import Digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class Hello:
 @dataclass(frozen=True, slots=True)
 class OpenModel:
     where: str  #: a directory or a URL
+    weight: float = 1.0  #: how much a second of its start matters (T2's alpha)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,7 @@ class ModelOpened:
     name: str
     directory: str  #: holds its manifest and the files of its tokenizer
     digest: Digest
+    host_bytes: int  #: of it that are in host memory now
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +76,50 @@ class CancelLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class CountBytes:
+    """How much of these models lies on which rung?"""
+
+    models: tuple[Digest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBytes:
+    """A chunk that lies on both rungs counts on both."""
+
+    model: Digest
+    host_bytes: int
+    disk_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BytesCounted:
+    """Of those that were opened so far; the others are left out."""
+
+    models: tuple[ModelBytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetModel:
+    """It is no longer deployed: its chunks are worth nothing of their own any more."""
+
+    where: str  #: as it was opened
+
+
+@dataclass(frozen=True, slots=True)
+class ModelForgotten:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     error: str  #: its class
     reason: str
 
 
-Message = Hello | OpenModel | ModelOpened | FetchChunks | ChunkLent | ReleaseChunk | CancelLoad | Refused
-_KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind
-    for kind in (Hello, OpenModel, ModelOpened, FetchChunks, ChunkLent, ReleaseChunk, CancelLoad, Refused)
-}
+_Load = OpenModel | ModelOpened | FetchChunks | ChunkLent | ReleaseChunk | CancelLoad
+_Question = CountBytes | BytesCounted | ForgetModel | ModelForgotten
+Message = Hello | _Load | _Question | Refused
+_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 def send(connection: socket.socket, *messages: Message) -> None:

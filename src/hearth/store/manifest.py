@@ -23,7 +23,6 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import NewType
 
 import xxhash
 
@@ -31,6 +30,7 @@ from hearth.errors import BadCheckpoint, DeviceError
 from hearth.models.arch import Arch
 from hearth.models.layout import ALIGNMENT_BYTES, ByteRange, Layout, TensorSpec, layout_of
 from hearth.store.schema import decode
+from hearth.types import Digest
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.bin"
@@ -40,9 +40,6 @@ CHUNK_BYTES = 16 << 20
 
 #: Far more than any model has; checked before anything is done for each of them.
 MAX_LAYERS = 10_000
-
-#: xxh3-128 in hexadecimal. It names the bytes, whoever holds them.
-Digest = NewType("Digest", str)
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> Digest:

@@ -11,9 +11,8 @@ from threading import Lock
 from hearth.policy.bandwidth import RunningRate
 from hearth.policy.demand import Demand
 from hearth.policy.evict import Price, reload_cost, tail_first
-from hearth.store.manifest import Digest
 from hearth.store.model import StoredModel
-from hearth.types import Rung
+from hearth.types import Digest, Rung
 
 #: A chunk is worth keeping for requests that come within this time.
 HORIZON_S = 600.0
@@ -65,10 +64,10 @@ class Prices:
             if before is not None and before != digest:
                 self._leave(before)
 
-    def forget(self, model: StoredModel) -> None:
-        """The model is no longer deployed; what it shares with others keeps their price."""
+    def forget(self, directory: Path) -> None:
+        """The model there is no longer deployed; what it shares with others keeps their price."""
         with self._lock:
-            digest = self._digests.pop(model.directory, None)
+            digest = self._digests.pop(directory, None)
             if digest is not None:
                 self._leave(digest)
 

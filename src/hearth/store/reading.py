@@ -19,7 +19,7 @@ from pathlib import Path
 import xxhash
 
 from hearth.errors import ChunkCorrupt, ChunkMissing, StoreError
-from hearth.store.manifest import Digest
+from hearth.types import Digest
 
 #: One request to the disk. What the page cache holds comes in one piece: with as many readers as cores, every
 #: call that ends has to wait for the interpreter, so few calls beat hashing what a core's cache still holds.

@@ -6,8 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hearth.store.climb import Delivery
 from hearth.types import Rung
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How a chunk was obtained."""
+
+    rung: Rung
+    num_bytes: int
+    began_s: float
+    read_s: float
+    verify_s: float
+    num_failures: int  #: places or answers that were no good before
 
 
 @dataclass(frozen=True, slots=True)

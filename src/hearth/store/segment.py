@@ -14,6 +14,7 @@ import logging
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
@@ -95,6 +96,12 @@ class Segment:
             self._pinner = threading.Thread(target=self._pin_all, name="hearth-pin", daemon=True)
             self._pinner.start()
 
+    def touch_in_background(self) -> None:
+        """Have the kernel find all pages, for others to pin: that is the longer part of pinning."""
+        if self._pinner is None and self.num_slots:
+            self._pinner = threading.Thread(target=self._touch_all, name="hearth-touch", daemon=True)
+            self._pinner.start()
+
     def wait_pinned(self) -> None:
         if self._pinner is not None:
             self._pinner.join()
@@ -114,12 +121,18 @@ class Segment:
         del self._bytes, self._map
         os.close(self.fd)
 
-    def _pin_all(self) -> None:
+    def _in_regions(self, work: Callable[[range], int]) -> list[int]:
         step = max(1, REGION_BYTES // self.slot_bytes) * self.slot_bytes
         regions = [range(at, min(at + step, self.num_bytes)) for at in range(0, self.num_bytes, step)]
         num_threads = min(MAX_PIN_THREADS, os.cpu_count() or 1)
         with ThreadPoolExecutor(num_threads, thread_name_prefix="hearth-pin") as pool:
-            results = list(pool.map(self._pin, regions))
+            return list(pool.map(work, regions))
+
+    def _touch_all(self) -> None:
+        self._in_regions(self._touch)
+
+    def _pin_all(self) -> None:
+        results = self._in_regions(self._pin)
         if failed := [code for code in results if code]:
             log.warning(
                 "fallback copies=pageable reason=pin_failed regions=%d of=%d cuda_error=%d "
@@ -129,9 +142,8 @@ class Segment:
 
     def _pin(self, region: range) -> int:
         """CUDA's error code; 0 if the region is pinned, or nobody wants it any more."""
-        if self._is_closed.is_set():
+        if self._touch(region):
             return 0
-        self._touch(region)
         address = self._bytes.data_ptr() + region.start
         code = int(_cudart().cudaHostRegister(address, len(region), _PORTABLE))
         if code == 0:
@@ -139,11 +151,14 @@ class Segment:
                 self._pins.append(region)
         return code
 
-    def _touch(self, region: range) -> None:
-        """Have the kernel find the pages, on this core; what is written in them stays."""
+    def _touch(self, region: range) -> bool:
+        """Have the kernel find the pages, on this core; what is written in them stays. True: it is closed."""
+        if self._is_closed.is_set():
+            return True
         address = ctypes.c_void_p(self._bytes.data_ptr() + region.start)
         if _LIBC.madvise(address, ctypes.c_size_t(len(region)), _MADV_POPULATE_WRITE) != 0:
             self._bytes[region.start : region.stop : _PAGE_BYTES].max()  # shared memory is made by reading
+        return False
 
 
 def _cudart() -> ModuleType:

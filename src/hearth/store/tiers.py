@@ -7,6 +7,7 @@ first is decided by price (`prices.py`). It copies nothing to a device: that is 
 from __future__ import annotations
 
 import logging
+import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -72,12 +73,14 @@ class _Opened:
 class Tiers:
     """Any thread may call it. Close it, or its readers and its memory stay."""
 
-    def __init__(self, config: StoreConfig, slot_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, config: StoreConfig, slot_bytes: int = CHUNK_BYTES, *, is_pinned: bool = True) -> None:
+        """`is_pinned`: this process copies from host memory to a device, rather than only lends it."""
         self.disk = DiskTier(Path(config.path).expanduser(), config.disk_bytes)
         self.disk.collect()  # chunks of models that were replaced or deleted
         self.prices = Prices(is_on_disk=self.disk.holds)
         self.segment = Segment.create(config.host_bytes // slot_bytes, slot_bytes)
-        self.segment.pin_in_background()
+        if is_pinned:
+            self.segment.pin_in_background()
         #: Models that are open: reading a description takes milliseconds, which a cold start does not have.
         #: Single operations of a dict are atomic and opening twice does no harm, so it needs no lock.
         self._opened: dict[Path, _Opened] = {}
@@ -116,6 +119,33 @@ class Tiers:
 
     def fetch(self, model: StoredModel, chunks: Sequence[int]) -> Fetch:
         return self.fetcher.fetch(model, chunks)
+
+    def resident_bytes(self, model: StoredModel) -> dict[Rung, int]:
+        """How much of it lies in host memory and on disk; a chunk that lies in both counts in both."""
+        chunks = {chunk.digest: chunk.num_bytes for chunk in model.manifest.chunks}
+        on_host = self.fetcher.resident(chunks)
+        return {
+            Rung.HOST: sum(chunks[digest] for digest in on_host),
+            Rung.DISK: sum(size for digest, size in chunks.items() if self.disk.holds(digest)),
+        }
+
+    def forget(self, where: str | Path) -> Path:
+        """The model is no longer deployed; the directory that described it is returned.
+
+        Of a model in object storage, all that is kept on disk is deleted; another's files are its owner's.
+        """
+        if is_url := "://" in str(where):
+            self._remotes.pop(str(where), None)
+            directory = self._directory_of(str(where))
+        else:
+            directory = Path(where).resolve()
+        self._opened.pop(directory, None)
+        self.prices.forget(directory)
+        self.disk.forget(directory)
+        if is_url:
+            shutil.rmtree(directory, ignore_errors=True)
+        self.disk.collect()
+        return directory
 
     def loaded(self, record: LoadRecord) -> None:
         """Learn from a load how fast the rungs are."""
@@ -160,8 +190,8 @@ class Tiers:
 
     def _open_remote(self, url: str, weight: float) -> StoredModel:
         remote = self._remotes.setdefault(url, RemoteModel(url))
-        name = f"{remote.url.rpartition('/')[2]}-{digest_of(remote.url.encode())[:8]}"
-        directory = self.disk.root / "models" / name
+        directory = self._directory_of(url)
+        name = directory.name
         try:
             manifest = self._refresh(remote, directory)
         except Unreachable as error:
@@ -170,6 +200,11 @@ class Tiers:
             log.warning("fallback description=disk model=%s reason=%s", name, error)
             manifest = read_manifest(directory)
         return StoredModel(name, manifest, directory, remote, weight)
+
+    def _directory_of(self, url: str) -> Path:
+        """Where its description is kept."""
+        url = url.rstrip("/")
+        return self.disk.root / "models" / f"{url.rpartition('/')[2]}-{digest_of(url.encode())[:8]}"
 
     def _refresh(self, remote: RemoteModel, directory: Path) -> Manifest:
         """Have everything but the weights in the directory, as the URL has it now."""

@@ -1,0 +1,53 @@
+"""The process that owns the host segment and the disk of this machine, and lends chunks to its workers.
+
+    python -m hearth.store.keeper     a `KeeperSetup` comes as a line on standard input; a line of JSON on
+                                      standard output says `ready`, or what is wrong
+
+It ends when its standard input does. It copies nothing to a device and so never touches one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import msgspec
+
+from hearth.config import StoreConfig
+from hearth.errors import HearthError
+from hearth.messages import KeeperSetup
+from hearth.store.lender import Lender
+from hearth.store.lifeline import die_with_parent
+from hearth.store.tiers import Tiers
+
+
+def main() -> int:
+    die_with_parent()
+    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=KeeperSetup)
+    logging.basicConfig(
+        level=setup.log_level.upper(), format="%(asctime)s %(levelname)s keeper %(name)s %(message)s"
+    )
+    with ExitStack() as stack:
+        try:
+            config = StoreConfig(path=setup.path, disk_bytes=setup.disk_bytes, host_bytes=setup.host_bytes)
+            tiers = stack.enter_context(closing(Tiers(config, is_pinned=False)))
+            if setup.kind == "cuda":
+                tiers.segment.touch_in_background()
+            stack.enter_context(closing(Lender(tiers, Path(setup.socket))))
+        except HearthError as error:
+            _say({"error": error.label, "reason": str(error)})
+            return 1
+        _say({"ready": True})
+        sys.stdin.buffer.read()  # until whoever started this is gone, or has had enough
+    return 0
+
+
+def _say(answer: dict[str, str | bool]) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

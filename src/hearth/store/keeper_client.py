@@ -1,0 +1,81 @@
+"""Asks the keeper about models, from an event loop. Borrows nothing and never imports torch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hearth.errors import StoreError
+from hearth.store.lending import (
+    BytesCounted,
+    CountBytes,
+    ForgetModel,
+    Message,
+    ModelForgotten,
+    Refused,
+    encode,
+    error_of,
+    parse,
+)
+from hearth.types import Digest, Rung
+
+#: Of one answer: some hundred bytes for each of thousands of models.
+MAX_LINE_BYTES = 16 << 20
+#: For an answer.
+ANSWER_S = 10.0
+
+
+class KeeperClient:
+    """A connection for each question: they are rare, and the keeper may be another one by the next."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def count(self, digests: Sequence[str]) -> dict[str, Mapping[Rung, int]]:
+        """Bytes by rung of each model that the keeper has opened so far; a chunk counts on every rung it is.
+
+        Raises:
+            StoreError: nobody answers.
+        """
+        match await self._ask(CountBytes(tuple(map(Digest, digests)))):
+            case BytesCounted(models):
+                return {one.model: {Rung.HOST: one.host_bytes, Rung.DISK: one.disk_bytes} for one in models}
+            case other:
+                raise self._failure(other)
+
+    async def forget(self, where: str) -> None:
+        """The model is no longer deployed. Raises StoreError as `count`."""
+        match await self._ask(ForgetModel(where)):
+            case ModelForgotten():
+                return
+            case other:
+                raise self._failure(other)
+
+    async def _ask(self, question: Message) -> Message | None:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await self._answer(question)
+        except TimeoutError:
+            raise StoreError(f"the keeper at `{self._path}` has not answered for {ANSWER_S:g} s") from None
+
+    async def _answer(self, question: Message) -> Message | None:
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._path, limit=MAX_LINE_BYTES)
+        except OSError as error:
+            raise StoreError(f"no keeper answers at `{self._path}`: {error}; start it again") from error
+        try:
+            await reader.readline()  # its hello; the segment that comes with it is not for us
+            writer.write(encode(question))
+            line = await reader.readline()
+        except (OSError, ValueError) as error:  # ValueError: a line without an end
+            raise StoreError(f"the keeper at `{self._path}` broke off: {error}") from error
+        finally:
+            writer.close()
+        return parse(line) if line else None
+
+    def _failure(self, answer: Message | None) -> Exception:
+        if isinstance(answer, Refused):
+            return error_of(answer)
+        said = "nothing" if answer is None else type(answer).__name__
+        return StoreError(f"the keeper at `{self._path}` answered {said}")

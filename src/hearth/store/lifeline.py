@@ -1,0 +1,18 @@
+"""How a process that another one started ends with it, whatever happens to either. Starts no process."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it is gone.
+
+    The end of standard input says the same; this is for a process that no longer listens.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Ctrl-C reaches every process of a terminal, but only the parent may decide what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,50 @@
+"""A stored model as it is computed on a device: in another dtype where the stored one would be slow there.
+
+A CPU is slow in anything narrower than float32, so there the weights are widened, in the place that they are
+loaded into:
+
+    | wide bytes, from the front, tensor by tensor ->                                |
+    |                         | narrow bytes, as they lie in the file, at the end    |
+
+No tensor becomes smaller, so the front never runs into a tensor that has not been read. It loads nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from hearth.models.layout import DTYPES, Layout, layout_of
+from hearth.store.manifest import Manifest
+
+log = logging.getLogger(__name__)
+
+
+def served_layout(manifest: Manifest, dtype: str) -> Layout:
+    """Where the tensors lie once they are in `dtype`. What is quantised stays so."""
+    return manifest.layout if dtype == manifest.dtype else layout_of(manifest.arch, dtype, manifest.quant)
+
+
+def landing(base: torch.Tensor, manifest: Manifest) -> torch.Tensor:
+    """Where in the memory of a served model its stored bytes are loaded: the whole, or its end."""
+    return base[len(base) - manifest.num_bytes :]
+
+
+def widen(base: torch.Tensor, manifest: Manifest, layout: Layout) -> None:
+    """From the stored dtype, at the landing, to that of the layout. Nothing to do if they are the same."""
+    if layout == manifest.layout:
+        return
+    log.warning(
+        "fallback dtype=float32 reason=`%s is slow on a CPU` remedy=`hearth convert --dtype float32`",
+        manifest.dtype,
+    )
+    narrow = landing(base, manifest)
+    for stored, spec in zip(manifest.tensors, layout.tensors, strict=True):
+        # A copy: the tensor's own wide bytes may begin in front of its narrow ones and end behind.
+        source = narrow[stored.offset : stored.offset + stored.nbytes].clone()
+        target = base[spec.offset : spec.offset + spec.nbytes]
+        if stored.dtype == spec.dtype:
+            target.copy_(source)
+        else:
+            target.view(DTYPES[spec.dtype]).copy_(source.view(DTYPES[stored.dtype]))

@@ -1,0 +1,145 @@
+"""The keeper's process and what the gateway asks of it, over its socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hearth.errors import StoreError
+from hearth.messages import KeeperSetup
+from hearth.store.borrower import Borrower
+from hearth.store.keeper_client import KeeperClient
+from hearth.store.manifest import read_manifest
+from hearth.types import Rung
+from tests.store.stored import converted
+from tests.worker.harness import folder, keeper_setup, keeping, process
+
+#: Starts a keeper that it never ends, says its number, and dies at the next line.
+STARTS = """
+import subprocess, sys
+keeper = subprocess.Popen([sys.executable, "-m", "hearth.store.keeper"], stdin=subprocess.PIPE)
+keeper.stdin.write(sys.stdin.buffer.readline())
+keeper.stdin.flush()
+print(keeper.pid, flush=True)
+sys.stdin.buffer.readline()
+"""
+
+
+@pytest.fixture(scope="module")
+def setup() -> Iterator[KeeperSetup]:
+    with folder() as place, keeping(setup := keeper_setup(place)):
+        yield setup
+
+
+@pytest.fixture(scope="module")
+def borrower(setup: KeeperSetup) -> Iterator[Borrower]:
+    borrower = Borrower(Path(setup.socket))
+    yield borrower
+    borrower.close()
+
+
+def test_tells_how_much_of_a_model_lies_where(setup: KeeperSetup, borrower: Borrower) -> None:
+    client, where = KeeperClient(Path(setup.socket)), converted("llama-gqa")
+    digest, num_bytes = read_manifest(where).digest, read_manifest(where).num_bytes
+
+    async def ask() -> None:
+        assert await client.count([digest]) == {}
+        model = borrower.open(where, weight=2.0)
+        assert await client.count([digest, "unknown"]) == {digest: {Rung.HOST: 0, Rung.DISK: num_bytes}}
+        loan = borrower.fetch(model, [0])
+        loan.release(*loan)
+        counted = await client.count([digest])
+        assert counted == {digest: {Rung.HOST: model.manifest.chunks[0].num_bytes, Rung.DISK: num_bytes}}
+
+    asyncio.run(ask())
+
+
+def test_what_it_was_told_to_forget_it_does_not_know(setup: KeeperSetup, borrower: Borrower) -> None:
+    client, where = KeeperClient(Path(setup.socket)), converted("opt-pre")
+
+    async def ask() -> None:
+        model = borrower.open(where)
+        await client.forget(str(where))
+        await client.forget(str(where))  # again is harmless
+        assert await client.count([model.opened.digest]) == {}
+        with pytest.raises(StoreError, match="open it again"):
+            list(borrower.fetch(model, [0]))
+        borrower.open(where)
+        assert model.opened.digest in await client.count([model.opened.digest])
+
+    asyncio.run(ask())
+
+
+def test_a_keeper_that_is_not_there_is_named(tmp_path: Path) -> None:
+    client = KeeperClient(tmp_path / "nobody.sock")
+
+    with pytest.raises(StoreError, match=r"no keeper answers at .*nobody\.sock"):
+        asyncio.run(client.count([]))
+
+
+def test_what_keeps_it_from_starting_is_said(setup: KeeperSetup) -> None:
+    with process("hearth.store.keeper", setup) as second:
+        assert second.stdout is not None
+        answer = json.loads(second.stdout.readline())
+        assert second.wait() == 1
+
+    assert answer["error"] == "store"
+    assert "another process lends at" in answer["reason"]
+
+
+def test_ends_with_its_input_and_leaves_no_socket() -> None:
+    with folder() as place:
+        setup = keeper_setup(place)
+        with keeping(setup) as keeper:
+            assert keeper.stdin is not None
+            keeper.stdin.close()
+            assert keeper.wait() == 0
+            assert not Path(setup.socket).exists()
+
+
+def test_dies_with_whoever_started_it_even_when_it_does_not_listen() -> None:
+    """It is stopped, so it can notice nothing itself: the kernel ends it."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    with (
+        folder() as place,
+        subprocess.Popen(
+            [sys.executable, "-c", STARTS],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        ) as parent,
+    ):
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        setup = keeper_setup(place)
+        parent.stdin.write(
+            json.dumps({name: getattr(setup, name) for name in setup.__struct_fields__}).encode()
+        )
+        parent.stdin.write(b"\n")
+        parent.stdin.flush()
+        keeper = int(parent.stdout.readline())
+        assert json.loads(parent.stdout.readline()) == {"ready": True}
+        os.kill(keeper, signal.SIGSTOP)
+
+        parent.kill()
+        parent.wait()
+
+        assert parent.stdout.read() == b""  # the other end of the pipe is the keeper's too: it is gone
+
+
+def test_the_client_does_without_torch() -> None:
+    code = "import sys, hearth.store.keeper_client; print('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    ).stdout
+
+    assert printed.strip() == "False"
