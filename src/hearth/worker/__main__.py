@@ -1,0 +1,90 @@
+"""A worker's process: `python -m hearth.worker`, with a `WorkerSetup` as a line on standard input.
+
+It ends at once, and leaves nothing behind, when its standard input or its connection to the gateway does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NoReturn
+
+import msgspec
+
+from hearth.config import EngineConfig
+from hearth.errors import HearthError
+from hearth.memory.whole import WholePool
+from hearth.messages import WorkerSetup
+from hearth.store.borrower import Borrower
+from hearth.store.lifeline import die_with_parent
+from hearth.store.loader import Loader
+from hearth.worker.host import Workshop
+from hearth.worker.link import Introduction, Link, connect, greet
+from hearth.worker.runtime import Runtime, start
+from hearth.worker.worker import Inbox, Worker
+
+#: How long a thread may keep the interpreter from the others. Models are put together while others step, and
+#: the usual 5 ms would show between two tokens.
+SWITCH_S = 0.0005
+
+log = logging.getLogger("hearth.worker")
+
+
+def main() -> NoReturn:
+    die_with_parent()
+    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSetup)
+    logging.basicConfig(
+        level=setup.log_level.upper(),
+        format=f"%(asctime)s %(levelname)s {setup.worker} %(name)s %(message)s",
+    )
+    sys.setswitchinterval(SWITCH_S)
+    threading.Thread(target=_end_with_input, name="hearth-lifeline", daemon=True).start()
+    try:
+        _serve(setup)
+    except (HearthError, OSError) as error:
+        log.error("worker_ended reason=%s", error)
+        os._exit(1)
+    except BaseException:  # the process's top: it is replaced, which is all that can be done for it
+        log.exception("worker_broke")
+        os._exit(1)
+    os._exit(0)
+
+
+def _serve(setup: WorkerSetup) -> None:
+    config = EngineConfig(**setup.engine)  # type: ignore[arg-type] # checked by the class itself
+    runtime = start(setup, config)
+    borrower = Borrower(Path(setup.keeper_socket))
+    pool = WholePool(runtime.device, runtime.budget_bytes)
+    workshop = Workshop(runtime.device, config, pool, borrower, Loader(runtime.device))
+    link = greet(connect(setup.host, setup.port), _introduction(setup, runtime), bytes.fromhex(setup.secret))
+    inbox: Inbox = SimpleQueue()
+    threading.Thread(target=_read, args=(link, inbox), name="hearth-reader", daemon=True).start()
+    Worker(workshop, inbox, link.send).run()
+
+
+def _introduction(setup: WorkerSetup, runtime: Runtime) -> Introduction:
+    return Introduction(setup.worker, os.getpid(), setup.kind, runtime.name, runtime.budget_bytes)
+
+
+def _read(link: Link, inbox: Inbox) -> None:
+    try:
+        while (order := link.receive()) is not None:
+            inbox.put(order)
+        log.info("worker_ended reason=`the gateway is gone`")
+        os._exit(0)
+    except (HearthError, OSError) as error:
+        log.error("worker_ended reason=%s", error)
+        os._exit(1)
+
+
+def _end_with_input() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The worker's end of its connection to the gateway: a handshake, then orders in and facts out.
+
+One thread receives, one sends. Sending blocks while the gateway does not read, and with it whoever makes
+facts: what a worker may be ahead of its gateway is what fits into the socket.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from typing import Literal
+
+from hearth import wire
+from hearth.errors import ServiceError
+from hearth.messages import VERSION, Challenge, Fact, Hello, Order, Welcome
+from hearth.types import WorkerId
+
+#: For the gateway to answer before it is thought to be no gateway.
+GREETING_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What a worker says of itself."""
+
+    worker: WorkerId
+    pid: int
+    kind: Literal["cpu", "cuda"]
+    device: str
+    budget_bytes: int
+
+
+class Link:
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._incoming = connection.makefile("rb", buffering=1 << 16)
+
+    def send(self, fact: Fact) -> None:
+        """Raises OSError when the gateway is gone."""
+        self._connection.sendall(wire.frame(fact))
+
+    def receive(self) -> Order | None:
+        """The next order; None at the end. Raises ServiceError for what is none."""
+        body = self.receive_body()
+        return None if body is None else wire.order_of(body)
+
+    def receive_body(self, limit_bytes: int = wire.MAX_FRAME_BYTES) -> bytes | None:
+        header = self._incoming.read(wire.HEADER.size)
+        if len(header) < wire.HEADER.size:
+            return None
+        length = wire.length_of(header, limit_bytes)
+        body = self._incoming.read(length)
+        return body if len(body) == length else None
+
+
+def connect(host: str, port: int) -> socket.socket:
+    try:
+        connection = socket.create_connection((host, port), timeout=GREETING_S)
+    except OSError as error:
+        raise ServiceError(f"no gateway answers at {host}:{port}: {error}") from error
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def greet(connection: socket.socket, introduction: Introduction, secret: bytes) -> Link:
+    """A link to a gateway that knows the secret, and to which this worker has proven that it does as well.
+
+    Raises:
+        ServiceError: another version, another secret, or the gateway wants none of it.
+    """
+    connection.settimeout(GREETING_S)
+    link = Link(connection)
+    nonce = wire.new_nonce()
+    try:
+        challenge = _challenge(link)
+        link.send(
+            Hello(
+                version=VERSION,
+                worker=introduction.worker,
+                nonce=nonce,
+                proof=wire.proof(secret, challenge.nonce, introduction.worker),
+                pid=introduction.pid,
+                kind=introduction.kind,
+                device=introduction.device,
+                budget_bytes=introduction.budget_bytes,
+            )
+        )
+        welcome = link.receive()
+    except OSError as error:
+        raise ServiceError(f"the gateway does not answer: {error}") from error
+    if not isinstance(welcome, Welcome):
+        raise ServiceError(f"the gateway refused the worker `{introduction.worker}`; its log says why")
+    wire.check_welcome(welcome, secret, nonce, introduction.worker)
+    connection.settimeout(None)
+    return link
+
+
+def _challenge(link: Link) -> Challenge:
+    body = link.receive_body(wire.MAX_GREETING_BYTES)
+    if body is None:
+        raise ServiceError("the gateway closed the connection before it said anything")
+    challenge = wire.challenge_of(body)
+    wire.check_challenge(challenge)
+    return challenge

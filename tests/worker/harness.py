@@ -1,0 +1,257 @@
+"""The gateway's side of a worker, with plain sockets, and the processes themselves. Asserts little."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from hearth import wire
+from hearth.config import EngineConfig
+from hearth.messages import (
+    VERSION,
+    Challenge,
+    DropModel,
+    Fact,
+    Guide,
+    Hello,
+    HostModel,
+    KeeperSetup,
+    ModelFailed,
+    ModelLoaded,
+    Order,
+    Ping,
+    Pong,
+    RunFailed,
+    Sampling,
+    StartRequest,
+    StepDone,
+    WorkerSetup,
+)
+from hearth.store.manifest import read_manifest
+from hearth.types import FinishReason, ModelId, SamplingParams, WorkerId
+
+F = TypeVar("F", bound=Fact)
+
+#: How long a test waits for a process before it says that none will answer.
+PATIENCE_S = 60.0
+CONFIG = EngineConfig(max_batch_tokens=64, max_seqs=8, block_tokens=4, kv_bytes=1 << 20)
+SECRET = b"a secret of tests"
+KV_BYTES = 1 << 20
+BUDGET_BYTES = 64 << 20
+
+
+@dataclass(slots=True)
+class Run:
+    """What came of a request. Mutable; written by the `Gateway` that sent it."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    failed: RunFailed | None = None
+    num_admissions: int = 0
+
+
+class Gateway:
+    """One worker's connection. Mutable: it keeps what it heard."""
+
+    def __init__(self, connection: socket.socket, secret: bytes = SECRET, version: int = VERSION) -> None:
+        connection.settimeout(PATIENCE_S)
+        self.connection = connection
+        self.facts: list[Fact] = []
+        self.runs: dict[int, Run] = {}
+        self._incoming = connection.makefile("rb")
+        self._numbers = iter(range(1_000_000))
+        nonce = wire.new_nonce()
+        connection.sendall(wire.frame(Challenge(version, nonce)))
+        self.hello: Hello | None = None
+        if (body := self._body()) is not None:
+            hello = wire.fact_of(body)
+            assert isinstance(hello, Hello), f"{hello=}"
+            self.hello = hello
+            self.send(wire.check_hello(hello, secret, nonce))
+
+    def send(self, *orders: Order) -> None:
+        self.connection.sendall(b"".join(map(wire.frame, orders)))
+
+    def start(
+        self,
+        model: str,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        output: Sequence[int] = (),
+        guide: Guide | None = None,
+    ) -> int:
+        run = next(self._numbers)
+        self.runs[run] = Run()
+        self.send(StartRequest(run, ModelId(model), tuple(prompt), tuple(output), sampling, guide))
+        return run
+
+    def hear(self) -> Fact | None:
+        """The next fact, noted; None when the worker has closed the connection."""
+        body = self._body()
+        if body is None:
+            return None
+        fact = wire.fact_of(body)
+        self.facts.append(fact)
+        if isinstance(fact, StepDone):
+            for run, token in zip(fact.runs, fact.tokens, strict=True):
+                self.runs[run].tokens.append(token)
+            for run, reason in fact.finished.items():
+                assert self.runs[run].finish_reason is None, f"{run=} ended twice"
+                self.runs[run].finish_reason = reason
+            for one in fact.admitted:
+                self.runs[one.run].num_admissions += 1
+        if isinstance(fact, RunFailed):
+            self.runs[fact.run].failed = fact
+        return fact
+
+    def until(self, is_it: Callable[[Fact], bool]) -> Fact:
+        while (fact := self.hear()) is not None:
+            if is_it(fact):
+                return fact
+        raise AssertionError(f"the worker is gone; it said {self.facts[-5:]}")
+
+    def until_kind(self, kind: type[F]) -> F:
+        fact = self.until(lambda fact: isinstance(fact, kind))
+        assert isinstance(fact, kind)
+        return fact
+
+    def until_ended(self, *runs: int) -> list[Run]:
+        def is_open(run: int) -> bool:
+            return self.runs[run].finish_reason is None and self.runs[run].failed is None
+
+        while any(is_open(run) for run in runs):
+            assert self.hear() is not None, f"the worker is gone; it said {self.facts[-5:]}"
+        return [self.runs[run] for run in runs]
+
+    def ping(self) -> Pong:
+        """What the worker says of itself, after everything that was ordered before."""
+        self.send(Ping(number := next(self._numbers)))
+        fact = self.until(lambda fact: isinstance(fact, Pong) and fact.number == number)
+        assert isinstance(fact, Pong)
+        return fact
+
+    def host(self, name: str, where: Path | str, **changes: object) -> ModelLoaded | ModelFailed:
+        self.send(host_order(name, where, **changes))
+        fact = self.until(lambda fact: isinstance(fact, ModelLoaded | ModelFailed) and fact.model == name)
+        assert isinstance(fact, ModelLoaded | ModelFailed)
+        return fact
+
+    def drop(self, *names: str) -> None:
+        self.send(*(DropModel(ModelId(name)) for name in names))
+
+    def close(self) -> None:
+        self._incoming.close()
+        self.connection.close()
+
+    def _body(self) -> bytes | None:
+        header = self._incoming.read(wire.HEADER.size)
+        return self._incoming.read(wire.length_of(header)) if len(header) == wire.HEADER.size else None
+
+
+_hostings = itertools.count(1)
+
+
+def host_order(name: str, where: Path | str, **changes: object) -> HostModel:
+    manifest = None if "://" in str(where) else read_manifest(Path(where))
+    order = HostModel(
+        model=ModelId(name),
+        hosting=next(_hostings),
+        where=str(where),
+        digest="" if manifest is None else manifest.digest,
+        weight=1.0,
+        max_context=64 if manifest is None else min(64, manifest.arch.max_positions),
+        kv_bytes=KV_BYTES,
+        eos_ids=(),
+    )
+    return msgspec.structs.replace(order, **changes)
+
+
+def greedy(max_tokens: int, **changes: object) -> Sampling:
+    return Sampling.of(SamplingParams(temperature=0.0, max_tokens=max_tokens, **changes), seed=0)  # type: ignore[arg-type] # names of fields
+
+
+@contextmanager
+def process(module: str, setup: msgspec.Struct) -> Iterator[subprocess.Popen[bytes]]:
+    """One of Hearth's processes, ended as its parent would: by the end of its standard input."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    command = [sys.executable, "-m", module]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as started:
+        assert started.stdin is not None
+        started.stdin.write(msgspec.json.encode(setup) + b"\n")
+        started.stdin.flush()
+        try:
+            yield started
+        finally:
+            started.stdin.close()
+            try:
+                started.wait(PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                started.kill()
+                raise
+
+
+def keeper_setup(folder: Path, host_bytes: int = 32 << 20) -> KeeperSetup:
+    path = str(folder / "store")
+    return KeeperSetup(str(folder / "keeper.sock"), "cpu", path, None, host_bytes, "warning")
+
+
+@contextmanager
+def keeping(setup: KeeperSetup) -> Iterator[subprocess.Popen[bytes]]:
+    with process("hearth.store.keeper", setup) as keeper:
+        assert keeper.stdout is not None
+        assert json.loads(keeper.stdout.readline()) == {"ready": True}
+        yield keeper
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="hearth-") as name:  # a socket's name must be short
+        yield Path(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    worker: subprocess.Popen[bytes]
+    gateway: Gateway
+
+
+@contextmanager
+def working(keeper_socket: str, **changes: object) -> Iterator[Rig]:
+    """A worker that has said hello."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(PATIENCE_S)
+        # Little room, so that a worker whose gateway does not read has to wait.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+        setup = WorkerSetup(
+            worker=WorkerId("w0"),
+            host="127.0.0.1",
+            port=listener.getsockname()[1],
+            secret=SECRET.hex(),
+            kind="cpu",
+            device_index=0,
+            num_sharing=1,
+            budget_bytes=BUDGET_BYTES,
+            keeper_socket=keeper_socket,
+            engine=asdict(CONFIG),
+            num_threads=1,
+            log_level="warning",
+        )
+        with process("hearth.worker", msgspec.structs.replace(setup, **changes)) as worker:
+            connection, _ = listener.accept()
+            gateway = Gateway(connection)
+            try:
+                yield Rig(worker, gateway)
+            finally:
+                gateway.close()

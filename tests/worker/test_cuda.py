@@ -1,0 +1,59 @@
+"""A worker's process on a GPU: the same answers, and memory that really comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hearth import LLM
+from hearth.messages import ModelLoaded
+from hearth.types import SamplingParams
+from tests.store.stored import converted
+from tests.worker.harness import CONFIG, Gateway, folder, greedy, host_order, keeper_setup, keeping, working
+
+PROMPT = (3, 14, 15, 92, 65, 35)
+BUDGET_BYTES = 4 << 30
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[Gateway]:
+    with (
+        folder() as place,
+        keeping(setup := keeper_setup(place)),
+        working(setup.socket, kind="cuda", budget_bytes=BUDGET_BYTES) as rig,
+    ):
+        yield rig.gateway
+
+
+def answer(where: Path, num_tokens: int) -> list[int]:
+    with LLM(where, device="cuda", max_context=64, engine=CONFIG, skip_tokenizer=True) as llm:
+        llm.wait_loaded()
+        (completion,) = llm.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=num_tokens))
+        return completion.token_ids
+
+
+def test_models_answer_as_they_do_offline(gateway: Gateway) -> None:
+    places = {name: converted(name) for name in ("llama-gqa", "opt-pre", "qwen3")}
+    gateway.send(*(host_order(name, where) for name, where in places.items()))
+    runs = {name: gateway.start(name, PROMPT, greedy(20)) for name in places}
+    gateway.until_ended(*runs.values())
+    gateway.drop(*places)
+
+    assert {name: gateway.runs[run].tokens for name, run in runs.items()} == {
+        name: answer(where, 20) for name, where in places.items()
+    }
+    assert gateway.ping().used_bytes == 0
+
+
+def test_room_that_was_given_back_is_there_for_others(gateway: Gateway) -> None:
+    where = converted("llama-gqa")
+    for kv_bytes in (3 << 30, (3 << 30) - (100 << 20), 1 << 30, (3 << 30) + (200 << 20)):
+        assert isinstance(gateway.host("a", where, kv_bytes=kv_bytes), ModelLoaded)
+        (run,) = gateway.until_ended(gateway.start("a", PROMPT, greedy(4)))
+        assert len(run.tokens) == 4
+        gateway.drop("a")
+    assert gateway.ping().used_bytes == 0

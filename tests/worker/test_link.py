@@ -1,0 +1,94 @@
+"""The handshake from the worker's side, over a pair of sockets."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hearth import wire
+from hearth.errors import ServiceError
+from hearth.messages import VERSION, Challenge, Hello, Ping, Pong, Welcome
+from hearth.types import WorkerId
+from hearth.worker.link import Introduction, Link, connect, greet
+from tests.worker.harness import SECRET, Gateway
+
+ME = Introduction(WorkerId("w7"), pid=12, kind="cpu", device="a processor", budget_bytes=1000)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def greeted(
+    ends: tuple[socket.socket, socket.socket], gateway: Callable[[socket.socket], object]
+) -> tuple[Link, object]:
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(gateway, ends[1])
+        link = greet(ends[0], ME, SECRET)
+        return link, other.result()
+
+
+def test_both_sides_know_each_other_and_then_talk(ends: tuple[socket.socket, socket.socket]) -> None:
+    link, gateway = greeted(ends, Gateway)
+    assert isinstance(gateway, Gateway)
+
+    gateway.send(Ping(3))
+    assert link.receive() == Ping(3)
+    link.send(Pong(3, 0, ()))
+    assert gateway.hear() == Pong(3, 0, ())
+    assert gateway.hello is not None
+    assert gateway.hello.budget_bytes == 1000
+    gateway.close()
+    assert link.receive() is None
+
+
+def test_a_gateway_that_does_not_know_the_secret_is_refused(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    def impostor(connection: socket.socket) -> None:
+        connection.sendall(wire.frame(Challenge(VERSION, wire.new_nonce())))
+        length = wire.length_of(connection.recv(wire.HEADER.size, socket.MSG_WAITALL))
+        assert isinstance(wire.fact_of(connection.recv(length, socket.MSG_WAITALL)), Hello)
+        connection.sendall(wire.frame(Welcome(b"guessed")))
+
+    with pytest.raises(ServiceError, match="does not know the secret"):
+        greeted(ends, impostor)
+
+
+def test_a_worker_that_does_not_know_the_secret_is_told_so(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    def strict(connection: socket.socket) -> None:
+        with connection, pytest.raises(ServiceError, match="`w7` does not know the secret"):
+            Gateway(connection, secret=b"another")
+
+    with pytest.raises(ServiceError, match="refused the worker `w7`"):
+        greeted(ends, strict)
+
+
+def test_another_version_is_refused_with_both_numbers(ends: tuple[socket.socket, socket.socket]) -> None:
+    ends[1].sendall(wire.frame(Challenge(VERSION + 1, b"nonce")))
+
+    with pytest.raises(ServiceError, match=f"version {VERSION + 1}, this side {VERSION}"):
+        greet(ends[0], ME, SECRET)
+
+
+def test_a_peer_that_is_no_gateway_is_not_read_to_its_end(ends: tuple[socket.socket, socket.socket]) -> None:
+    ends[1].sendall(b"HTTP/1.1 400 Bad Request\r\n")
+
+    with pytest.raises(ServiceError, match="none of ours"):
+        greet(ends[0], ME, SECRET)
+
+
+def test_a_port_where_nobody_listens_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+    with pytest.raises(ServiceError, match=f"127.0.0.1:{port}"):
+        connect("127.0.0.1", port)

@@ -1,0 +1,359 @@
+"""A worker's process beside a keeper's: models come and go, requests are answered, whatever breaks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import msgspec
+import pytest
+import torch
+from tokenizers import Tokenizer as Backend
+
+from hearth import LLM
+from hearth.memory.whole import WholePool
+from hearth.messages import (
+    CancelRequest,
+    Guide,
+    LoadProgressed,
+    ModelFailed,
+    ModelLoaded,
+    Ping,
+    Pong,
+    Sampling,
+    Shutdown,
+    StepDone,
+)
+from hearth.store.borrower import Borrower
+from hearth.store.convert import convert
+from hearth.store.loader import Loader
+from hearth.store.manifest import WEIGHTS, read_manifest
+from hearth.types import FinishReason, SamplingParams
+from hearth.worker import host
+from hearth.worker.arrival import Broken
+from hearth.worker.host import Host, HostNews, Workshop
+from tests.models.zoo import save, tiny
+from tests.store.stored import converted, flip
+from tests.text.conftest import byte_level
+from tests.worker.harness import (
+    BUDGET_BYTES,
+    CONFIG,
+    KV_BYTES,
+    Gateway,
+    Rig,
+    folder,
+    greedy,
+    host_order,
+    keeper_setup,
+    keeping,
+    working,
+)
+
+PROMPT = (3, 14, 15, 92, 65, 35)
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[Rig]:
+    """Shared: a test leaves the worker as it found it, with no model."""
+    with folder() as place, keeping(setup := keeper_setup(place)), working(setup.socket) as rig:
+        yield rig
+
+
+@pytest.fixture
+def gateway(rig: Rig) -> Iterator[Gateway]:
+    yield rig.gateway
+    rig.gateway.drop(*(use.model for use in rig.gateway.ping().models))
+    assert rig.gateway.ping().used_bytes == 0
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return converted("llama-gqa")
+
+
+def answer(where: Path, prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
+    """What the offline API says."""
+    with LLM(where, device="cpu", max_context=64, engine=CONFIG, skip_tokenizer=True) as llm:
+        (completion,) = llm.generate([prompt], params)
+        return completion.token_ids
+
+
+def test_says_what_it_has_when_it_is_ready(rig: Rig) -> None:
+    hello = rig.gateway.hello
+
+    assert hello is not None
+    assert (hello.pid, hello.kind, hello.budget_bytes) == (rig.worker.pid, "cpu", BUDGET_BYTES)
+    assert hello.device
+
+
+def test_a_model_is_loaded_and_answers_as_it_does_offline(gateway: Gateway, model: Path) -> None:
+    loaded = gateway.host("a", model)
+    (run,) = gateway.until_ended(gateway.start("a", PROMPT, greedy(20)))
+
+    assert isinstance(loaded, ModelLoaded), loaded
+    assert sum(rung.num_bytes for rung in loaded.rungs) == read_manifest(model).num_bytes
+    assert run.tokens == answer(model, PROMPT, SamplingParams(temperature=0.0, max_tokens=20))
+    assert run.finish_reason is FinishReason.LENGTH
+
+
+def test_requests_that_come_with_the_model_run_when_it_is_there(gateway: Gateway, model: Path) -> None:
+    gateway.send(host_order("a", model))
+    runs = [gateway.start("a", PROMPT[:length], greedy(8)) for length in (2, 4, 6)]
+
+    ended = gateway.until_ended(*runs)
+
+    for length, run in zip((2, 4, 6), ended, strict=True):
+        assert run.tokens == answer(model, PROMPT[:length], SamplingParams(temperature=0.0, max_tokens=8))
+        assert run.num_admissions == 1
+
+
+def test_a_narrow_model_is_widened_on_a_cpu(gateway: Gateway) -> None:
+    narrow = converted("qwen2", dtype="bfloat16")
+    gateway.send(host_order("narrow", narrow))
+    (run,) = gateway.until_ended(gateway.start("narrow", PROMPT, greedy(12)))
+
+    assert run.tokens == answer(narrow, PROMPT, SamplingParams(temperature=0.0, max_tokens=12))
+    loaded = next(fact for fact in gateway.facts if isinstance(fact, ModelLoaded) and fact.model == "narrow")
+    assert loaded.first_layer_s == loaded.total_s
+
+
+def test_seeded_sampling_with_logprobs_is_as_offline(gateway: Gateway, model: Path) -> None:
+    params = SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=10, logprobs=2)
+    gateway.host("a", model)
+    gateway.facts.clear()
+    (run,) = gateway.until_ended(gateway.start("a", PROMPT, Sampling.of(params, seed=7)))
+    logprobs = [fact.logprobs for fact in gateway.facts if isinstance(fact, StepDone) and fact.tokens]
+
+    assert run.tokens == answer(model, PROMPT, params)
+    assert all(one is not None and one[0] is not None and len(one[0].top) == 2 for one in logprobs)
+
+
+def test_two_models_take_turns(gateway: Gateway, model: Path) -> None:
+    gateway.host("a", model)
+    gateway.host("b", converted("opt-pre"))
+    gateway.facts.clear()
+    gateway.until_ended(gateway.start("a", PROMPT, greedy(40)), gateway.start("b", PROMPT, greedy(40)))
+
+    steps: list[str] = [fact.model for fact in gateway.facts if isinstance(fact, StepDone)]
+    both = steps[steps.index("b") : len(steps) - steps[::-1].index("a")]
+    assert {"a", "b"} == set(both)
+    assert steps != sorted(steps)
+
+
+def test_all_tokens_of_a_step_come_in_one_message(gateway: Gateway, model: Path) -> None:
+    gateway.send(host_order("a", model))
+    runs = [gateway.start("a", PROMPT, greedy(10)) for _ in range(4)]
+    gateway.facts.clear()
+    gateway.until_ended(*runs)
+
+    assert max(len(fact.runs) for fact in gateway.facts if isinstance(fact, StepDone)) == 4
+
+
+def test_the_model_s_end_tokens_end_its_answers(gateway: Gateway, model: Path) -> None:
+    tokens = answer(model, PROMPT, SamplingParams(temperature=0.0, max_tokens=20))
+    gateway.host("a", model, eos_ids=(tokens[4],))
+
+    (run,) = gateway.until_ended(gateway.start("a", PROMPT, greedy(20)))
+
+    assert run.finish_reason is FinishReason.STOP
+    assert run.tokens == tokens[: tokens.index(tokens[4]) + 1]
+
+
+def test_a_request_goes_on_from_what_another_worker_emitted(gateway: Gateway, model: Path) -> None:
+    params = SamplingParams(temperature=0.8, seed=11, max_tokens=16, presence_penalty=0.5)
+    whole = answer(model, PROMPT, params)
+    gateway.host("a", model)
+
+    runs = [gateway.start("a", PROMPT, Sampling.of(params, seed=11), whole[:cut]) for cut in (1, 7, 15)]
+
+    for cut, run in zip((1, 7, 15), gateway.until_ended(*runs), strict=True):
+        assert whole[:cut] + run.tokens == whole
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer."""
+    place = tmp_path_factory.mktemp("spoken")
+    save(tiny("llama-gqa", vocab_size=640), place / "source")
+    byte_level().save(str(place / "source" / "tokenizer.json"))
+    convert(place / "source", place / "model")
+    return place / "model"
+
+
+def test_a_guided_answer_is_what_its_schema_says(gateway: Gateway, spoken: Path) -> None:
+    backend = Backend.from_file(str(spoken / "tokenizer.json"))
+    end = backend.token_to_id("</s>")
+    schema = json.dumps({"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]})
+    gateway.send(host_order("a", spoken, eos_ids=(end,)))
+    guided = gateway.start("a", PROMPT, greedy(40), guide=Guide("json_schema", schema))
+    free = gateway.start("a", PROMPT, greedy(10))
+    broken = gateway.start("a", PROMPT, greedy(10), guide=Guide("lark", "start: nothing"))
+    gateway.until_ended(guided, free, broken)
+
+    assert json.loads(backend.decode(gateway.runs[guided].tokens)) in ({"a": 1}, {"a": 2})
+    assert gateway.runs[guided].finish_reason is FinishReason.STOP
+    assert len(gateway.runs[free].tokens) == 10
+    failed = gateway.runs[broken].failed
+    assert failed is not None
+    assert failed.label == "bad_guide"
+
+
+def test_a_cancelled_request_says_no_more_and_leaves_its_memory(gateway: Gateway, model: Path) -> None:
+    gateway.host("a", model)
+    run = gateway.start("a", PROMPT, greedy(50))
+    gateway.until(lambda fact: isinstance(fact, StepDone) and run in fact.runs)
+    gateway.send(CancelRequest(run), Ping(-1))
+    gateway.until(lambda fact: isinstance(fact, Pong) and fact.number == -1)
+    num_tokens = len(gateway.runs[run].tokens)
+    (use,) = gateway.ping().models
+
+    assert (use.num_running, use.num_waiting, use.kv_used_blocks) == (0, 0, 0)
+    assert len(gateway.runs[run].tokens) == num_tokens < 50
+    assert gateway.runs[run].finish_reason is None
+
+
+def test_wrong_requests_are_refused_and_disturb_nobody(gateway: Gateway, model: Path) -> None:
+    gateway.host("a", model)
+    runs = [
+        gateway.start("a", (9999,), greedy(4)),
+        gateway.start("a", PROMPT * 20, greedy(4)),
+        gateway.start("nobody", PROMPT, greedy(4)),
+        gateway.start("a", PROMPT, greedy(4)),
+    ]
+    ended = gateway.until_ended(*runs)
+
+    labels = [run.failed.label if run.failed else None for run in ended]
+    assert labels == ["bad_prompt", "prompt_too_long", "service", None]
+    assert len(ended[-1].tokens) == 4
+
+
+def test_a_model_that_is_dropped_while_it_is_loaded_leaves_nothing(gateway: Gateway, model: Path) -> None:
+    for _ in range(3):
+        gateway.send(host_order("a", model))
+        run = gateway.start("a", PROMPT, greedy(4))
+        gateway.drop("a")
+        assert gateway.ping().used_bytes == 0
+        assert gateway.runs[run].tokens == []
+
+    assert isinstance(gateway.host("a", model), ModelLoaded)
+
+
+def test_a_ping_tells_what_is_used(gateway: Gateway, model: Path) -> None:
+    gateway.host("a", model)
+    pong = gateway.ping()
+
+    (use,) = pong.models
+    assert (use.model, use.num_running) == ("a", 0)
+    assert read_manifest(model).num_bytes + KV_BYTES < pong.used_bytes < BUDGET_BYTES
+
+
+def test_a_model_beyond_the_budget_is_refused_with_the_numbers(gateway: Gateway, model: Path) -> None:
+    gateway.host("a", model)
+    failed = gateway.host("b", converted("opt-pre"), kv_bytes=BUDGET_BYTES)
+    (run,) = gateway.until_ended(gateway.start("a", PROMPT, greedy(4)))
+
+    assert isinstance(failed, ModelFailed)
+    assert failed.label == "device"
+    assert f"{BUDGET_BYTES} for KV" in failed.reason
+    assert len(run.tokens) == 4
+
+
+def test_a_model_that_was_changed_since_it_was_deployed_is_refused(gateway: Gateway, model: Path) -> None:
+    failed = gateway.host("a", model, digest="0" * 32)
+
+    assert isinstance(failed, ModelFailed)
+    assert "`a` was changed since it was deployed (manifest " in failed.reason
+    assert f"deployed {'0' * 32}); deploy it again" in failed.reason
+
+
+def test_a_chunk_that_rotted_fails_its_model_alone(gateway: Gateway, model: Path, tmp_path: Path) -> None:
+    rotten = tmp_path / "rotten"
+    shutil.copytree(converted("qwen3"), rotten)
+    flip(rotten / WEIGHTS, read_manifest(rotten).num_bytes - 5000)
+    gateway.host("a", model)
+    gateway.send(host_order("rotten", rotten))
+    run = gateway.start("rotten", PROMPT, greedy(4))
+    failed = gateway.until_kind(ModelFailed)
+    (other,) = gateway.until_ended(gateway.start("a", PROMPT, greedy(4)))
+
+    assert failed.model == "rotten"
+    assert failed.label in ("chunk_corrupt", "chunk_missing")
+    assert gateway.runs[run].tokens == []
+    assert len(other.tokens) == 4
+
+
+def test_a_model_that_is_not_there_fails(gateway: Gateway, model: Path, tmp_path: Path) -> None:
+    gateway.send(msgspec.structs.replace(host_order("a", model), where=str(tmp_path / "nowhere")))
+    failed = gateway.until_kind(ModelFailed)
+
+    assert (failed.model, failed.label) == ("a", "bad_checkpoint")
+
+
+def test_a_gateway_that_reads_late_misses_nothing(gateway: Gateway, model: Path) -> None:
+    gateway.host("a", model)
+    sampling = greedy(50, logprobs=20)  # many bytes for each token
+    runs = [gateway.start("a", PROMPT, sampling) for _ in range(80)]
+
+    ended = gateway.until_ended(*runs)
+
+    wanted = ended[0].tokens
+    assert all(run.tokens == wanted for run in ended)
+    assert len(wanted) == 50
+
+
+def test_progress_is_told_and_never_goes_back(gateway: Gateway, model: Path) -> None:
+    gateway.facts.clear()
+    gateway.host("a", model)
+    told = [fact for fact in gateway.facts if isinstance(fact, LoadProgressed)]
+
+    assert [fact.num_bytes for fact in told] == sorted(fact.num_bytes for fact in told)
+    assert len(told) <= 100
+
+
+def test_a_load_waits_for_a_keeper_that_is_started_anew(model: Path) -> None:
+    with folder() as place:
+        setup = keeper_setup(place)
+        with keeping(setup) as keeper, working(setup.socket) as rig:
+            gateway = rig.gateway
+            gateway.host("a", model)
+            keeper.kill()
+            keeper.wait()
+            gateway.send(host_order("b", converted("opt-pre")))
+            waiting = gateway.start("b", PROMPT, greedy(8))
+            (run,) = gateway.until_ended(gateway.start("a", PROMPT, greedy(4)))
+            with keeping(setup):
+                (other,) = gateway.until_ended(waiting)
+            gateway.send(Shutdown())
+            code = rig.worker.wait()
+
+    assert len(run.tokens) == 4
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    assert other.tokens == answer(converted("opt-pre"), PROMPT, params)
+    assert code == 0
+
+
+def test_without_a_keeper_a_load_fails_in_the_end(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "LENDER_PATIENCE_S", 0.0)
+    news: SimpleQueue[HostNews] = SimpleQueue()
+    with folder() as place, keeping(keeper_setup(place)) as keeper:
+        borrower = Borrower(Path(keeper_setup(place).socket))
+        keeper.kill()
+        keeper.wait()
+        device = torch.device("cpu")
+        shop = Workshop(device, CONFIG, WholePool(device, 1 << 30), borrower, Loader(device))
+        Host(host_order("a", model), shop, news.put)
+        failed = news.get(timeout=60)
+        borrower.close()
+
+    assert isinstance(failed, Broken)
+    assert failed.failure.label == "lender_gone"
+
+
+def test_a_worker_whose_gateway_is_gone_ends(rig: Rig) -> None:
+    """The last test of the module: it ends the shared worker."""
+    rig.gateway.close()
+
+    assert rig.worker.wait() == 0
