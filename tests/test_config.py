@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,13 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.config import (
+    SECONDS_BY_UNIT,
     UNITS,
     EngineConfig,
     HearthConfig,
     LogConfig,
+    ModelConfig,
+    ServiceConfig,
     StoreConfig,
     load,
     parse_bytes,
+    parse_duration,
+    plain,
     to_toml,
 )
 from hearth.errors import ConfigError
@@ -57,7 +65,7 @@ def test_a_whole_number_serves_as_a_fraction(write: Callable[[str], Path]) -> No
     ("text", "message"),
     [
         ("[engin]\n", "unknown configuration section `engin`; did you mean `engine`?"),
-        ("[zzz]\n", "unknown configuration section `zzz`; valid: engine, store, log"),
+        ("[zzz]\n", "unknown configuration section `zzz`; valid: engine, store, log, service, models"),
         (
             "[engine]\nmax_seq = 1\n",
             "unknown configuration key `engine.max_seq`; did you mean `engine.max_seqs`?",
@@ -79,6 +87,27 @@ def test_a_whole_number_serves_as_a_fraction(write: Callable[[str], Path]) -> No
             "`log.level` must be one of 'debug', 'info', 'warning', 'error', given: 'loud'",
         ),
         ("[engine\n", "is not valid TOML"),
+        ("[service]\nports = 1\n", "unknown configuration key `service.ports`; did you mean `service.port`?"),
+        ("[service]\nport = 65536\n", "`service.port` must be at least 0 and at most 65535, given: 65536"),
+        (
+            "[service]\nkeep_alive = true\n",
+            "`service.keep_alive`: a duration is seconds, or numbers with ms, s",
+        ),
+        ("[service]\ndrain_s = inf\n", "`service.drain_s` must be at least 0 and at most 86400, given: inf"),
+        ("[models]\nx = 1\n", "`models` holds a table per model, like [models.NAME]"),
+        (
+            "[models.x]\nkeep_live = 1\n",
+            "unknown configuration key `models.x.keep_live`; did you mean `models.x.keep_alive`?",
+        ),
+        ("[models.x]\ncontext = 1\n", "`models.x.context` must be at least 2, given: 1"),
+        ('[models.x]\naliases = "y"\n', "`models.x.aliases` must be a list of texts"),
+        ('[models.x]\naliases = [""]\n', "`models.x.aliases` must be a list of texts"),
+        ("[models.x]\nlatency_weight = 0\n", "`models.x.latency_weight` must be at least 0.001"),
+        ("[models.qwen2.5]\npinned = true\n", 'a name with dots needs quotes: [models."qwen2.5"]'),
+        (
+            "[models.x]\nmemory_floor_bytes = 2\nmemory_ceiling_bytes = 1\n",
+            "`memory_floor_bytes` must not exceed `memory_ceiling_bytes`: 2 > 1",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_with_key_limit_and_value(
@@ -104,6 +133,29 @@ def test_sections_made_in_python_are_checked_too() -> None:
         EngineConfig(max_batch_tokens=0)
 
 
+def test_models_have_a_table_each_and_flags_reach_them_by_name(write: Callable[[str], Path]) -> None:
+    path = write('[models."qwen2.5"]\naliases = ["q", "gpt-4"]\nkeep_alive = "1h30m"\n')
+    config = load(path, {"models.qwen2.5.pinned": True, "models.tiny.memory_ceiling_bytes": "1GiB"})
+    assert config.models == {
+        "qwen2.5": ModelConfig(aliases=("q", "gpt-4"), keep_alive=5400.0, pinned=True),
+        "tiny": ModelConfig(memory_ceiling_bytes=1 << 30),
+    }
+
+
+@pytest.mark.parametrize("key", ["models.pinned", "models."])
+def test_a_flag_for_models_that_names_none_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=r"a table per model, like \[models.NAME\]"):
+        load(None, {key: True})
+
+
+def test_plain_configuration_says_for_ever_in_a_number() -> None:
+    config = HearthConfig(service=ServiceConfig(keep_alive=math.inf), models={"x": ModelConfig()})
+    sections = json.loads(json.dumps(plain(config), allow_nan=False))
+    assert sections["service"]["keep_alive"] == -1
+    assert sections["models"]["x"]["keep_alive"] is None
+    assert list(sections) == ["engine", "store", "log", "service", "models"]
+
+
 @given(
     st.builds(
         EngineConfig,
@@ -113,13 +165,36 @@ def test_sections_made_in_python_are_checked_too() -> None:
         graphs=st.sampled_from(["lazy", "start", "off"]),
     ),
     st.sampled_from([LogConfig(level="debug"), LogConfig(level="error")]),
+    st.builds(
+        ServiceConfig,
+        port=st.integers(0, 65535),
+        workers=st.none() | st.integers(1, 9),
+        keep_alive=st.just(math.inf) | st.floats(0, 1e9),
+        api_keys_file=st.none() | st.just('C:\\keys "1".json'),
+    ),
+    st.dictionaries(
+        st.text("aZ0._- é/", min_size=1),
+        st.builds(
+            ModelConfig,
+            aliases=st.lists(st.text("aé/.", min_size=1)).map(tuple),
+            keep_alive=st.none() | st.just(math.inf) | st.floats(0, 1e9),
+            latency_weight=st.floats(0.001, 1000.0),
+            memory_floor_bytes=st.none() | st.integers(1, 2**40),
+        ),
+        max_size=3,
+    ),
 )
 def test_printed_configuration_reads_back_as_itself(
-    tmp_path_factory: pytest.TempPathFactory, engine: EngineConfig, log: LogConfig
+    tmp_path_factory: pytest.TempPathFactory,
+    engine: EngineConfig,
+    log: LogConfig,
+    service: ServiceConfig,
+    models: dict[str, ModelConfig],
 ) -> None:
+    config = HearthConfig(engine, log=log, service=service, models=models)
     path = tmp_path_factory.mktemp("config") / "hearth.toml"
-    path.write_text(to_toml(HearthConfig(engine, log=log)), encoding="utf-8")
-    assert load(path, {}) == HearthConfig(engine, log=log)
+    path.write_text(to_toml(config), encoding="utf-8")
+    assert load(path, {}) == config
 
 
 @pytest.mark.parametrize(
@@ -146,3 +221,49 @@ def test_whole_sizes_are_exact_in_every_unit(count: int, unit: str) -> None:
 def test_what_is_no_size_is_refused(size: str) -> None:
     with pytest.raises(ConfigError, match='like "8GiB", given: '):
         parse_bytes(size)
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        (300, 300.0),
+        (2.5, 2.5),
+        (0, 0.0),
+        ("0", 0.0),
+        ("300", 300.0),
+        ("5m", 300.0),
+        ("1h30m", 5400.0),
+        ("1h 30m", 5400.0),
+        (" 90S ", 90.0),
+        ("500ms", 0.5),
+        ("1.5h", 5400.0),
+        ("2d", 172800.0),
+        (-1, math.inf),
+        (-0.5, math.inf),
+        ("-1", math.inf),
+        ("-1m", math.inf),
+        (math.inf, math.inf),
+        (10**400, math.inf),
+    ],
+)
+def test_a_duration_is_seconds_or_numbers_with_units(value: object, seconds: float) -> None:
+    assert parse_duration(value) == seconds
+
+
+@given(st.integers(0, 10**6), st.sampled_from(sorted(SECONDS_BY_UNIT)))
+def test_whole_durations_are_right_in_every_unit(count: int, unit: str) -> None:
+    assert parse_duration(f"{count}{unit}") == count * SECONDS_BY_UNIT[unit]
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "m", "5 minutes", "1e9", "5m-", "--1", "-", "5m3", True, None, [5], {}, math.nan, "nan", "inf"],
+)
+def test_what_is_no_duration_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"like 300, '5m', '1h30m'; -1 is for ever; given: "):
+        parse_duration(value)
+
+
+def test_a_section_can_be_changed_and_is_checked_again() -> None:
+    service = replace(ServiceConfig(keep_alive=math.inf), port=0)
+    assert (service.keep_alive, service.port) == (math.inf, 0)

@@ -2,7 +2,8 @@
 variables and does not know what the sections are for.
 
 A section is a frozen dataclass whose `__post_init__` calls `_settle`; a field of `HearthConfig` puts it into
-the file. Type and limits of a key are its annotation; a key named `..._bytes` also takes sizes like "8GiB".
+the file. Type and limits of a key are its annotation; a key named `..._bytes` also takes sizes like "8GiB",
+a time annotated as spoken also texts like "5m".
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from fractions import Fraction
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from hearth.errors import ConfigError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,15 @@ class Limits:
         return f"at least {unit(self.low)}" + (
             "" if math.isinf(self.high) else f" and at most {unit(self.high)}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Spoken:
+    """Marks seconds that are given as `parse_duration` reads them."""
+
+
+#: Longer waits than a day are mistakes.
+_Wait = Annotated[float, Limits(0.0, 86400.0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +80,69 @@ class LogConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ServiceConfig:
+    data_dir: str = "~/.hearth"  #: registry, models, chunks, logs; the service keeps its store here
+    host: str = "127.0.0.1"
+    port: Annotated[int, Limits(0, 65535)] = 8000  #: 0: any free one
+    workers: Annotated[int | None, Limits(1, 1024)] = None  #: None: one per GPU, or a single one on the CPU
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    memory_bytes: Annotated[int | None, Limits(1)] = None  #: of each worker's device, for models
+    keep_alive: Annotated[float, _Spoken()] = (
+        300.0  #: idle for longer, a model may leave memory; infinite: never
+    )
+    max_queue: Annotated[int, Limits(1)] = 512  #: requests that wait for a slot or for room
+    api_keys_file: str | None = None  #: None: keys.json in the data directory
+    drain_s: _Wait = 30.0  #: how long running requests may take to finish when the service stops
+    heartbeat_s: Annotated[float, Limits(0.01, 3600.0)] = 1.0
+    max_missed: Annotated[int, Limits(1)] = 30  #: heartbeats without an answer until a worker is replaced
+    start_s: _Wait = 180.0  #: a worker that is not ready by then is replaced
+    max_body_bytes: Annotated[int, Limits(1024)] = 16 << 20  #: of a request
+    template_s: _Wait = 2.0  #: time limit of a chat template
+    stream_heartbeat_s: Annotated[float, Limits(0.1, 3600.0)] = 5.0  #: between comments while a stream waits
+    patience_s: _Wait = 2.0  #: waiting for longer, a request has a busy model drained for its own
+    journal_bytes: Annotated[int, Limits(0)] = 256 << 20  #: of the event log on disk
+
+    def __post_init__(self) -> None:
+        _settle(self, "service")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Of one deployed model, in its own table: [models.NAME]."""
+
+    aliases: tuple[str, ...] = ()  #: other names that it answers to
+    context: Annotated[int | None, Limits(2)] = None  #: tokens; None: what it was made for
+    keep_alive: Annotated[float | None, _Spoken()] = None  #: None: that of the service
+    pinned: bool = False  #: loaded when the service starts, and never evicted
+    latency_weight: Annotated[float, Limits(0.001, 1000.0)] = 1.0  #: how much a second of its start matters
+    memory_floor_bytes: Annotated[int | None, Limits(1)] = None  #: of device memory, KV included
+    memory_ceiling_bytes: Annotated[int | None, Limits(1)] = None  #: likewise
+
+    def __post_init__(self) -> None:
+        _settle(self, "models.NAME")
+        floor, ceiling = self.memory_floor_bytes, self.memory_ceiling_bytes
+        if floor is not None and ceiling is not None and floor > ceiling:
+            raise ConfigError(
+                f"`memory_floor_bytes` must not exceed `memory_ceiling_bytes`: {floor} > {ceiling}; "
+                "lower the one or raise the other"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class HearthConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    service: ServiceConfig = field(default_factory=ServiceConfig)
+    models: Mapping[str, ModelConfig] = field(default_factory=dict)  #: by name
+
+
+Section = EngineConfig | StoreConfig | LogConfig | ServiceConfig | ModelConfig
 
 
 def load(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> HearthConfig:
-    """The configuration in `path` (None: all defaults), under `overrides` such as {"engine.max_seqs": 8}.
+    """The configuration in `path` (None: all defaults), under `overrides` such as {"engine.max_seqs": 8}
+    or {"models.NAME.pinned": True}, where the name may hold dots.
 
     Raises:
         ConfigError: an unreadable file, an unknown section or key, a wrong type, a value out of range.
@@ -83,27 +150,54 @@ def load(path: Path | None = None, overrides: Mapping[str, object] | None = None
     raw = _read(path) if path is not None else {}
     for dotted, value in (overrides or {}).items():
         section, _, key = dotted.partition(".")
-        raw.setdefault(section, {})[key] = value
+        table = raw.setdefault(section, {})
+        if section == "models":
+            name, _, key = key.rpartition(".")
+            table = _table(name, table.setdefault(name, {}))
+        table[key] = value
     section_types = get_type_hints(HearthConfig)
     _refuse_unknown(raw, section_types, "section")
-    for section, values in raw.items():
-        names = [f.name for f in fields(section_types[section])]
-        _refuse_unknown(
-            [f"{section}.{key}" for key in values], [f"{section}.{name}" for name in names], "key"
-        )
-    return HearthConfig(**{section: section_types[section](**values) for section, values in raw.items()})
+    models = {name: _model(name, table) for name, table in raw.pop("models", {}).items()}
+    sections = {name: _section(section_types[name], name, values) for name, values in raw.items()}
+    return HearthConfig(**sections, models=models)
 
 
 def to_toml(config: HearthConfig) -> str:
     """`config` as a file that `load` reads back; a value of None has no TOML and becomes a comment."""
+    sections = {title: _plain(section) for title, section in _sections(config).items()}
+    sections |= {f"models.{_quoted(name)}": _plain(model) for name, model in config.models.items()}
     lines: list[str] = []
-    for section, values in asdict(config).items():
-        lines += ["", f"[{section}]"]
-        for key, value in values.items():
-            lines.append(
-                f"# {key} is derived" if value is None else f"{key} = {json.dumps(value, ensure_ascii=False)}"
-            )
+    for title, values in sections.items():
+        lines += ["", f"[{title}]"]
+        lines += [
+            f"# {key} is derived" if value is None else f"{key} = {_quoted(value)}"
+            for key, value in values.items()
+        ]
     return "\n".join(lines[1:]) + "\n"
+
+
+def plain(config: HearthConfig) -> dict[str, object]:
+    """By section, as JSON can hold it: it has no infinity, so for ever is -1, which `load` takes too."""
+    models = {name: _plain(model) for name, model in config.models.items()}
+    return {title: _plain(section) for title, section in _sections(config).items()} | {"models": models}
+
+
+def _sections(config: HearthConfig) -> dict[str, Section]:
+    return {
+        "engine": config.engine,
+        "store": config.store,
+        "log": config.log,
+        "service": config.service,
+    }
+
+
+def _plain(section: Section) -> dict[str, object]:
+    return {key: -1 if value == math.inf else value for key, value in asdict(section).items()}
+
+
+def _quoted(value: object) -> str:
+    """A text in quotes, a list in brackets: JSON's spelling of both is TOML's too."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 UNITS = {"B": 1} | {
@@ -122,6 +216,40 @@ def parse_bytes(size: str | int) -> int:
     if match is None or match[2] not in _BYTES_BY_UNIT:
         raise ConfigError(f'a size is a number and one of {", ".join(UNITS)}, like "8GiB", given: {size!r}')
     return int(Fraction(match[1]) * _BYTES_BY_UNIT[match[2]])
+
+
+SECONDS_BY_UNIT = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_NUMBER = r"\d+(?:\.\d+)?"
+_PART = rf"({_NUMBER})\s*({'|'.join(SECONDS_BY_UNIT)})\s*"
+#: So long that nobody waits for its end, and numbers that no float can hold are no trouble.
+_FOR_EVER_S = 1e12
+
+
+def parse_duration(value: object) -> float:
+    """Seconds of 300, 2.5, "300", "5m", "1h30m", "500ms"; infinite for anything negative: for ever."""
+    seconds = _seconds(value)
+    if seconds is None:
+        raise ConfigError(
+            f"a duration is seconds, or numbers with {', '.join(SECONDS_BY_UNIT)}, like 300, '5m', '1h30m'; "
+            f"-1 is for ever; given: {value!r:.80}"
+        )
+    return seconds
+
+
+def _seconds(value: object) -> float | None:
+    """None: it is no duration."""
+    if isinstance(value, str):
+        text = value.strip().lower()
+        size = text.removeprefix("-")
+        if re.fullmatch(_NUMBER, size, re.ASCII):
+            value = float(text)
+        elif re.fullmatch(f"(?:{_PART})+", size, re.ASCII):
+            parts = re.findall(_PART, size, re.ASCII)
+            seconds = sum(float(number) * SECONDS_BY_UNIT[unit] for number, unit in parts)
+            value = seconds if size == text else -seconds
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        return None
+    return float(value) if 0 <= value <= _FOR_EVER_S else math.inf
 
 
 def _read(path: Path) -> dict[str, dict[str, object]]:
@@ -148,6 +276,34 @@ def _refuse_unknown(given: Iterable[str], valid: Iterable[str], what: str) -> No
             raise ConfigError(f"unknown configuration {what} `{name}`; {hint}")
 
 
+def _section(kind: type[T], name: str, values: Mapping[str, object]) -> T:
+    """Checked here already, because only here the section's full name is known for messages."""
+    hints = get_type_hints(kind, include_extras=True)
+    _refuse_unknown([f"{name}.{key}" for key in values], [f"{name}.{key}" for key in hints], "key")
+    checked = {key: _checked(f"{name}.{key}", hints[key], value) for key, value in values.items()}
+    return kind(**checked)
+
+
+def _model(name: str, table: object) -> ModelConfig:
+    values = _table(name, table)
+    for key, value in values.items():
+        if isinstance(value, dict):  # [models.qwen2.5] is table `5` of table `qwen2`
+            raise ConfigError(
+                f"[models.{name}.{key}] is read as a table in a table; a name with dots needs quotes: "
+                f'[models."{name}.{key}"]'
+            )
+    return _section(ModelConfig, f"models.{name}", values)
+
+
+def _table(name: str, value: object) -> dict[str, object]:
+    if not name or not isinstance(value, dict):
+        raise ConfigError(
+            f"`models` holds a table per model, like [models.NAME] or --set models.NAME.pinned=true; "
+            f"given: {name!r} with {value!r:.80}"
+        )
+    return value
+
+
 def _settle(section: object, name: str) -> None:
     """Replaces every field of `section` by its checked value; called once, while `section` is being made."""
     for key, hint in get_type_hints(type(section), include_extras=True).items():
@@ -156,10 +312,14 @@ def _settle(section: object, name: str) -> None:
 
 def _checked(key: str, hint: object, value: object) -> object:
     """`value` as `hint` wants it: a size becomes an int, an int becomes a float where a float is due."""
-    limits = None
+    note = None
     if get_origin(hint) is Annotated:
-        hint, limits = get_args(hint)
+        hint, note = get_args(hint)
     choices = get_args(hint)  # of a Literal: values; of a union: types
+    if isinstance(note, _Spoken):
+        return None if value is None and NoneType in choices else _duration(key, value)
+    if get_origin(hint) is tuple:
+        return _texts(key, value)
     if get_origin(hint) is Literal:
         if value not in choices:
             raise ConfigError(f"`{key}` must be one of {', '.join(map(repr, choices))}, given: {value!r}")
@@ -172,12 +332,8 @@ def _checked(key: str, hint: object, value: object) -> object:
     if type(value) not in types:  # not isinstance: True is no number here
         names = " or ".join(t.__name__ for t in types if isinstance(t, type) and t is not NoneType)
         raise ConfigError(f"`{key}` must be of type {names}, given: {value!r} of type {type(value).__name__}")
-    if (
-        isinstance(limits, Limits)
-        and isinstance(value, int | float)
-        and not limits.low <= value <= limits.high
-    ):
-        told = limits.told(_told_bytes if key.endswith("_bytes") else "{:g}".format)
+    if isinstance(note, Limits) and isinstance(value, int | float) and not note.low <= value <= note.high:
+        told = note.told(_told_bytes if key.endswith("_bytes") else "{:g}".format)
         raise ConfigError(f"`{key}` must be {told}, given: {value}")
     return value
 
@@ -194,3 +350,16 @@ def _size(key: str, size: str) -> int:
         return parse_bytes(size)
     except ConfigError as error:
         raise ConfigError(f"`{key}`: {error}") from None
+
+
+def _duration(key: str, value: object) -> float:
+    try:
+        return parse_duration(value)
+    except ConfigError as error:
+        raise ConfigError(f"`{key}`: {error}") from None
+
+
+def _texts(key: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
+        raise ConfigError(f'`{key}` must be a list of texts, like ["a", "b"], given: {value!r:.80}')
+    return tuple(value)

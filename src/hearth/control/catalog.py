@@ -1,0 +1,162 @@
+"""The deployed models as brain and workers need to know them. Stores nothing: that is the registry."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hearth.config import EngineConfig, ModelConfig
+from hearth.control.registry import Deployed, Names, Registry
+from hearth.control.views import ModelView
+from hearth.messages import HostModel
+from hearth.policy.events import ModelProfile
+from hearth.policy.footprint import StepLimits, context_of, fitted_context, footprint
+from hearth.types import ModelId
+
+log = logging.getLogger(__name__)
+
+#: Of a budget that a worker has measured: that of its successor may be a little smaller.
+MEASURED_SHARE = 0.97
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A deployed model with its configuration."""
+
+    deployed: Deployed
+    config: ModelConfig
+    max_context: int
+    profile: ModelProfile
+
+    @property
+    def is_cut(self) -> bool:
+        """To less than it was made for, and nobody has asked for that."""
+        return self.config.context is None and self.max_context < self.deployed.facts.max_positions
+
+
+class Catalog:
+    """Mutable; used on the event loop alone.
+
+    Models whose context nobody has named are served with as much of theirs as a worker can hold. How much a
+    worker can hold is known from the configuration, or else from the first one that is there.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        configs: Mapping[str, ModelConfig],
+        engine: EngineConfig,
+        keep_alive_s: float,
+        kind: str = "cpu",
+        budget_bytes: int | None = None,
+    ) -> None:
+        """`kind` of devices that models run on, and memory for models of each; None: not known yet.
+
+        Raises:
+            ConfigError: the configuration of a model contradicts the model.
+        """
+        self._registry, self._configs = registry, configs
+        self._limits = StepLimits(engine.max_batch_tokens, engine.max_seqs, engine.block_tokens)
+        self._keep_alive_s, self._kind, self._budget_bytes = keep_alive_s, kind, budget_bytes
+        #: Contexts that were cut, as they have been logged.
+        self._cuts: dict[str, int] = {}
+        self._entries: dict[ModelId, Entry] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the registry again."""
+        deployed = self._registry.all()
+        names = Names(deployed, self._configs)
+        entries = {ModelId(one.name): self._entry(one) for one in deployed}
+        self._names, self._entries = names, entries  # both or, where the configuration is wrong, neither
+        self._tell_cuts()
+
+    def _tell_cuts(self) -> None:
+        cuts = {entry.deployed.name: entry.max_context for entry in self.entries() if entry.is_cut}
+        for name, context in cuts.items():
+            if self._cuts.get(name) != context:
+                made_for = self._entries[ModelId(name)].deployed.facts.max_positions
+                log.warning(
+                    "context_cut model=%s context=%d made_for=%d budget=%s",
+                    *(name, context, made_for, self._budget_bytes),
+                )
+        self._cuts = cuts
+
+    def fit(self, budget_bytes: int) -> list[Entry]:
+        """A worker with this much memory is there. Returns what is served otherwise from now on."""
+        if self._budget_bytes is not None:
+            return []
+        self._budget_bytes = int(budget_bytes * MEASURED_SHARE)
+        before = self._entries
+        self._entries = {name: self._entry(entry.deployed) for name, entry in before.items()}
+        self._tell_cuts()
+        return [entry for name, entry in self._entries.items() if entry != before[name]]
+
+    def entries(self) -> list[Entry]:
+        return list(self._entries.values())
+
+    def find(self, name: str) -> Entry:
+        """Raises UnknownModel. `name` may be an alias."""
+        return self._entries[ModelId(self._names.resolve(name).name)]
+
+    def host_order(self, model: ModelId, hosting: int, kv_bytes: int) -> HostModel:
+        entry = self._entries[model]
+        deployed = entry.deployed
+        return HostModel(
+            model=model,
+            hosting=hosting,
+            where=deployed.where,
+            digest=deployed.digest,
+            weight=entry.config.latency_weight,
+            max_context=entry.max_context,
+            kv_bytes=kv_bytes,
+            eos_ids=tuple(deployed.facts.eos_ids),
+        )
+
+    def view(self, entry: Entry) -> ModelView:
+        deployed, facts, keep_alive_s = entry.deployed, entry.deployed.facts, entry.profile.keep_alive_s
+        return ModelView(
+            name=deployed.name,
+            aliases=entry.config.aliases,
+            source=deployed.source,
+            where=deployed.where,
+            digest=deployed.digest,
+            created_at_s=deployed.created_at_s,
+            num_bytes=facts.num_bytes,
+            num_parameters=facts.num_parameters,
+            dtype=facts.dtype,
+            quant=facts.quant,
+            max_context=entry.max_context,
+            has_chat_template=facts.has_chat_template,
+            keep_alive_s=None if math.isinf(keep_alive_s) else keep_alive_s,
+            is_pinned=entry.profile.is_pinned,
+        )
+
+    def _entry(self, deployed: Deployed) -> Entry:
+        config, facts = self._configs.get(deployed.name, ModelConfig()), deployed.facts
+        max_context = self._context(deployed, config)
+        keep_alive_s = self._keep_alive_s if config.keep_alive is None else config.keep_alive
+        profile = ModelProfile(
+            model=ModelId(deployed.name),
+            num_bytes=facts.num_bytes,
+            footprints={
+                self._kind: footprint(
+                    *(facts, self._kind, self._limits, max_context),
+                    floor_bytes=config.memory_floor_bytes,
+                    ceiling_bytes=config.memory_ceiling_bytes,
+                )
+            },
+            keep_alive_s=keep_alive_s,
+            is_pinned=config.pinned or math.isinf(keep_alive_s),
+            weight=config.latency_weight,
+            digest=deployed.digest,
+        )
+        return Entry(deployed, config, max_context, profile)
+
+    def _context(self, deployed: Deployed, config: ModelConfig) -> int:
+        limits = [limit for limit in (self._budget_bytes, config.memory_ceiling_bytes) if limit is not None]
+        if config.context is not None or not limits:
+            return context_of(deployed.facts, config.context)
+        return fitted_context(deployed.facts, self._kind, self._limits, min(limits))

@@ -1,0 +1,22 @@
+"""The end of a process of which a part has died that nothing works without. Repairs nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+from typing import NoReturn
+
+log = logging.getLogger(__name__)
+
+
+def end_process(part: str, error: BaseException) -> NoReturn:
+    """Clients see their connections close, which is better than no answer for ever; children end too."""
+    log.critical("service_broken part=%s error=%s\n%s", part, type(error).__name__, frames_of(error))
+    logging.shutdown()
+    os._exit(1)
+
+
+def frames_of(error: BaseException) -> str:
+    """Where it was raised, without its message: that may hold somebody's text."""
+    return "".join(traceback.format_tb(error.__traceback__))

@@ -1,0 +1,235 @@
+"""The data directory: where the service keeps everything, and which service uses it now. Reads no model.
+
+VERSION             of this layout
+registry.db         deployed models (`registry.py`)
+keys.json           API keys (`keys.py`)
+models/ chunks/     the store's: converted models, chunks from object storage
+downloads/          checkpoints on their way to models/
+logs/               of the service, its processes and its events
+run/lock            held by the running service; a dead one holds nothing
+run/deploying       held by deployments under way
+run/service.json    where it can be reached; means nothing while the lock is free
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from hearth.errors import DataDirError
+
+VERSION = 1
+
+#: Whoever asks for a running service holds the lock for microseconds; a service that starts tries again.
+_LOCK_TRIES, _LOCK_DELAY_S = 10, 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceFile:
+    """How to reach the service that runs on a data directory."""
+
+    pid: int
+    url: str
+    admin_token: str
+
+
+@dataclass(frozen=True, slots=True)
+class DataDir:
+    path: Path
+
+    @staticmethod
+    def open(path: str | Path) -> DataDir:
+        """The directory, made where there is none, for its owner alone.
+
+        Raises:
+            DataDirError: a newer Hearth has written it, or it cannot be used.
+        """
+        data_dir = DataDir(Path(path).expanduser().absolute())
+        with _translated(data_dir.path):
+            data_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            data_dir._check_version()
+            for part in (
+                data_dir.models_path,
+                data_dir.downloads_path,
+                data_dir.logs_path,
+                data_dir.run_path,
+            ):
+                part.mkdir(mode=0o700, exist_ok=True)
+        return data_dir
+
+    @staticmethod
+    @contextmanager
+    def hold(path: str | Path) -> Iterator[DataDir]:
+        """The directory, for one service alone, until the end or until the process ends, however it does.
+
+        Raises:
+            DataDirError: another service runs on it, or see `open`.
+        """
+        data_dir = DataDir.open(path)
+        with _translated(data_dir.path):
+            # Processes that the service starts do not inherit it, or they could outlive it with the lock.
+            lock = os.open(data_dir._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if not _locks(lock):
+                raise DataDirError(_occupied(data_dir))
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)
+            data_dir.withdraw()  # what a service has left that was killed
+            try:
+                yield data_dir
+            finally:
+                data_dir.withdraw()
+        finally:
+            os.close(lock)
+
+    def announce(self, url: str, admin_token: str) -> None:
+        """From here on others on this machine find the service."""
+        with _translated(self.path):
+            service = ServiceFile(os.getpid(), url, admin_token)
+            write_private(self._service_path, json.dumps(asdict(service)))
+
+    def withdraw(self) -> None:
+        with suppress(OSError):  # it means nothing once the lock is free
+            self._service_path.unlink(missing_ok=True)
+
+    @property
+    def registry_path(self) -> Path:
+        return self.path / "registry.db"
+
+    @property
+    def keys_path(self) -> Path:
+        return self.path / "keys.json"
+
+    @property
+    def models_path(self) -> Path:
+        return self.path / "models"
+
+    @property
+    def downloads_path(self) -> Path:
+        return self.path / "downloads"
+
+    @property
+    def logs_path(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def log_path(self) -> Path:
+        return self.logs_path / "service.log"
+
+    @property
+    def run_path(self) -> Path:
+        return self.path / "run"
+
+    def journal_path(self) -> Path:
+        """For the events of a service that starts now. Those of the one before are set aside."""
+        path = self.logs_path / "events.jsonl"
+        with _translated(self.path), suppress(FileNotFoundError):
+            path.replace(path.with_suffix(".1.jsonl"))
+        return path
+
+    @property
+    def _lock_path(self) -> Path:
+        return self.run_path / "lock"
+
+    @property
+    def _service_path(self) -> Path:
+        return self.run_path / "service.json"
+
+    def _check_version(self) -> None:
+        path = self.path / "VERSION"
+        if not path.exists():
+            write_private(path, f"{VERSION}\n")
+        text = path.read_text(encoding="utf-8", errors="replace").strip()
+        if not (text.isascii() and text.isdigit() and int(text) <= VERSION):
+            raise DataDirError(
+                f"`{self.path}` has version {text[:40]!r}, this Hearth reads up to {VERSION}; use the Hearth "
+                "that wrote it, or choose another directory with `--data-dir`"
+            )
+
+
+def running_service(path: str | Path) -> ServiceFile | None:
+    """The service that runs on the directory and has told where; None while there is none."""
+    data_dir = DataDir(Path(path).expanduser().absolute())
+    return _read_service(data_dir) if is_held(path) else None
+
+
+def is_held(path: str | Path) -> bool:
+    """Whether a service has the directory; one that starts or ends has not told where it can be reached."""
+    try:
+        lock = os.open(DataDir(Path(path).expanduser().absolute())._lock_path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace a file, at once and for its owner's eyes only."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(file, "w", encoding="utf-8") as opened:
+            opened.write(text)
+            opened.flush()
+            os.fsync(file)
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _locks(lock: int) -> bool:
+    for _ in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_LOCK_DELAY_S)
+        else:
+            return True
+    return False
+
+
+def _occupied(data_dir: DataDir) -> str:
+    service = _read_service(data_dir)
+    if service is None:
+        who = f"process {data_dir._lock_path.read_text(errors='replace')[:20]}, which is starting or ending"
+    else:
+        who = f"process {service.pid} at {service.url}"
+    return (
+        f"a service runs on `{data_dir.path}` already: {who}; use that one, stop it, or choose another "
+        "directory with `--data-dir`"
+    )
+
+
+def _read_service(data_dir: DataDir) -> ServiceFile | None:
+    path = data_dir._service_path
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataDirError(f"`{path}` cannot be read: {error}; name the service by `--url`") from error
+    if not isinstance(raw, dict) or set(raw) != {field.name for field in fields(ServiceFile)}:
+        raise DataDirError(f"`{path}` was not written by a service: {raw!r:.80}; restart the service")
+    return ServiceFile(int(raw["pid"]), str(raw["url"]), str(raw["admin_token"]))
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataDirError(
+            f"the data directory `{path}` cannot be used: {error}; check it, or choose another: `--data-dir`"
+        ) from error

@@ -1,0 +1,305 @@
+"""Deploying: an order goes to a process of its own, events come back. Converts nothing itself.
+
+Converting needs torch and much time, neither of which the gateway has, so `deployer.py` does the work. What
+passes between the two is lines of JSON:
+
+    to the process    Task, one line; then its standard input stays open as long as the result is wanted
+    from it           {"event": "progress", "phase": ..., "done_bytes": ..., "total_bytes": ...}, some
+                      {"event": "done", "deployed": {...}} or {"event": "error", "label": ..., "reason": ...}
+
+Each deployment has a directory of its own, models/NAME-<8 hex digits>, and the old one goes when the registry
+names the new one, so that whatever fails leaves the old model as it is. What a deployment has left that was
+killed is found when the service starts: nobody names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+
+from hearth.control.datadir import DataDir
+from hearth.control.registry import Deployed, Place, Registry
+from hearth.errors import DataDirError, ServiceError, StoreError, error_of
+
+#: For a process that was called off to clear away what it has written.
+_CLEARING_S = 30.0
+#: What a deployment makes: a model, and one that is not finished.
+_MADE = re.compile(r"[^.].*-[0-9a-f]{8}")
+_STAGED = re.compile(r"\..*-[0-9a-f]{8}\.converting")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DeployOrder:
+    source: str  #: a directory, a GGUF file, hf:ORG/NAME[@REVISION], or a URL of a converted model
+    name: str | None = None  #: None: derived from the source
+    dtype: str = "auto"  #: float32 for a CPU, else the source's own
+    quant: str = "none"
+    kind: str = "cpu"  #: of the devices that it will run on
+    overwrite: bool = False  #: replace a model of that name
+
+
+@dataclass(frozen=True, slots=True)
+class DeployProgress:
+    phase: str  #: downloading, converting, fetching
+    done_bytes: int
+    total_bytes: int
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class DeployDone:
+    """It is in place, and not in the registry yet: that is for whoever gave the order."""
+
+    deployed: Deployed
+
+
+DeployEvent = DeployProgress | DeployDone
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What the process is told."""
+
+    order: DeployOrder
+    data_dir: str
+
+
+async def deploying(order: DeployOrder, data_dir: DataDir) -> AsyncGenerator[DeployEvent, None]:
+    """Carry out an order; the last event is DeployDone. Leaving early, or being cancelled, calls it off.
+
+    Whoever gets DeployDone registers the model before asking for more, or its files go.
+
+    Raises:
+        HearthError: it cannot be done; nothing has changed then.
+    """
+    done = None
+    with _under_way(data_dir) as lock, data_dir.log_path.open("ab") as errors:
+        process = await asyncio.create_subprocess_exec(
+            *_COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=_environment(),
+            pass_fds=(lock,),
+        )
+        assert process.stdin is not None, "asked for as a pipe"
+        assert process.stdout is not None, "asked for as a pipe"
+        try:
+            process.stdin.write(_task_line(order, data_dir))
+            async for line in process.stdout:
+                event = _event_of(line)
+                if isinstance(event, DeployProgress):
+                    yield event
+                else:
+                    done = event
+            if done is None:
+                raise _died(await process.wait(), data_dir)
+            yield done
+        finally:
+            process.stdin.close()
+            try:
+                await asyncio.wait_for(process.wait(), _CLEARING_S)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+            if done is not None:
+                await asyncio.to_thread(_clear_refused, done.deployed, data_dir)
+
+
+def deploying_here(order: DeployOrder, data_dir: DataDir) -> Generator[DeployEvent, None, None]:
+    """The same for a program without an event loop."""
+    done = None
+    with _under_way(data_dir) as lock, data_dir.log_path.open("ab") as errors:
+        process = subprocess.Popen(
+            _COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=_environment(),
+            pass_fds=(lock,),
+        )
+        assert process.stdin is not None, "asked for as a pipe"
+        assert process.stdout is not None, "asked for as a pipe"
+        try:
+            process.stdin.write(_task_line(order, data_dir))
+            process.stdin.flush()
+            for line in process.stdout:
+                event = _event_of(line)
+                if isinstance(event, DeployProgress):
+                    yield event
+                else:
+                    done = event
+            if done is None:
+                raise _died(process.wait(), data_dir)
+            yield done
+        finally:
+            process.stdin.close()
+            try:
+                process.wait(_CLEARING_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdout.close()
+            if done is not None:
+                _clear_refused(done.deployed, data_dir)
+
+
+def register(deployed: Deployed, overwrite: bool, registry: Registry, data_dir: DataDir) -> None:
+    """Have it in the registry instead of what had its name, whose files go.
+
+    Raises:
+        NameTaken: another deployment was faster.
+        StoreError: files cannot be deleted.
+    """
+    with registry.transaction():
+        before = switch(deployed, overwrite, registry)
+    if before is not None:
+        remove_files(before, data_dir)
+
+
+def switch(deployed: Deployed, overwrite: bool, registry: Registry) -> Place | None:
+    """Within a transaction: name the new one; what had its name is returned. Raises NameTaken."""
+    before = registry.place(deployed.name)
+    if overwrite:
+        registry.replace(deployed)
+    else:
+        registry.add(deployed)
+    return before
+
+
+def remove_files(place: Place, data_dir: DataDir) -> None:
+    """Delete what deploying has put into the data directory, unless a model that is still registered needs
+    it. Anything elsewhere stays. Call it when the model has left the registry.
+
+    Raises:
+        StoreError: the files cannot be deleted.
+    """
+    directory = Path(place.directory)
+    if directory.is_symlink() or directory.resolve().parent != data_dir.models_path.resolve():
+        return
+    with Registry.open(data_dir) as registry:
+        if directory.resolve() in _named(registry):
+            return
+    try:
+        shutil.rmtree(directory)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StoreError(f"`{directory}` cannot be deleted: {error}; delete it by hand") from error
+
+
+def collect(data_dir: DataDir, registry: Registry) -> None:
+    """Delete what deployments have made and nobody names. For the service, before it offers anything.
+
+    Where a deployment is under way, here or in a process that has lost its parent, the next start does it.
+    """
+    with _opened_lock(data_dir) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        named = _named(registry)
+        for path in sorted(data_dir.models_path.iterdir()):
+            if path.is_symlink() or path.resolve() in named:
+                continue
+            if _STAGED.fullmatch(path.name) and not _is_being_written(path):
+                log.info("remains_removed directory=%s", path)
+                shutil.rmtree(path, ignore_errors=True)
+            # Without weights it describes what lies behind a URL, and may be another program's.
+            elif _MADE.fullmatch(path.name) and (path / "weights.bin").exists():
+                log.info("orphan_removed directory=%s", path)
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _clear_refused(deployed: Deployed, data_dir: DataDir) -> None:
+    """If nobody has registered it. One that was converted elsewhere is not ours to delete."""
+    if deployed.source != deployed.directory:
+        remove_files(deployed.place, data_dir)
+
+
+def _is_being_written(directory: Path) -> bool:
+    """By a program that uses the same store; see `store/writer.py`, which loads too much to be used here."""
+    try:
+        lock = os.open(directory / ".lock", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def _named(registry: Registry) -> set[Path]:
+    return {Path(place.directory).resolve() for place in registry.places()}
+
+
+@contextmanager
+def _under_way(data_dir: DataDir) -> Iterator[int]:
+    """As long as it or a process that has inherited it is open, what nobody names yet is not collected."""
+    with _opened_lock(data_dir) as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # waits for a service that is starting, never for one that serves
+        yield lock
+
+
+@contextmanager
+def _opened_lock(data_dir: DataDir) -> Iterator[int]:
+    path = data_dir.run_path / "deploying"
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise DataDirError(f"`{path}` cannot be opened: {error}; check its permissions") from error
+    try:
+        yield lock
+    finally:
+        os.close(lock)
+
+
+#: -P: not what lies in the directory that the program was started in.
+_COMMAND = (sys.executable, "-P", "-m", "hearth.control.deployer")
+
+
+def _environment() -> dict[str, str]:
+    """Converting runs on the CPU: a context on a device would only take memory away from the workers."""
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _task_line(order: DeployOrder, data_dir: DataDir) -> bytes:
+    return msgspec.json.encode(Task(order, str(data_dir.path))) + b"\n"
+
+
+def _event_of(line: bytes) -> DeployEvent:
+    """Raises what the process says that it has met."""
+    match msgspec.json.decode(line):
+        case {"event": "progress", "phase": str(phase), "done_bytes": int(done), "total_bytes": int(total)}:
+            return DeployProgress(phase, done, total)
+        case {"event": "done", "deployed": deployed}:
+            return DeployDone(msgspec.convert(deployed, Deployed))
+        case {"event": "error", "label": str(label), "reason": str(reason)}:
+            raise error_of(label, reason)
+    raise ServiceError(f"the process that deploys says what nobody understands: {line[:200]!r}")
+
+
+def _died(code: int, data_dir: DataDir) -> ServiceError:
+    return ServiceError(
+        f"the process that deploys ended with code {code} and without a word; see `{data_dir.log_path}`, and "
+        "whether the machine ran out of memory"
+    )

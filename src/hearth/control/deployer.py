@@ -1,0 +1,258 @@
+"""The process that deploys one model: source to converted model, and the facts of it. Registers nothing.
+
+It ends when its standard input does, for then nobody wants the result, and clears away what it has begun. A
+model is put in place whole (`store/writer.py`), so that killing it leaves no half one either.
+"""
+
+from __future__ import annotations
+
+import _thread
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from hearth.config import StoreConfig
+from hearth.control.datadir import DataDir
+from hearth.control.deploy import DeployOrder, Task
+from hearth.control.registry import Deployed, Registry, check_name, name_taken
+from hearth.control.sources import HubSource, PathSource, UrlSource, default_name, download, parse_source
+from hearth.errors import BadCheckpoint, HearthError
+from hearth.policy.footprint import Facts
+from hearth.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # loads torch, which takes seconds: an order that cannot be carried out is refused before
+    from hearth.store.manifest import Manifest
+
+#: Between two reports of progress.
+_REPORT_EVERY_S = 0.1
+#: For what was begun to be cleared away, when nobody wants the result any more.
+_CLEARING_S = 20.0
+#: Host memory to fetch a description with. No weights go through it.
+_HOST_BYTES = 16 << 20
+
+OnProgress = Callable[[str, int, int], None]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A converted model where it will be loaded from."""
+
+    where: str
+    directory: Path
+    manifest: Manifest
+    is_new: bool = False  #: made for this order
+
+
+def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) -> Deployed:
+    """Have the model in place, and say what it is.
+
+    Raises:
+        HearthError: it cannot be done; nothing has changed then.
+    """
+    source = parse_source(order.source)
+    name = check_name(default_name(source) if order.name is None else order.name)
+    _refuse_taken(name, order.overwrite, data_dir)
+    match source:
+        case UrlSource(url):
+            placed = _fetch(url, data_dir, on_progress)
+        case PathSource(path) if (path / "manifest.json").is_file():
+            placed = _in_place(path)
+        case PathSource(path):
+            placed = _convert(path, name, order, data_dir, on_progress)
+        case HubSource():
+            downloaded = download(
+                source, data_dir.downloads_path, lambda done, total: on_progress("downloading", done, total)
+            )
+            placed = _convert(downloaded, name, order, data_dir, on_progress)
+            shutil.rmtree(downloaded, ignore_errors=True)  # where converting fails, it stays for the next try
+    with ExitStack() as undo:
+        if placed.is_new:
+            undo.callback(shutil.rmtree, placed.directory, ignore_errors=True)
+        facts = facts_of(placed.manifest, Tokenizer.load(placed.directory))
+        undo.pop_all()
+    digest, directory = placed.manifest.digest, str(placed.directory)
+    return Deployed(name, source.told, placed.where, directory, digest, facts, created_at_s=time.time())
+
+
+def facts_of(manifest: Manifest, tokenizer: Tokenizer) -> Facts:
+    from hearth.store.manifest import Manifest
+
+    arch = manifest.arch
+    # A description of the same model in float32 knows how many bytes that takes.
+    wide = Manifest.of(arch, "float32", manifest.quant, (), manifest.chunk_bytes, {})
+    weights = [spec.shape for spec in manifest.tensors if not spec.name.endswith(".scale")]
+    per_token = (arch.embed_size, 4 * arch.hidden_size, arch.qkv_size, arch.q_size, arch.up_size)
+    return Facts(
+        num_bytes=manifest.num_bytes,
+        wide_bytes=wide.num_bytes,
+        dtype=manifest.dtype,
+        quant=manifest.quant,
+        num_parameters=sum(map(prod, weights)),
+        num_layers=arch.num_layers,
+        num_kv_heads=arch.num_kv_heads,
+        head_dim=arch.head_dim,
+        vocab_size=arch.vocab_size,
+        max_positions=arch.max_positions,
+        token_width=sum(per_token) + arch.intermediate_size,
+        sample_width=2 * arch.hidden_size + arch.q_size + arch.embed_size + arch.vocab_size,
+        split_width=arch.num_heads // arch.num_kv_heads * (arch.head_dim + 2),
+        rope_dim=0 if arch.rope is None else arch.rope.dim,
+        eos_ids=tuple(sorted(tokenizer.eos_ids)),
+        has_chat_template=tokenizer.has_chat_template,
+        largest_bytes=max(spec.nbytes for spec in manifest.tensors),
+    )
+
+
+def _refuse_taken(name: str, overwrite: bool, data_dir: DataDir) -> None:
+    """Before the work; whoever registers the model looks again."""
+    with Registry.open(data_dir) as registry:
+        if not overwrite and registry.place(name) is not None:
+            raise name_taken(name)
+
+
+def _fetch(url: str, data_dir: DataDir, on_progress: OnProgress) -> _Placed:
+    from hearth.store.tiers import Tiers
+
+    on_progress("fetching", 0, 0)
+    tiers = Tiers(StoreConfig(path=str(data_dir.path), host_bytes=_HOST_BYTES))
+    try:
+        model = tiers.open(url)
+    finally:
+        tiers.close()
+    return _Placed(url, model.directory, model.manifest)
+
+
+def _in_place(directory: Path) -> _Placed:
+    from hearth.store.manifest import WEIGHTS, read_manifest
+
+    manifest = read_manifest(directory)
+    weights = directory / WEIGHTS
+    num_bytes = weights.stat().st_size if weights.is_file() else 0
+    if num_bytes != manifest.num_bytes:
+        raise BadCheckpoint(
+            f"`{weights}` has {num_bytes} bytes, its manifest says {manifest.num_bytes}; convert or copy the "
+            "model again"
+        )
+    return _Placed(str(directory), directory, manifest)
+
+
+def _convert(
+    path: Path, name: str, order: DeployOrder, data_dir: DataDir, on_progress: OnProgress
+) -> _Placed:
+    from hearth.store.convert import convert
+
+    _check_tokenizer(path)
+    place = data_dir.models_path / f"{name}-{secrets.token_hex(4)}"
+    manifest = convert(
+        path,
+        place,
+        dtype="float32" if order.dtype == "auto" and order.kind == "cpu" else order.dtype,
+        quant=order.quant,
+        on_progress=lambda progress: on_progress("converting", progress.done_bytes, progress.total_bytes),
+    )
+    return _Placed(str(place), place, manifest, is_new=True)
+
+
+def _check_tokenizer(path: Path) -> None:
+    """Before all the converting: a model whose tokenizer cannot be read is of no use here."""
+    from hearth.store.convert import open_source
+
+    with open_source(path) as source:
+        if path.is_dir():
+            Tokenizer.load(path)
+            return
+        with tempfile.TemporaryDirectory() as texts:
+            for name, content in source.text_files().items():
+                (Path(texts) / name).write_bytes(content)
+            Tokenizer.load(Path(texts))
+
+
+class _Reporter:
+    """Standard output as the parent reads it. Mutable; threads that download call it too."""
+
+    def __init__(self) -> None:
+        self._file = os.fdopen(os.dup(1), "wb", buffering=0)
+        os.dup2(2, 1)  # whatever else is printed must not stand between the lines
+        self._reported_s = -_REPORT_EVERY_S
+        self._lock = threading.Lock()
+
+    def progress(self, phase: str, done_bytes: int, total_bytes: int) -> None:
+        with self._lock:
+            now_s = time.monotonic()
+            if now_s - self._reported_s >= _REPORT_EVERY_S or done_bytes == total_bytes > 0:
+                self._reported_s = now_s
+                self.say(event="progress", phase=phase, done_bytes=done_bytes, total_bytes=total_bytes)
+
+    def say(self, **fields: object) -> None:
+        self._file.write(msgspec.json.encode(fields) + b"\n")
+
+
+def _end_with_input() -> None:
+    while os.read(0, 4096):  # past Python's own buffer, whose lock must be free when the process ends
+        pass
+    _thread.interrupt_main()
+    time.sleep(_CLEARING_S)
+    os._exit(1)  # it waits for something that no interrupt reaches, and the next conversion clears up
+
+
+def _interrupt(*_: object) -> None:
+    """Once: a second interrupt would strike while the first one is cleared up after."""
+    _ignore_interrupts()
+    raise KeyboardInterrupt
+
+
+def _ignore_interrupts() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _work(task: Task, reporter: _Reporter) -> int:
+    """The exit code. Whatever comes out has been said."""
+    try:
+        deployed = carry_out(task.order, DataDir.open(task.data_dir), reporter.progress)
+    except KeyboardInterrupt:
+        return 1
+    except HearthError as error:
+        _ignore_interrupts()  # the parent closes the input as soon as it has read this
+        reporter.say(event="error", label=error.label, reason=str(error))
+        return 1
+    except Exception as error:  # the one broad handler of this process
+        log.exception("deploy_failed source=%s", task.order.source)
+        reason = f"deploying `{task.order.source}` failed: {error!r}; see the log"
+        reporter.say(event="error", label=HearthError.label, reason=reason)
+        return 1
+    reporter.say(event="done", deployed=deployed)
+    return 0
+
+
+def main() -> int:
+    logging.basicConfig(level="WARNING", format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=Task)
+    reporter = _Reporter()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    try:
+        return _work(task, reporter)
+    finally:
+        _ignore_interrupts()  # the parent may close the input as soon as it has the result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Which devices the workers of a service run on, found without torch, which the gateway never loads.
+
+It takes nothing on them: the driver is asked what there is, and no context is made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hearth.config import ServiceConfig
+from hearth.errors import DeviceError
+
+log = logging.getLogger(__name__)
+
+#: Where a container's memory is limited, in the two versions of cgroups.
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """As CUDA numbers them, so that CUDA_VISIBLE_DEVICES has been applied."""
+
+    index: int
+    name: str
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What the workers run on. Worker n takes index n, beginning again where there are more workers."""
+
+    kind: Literal["cpu", "cuda"]
+    indices: tuple[int, ...]
+    num_workers: int
+
+    @property
+    def threads_per_worker(self) -> int:
+        """So that the workers together take the cores that this process may use."""
+        return max(1, len(os.sched_getaffinity(0)) // self.num_workers)
+
+
+def resolve(service: ServiceConfig) -> Devices:
+    """Raises DeviceError if CUDA was asked for and there is none."""
+    found = [] if service.device == "cpu" else gpus()
+    obstacle = "torch was built without CUDA" if found and not _torch_has_cuda() else None
+    if found and obstacle is None:
+        return Devices("cuda", tuple(gpu.index for gpu in found), service.workers or len(found))
+    if service.device == "cuda":
+        reason = obstacle or "the driver shows no CUDA device"
+        raise DeviceError(f"device `cuda` was asked for, but {reason}; use `cpu` or `auto`")
+    if obstacle is not None:
+        log.warning("fallback device=cpu reason=`%s`", obstacle)
+    return Devices("cpu", (0,), service.workers or 1)
+
+
+def gpus() -> list[Gpu]:
+    """What the CUDA driver shows to this process; empty where there is no driver."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count = ctypes.c_int()
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    return [_gpu(cuda, index) for index in range(count.value)]
+
+
+def machine_bytes() -> int:
+    """The machine's memory, or the container's limit where that is lower."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    texts = [path.read_text().strip() for path in _LIMITS if path.is_file()]
+    return min(sizes + [int(text) for text in texts if text.isdigit()])
+
+
+def _gpu(cuda: ctypes.CDLL, index: int) -> Gpu:
+    device, name, total_bytes = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_size_t()
+    codes = [
+        cuda.cuDeviceGet(ctypes.byref(device), index),
+        cuda.cuDeviceGetName(name, len(name), device),
+        cuda.cuDeviceTotalMem_v2(ctypes.byref(total_bytes), device),
+    ]
+    if any(codes):
+        raise DeviceError(f"CUDA device {index} gives no account of itself, codes: {codes}; see `nvidia-smi`")
+    return Gpu(index, name.value.decode(errors="replace"), total_bytes.value)
+
+
+def _torch_has_cuda() -> bool:
+    torch = importlib.util.find_spec("torch")  # looks for it, and does not load it
+    if torch is None or torch.origin is None:
+        return False
+    return (Path(torch.origin).parent / "lib" / "libtorch_cuda.so").is_file()

@@ -1,0 +1,366 @@
+"""The live driver of the brain: turns what happens into events and what is ordered into messages to workers.
+
+All decisions are the brain's. Everything here runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from typing import assert_never
+
+from hearth import errors, messages
+from hearth.control.crash import end_process
+from hearth.control.hearing import Heard, Said
+from hearth.control.journal import Journal
+from hearth.control.link import Link
+from hearth.control.live import Live
+from hearth.control.metrics import Metrics
+from hearth.control.timeline import LoadLog
+from hearth.errors import HearthError
+from hearth.messages import Hello, HostModel, StartRequest
+from hearth.policy import events
+from hearth.policy.brain import step
+from hearth.policy.events import Action, Event, RejectReason
+from hearth.policy.fleet import Fleet
+from hearth.types import FinishReason, ModelId, RequestId, Rung, WorkerId
+
+log = logging.getLogger(__name__)
+
+#: What a rejected request is told, as an error.
+_ERRORS: dict[RejectReason, type[HearthError]] = {
+    RejectReason.UNKNOWN_MODEL: errors.UnknownModel,
+    RejectReason.NEVER_FITS: errors.NoCapacity,
+    RejectReason.PINNED_OUT: errors.NoCapacity,
+    RejectReason.LOAD_FAILED: errors.StoreError,
+    RejectReason.WORKERS_LOST: errors.WorkersLost,
+    RejectReason.MODEL_REMOVED: errors.UnknownModel,
+}
+
+
+class Driver:
+    """Mutable; used on the event loop alone."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        journal: Journal,
+        metrics: Metrics,
+        host_order: Callable[[ModelId, int, int], HostModel],
+        max_seqs: int,
+    ) -> None:
+        """`host_order`: what a worker is told to host a model, by number of this stay and bytes of KV."""
+        self.fleet = fleet
+        self._journal, self._metrics, self._host_order, self._max_seqs = (
+            journal,
+            metrics,
+            host_order,
+            max_seqs,
+        )
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count(1)
+        #: Requests that have not ended, and those of them that are on a worker.
+        self.requests: dict[RequestId, Live] = {}
+        self.runs: dict[int, Live] = {}
+        self._links: dict[WorkerId, Link] = {}
+        #: Loads under way, or of models that are still there.
+        self._loads: dict[tuple[WorkerId, ModelId], LoadLog] = {}
+        #: Why a model failed last, as the label of an error, until it is loaded or deployed anew.
+        self._failures: dict[ModelId, str] = {}
+        self.uses: dict[WorkerId, messages.Pong] = {}
+        self.is_closing = False  #: workers leave because they were told to
+        self._timer: asyncio.TimerHandle | None = None
+        self._idle: asyncio.Event = asyncio.Event()
+        self._idle.set()
+        #: Somebody who wants to know that a load has ended or a model has left.
+        self.on_residency: Callable[[], None] = lambda: None
+
+    @property
+    def now_s(self) -> float:
+        return time.monotonic()  # the loop's own clock counts whole milliseconds
+
+    # Requests.
+
+    def start(self, live: Live, max_tokens: int | None, keep_alive_s: float | None) -> None:
+        """Take a request. Raises HearthError if it is refused at once."""
+        self.requests[live.request_id] = live
+        self._idle.clear()
+        self.post(
+            events.RequestArrived(
+                *(self.now_s, live.request_id, live.model, len(live.prompt), max_tokens, keep_alive_s),
+                digest=live.digest,
+            )
+        )
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Whoever asked is gone. Ending twice is harmless."""
+        live = self.requests.get(request_id)
+        if live is not None:
+            live.is_complete = True
+            self.post(events.RequestCancelled(self.now_s, request_id))
+            self._end(live, FinishReason.CANCELLED)
+
+    def fail_all(self, error: HearthError) -> None:
+        for live in list(self.requests.values()):
+            self.post(events.RequestCancelled(self.now_s, live.request_id))
+            self._fail(live, error)
+
+    async def idle(self) -> None:
+        """Until no request is left."""
+        await self._idle.wait()
+
+    # Workers.
+
+    def joined(self, link: Link, hello: Hello) -> None:
+        self._links[hello.worker] = link
+        self.post(
+            events.WorkerJoined(self.now_s, hello.worker, hello.kind, hello.budget_bytes, self._max_seqs)
+        )
+
+    def hear(self, heard: Heard) -> None:
+        """Something that a worker said, in order; or it is gone."""
+        try:
+            self._hear(heard)
+        except Exception as error:  # books that are half changed would leave requests without an end
+            end_process("driver", error)
+
+    def _hear(self, heard: Heard) -> None:
+        heard.link.consumed(heard.num_bytes)
+        worker, fact = heard.link.worker, heard.fact
+        if worker is None or self._links.get(worker) is not heard.link:
+            return
+        now_s = self.now_s
+        match fact:
+            case None:
+                self._lost(worker)
+            case messages.StepDone():
+                self._stepped(now_s, fact, heard.said)
+                for live in heard.broken:
+                    self._broke(now_s, live)
+            case messages.RunFailed():
+                self._run_failed(now_s, fact)
+            case messages.LoadProgressed() | messages.ModelLoaded() | messages.ModelFailed():
+                load = self._loads.get((worker, fact.model))
+                if load is not None and load.hosting == fact.hosting:  # else it was evicted meanwhile
+                    self._hear_of_load(now_s, worker, load, fact)
+            case messages.Pong():
+                self.uses[worker] = fact
+            case messages.Hello():
+                heard.link.abort()
+            case _:
+                assert_never(fact)
+
+    # Events and actions.
+
+    def post(self, event: Event) -> None:
+        actions: list[Action] = []
+        try:
+            actions = step(self.fleet, event)
+        finally:  # The event that breaks the brain is the one that somebody will look for.
+            self._journal.record(event, actions)
+        if isinstance(event, events.ModelRemoved):
+            self._failures.pop(event.model, None)
+        for action in actions:
+            self._carry_out(action)
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case events.Dispatch():
+                self._dispatch(action)
+            case events.LoadModel(model, worker, kv_bytes):
+                log.info("model_loading model=%s worker=%s kv_bytes=%d", model, worker, kv_bytes)
+                hosting = next(self._numbers)
+                self._loads[worker, model] = LoadLog(hosting, worker, self.now_s)
+                self._send(worker, self._host_order(model, hosting, kv_bytes))
+            case events.Evict(model, worker, cost_s):
+                log.info("model_evicted model=%s worker=%s cost_s=%.3f", model, worker, cost_s)
+                self._metrics.evictions.inc()
+                self._loads.pop((worker, model), None)
+                self._send(worker, messages.DropModel(model))
+                self.on_residency()
+            case events.Reject():
+                self._reject(action)
+            case events.CancelRun(request_id, worker):
+                live = self.requests.get(request_id)
+                if live is not None and live.run is not None:
+                    self._send(worker, messages.CancelRequest(live.run))
+            case events.SetTimer(at_s):
+                if self._timer is not None:
+                    self._timer.cancel()
+                self._timer = self._loop.call_later(max(0.0, at_s - self.now_s), self._fire)
+            case _:
+                assert_never(action)
+
+    def _fire(self) -> None:
+        self._timer = None
+        self.post(events.TimerFired(self.now_s))
+
+    def _send(self, worker: WorkerId, order: messages.Order) -> None:
+        link = self._links.get(worker)
+        if link is not None:
+            link.send(order)
+
+    def _dispatch(self, order: events.Dispatch) -> None:
+        live = self.requests[order.request_id]
+        if live.run is not None:
+            self.runs.pop(live.run, None)
+        live.run, live.worker = next(self._numbers), order.worker
+        self.runs[live.run] = live
+        load = self._loads.get((order.worker, order.model))
+        is_cold = load is not None and load.ended_s is None
+        live.timeline.placed(self.now_s, order.worker, order.why, order.options, load if is_cold else None)
+        if len(live.timeline.stays) == 1:
+            self._metrics.queue.observe(self.now_s - live.timeline.arrived_s)
+        else:
+            self._metrics.resumes.inc()
+        self._send(
+            order.worker,
+            StartRequest(live.run, order.model, live.prompt, tuple(live.emitted), live.sampling, live.guide),
+        )
+
+    def _reject(self, order: events.Reject) -> None:
+        live = self.requests.get(order.request_id)
+        if live is None:
+            return
+        if order.reason is RejectReason.QUEUE_FULL:
+            error: HearthError = errors.Overloaded(order.message, order.retry_s or 1.0)
+        elif order.reason is RejectReason.LOAD_FAILED:
+            error = errors.error_of(self._failures.get(live.model, ""), order.message)
+        else:
+            error = _ERRORS[order.reason](order.message)
+        self._fail(live, error)
+
+    # What workers report.
+
+    def _stepped(self, now_s: float, step_done: messages.StepDone, said: list[Said]) -> None:
+        for admitted in step_done.admitted:
+            live = self.runs.get(admitted.run)
+            if live is not None:
+                live.timeline.started(now_s, admitted.num_cached_tokens)
+                live.stream.num_cached_tokens = live.timeline.num_cached_tokens
+        for run in step_done.preempted:
+            self._metrics.preemptions.inc()
+            if run in self.runs:
+                self.runs[run].timeline.preempted(now_s)
+        for one in said:
+            self._deliver(now_s, one, step_done)
+        self._metrics.output_tokens.inc(len(said))
+
+    def _deliver(self, now_s: float, said: Said, step_done: messages.StepDone) -> None:
+        live, piece = said.live, said.piece
+        if live.request_id not in self.requests:
+            return  # cancelled a moment ago
+        timeline = live.timeline
+        if timeline.last_token_s is None:
+            self._metrics.first_token.observe(now_s - timeline.arrived_s)
+        else:
+            self._metrics.inter_token.observe(now_s - timeline.last_token_s)
+        timeline.token(now_s)
+        live.stream.put((piece,))
+        if piece.finish_reason is None:
+            return
+        if live.run in step_done.finished:
+            self.post(events.RequestFinished(now_s, live.request_id, timeline.num_output_tokens))
+        else:  # a stop string, which the worker knows nothing of
+            num_tokens = timeline.num_output_tokens
+            self.post(events.RequestFinished(now_s, live.request_id, num_tokens, events.End.STOPPED))
+        self._end(live, piece.finish_reason)
+
+    def _broke(self, now_s: float, live: Live) -> None:
+        if live.request_id in self.requests:
+            self.post(events.RequestCancelled(now_s, live.request_id))
+            reason = f"the text of request {live.request_id} cannot be made of its tokens; see the log"
+            self._fail(live, errors.EngineFailed(reason))
+
+    def _run_failed(self, now_s: float, failed: messages.RunFailed) -> None:
+        live = self.runs.get(failed.run)
+        if live is None:
+            return
+        num_tokens = live.timeline.num_output_tokens
+        self.post(events.RequestFinished(now_s, live.request_id, num_tokens, events.End.FAILED))
+        self._fail(live, errors.error_of(failed.label, failed.reason))
+
+    def _hear_of_load(
+        self,
+        now_s: float,
+        worker: WorkerId,
+        load: LoadLog,
+        fact: messages.LoadProgressed | messages.ModelLoaded | messages.ModelFailed,
+    ) -> None:
+        match fact:
+            case messages.LoadProgressed():
+                self.post(events.LoadProgressed(now_s, worker, fact.model, fact.num_bytes))
+            case messages.ModelLoaded():
+                self._loaded(now_s, worker, load, fact)
+            case messages.ModelFailed():
+                self._failed(now_s, worker, load, fact)
+
+    def _loaded(self, now_s: float, worker: WorkerId, load: LoadLog, loaded: messages.ModelLoaded) -> None:
+        load.loaded, load.ended_s = loaded, now_s
+        self._failures.pop(loaded.model, None)
+        load.first_layer_at_s = load.began_s + loaded.open_s + loaded.assemble_s + loaded.first_layer_s
+        if loaded.is_widened:
+            self._metrics.fallbacks.labels("float32").inc()
+        rungs = tuple(events.RungUse(use.rung, use.num_bytes, use.seconds) for use in loaded.rungs)
+        for use in rungs:
+            self._metrics.rung_bytes.labels(use.rung).inc(use.num_bytes)
+        slowest = max((use.rung for use in rungs), key=list(Rung).index, default=Rung.HOST)
+        self._metrics.cold_start[slowest].observe(loaded.total_s)
+        log.info(
+            "model_ready model=%s worker=%s load_s=%.3f rungs=%s",
+            *(loaded.model, worker, loaded.total_s),
+            ",".join(f"{use.rung}:{use.num_bytes}" for use in rungs),
+        )
+        self.post(events.ModelReady(now_s, worker, loaded.model, rungs, loaded.total_s))
+        self.on_residency()
+
+    def _failed(self, now_s: float, worker: WorkerId, load: LoadLog, failed: messages.ModelFailed) -> None:
+        log.error("model_failed model=%s worker=%s reason=%s", failed.model, worker, failed.reason)
+        self._failures[failed.model] = failed.label
+        del self._loads[worker, failed.model]
+        if load.ended_s is None:
+            load.ended_s, load.failure = now_s, failed.reason
+        if load.loaded is not None:  # its requests go on elsewhere; those of a load end with it
+            self._leave_worker(now_s, worker, "broke", failed.model)
+        self.post(events.ModelFailed(now_s, worker, failed.model, failed.reason))
+
+    def _lost(self, worker: WorkerId) -> None:
+        now_s = self.now_s
+        if not self.is_closing:
+            log.error("worker_lost worker=%s", worker)
+            self._metrics.workers_lost.inc()
+        del self._links[worker]
+        self.uses.pop(worker, None)
+        for key in [key for key in self._loads if key[0] == worker]:
+            del self._loads[key]
+        self._leave_worker(now_s, worker, "died")
+        self.post(events.WorkerLost(now_s, worker))
+
+    def _leave_worker(self, now_s: float, worker: WorkerId, how: str, model: ModelId | None = None) -> None:
+        """All its requests, or those of one model, are not on it any more and may go on elsewhere."""
+        for live in [live for live in self.runs.values() if live.worker == worker]:
+            if model is None or live.model == model:
+                assert live.run is not None, f"{live.request_id=}"
+                del self.runs[live.run]
+                live.run = live.worker = None
+                live.timeline.lost(now_s, worker, how if model is None else f"{how} under `{model}`")
+
+    # Ends.
+
+    def _fail(self, live: Live, error: HearthError) -> None:
+        live.is_complete = True
+        live.stream.fail(error)
+        self._end(live, error.label, str(error))
+
+    def _end(self, live: Live, outcome: str, error: str | None = None) -> None:
+        if self.requests.pop(live.request_id, None) is None:
+            return
+        if live.run is not None:
+            self.runs.pop(live.run, None)
+        live.timeline.ended(self.now_s, outcome, error)
+        self._metrics.requests.labels(outcome).inc()
+        if not self.requests:
+            self._idle.set()

@@ -1,0 +1,290 @@
+"""The service as the API sees it: questions are taken, models come and go, everything can be looked at.
+
+It speaks no HTTP, and all decisions about where things run are the brain's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+from hearth.config import ServiceConfig
+from hearth.control.ask import Ask, Chat, Stream
+from hearth.control.catalog import Catalog, Entry
+from hearth.control.deploy import DeployOrder, DeployProgress
+from hearth.control.driver import Driver
+from hearth.control.keys import Keys
+from hearth.control.live import Live
+from hearth.control.metrics import Metrics
+from hearth.control.stock import Stock
+from hearth.control.supervisor import Supervisor
+from hearth.control.texts import Texts
+from hearth.control.timeline import Timeline, Timelines
+from hearth.control.views import Explanation, Health, ModelView, ProcessView, ResidentView, WorkerView
+from hearth.errors import BadPrompt, BadSampling, PromptTooLong, ServiceError, ShuttingDown
+from hearth.messages import Sampling
+from hearth.policy import events
+from hearth.text.tokenizer import Tokenizer
+from hearth.text.transcript import Transcript
+from hearth.types import ModelId, RequestId, SamplingParams
+from hearth.version import hearth_version
+
+#: Longer text is not tokenised to find out that it is too long: no token is of so many characters, as a rule.
+MAX_TOKEN_CHARS, MIN_TEXT_CHARS = 64, 64 << 10
+
+
+class Gateway:
+    """Mutable; used on the event loop alone."""
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        stock: Stock,
+        catalog: Catalog,
+        texts: Texts,
+        driver: Driver,
+        supervisor: Supervisor,
+        metrics: Metrics,
+        keys: Keys | None,
+        kind: str,
+    ) -> None:
+        self._config, self._stock, self._catalog = config, stock, catalog
+        self._texts, self._driver, self._supervisor = texts, driver, supervisor
+        self._kind = kind
+        self._timelines = Timelines()
+        self._is_draining = False
+        self._metrics = metrics
+        self.metrics = metrics.registry
+        self.keys = keys
+        self.admin_token = secrets.token_urlsafe(32)
+        self._watch()
+
+    # Questions.
+
+    async def submit(self, ask: Ask) -> Stream:
+        """Take a question; its answer arrives in the stream.
+
+        Raises:
+            HearthError: it is wrong, or cannot be taken. Nothing was started then.
+        """
+        self._refuse_when_draining()
+        arrived_s, arrived_at_s = self._driver.now_s, time.time()
+        entry = self._stock.find(ask.model)
+        _check_tokens(entry, ask.sampling)
+        tokenizer = await self._tokenizer(entry)
+        prompt = await self._encode(entry, ask.prompt)
+        if ask.guide is not None:
+            await self._texts.check_guide(ask.guide)
+        self._refuse_when_draining()  # again, and what follows: much may have happened since
+        self._refuse_replaced(entry, prompt)
+        request_id = RequestId(secrets.token_hex(12))
+        model = ModelId(entry.deployed.name)
+        stream = Stream(request_id, model, tokenizer, len(prompt), lambda: self._driver.cancel(request_id))
+        timeline = Timeline(request_id, model, arrived_s, arrived_at_s, len(prompt))
+        seed = secrets.randbits(63) if ask.sampling.seed is None else ask.sampling.seed
+        live = Live(
+            request_id=request_id,
+            model=model,
+            digest=entry.deployed.digest,
+            prompt=prompt,
+            sampling=Sampling.of(ask.sampling, seed),
+            guide=ask.guide,
+            stream=stream,
+            transcript=Transcript(tokenizer, ask.sampling),
+            timeline=timeline,
+        )
+        self._timelines.add(timeline)
+        self._driver.start(live, ask.sampling.max_tokens, ask.keep_alive_s)
+        if stream.error is not None:
+            raise stream.error
+        self._metrics.prompt_tokens.inc(len(prompt))
+        return stream
+
+    async def tokenizer(self, name: str) -> Tokenizer:
+        return await self._tokenizer(self._stock.find(name))
+
+    async def encode(self, name: str, prompt: str | list[int] | Chat) -> list[int]:
+        """The tokens of a prompt that the model can take.
+
+        Raises:
+            HearthError: it cannot.
+        """
+        return list(await self._encode(self._stock.find(name), prompt))
+
+    # Models.
+
+    def models(self) -> list[ModelView]:
+        return [self._catalog.view(entry) for entry in self._stock.entries()]
+
+    def model(self, name: str) -> ModelView:
+        return self._catalog.view(self._stock.find(name))
+
+    async def deploy(
+        self, source: str, name: str | None, dtype: str, quant: str, overwrite: bool
+    ) -> AsyncIterator[dict[str, object]]:
+        """Progress as it is made; the last one holds the model. Leaving early calls it off."""
+        order = DeployOrder(source, name, dtype, quant, self._kind, overwrite)
+        async with aclosing(self._stock.deploy(order)) as told:
+            async for event in told:
+                if isinstance(event, DeployProgress):
+                    yield {"event": "progress", **event.as_json()}
+                else:
+                    yield {"event": "done", "model": self._catalog.view(event)}
+
+    async def remove(self, name: str) -> None:
+        await self._stock.remove(name)
+
+    async def unload(self, name: str, free: bool) -> None:
+        model = ModelId(self._stock.find(name).deployed.name)
+        self._driver.post(events.ModelStopped(self._driver.now_s, model, free))
+
+    # Looking at it.
+
+    def ps(self) -> ProcessView:
+        fleet, now_s = self._driver.fleet, self._driver.now_s
+        residents = tuple(
+            ResidentView(
+                model=one.model,
+                worker=one.worker,
+                state=one.state,
+                num_bytes=one.num_bytes,
+                loaded_bytes=one.loaded_bytes,
+                total_bytes=one.total_bytes,
+                num_running=one.num_running,
+                expires_in_s=None if one.expires_s is None else one.expires_s - now_s,
+            )
+            for one in fleet.residents(now_s)
+        )
+        workers = tuple(self._worker_views(residents))
+        return ProcessView(workers, residents, fleet.num_waiting, fleet.num_running)
+
+    def explain(self, request_id: str) -> Explanation | None:
+        timeline = self._timelines.get(request_id)
+        return None if timeline is None else timeline.explain(self._driver.now_s)
+
+    def health(self) -> Health:
+        slots = self._supervisor.slots
+        num_ready = sum(slot.link is not None for slot in slots)
+        status = "draining" if self._is_draining else "ok" if num_ready else "starting"
+        return Health(status, len(slots), num_ready, hearth_version())
+
+    # Its end.
+
+    async def drain(self) -> None:
+        """Take nothing new and wait until what runs has ended."""
+        self._is_draining = True
+        await self._driver.idle()
+
+    def end_all(self) -> None:
+        """What still runs is told that it ends here."""
+        self._is_draining = True
+        self._driver.fail_all(
+            ShuttingDown(f"the service was shut down and waited {self._config.drain_s:g} s; ask again")
+        )
+
+    def _watch(self) -> None:
+        fleet, uses, watch = self._driver.fleet, self._driver.uses, self._metrics.watch
+        watch("hearth_requests_running", "Requests on workers.", lambda: fleet.num_running)
+        watch("hearth_requests_waiting", "Requests that wait for a slot or room.", lambda: fleet.num_waiting)
+        watch(
+            "hearth_workers_ready", "Workers that can take requests.", lambda: self.health().num_ready_workers
+        )
+        watch("hearth_models_resident", "Models on workers.", lambda: len(self.ps().models))
+        watch(
+            "hearth_device_used_bytes",
+            "Device memory that models take, by the pools' own books.",
+            lambda: sum(pong.used_bytes for pong in uses.values()),
+        )
+        watch(
+            "hearth_device_budget_bytes",
+            "Device memory for models.",
+            lambda: sum(worker.budget_bytes for worker in self.ps().workers),
+        )
+        watch(
+            "hearth_kv_blocks_used",
+            "Blocks of KV that hold tokens of running requests.",
+            lambda: sum(use.kv_used_blocks for pong in uses.values() for use in pong.models),
+        )
+        watch(
+            "hearth_kv_blocks",
+            "Blocks of KV that there are.",
+            lambda: sum(use.kv_blocks for pong in uses.values() for use in pong.models),
+        )
+        watch("hearth_gateway_tasks", "Tasks of the gateway's event loop.", lambda: len(asyncio.all_tasks()))
+
+    def _refuse_when_draining(self) -> None:
+        if self._is_draining:
+            raise ShuttingDown("the service is shutting down and takes no new requests; ask another one")
+
+    def _refuse_replaced(self, entry: Entry, prompt: tuple[int, ...]) -> None:
+        """The tokens are another model's now, or the context has become shorter."""
+        name = entry.deployed.name
+        current = self._stock.find(name)
+        if current.deployed.digest != entry.deployed.digest:
+            raise ServiceError(f"`{name}` was replaced while the request was prepared; ask again")
+        _check_prompt(current, prompt)
+
+    async def _encode(self, entry: Entry, prompt: str | list[int] | Chat) -> tuple[int, ...]:
+        tokenizer = await self._tokenizer(entry)
+        max_chars = max(MIN_TEXT_CHARS, entry.max_context * MAX_TOKEN_CHARS)
+        tokens = await self._texts.encode(tokenizer, prompt, max_chars)
+        _check_prompt(entry, tokens)
+        return tokens
+
+    async def _tokenizer(self, entry: Entry) -> Tokenizer:
+        return await self._texts.tokenizer(entry.deployed.digest, Path(entry.deployed.directory))
+
+    def _worker_views(self, residents: tuple[ResidentView, ...]) -> list[WorkerView]:
+        views = []
+        for slot in self._supervisor.slots:
+            hello = slot.hello
+            used = sum(one.num_bytes for one in residents if one.worker == slot.worker)
+            views.append(
+                WorkerView(
+                    worker=slot.worker,
+                    pid=0 if slot.process is None else slot.process.pid,
+                    kind=self._kind if hello is None else hello.kind,
+                    device="" if hello is None else hello.device,
+                    state="starting" if hello is None else "ready",
+                    budget_bytes=0 if hello is None else hello.budget_bytes,
+                    used_bytes=used,
+                    num_restarts=slot.num_restarts,
+                )
+            )
+        return views
+
+
+# What can be refused without asking a worker is refused before anything is loaded for it.
+
+
+def _check_prompt(entry: Entry, prompt: tuple[int, ...]) -> None:
+    vocab_size, name = entry.deployed.facts.vocab_size, entry.deployed.name
+    if not prompt:
+        raise BadPrompt("prompt has 0 tokens, at least 1 is needed; give a token to continue from")
+    if len(prompt) + 1 > entry.max_context:
+        raise PromptTooLong(
+            f"prompt has {len(prompt)} tokens, limit for `{name}`: {entry.max_context - 1} (the context "
+            f"holds {entry.max_context}, one is to be sampled); shorten the prompt"
+        )
+    bad = next((token for token in prompt if not 0 <= token < vocab_size), None)
+    if bad is not None:
+        raise BadPrompt(f"prompt holds token {bad}, a token of `{name}` is from 0 to {vocab_size - 1}")
+
+
+def _check_tokens(entry: Entry, sampling: SamplingParams) -> None:
+    vocab_size, name = entry.deployed.facts.vocab_size, entry.deployed.name
+    named = {
+        "logit_bias": sampling.bias_by_token,
+        "stop_token_ids": sampling.stop_ids,
+        "allowed_token_ids": sampling.allowed_token_ids or (),
+    }
+    for field, tokens in named.items():
+        bad = next((token for token in tokens if not 0 <= token < vocab_size), None)
+        if bad is not None:
+            raise BadSampling(
+                f"`{field}` names token {bad}, a token of `{name}` is from 0 to {vocab_size - 1}"
+            )

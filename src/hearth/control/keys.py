@@ -1,0 +1,197 @@
+"""API keys: who may use the service, and who may change it. The file holds hashes, never a key.
+
+A key is 256 random bits, so nobody guesses it from its hash and a fast hash is the right one: what makes
+passwords need a slow one, that people choose them, is not the case here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from hearth.control.datadir import write_private
+from hearth.errors import ConfigError
+
+PREFIX = "hearth-"
+Role = Literal["user", "admin"]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9@._-]{0,63}", re.ASCII)
+_SALT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class KeyInfo:
+    """Whose key it is."""
+
+    name: str
+    role: Role  #: an admin may also deploy, remove and unload
+    created_at_s: float  #: since the epoch
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    name: str
+    role: Role
+    salt: str  #: in hexadecimal, as is the hash
+    hash: str
+    created_at_s: float
+
+    @property
+    def info(self) -> KeyInfo:
+        return KeyInfo(self.name, self.role, self.created_at_s)
+
+
+def add(path: Path, name: str, role: Role) -> str:
+    """Make a key and return it; it cannot be had again.
+
+    Raises:
+        ConfigError: the name is taken or cannot be one, or the file cannot be used.
+    """
+    if _NAME.fullmatch(name) is None:
+        raise ConfigError(
+            "the name of a key is 1 to 64 letters, digits, `@`, `.`, `_` or `-` and begins with a letter or "
+            f"digit, given: {name!r:.80}"
+        )
+    key, salt = PREFIX + secrets.token_urlsafe(32), secrets.token_bytes(_SALT_BYTES)
+    with _changing(path):
+        entries = _read(path)
+        if any(entry.name == name for entry in entries):
+            raise ConfigError(
+                f"`{path}` holds a key named `{name}` already; choose another name, or remove that one first"
+            )
+        _write(path, [*entries, _Entry(name, role, salt.hex(), _hash(key, salt).hex(), time.time())])
+    return key
+
+
+def remove(path: Path, name: str) -> None:
+    """Raises ConfigError if there is no such key."""
+    with _changing(path):
+        entries = _read(path)
+        others = [entry for entry in entries if entry.name != name]
+        if len(others) == len(entries):
+            names = ", ".join(entry.name for entry in entries) or "none"
+            raise ConfigError(f"`{path}` holds no key named {name!r:.80}; it holds: {names}")
+        _write(path, others)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name means this machine, where nobody needs a key unless there are some."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def list_keys(path: Path) -> list[KeyInfo]:
+    """In the order of their making; empty if there is no file."""
+    return [entry.info for entry in _read(path)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """Of the file: another one after every change, because a change puts a new file in its place."""
+
+    inode: int
+    mtime_ns: int
+    num_bytes: int
+
+
+class Keys:
+    """The keys of a file, also after it has changed. Mutable; any one thread at a time may ask."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._version: _Version | None = None
+        self._entries: list[_Entry] = []
+
+    @staticmethod
+    def load(path: Path) -> Keys:
+        """Raises ConfigError if the file cannot be understood. No file means no keys."""
+        keys = Keys(path)
+        keys._refresh()
+        return keys
+
+    def __len__(self) -> int:
+        self._refresh()
+        return len(self._entries)
+
+    def check(self, key: str) -> KeyInfo | None:
+        """Whose key it is; None: nobody's. Takes as long for a wrong one as for a right one.
+
+        Raises:
+            ConfigError: the file has changed and cannot be understood.
+        """
+        self._refresh()
+        found = None
+        for entry in self._entries:
+            given = _hash(key, bytes.fromhex(entry.salt))
+            if hmac.compare_digest(given, bytes.fromhex(entry.hash)):
+                found = entry.info
+        return found
+
+    def _refresh(self) -> None:
+        """Looks at the file every time, which costs microseconds: a removed key is refused at once."""
+        version = _version_of(self._path)
+        if version != self._version or version is None:
+            self._entries = _read(self._path)
+            self._version = version
+
+
+def _hash(key: str, salt: bytes) -> bytes:
+    return hashlib.blake2b(key.encode(errors="replace"), key=salt, digest_size=32).digest()
+
+
+def _version_of(path: Path) -> _Version | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return _Version(found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+def _read(path: Path) -> list[_Entry]:
+    try:
+        entries = msgspec.json.decode(path.read_bytes(), type=list[_Entry])
+        for entry in entries:
+            if len(bytes.fromhex(entry.salt)) != _SALT_BYTES or len(bytes.fromhex(entry.hash)) != 32:
+                raise ValueError(f"salt or hash of `{entry.name}` has another length")
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+        raise ConfigError(
+            f"`{path}` cannot be read as API keys: {error}; move it away and make new ones with "
+            "`hearth keys add NAME`"
+        ) from error
+    return entries
+
+
+def _write(path: Path, entries: Sequence[_Entry]) -> None:
+    write_private(path, msgspec.json.format(msgspec.json.encode(entries)).decode() + "\n")
+
+
+@contextmanager
+def _changing(path: Path) -> Iterator[None]:
+    """Two that change the file at once would lose a key, so the second waits for the first."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
+    except OSError as error:
+        raise ConfigError(f"`{path}` cannot be written: {error}; check its directory") from error

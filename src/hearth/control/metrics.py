@@ -1,0 +1,105 @@
+"""What the service counts and measures, for Prometheus. It decides nothing and keeps no text."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from hearth.types import Rung
+
+_FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+_INTER_TOKEN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+_QUEUE_S = (0.001, 0.01, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+_COLD_START_S = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class Latencies:
+    """A histogram that costs a token a third of a microsecond. Mutable; used on the event loop alone."""
+
+    def __init__(self, bounds_s: tuple[float, ...]) -> None:
+        self._bounds_s = bounds_s
+        self._counts = [0] * (len(bounds_s) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(self._bounds_s, seconds)] += 1
+        self._sum_s += seconds
+
+    def buckets(self) -> list[tuple[str, float]]:
+        below, buckets = 0, []
+        for bound, count in zip([*map(str, self._bounds_s), "+Inf"], self._counts, strict=True):
+            below += count
+            buckets.append((bound, float(below)))
+        return buckets
+
+    @property
+    def sum_s(self) -> float:
+        return self._sum_s
+
+
+class _Histograms:
+    """Tells the registry of `Latencies`: a collector, as prometheus_client calls it."""
+
+    def __init__(self) -> None:
+        self._families: dict[tuple[str, str, str], dict[str, Latencies]] = {}
+
+    def add(self, name: str, text: str, bounds_s: tuple[float, ...]) -> Latencies:
+        latencies = Latencies(bounds_s)
+        self._families[name, text, ""] = {"": latencies}
+        return latencies
+
+    def add_labelled(
+        self, name: str, text: str, bounds_s: tuple[float, ...], label: str, values: Iterable[str]
+    ) -> dict[str, Latencies]:
+        by_value = {value: Latencies(bounds_s) for value in values}
+        self._families[name, text, label] = by_value
+        return by_value
+
+    def collect(self) -> Iterator[Metric]:
+        for (name, text, label), by_value in self._families.items():
+            family = HistogramMetricFamily(name, text, labels=[label] if label else [])
+            for value, latencies in by_value.items():
+                family.add_metric([value] if label else [], latencies.buckets(), latencies.sum_s)
+            yield family
+
+
+class Metrics:
+    """Mutable; used on the event loop alone."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        histograms = _Histograms()
+        self.first_token = histograms.add(
+            "hearth_ttft_seconds", "From a request's arrival to its first token.", _FIRST_TOKEN_S
+        )
+        self.inter_token = histograms.add(
+            "hearth_itl_seconds", "Between two tokens of a request.", _INTER_TOKEN_S
+        )
+        self.queue = histograms.add(
+            "hearth_queue_seconds", "From a request's arrival until a worker has it.", _QUEUE_S
+        )
+        #: By the slowest rung that had to help.
+        self.cold_start = histograms.add_labelled(
+            *("hearth_cold_start_seconds", "Time to load a model.", _COLD_START_S, "tier", list(Rung))
+        )
+        self.registry.register(histograms)
+        self.rung_bytes = self._counter("hearth_loaded_bytes", "Bytes of weights loaded.", "tier")
+        self.requests = self._counter("hearth_requests", "Requests that ended.", "outcome")
+        self.prompt_tokens = self._counter("hearth_prompt_tokens", "Tokens of prompts that were taken.")
+        self.output_tokens = self._counter("hearth_output_tokens", "Tokens of answers.")
+        self.evictions = self._counter("hearth_evictions", "Models that had to make room.")
+        self.workers_lost = self._counter("hearth_workers_lost", "Workers that died or were killed.")
+        self.resumes = self._counter("hearth_resumes", "Requests that went on on another worker.")
+        self.preemptions = self._counter("hearth_preemptions", "Requests whose KV had to make room.")
+        self.fallbacks = self._counter("hearth_fallbacks", "Ways that had to be gone around.", "what")
+
+    def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """A gauge that is asked for when somebody looks."""
+        Gauge(name, text, registry=self.registry).set_function(value)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)

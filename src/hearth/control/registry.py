@@ -1,0 +1,243 @@
+"""The deployed models, in a SQLite file that several processes may open. Touches no model's files."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+import msgspec
+
+from hearth.config import ModelConfig
+from hearth.control.datadir import DataDir
+from hearth.errors import ConfigError, DataDirError, NameTaken, RequestError, StoreFull, UnknownModel
+from hearth.policy.footprint import Facts
+
+#: How long one process waits for another's write. Writes take milliseconds; the event loop waits for less.
+WAIT_S, LOOP_WAIT_S = 10.0, 1.0
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+#: As many names as a message lists.
+_MAX_LISTED = 10
+
+_SCHEMA = """
+create table if not exists models (
+    name text primary key, source text not null, location text not null, directory text not null,
+    digest text not null, facts text not null, created_at_s real not null
+) without rowid
+"""
+_FIELDS = "name, source, location, directory, digest, facts, created_at_s"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a model's files lie."""
+
+    where: str  #: the directory or URL that it is loaded from
+    directory: str  #: where its manifest and its tokenizer lie: `where`, or the local copy of a URL's
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """A model that the service offers. Becomes JSON."""
+
+    name: str
+    source: str  #: what it was deployed from
+    where: str  #: this and the next as in `Place`
+    directory: str
+    digest: str  #: of the manifest
+    facts: Facts
+    created_at_s: float  #: since the epoch
+
+    @property
+    def place(self) -> Place:
+        return Place(self.where, self.directory)
+
+
+def check_name(name: str) -> str:
+    """The name, if it can be a file's without leading anywhere else.
+
+    Raises:
+        RequestError: it cannot.
+    """
+    if _NAME.fullmatch(name) is None or ".." in name:
+        raise RequestError(
+            "a name is 1 to 64 letters, digits, `.`, `_` or `-`, begins with a letter or digit and has no "
+            f"two dots in a row, given: {name!r:.80}"
+        )
+    return name
+
+
+class Registry:
+    """One connection; used on the thread that opened it."""
+
+    def __init__(self, data_dir: DataDir, wait_s: float = WAIT_S) -> None:
+        self._path = data_dir.registry_path
+        with self._translated():
+            # Without transactions of its own: a statement outside `transaction` is one.
+            self._connection = sqlite3.connect(self._path, timeout=wait_s, isolation_level=None)
+            self._connection.execute("pragma journal_mode = wal")
+            self._connection.execute("pragma synchronous = full")
+            self._connection.execute(_SCHEMA)
+        self._seen_version = -1
+
+    @staticmethod
+    def open(data_dir: DataDir, wait_s: float = WAIT_S) -> Registry:
+        """`wait_s`: for others who write. Raises DataDirError if the file is damaged or cannot be opened."""
+        return Registry(data_dir, wait_s)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> Registry:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All that is done within it happens at once, or not at all if it raises."""
+        self._execute("begin immediate")
+        try:
+            yield
+            self._execute("commit")
+        except BaseException:
+            if self._connection.in_transaction:
+                self._execute("rollback")
+            raise
+
+    def add(self, deployed: Deployed) -> None:
+        """Raises NameTaken."""
+        try:
+            self._write("insert", deployed)
+        except sqlite3.IntegrityError:
+            raise name_taken(deployed.name) from None
+
+    def replace(self, deployed: Deployed) -> None:
+        """Whatever had the name before."""
+        self._write("insert or replace", deployed)
+
+    def remove(self, name: str) -> Place:
+        """Where it was. Raises UnknownModel."""
+        with self.transaction():
+            place = self.place(name)
+            if place is None:
+                raise Names(self.all(), {}).unknown(name)
+            self._execute("delete from models where name = ?", name)
+        return place
+
+    def place(self, name: str) -> Place | None:
+        """Of a row that cannot be read, too."""
+        row = self._execute("select location, directory from models where name = ?", name).fetchone()
+        return None if row is None else Place(*row)
+
+    def places(self) -> list[Place]:
+        """Of all rows, as `place`."""
+        return [Place(*row) for row in self._execute("select location, directory from models").fetchall()]
+
+    def all(self) -> list[Deployed]:
+        """By name. A row that cannot be read must not hide the others: it is left out."""
+        found = []
+        for row in self._execute(f"select {_FIELDS} from models order by name").fetchall():
+            try:
+                found.append(self._deployed(row))
+            except DataDirError as error:
+                log.warning("row_skipped reason=%s", error)
+        return found
+
+    def has_changed(self) -> bool:
+        """Whether another connection has written since this was asked last. Takes microseconds."""
+        (version,) = self._execute("pragma data_version").fetchone()
+        before, self._seen_version = self._seen_version, version
+        return bool(version != before)
+
+    def _write(self, verb: str, deployed: Deployed) -> None:
+        self._execute(
+            f"{verb} into models ({_FIELDS}) values (?, ?, ?, ?, ?, ?, ?)",
+            *(check_name(deployed.name), deployed.source, deployed.where, deployed.directory),
+            *(deployed.digest, msgspec.json.encode(deployed.facts).decode(), deployed.created_at_s),
+        )
+
+    def _execute(self, statement: str, *values: str | float) -> sqlite3.Cursor:
+        with self._translated():
+            return self._connection.execute(statement, values)
+
+    def _deployed(self, row: tuple[str, str, str, str, str, str, float]) -> Deployed:
+        name, source, where, directory, digest, facts, created_at_s = row
+        try:
+            known = msgspec.json.decode(facts, type=Facts)
+        except msgspec.DecodeError as error:
+            raise DataDirError(
+                f"`{self._path}` holds facts of `{name}` that cannot be read: {error}; deploy it again with "
+                "`--overwrite`, or remove it"
+            ) from error
+        return Deployed(name, source, where, directory, digest, known, created_at_s)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.IntegrityError:
+            raise
+        except sqlite3.Error as error:
+            if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+                raise StoreFull(f"no room to write `{self._path}`; make room on its disk") from error
+            if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
+                raise DataDirError(f"another process keeps `{self._path}` busy; try again") from error
+            raise DataDirError(
+                f"`{self._path}` cannot be used: {error}; check its disk and permissions, or move the file "
+                "away and deploy the models again"
+            ) from error
+
+
+def name_taken(name: str) -> NameTaken:
+    return NameTaken(
+        f"a model is deployed as `{name}` already; choose another name, or replace it with `--overwrite`"
+    )
+
+
+class Names:
+    """What a request may call a model: its name, or an alias that the configuration gives it."""
+
+    def __init__(self, deployed: Iterable[Deployed], models: Mapping[str, ModelConfig]) -> None:
+        """Raises ConfigError where an alias means two models. A table for a model that is not deployed
+        waits for it."""
+        self._by_name = {model.name: model for model in deployed}
+        self._models = models
+        self._name_by_alias: dict[str, str] = {}
+        for name, config in models.items():
+            for alias in config.aliases:
+                other = alias if alias in self._by_name else self._name_by_alias.get(alias, name)
+                if other != name:
+                    raise ConfigError(
+                        f"the alias `{alias}` of model `{name}` means model `{other}` too; give it to one"
+                    )
+                self._name_by_alias[alias] = name
+
+    def resolve(self, name: str) -> Deployed:
+        """Raises UnknownModel."""
+        found = self._by_name.get(self._name_by_alias.get(name, name))
+        if found is None:
+            raise self.unknown(name)
+        return found
+
+    def unknown(self, name: str) -> UnknownModel:
+        return UnknownModel(f"no model is deployed under `{name:.80}`; {self._hint(name)}")
+
+    def aliases_of(self, name: str) -> tuple[str, ...]:
+        return self._models[name].aliases if name in self._models else ()
+
+    def _hint(self, name: str) -> str:
+        known = [*self._by_name, *(a for a, n in self._name_by_alias.items() if n in self._by_name)]
+        if nearest := get_close_matches(name[:128], known, n=1):
+            return f"did you mean `{nearest[0]}`?"
+        if not known:
+            return "none is; deploy one with `hearth deploy SOURCE`"
+        more = ", ..." if len(known) > _MAX_LISTED else ""
+        return f"deployed: {', '.join(sorted(known)[:_MAX_LISTED])}{more}"

@@ -1,0 +1,52 @@
+"""Asks the keeper what of each model lies in host memory and on disk, and tells the brain. Moves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+
+from hearth.control.catalog import Catalog
+from hearth.control.driver import Driver
+from hearth.errors import HearthError
+from hearth.policy import events
+from hearth.store.keeper_client import KeeperClient
+from hearth.types import ModelId
+
+log = logging.getLogger(__name__)
+
+
+class Residency:
+    """Mutable; used on the event loop alone. However often it is asked, one question is under way."""
+
+    def __init__(self, keeper: KeeperClient, catalog: Catalog, driver: Driver) -> None:
+        self._keeper, self._catalog, self._driver = keeper, catalog, driver
+        self._wanted = asyncio.Event()
+        self._task = asyncio.create_task(self._run())
+
+    def ask(self) -> None:
+        """Something was loaded or dropped."""
+        self._wanted.set()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _run(self) -> None:
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            models = {
+                entry.deployed.digest: ModelId(entry.deployed.name) for entry in self._catalog.entries()
+            }
+            try:
+                counted = await self._keeper.count(list(models))
+            except (HearthError, OSError) as error:  # it may be starting anew; the next load asks again
+                log.warning("residency_unknown reason=%s", error)
+                continue
+            for digest, bytes_by_rung in counted.items():
+                if digest in models:
+                    self._driver.post(
+                        events.ResidencyReported(self._driver.now_s, models[digest], bytes_by_rung)
+                    )

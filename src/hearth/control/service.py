@@ -1,0 +1,199 @@
+"""The service of one machine put together: brain, keeper, workers, gateway. Speaks no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from hearth.config import EngineConfig, HearthConfig, ServiceConfig
+from hearth.control.catalog import Catalog
+from hearth.control.datadir import DataDir
+from hearth.control.deploy import collect
+from hearth.control.devices import Devices
+from hearth.control.driver import Driver
+from hearth.control.gateway import Gateway
+from hearth.control.hearing import Hearing
+from hearth.control.journal import Journal
+from hearth.control.keys import Keys, is_loopback
+from hearth.control.link import Link
+from hearth.control.metrics import Metrics
+from hearth.control.registry import LOOP_WAIT_S, Registry
+from hearth.control.residency import Residency
+from hearth.control.stock import Stock
+from hearth.control.supervisor import Supervisor, Vigilance
+from hearth.control.texts import Texts
+from hearth.errors import ConfigError
+from hearth.messages import Hello, KeeperSetup, WorkerSetup
+from hearth.policy.events import BrainConfig, ModelDeployed
+from hearth.policy.fleet import Fleet
+from hearth.store.keeper_client import KeeperClient
+from hearth.types import WorkerId
+
+#: Tokens that a step computes on a CPU, where nothing else is configured.
+CPU_BATCH_TOKENS = 512
+#: Longer paths do not fit the address of a Unix socket.
+MAX_SOCKET_PATH_BYTES = 100
+
+log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> AsyncIterator[Gateway]:
+    """A gateway whose workers are starting. Whatever happens, nothing keeps running afterwards.
+
+    Raises:
+        HearthError: something that the configuration asks for cannot be had.
+    """
+    service = config.service
+    brain = BrainConfig(max_queue=service.max_queue, patience_s=service.patience_s)
+    async with AsyncExitStack() as stack:
+        registry = Registry.open(data_dir, LOOP_WAIT_S)
+        stack.callback(registry.close)
+        collect(data_dir, registry)
+        catalog = Catalog(
+            *(registry, config.models, config.engine, service.keep_alive),
+            kind=devices.kind,
+            budget_bytes=service.memory_bytes,
+        )
+        journal = Journal(data_dir.journal_path(), brain, service.journal_bytes)
+        stack.callback(journal.close)
+        metrics = Metrics()
+        driver = Driver(Fleet(brain), journal, metrics, catalog.host_order, config.engine.max_seqs)
+        hearing = Hearing(asyncio.get_running_loop(), driver.runs, driver.hear)
+        stack.callback(hearing.close)
+        texts = Texts(service.template_s)
+        stack.callback(texts.close)
+        socket = _keeper_socket(data_dir, stack)
+        receiver = _Switchboard(catalog, driver, hearing)
+        server = await asyncio.get_running_loop().create_server(
+            lambda: Link(receiver.secret, receiver.expects, receiver), "127.0.0.1", 0
+        )
+        stack.callback(server.close)
+        port: int = server.sockets[0].getsockname()[1]
+        log_file = stack.enter_context(data_dir.log_path.open("ab"))
+        supervisor = Supervisor(
+            setup_of=_worker_setups(config, devices, receiver.secret, port, socket),
+            keeper=KeeperSetup(
+                socket=str(socket),
+                kind=devices.kind,
+                path=str(data_dir.path),
+                disk_bytes=config.store.disk_bytes,
+                host_bytes=config.store.host_bytes,
+                log_level=config.log.level,
+            ),
+            num_workers=devices.num_workers,
+            vigilance=Vigilance(service.start_s, service.heartbeat_s, service.max_missed),
+            errors=log_file,
+        )
+        receiver.supervisor = supervisor
+        stack.push_async_callback(supervisor.close)
+        await supervisor.start()
+        keeper = KeeperClient(socket)
+        residency = Residency(keeper, catalog, driver)
+        stack.push_async_callback(residency.close)
+        driver.on_residency = residency.ask
+        stock = Stock(registry, catalog, driver, keeper, data_dir)
+        gateway = Gateway(
+            *(service, stock, catalog, texts, driver, supervisor, metrics),
+            keys=keys_of(service, data_dir),
+            kind=devices.kind,
+        )
+        yield gateway
+        driver.is_closing = True
+
+
+def suited(config: HearthConfig, devices: Devices) -> HearthConfig:
+    """A CPU takes seconds for as many tokens as a GPU computes in a step; whoever runs beside would wait."""
+    engine = config.engine
+    if devices.kind != "cpu" or engine.max_batch_tokens != EngineConfig().max_batch_tokens:
+        return config
+    return replace(config, engine=replace(engine, max_batch_tokens=CPU_BATCH_TOKENS))
+
+
+def keys_of(service: ServiceConfig, data_dir: DataDir) -> Keys | None:
+    """None: whoever reaches the port may ask, which is this machine alone.
+
+    Raises:
+        ConfigError: keys are needed, and there is none.
+    """
+    path = data_dir.keys_path if service.api_keys_file is None else Path(service.api_keys_file).expanduser()
+    keys = Keys.load(path)
+    if keys:  # whoever made some wants them asked for, on this machine too
+        return keys
+    if not is_loopback(service.host):
+        raise ConfigError(
+            f"`service.host` is {service.host}, which others can reach, and `{path}` holds no API key; "
+            "make one with `hearth keys add NAME`, or listen on 127.0.0.1"
+        )
+    if service.api_keys_file is not None:
+        raise ConfigError(
+            f"`service.api_keys_file` is given, and `{path}` holds no API key; make one with "
+            f"`hearth keys add NAME --api-keys-file {path}`, or leave the setting out"
+        )
+    return None
+
+
+class _Switchboard:
+    """Where links report to: the supervisor and the driver, each what concerns it."""
+
+    def __init__(self, catalog: Catalog, driver: Driver, hearing: Hearing) -> None:
+        self.secret = secrets.token_bytes(32)
+        self.supervisor: Supervisor | None = None  #: set before anyone can connect
+        self._catalog, self._driver, self._hearing = catalog, driver, hearing
+
+    def expects(self, worker: WorkerId) -> bool:
+        return self.supervisor is not None and self.supervisor.expects(worker)
+
+    def joined(self, link: Link, hello: Hello) -> None:
+        assert self.supervisor is not None, "nobody is expected before it is there"
+        self.supervisor.joined(link, hello)
+        for entry in self._catalog.fit(hello.budget_bytes):  # before anybody is sent there
+            self._driver.post(ModelDeployed(self._driver.now_s, entry.profile))
+        self._driver.joined(link, hello)
+
+    def received(self, link: Link, body: bytes) -> None:
+        self._hearing.heard(link, body)
+
+    def left(self, link: Link) -> None:
+        assert self.supervisor is not None, "nobody is expected before it is there"
+        self.supervisor.left(link)
+        self._hearing.left(link)
+
+
+def _keeper_socket(data_dir: DataDir, stack: AsyncExitStack) -> Path:
+    """One for each life of the service: the keeper of one that was killed may take its time to go."""
+    for stale in data_dir.run_path.glob("keeper-*.sock"):
+        stale.unlink(missing_ok=True)
+    path = data_dir.run_path / f"keeper-{os.getpid()}.sock"
+    if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
+        return path
+    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hearth-"))) / "keeper.sock"
+
+
+def _worker_setups(
+    config: HearthConfig, devices: Devices, secret: bytes, port: int, socket: Path
+) -> Callable[[int, WorkerId], WorkerSetup]:
+    def setup(index: int, worker: WorkerId) -> WorkerSetup:
+        return WorkerSetup(
+            worker=worker,
+            host="127.0.0.1",
+            port=port,
+            secret=secret.hex(),
+            kind=devices.kind,
+            device_index=devices.indices[index % len(devices.indices)],
+            num_sharing=-(-devices.num_workers // len(devices.indices)),
+            budget_bytes=config.service.memory_bytes,
+            keeper_socket=str(socket),
+            engine=asdict(config.engine),
+            num_threads=devices.threads_per_worker,
+            log_level=config.log.level,
+        )
+
+    return setup

@@ -1,0 +1,242 @@
+"""Keeps the processes of this machine alive: the keeper of the store and the workers. Decides no placement.
+
+A worker is pinged at every heartbeat, and its step thread, which alone speaks, answers between two steps. One
+that has said nothing for `max_missed` heartbeats hangs, and is killed. One that dies, for whatever reason, is
+replaced: at once, or after a growing delay if it lived only shortly. The processes end with this one, however
+it ends: their standard input closes, and the kernel kills what does not heed that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import IO
+
+import msgspec
+
+from hearth.control.crash import end_process
+from hearth.control.link import Link
+from hearth.errors import HearthError, error_of
+from hearth.messages import Hello, KeeperSetup, Ping, Shutdown, WorkerSetup
+from hearth.types import WorkerId
+
+#: A process that lived for less is started again only after a delay, which doubles up to the longest.
+SHORT_LIFE_S = 30.0
+FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
+#: For a process to end by itself before it is killed.
+GOODBYE_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Vigilance:
+    start_s: float  #: for a worker to say hello
+    heartbeat_s: float  #: between two pings
+    max_missed: int
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A device and the worker that has it. Mutable; written by the supervisor."""
+
+    index: int
+    worker: WorkerId
+    process: Process | None = None
+    link: Link | None = None
+    hello: Hello | None = None
+    num_restarts: int = 0
+    greeted: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Supervisor:
+    """Mutable; used on the event loop alone."""
+
+    def __init__(
+        self,
+        setup_of: Callable[[int, WorkerId], WorkerSetup],
+        keeper: KeeperSetup,
+        num_workers: int,
+        vigilance: Vigilance,
+        errors: IO[bytes] | int | None,
+    ) -> None:
+        """`errors`: where children log."""
+        self._setup_of, self._keeper_setup, self._vigilance = setup_of, keeper, vigilance
+        self._errors = errors
+        self.slots = [Slot(index, WorkerId(f"w{index}")) for index in range(num_workers)]
+        self._keeper: Process | None = None
+        self._is_keeper_ready = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Returns when the keeper is ready; workers may take longer.
+
+        Raises:
+            HearthError: the keeper cannot start, for the reason that it gives.
+        """
+        await self._start_keeper()
+        self._tasks = [_vital(self._keep_keeper()), *(_vital(self._keep(slot)) for slot in self.slots)]
+
+    def expects(self, worker: WorkerId) -> bool:
+        return any(slot.worker == worker and slot.link is None for slot in self.slots)
+
+    def joined(self, link: Link, hello: Hello) -> None:
+        slot = self._slot(hello.worker)
+        assert slot is not None, f"{hello.worker=} was not expected"
+        slot.link, slot.hello = link, hello
+        slot.greeted.set()
+        log.info("worker_ready worker=%s pid=%d device=%s", hello.worker, hello.pid, hello.device)
+
+    def left(self, link: Link) -> None:
+        """A worker without a connection is of no use."""
+        slot = None if link.worker is None else self._slot(link.worker)
+        if slot is not None and slot.process is not None:
+            _kill(slot.process)
+
+    async def close(self) -> None:
+        for slot in self.slots:
+            if slot.link is not None:
+                slot.link.send(Shutdown())
+        for task in self._tasks:
+            task.cancel()
+        processes = [slot.process for slot in self.slots] + [self._keeper]
+        await asyncio.gather(*(_end(process) for process in processes if process is not None))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _slot(self, worker: WorkerId) -> Slot | None:
+        return next((slot for slot in self.slots if slot.worker == worker), None)
+
+    async def _keep(self, slot: Slot) -> None:
+        """One worker after the other."""
+        delay_s = 0.0
+        for life in itertools.count():
+            if life:
+                slot.worker = WorkerId(f"w{slot.index}.{life}")
+            slot.link, slot.hello, slot.num_restarts = None, None, life
+            slot.greeted.clear()
+            await self._is_keeper_ready.wait()
+            began_s = asyncio.get_running_loop().time()
+            try:
+                slot.process = await self._spawn("hearth.worker", self._setup_of(slot.index, slot.worker))
+            except OSError as error:  # the machine has no room for a process now
+                log.error("worker_not_started worker=%s reason=%s", slot.worker, error)
+                delay_s = _next_delay_s(delay_s, 0.0)
+                await asyncio.sleep(delay_s)
+                continue
+            watch = _vital(self._watch(slot, slot.process))
+            try:
+                code = await slot.process.wait()
+            finally:
+                watch.cancel()
+            lived_s = asyncio.get_running_loop().time() - began_s
+            log.warning("worker_ended worker=%s code=%d lived_s=%.1f", slot.worker, code, lived_s)
+            if slot.link is not None:
+                slot.link.abort()
+            slot.process = slot.link = slot.hello = None  # or it would still count as ready
+            delay_s = _next_delay_s(delay_s, lived_s)
+            await asyncio.sleep(delay_s)
+
+    async def _watch(self, slot: Slot, process: Process) -> None:
+        """Kills a worker that does not come up or hangs."""
+        try:
+            await asyncio.wait_for(slot.greeted.wait(), self._vigilance.start_s)
+        except TimeoutError:
+            log.error(
+                "worker_killed worker=%s reason=`no hello in %.0f s`", slot.worker, self._vigilance.start_s
+            )
+            _kill(process)
+            return
+        num_missed = num_received = 0
+        for number in itertools.count(1):
+            link = slot.link
+            if link is None:
+                return
+            link.send(Ping(number))
+            await asyncio.sleep(self._vigilance.heartbeat_s)
+            if link.num_received > num_received or link.is_held_back:
+                num_missed, num_received = 0, link.num_received
+                continue
+            num_missed += 1
+            if num_missed >= self._vigilance.max_missed:
+                log.error("worker_killed worker=%s reason=hangs missed=%d", slot.worker, num_missed)
+                _kill(process)
+                return
+
+    async def _start_keeper(self) -> None:
+        self._keeper = await self._spawn("hearth.store.keeper", self._keeper_setup)
+        assert self._keeper.stdout is not None, "its first line is the answer"
+        line = await self._keeper.stdout.readline()
+        answer = json.loads(line) if line else {"error": "", "reason": "the keeper of the store died at once"}
+        if "error" in answer:
+            await _end(self._keeper)
+            raise error_of(answer["error"], answer["reason"])
+        self._is_keeper_ready.set()
+
+    async def _keep_keeper(self) -> None:
+        delay_s = 0.0
+        while True:
+            assert self._keeper is not None, "it was started before"
+            began_s = asyncio.get_running_loop().time()
+            code = await self._keeper.wait()
+            self._is_keeper_ready.clear()
+            log.error("keeper_ended code=%d", code)
+            delay_s = _next_delay_s(delay_s, asyncio.get_running_loop().time() - began_s)
+            await asyncio.sleep(delay_s)
+            try:
+                await self._start_keeper()
+            except (HearthError, OSError, ValueError) as error:  # whatever it is, the next try may do better
+                log.error("keeper_not_started reason=%s", error)
+
+    async def _spawn(self, module: str, setup: WorkerSetup | KeeperSetup) -> Process:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", module),  # -P: not what lies in the directory it was started in
+            stdin=PIPE,
+            stdout=PIPE if isinstance(setup, KeeperSetup) else DEVNULL,
+            stderr=self._errors,
+        )
+        assert process.stdin is not None, "asked for a pipe"
+        process.stdin.write(msgspec.json.encode(setup) + b"\n")
+        with suppress(ConnectionError):  # it died at once, and whoever waits for it will see
+            await process.stdin.drain()
+        return process
+
+
+def _vital(work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    """A task that may end or be cancelled, but not fail: then nobody would look after what it looks after."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(_end_if_failed)
+    return task
+
+
+def _end_if_failed(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        end_process("supervisor", error)
+
+
+def _next_delay_s(delay_s: float, lived_s: float) -> float:
+    if lived_s >= SHORT_LIFE_S:
+        return 0.0
+    return min(LONGEST_DELAY_S, max(FIRST_DELAY_S, 2 * delay_s))
+
+
+def _kill(process: Process) -> None:
+    with suppress(ProcessLookupError):
+        process.kill()
+
+
+async def _end(process: Process) -> None:
+    """Close its standard input, by which it knows that it should go; kill it if it does not."""
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        await asyncio.wait_for(process.wait(), GOODBYE_S)
+    except TimeoutError:
+        _kill(process)
+        await process.wait()

@@ -1,0 +1,206 @@
+"""What happened to a request and when; and the explanation that is made of it. Reads no clock."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from hearth.control.views import Explanation, Mark, RungView, Span
+from hearth.messages import ModelLoaded
+from hearth.policy.events import Option
+from hearth.types import RequestId, WorkerId
+
+#: Explanations that are kept.
+MAX_EXPLAINED = 1000
+
+
+@dataclass(slots=True)
+class LoadLog:
+    """A load that requests wait for; all of them refer to the same. Mutable; written by the driver."""
+
+    hosting: int
+    worker: WorkerId
+    began_s: float
+    loaded: ModelLoaded | None = None
+    ended_s: float | None = None
+    first_layer_at_s: float | None = None
+    failure: str | None = None
+
+
+@dataclass(slots=True)
+class Stay:
+    """On one worker. Mutable; written by the timeline."""
+
+    worker: WorkerId
+    placed_s: float
+    started_s: float | None = None  #: it got a slot
+    first_token_s: float | None = None
+    ended_s: float | None = None
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Mutable; written by the event loop. All times are the loop's own."""
+
+    request_id: RequestId
+    model: str
+    arrived_s: float
+    arrived_at_s: float  #: since the epoch
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    outcome: str = "running"
+    error: str | None = None
+    why: str | None = None
+    options: tuple[Option, ...] = ()
+    load: LoadLog | None = None
+    stays: list[Stay] = field(default_factory=list)
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    ended_s: float | None = None
+    marks: list[tuple[float, str, str]] = field(default_factory=list)
+
+    def mark(self, now_s: float, what: str, detail: str = "") -> None:
+        self.marks.append((now_s, what, detail))
+
+    def placed(
+        self, now_s: float, worker: WorkerId, why: str, options: tuple[Option, ...], load: LoadLog | None
+    ) -> None:
+        self.why, self.options = why, options
+        if load is not None:
+            self.load = load
+        self.stays.append(Stay(worker, now_s))
+        self.mark(now_s, "placed" if len(self.stays) == 1 else "resumed", f"on {worker}: {why}")
+
+    def started(self, now_s: float, num_cached_tokens: int) -> None:
+        stay = self.stays[-1]
+        if stay.started_s is None:
+            stay.started_s = now_s
+        if len(self.stays) == 1 and not self.num_preemptions:
+            self.num_cached_tokens = num_cached_tokens
+        self.mark(now_s, "started", f"{num_cached_tokens} tokens found in the prefix cache")
+
+    def preempted(self, now_s: float) -> None:
+        self.num_preemptions += 1
+        self.mark(now_s, "preempted", "its KV memory was needed; what it had is computed again")
+
+    def lost(self, now_s: float, worker: WorkerId, how: str = "died") -> None:
+        self.stays[-1].ended_s = now_s
+        self.mark(now_s, "worker_lost", f"{worker} {how} after {self.num_output_tokens} tokens")
+
+    def token(self, now_s: float) -> None:
+        self.num_output_tokens += 1
+        self.last_token_s = now_s
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        if self.stays[-1].first_token_s is None:
+            self.stays[-1].first_token_s = now_s
+
+    def ended(self, now_s: float, outcome: str, error: str | None = None) -> None:
+        self.ended_s, self.outcome, self.error = now_s, outcome, error
+        if self.stays and self.stays[-1].ended_s is None:
+            self.stays[-1].ended_s = now_s
+
+    def explain(self, now_s: float) -> Explanation:
+        began, load = self.arrived_s, self.load
+        loaded = None if load is None else load.loaded
+        queue_end_s = self.stays[0].placed_s if self.stays else self.ended_s or now_s
+        load_end_s = None if load is None else load.ended_s or now_s
+        return Explanation(
+            request_id=self.request_id,
+            model=self.model,
+            arrived_at_s=self.arrived_at_s,
+            outcome=self.outcome,
+            error=self.error,
+            worker=self.stays[-1].worker if self.stays else None,
+            why=self.why,
+            options=self.options,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_output_tokens=self.num_output_tokens,
+            queue_s=queue_end_s - began,
+            load_s=None if load is None or load_end_s is None else load_end_s - load.began_s,
+            first_token_s=_since(began, self.first_token_s),
+            total_s=_since(began, self.ended_s),
+            tokens_per_s=self._tokens_per_s(),
+            rungs=()
+            if loaded is None
+            else tuple(RungView(use.rung, use.num_bytes, use.seconds) for use in loaded.rungs),
+            num_preemptions=self.num_preemptions,
+            num_resumes=max(0, len(self.stays) - 1),
+            spans=tuple(self._spans(now_s, queue_end_s)),
+            marks=tuple(Mark(at_s - began, what, detail) for at_s, what, detail in self._all_marks()),
+        )
+
+    def _tokens_per_s(self) -> float | None:
+        if self.first_token_s is None or self.last_token_s is None or self.num_output_tokens < 2:
+            return None
+        seconds = self.last_token_s - self.first_token_s
+        return (self.num_output_tokens - 1) / seconds if seconds > 0 else None
+
+    def _spans(self, now_s: float, queue_end_s: float) -> list[Span]:
+        """In the order of their beginnings."""
+        end_s = self.ended_s or now_s
+        spans = [self._span("queue", self.arrived_s, queue_end_s)]
+        if self.load is not None:
+            spans += self._load_spans(self.load, end_s)
+        for stay in self.stays:
+            stay_end_s = stay.ended_s or end_s
+            if stay.started_s is not None:
+                first_s = stay.first_token_s or stay_end_s
+                spans.append(self._span("prefill", stay.started_s, first_s, f"on {stay.worker}"))
+            if stay.first_token_s is not None:
+                spans.append(self._span("decode", stay.first_token_s, stay_end_s, f"on {stay.worker}"))
+        return sorted(spans, key=lambda span: span.begin_s)
+
+    def _load_spans(self, load: LoadLog, end_s: float) -> list[Span]:
+        load_end_s = load.ended_s or end_s
+        loaded = load.loaded
+        if loaded is None:
+            return [self._span("load", load.began_s, load_end_s, load.failure or "under way")]
+        opened_s = load.began_s + loaded.open_s
+        copying_s = opened_s + loaded.assemble_s
+        gigabytes = ", ".join(f"{use.num_bytes / 1e9:.3f} GB from {use.rung}" for use in loaded.rungs)
+        return [
+            self._span("open", load.began_s, opened_s, "the model is looked up"),
+            self._span("assemble", opened_s, copying_s, "memory and engine"),
+            self._span("load", copying_s, copying_s + loaded.total_s, gigabytes),
+        ]
+
+    def _span(self, what: str, begin_s: float, end_s: float, detail: str = "") -> Span:
+        """A load may have begun before the request came: for the request it begins with it."""
+        began = self.arrived_s
+        return Span(what, max(0.0, begin_s - began), max(0.0, end_s - began), detail)
+
+    def _all_marks(self) -> list[tuple[float, str, str]]:
+        marks = [(self.arrived_s, "queued", ""), *self.marks]
+        if self.load is not None:
+            if self.load.first_layer_at_s is not None:
+                marks.append((self.load.first_layer_at_s, "first_layer", "the first layer can run"))
+            if self.load.loaded is not None and self.load.ended_s is not None:
+                marks.append((self.load.ended_s, "loaded", f"on {self.load.worker}"))
+        if self.first_token_s is not None:
+            marks.append((self.first_token_s, "first_token", ""))
+        if self.ended_s is not None:
+            marks.append((self.ended_s, "ended", self.error or self.outcome))
+        return sorted((mark for mark in marks if mark[0] >= self.arrived_s), key=lambda mark: mark[0])
+
+
+class Timelines:
+    """The last requests. Mutable; used on the event loop alone."""
+
+    def __init__(self) -> None:
+        self._timelines: OrderedDict[RequestId, Timeline] = OrderedDict()
+
+    def add(self, timeline: Timeline) -> None:
+        self._timelines[timeline.request_id] = timeline
+        while len(self._timelines) > MAX_EXPLAINED:
+            self._timelines.popitem(last=False)
+
+    def get(self, request_id: str) -> Timeline | None:
+        return self._timelines.get(RequestId(request_id))
+
+
+def _since(began_s: float, at_s: float | None) -> float | None:
+    return None if at_s is None else at_s - began_s

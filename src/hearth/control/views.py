@@ -1,0 +1,129 @@
+"""What the service shows of itself, as plain frozen values that become JSON. Computes nothing.
+
+Times are in seconds and count from the arrival of their request; only `created_at_s` and `arrived_at_s` count
+since the epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hearth.policy.events import Option
+from hearth.types import Rung
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """A deployed model."""
+
+    name: str
+    aliases: tuple[str, ...]
+    source: str  #: what it was deployed from
+    where: str  #: the directory or URL that it is loaded from
+    digest: str
+    created_at_s: float
+    num_bytes: int
+    num_parameters: int
+    dtype: str
+    quant: str
+    max_context: int
+    has_chat_template: bool
+    keep_alive_s: float | None  #: None: for ever
+    is_pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    worker: str
+    pid: int
+    kind: str
+    device: str
+    state: str  #: starting, ready
+    budget_bytes: int
+    used_bytes: int
+    num_restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentView:
+    """A model on a worker."""
+
+    model: str
+    worker: str
+    state: str  #: loading, busy, warm, retained, pinned
+    num_bytes: int  #: of device memory, KV included
+    loaded_bytes: int
+    total_bytes: int
+    num_running: int
+    expires_in_s: float | None  #: until it is only retained; None: busy, pinned or retained
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessView:
+    """What `hearth ps` shows."""
+
+    workers: tuple[WorkerView, ...]
+    models: tuple[ResidentView, ...]
+    num_waiting: int  #: requests that wait for a slot or for room
+    num_running: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A moment on a request's timeline."""
+
+    at_s: float  #: since the arrival of the request
+    what: str  #: queued, placed, load_began, first_layer, loaded, started, first_token, preempted, lost, ...
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RungView:
+    rung: Rung
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A phase of a request's life, for the waterfall."""
+
+    what: str  #: queue, load, prefill, decode, ...
+    begin_s: float
+    end_s: float
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What happened to one request, and why."""
+
+    request_id: str
+    model: str
+    arrived_at_s: float
+    outcome: str  #: running, stop, length, cancelled, or the label of an error
+    error: str | None
+    worker: str | None  #: the last one
+    why: str | None  #: why it was placed there
+    options: tuple[Option, ...]  #: what the alternatives would have cost
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    queue_s: float
+    load_s: float | None  #: None: the model was there
+    first_token_s: float | None
+    total_s: float | None
+    tokens_per_s: float | None  #: after the first
+    rungs: tuple[RungView, ...]  #: where the bytes of the load came from
+    num_preemptions: int
+    num_resumes: int
+    spans: tuple[Span, ...]
+    marks: tuple[Mark, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    status: str  #: ok, starting, draining
+    num_workers: int
+    num_ready_workers: int
+    version: str

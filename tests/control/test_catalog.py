@@ -1,0 +1,103 @@
+"""How the catalog fits models to the memory of workers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hearth.config import EngineConfig, ModelConfig
+from hearth.control.catalog import Catalog
+from hearth.control.datadir import DataDir
+from hearth.control.registry import Deployed, Registry
+from hearth.errors import ConfigError
+from hearth.policy.footprint import StepLimits, fixed_bytes_of
+from hearth.policy.room import least_bytes
+from hearth.types import ModelId
+from tests.policy.test_footprint import LARGE
+
+BIG = "big"
+ENGINE = EngineConfig()
+LIMITS = StepLimits(ENGINE.max_batch_tokens, ENGINE.max_seqs, ENGINE.block_tokens)
+FITTING_BYTES = 40 << 30  #: for all of its context on a GPU, which takes a gibibyte of KV
+TIGHT_BYTES = fixed_bytes_of(LARGE, "cuda", LIMITS, LARGE.max_positions) + (600 << 20)
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[Registry]:
+    with Registry.open(DataDir.open(tmp_path)) as registry:
+        registry.add(Deployed(BIG, "hf:a/b", "/models/big", "/models/big", "digest", LARGE, 1.0))
+        yield registry
+
+
+def catalog(registry: Registry, budget_bytes: int | None = None, **config: int) -> Catalog:
+    configs = {BIG: ModelConfig(**config)} if config else {}
+    return Catalog(registry, configs, ENGINE, 300.0, kind="cuda", budget_bytes=budget_bytes)
+
+
+def cuts(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "context_cut" in record.getMessage()]
+
+
+def test_a_model_is_served_with_all_of_its_context_where_that_fits(
+    registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = catalog(registry, FITTING_BYTES).find(BIG)
+    assert entry.max_context == LARGE.max_positions
+    assert cuts(caplog) == []
+
+
+def test_a_context_is_cut_to_the_budget_and_that_is_said_once(
+    registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    tight = catalog(registry, TIGHT_BYTES)
+    entry = tight.find(BIG)
+    assert 2048 <= entry.max_context < LARGE.max_positions
+    assert least_bytes(entry.profile.footprints["cuda"]) <= TIGHT_BYTES
+    assert tight.view(entry).max_context == entry.max_context
+    assert tight.host_order(ModelId(BIG), 1, 1).max_context == entry.max_context
+    tight.refresh()
+    (line,) = cuts(caplog)
+    assert line == f"context_cut model=big context={entry.max_context} made_for=8192 budget={TIGHT_BYTES}"
+
+
+def test_the_first_worker_tells_the_budget_where_the_configuration_does_not(registry: Registry) -> None:
+    unknown = catalog(registry)
+    assert unknown.find(BIG).max_context == LARGE.max_positions
+    (changed,) = unknown.fit(TIGHT_BYTES)
+    assert changed is unknown.find(BIG)
+    assert changed.max_context < LARGE.max_positions
+    assert unknown.fit(FITTING_BYTES) == [], "later ones change nothing"
+
+
+def test_nothing_changes_where_everything_fits(registry: Registry) -> None:
+    assert catalog(registry).fit(FITTING_BYTES) == []
+
+
+def test_a_budget_that_is_configured_is_not_changed_by_a_worker(registry: Registry) -> None:
+    assert catalog(registry, FITTING_BYTES).fit(TIGHT_BYTES) == []
+
+
+def test_a_context_that_somebody_named_is_kept(registry: Registry) -> None:
+    assert catalog(registry, 1 << 30, context=4096).find(BIG).max_context == 4096
+
+
+def test_a_ceiling_cuts_the_context_like_a_budget(registry: Registry) -> None:
+    entry = catalog(registry, FITTING_BYTES, memory_ceiling_bytes=TIGHT_BYTES).find(BIG)
+    assert 2048 <= entry.max_context < LARGE.max_positions
+    footprint = entry.profile.footprints["cuda"]
+    assert footprint.fixed_bytes + footprint.kv_bytes <= TIGHT_BYTES
+
+
+def test_a_ceiling_that_not_even_a_short_context_fits_under_is_refused(registry: Registry) -> None:
+    with pytest.raises(ConfigError, match="a memory ceiling of"):
+        catalog(registry, memory_ceiling_bytes=LARGE.num_bytes)
+
+
+def test_a_ceiling_that_only_another_kind_of_device_could_not_keep_is_fine(registry: Registry) -> None:
+    """On a CPU the model would be widened, and take twice as much."""
+    entry = catalog(registry, memory_ceiling_bytes=TIGHT_BYTES).find(BIG)
+    assert entry.profile.footprints.keys() == {"cuda"}

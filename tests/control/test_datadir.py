@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hearth.control.datadir import DataDir, ServiceFile, running_service, write_private
+from hearth.errors import DataDirError
+
+URL = "http://127.0.0.1:8000"
+#: Holds the directory that it is told, says so, and lives until its input ends.
+HOLDER = f"""
+import sys
+from hearth.control.datadir import DataDir
+with DataDir.hold(sys.argv[1]) as data_dir:
+    data_dir.announce("{URL}", "secret")
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def holder(path: Path) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"held\n"
+    return process
+
+
+def test_a_new_directory_is_for_its_owner_alone(tmp_path: Path) -> None:
+    data_dir = DataDir.open(tmp_path / "deep" / "data")
+
+    assert mode(data_dir.path) == 0o700
+    assert [mode(data_dir.path / part) for part in ("models", "downloads", "logs", "run")] == [0o700] * 4
+    assert DataDir.open(data_dir.path) == data_dir
+
+
+def test_a_directory_of_a_newer_hearth_is_refused_with_both_versions(tmp_path: Path) -> None:
+    (tmp_path / "VERSION").write_text("2\n")
+    with pytest.raises(
+        DataDirError, match=r"has version '2', this Hearth reads up to 1; use the Hearth that"
+    ):
+        DataDir.open(tmp_path)
+    assert not (tmp_path / "models").exists()
+
+
+@pytest.mark.parametrize("text", ["", "one", "-1", "²"])
+def test_a_version_that_is_no_number_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "VERSION").write_text(text)
+    with pytest.raises(DataDirError, match="has version "):
+        DataDir.open(tmp_path)
+
+
+def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data").touch()
+    with pytest.raises(DataDirError, match=r"data` cannot be used: .*; check it, or choose another"):
+        DataDir.open(tmp_path / "data")
+
+
+def test_a_service_is_found_while_it_runs_and_not_afterwards(tmp_path: Path) -> None:
+    assert running_service(tmp_path) is None
+    with DataDir.hold(tmp_path) as data_dir:
+        assert running_service(tmp_path) is None, "it has not said where it is"
+        data_dir.announce(URL, "secret")
+        assert running_service(tmp_path) == ServiceFile(os.getpid(), URL, "secret")
+        assert mode(data_dir.run_path / "service.json") == 0o600
+        data_dir.withdraw()
+        assert running_service(tmp_path) is None
+    assert running_service(tmp_path) is None
+
+
+def test_a_service_that_fails_is_not_found_either(tmp_path: Path) -> None:
+    def fail() -> None:
+        with DataDir.hold(tmp_path) as data_dir:
+            data_dir.announce(URL, "secret")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert not (tmp_path / "run" / "service.json").exists()
+
+
+def test_a_second_service_is_refused_with_pid_and_url_of_the_first(tmp_path: Path) -> None:
+    with holder(tmp_path) as first:
+        with (
+            pytest.raises(DataDirError, match=rf"already: process {first.pid} at {URL}; use that one"),
+            DataDir.hold(tmp_path),
+        ):
+            pass
+        assert running_service(tmp_path) == ServiceFile(first.pid, URL, "secret")
+        assert first.stdin is not None
+        first.stdin.close()
+    assert not (tmp_path / "run" / "service.json").exists()
+
+
+def test_a_service_that_is_starting_is_named_by_its_pid(tmp_path: Path) -> None:
+    with (
+        DataDir.hold(tmp_path),
+        pytest.raises(DataDirError, match=rf"process {os.getpid()}, which is starting"),
+        DataDir.hold(tmp_path),
+    ):
+        pass
+
+
+def test_a_killed_service_leaves_nothing_locked(tmp_path: Path) -> None:
+    with holder(tmp_path) as first:
+        first.send_signal(signal.SIGKILL)
+    assert (tmp_path / "run" / "service.json").exists()
+    assert running_service(tmp_path) is None
+
+    with DataDir.hold(tmp_path) as data_dir:
+        assert not (data_dir.run_path / "service.json").exists()
+
+
+def test_processes_that_the_service_has_started_do_not_keep_the_lock(tmp_path: Path) -> None:
+    with DataDir.hold(tmp_path):
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
+    with child, DataDir.hold(tmp_path):
+        assert child.stdin is not None
+        child.communicate(b"\n")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"pid": 1}'])
+def test_a_service_file_that_is_broken_is_told(tmp_path: Path, text: str) -> None:
+    with DataDir.hold(tmp_path) as data_dir:
+        (data_dir.run_path / "service.json").write_text(text)
+        with pytest.raises(DataDirError, match=r"service.json` "):
+            running_service(tmp_path)
+
+
+def test_a_private_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_private(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_private(path, "new \ud800")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+    write_private(path, json.dumps("new"))
+    assert (path.read_text(), mode(path)) == ('"new"', 0o600)
+
+
+def test_each_start_has_a_journal_and_the_one_before_is_kept(tmp_path: Path) -> None:
+    data_dir = DataDir.open(tmp_path)
+    data_dir.journal_path().write_text("first")
+    path = data_dir.journal_path()
+    assert not path.exists()
+    assert path.with_suffix(".1.jsonl").read_text() == "first"

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hearth.config import ServiceConfig
+from hearth.control import devices
+from hearth.control.devices import Devices, Gpu, gpus, machine_bytes, resolve
+from hearth.errors import DeviceError
+
+TWO = [Gpu(0, "one", 1 << 30), Gpu(1, "two", 1 << 30)]
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with two of them and a torch for them."""
+    monkeypatch.setattr(devices, "gpus", lambda: TWO)
+    monkeypatch.setattr(devices, "_torch_has_cuda", lambda: True)
+
+
+def test_a_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_library(name: str) -> ctypes.CDLL:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", no_library)
+    assert gpus() == []
+
+
+def test_without_gpus_there_is_one_worker_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpus", list)
+    assert resolve(ServiceConfig()) == Devices("cpu", (0,), 1)
+    with pytest.raises(DeviceError, match="`cuda` was asked for, but the driver shows no CUDA device; use"):
+        resolve(ServiceConfig(device="cuda"))
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_each_gpu_gets_a_worker_unless_told_otherwise() -> None:
+    assert resolve(ServiceConfig()) == Devices("cuda", (0, 1), 2)
+    assert resolve(ServiceConfig(workers=3)) == Devices("cuda", (0, 1), 3)
+    assert resolve(ServiceConfig(device="cpu", workers=2)) == Devices("cpu", (0,), 2)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_torch_without_cuda_means_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(devices, "_torch_has_cuda", lambda: False)
+    assert resolve(ServiceConfig()) == Devices("cpu", (0,), 1)
+    assert "fallback device=cpu reason=`torch was built without CUDA`" in caplog.text
+    with pytest.raises(DeviceError, match="but torch was built without CUDA"):
+        resolve(ServiceConfig(device="cuda"))
+
+
+def test_workers_share_the_cores_and_each_has_one() -> None:
+    alone, crowd = Devices("cpu", (0,), 1), Devices("cpu", (0,), 1000)
+    assert alone.threads_per_worker >= 1
+    assert crowd.threads_per_worker == 1
+
+
+def test_memory_is_what_the_container_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_LIMITS", ())
+    physical_bytes = machine_bytes()
+    limits = [tmp_path / name for name in ("max", "low", "absent")]
+    limits[0].write_text("max\n")
+    limits[1].write_text("1048576\n")
+    monkeypatch.setattr(devices, "_LIMITS", limits[:1])
+    assert machine_bytes() == physical_bytes
+    monkeypatch.setattr(devices, "_LIMITS", limits)
+    assert machine_bytes() == 1 << 20
+
+
+def test_none_of_what_the_gateway_imports_loads_torch() -> None:
+    modules = (
+        *("config", "control.datadir", "control.registry", "control.keys", "control.devices"),
+        *("control.deploy", "control.sources", "policy.footprint"),
+    )
+    imports = "; ".join(f"import hearth.{module}" for module in modules)
+    code = f"{imports}; import sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,160 @@
+"""What the journal records, and that its replay is exact."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import resource
+from pathlib import Path
+
+import pytest
+
+from hearth.control.driver import Driver
+from hearth.control.journal import Journal, Replay, previous, replay
+from hearth.control.metrics import Metrics
+from hearth.errors import DataDirError
+from hearth.messages import HostModel
+from hearth.policy.events import BrainConfig, RequestArrived, WorkerJoined
+from hearth.policy.fleet import Fleet
+from hearth.types import ModelId, RequestId, WorkerId
+from tests.policy.world import MOVES, World
+
+PLENTY = 1 << 30
+
+
+def recorded(path: Path, seed: int = 1, max_bytes: int = PLENTY) -> World:
+    """A world in which anything happens, and its journal."""
+    choose = random.Random(seed)
+    world = World(BrainConfig(patience_s=1.5))
+    for number in (0, 1, 9):
+        world.join(number)
+    for number in (1, 32, 135, 61, 88, 5):
+        world.deploy(number)
+    for _ in range(400):
+        world.move(choose.choice([*MOVES, *["arrive"] * 6]), choose.randrange(10_000))
+    with Journal(path, world.fleet.config, max_bytes) as journal:
+        for event, actions in zip(world.events, world.actions, strict=True):
+            journal.record(event, actions)
+    return world
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_replay_of_a_recording_takes_the_same_actions(tmp_path: Path, seed: int) -> None:
+    world = recorded(tmp_path / "journal", seed)
+    assert replay(tmp_path / "journal") == Replay(len(world.events), None, is_torn=False)
+
+
+def test_the_recording_contains_infinite_keep_alives_and_the_replay_honours_them(tmp_path: Path) -> None:
+    world = recorded(tmp_path / "journal")
+    keep_alives = [event.keep_alive_s for event in world.events if isinstance(event, RequestArrived)]
+    assert math.inf in keep_alives
+    assert b"Infinity" in (tmp_path / "journal").read_bytes()
+
+
+def test_a_changed_action_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    recorded(path)
+    lines = path.read_text().splitlines(keepends=True)
+    at = next(n for n, line in enumerate(lines) if "Dispatch" in line)
+    entry = json.loads(lines[at])
+    entry["actions"][-1][1]["waited_s"] = 1e-300
+    lines[at] = json.dumps(entry) + "\n"
+    path.write_text("".join(lines))
+    result = replay(path)
+    assert result.num_events == at
+    assert result.first_difference is not None
+    assert "1e-300" in result.first_difference
+
+
+def test_a_torn_last_line_is_reported_and_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    world = recorded(path)
+    path.write_bytes(path.read_bytes()[:-10])
+    assert replay(path) == Replay(len(world.events) - 1, None, is_torn=True)
+
+
+def test_recording_ends_at_its_limit_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "journal"
+    recorded(path, max_bytes=20_000)
+    assert path.stat().st_size <= 20_000
+    assert replay(path).first_difference is None
+    assert [record.message.split()[0] for record in caplog.records] == ["journal_stopped"]
+
+
+def test_a_disk_that_takes_no_more_ends_the_recording_and_not_the_service(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        recorded(tmp_path / "journal")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert replay(tmp_path / "journal").first_difference is None
+    assert [record.message.split()[0] for record in caplog.records] == ["journal_stopped"]
+
+
+def test_the_journal_before_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    recorded(path, seed=1)
+    first = path.read_bytes()
+    recorded(path, seed=2)
+    assert previous(path).read_bytes() == first
+
+
+def test_what_was_recorded_is_on_disk_when_the_journal_is_closed(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal", BrainConfig(), PLENTY)
+    journal.record(RequestArrived(1.0, RequestId("r"), ModelId("m"), 3, None), [])
+    journal.close()
+    header, line = (tmp_path / "journal").read_text().splitlines()
+    assert json.loads(header)["config"]["max_queue"] == BrainConfig().max_queue
+    assert json.loads(line) == {
+        "event": [
+            "RequestArrived",
+            {
+                "now_s": 1.0,
+                "request_id": "r",
+                "model": "m",
+                "num_prompt_tokens": 3,
+                "max_tokens": None,
+                "keep_alive_s": None,
+                "digest": None,
+            },
+        ],
+        "actions": [],
+    }
+
+
+def test_the_event_that_breaks_the_brain_is_recorded(tmp_path: Path) -> None:
+    asyncio.run(_break_the_brain(tmp_path / "journal"))
+    lines = (tmp_path / "journal").read_text().splitlines()
+    assert [json.loads(line)["event"][0] for line in lines[1:]] == ["WorkerJoined"] * 2
+
+
+async def _break_the_brain(path: Path) -> None:
+    with Journal(path, BrainConfig(), PLENTY) as journal:
+        driver = Driver(Fleet(BrainConfig()), journal, Metrics(), _no_order, max_seqs=1)
+        joined = WorkerJoined(1.0, WorkerId("w"), "cpu", 100, 1)
+        driver.post(joined)
+        with pytest.raises(AssertionError, match="joined twice"):
+            driver.post(joined)
+
+
+def _no_order(model: ModelId, hosting: int, kv_bytes: int) -> HostModel:
+    raise AssertionError(f"nothing is deployed: {model=} {hosting=} {kv_bytes=}")
+
+
+def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("[]\n")
+    with pytest.raises(DataDirError, match="no journal"):
+        replay(tmp_path / "other")
+
+
+def test_a_journal_of_another_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "newer").write_text('{"version": 99, "config": {}}\n')
+    with pytest.raises(DataDirError, match="version 99"):
+        replay(tmp_path / "newer")

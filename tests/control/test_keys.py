@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hearth.control import keys
+from hearth.control.keys import Keys
+from hearth.errors import ConfigError
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keys.json"
+
+
+def test_a_key_is_known_by_its_owner_and_role(path: Path) -> None:
+    user, admin = keys.add(path, "ada", "user"), keys.add(path, "root@home", "admin")
+    known = Keys.load(path)
+
+    ada, root = known.check(user), known.check(admin)
+    assert ada is not None
+    assert root is not None
+    assert [(info.name, info.role) for info in (ada, root)] == [("ada", "user"), ("root@home", "admin")]
+    assert keys.list_keys(path) == [ada, root]
+    assert len(known) == 2
+
+
+def test_what_is_no_key_is_nobodys(path: Path) -> None:
+    key = keys.add(path, "ada", "user")
+    known = Keys.load(path)
+    for wrong in ("", "hearth-", key[:-1], key + "a", key.upper(), "\ud800", "é" * 1000, "ada"):
+        assert known.check(wrong) is None
+
+
+def test_the_file_holds_no_key_and_is_for_its_owner_alone(path: Path) -> None:
+    key = keys.add(path, "ada", "user")
+    text = path.read_text()
+    assert key not in text
+    assert key.removeprefix("hearth-") not in text
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_equal_entries_are_told_apart_by_their_salt(path: Path) -> None:
+    for name in ("a", "b", "c"):
+        keys.add(path, name, "user")
+    entries = json.loads(path.read_text())
+    assert len({entry["salt"] for entry in entries}) == len({entry["hash"] for entry in entries}) == 3
+
+
+def test_a_running_service_learns_of_new_and_removed_keys_at_once(path: Path) -> None:
+    known = Keys.load(path)
+    assert not known
+    key = keys.add(path, "ada", "user")
+    assert known.check(key) is not None
+    keys.remove(path, "ada")
+    assert known.check(key) is None
+    key = keys.add(path, "ada", "user")
+    assert known.check(key) is not None
+    path.unlink()
+    assert known.check(key) is None
+
+
+def test_a_name_has_one_key(path: Path) -> None:
+    key = keys.add(path, "ada", "user")
+    with pytest.raises(ConfigError, match="holds a key named `ada` already; choose another name, or remove"):
+        keys.add(path, "ada", "admin")
+    assert Keys.load(path).check(key) is not None
+
+
+def test_removing_an_unknown_key_names_those_that_are_there(path: Path) -> None:
+    keys.add(path, "ada", "user")
+    with pytest.raises(ConfigError, match="holds no key named 'bob'; it holds: ada"):
+        keys.remove(path, "bob")
+
+
+@pytest.mark.parametrize("name", ["", " ", "a b", "-a", "a\n", "x" * 65])
+def test_a_name_that_would_confuse_a_log_is_refused(path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="the name of a key is 1 to 64 letters"):
+        keys.add(path, name, "user")
+
+
+def test_keys_that_are_added_at_the_same_time_are_all_kept(path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda number: keys.add(path, f"k{number}", "user"), range(16)))
+    known = Keys.load(path)
+    assert all(known.check(key) is not None for key in made)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        '[{"name": "a"}]',
+        '[{"name": "a", "role": "king", "salt": "00", "hash": "00", "created_at_s": 0}]',
+        '[{"name": "a", "role": "user", "salt": "zz", "hash": "00", "created_at_s": 0}]',
+        '[{"name": "a", "role": "admin", "salt": "", "hash": "", "created_at_s": 0}]',
+    ],
+)
+def test_a_file_that_cannot_be_understood_lets_nobody_in(path: Path, text: str) -> None:
+    key = keys.add(path, "ada", "user")
+    known = Keys.load(path)
+    path.write_text(text)
+    for ask in (lambda: known.check(key), lambda: Keys.load(path), lambda: keys.add(path, "bob", "user")):
+        with pytest.raises(ConfigError, match=r"keys.json` cannot be read as API keys: .*; move it away"):
+            ask()
+
+
+def test_a_directory_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written: "):
+        keys.add(tmp_path / "file" / "keys.json", "ada", "user")

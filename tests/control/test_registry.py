@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import re
+import sqlite3
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hearth.config import ModelConfig
+from hearth.control.datadir import DataDir
+from hearth.control.registry import Deployed, Names, Registry, check_name
+from hearth.errors import ConfigError, DataDirError, NameTaken, RequestError, UnknownModel
+from tests.policy.test_footprint import LARGE
+
+TINY = Deployed("tiny", "/source", "/models/tiny", "/models/tiny", "0" * 32, LARGE, 1.5)
+OTHER = replace(TINY, name="Other-1.0", source="hf:org/other")
+
+#: Adds models until it is killed, and says which are in.
+WRITER = """
+import sys
+from dataclasses import replace
+from hearth.control.datadir import DataDir
+from hearth.control.registry import Registry
+from tests.control.test_registry import TINY
+registry = Registry.open(DataDir.open(sys.argv[1]))
+for number in range(1_000_000):
+    registry.replace(replace(TINY, name=f"model-{number}", source="x" * 5000))
+    print(number, flush=True)
+"""
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> DataDir:
+    return DataDir.open(tmp_path)
+
+
+def test_what_was_added_is_there_when_it_is_opened_again(data_dir: DataDir) -> None:
+    with Registry.open(data_dir) as registry:
+        registry.add(TINY)
+        registry.add(OTHER)
+    with Registry.open(data_dir) as registry:
+        assert registry.place("tiny") == TINY.place
+        assert registry.place("nobody") is None
+        assert registry.all() == [OTHER, TINY]
+
+
+def test_a_name_is_taken_once_and_can_be_replaced(data_dir: DataDir) -> None:
+    with Registry.open(data_dir) as registry:
+        registry.add(TINY)
+        with pytest.raises(NameTaken, match="deployed as `tiny` already; choose another name, or replace"):
+            registry.add(replace(TINY, source="elsewhere"))
+        assert registry.all() == [TINY]
+        registry.replace(replace(TINY, source="elsewhere"))
+        assert registry.all() == [replace(TINY, source="elsewhere")]
+
+
+def test_a_removed_model_is_returned_and_gone(data_dir: DataDir) -> None:
+    with Registry.open(data_dir) as registry:
+        registry.add(TINY)
+        assert registry.remove("tiny") == TINY.place
+        with pytest.raises(UnknownModel, match="no model is deployed under `tiny`"):
+            registry.remove("tiny")
+
+
+def test_two_processes_see_each_others_models(data_dir: DataDir) -> None:
+    with Registry.open(data_dir) as service, Registry.open(data_dir) as cli:
+        cli.add(TINY)
+        assert service.all() == [TINY]
+        service.remove("tiny")
+        assert cli.all() == []
+
+
+def test_a_writer_that_is_killed_leaves_every_model_it_has_told_of(data_dir: DataDir) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(data_dir.path)],
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    ) as writer:
+        assert writer.stdout is not None
+        told = [int(writer.stdout.readline()) for _ in range(50)][-1]
+        writer.kill()
+    with Registry.open(data_dir) as registry:
+        names = {model.name for model in registry.all()}
+    assert {f"model-{number}" for number in range(told + 1)} <= names
+    connection = sqlite3.connect(data_dir.registry_path)
+    assert connection.execute("pragma integrity_check").fetchall() == [("ok",)]
+    connection.close()
+
+
+def test_a_file_that_is_no_registry_is_refused(data_dir: DataDir) -> None:
+    data_dir.registry_path.write_bytes(b"no database" * 1000)
+    with pytest.raises(DataDirError, match=r"registry.db` cannot be used: file is not a database; check"):
+        Registry.open(data_dir)
+
+
+def test_a_row_that_cannot_be_read_hides_no_other_and_can_go(
+    data_dir: DataDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Registry.open(data_dir) as registry:
+        registry.add(TINY)
+        registry.add(OTHER)
+        connection = sqlite3.connect(data_dir.registry_path)
+        connection.execute("update models set facts = '{}' where name = 'tiny'")
+        connection.commit()
+        connection.close()
+        assert registry.all() == [OTHER]
+        assert re.search(r"row_skipped .*facts of `tiny` that cannot be read: .*; deploy it", caplog.text)
+        assert registry.place("tiny") == TINY.place
+        assert registry.places() == [OTHER.place, TINY.place]
+        assert registry.remove("tiny") == TINY.place
+        assert registry.places() == [OTHER.place]
+
+
+def test_what_is_done_in_a_transaction_is_undone_if_it_fails(data_dir: DataDir) -> None:
+    with Registry.open(data_dir) as registry, Registry.open(data_dir) as other:
+        registry.add(TINY)
+        with suppress(ConfigError), registry.transaction():
+            registry.replace(replace(TINY, source="elsewhere"))
+            assert registry.all() == [replace(TINY, source="elsewhere")]
+            assert other.all() == [TINY]
+            raise ConfigError("no")
+        assert registry.all() == [TINY]
+
+
+def test_a_registry_that_another_keeps_busy_is_told(data_dir: DataDir) -> None:
+    with Registry.open(data_dir) as busy, Registry.open(data_dir, wait_s=0.0) as registry, busy.transaction():
+        assert registry.all() == [], "who only reads waits for nobody"
+        with pytest.raises(DataDirError, match=r"another process keeps `.*registry.db` busy; try again"):
+            registry.add(TINY)
+
+
+def test_a_change_by_another_is_noticed_once(data_dir: DataDir) -> None:
+    with Registry.open(data_dir) as registry, Registry.open(data_dir) as other:
+        registry.has_changed()
+        registry.add(TINY)
+        assert not registry.has_changed(), "its own changes are known"
+        other.add(OTHER)
+        assert registry.has_changed()
+        assert not registry.has_changed()
+
+
+@pytest.mark.parametrize("name", ["a", "A", "0", "qwen2.5-7b", "a_b", "x" * 64, "a.", "a-"])
+def test_a_name_is_letters_digits_and_a_few_signs(name: str) -> None:
+    assert check_name(name) == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", ".a", "-a", "a/b", "a..b", "a\\b", "a b", "a\n", "é", "x" * 65, "a\0", "../../etc"],
+)
+def test_what_could_lead_elsewhere_is_no_name(name: str, data_dir: DataDir) -> None:
+    with pytest.raises(RequestError, match="a name is 1 to 64 letters"):
+        check_name(name)
+    with Registry.open(data_dir) as registry, pytest.raises(RequestError):
+        registry.add(replace(TINY, name=name))
+
+
+@given(st.text())
+def test_a_file_of_any_accepted_name_lies_in_its_directory(name: str) -> None:
+    try:
+        path = Path("/data/models") / check_name(name)
+    except RequestError:
+        return
+    assert path.resolve().parent == Path("/data/models")
+
+
+def test_names_and_aliases_lead_to_the_model() -> None:
+    names = Names([TINY, OTHER], {"tiny": ModelConfig(aliases=("gpt-4", "org/tiny"))})
+    assert [names.resolve(name) for name in ("tiny", "gpt-4", "org/tiny")] == [TINY] * 3
+    assert names.resolve("Other-1.0") == OTHER
+    assert (names.aliases_of("tiny"), names.aliases_of("Other-1.0")) == (("gpt-4", "org/tiny"), ())
+
+
+@pytest.mark.parametrize(
+    ("configs", "message"),
+    [
+        ({"tiny": ("Other-1.0",)}, "the alias `Other-1.0` of model `tiny` means model `Other-1.0` too"),
+        ({"tiny": ("a",), "Other-1.0": ("a",)}, "the alias `a` of model `Other-1.0` means model `tiny` too"),
+        ({"absent": ("tiny",)}, "the alias `tiny` of model `absent` means model `tiny` too"),
+    ],
+)
+def test_an_alias_that_means_two_models_is_refused(configs: dict[str, tuple[str, ...]], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Names([TINY, OTHER], {name: ModelConfig(aliases=aliases) for name, aliases in configs.items()})
+    assert message in str(caught.value)
+
+
+def test_an_alias_that_repeats_itself_or_its_model_does_no_harm() -> None:
+    names = Names([TINY], {"tiny": ModelConfig(aliases=("tiny", "t", "t"))})
+    assert names.resolve("t") == TINY
+
+
+def test_a_table_for_a_model_that_is_not_deployed_waits() -> None:
+    names = Names([TINY], {"later": ModelConfig(aliases=("soon",))})
+    with pytest.raises(UnknownModel, match="no model is deployed under `soon`"):
+        names.resolve("soon")
+
+
+@pytest.mark.parametrize(
+    ("deployed", "name", "hint"),
+    [
+        ([], "tiny", "none is; deploy one with `hearth deploy SOURCE`"),
+        ([TINY], "tini", "did you mean `tiny`?"),
+        ([TINY, OTHER], "zzz", "deployed: Other-1.0, tiny"),
+        (
+            [replace(TINY, name=f"m{i}") for i in range(20)],
+            "zzz",
+            "deployed: m0, m1, m10, m11, m12, m13, m14, m15, m16, m17, ...",
+        ),
+    ],
+)
+def test_an_unknown_name_is_answered_with_what_there_is(
+    deployed: list[Deployed], name: str, hint: str
+) -> None:
+    with pytest.raises(UnknownModel) as caught:
+        Names(deployed, {}).resolve(name)
+    assert str(caught.value) == f"no model is deployed under `{name}`; {hint}"

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hearth.config import ServiceConfig
+from hearth.control import keys
+from hearth.control.datadir import DataDir
+from hearth.control.service import keys_of
+from hearth.errors import ConfigError
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> DataDir:
+    return DataDir.open(tmp_path / "data")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_on_this_machine_no_keys_are_needed(data_dir: DataDir, host: str) -> None:
+    assert keys_of(ServiceConfig(host=host), data_dir) is None
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_keys_that_there_are_must_be_used(data_dir: DataDir, host: str) -> None:
+    key = keys.add(data_dir.keys_path, "ada", "user")
+
+    found = keys_of(ServiceConfig(host=host), data_dir)
+
+    assert found is not None
+    assert found.check(key) is not None
+
+
+def test_an_address_that_others_reach_needs_keys(data_dir: DataDir) -> None:
+    with pytest.raises(ConfigError, match=r"`service.host` is 0\.0\.0\.0, which others can reach"):
+        keys_of(ServiceConfig(host="0.0.0.0"), data_dir)
+
+
+def test_a_file_of_keys_that_was_named_must_hold_some(data_dir: DataDir, tmp_path: Path) -> None:
+    service = ServiceConfig(api_keys_file=str(tmp_path / "none.json"))
+    with pytest.raises(ConfigError, match="holds no API key; make one with `hearth keys add NAME --api-keys"):
+        keys_of(service, data_dir)

@@ -1,0 +1,103 @@
+"""Timelines become explanations: what they say of a warm, a cold and a resumed request."""
+
+from __future__ import annotations
+
+from hearth.control.timeline import MAX_EXPLAINED, LoadLog, Timeline, Timelines
+from hearth.messages import ModelLoaded, RungBytes
+from hearth.policy.events import Option
+from hearth.types import ModelId, RequestId, Rung, WorkerId
+
+W0, W1 = WorkerId("w0"), WorkerId("w1")
+
+
+def timeline() -> Timeline:
+    return Timeline(RequestId("r"), "m", arrived_s=100.0, arrived_at_s=5e9, num_prompt_tokens=7)
+
+
+def loaded() -> ModelLoaded:
+    rungs = (RungBytes(Rung.HOST, 3_000_000, 0.1), RungBytes(Rung.DISK, 1_000_000, 0.3))
+    return ModelLoaded(ModelId("m"), 1, rungs, 0, open_s=0.05, assemble_s=0.2, first_layer_s=0.1, total_s=0.5)
+
+
+def test_a_warm_request_is_queue_prefill_and_decode() -> None:
+    line = timeline()
+    option = Option(W0, 0.0, 0.0, 0.5, 0.1)
+    line.placed(100.5, W0, "resident", (option,), None)
+    line.started(100.6, num_cached_tokens=4)
+    for now_s in (101.0, 101.5, 102.0):
+        line.token(now_s)
+    line.ended(102.0, "stop")
+    told = line.explain(now_s=200.0)
+    assert (told.outcome, told.worker, told.why, told.options) == ("stop", "w0", "resident", (option,))
+    assert (told.queue_s, told.load_s, told.first_token_s, told.total_s) == (0.5, None, 1.0, 2.0)
+    assert (told.num_cached_tokens, told.num_output_tokens, told.tokens_per_s) == (4, 3, 2.0)
+    assert [(span.what, round(span.begin_s, 6), round(span.end_s, 6)) for span in told.spans] == [
+        ("queue", 0.0, 0.5),
+        ("prefill", 0.6, 1.0),
+        ("decode", 1.0, 2.0),
+    ]
+    assert [mark.what for mark in told.marks] == ["queued", "placed", "started", "first_token", "ended"]
+
+
+def test_a_cold_request_shows_the_load_that_it_waited_for() -> None:
+    line = timeline()
+    load = LoadLog(1, W0, began_s=100.0)
+    line.placed(100.0, W0, "free_room", (), load)
+    load.first_layer_at_s, load.loaded, load.ended_s = 100.3, loaded(), 100.8
+    line.token(100.9)
+    told = line.explain(now_s=101.0)
+    assert told.outcome == "running"
+    assert told.load_s is not None
+    assert round(told.load_s, 6) == 0.8
+    assert {view.rung: view.num_bytes for view in told.rungs} == {Rung.HOST: 3_000_000, Rung.DISK: 1_000_000}
+    spans = {span.what: (round(span.begin_s, 6), round(span.end_s, 6)) for span in told.spans}
+    assert spans["open"] == (0.0, 0.05)
+    assert spans["assemble"] == (0.05, 0.25)
+    assert spans["load"] == (0.25, 0.75)
+    assert [mark.what for mark in told.marks] == ["queued", "placed", "first_layer", "loaded", "first_token"]
+
+
+def test_a_load_that_began_before_the_request_begins_with_it() -> None:
+    line = timeline()
+    line.placed(100.0, W0, "loading", (), LoadLog(1, W0, began_s=90.0))
+    (span,) = [span for span in line.explain(now_s=101.0).spans if span.what == "load"]
+    assert (span.begin_s, span.end_s, span.detail) == (0.0, 1.0, "under way")
+
+
+def test_a_resumed_request_has_two_stays() -> None:
+    line = timeline()
+    line.placed(100.0, W0, "resident", (), None)
+    line.started(100.0, 0)
+    line.token(101.0)
+    line.lost(102.0, W0)
+    line.placed(103.0, W1, "resident", (), None)
+    line.started(103.0, 0)
+    line.token(104.0)
+    line.ended(104.0, "length")
+    told = line.explain(now_s=200.0)
+    assert (told.worker, told.num_resumes, told.num_output_tokens) == ("w1", 1, 2)
+    assert [(s.what, s.begin_s, s.end_s) for s in told.spans if s.what != "queue"] == [
+        ("prefill", 0.0, 1.0),
+        ("decode", 1.0, 2.0),
+        ("prefill", 3.0, 4.0),
+        ("decode", 4.0, 4.0),
+    ]
+    assert "worker_lost" in [mark.what for mark in told.marks]
+    assert "resumed" in [mark.what for mark in told.marks]
+
+
+def test_a_request_that_was_refused_is_explained_too() -> None:
+    line = timeline()
+    line.ended(100.2, "no_capacity", "needs 3 GB")
+    told = line.explain(now_s=300.0)
+    assert (told.outcome, told.error, told.worker) == ("no_capacity", "needs 3 GB", None)
+    assert [span.what for span in told.spans] == ["queue"]
+
+
+def test_the_last_thousand_are_kept() -> None:
+    timelines = Timelines()
+    for number in range(MAX_EXPLAINED + 5):
+        timelines.add(Timeline(RequestId(f"r{number}"), "m", 0.0, 0.0, 1))
+    assert timelines.get("r4") is None
+    assert timelines.get("r5") is not None
+    assert timelines.get(f"r{MAX_EXPLAINED + 4}") is not None
