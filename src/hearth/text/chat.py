@@ -1,11 +1,10 @@
-"""Chat templates: messages and tools in, the prompt's text out, rendered in jinja2's sandbox.
+"""Chat templates: messages and tools in, the prompt's text out, rendered in a sandbox with limits.
 
 Does not turn text into tokens and does not read files.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import NoReturn, TypeAlias
@@ -15,15 +14,22 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Scope
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hearth.errors import BadPrompt, BadTokenizer
+from hearth.text.filters import MAX_WIDTH
+from hearth.text.meter import METER, Meter, OverLimit, joined, walked
+from hearth.text.sandbox import MeteredEnvironment
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 Message: TypeAlias = Mapping[str, Json]
 
 DEFAULT = "default"
 TOOL_USE = "tool_use"  #: where a model names several templates, this one answers requests with tools
+#: How long a template may take, where nobody says otherwise.
+RENDER_S = 2.0
+
+#: How long it may take to be compiled.
+COMPILE_S = 10.0
 
 #: What Python raises when a template meets a value of another kind than it expects.
 _MISFITS = (
@@ -47,6 +53,7 @@ class ChatTemplate:
                 f"no chat template named `{DEFAULT}` in {origin}, found: {sorted(sources)}; name one so"
             )
         self._origin = origin
+        self.text = "\n".join(sources.values())  #: of all templates, as they are written
         self._special_tokens = dict(special_tokens)
         self._templates = {name: _compile(source, name, origin) for name, source in sources.items()}
 
@@ -55,20 +62,36 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[Json] | None = None,
         add_generation_prompt: bool = True,
+        *,
+        limit_s: float = RENDER_S,
         **extra: Json,
     ) -> str:
-        """`extra` reaches the template under its own names. Raises `BadPrompt` for what it refuses."""
+        """`extra` reaches the template under its own names.
+
+        Raises:
+            BadPrompt: the template refuses these messages, or cannot render them.
+            BadTokenizer: it leaves its sandbox, or takes longer than `limit_s`, or makes too much text.
+        """
         _check_messages(messages)
         name = TOOL_USE if tools is not None and TOOL_USE in self._templates else DEFAULT
+        variables = {
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            "documents": None,
+            **self._special_tokens,
+            **extra,
+        }
+        token = METER.set(Meter(limit_s))
         try:
-            return self._templates[name].render(
-                messages=messages,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                **{"documents": None, **self._special_tokens, **extra},
-            )
+            return joined(self._templates[name].generate(variables))
         except _Refused as refusal:
             raise BadPrompt(f"the chat template refuses these messages: {refusal.message}") from refusal
+        except OverLimit as excess:
+            raise BadTokenizer(
+                f"the chat template in {self._origin} was stopped: {excess.message}; "
+                "send fewer messages, or use another template"
+            ) from excess
         except SecurityError as breach:
             raise BadTokenizer(
                 f"the chat template in {self._origin} leaves its sandbox: {breach.message}; use another"
@@ -78,6 +101,8 @@ class ChatTemplate:
                 f"the chat template cannot render these messages: {type(misfit).__name__}: {misfit}; "
                 "check the roles, the content and the tool calls of each message"
             ) from misfit
+        finally:
+            METER.reset(token)
 
 
 class _Refused(TemplateError):
@@ -96,12 +121,10 @@ class _GenerationBlock(Extension):
 
 
 def _compile(source: str, name: str, origin: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
+    environment = MeteredEnvironment([_GenerationBlock, loopcontrols])
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    token = METER.set(Meter(COMPILE_S))
     try:
         return environment.from_string(source)
     except TemplateSyntaxError as error:
@@ -109,6 +132,14 @@ def _compile(source: str, name: str, origin: str) -> Template:
             f"chat template `{name}` in {origin} does not compile: line {error.lineno}: {error.message}; "
             "fix the template or remove it"
         ) from error
+    # What jinja2 made of it may be nested too deep for Python, or have too many blocks in each other.
+    except (OverLimit, RecursionError, MemoryError, SyntaxError, ValueError) as error:
+        raise BadTokenizer(
+            f"chat template `{name}` in {origin} does not compile: {type(error).__name__}: {error!s:.200}; "
+            "fix the template or remove it"
+        ) from error
+    finally:
+        METER.reset(token)
 
 
 def _check_messages(messages: Sequence[Message]) -> None:
@@ -121,22 +152,9 @@ def _check_messages(messages: Sequence[Message]) -> None:
             )
 
 
-def _raise_exception(message: str) -> NoReturn:
-    raise _Refused(message)
+def _raise_exception(message: object) -> NoReturn:
+    raise _Refused(str(walked(message))[:MAX_WIDTH])
 
 
 def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _tojson(
-    value: Json,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON: jinja2's own filter escapes HTML, which models have not seen in training."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return datetime.now().strftime(form[:MAX_WIDTH])

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from hearth.errors import BadPrompt, BadTokenizer
-from hearth.text.chat import ChatTemplate, Json, Message
+from hearth.text.chat import RENDER_S, ChatTemplate, Json, Message
 from hearth.text.settings import ListedToken, Settings, read_settings
 from hearth.text.spelling import Spelling, spelling_of
 
@@ -56,6 +56,10 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
+    @property
+    def chat_template_text(self) -> str | None:
+        return None if self._chat_template is None else self._chat_template.text
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -78,6 +82,8 @@ class Tokenizer:
         messages: Sequence[Message],
         tools: Sequence[Json] | None = None,
         add_generation_prompt: bool = True,
+        *,
+        limit_s: float = RENDER_S,
         **extra: Json,
     ) -> str:
         """The prompt as the model's template writes it; `extra` reaches the template, also `documents`."""
@@ -86,17 +92,19 @@ class Tokenizer:
                 "this model has no chat template, so it takes no messages; "
                 "send a plain prompt, or add a `chat_template.jinja` to the model's directory"
             )
-        return self._chat_template.render(messages, tools, add_generation_prompt, **extra)
+        return self._chat_template.render(messages, tools, add_generation_prompt, limit_s=limit_s, **extra)
 
     def chat_prompt(
         self,
         messages: Sequence[Message],
         tools: Sequence[Json] | None = None,
         add_generation_prompt: bool = True,
+        *,
+        limit_s: float = RENDER_S,
         **extra: Json,
     ) -> list[int]:
         """`chat_text` in tokens; the template has written the special ones, so none are added."""
-        text = self.chat_text(messages, tools, add_generation_prompt, **extra)
+        text = self.chat_text(messages, tools, add_generation_prompt, limit_s=limit_s, **extra)
         return self.encode(text, add_special_tokens=False)
 
 

@@ -1,0 +1,179 @@
+"""Hearth's own routes: what is deployed and running, deploying and removing, health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import msgspec
+from fastapi import APIRouter, Request
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from pydantic import Field
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from hearth.api.answer import SSE_HEADERS, WAITING, unless_gone
+from hearth.api.body import Strict, Text
+from hearth.api.errors import hearth_error_object
+from hearth.api.openai import as_json
+from hearth.api.question import CHAT, COMPLETION
+from hearth.errors import ConfigError, HearthError, RequestError, UnknownRequest
+from hearth.version import hearth_version
+
+if TYPE_CHECKING:
+    from hearth.control.gateway import Gateway
+
+_EVENTS: dict[int | str, dict[str, object]] = {
+    200: {"description": "Progress.", "content": {"text/event-stream": {}, "application/json": {}}}
+}
+
+
+class DeployBody(Strict):
+    source: Text = Field(
+        min_length=1, max_length=4096, description="A directory, a GGUF file, hf:ORG/NAME, or a URL."
+    )
+    name: Text | None = Field(None, max_length=64, description="Without one, it is derived from the source.")
+    dtype: Text = Field("auto", max_length=32)
+    quant: Text = Field("none", max_length=32)
+    overwrite: bool = Field(False, description="Replace a model of that name.")
+
+
+class UnloadBody(Strict):
+    free: bool = Field(False, description="Drop it from memory, instead of merely allowing that.")
+
+
+def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
+    routes = APIRouter(prefix="/api/models", tags=["Models"])
+
+    @routes.get("", summary="List the deployed models")
+    async def list_models() -> Response:
+        return as_json(gateway.models())
+
+    @routes.get("/{name:path}", summary="Show a deployed model")
+    async def show_model(name: str) -> Response:
+        return as_json(gateway.model(name))
+
+    @routes.post("", summary="Deploy a model", responses=_EVENTS)
+    async def deploy(body: DeployBody, request: Request) -> Response:
+        """Answers with progress as events; with `Accept: application/json` it waits and shows the model."""
+        events = gateway.deploy(body.source, body.name, body.dtype, body.quant, body.overwrite)
+        is_whole = request.headers.get("accept", "").startswith("application/json")
+        return Deployment(events, is_whole, heartbeat_s)
+
+    @routes.delete("/{name:path}", summary="Remove a model")
+    async def remove(name: str) -> Response:
+        await gateway.remove(name)
+        return as_json({"removed": name})
+
+    @routes.post("/{name:path}/unload", summary="Let a model go from device memory")
+    async def unload(name: str, body: UnloadBody) -> Response:
+        await gateway.unload(name, body.free)
+        return as_json({"unloaded": name, "free": body.free})
+
+    return routes
+
+
+def service_routes(gateway: Gateway) -> APIRouter:
+    routes = APIRouter(tags=["Service"])
+
+    @routes.get("/health", summary="Whether requests are taken", responses={503: {"description": "Not yet."}})
+    async def health() -> Response:
+        view = gateway.health()
+        return as_json(view, 200 if view.status == "ok" else 503)
+
+    @routes.get("/metrics", summary="Prometheus metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(gateway.metrics), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    @routes.get("/api/version", summary="The version of the service")
+    async def version() -> Response:
+        return as_json({"version": hearth_version()})
+
+    @routes.get("/api/ps", summary="What is resident and running where")
+    async def ps() -> Response:
+        return as_json(gateway.ps())
+
+    @routes.get("/api/requests/{request_id}", summary="What happened to a request, and why")
+    async def explain(request_id: str) -> Response:
+        """Takes a request's id or that of its answer."""
+        plain = request_id.removeprefix(CHAT.id_prefix).removeprefix(COMPLETION.id_prefix)
+        explanation = gateway.explain(plain)
+        if explanation is None:
+            raise UnknownRequest(
+                f"no request has the id `{request_id:.80}`, or it is too long ago; "
+                "an answer has its own in the header `x-request-id`"
+            )
+        return as_json(explanation)
+
+    return routes
+
+
+class Deployment(Response):
+    """A model on its way, told as events or when it is done."""
+
+    def __init__(self, events: AsyncIterator[dict[str, object]], is_whole: bool, heartbeat_s: float) -> None:
+        super().__init__()
+        assert isinstance(events, AsyncGenerator), f"it must be possible to call it off: {type(events)}"
+        self._events = events
+        self._is_whole = is_whole
+        self._heartbeat_s = heartbeat_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tell = self._wait(scope, receive, send) if self._is_whole else self._tell(send)
+        try:
+            await unless_gone(receive, tell)
+        except ConfigError as error:  # the service's own settings are right; this model does not go with them
+            raise RequestError(str(error)) from error
+
+    async def _wait(self, scope: Scope, receive: Receive, send: Send) -> None:
+        model: object = None
+        async with aclosing(self._events) as events:
+            async for event in events:
+                model = event.get("model")
+        await as_json(model)(scope, receive, send)
+
+    async def _tell(self, send: Send) -> None:
+        """What fails before the first event has its own status, as in `Answer`."""
+        is_started = False
+
+        async def write(data: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        try:
+            async with aclosing(self._events) as events, aclosing(_paused(events, self._heartbeat_s)) as told:
+                async for event in told:
+                    if not is_started:
+                        is_started = True
+                        headers = [(name.encode(), value.encode()) for name, value in SSE_HEADERS.items()]
+                        await send({"type": "http.response.start", "status": 200, "headers": headers})
+                    await write(WAITING if event is None else _event(msgspec.json.encode(event)))
+        except HearthError as error:
+            if not is_started:
+                raise
+            await write(_event(hearth_error_object(error)))
+        await write(b"", more=False)
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+async def _paused(
+    events: AsyncIterator[dict[str, object]], pause_s: float
+) -> AsyncGenerator[dict[str, object] | None, None]:
+    """The events, and None whenever there was none for `pause_s`."""
+    while True:
+        coming = asyncio.ensure_future(anext(events, None))
+        try:
+            while not (await asyncio.wait((coming,), timeout=pause_s))[0]:
+                yield None
+        finally:
+            if not coming.done():
+                coming.cancel()
+                await asyncio.gather(coming, return_exceptions=True)
+        if (event := coming.result()) is None:
+            return
+        yield event

@@ -1,0 +1,211 @@
+"""The answer to a question, as a stream of events or in one. It asks the gateway and speaks ASGI.
+
+All of it happens in `__call__`, so that whatever ends an answer, a client that went away included, closes its
+streams in one place. Nothing is sent before the first piece: what fails until then has its own status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from hearth.api.errors import hearth_error_object, request_id_headers
+from hearth.api.question import CHAT, Question
+from hearth.api.teller import Teller, call_id, finish_reason, identity
+from hearth.control.ask import Piece, Stream
+from hearth.errors import HearthError
+from hearth.text.tools import ToolCall
+
+if TYPE_CHECKING:
+    from hearth.control.gateway import Gateway
+
+WAITING = b": waiting\n\n"
+#: Longer prompts are turned back into text away from the event loop.
+MANY_TOKENS = 256
+SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+
+class Answer(Response):
+    def __init__(self, gateway: Gateway, question: Question, heartbeat_s: float) -> None:
+        super().__init__()
+        self._gateway = gateway
+        self._question = question
+        self._heartbeat_s = heartbeat_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_gone(receive, self._answer(scope, receive, send))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        streams: list[Stream] = []
+        try:
+            await self._ask(streams)
+            scope["request_ids"] = [stream.request_id for stream in streams]
+            if self._question.is_stream:
+                await self._tell(streams, send)
+            else:
+                body = msgspec.json.encode(await self._whole(streams))
+                headers = request_id_headers([stream.request_id for stream in streams])
+                await Response(body, 200, headers, "application/json")(scope, receive, send)
+        finally:
+            for stream in streams:
+                stream.close()
+
+    async def _ask(self, streams: list[Stream]) -> None:
+        """Adds to `streams`, which then need to be closed. A prompt is tokenised once for all its answers."""
+        num_answers = self._question.num_answers
+        prompt: list[int] | None = None
+        for index, ask in enumerate(self._question.asks):
+            if num_answers > 1 and index % num_answers == 0:
+                prompt = await self._gateway.encode(ask.model, ask.prompt)
+            asked = ask if prompt is None else replace(ask, prompt=prompt)
+            streams.append(await self._gateway.submit(asked))
+
+    async def _tell(self, streams: Sequence[Stream], send: Send) -> None:
+        first_pieces = await streams[0].next(self._heartbeat_s)
+        loop = asyncio.get_running_loop()
+        written_s = loop.time()
+        question = self._question
+        head = b"data: " + msgspec.json.encode(identity(question, question.form.chunk, streams[0]))[:-1]
+        tellers = [Teller(question, head, index, stream) for index, stream in enumerate(streams)]
+
+        async def write(data: bytes, more: bool = True) -> None:
+            nonlocal written_s
+            if data or not more:
+                written_s = loop.time()
+                await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        async def tell(teller: Teller, stream: Stream) -> None:
+            pieces = first_pieces if stream is streams[0] else await stream.next(self._heartbeat_s)
+            while True:
+                told = teller.tell(pieces) if pieces else WAITING
+                # Pieces may be held back for long, as those of a call are until it is whole.
+                is_silent = loop.time() - written_s >= self._heartbeat_s
+                await write(told or (WAITING if is_silent else b""))
+                if pieces and pieces[-1].finish_reason is not None:
+                    return
+                pieces = await stream.next(self._heartbeat_s)
+
+        await send({"type": "http.response.start", "status": 200, "headers": _sse_headers(streams)})
+        echoes = await self._echoes(streams)
+        await write(b"".join(teller.first(echo) for teller, echo in zip(tellers, echoes, strict=True)))
+        failure: HearthError | None = None
+        try:
+            if len(streams) == 1:
+                await tell(tellers[0], streams[0])
+            else:
+                async with asyncio.TaskGroup() as group:
+                    for teller, stream in zip(tellers, streams, strict=True):
+                        group.create_task(tell(teller, stream))
+        except* HearthError as failures:
+            failure = _first(failures)
+        if failure is not None:
+            await write(b"data: " + hearth_error_object(failure) + b"\n\n", more=False)
+            return
+        if question.includes_usage:
+            usage = self._usage(streams, sum(teller.num_tokens for teller in tellers))
+            await write(head + b',"choices":[],"usage":' + msgspec.json.encode(usage) + b"}\n\n")
+        await write(b"data: [DONE]\n\n", more=False)
+
+    async def _whole(self, streams: Sequence[Stream]) -> dict[str, object]:
+        choices = []
+        num_tokens = 0
+        echoes = await self._echoes(streams)
+        for index, stream in enumerate(streams):
+            pieces: list[Piece] = []
+            while not pieces or pieces[-1].finish_reason is None:
+                pieces += await stream.next()
+            num_tokens += len(pieces)
+            choices.append(self._choice(index, stream, pieces, echoes[index]))
+        return {
+            **identity(self._question, self._question.form.whole, streams[0]),
+            "choices": choices,
+            "usage": self._usage(streams, num_tokens),
+        }
+
+    def _choice(self, index: int, stream: Stream, pieces: Sequence[Piece], echo: str) -> dict[str, object]:
+        question = self._question
+        text = "".join([piece.text for piece in pieces])
+        calls: list[dict[str, object]] = []
+        if question.tool_use is not None:
+            parser = question.tool_use.parser()
+            parts = parser.push(text) + parser.flush()
+            text = "".join(part for part in parts if isinstance(part, str))
+            calls = [_call(part) for part in parts if isinstance(part, ToolCall)]
+        logprobs = None
+        if question.has_logprobs:
+            logprobs = question.form.logprobs(stream.tokenizer, pieces, len(echo))
+        said: dict[str, object] = {"text": echo + text}
+        if question.form is CHAT:
+            message = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+            said = {"message": message | ({"tool_calls": calls} if calls else {})}
+        reason = finish_reason(pieces[-1].finish_reason, has_calls=bool(calls))
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
+
+    async def _echoes(self, streams: Sequence[Stream]) -> list[str]:
+        """What each choice begins with."""
+        if not self._question.is_echo:
+            return [""] * len(streams)
+        echoes: list[str] = []
+        for ask in self._question.asks[:: self._question.num_answers]:
+            prompt = ask.prompt
+            if isinstance(prompt, list):
+                decode = streams[0].tokenizer.decode
+                is_long = len(prompt) > MANY_TOKENS
+                prompt = await asyncio.to_thread(decode, prompt) if is_long else decode(prompt)
+            assert isinstance(prompt, str), "only texts and tokens are echoed"
+            echoes += [prompt] * self._question.num_answers
+        return echoes
+
+    def _usage(self, streams: Sequence[Stream], num_tokens: int) -> dict[str, object]:
+        """A prompt counts once, however many answers it has."""
+        asked = streams[:: self._question.num_answers]
+        num_prompt_tokens = sum(stream.num_prompt_tokens for stream in asked)
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_prompt_tokens + num_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(stream.num_cached_tokens for stream in asked)},
+        }
+
+
+async def unless_gone(receive: Receive, work: Coroutine[object, object, None]) -> None:
+    """Carry out `work`; call it off when the client has disconnected. The body must have been read."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _sse_headers(streams: Sequence[Stream]) -> list[tuple[bytes, bytes]]:
+    headers = SSE_HEADERS | request_id_headers([stream.request_id for stream in streams])
+    return [(name.encode(), value.encode()) for name, value in headers.items()]
+
+
+def _call(call: ToolCall) -> dict[str, object]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call_id(), "type": "function", "function": function}
+
+
+def _first(failures: BaseExceptionGroup[HearthError]) -> HearthError:
+    error = failures.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

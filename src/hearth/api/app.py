@@ -1,0 +1,52 @@
+"""The HTTP API put together. Starts no server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from hearth.api.admin import model_routes, service_routes
+from hearth.api.errors import ErrorBody, on_hearth_error, on_http_error, on_invalid_body
+from hearth.api.guard import Guard
+from hearth.api.openai import openai_routes
+from hearth.errors import HearthError
+from hearth.version import hearth_version
+
+if TYPE_CHECKING:
+    from hearth.control.gateway import Gateway
+
+
+@dataclass(frozen=True, slots=True)
+class ApiLimits:
+    max_body_bytes: int
+    stream_heartbeat_s: float  #: a stream that has nothing to say says so after this
+
+
+def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:
+    app = FastAPI(
+        title="Hearth",
+        version=hearth_version(),
+        description="Many language models behind one endpoint that speaks OpenAI's API.",
+        # Its pages would load scripts from elsewhere, with the rights of this origin.
+        docs_url=None,
+        redoc_url=None,
+        responses={
+            "4XX": {"model": ErrorBody, "description": "The request is wrong, or not allowed."},
+            "5XX": {"model": ErrorBody, "description": "The service cannot answer it now."},
+        },
+        exception_handlers={
+            HearthError: on_hearth_error,
+            HTTPException: on_http_error,
+            RequestValidationError: on_invalid_body,
+        },
+        redirect_slashes=False,
+    )
+    app.include_router(openai_routes(gateway, limits.stream_heartbeat_s))
+    app.include_router(model_routes(gateway, limits.stream_heartbeat_s))
+    app.include_router(service_routes(gateway))
+    app.add_middleware(Guard, gateway=gateway, max_body_bytes=limits.max_body_bytes)
+    return app

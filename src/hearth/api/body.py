@@ -1,0 +1,162 @@
+"""What the bodies of chat and plain completions have in common, with the types and ranges of OpenAI's API.
+
+Fields that nobody here knows are accepted, as OpenAI does. Every list stops at its first fault: to find all
+of them in a large body would take the event loop seconds. It starts nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from hearth.config import parse_duration
+from hearth.errors import BadSampling, ConfigError
+from hearth.messages import Guide
+from hearth.types import SamplingParams
+
+#: What fits the wire and the device.
+MAX_INT = 2**31 - 1
+#: Tokens whose logits one request may change.
+MAX_BIASES = 1024
+
+
+def _whole_characters(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("text must be what UTF-8 can hold; send no lone surrogates") from error
+    return text
+
+
+def _few_biases(bias_by_token: object) -> object:
+    """Before any is looked at: unlike that of a list, the check of a mapping goes on after a fault."""
+    if isinstance(bias_by_token, dict) and len(bias_by_token) > MAX_BIASES:
+        raise ValueError(f"at most {MAX_BIASES} tokens can have one, given: {len(bias_by_token)}")
+    return bias_by_token
+
+
+Text = Annotated[str, AfterValidator(_whole_characters)]
+Stop = Annotated[Text, Field(max_length=1024)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+
+
+class Strict(BaseModel):
+    """A part of a body: no text where a number is due, and unknown fields are let through."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = Field(None, description="Send a last chunk that counts the tokens.")
+
+
+class JsonSchema(Strict):
+    name: str | None = None
+    schema_: dict[str, object] = Field(alias="schema", description="The schema that the output is held to.")
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Body(Strict):
+    """How to sample and how to answer."""
+
+    model: Text = Field(description="The name or an alias of a deployed model.", min_length=1, max_length=256)
+    stream: bool | None = Field(None, description="Send the answer in pieces, as server-sent events.")
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=128, description="How many answers to generate.")
+    max_tokens: int | None = Field(None, ge=1, le=MAX_INT, description="The most tokens to generate.")
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False, description="0 is greedy.")
+    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = Field(
+        None, description="Up to 16 texts at which the answer ends."
+    )
+    seed: Seed | None = Field(None, description="The same seed and parameters give the same answer.")
+    presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None,
+        BeforeValidator(_few_biases),
+    ] = Field(None, description="What to add to the logits of up to 1024 tokens, by token id.")
+    response_format: ResponseFormat | None = Field(None, description="What the output is held to.")
+    user: str | None = Field(None, description="Accepted and not used.")
+    keep_alive: float | Text | None = Field(
+        None, description='How long the model stays warm after this: seconds, "5m", 0, or -1 for ever.'
+    )
+    # As vLLM has them.
+    top_k: int | None = Field(None, ge=-1, le=MAX_INT)
+    min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, gt=0, le=1e6, allow_inf_nan=False)
+    min_tokens: int | None = Field(None, ge=0, le=MAX_INT)
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        return SamplingParams(
+            **given, max_tokens=max_tokens, logprobs=logprobs, logit_bias=_bias(self.logit_bias)
+        )
+
+    @property
+    def num_answers(self) -> int:
+        return self.n or 1
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def keep_alive_s(self) -> float | None:
+        if self.keep_alive is None:
+            return None
+        try:
+            return parse_duration(self.keep_alive)
+        except (ConfigError, OverflowError) as error:
+            raise BadSampling(f"`keep_alive`: {error}") from error
+
+    def guide(self) -> Guide | None:
+        match self.response_format:
+            case None | ResponseFormat(type="text"):
+                return None
+            case ResponseFormat(type="json_object"):
+                return Guide("json_object")
+            case ResponseFormat(json_schema=None):
+                raise BadSampling(
+                    "`response_format` of type `json_schema` needs `json_schema` with a `schema`, given: none"
+                )
+            case ResponseFormat(json_schema=JsonSchema(schema_=schema)):
+                return Guide("json_schema", json.dumps(schema))
+        raise AssertionError(f"unknown response format: {self.response_format!r}")
+
+
+#: Fields that `SamplingParams` spells alike.
+_SAMPLING = (
+    *("temperature", "top_p", "stop", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p"),
+    *("repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"),
+    "skip_special_tokens",
+)
+
+
+def seeds(sampling: SamplingParams, num_answers: int) -> list[SamplingParams]:
+    """The parameters of each answer: one seed for all would give the same answer to each."""
+    if sampling.seed is None:
+        return [sampling] * num_answers
+    seed = sampling.seed
+    wrapped = [(seed + index + 2**63) % 2**64 - 2**63 for index in range(num_answers)]
+    return [replace(sampling, seed=one) for one in wrapped]
+
+
+def _bias(bias_by_token: dict[str, float] | None) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for token, value in (bias_by_token or {}).items():
+        if not (token.isascii() and token.isdecimal() and len(token) <= 10 and int(token) <= MAX_INT):
+            raise BadSampling(f"the keys of `logit_bias` are token ids, given: {token!r:.80}")
+        bias[int(token)] = value
+    return bias

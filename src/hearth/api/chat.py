@@ -1,0 +1,236 @@
+"""The body of POST /v1/chat/completions and what it asks for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, JsonValue, model_validator
+
+from hearth.api.body import MAX_INT, Body, Strict, Text, seeds
+from hearth.api.question import CHAT, Question, ToolUse
+from hearth.control.ask import Ask, Chat
+from hearth.errors import BadPrompt, BadSampling
+from hearth.messages import Guide
+from hearth.text.chat import Json, Message
+from hearth.text.tokenizer import Tokenizer
+from hearth.text.tools import OPEN, Tool, ToolFormat, call_grammar, tool_format
+
+#: What the rendering of a template takes under these names.
+_RESERVED = frozenset(["self", "messages", "tools", "add_generation_prompt", "limit_s"])
+
+
+def _text_only(part: object) -> object:
+    if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind != "text":
+        raise ValueError(f"only parts of type `text` are read, given: {kind!r:.80}; send text")
+    return part
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: Text
+
+
+class CalledFunction(Strict):
+    name: Text
+    arguments: Text = Field(description="A JSON object, as text.")
+
+
+class CalledTool(Strict):
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class MessageBody(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        Text
+        | Annotated[
+            list[Annotated[TextPart, BeforeValidator(_text_only)]], Field(fail_fast=True, max_length=1024)
+        ]
+        | None
+    ) = None
+    name: Text | None = None
+    tool_calls: Annotated[list[CalledTool], Field(fail_fast=True, max_length=128)] | None = None
+    tool_call_id: Text | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> MessageBody:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError(
+                f"`content` of a message of role `{self.role}` must be text, given: none; "
+                "only a message of the assistant with `tool_calls` needs none"
+            )
+        return self
+
+    def message(self, index: int) -> Message:
+        """As templates know it: one text, calls with their arguments as objects."""
+        content = self.content or ""
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Json] = {**(self.model_extra or {}), "role": role, "content": content}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                _called(call, f"messages[{index}].tool_calls[{number}]")
+                for number, call in enumerate(self.tool_calls)
+            ]
+        optional = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return message | {name: value for name, value in optional.items() if value is not None}
+
+
+class FunctionBody(Strict):
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: Text | None = None
+    parameters: dict[str, JsonValue] | None = Field(None, description="A JSON schema.")
+
+
+class ToolBody(Strict):
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class NamedFunction(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatBody(Body):
+    messages: list[MessageBody] = Field(
+        fail_fast=True, min_length=1, max_length=16_384, description="The conversation so far."
+    )
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=MAX_INT, description="The most tokens to generate; without, to the end of the context."
+    )
+    logprobs: bool | None = Field(None, description="Tell the logprob of each token.")
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="And of so many of the likeliest ones.")
+    tools: Annotated[list[ToolBody], Field(fail_fast=True, max_length=128)] | None = Field(
+        None, description="What the model may call."
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = Field(None, description="Whether one answer may hold several calls.")
+    chat_template_kwargs: dict[str, JsonValue] | None = Field(
+        None, description="Further variables of the chat template."
+    )
+
+    @property
+    def uses_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def question(self, fingerprint: str, tokenizer: Tokenizer | None) -> Question:
+        """`tokenizer` is needed for requests that use tools.
+
+        Raises:
+            RequestError: what contradicts itself or is not supported.
+        """
+        self._check()
+        tools = _Tools(self, tokenizer) if tokenizer is not None and self.uses_tools else None
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        sampling = self.sampling(self.max_completion_tokens or self.max_tokens, logprobs)
+        guide = self.guide()
+        if tools is not None:
+            guide = tools.guide() or guide
+            sampling = replace(
+                sampling, skip_special_tokens=sampling.skip_special_tokens and not tools.are_special
+            )
+        chat = Chat(
+            messages=[message.message(index) for index, message in enumerate(self.messages)],
+            tools=None if tools is None else tools.shown(),
+            extra=dict(self.chat_template_kwargs or {}),
+        )
+        keep_alive_s = self.keep_alive_s()
+        return Question(
+            form=CHAT,
+            asks=[
+                Ask(self.model, chat, params, guide, keep_alive_s)
+                for params in seeds(sampling, self.num_answers)
+            ],
+            num_answers=self.num_answers,
+            is_stream=bool(self.stream),
+            includes_usage=self.includes_usage,
+            fingerprint=fingerprint,
+            tool_use=None if tools is None else tools.use(),
+        )
+
+    def _check(self) -> None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise BadSampling("`top_logprobs` needs `logprobs` to be true; set it, or leave both out")
+        if not self.tools and self.tool_choice not in (None, "none", "auto"):
+            raise BadSampling("`tool_choice` needs `tools`, given: none; name the tools, or leave it out")
+        if reserved := _RESERVED & set(self.chat_template_kwargs or {}):
+            raise BadPrompt(
+                f"`chat_template_kwargs` must not set {', '.join(f'`{name}`' for name in sorted(reserved))}, "
+                "which the request sets otherwise; leave it out"
+            )
+
+
+class _Tools:
+    """The tools of one request, for a model that writes calls in its own way."""
+
+    def __init__(self, body: ChatBody, tokenizer: Tokenizer) -> None:
+        self._body = body
+        self._tools: Sequence[ToolBody] = body.tools or []
+        self._format = tool_format(tokenizer.chat_template_text)
+        tag = tokenizer.encode(OPEN, add_special_tokens=False)
+        self._tags_are_tokens = len(tag) == 1
+        #: The tags are tokens that are left out of an answer's text unless one asks for them.
+        self.are_special = self._format is ToolFormat.HERMES and tag[0] in tokenizer.special_ids
+
+    def shown(self) -> list[Json]:
+        return [tool.model_dump(exclude_unset=True) for tool in self._tools]
+
+    def use(self) -> ToolUse | None:
+        if self._format is None:
+            return None
+        max_calls = 1 if self._body.parallel_tool_calls is False else None
+        return ToolUse(self._format, frozenset(tool.function.name for tool in self._tools), max_calls)
+
+    def guide(self) -> Guide | None:
+        """Holds the answer to calls, where the request demands one."""
+        choice = self._body.tool_choice
+        if choice in (None, "none", "auto"):
+            return None
+        if self._format is None:
+            raise BadSampling(
+                "`tool_choice` can demand a call only where the chat template has a known format for calls "
+                f"(Hermes, Qwen, Llama 3); that of `{self._body.model}` has none: use `auto`"
+            )
+        if self._body.guide() is not None:
+            raise BadSampling(
+                "`tool_choice` demands a call and `response_format` another output; leave one out"
+            )
+        named = choice.function.name if isinstance(choice, NamedTool) else None
+        tools = [
+            Tool(tool.function.name, tool.function.parameters)
+            for tool in self._tools
+            if named in (None, tool.function.name)
+        ]
+        if not tools:
+            raise BadSampling(f"`tool_choice` names `{named}`, which is not among the `tools`; add it there")
+        may_repeat = named is None and self._body.parallel_tool_calls is not False
+        grammar = call_grammar(
+            self._format, tools, may_repeat=may_repeat, tags_are_tokens=self._tags_are_tokens
+        )
+        return Guide("lark", grammar)
+
+
+def _called(call: CalledTool, where: str) -> dict[str, Json]:
+    written = call.function.arguments
+    try:
+        arguments: Json = json.loads(written) if written.strip() else {}
+    except (ValueError, RecursionError) as error:
+        raise BadPrompt(f"`{where}.function.arguments` is not valid JSON: {error}; send an object") from error
+    if not isinstance(arguments, dict):
+        raise BadPrompt(f"`{where}.function.arguments` must be a JSON object, given: {written!r:.80}")
+    return {
+        "id": call.id,
+        "type": call.type,
+        "function": {"name": call.function.name, "arguments": arguments},
+    }

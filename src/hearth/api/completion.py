@@ -1,0 +1,78 @@
+"""The body of POST /v1/completions and what it asks for."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from hearth.api.body import Body, Text, TokenId, seeds
+from hearth.api.question import COMPLETION, Question
+from hearth.control.ask import Ask
+from hearth.errors import BadPrompt, BadSampling
+
+#: Choices of all prompts of one request together.
+MAX_CHOICES = 256
+
+#: Tokens of one prompt; models with longer contexts are yet to be seen.
+MAX_TOKENS = 1 << 24
+
+Tokens = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)]
+
+
+class CompletionBody(Body):
+    prompt: (
+        Text
+        | Tokens
+        | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
+        | Annotated[list[Tokens], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
+    ) = Field(description="A text, a list of token ids, or a list of either.")
+    echo: bool | None = Field(None, description="Begin each answer with its prompt.")
+    logprobs: int | None = Field(None, ge=0, le=5, description="How many of the likeliest tokens to list.")
+    suffix: str | None = Field(None, description="Not supported; must be empty.")
+    best_of: int | None = Field(None, ge=1, le=128, description="Not supported; must be `n`.")
+
+    def question(self, fingerprint: str) -> Question:
+        """Raises RequestError for what contradicts itself or is not supported."""
+        self._check()
+        sampling = self.sampling(self.max_tokens or 16, self.logprobs)
+        guide, keep_alive_s = self.guide(), self.keep_alive_s()
+        prompts = self._prompts()
+        if len(prompts) * self.num_answers > MAX_CHOICES:
+            raise BadPrompt(
+                f"`prompt` times `n` must be at most {MAX_CHOICES}, given: {len(prompts)} times "
+                f"{self.num_answers}; send several requests"
+            )
+        return Question(
+            form=COMPLETION,
+            asks=[
+                Ask(self.model, prompt, params, guide, keep_alive_s)
+                for prompt in prompts
+                for params in seeds(sampling, self.num_answers)
+            ],
+            num_answers=self.num_answers,
+            is_stream=bool(self.stream),
+            includes_usage=self.includes_usage,
+            fingerprint=fingerprint,
+            is_echo=bool(self.echo),
+        )
+
+    def _check(self) -> None:
+        if self.suffix:
+            raise BadSampling("`suffix` is not supported; put it into the prompt, or leave it out")
+        if self.best_of is not None and self.best_of != self.num_answers:
+            raise BadSampling(
+                f"`best_of` must be the same as `n`: {self.num_answers}, given: {self.best_of}; leave it out"
+            )
+        if self.echo and self.logprobs is not None:
+            raise BadSampling(
+                "`echo` with `logprobs` would need the logprobs of the prompt, which are not computed; "
+                "leave one of them out"
+            )
+
+    def _prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [[token for token in self.prompt if isinstance(token, int)]]
+        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]

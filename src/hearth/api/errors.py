@@ -1,0 +1,145 @@
+"""What goes wrong, as OpenAI's error object. Raises nothing itself and logs nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+
+from fastapi import HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.responses import Response
+
+from hearth.errors import HearthError, Overloaded
+
+
+class ErrorDetail(BaseModel):
+    message: str = Field(description="What is wrong, the limit, the value given, and what to do.")
+    type: str = Field(description="The kind of error.")
+    param: str | None = Field(description="The field of the request that is wrong.")
+    code: str | None = Field(description="A short name for programs.")
+
+
+class ErrorBody(BaseModel):
+    """OpenAI's error object."""
+
+    error: ErrorDetail
+
+
+#: Where clients know another code for the same than our label.
+_CODES = {"prompt_too_long": "context_length_exceeded", "unauthorized": "invalid_api_key"}
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_CODE_BY_STATUS = {
+    400: "bad_request",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "body_too_large",
+    431: "headers_too_large",
+}
+
+
+def error_object(status: int, message: str, code: str | None, param: str | None = None) -> bytes:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    # Not by msgspec: what was given may hold half characters, which only escapes can spell.
+    return json.dumps({"error": error}).encode()
+
+
+def error_response(
+    status: int,
+    message: str,
+    code: str | None = None,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    body = error_object(status, message, code or _CODE_BY_STATUS.get(status), param)
+    return Response(body, status, headers, "application/json")
+
+
+def hearth_error_object(error: HearthError) -> bytes:
+    return error_object(error.http_status, str(error), _CODES.get(error.label, error.label))
+
+
+def request_id_headers(request_ids: Sequence[str]) -> dict[str, str]:
+    """All ids of one answer; a header of hundreds would be too long for many clients."""
+    return {"x-request-id": ",".join(request_ids[:16])} if request_ids else {}
+
+
+async def on_hearth_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HearthError), type(error)
+    headers = request_id_headers(request.scope.get("request_ids", []))
+    if isinstance(error, Overloaded):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_s)))
+    if error.http_status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(hearth_error_object(error), error.http_status, headers, "application/json")
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, StarletteHTTPException), type(error)
+    path, method = request.url.path, request.method
+    match error.status_code:
+        case 404:
+            message = f"there is nothing at `{path}`; `/openapi.json` lists what there is"
+        case 405:
+            message = f"`{path}` does not take {method}; `/openapi.json` lists what there is"
+        case _:
+            message = str(error.detail)
+    return error_response(error.status_code, message, headers=error.headers)
+
+
+async def on_invalid_body(request: Request, error: Exception) -> Response:
+    """Also for queries and paths."""
+    assert isinstance(error, RequestValidationError), type(error)
+    faults = [(fault, _path(fault["loc"][1:], error.body, fault["type"])) for fault in error.errors()]
+    # Of a value that might be of several kinds, the kind that it is but for its length was meant, or else the
+    # one that fits deepest.
+    fault, path = max(faults, key=lambda pair: (pair[0]["type"] == "too_long", len(pair[1])))
+    what = str(fault["msg"]).removeprefix("Value error, ")
+    if fault["type"] == "json_invalid":
+        return error_response(400, f"the body is not valid JSON: {fault['ctx']['error']}", "bad_request")
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+    message = f"`{param or 'body'}`: {what[:1].lower()}{what[1:]}"
+    if not path and error.body is None:
+        message = "the request needs a JSON body with `content-type: application/json`"
+    elif fault["type"] not in ("missing", "value_error"):
+        message += f", given: {_given(fault['input'])}"
+    return error_response(400, message, "bad_request", param or None)
+
+
+def _given(value: object) -> str:
+    """Short, whatever it is: to spell all of a large body takes longer than to refuse it."""
+    match value:
+        case list():
+            return f"a list of {len(value)}"
+        case dict():
+            return f"an object with {len(value)} fields"
+        case str():
+            return f"{value[:80]!r:.80}"
+        case _:
+            return f"{value!r:.80}"
+
+
+def _path(location: Sequence[int | str], body: object, kind: str) -> list[int | str]:
+    """`location` without the names of the kinds that were tried, which are no fields."""
+    path: list[int | str] = []
+    for part in location:
+        try:
+            body = body[part]  # type: ignore[index] # whatever it is, it has that part or it has not
+        except (TypeError, LookupError):
+            if kind != "missing" or part != location[-1]:
+                continue
+        path.append(part)
+    return path
+
+
+def body_too_large(limit_bytes: int) -> HTTPException:
+    return HTTPException(
+        413,
+        f"the body is larger than the limit: {limit_bytes} bytes; send less, "
+        "or raise `service.max_body_bytes`",
+        # The rest of the body is not read, so nothing else can come over this connection.
+        {"connection": "close"},
+    )

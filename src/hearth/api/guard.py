@@ -1,0 +1,165 @@
+"""The door: who may come in, with how much, and what is said when something breaks inside.
+
+It is plain ASGI, so that it costs a stream nothing. It does not look into bodies.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hearth.api.errors import body_too_large, error_response, on_hearth_error
+from hearth.control.keys import is_loopback
+from hearth.errors import Forbidden, HearthError, Unauthorized
+
+if TYPE_CHECKING:
+    from hearth.control.gateway import Gateway
+
+log = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES = 32 << 10
+OPEN_PATHS = frozenset(["/health"])
+IS_ADMIN = "hearth.is_admin"  #: in the scope of a request
+
+
+class Guard:
+    """ASGI middleware."""
+
+    def __init__(self, app: ASGIApp, gateway: Gateway, max_body_bytes: int) -> None:
+        self._app = app
+        self._gateway = gateway
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        is_started = False
+
+        def noted(message: Message) -> Awaitable[None]:
+            nonlocal is_started
+            is_started = True
+            return send(message)
+
+        headers = Headers(scope=scope)
+        try:
+            if refusal := self._refusal(scope, headers):
+                response = await on_hearth_error(Request(scope), refusal)
+            elif _header_bytes(scope) > MAX_HEADER_BYTES:
+                response = error_response(
+                    431, f"the headers are larger than the limit: {MAX_HEADER_BYTES} bytes; send fewer"
+                )
+            elif _announced_bytes(headers) > self._max_body_bytes:
+                too_large = body_too_large(self._max_body_bytes)
+                response = error_response(413, str(too_large.detail), headers=too_large.headers)
+            else:
+                await self._app(scope, self._counted(receive), noted)
+                return
+        except Exception:
+            error_id = ",".join(scope.get("request_ids", [])) or f"err-{secrets.token_hex(8)}"
+            # As Python spells it: a path may hold line breaks, and what looks like lines of this log.
+            log.exception("request_failed id=%s method=%r path=%r", error_id, scope["method"], scope["path"])
+            if is_started:
+                return  # and the server closes the connection: the client sees that the end is missing
+            message = f"internal error; the service's log says more under `{error_id}`"
+            response = error_response(500, message, "internal", headers={"x-request-id": error_id})
+        await response(scope, receive, send)
+
+    def _refusal(self, scope: Scope, headers: Headers) -> HearthError | None:
+        """Notes in the scope whether it is an admin who asks: some things in a body are for them alone."""
+        scope[IS_ADMIN] = False
+        if scope["path"] in OPEN_PATHS:
+            return None
+        if self._gateway.keys is None:
+            scope[IS_ADMIN] = True
+            return _foreign_host(headers) or _foreign_page(headers)
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        key = given.strip() if scheme.lower() == "bearer" else ""
+        if hmac.compare_digest(key.encode(), self._gateway.admin_token.encode()):
+            scope[IS_ADMIN] = True
+            return None
+        who = self._gateway.keys.check(key) if key else None
+        if who is None:
+            return Unauthorized(
+                f"the API key is {'wrong' if key else 'missing'}; send `Authorization: Bearer KEY` with one "
+                "that `hearth keys add` made"
+            )
+        scope[IS_ADMIN] = who.role == "admin"
+        if _is_for_admins(scope) and who.role != "admin":
+            return Forbidden(
+                f"key `{who.name}` has the role `{who.role}`, this needs `admin`; "
+                "make one with `hearth keys add NAME --admin`"
+            )
+        return None
+
+    def _counted(self, receive: Receive) -> Receive:
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_body_bytes:
+                raise body_too_large(self._max_body_bytes)
+            return message
+
+        return counted
+
+
+def _is_for_admins(scope: Scope) -> bool:
+    return scope["path"].startswith("/api/models") and scope["method"] not in ("GET", "HEAD")
+
+
+def _header_bytes(scope: Scope) -> int:
+    address = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+    return address + sum(len(name) + len(value) for name, value in scope["headers"])
+
+
+def _announced_bytes(headers: Headers) -> int:
+    announced = headers.get("content-length", "0")
+    return int(announced) if announced.isdecimal() else 0
+
+
+def _foreign_host(headers: Headers) -> Forbidden | None:
+    """Without keys, only this machine's own names lead here: any other can be made to by whoever owns it."""
+    host = headers.get("host")
+    if host is None or _is_own(host):
+        return None
+    return Forbidden(
+        f"without API keys requests must be sent to localhost or 127.0.0.1, given: {host:.80}; "
+        "use that, or make keys with `hearth keys add NAME` and restart the service"
+    )
+
+
+def _is_own(host: str) -> bool:
+    """A name or address, perhaps with a port, that can only mean this machine."""
+    try:
+        name = urlsplit(f"//{host}").hostname
+    except ValueError:
+        return False
+    return name is not None and is_loopback(name)
+
+
+def _foreign_page(headers: Headers) -> Forbidden | None:
+    """Without keys, any page in a browser on this machine could deploy and remove by a form of its own.
+
+    Those that were loaded from here, by one of this machine's own names, are not foreign.
+    """
+    origin = headers.get("origin")
+    if origin is None:
+        return None
+    try:
+        page = urlsplit(origin)
+        if page.netloc == headers.get("host") and _is_own(page.netloc):
+            return None
+    except ValueError:
+        pass  # no address at all
+    return Forbidden(f"requests from pages of other sites are not taken, given: {origin:.80}; use API keys")

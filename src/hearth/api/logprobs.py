@@ -1,0 +1,71 @@
+"""Logprobs in the two forms that OpenAI's API has for them. Computes none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hearth.control.ask import Piece
+from hearth.text.tokenizer import Tokenizer
+from hearth.types import TokenLogprobs
+
+#: Stands for minus infinity, which JSON cannot spell; OpenAI does the same.
+LEAST = -9999.0
+
+
+def chat_logprobs(tokenizer: Tokenizer, pieces: Sequence[Piece], offset: int) -> object:
+    """`offset` is of no use here; see `completion_logprobs`."""
+    content = []
+    for piece in pieces:
+        if piece.logprobs is not None:
+            best = [_entry(tokenizer, one.token_id, one.logprob) for one in piece.logprobs.top]
+            own = _entry(tokenizer, piece.token, piece.logprobs.logprob)
+            content.append({**own, "top_logprobs": best})
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(tokenizer: Tokenizer, pieces: Sequence[Piece], offset: int) -> object:
+    """`offset`: where the text of the first piece begins, in characters."""
+    tokens: list[str] = []
+    own: list[float] = []
+    best: list[dict[str, float]] = []
+    offsets: list[int] = []
+    for piece in pieces:
+        if piece.logprobs is not None:
+            tokens.append(_name(tokenizer, piece.token))
+            own.append(_bounded(piece.logprobs.logprob))
+            best.append(_best(tokenizer, piece.token, piece.logprobs))
+            offsets.append(offset)
+        offset += len(piece.text)
+    return {"tokens": tokens, "token_logprobs": own, "top_logprobs": best, "text_offset": offsets}
+
+
+def _best(tokenizer: Tokenizer, token: int, logprobs: TokenLogprobs) -> dict[str, float]:
+    """The most likely ones, and the chosen one if it is not among them."""
+    best = {_name(tokenizer, one.token_id): _bounded(one.logprob) for one in logprobs.top}
+    return best | {_name(tokenizer, token): _bounded(logprobs.logprob)}
+
+
+def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, object]:
+    spelt = _spelt(tokenizer, token)
+    text = spelt.decode("utf-8", "replace")
+    return {"token": text, "logprob": _bounded(logprob), "bytes": list(spelt)}
+
+
+def _name(tokenizer: Tokenizer, token: int) -> str:
+    """The token's text; half a character is spelt in bytes, so that no two tokens have one name."""
+    spelt = _spelt(tokenizer, token)
+    try:
+        return spelt.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt)
+
+
+def _spelt(tokenizer: Tokenizer, token: int) -> bytes:
+    name = tokenizer.token(token)
+    if tokenizer.spelling is not None and name is not None and token not in tokenizer.special_ids:
+        return tokenizer.spelling.bytes_of(name)
+    return tokenizer.decode([token], skip_special_tokens=False).encode("utf-8", "replace")
+
+
+def _bounded(logprob: float) -> float:
+    return max(logprob, LEAST)

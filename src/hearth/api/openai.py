@@ -1,0 +1,80 @@
+"""The routes of OpenAI's API: models, completions, chat."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from hearth.api.answer import Answer
+from hearth.api.body import Body
+from hearth.api.chat import ChatBody
+from hearth.api.completion import CompletionBody
+from hearth.api.guard import IS_ADMIN
+from hearth.control.views import ModelView
+from hearth.errors import Forbidden
+
+if TYPE_CHECKING:
+    from hearth.control.gateway import Gateway
+
+#: For the API's description: an answer is JSON, or with `stream` a row of events.
+_ANSWER: dict[int | str, dict[str, object]] = {
+    200: {"description": "The answer.", "content": {"application/json": {}, "text/event-stream": {}}}
+}
+
+
+def openai_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
+    routes = APIRouter(prefix="/v1", tags=["OpenAI"])
+
+    @routes.get("/models", summary="List the deployed models")
+    async def list_models() -> Response:
+        return as_json({"object": "list", "data": [_model(view) for view in gateway.models()]})
+
+    @routes.get("/models/{name:path}", summary="Show a deployed model")
+    async def show_model(name: str) -> Response:
+        return as_json(_model(gateway.model(name)))
+
+    @routes.post("/completions", summary="Continue a text", responses=_ANSWER)
+    async def complete(body: CompletionBody, request: Request) -> Response:
+        _check_pin(body, request)
+        return Answer(gateway, body.question(_fingerprint(gateway, body.model)), heartbeat_s)
+
+    @routes.post("/chat/completions", summary="Answer a conversation", responses=_ANSWER)
+    async def chat(body: ChatBody, request: Request) -> Response:
+        _check_pin(body, request)
+        fingerprint = _fingerprint(gateway, body.model)
+        tokenizer = await gateway.tokenizer(body.model) if body.uses_tools else None
+        return Answer(gateway, body.question(fingerprint, tokenizer), heartbeat_s)
+
+    return routes
+
+
+def as_json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def _check_pin(body: Body, request: Request) -> None:
+    """A pinned model takes its room from everybody, so not everybody may pin."""
+    if body.keep_alive_s() == math.inf and not request.scope[IS_ADMIN]:
+        raise Forbidden(
+            "`keep_alive` below 0 pins the model, which needs a key with the role `admin`; give a duration "
+            'like "30m", or have the model pinned in the configuration: `models.NAME.pinned`'
+        )
+
+
+def _fingerprint(gateway: Gateway, name: str) -> str:
+    return f"fp_{gateway.model(name).digest[:12]}"
+
+
+def _model(view: ModelView) -> dict[str, object]:
+    return {
+        "id": view.name,
+        "object": "model",
+        "created": int(view.created_at_s),
+        "owned_by": "hearth",
+        "aliases": view.aliases,
+        "max_model_len": view.max_context,
+    }

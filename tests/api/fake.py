@@ -1,0 +1,141 @@
+"""A gateway with a script: what the API needs of the real one, without models and workers.
+
+Its streams, tokenizer and views are the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter
+
+from hearth.control.ask import Ask, Chat, Piece, Stream
+from hearth.control.keys import KeyInfo
+from hearth.control.views import Explanation, Health, ModelView, ProcessView
+from hearth.errors import HearthError, NameTaken, UnknownModel
+from hearth.text.tokenizer import Tokenizer
+from hearth.types import FinishReason, ModelId, RequestId, TokenLogprob, TokenLogprobs
+
+MODEL = ModelView(
+    name="tiny",
+    aliases=("small",),
+    source="/models/tiny",
+    where="/data/tiny",
+    digest="0123456789abcdef",
+    created_at_s=1_700_000_000.5,
+    num_bytes=1000,
+    num_parameters=250,
+    dtype="float32",
+    quant="none",
+    max_context=2048,
+    has_chat_template=True,
+    keep_alive_s=300.0,
+    is_pinned=False,
+)
+
+
+def pieces(
+    *texts: str, finish: FinishReason | None = FinishReason.STOP, tokens: Sequence[int] | None = None
+) -> list[Piece]:
+    """One per text; the last one ends the answer."""
+    ids = tokens if tokens is not None else range(300, 300 + len(texts))
+    made = [Piece(text, token, None, None) for text, token in zip(texts, ids, strict=True)]
+    last = made[-1]
+    return [*made[:-1], Piece(last.text, last.token, last.logprobs, finish)]
+
+
+def with_logprobs(made: Sequence[Piece]) -> list[Piece]:
+    """The chosen token with -0.5, token 301 as the best one, token 302 as impossible."""
+    top = (TokenLogprob(301, -0.25), TokenLogprob(302, float("-inf")))
+    return [Piece(one.text, one.token, TokenLogprobs(-0.5, top), one.finish_reason) for one in made]
+
+
+class FakeKeys:
+    def check(self, key: str) -> KeyInfo | None:
+        roles = {"user-key": KeyInfo("ann", "user", 0.0), "admin-key": KeyInfo("bob", "admin", 0.0)}
+        return roles.get(key)
+
+
+@dataclass
+class FakeGateway:
+    """Mutable; used on one event loop. `script` plays one stream and says what arrives in it."""
+
+    tokenizer_: Tokenizer
+    script: Callable[[Stream], None] = lambda stream: stream.put(pieces("Hel", "lo"))
+    refusal: HearthError | None = None
+    status: str = "ok"
+    keys: FakeKeys | None = None
+    admin_token: str = "admin-token"
+    metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
+    asks: list[Ask] = field(default_factory=list)
+    encoded: list[str | list[int] | Chat] = field(default_factory=list)
+    streams: list[Stream] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    on_cancel: Callable[[], None] = lambda: None
+    explanation: Explanation | None = None
+    deploy_failure: HearthError | None = None
+    done: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        Counter("hearth_test", "Something to see.", registry=self.metrics).inc()
+
+    async def submit(self, ask: Ask) -> Stream:
+        self.asks.append(ask)
+        if self.refusal is not None:
+            raise self.refusal
+        request_id = RequestId(f"r{len(self.streams)}")
+
+        def cancel() -> None:
+            self.cancelled.append(request_id)
+            self.on_cancel()
+
+        stream = Stream(request_id, ModelId("tiny"), self.tokenizer_, 5, cancel)
+        stream.num_cached_tokens = 2
+        self.streams.append(stream)
+        self.script(stream)
+        return stream
+
+    async def encode(self, name: str, prompt: str | list[int] | Chat) -> list[int]:
+        self.encoded.append(prompt)
+        if self.refusal is not None:
+            raise self.refusal
+        return self.tokenizer_.encode(prompt) if isinstance(prompt, str) else [1, 2, 3]
+
+    def models(self) -> list[ModelView]:
+        return [MODEL]
+
+    def model(self, name: str) -> ModelView:
+        if name not in ("tiny", "small"):
+            raise UnknownModel(f"no model is deployed under `{name}`, there are: `tiny`; deploy it")
+        return MODEL
+
+    async def tokenizer(self, name: str) -> Tokenizer:
+        self.model(name)
+        return self.tokenizer_
+
+    async def deploy(
+        self, source: str, name: str | None, dtype: str, quant: str, overwrite: bool
+    ) -> AsyncIterator[dict[str, object]]:
+        if name == "tiny" and not overwrite:
+            raise NameTaken("`tiny` is taken; use another name")
+        yield {"event": "progress", "phase": "converting", "done_bytes": 1, "total_bytes": 2}
+        if self.deploy_failure is not None:
+            raise self.deploy_failure
+        self.done.append(f"deploy {source} {name} {dtype} {quant} {overwrite}")
+        yield {"event": "done", "model": MODEL}
+
+    async def remove(self, name: str) -> None:
+        self.done.append(f"remove {self.model(name).name}")
+
+    async def unload(self, name: str, free: bool) -> None:
+        self.done.append(f"unload {self.model(name).name} {free}")
+
+    def ps(self) -> ProcessView:
+        return ProcessView((), (), 0, 0)
+
+    def explain(self, request_id: str) -> Explanation | None:
+        return self.explanation if request_id == "r0" else None
+
+    def health(self) -> Health:
+        return Health(self.status, 1, 1, "0.1.0")

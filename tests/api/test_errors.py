@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from fastapi.exceptions import RequestValidationError
+
+from hearth.errors import HearthError, NoCapacity, Overloaded, PromptTooLong, ShuttingDown, UnknownModel
+from tests.api.conftest import chat, complete, request
+from tests.api.fake import FakeGateway
+
+USER = {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        (
+            {"temperature": 3},
+            "temperature",
+            "`temperature`: input should be less than or equal to 2, given: 3",
+        ),
+        (
+            {"temperature": "hot"},
+            "temperature",
+            "`temperature`: input should be a valid number, given: 'hot'",
+        ),
+        ({"n": 0}, "n", "`n`: input should be greater than or equal to 1, given: 0"),
+        ({"n": 1.5}, "n", "`n`: input should be a valid integer"),
+        ({"max_tokens": "5"}, "max_tokens", "`max_tokens`: input should be a valid integer, given: '5'"),
+        ({"stop": [5]}, "stop[0]", "`stop[0]`: input should be a valid string, given: 5"),
+        ({"stop": ["x"] * 17}, "stop", "`stop`: "),
+        ({"messages": []}, "messages", "`messages`: list should have at least 1 item"),
+        ({"messages": [USER, {"content": "Hi"}]}, "messages[1].role", "`messages[1].role`: field required"),
+        (
+            {"messages": [{"role": "user"}]},
+            "messages[0]",
+            "`content` of a message of role `user` must be text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0]",
+            "only parts of type `text` are read, given: 'image_url'",
+        ),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "no lone surrogates"),
+        (
+            {"logit_bias": {"5": 101}},
+            "logit_bias.5",
+            "`logit_bias.5`: input should be less than or equal to 100",
+        ),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function", "field required"),
+        ({"model": 5}, "model", "`model`: input should be a valid string, given: 5"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_limit_and_value(
+    gateway: FakeGateway, fields: dict[str, object], param: str, message: str
+) -> None:
+    response = chat(gateway, **fields)
+
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert message in error["message"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, "bad_request")
+    assert gateway.asks == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "the body is not valid JSON"),
+        ("[]", "`body`: input should be a valid dictionary"),
+        ("", "needs a JSON body"),
+        ("[" * 100_000, "error parsing the body"),
+        (
+            '{"model": "tiny", "prompt": "a", "temperature": NaN}',
+            "`temperature`: input should be a finite number",
+        ),
+    ],
+)
+def test_a_body_that_is_none_is_refused(gateway: FakeGateway, content: str, message: str) -> None:
+    headers = {"content-type": "application/json"}
+    response = request(gateway, "POST", "/v1/completions", content=content, headers=headers)
+
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (PromptTooLong("too long"), 400, "invalid_request_error", "context_length_exceeded"),
+        (UnknownModel("who?"), 404, "invalid_request_error", "model_not_found"),
+        (Overloaded("full", 2.5), 429, "rate_limit_error", "overloaded"),
+        (NoCapacity("never"), 503, "server_error", "no_capacity"),
+        (ShuttingDown("bye"), 503, "server_error", "shutting_down"),
+    ],
+)
+def test_what_the_gateway_refuses_has_its_status_and_code(
+    gateway: FakeGateway, error: HearthError, status: int, kind: str, code: str
+) -> None:
+    gateway.refusal = error
+    response = complete(gateway, stream=True)
+
+    told = response.json()["error"]
+    assert (response.status_code, told["type"], told["code"]) == (status, kind, code)
+    assert told["message"] == str(error)
+
+
+def test_a_full_queue_says_when_to_come_back(gateway: FakeGateway) -> None:
+    gateway.refusal = Overloaded("the queue is full", 2.5)
+
+    assert chat(gateway).headers["retry-after"] == "3"
+
+
+def test_a_refusal_closes_the_choices_that_were_taken(gateway: FakeGateway) -> None:
+    def script(stream: object) -> None:
+        if len(gateway.streams) == 2:
+            gateway.refusal = Overloaded("full", 1)
+
+    gateway.script = script
+
+    assert chat(gateway, n=4).status_code == 429
+    assert gateway.cancelled == ["r0", "r1"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/nothing", 404, "not_found"),
+        ("GET", "/v1/models/", 404, "model_not_found"),
+        ("GET", "/v1/models/none", 404, "model_not_found"),
+        ("POST", "/v1/models", 405, "method_not_allowed"),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("DELETE", "/api/models/none", 404, "model_not_found"),
+        ("GET", "/api/requests/none", 404, "request_not_found"),
+    ],
+)
+def test_wrong_addresses_get_the_error_object_too(
+    gateway: FakeGateway, method: str, path: str, status: int, code: str
+) -> None:
+    response = request(gateway, method, path)
+
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+
+
+def test_an_unknown_model_is_refused(gateway: FakeGateway) -> None:
+    response = chat(gateway, model="none")
+
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+MANY = 200_000
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("chat/completions", {"messages": [{}] * MANY}, "messages[0].role"),
+        ("chat/completions", {"messages": [USER] * MANY}, "messages"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{}] * MANY}]},
+            "messages[0].content[0].type",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "assistant", "tool_calls": [{}] * MANY}]},
+            "messages[0].tool_calls[0].function",
+        ),
+        ("chat/completions", {"messages": [USER], "tools": [{}] * MANY}, "tools[0].type"),
+        ("chat/completions", {"messages": {str(n): 0 for n in range(MANY)}}, "messages"),
+        ("completions", {"prompt": ["a", 1] * MANY}, "prompt[0]"),
+        ("completions", {"prompt": ["a"] * MANY}, "prompt"),
+        ("completions", {"prompt": [[1], ["a"] * MANY]}, "prompt[1][0]"),
+        ("completions", {"prompt": "a", "stop": [1] * MANY}, "stop[0]"),
+        ("completions", {"prompt": "a", "stop_token_ids": ["a"] * MANY}, "stop_token_ids[0]"),
+        ("completions", {"prompt": "a", "logit_bias": {str(n): "a" for n in range(MANY)}}, "logit_bias"),
+    ],
+)
+def test_of_many_faults_few_are_looked_for(
+    gateway: FakeGateway,
+    path: str,
+    fields: dict[str, object],
+    param: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_faults: list[int] = []
+
+    def counted(self: RequestValidationError) -> Sequence[dict[str, object]]:
+        num_faults.append(len(self._errors))
+        return self._errors
+
+    monkeypatch.setattr(RequestValidationError, "errors", counted)
+    response = request(gateway, "POST", f"/v1/{path}", {"model": "tiny"} | fields, max_body_bytes=32 << 20)
+
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert len(error["message"]) < 300
+    assert num_faults[0] < 8

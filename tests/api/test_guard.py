@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from tests.api.conftest import chat, request
+from tests.api.fake import FakeGateway, FakeKeys
+
+SECRET = "the prompt that nobody may log"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def error_of(response: httpx.Response) -> dict[str, object]:
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error, dict)
+    return error
+
+
+@pytest.fixture
+def locked(gateway: FakeGateway) -> FakeGateway:
+    gateway.keys = FakeKeys()
+    return gateway
+
+
+@pytest.mark.parametrize("headers", [{}, bearer("wrong"), bearer(""), {"authorization": "Basic user-key"}])
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/api/ps", "/openapi.json", "/nowhere"])
+def test_without_a_right_key_nothing_is_shown(
+    locked: FakeGateway, path: str, headers: dict[str, str]
+) -> None:
+    response = request(locked, "GET", path, headers=headers)
+
+    assert response.status_code == 401
+    assert error_of(response)["code"] == "invalid_api_key"
+    assert response.headers["www-authenticate"] == "Bearer"
+
+
+def test_health_is_open(locked: FakeGateway) -> None:
+    assert request(locked, "GET", "/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/api/models", {"source": "x"}),
+        ("DELETE", "/api/models/tiny", None),
+        ("POST", "/api/models/tiny/unload", {"free": True}),
+    ],
+)
+def test_changes_need_an_admins_key(
+    locked: FakeGateway, method: str, path: str, body: dict[str, object] | None
+) -> None:
+    statuses = [
+        request(locked, method, path, body, headers=bearer(key)).status_code
+        for key in ("user-key", "admin-key", "admin-token")
+    ]
+
+    assert statuses == [403, 200, 200]
+
+
+def test_a_users_key_is_enough_to_ask(locked: FakeGateway) -> None:
+    body = {"model": "tiny", "prompt": "Hi"}
+
+    assert request(locked, "POST", "/v1/completions", body, headers=bearer("user-key")).status_code == 200
+    assert request(locked, "GET", "/api/models", headers=bearer("user-key")).status_code == 200
+
+
+def test_pages_of_other_sites_are_refused_where_no_keys_are_needed(gateway: FakeGateway) -> None:
+    def status(origin: str, host: str) -> int:
+        headers = {"origin": origin, "host": host}
+        return request(gateway, "DELETE", "/api/models/tiny", headers=headers).status_code
+
+    assert status("http://localhost:8000", "localhost:8000") == 200
+    assert status("https://evil.example", "localhost:8000") == 403
+    assert status("http://rebound.example:8000", "rebound.example:8000") == 403
+    assert status("null", "localhost:8000") == 403
+    assert status("http://[", "localhost:8000") == 403
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *[
+            (host, 200)
+            for host in ("localhost", "localhost:8000", "127.0.0.1:8000", "[::1]:8000", "127.0.0.2")
+        ],
+        *[(host, 403) for host in ("rebound.example", "rebound.example:8000", "192.168.1.1", "[", "")],
+    ],
+)
+def test_without_keys_only_this_machines_names_lead_here(
+    gateway: FakeGateway, host: str, status: int
+) -> None:
+    assert request(gateway, "GET", "/v1/models", headers={"host": host}).status_code == status
+
+
+def test_with_keys_any_name_leads_here(locked: FakeGateway) -> None:
+    headers = {"host": "hearth.example", **bearer("user-key")}
+    assert request(locked, "GET", "/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_only_an_admin_may_pin(locked: FakeGateway, path: str) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    asked = {"prompt": "Hi"} if path == "completions" else {"messages": messages}
+
+    def answered(key: str, keep_alive: object) -> httpx.Response:
+        body = {"model": "tiny", "keep_alive": keep_alive} | asked
+        return request(locked, "POST", f"/v1/{path}", body, headers=bearer(key))
+
+    refused = answered("user-key", -1)
+    assert (refused.status_code, error_of(refused)["code"]) == (403, "forbidden")
+    assert "`admin`" in str(error_of(refused)["message"])
+    assert answered("user-key", "-1s").status_code in (400, 403)
+    assert [answered(key, -1).status_code for key in ("admin-key", "admin-token")] == [200, 200]
+    assert [
+        answered("user-key", "1h").status_code,
+        chat(FakeGateway(locked.tokenizer_), keep_alive=-1).status_code,
+    ] == [200, 200]
+
+
+def test_a_body_that_is_announced_too_large_is_not_read(gateway: FakeGateway) -> None:
+    response = request(gateway, "POST", "/v1/completions", {"model": "tiny", "prompt": "x" * 200_000})
+
+    assert response.status_code == 413
+    assert "limit: 100000 bytes" in str(error_of(response)["message"])
+
+
+def test_a_body_in_chunks_is_counted(gateway: FakeGateway) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield b" " * 10_000
+
+    headers = {"content-type": "application/json"}
+    response = request(gateway, "POST", "/v1/completions", content=chunks(), headers=headers)
+
+    assert response.status_code == 413
+    assert error_of(response)["code"] == "body_too_large"
+    assert response.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        ("/v1/models", {"x-long": "x" * 40_000}),
+        (f"/v1/models?{'x' * 40_000}", {}),
+        (f"/v1/{'x' * 40_000}", {}),
+    ],
+)
+def test_headers_are_limited(gateway: FakeGateway, path: str, headers: dict[str, str]) -> None:
+    response = request(gateway, "GET", path, headers=headers)
+
+    assert response.status_code == 431
+    assert error_of(response)["code"] == "headers_too_large"
+
+
+def test_what_breaks_inside_is_logged_once_and_told_without_details(
+    gateway: FakeGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    def script(stream: object) -> None:
+        raise ZeroDivisionError("a detail")
+
+    gateway.script = script
+    with caplog.at_level(logging.DEBUG):
+        response = chat(gateway, messages=[{"role": "user", "content": SECRET}])
+
+    assert response.status_code == 500
+    error_id = response.headers["x-request-id"]
+    assert error_of(response)["message"] == f"internal error; the service's log says more under `{error_id}`"
+    assert "a detail" not in response.text
+    failures = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert [error_id in record.getMessage() for record in failures] == [True]
+    assert SECRET not in caplog.text
+
+
+def test_a_path_cannot_write_lines_of_the_log(
+    gateway: FakeGateway, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(name: str) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(gateway, "model", broken)
+    request(gateway, "GET", "/v1/models/a%0Dinvented line")
+
+    (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert "\r" not in record.getMessage()
+
+
+def test_prompts_are_never_logged(gateway: FakeGateway, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        chat(gateway, messages=[{"role": "user", "content": SECRET}])
+        chat(gateway, messages=[{"role": "user", "content": SECRET}], temperature=9)
+
+    assert SECRET not in caplog.text
+
+
+def test_a_form_cannot_stand_in_for_json(gateway: FakeGateway) -> None:
+    body = json.dumps({"source": "x"})
+    response = request(gateway, "POST", "/api/models", content=body, headers={"content-type": "text/plain"})
+
+    assert response.status_code == 400
+    assert gateway.done == []
