@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,41 +15,26 @@ from types import ModuleType
 import pytest
 import torch
 from rich.console import Console
+from typer.main import get_group
 
-from hearth import cli
+from hearth.cli import app
 from hearth.config import EngineConfig, StoreConfig
 from hearth.errors import DeviceError
 from hearth.store.manifest import read_manifest
 from hearth.store.record import LoadRecord, RungUse
 from hearth.types import FinishReason, Rung, SamplingParams
+from tests.cli.shell import Hearth
 from tests.models.zoo import build
 from tests.store.gguf_files import write_model
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-
-class Hearth:
-    """Calls the command's entry point as a shell would."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *argv: str) -> Outcome:
-        with pytest.raises(SystemExit) as caught:
-            cli.main(argv)
-        captured = self._capsys.readouterr()
-        assert isinstance(caught.value.code, int)
-        return Outcome(caught.value.code, captured.out, captured.err)
-
-
 @pytest.fixture
-def hearth(capsys: pytest.CaptureFixture[str]) -> Hearth:
+def hearth(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hearth:
+    monkeypatch.setenv("HEARTH_DATA_DIR", str(tmp_path / "data"))  # where nothing is deployed
     return Hearth(capsys)
+
+
+COMMANDS = get_group(app).commands
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,24 +91,26 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return calls
 
 
-def test_help_teaches_and_does_not_import_torch() -> None:
+def test_help_teaches_and_imports_nothing_slow() -> None:
     code = (
         "import sys; from hearth.cli import main\n"
         "try: main(['run', '--help'])\n"
-        "finally: print('torch' in sys.modules, 'numpy' in sys.modules)"
+        "finally: print([name for name in ('torch', 'numpy', 'fastapi', 'httpx') if name in sys.modules])"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     shown = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
     )
     assert "Why is the sky blue?" in shown.stdout
-    assert shown.stdout.endswith("False False\n")
+    assert shown.stdout.endswith("[]\n")
 
 
 def test_a_command_without_arguments_shows_its_commands(hearth: Hearth) -> None:
     shown = hearth("--help")
     assert shown.code == 0
-    assert all(name in shown.out for name in ("run", "convert", "verify", "show", "doctor", "config"))
+    listed = re.findall(r"^[│|] (\w+) ", shown.out, re.MULTILINE)
+    assert sorted(listed) == sorted(name for name, command in COMMANDS.items() if not command.hidden)
+    assert "Exit codes: 0 done" in shown.out
 
 
 def test_version_is_one_line(hearth: Hearth) -> None:
@@ -188,7 +176,7 @@ def test_run_takes_a_url(hearth: Hearth, calls: Calls) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [("run", "nowhere", "hi"), ("show", "nowhere"), ("convert", "nowhere", "m"), ("verify", "nowhere")],
+    [("run", "./nowhere", "hi"), ("show", "./nowhere"), ("convert", "nowhere", "m"), ("verify", "nowhere")],
 )
 def test_a_missing_model_is_one_line_and_exit_code_2(hearth: Hearth, command: tuple[str, ...]) -> None:
     shown = hearth(*command)
@@ -227,7 +215,8 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(hearth: Hearth, setting: st
 def test_config_prints_what_applies(hearth: Hearth) -> None:
     shown = hearth("config", "--set", "engine.kv_bytes=1GiB", "--set", "log.level=debug")
     assert "kv_bytes = 1073741824\n" in shown.out
-    assert shown.out.endswith('[log]\nlevel = "debug"\n')
+    assert '\n[log]\nlevel = "debug"\n' in shown.out
+    assert "\n[service]\n" in shown.out
 
 
 def test_config_json_holds_every_section(hearth: Hearth) -> None:
@@ -395,7 +384,7 @@ def test_a_url_is_no_destination(hearth: Hearth, source: str) -> None:
     assert shown.err.startswith("hearth: `s3://bucket/model` is a URL, but this command writes local models;")
 
 
-@pytest.mark.parametrize("command", ["run", "convert", "verify", "show", "config"])
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "keys"])
 def test_examples_are_indented_alike(hearth: Hearth, command: str) -> None:
     help_lines = hearth(command, "--help").out.splitlines()
 
@@ -434,7 +423,7 @@ def test_convert_shows_a_bar_on_a_terminal_only(
     hearth: Hearth, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal = io.StringIO()
-    monkeypatch.setattr("hearth.cli.models.err", Console(file=terminal, force_terminal=True, width=120))
+    monkeypatch.setattr("hearth.cli.progress.err", Console(file=terminal, force_terminal=True, width=120))
 
     hearth("convert", source, str(tmp_path / "m"))
 

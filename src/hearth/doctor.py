@@ -16,6 +16,9 @@ import torch
 from hearth.config import StoreConfig
 from hearth.kernels.jit import HAS_TRITON
 
+#: With fewer descriptors a service that has many streams open would run out of them.
+MANY_OPEN_FILES = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
@@ -40,6 +43,7 @@ class Report:
     cuda: str | None  #: the version that torch was built for
     triton: str | None
     kernels: str
+    max_open_files: int  #: of one process; every connection takes one
     store: StoreReport
     devices: tuple[DeviceReport, ...]
     notes: tuple[str, ...]  #: what has to be done without, and the remedy
@@ -67,8 +71,15 @@ def examine(store: StoreConfig) -> Report:
             f"only {found.locked_bytes} bytes of host memory may be pinned, `store.host_bytes` is "
             f"{store.host_bytes}: copies from the rest are slow; raise `ulimit -l`"
         )
+    max_open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if max_open_files < MANY_OPEN_FILES:
+        notes.append(
+            f"only {max_open_files} files may be open at a time, and every connection to the service takes "
+            f"one: raise `ulimit -n` to {MANY_OPEN_FILES} or more"
+        )
     return Report(
         store=found,
+        max_open_files=max_open_files,
         python=platform.python_version(),
         platform=platform.platform(),
         torch=torch.__version__,

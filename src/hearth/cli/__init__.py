@@ -7,28 +7,45 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from hearth.cli import ask, machine, models  # noqa: F401 - each adds its commands to the application
+from hearth.cli import (  # noqa: F401 - each adds its commands to the application, in the order of the help
+    ask,
+    chat,
+    demo,
+    deployed,
+    explain,
+    keys,
+    machine,
+    models,
+    serve,
+    service,
+)
 from hearth.cli.console import app, err
-from hearth.errors import ConfigError, HearthError, ModelError, RequestError
+from hearth.errors import ConfigError, HearthError, ModelError, RequestError, Unreached
+from hearth.version import hearth_version
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The entry point. Exit codes: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
+    """The entry point. Exit codes: 0 done, 1 failed, 2 wrong input, 3 not there, 130 interrupted."""
     try:
         app(argv, prog_name="hearth")
     except HearthError as error:
         _complain(str(error))
-        sys.exit(2 if isinstance(error, ConfigError | ModelError | RequestError) else 1)
+        sys.exit(_code(error))
     except OSError as error:  # of a file or device that no command expects to fail
         where = "" if error.filename is None else f"`{error.filename}`: "
         _complain(f"{where}{error.strerror or error}")
         sys.exit(1)
+
+
+def _code(error: HearthError) -> int:
+    if isinstance(error, Unreached) or error.http_status == 404:
+        return 3
+    return 2 if isinstance(error, ConfigError | ModelError | RequestError) else 1
 
 
 def _complain(message: str) -> None:
@@ -37,7 +54,7 @@ def _complain(message: str) -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"hearth {_version()}")
+        typer.echo(f"hearth {hearth_version()}")
         raise typer.Exit
 
 
@@ -48,10 +65,3 @@ def _root(
     ] = False,
 ) -> None:
     pass
-
-
-def _version() -> str:
-    try:
-        return metadata.version("hearth")
-    except metadata.PackageNotFoundError:
-        return "(not installed, run from its sources)"

@@ -4,29 +4,42 @@ from __future__ import annotations
 
 import logging
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from hearth.config import HearthConfig, load
-from hearth.errors import ConfigError, ModelError
+from hearth.errors import ConfigError, ModelError, UnknownModel
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 app = typer.Typer(
     help="Serve many large language models on few GPUs.",
-    epilog="Start with `hearth doctor`, then `hearth run PATH 'your question'`.",
+    epilog=(
+        "Start with `hearth demo`, or `hearth deploy SOURCE` and `hearth serve`, then `hearth chat NAME`. "
+        "Exit codes: 0 done, 1 failed, 2 wrong input, 3 no service or no such model or request, "
+        "130 interrupted."
+    ),
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
 out = Console()
 err = Console(stderr=True)
+
+
+class Device(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 class Dtype(StrEnum):
@@ -42,12 +55,57 @@ Settings = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="One setting, over the file's; may be repeated."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+DEFAULT_DATA_DIR = Path("~/.hearth")
+DataDirectory = Annotated[
+    Path,
+    typer.Option(
+        "--data-dir",
+        metavar="DIR",
+        envvar="HEARTH_DATA_DIR",
+        help="Where models, keys and logs are kept.",
+        callback=Path.expanduser,
+    ),
+]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        metavar="URL",
+        help="Service to ask; by default the one that runs on the data directory.",
+        show_default=False,
+    ),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key", metavar="KEY", envvar="HEARTH_API_KEY", help="Key for a service that asks for one."
+    ),
+]
 
 
 def url_of(path: Path) -> str | None:
     """The URL that was given where a path is taken, which has lost one of its slashes."""
     scheme, colon, rest = str(path).partition(":/")
     return f"{scheme}://{rest}" if colon and scheme.isalnum() else None
+
+
+def is_place(text: str) -> bool:
+    """Whether a path or URL is meant, where the name of a deployed model could stand as well.
+
+    What lies in the working directory is not looked at: a folder must not stand in for the model of its name.
+    """
+    return "/" in text or text.endswith(".gguf") or text in (".", "..")
+
+
+@contextmanager
+def named(text: str) -> Iterator[None]:
+    """Around the search for a model of that name: tells how to name the files that may have been meant."""
+    try:
+        yield
+    except UnknownModel as error:
+        if not Path(text).exists():
+            raise
+        raise UnknownModel(f"{error}; for the files here, name them as `./{text}`") from error
 
 
 def existing(path: Path) -> Path:
@@ -58,13 +116,16 @@ def existing(path: Path) -> Path:
     return path
 
 
-def configured(path: Path | None, settings: Sequence[str] | None) -> HearthConfig:
-    """The resolved configuration; logging follows it from here on."""
-    config = load(path, dict(map(_setting, settings or ())))
-    logging.basicConfig(
-        level=config.log.level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
-    return config
+def configured(
+    path: Path | None, settings: Sequence[str] | None, flags: Mapping[str, object | None] | None = None
+) -> HearthConfig:
+    """The resolved configuration: the file, `--set` over it, flags that were given over both."""
+    given = {key: value for key, value in (flags or {}).items() if value is not None}
+    return load(path, {**dict(map(_setting, settings or ())), **given})
+
+
+def log_to_terminal(config: HearthConfig) -> None:
+    logging.basicConfig(level=config.log.level.upper(), format=LOG_FORMAT)
 
 
 def _setting(text: str) -> tuple[str, object]:
@@ -79,10 +140,18 @@ def _setting(text: str) -> tuple[str, object]:
 
 
 def print_table(title: str, facts: dict[str, object]) -> None:
-    table = Table("", "", title=title, show_header=False, title_justify="left")
+    table = Table("", Column(overflow="fold"), title=title, show_header=False, title_justify="left")
     for name, value in facts.items():
         table.add_row(Text(name, style="bold"), Text(_cell(value)))
     out.print(table)
+
+
+def print_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Lines that `grep` and `awk` can work on: nothing is wrapped or cut, whatever the terminal's width."""
+    widths = [max(map(len, column)) for column in zip_longest(header, *rows, fillvalue="")]
+    for number, row in enumerate((header, *rows)):
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        out.print(Text(line, style="" if number else "bold"), soft_wrap=True)
 
 
 def _cell(value: object) -> str:

@@ -3,25 +3,57 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import typer
 from rich.text import Text
 
-from hearth.cli.console import AsJson, ConfigFile, Settings, app, configured, err, out, print_table
-from hearth.config import to_toml
+from hearth.cli import shelf
+from hearth.cli.console import (
+    DEFAULT_DATA_DIR,
+    AsJson,
+    ConfigFile,
+    DataDirectory,
+    Settings,
+    app,
+    configured,
+    err,
+    out,
+    print_table,
+)
+from hearth.cli.figures import size
+from hearth.cli.reach import reached
+from hearth.config import plain, to_toml
+from hearth.control.datadir import is_held, running_service
+from hearth.errors import ServiceError
 
 
-@app.command()
-def doctor(config: ConfigFile = None, settings: Settings = None, as_json: AsJson = False) -> None:
-    """Report what this machine offers, which kernels would run on it and what has to be done without."""
+@app.command(rich_help_panel="This machine")
+def doctor(
+    data_dir: DataDirectory = DEFAULT_DATA_DIR,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Report what this machine offers, what runs on it and what has to be done without.
+
+    Devices, versions, memory, limits, the service and its workers; notes name the active fallbacks.
+
+    [bold]Examples[/bold]
+
+      hearth doctor
+
+      hearth doctor --json
+    """
     store = configured(config, settings).store
     with err.status("looking around"):
         from hearth.doctor import examine
 
         report = examine(store)
+        service = _service(data_dir)
     if as_json:
-        typer.echo(json.dumps(asdict(report)))
+        typer.echo(json.dumps({**asdict(report), "service": asdict(service)}))
         return
     facts = asdict(report)
     del facts["devices"], facts["notes"], facts["store"]
@@ -31,12 +63,44 @@ def doctor(config: ConfigFile = None, settings: Settings = None, as_json: AsJson
         facts[f"device {number}"] = (
             f"{device.name}, {device.free_bytes / 2**30:.1f} of {device.total_bytes / 2**30:.1f} GiB free"
         )
+    facts["data directory"] = f"{service.data_dir}, {service.num_models} models deployed"
+    facts["service"] = service.status if service.url is None else f"{service.status}, {service.url}"
+    for number, worker in enumerate(service.workers):
+        facts[f"worker {number}"] = worker
     print_table("hearth doctor", facts)
     for note in report.notes:
         out.print(Text(f"note: {note}", style="yellow"))
 
 
-@app.command("config")
+@dataclass(frozen=True, slots=True)
+class _ServiceReport:
+    data_dir: str
+    num_models: int
+    status: str  #: not running, starting, ok, draining, or why it does not answer
+    url: str | None
+    workers: list[str]
+
+
+def _service(data_dir: Path) -> _ServiceReport:
+    num_models = len(shelf.names(data_dir))
+    if running_service(data_dir) is None:
+        status = "starting or ending" if is_held(data_dir) else "not running"
+        return _ServiceReport(str(data_dir), num_models, status, None, [])
+    client = reached(None, None, data_dir)
+    with client:
+        try:
+            status, view = client.health().status, client.ps()
+        except ServiceError as error:  # it holds the directory, but something is wrong with it
+            return _ServiceReport(str(data_dir), num_models, str(error), client.url, [])
+    workers = [
+        f"{worker.device or worker.kind}, {worker.state}, {size(worker.used_bytes)} of "
+        f"{size(worker.budget_bytes)} in use, {worker.num_restarts} restarts"
+        for worker in view.workers
+    ]
+    return _ServiceReport(str(data_dir), num_models, status, client.url, workers)
+
+
+@app.command("config", rich_help_panel="This machine")
 def show_config(config: ConfigFile = None, settings: Settings = None, as_json: AsJson = False) -> None:
     """Print the settings that apply.
 
@@ -49,4 +113,4 @@ def show_config(config: ConfigFile = None, settings: Settings = None, as_json: A
       hearth config --config hearth.toml --set engine.max_seqs=64
     """
     resolved = configured(config, settings)
-    typer.echo(json.dumps(asdict(resolved)) if as_json else to_toml(resolved), nl=as_json)
+    typer.echo(json.dumps(plain(resolved)) if as_json else to_toml(resolved), nl=as_json)

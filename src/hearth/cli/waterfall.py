@@ -1,0 +1,102 @@
+"""An explanation as lines of text: a bar per span on one axis of time, then marks, costs and bytes.
+
+Knows no terminal: whoever prints says how wide it may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hearth.cli.figures import precise, size
+from hearth.control.views import Explanation, RungView, Span
+from hearth.policy.events import Option
+
+MIN_BAR = 24
+#: Why a request went where it did, for people.
+REASONS = {
+    "resident": "the model was there and had a free slot",
+    "loading": "the model was on its way there",
+    "free_room": "loaded into free memory",
+    "evicted": "loaded where others had to go",
+    "waited": "a slot or room came free",
+}
+
+
+def waterfall(explained: Explanation, width: int) -> list[str]:
+    lines = [*_heading(explained), "", *_bars(explained.spans, width)]
+    if explained.marks:
+        ats = [precise(mark.at_s) for mark in explained.marks]
+        whats = [mark.what for mark in explained.marks]
+        lines += ["", "what happened"]
+        for mark, at in zip(explained.marks, _right(ats), strict=True):
+            lines.append(f"  {at}  {mark.what.ljust(max(map(len, whats)))}  {mark.detail}".rstrip())
+    if explained.rungs:
+        lines += ["", "bytes loaded", *_rungs(explained.rungs)]
+    if explained.options:
+        lines += ["", "what each worker would have cost", *_options(explained.options)]
+    return lines
+
+
+def _heading(explained: Explanation) -> Iterator[str]:
+    yield f"{explained.request_id}  {explained.model}  {explained.outcome}"
+    if explained.error is not None:
+        yield explained.error
+    if explained.worker is not None:
+        reason = REASONS.get(explained.why or "", explained.why or "")
+        yield f"on {explained.worker}" + (f": {reason}" if reason else "")
+    per_s = explained.tokens_per_s
+    speed = "" if per_s is None else f", {per_s:.1f} tokens/s after the first"
+    yield (
+        f"{explained.num_prompt_tokens} prompt tokens ({explained.num_cached_tokens} cached), "
+        f"{explained.num_output_tokens} output tokens{speed}"
+    )
+    if explained.first_token_s is not None:
+        yield f"first token after {precise(explained.first_token_s)}"
+    if explained.num_preemptions or explained.num_resumes:
+        yield f"{explained.num_preemptions} preemptions, {explained.num_resumes} resumes on another worker"
+
+
+def _bars(spans: Sequence[Span], width: int) -> Iterator[str]:
+    """The bar of a span begins and ends where its times lie on the axis, and is never empty."""
+    if not spans:
+        return
+    end_s = max(max(span.end_s for span in spans), 1e-9)
+    names = _left([span.what for span in spans])
+    times = _right([precise(span.end_s - span.begin_s) for span in spans])
+    beside = len(names[0]) + len(times[0]) + max(len(span.detail) for span in spans) + 6
+    bar_width = max(MIN_BAR, width - beside)
+    for name, time, span in zip(names, times, spans, strict=True):
+        begin = min(int(span.begin_s / end_s * bar_width), bar_width - 1)
+        end = max(begin + 1, round(span.end_s / end_s * bar_width))
+        bar = (" " * begin + "█" * (end - begin)).ljust(bar_width)
+        yield f"{name}  {bar}  {time}  {span.detail}".rstrip()
+    margin = " " * len(names[0])
+    yield f"{margin}  0{precise(end_s).rjust(bar_width - 1)}"
+
+
+def _rungs(rungs: Sequence[RungView]) -> Iterator[str]:
+    names, sizes = _left([rung.rung for rung in rungs]), _right([size(rung.num_bytes) for rung in rungs])
+    for name, told, rung in zip(names, sizes, rungs, strict=True):
+        speed = f", {rung.num_bytes / rung.seconds / 1e9:.2f} GB/s" if rung.seconds > 0 else ""
+        yield f"  {name}  {told}  in {precise(rung.seconds)}{speed}"
+
+
+def _options(options: Sequence[Option]) -> Iterator[str]:
+    names = _left([option.worker for option in options])
+    for name, option in zip(names, options, strict=True):
+        if option.obstacle is not None:
+            yield f"  {name}  {option.obstacle}"
+        else:
+            evict = f"evict {precise(option.evict_s)}, " if option.evict_s else ""
+            yield (
+                f"  {name}  {precise(option.cost_s)}: queue {precise(option.queue_s)}, "
+                f"load {precise(option.load_s)}, {evict}{option.utilisation:.0%} in use"
+            )
+
+
+def _left(texts: Sequence[str]) -> list[str]:
+    return [text.ljust(max(map(len, texts))) for text in texts]
+
+
+def _right(texts: Sequence[str]) -> list[str]:
+    return [text.rjust(max(map(len, texts))) for text in texts]

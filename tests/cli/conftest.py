@@ -1,0 +1,49 @@
+"""The command as a shell calls it, and a service for it to talk to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hearth.control.datadir import DataDir
+from hearth.control.deploy import DeployOrder
+from hearth.control.deployer import carry_out
+from hearth.control.registry import Registry
+from tests.cli.fake_service import FakeService, serving
+from tests.cli.shell import Hearth
+from tests.models.speaking import save_speaking
+
+
+@pytest.fixture
+def hearth(capsys: pytest.CaptureFixture[str]) -> Hearth:
+    return Hearth(capsys)
+
+
+@pytest.fixture
+def service() -> Iterator[FakeService]:
+    with serving() as service:
+        yield service
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where every command of the test looks."""
+    monkeypatch.setenv("HEARTH_DATA_DIR", str(tmp_path / "data"))
+    return tmp_path / "data"
+
+
+@pytest.fixture(scope="session")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_speaking(tmp_path_factory.mktemp("chatty"))
+
+
+@pytest.fixture
+def tiny(data_dir: Path, chatty: Path) -> Path:
+    """A model that is deployed as `tiny`: its source."""
+    opened = DataDir.open(data_dir)
+    order = DeployOrder(str(chatty), name="tiny", dtype="float32")
+    with Registry.open(opened) as registry:
+        registry.add(carry_out(order, opened, lambda *progress: None))
+    return chatty

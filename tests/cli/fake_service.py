@@ -1,0 +1,219 @@
+"""A service that speaks the documented JSON over a real socket and serves no model. Asserts nothing."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import msgspec
+
+from hearth.control.views import (
+    Explanation,
+    Health,
+    Mark,
+    ModelView,
+    ProcessView,
+    ResidentView,
+    RungView,
+    Span,
+    WorkerView,
+)
+from hearth.policy.events import Option
+from hearth.types import Rung, WorkerId
+
+MODEL = ModelView(
+    name="smol",
+    aliases=("tiny",),
+    source="/models/smol.gguf",
+    where="/data/models/smol",
+    digest="d1",
+    created_at_s=1_700_000_000.0,
+    num_bytes=538 << 20,
+    num_parameters=135_000_000,
+    dtype="float32",
+    quant="none",
+    max_context=8192,
+    has_chat_template=True,
+    keep_alive_s=None,
+    is_pinned=False,
+)
+PROCESSES = ProcessView(
+    workers=(WorkerView("w0", 4711, "cpu", "Neoverse-N1", "ready", 8 << 30, 600 << 20, 1),),
+    models=(ResidentView("smol", "w0", "warm", 600 << 20, 269 << 20, 538 << 20, 0, 252.0),),
+    num_waiting=2,
+    num_running=1,
+)
+EXPLANATION = Explanation(
+    request_id="r1",
+    model="smol",
+    arrived_at_s=1_700_000_000.0,
+    outcome="stop",
+    error=None,
+    worker="w0",
+    why="free_room",
+    options=(
+        Option(WorkerId("w0"), 0.0, 0.4, 0.5, 0.425),
+        Option(WorkerId("w1"), 0.0, 0.0, 0.0, 0.0, "busy models fill it"),
+    ),
+    num_prompt_tokens=38,
+    num_cached_tokens=16,
+    num_output_tokens=21,
+    queue_s=0.001,
+    load_s=0.4,
+    first_token_s=0.5,
+    total_s=1.0,
+    tokens_per_s=40.0,
+    rungs=(RungView(Rung.DISK, 500_000_000, 0.25),),
+    num_preemptions=0,
+    num_resumes=0,
+    spans=(
+        Span("queue", 0.0, 0.001),
+        Span("load", 0.001, 0.4, "from disk"),
+        Span("prefill", 0.4, 0.5),
+        Span("decode", 0.5, 1.0),
+    ),
+    marks=(Mark(0.0, "queued"), Mark(0.001, "placed", "on w0"), Mark(0.5, "first_token")),
+)
+
+
+@dataclass(slots=True)
+class FakeService:
+    """Mutable; tests set what it shall answer, the server's threads note what it was asked."""
+
+    url: str = ""
+    key: str | None = None  #: that it asks for
+    models: list[ModelView] = field(default_factory=lambda: [MODEL])
+    answer: list[str] = field(default_factory=lambda: ["The sky", " is blue.", "\u2028Really."])
+    breaks_after: int | None = None  #: pieces of an answer
+    status: str = "ok"
+    asked: list[tuple[str, str, object]] = field(default_factory=list)  #: method, path, body
+
+    def bodies(self, path: str) -> list[object]:
+        return [body for _, asked, body in self.asked if asked == path]
+
+
+@contextmanager
+def serving() -> Iterator[FakeService]:
+    service = FakeService()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"service": service}))
+    service.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield service
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    service: FakeService
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._serve(None)
+
+    def do_DELETE(self) -> None:
+        self._serve(None)
+
+    def do_POST(self) -> None:
+        self._serve(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+
+    def _serve(self, body: dict[str, object] | None) -> None:
+        service = self.service
+        service.asked.append((self.command, self.path, body))
+        if service.key is not None and self.headers["authorization"] != f"Bearer {service.key}":
+            return self._fail(401, "invalid_api_key", "the API key is missing or wrong")
+        match self.command, self.path.strip("/").split("/"):
+            case "GET", ["health"]:
+                self._send(200 if service.status == "ok" else 503, Health(service.status, 1, 1, "0.1.0"))
+            case "GET", ["api", "ps"]:
+                self._send(200, PROCESSES)
+            case "GET", ["api", "models"]:
+                self._send(200, service.models)
+            case "POST", ["api", "models"] if body is not None:
+                self._deploy(body)
+            case "GET", ["api", "requests", "r1"]:
+                self._send(200, EXPLANATION)
+            case "GET", ["api", "requests", other]:
+                self._fail(404, "request_not_found", f"nothing is known of request `{other}`")
+            case method, ["api", "models", name, *rest]:
+                self._model(method, name, rest)
+            case "POST", ["v1", *_] if body is not None:
+                self._answer(body)
+            case _:
+                self._fail(404, "not_found", f"no such page: {self.path}")
+
+    def _model(self, method: str, name: str, rest: list[str]) -> None:
+        model = next((one for one in self.service.models if name in (one.name, *one.aliases)), None)
+        if model is None:
+            return self._fail(404, "model_not_found", f"no model is deployed under `{name}`")
+        if method == "DELETE":
+            self.service.models.remove(model)
+        self._send(200, model if method == "GET" else {})
+
+    def _deploy(self, body: dict[str, object]) -> None:
+        if body["name"] == "smol":
+            return self._fail(409, "name_taken", "a model is deployed as `smol` already")
+        done = replace(MODEL, name=str(body["name"] or "derived"), source=str(body["source"]))
+        events: list[object] = [
+            {"event": "progress", "phase": "converting", "done_bytes": 1, "total_bytes": 2},
+            {"error": {"message": "no room", "code": "store_full"}}
+            if body["name"] == "large"
+            else {"event": "done", "model": done},
+        ]
+        self._stream(events)
+
+    def _answer(self, body: dict[str, object]) -> None:
+        is_chat = "messages" in body
+        pieces = self.service.answer[: self.service.breaks_after]
+        whole = "".join(pieces)
+        usage = {"prompt_tokens": 5, "completion_tokens": len(pieces), "total_tokens": 5 + len(pieces)}
+        shared = {"id": "chatcmpl-r1", "created": 1, "model": str(body["model"])}
+        if not body.get("stream"):
+            message = {"role": "assistant", "content": whole}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            return self._send(
+                200, {**shared, "object": "chat.completion", "choices": [choice], "usage": usage}
+            )
+        events: list[object] = []
+        for number, piece in enumerate(pieces):
+            is_last = number == len(self.service.answer) - 1
+            said: dict[str, object] = {"delta": {"content": piece}} if is_chat else {"text": piece}
+            choice = {"index": 0, **said, "finish_reason": "stop" if is_last else None}
+            events.append({**shared, "object": "chat.completion.chunk", "choices": [choice]})
+        options = body.get("stream_options")
+        if options and self.service.breaks_after is None:
+            events.append({**shared, "object": "chat.completion.chunk", "choices": [], "usage": usage})
+        self._stream(events, is_done=self.service.breaks_after is None)
+
+    def _stream(self, events: list[object], is_done: bool = True) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("x-request-id", "r1")
+        self.end_headers()
+        self.wfile.write(b": waiting\n\n")
+        for event in events:
+            self.wfile.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+        if is_done:
+            self.wfile.write(b"data: [DONE]\n\n")
+
+    def _send(self, status: int, answer: object) -> None:
+        content = msgspec.json.encode(answer)
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _fail(self, status: int, code: str, message: str) -> None:
+        self._send(
+            status, {"error": {"message": message, "type": "hearth_error", "param": None, "code": code}}
+        )

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import io
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hearth.cli.client import Client, Said
+from tests.cli.fake_service import FakeService
+from tests.cli.shell import Hearth, Outcome
+
+SAID = "The sky is blue.\u2028Really."
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Talk:
+    """`hearth chat` with lines from a pipe, or typed at a terminal."""
+
+    def __init__(self, hearth: Hearth, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._hearth, self._service, self._monkeypatch = hearth, service, monkeypatch
+
+    def __call__(self, *lines: str, flags: tuple[str, ...] = (), is_terminal: bool = False) -> Outcome:
+        text = "".join(f"{line}\n" for line in lines)
+        self._monkeypatch.setattr("sys.stdin", Terminal(text) if is_terminal else io.StringIO(text))
+        return self._hearth("chat", "smol", "--url", self._service.url, *flags)
+
+
+@pytest.fixture
+def talk(hearth: Hearth, data_dir: Path, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> Talk:
+    return Talk(hearth, service, monkeypatch)
+
+
+def messages(service: FakeService) -> list[list[tuple[str, str]]]:
+    """Role and text, by request."""
+    bodies = service.bodies("/v1/chat/completions")
+    return [[(m["role"], m["content"]) for m in body["messages"]] for body in bodies]  # type: ignore[index]
+
+
+def test_every_line_of_a_pipe_is_a_message_with_all_before(talk: Talk, service: FakeService) -> None:
+    shown = talk("hello", "", "why?")
+
+    assert (shown.code, shown.out) == (0, f"{SAID}\n{SAID}\n")
+    assert messages(service) == [
+        [("user", "hello")],
+        [("user", "hello"), ("assistant", SAID), ("user", "why?")],
+    ]
+
+
+def test_clear_forgets_all_but_the_system_message(talk: Talk, service: FakeService) -> None:
+    talk("one", "/clear", "two", flags=("--system", "Be brief."))
+    system = ("system", "Be brief.")
+    assert messages(service) == [[system, ("user", "one")], [system, ("user", "two")]]
+
+
+def test_exit_ends_before_the_pipe_does(talk: Talk, service: FakeService) -> None:
+    assert talk("one", "/exit", "two").code == 0
+    assert len(messages(service)) == 1
+
+
+def test_an_error_ends_a_pipe_with_its_exit_code(talk: Talk, service: FakeService) -> None:
+    service.models = []
+    shown = talk("one")
+    assert (shown.code, shown.out) == (3, "")
+
+
+def test_at_a_terminal_an_error_is_told_and_the_talk_goes_on(talk: Talk, service: FakeService) -> None:
+    service.breaks_after = 1
+    shown = talk("one", "/what", "two", is_terminal=True)
+
+    assert shown.code == 0
+    assert shown.err.replace("\n", " ").count("ended in the middle of its answer") == 2
+    assert "no command `/what`" in shown.err
+    assert messages(service) == [[("user", "one")], [("user", "two")]]
+
+
+def test_ctrl_c_stops_an_answer_and_what_was_said_counts(
+    talk: Talk, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Client.chat
+
+    def interrupted(client: Client, *args: object) -> Iterator[Said]:
+        pieces = whole(client, *args)  # type: ignore[arg-type]  # as it was called
+        yield next(pieces)
+        monkeypatch.setattr(Client, "chat", whole)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Client, "chat", interrupted)
+
+    shown = talk("one", "two", is_terminal=True)
+
+    assert shown.code == 0
+    assert "(stopped)" in shown.err
+    assert messages(service)[1] == [("user", "one"), ("assistant", "The sky"), ("user", "two")]

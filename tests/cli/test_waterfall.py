@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hearth.cli.waterfall import MIN_BAR, waterfall
+from hearth.control.views import Span
+from tests.cli.fake_service import EXPLANATION
+
+
+def test_bars_lie_on_one_axis_of_time() -> None:
+    lines = waterfall(EXPLANATION, width=60)
+
+    assert lines == [
+        "r1  smol  stop",
+        "on w0: loaded into free memory",
+        "38 prompt tokens (16 cached), 21 output tokens, 40.0 tokens/s after the first",
+        "first token after 500 ms",
+        "",
+        "queue    █                                 1.0 ms",
+        "load     █████████████                     399 ms  from disk",
+        "prefill              ████                  100 ms",
+        "decode                   ████████████████  500 ms",
+        "         0                        1.000 s",
+        "",
+        "what happened",
+        "  0.0 ms  queued",
+        "  1.0 ms  placed       on w0",
+        "  500 ms  first_token",
+        "",
+        "bytes loaded",
+        "  disk  477 MiB  in 250 ms, 2.00 GB/s",
+        "",
+        "what each worker would have cost",
+        "  w0  425 ms: queue 0.0 ms, load 400 ms, 50% in use",
+        "  w1  busy models fill it",
+    ]
+
+
+def test_a_request_that_never_ran_still_has_its_explanation() -> None:
+    refused = replace(
+        EXPLANATION,
+        outcome="overloaded",
+        error="512 requests wait",
+        worker=None,
+        why=None,
+        options=(),
+        rungs=(),
+        marks=(),
+        spans=(),
+        tokens_per_s=None,
+        first_token_s=None,
+    )
+
+    assert waterfall(refused, 80) == [
+        "r1  smol  overloaded",
+        "512 requests wait",
+        "38 prompt tokens (16 cached), 21 output tokens",
+        "",
+    ]
+
+
+def test_preemptions_and_resumes_are_told() -> None:
+    lines = waterfall(replace(EXPLANATION, num_preemptions=2, num_resumes=1), 80)
+    assert "2 preemptions, 1 resumes on another worker" in lines
+
+
+def test_a_span_of_no_time_is_still_seen_and_none_leaves_the_axis() -> None:
+    spans = (Span("queue", 0.0, 0.0), Span("end", 2.0, 2.0))
+    first, last, axis = waterfall(replace(EXPLANATION, spans=spans), width=1)[5:8]
+
+    assert first.count("█") == last.count("█") == 1
+    assert last.index("█") == len("queue  ") + MIN_BAR - 1
+    assert axis.endswith("2.000 s")
