@@ -8,7 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "src" / "hearth"
 
-BASE = {"types", "errors"}
+BASE = {"types", "errors", "version"}
 EXECUTION = BASE | {"config", "policy", "kernels", "models"}
 COMPOSITION = EXECUTION | {
     *("text", "messages", "engine", "memory", "store", "snapshot"),
@@ -17,23 +17,25 @@ COMPOSITION = EXECUTION | {
 
 #: What each room, or file at the top of the package, may import of Hearth besides itself.
 ARROWS: dict[str, set[str]] = {
+    "version": set(),
     "errors": set(),
     "types": {"errors"},
     "config": BASE,
     "messages": BASE,
+    "wire": BASE | {"messages"},
     "policy": BASE,
     "kernels": BASE,
     "text": BASE,
     "models": BASE | {"kernels"},
-    "engine": EXECUTION,
+    "engine": EXECUTION | {"text"},
     "memory": EXECUTION,
-    "store": EXECUTION,
+    "store": EXECUTION | {"messages"},
     "snapshot": EXECUTION,
     "transfer": EXECUTION | {"messages"},
-    "worker": EXECUTION | {"engine", "memory", "store", "snapshot", "transfer", "messages"},
+    "worker": EXECUTION | {"engine", "memory", "store", "snapshot", "transfer", "messages", "wire"},
     "forecast": BASE | {"policy"},
-    "control": BASE | {"config", "policy", "store", "messages", "forecast", "text"},
-    "api": BASE | {"config", "control"},
+    "control": BASE | {"config", "policy", "store", "messages", "wire", "forecast", "text"},
+    "api": BASE | {"config", "control", "messages", "policy", "text"},
     "sim": BASE | {"config", "policy", "snapshot"},
     "doctor": BASE | {"config", "kernels"},
     "offline": COMPOSITION,

