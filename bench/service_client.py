@@ -169,7 +169,7 @@ def completion(model: str, prompt: list[int], max_tokens: int, **fields: object)
 
 def request(method: str, path: str, body: Mapping[str, object] | None = None) -> bytes:
     data = b"" if body is None else json.dumps(body).encode()
-    head = f"{method} {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+    head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     return f"{head}Accept: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
 
 
