@@ -31,6 +31,10 @@ def tamed(case: Case) -> Case:
             if type(wish) is int and wish > most:
                 body[name] = most
         body.setdefault("max_tokens", 4)
+        messages = body.get("messages")
+        for message in messages if isinstance(messages, list) else ():
+            if isinstance(message, dict) and message.get("content") is None:
+                message["content"] = "Hi"  # which the document lets be absent, for the assistant's sake
     return case
 
 
