@@ -177,6 +177,14 @@ def main() -> None:
     results = {
         f"models_{num_models}": measured(num_models, ZIPF, REQUESTS_PER_S) for num_models in NUM_MODELS
     }
+    overloaded = measured(OVERLOADED_MODELS, UNIFORM, OVERLOADED_REQUESTS_PER_S)
+    rows = [
+        {"measure": name, "unit": "events/s", "value": result["events_per_s"], "aim": AIM_EVENTS_PER_S}
+        for name, result in [
+            *((f"{num_models:,} models", results[f"models_{num_models}"]) for num_models in NUM_MODELS),
+            (f"{OVERLOADED_MODELS:,} models, all equally popular, more requests than fit", overloaded),
+        ]
+    ]
     means = [_mean_us(results[f"models_{num_models}"]) for num_models in (NUM_MODELS[0], NUM_MODELS[-1])]
     growth = means[1] / means[0]
     allowed = math.log(NUM_MODELS[-1]) / math.log(NUM_MODELS[0])
@@ -194,13 +202,14 @@ def main() -> None:
         "brain",
         {
             "setting": setting,
+            "rows": rows,
             "growth": {
                 "factor": round(growth, 3),
                 "logarithm_allows": allowed,
                 "meets_aim": growth <= allowed,
             },
             **results,
-            "overloaded": measured(OVERLOADED_MODELS, UNIFORM, OVERLOADED_REQUESTS_PER_S),
+            "overloaded": overloaded,
         },
         save=args.save,
     )

@@ -37,6 +37,8 @@ from bench.service_models import TINY, write_random
 from bench.service_process import Service, deploy, serving
 from bench.service_run import Prompts, Round, in_turn, rounds, stream_all
 from hearth.config import EngineConfig
+from hearth.control.datadir import DataDir
+from hearth.control.registry import Registry
 
 NUM_THREADS = os.cpu_count() or 1
 KV_BYTES = 512 << 20  #: of the engine alone, and the least of the service's tiny model
@@ -73,7 +75,7 @@ def overhead(scale: Scale, place: Path) -> Part:
     prompts = Prompts(vocab_size=49152, num_tokens=64)
     num_tokens = scale.overhead_streams * scale.overhead_tokens
     with (
-        bare(data_dir / "models" / "smollm2", EngineConfig(kv_bytes=KV_BYTES), NUM_THREADS) as engine,
+        bare(deployed_at(data_dir), EngineConfig(kv_bytes=KV_BYTES), NUM_THREADS) as engine,
         serving(data_dir, ["--device", "cpu", "--workers", "1"]) as service,
     ):
 
@@ -193,6 +195,13 @@ PARTS = {"overhead": overhead, "rate": rate, "dispatch": dispatch}
 
 
 # What parts share.
+
+
+def deployed_at(data_dir: Path) -> Path:
+    """The directory of the one model that is deployed."""
+    with Registry.open(DataDir.open(data_dir)) as registry:
+        (deployed,) = registry.all()
+    return Path(deployed.directory)
 
 
 def one_by_one(engine: Bare, prompts: Prompts, num_prompts: int) -> list[float]:
