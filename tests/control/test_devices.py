@@ -3,13 +3,12 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from hearth.config import ServiceConfig
 from hearth.control import devices
-from hearth.control.devices import Devices, Gpu, gpus, machine_bytes, resolve
+from hearth.control.devices import Devices, Gpu, gpus, resolve
 from hearth.errors import DeviceError
 
 TWO = [Gpu(0, "one", 1 << 30), Gpu(1, "two", 1 << 30)]
@@ -59,18 +58,6 @@ def test_workers_share_the_cores_and_each_has_one() -> None:
     alone, crowd = Devices("cpu", (0,), 1), Devices("cpu", (0,), 1000)
     assert alone.threads_per_worker >= 1
     assert crowd.threads_per_worker == 1
-
-
-def test_memory_is_what_the_container_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_LIMITS", ())
-    physical_bytes = machine_bytes()
-    limits = [tmp_path / name for name in ("max", "low", "absent")]
-    limits[0].write_text("max\n")
-    limits[1].write_text("1048576\n")
-    monkeypatch.setattr(devices, "_LIMITS", limits[:1])
-    assert machine_bytes() == physical_bytes
-    monkeypatch.setattr(devices, "_LIMITS", limits)
-    assert machine_bytes() == 1 << 20
 
 
 def test_none_of_what_the_gateway_imports_loads_torch() -> None:

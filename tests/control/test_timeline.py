@@ -23,7 +23,7 @@ def test_a_warm_request_is_queue_prefill_and_decode() -> None:
     line = timeline()
     option = Option(W0, 0.0, 0.0, 0.5, 0.1)
     line.placed(100.5, W0, "resident", (option,), None)
-    line.started(100.6, num_cached_tokens=4)
+    line.started(100.6, num_cached_tokens=4, waited_s=0.1)
     for now_s in (101.0, 101.5, 102.0):
         line.token(now_s)
     line.ended(102.0, "stop")
@@ -43,6 +43,8 @@ def test_a_cold_request_shows_the_load_that_it_waited_for() -> None:
     line = timeline()
     load = LoadLog(1, W0, began_s=100.0)
     line.placed(100.0, W0, "free_room", (), load)
+    for number in range(1, 5):
+        load.progressed(100.3 + number / 10, number)
     load.first_layer_at_s, load.loaded, load.ended_s = 100.3, loaded(), 100.8
     line.token(100.9)
     told = line.explain(now_s=101.0)
@@ -54,7 +56,11 @@ def test_a_cold_request_shows_the_load_that_it_waited_for() -> None:
     assert spans["open"] == (0.0, 0.05)
     assert spans["assemble"] == (0.05, 0.25)
     assert spans["load"] == (0.25, 0.75)
-    assert [mark.what for mark in told.marks] == ["queued", "placed", "first_layer", "loaded", "first_token"]
+    assert [(mark.what, mark.detail[:2]) for mark in told.marks if mark.what == "layers_ready"] == [
+        *(("layers_ready", "1 "), ("layers_ready", "2 "), ("layers_ready", "3 "))
+    ]
+    others = [mark.what for mark in told.marks if mark.what != "layers_ready"]
+    assert others == ["queued", "placed", "first_layer", "loaded", "first_token"]
 
 
 def test_a_load_that_began_before_the_request_begins_with_it() -> None:
@@ -67,11 +73,11 @@ def test_a_load_that_began_before_the_request_begins_with_it() -> None:
 def test_a_resumed_request_has_two_stays() -> None:
     line = timeline()
     line.placed(100.0, W0, "resident", (), None)
-    line.started(100.0, 0)
+    line.started(100.0, 0, 0.0)
     line.token(101.0)
     line.lost(102.0, W0)
     line.placed(103.0, W1, "resident", (), None)
-    line.started(103.0, 0)
+    line.started(103.0, 0, 0.0)
     line.token(104.0)
     line.ended(104.0, "length")
     told = line.explain(now_s=200.0)

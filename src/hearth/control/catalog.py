@@ -149,7 +149,7 @@ class Catalog:
                 )
             },
             keep_alive_s=keep_alive_s,
-            is_pinned=config.pinned or math.isinf(keep_alive_s),
+            is_pinned=config.pinned,
             weight=config.latency_weight,
             digest=deployed.digest,
         )

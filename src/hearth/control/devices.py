@@ -18,9 +18,6 @@ from hearth.errors import DeviceError
 
 log = logging.getLogger(__name__)
 
-#: Where a container's memory is limited, in the two versions of cgroups.
-_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -69,13 +66,6 @@ def gpus() -> list[Gpu]:
     if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return []
     return [_gpu(cuda, index) for index in range(count.value)]
-
-
-def machine_bytes() -> int:
-    """The machine's memory, or the container's limit where that is lower."""
-    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    texts = [path.read_text().strip() for path in _LIMITS if path.is_file()]
-    return min(sizes + [int(text) for text in texts if text.isdigit()])
 
 
 def _gpu(cuda: ctypes.CDLL, index: int) -> Gpu:

@@ -239,7 +239,7 @@ class Driver:
         for admitted in step_done.admitted:
             live = self.runs.get(admitted.run)
             if live is not None:
-                live.timeline.started(now_s, admitted.num_cached_tokens)
+                live.timeline.started(now_s, admitted.num_cached_tokens, admitted.waited_s)
                 live.stream.num_cached_tokens = live.timeline.num_cached_tokens
         for run in step_done.preempted:
             self._metrics.preemptions.inc()
@@ -248,6 +248,7 @@ class Driver:
         for one in said:
             self._deliver(now_s, one, step_done)
         self._metrics.output_tokens.inc(len(said))
+        self._metrics.step.observe(step_done.step_s)
 
     def _deliver(self, now_s: float, said: Said, step_done: messages.StepDone) -> None:
         live, piece = said.live, said.piece
@@ -292,6 +293,7 @@ class Driver:
     ) -> None:
         match fact:
             case messages.LoadProgressed():
+                load.progressed(now_s, fact.num_layers)
                 self.post(events.LoadProgressed(now_s, worker, fact.model, fact.num_bytes))
             case messages.ModelLoaded():
                 self._loaded(now_s, worker, load, fact)

@@ -32,5 +32,4 @@ class Live:
     is_complete: bool = False  #: the text has its end, and later tokens are none of it
     run: int | None = None  #: None: not on a worker
     worker: WorkerId | None = None
-    num_resumes: int = 0
     digest: str | None = None  #: of the version of the model that the prompt was made for; None: any

@@ -86,6 +86,9 @@ class Metrics:
         self.cold_start = histograms.add_labelled(
             *("hearth_cold_start_seconds", "Time to load a model.", _COLD_START_S, "tier", list(Rung))
         )
+        self.step = histograms.add(
+            "hearth_step_seconds", "Steps of engines, as workers see them.", _INTER_TOKEN_S
+        )
         self.registry.register(histograms)
         self.rung_bytes = self._counter("hearth_loaded_bytes", "Bytes of weights loaded.", "tier")
         self.requests = self._counter("hearth_requests", "Requests that ended.", "outcome")

@@ -230,9 +230,6 @@ class Names:
     def unknown(self, name: str) -> UnknownModel:
         return UnknownModel(f"no model is deployed under `{name:.80}`; {self._hint(name)}")
 
-    def aliases_of(self, name: str) -> tuple[str, ...]:
-        return self._models[name].aliases if name in self._models else ()
-
     def _hint(self, name: str) -> str:
         known = [*self._by_name, *(a for a, n in self._name_by_alias.items() if n in self._by_name)]
         if nearest := get_close_matches(name[:128], known, n=1):

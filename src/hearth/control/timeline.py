@@ -24,7 +24,13 @@ class LoadLog:
     loaded: ModelLoaded | None = None
     ended_s: float | None = None
     first_layer_at_s: float | None = None
+    layers: list[tuple[float, int]] = field(default_factory=list)  #: when so many of them could run
     failure: str | None = None
+
+    def progressed(self, now_s: float, num_layers: int) -> None:
+        """Noted whenever half as many again can run: some ten times for any model."""
+        if num_layers and (not self.layers or num_layers >= 1.5 * self.layers[-1][1]):
+            self.layers.append((now_s, num_layers))
 
 
 @dataclass(slots=True)
@@ -73,13 +79,15 @@ class Timeline:
         self.stays.append(Stay(worker, now_s))
         self.mark(now_s, "placed" if len(self.stays) == 1 else "resumed", f"on {worker}: {why}")
 
-    def started(self, now_s: float, num_cached_tokens: int) -> None:
+    def started(self, now_s: float, num_cached_tokens: int, waited_s: float) -> None:
+        """`waited_s`: on the worker, for the model or for a slot."""
         stay = self.stays[-1]
         if stay.started_s is None:
             stay.started_s = now_s
         if len(self.stays) == 1 and not self.num_preemptions:
             self.num_cached_tokens = num_cached_tokens
-        self.mark(now_s, "started", f"{num_cached_tokens} tokens found in the prefix cache")
+        told = f"{num_cached_tokens} tokens found in the prefix cache"
+        self.mark(now_s, "started", f"after {waited_s:.3f} s on the worker, {told}")
 
     def preempted(self, now_s: float) -> None:
         self.num_preemptions += 1
@@ -162,6 +170,8 @@ class Timeline:
         opened_s = load.began_s + loaded.open_s
         copying_s = opened_s + loaded.assemble_s
         gigabytes = ", ".join(f"{use.num_bytes / 1e9:.3f} GB from {use.rung}" for use in loaded.rungs)
+        if loaded.shared_bytes:
+            gigabytes += f", {loaded.shared_bytes / 1e9:.3f} GB that another load was reading"
         return [
             self._span("open", load.began_s, opened_s, "the model is looked up"),
             self._span("assemble", opened_s, copying_s, "memory and engine"),
@@ -178,6 +188,7 @@ class Timeline:
         if self.load is not None:
             if self.load.first_layer_at_s is not None:
                 marks.append((self.load.first_layer_at_s, "first_layer", "the first layer can run"))
+            marks += [(at_s, "layers_ready", f"{num} layers can run") for at_s, num in self.load.layers]
             if self.load.loaded is not None and self.load.ended_s is not None:
                 marks.append((self.load.ended_s, "loaded", f"on {self.load.worker}"))
         if self.first_token_s is not None:

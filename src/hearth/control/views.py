@@ -73,7 +73,7 @@ class Mark:
     """A moment on a request's timeline."""
 
     at_s: float  #: since the arrival of the request
-    what: str  #: queued, placed, load_began, first_layer, loaded, started, first_token, preempted, lost, ...
+    what: str  #: queued, placed, first_layer, layers_ready, loaded, started, first_token, preempted, ...
     detail: str = ""
 
 

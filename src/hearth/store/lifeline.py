@@ -14,5 +14,7 @@ def die_with_parent() -> None:
     The end of standard input says the same; this is for a process that no longer listens.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Ctrl-C reaches every process of a terminal, but only the parent may decide what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches every process of a terminal, and a service manager tells all to end, but what that means
+    # is for the parent to decide: it may have requests to finish.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
