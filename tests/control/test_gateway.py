@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from hearth.config import HearthConfig, ModelConfig
-from hearth.control.ask import Ask, Chat
+from hearth.control.ask import Ask, Chat, Piece
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
 from hearth.control.deploy import DeployOrder
 from hearth.control.deployer import carry_out
 from hearth.control.driver import Driver
 from hearth.control.gateway import MIN_TEXT_CHARS, Gateway
-from hearth.control.hearing import Heard
+from hearth.control.hearing import Heard, Said
 from hearth.control.journal import Journal
 from hearth.control.metrics import Metrics
 from hearth.control.registry import Deployed, Registry
@@ -26,11 +26,11 @@ from hearth.control.stock import Stock
 from hearth.control.supervisor import Supervisor, Vigilance
 from hearth.control.texts import Texts
 from hearth.errors import BadPrompt, EngineFailed, PromptTooLong, ServiceError, ShuttingDown, UnknownModel
-from hearth.messages import CancelRequest, Hello, KeeperSetup, Order, StartRequest, StepDone
+from hearth.messages import CancelRequest, Hello, HostModel, KeeperSetup, Order, StartRequest, StepDone
 from hearth.policy.events import BrainConfig
 from hearth.policy.fleet import Fleet
 from hearth.store.keeper_client import KeeperClient
-from hearth.types import SamplingParams, WorkerId
+from hearth.types import FinishReason, ModelId, SamplingParams, WorkerId
 
 CONTEXT = 32
 WORKER = WorkerId("w0")
@@ -176,5 +176,73 @@ def test_a_text_that_breaks_fails_its_request_and_frees_the_worker(
         assert wire.orders[-1] == CancelRequest(starts[0].run)
         assert set(office.driver.requests) == {other.request_id}
         office.gateway.end_all()
+
+    with_office(data_dir, scene)
+
+
+def spoken(office: Office, wire: Wire, *tokens: int, finished: bool = False) -> None:
+    """Every run of the worker says these tokens, as the text thread hands them on."""
+    for token in tokens:
+        runs = {run: live for run, live in office.driver.runs.items() if live.worker == wire.worker}
+        is_last = finished and token == tokens[-1]
+        reasons = dict.fromkeys(runs, FinishReason.STOP) if is_last else {}
+        said = []
+        for run, live in runs.items():
+            live.emitted.append(token)
+            piece = live.transcript.push(token, reasons.get(run))
+            said.append(Said(live, Piece(piece.text, token, None, piece.finish_reason)))
+        step = StepDone(ModelId("tiny"), list(runs), [token] * len(runs), reasons)
+        office.driver.hear(Heard(wire, 0, step, said))  # type: ignore[arg-type] # as much of a link as is needed
+
+
+def test_a_request_is_on_its_way_in_the_turn_in_which_it_is_taken(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(office: Office) -> None:
+        wire = office.join()
+        await office.gateway.submit(ask())
+        assert [type(order) for order in wire.orders] == [HostModel, StartRequest]
+        await office.gateway.submit(ask())
+        assert [type(order) for order in wire.orders] == [HostModel, StartRequest, StartRequest]
+        office.gateway.end_all()
+
+    with_office(data_dir, scene)
+
+
+def test_a_request_whose_worker_is_lost_goes_on_with_all_that_was_said(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(office: Office) -> None:
+        first = office.join()
+        stream = await office.gateway.submit(ask())
+        spoken(office, first, 5, 6)
+        office.driver.hear(Heard(first, 0, None))  # type: ignore[arg-type] # as much of a link as is needed
+        second = office.join()
+        (before, after) = (
+            next(order for order in wire.orders if isinstance(order, StartRequest))
+            for wire in (first, second)
+        )
+        assert (before.output, after.output) == ((), (5, 6))
+        assert (before.prompt, before.sampling) == (after.prompt, after.sampling)
+        assert before.run != after.run
+        spoken(office, second, 7, finished=True)
+        assert [piece.token for piece in await stream.next()] == [5, 6, 7]
+        explained = office.gateway.explain(stream.request_id)
+        assert explained is not None
+        assert (explained.outcome, explained.num_resumes, explained.num_output_tokens) == ("stop", 1, 3)
+
+    with_office(data_dir, scene)
+
+
+def test_a_stop_string_ends_the_answer_and_frees_the_worker(data_dir: DataDir, deployed: Deployed) -> None:
+    async def scene(office: Office) -> None:
+        wire = office.join()
+        tokenizer = await office.gateway.tokenizer("tiny")
+        (token, *_) = tokenizer.encode("!", add_special_tokens=False)
+        stream = await office.gateway.submit(Ask("tiny", "!!", SamplingParams(stop=["!"])))
+        spoken(office, wire, token)
+        assert [piece.finish_reason for piece in await stream.next()] == [FinishReason.STOP]
+        assert isinstance(wire.orders[-1], CancelRequest)
+        assert not office.driver.requests
 
     with_office(data_dir, scene)

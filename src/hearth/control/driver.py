@@ -239,7 +239,8 @@ class Driver:
         for admitted in step_done.admitted:
             live = self.runs.get(admitted.run)
             if live is not None:
-                live.timeline.started(now_s, admitted.num_cached_tokens, admitted.waited_s)
+                began_s = now_s - step_done.step_s  # it is told when its first step is launched
+                live.timeline.started(began_s, admitted.num_cached_tokens, admitted.waited_s)
                 live.stream.num_cached_tokens = live.timeline.num_cached_tokens
         for run in step_done.preempted:
             self._metrics.preemptions.inc()
