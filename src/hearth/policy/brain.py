@@ -36,6 +36,7 @@ from hearth.policy.events import (
     WorkerLost,
 )
 from hearth.policy.fleet import Fleet
+from hearth.policy.refusal import gone, outdated, refuse_hopeless, reject, replaced
 from hearth.policy.replica import Failure, Model, Replica, Request, Stop
 from hearth.policy.room import victim
 from hearth.policy.route import is_failed_everywhere, misfit, pinned_out
@@ -65,7 +66,7 @@ def _settle_down(fleet: Fleet) -> list[Action]:
     while fleet.is_changed or fleet.is_pin_new:
         if fleet.is_pin_new:
             fleet.is_pin_new = False
-            actions += _refuse_hopeless(fleet)
+            actions += refuse_hopeless(fleet)
         if fleet.is_changed:
             actions += serve(fleet)
     return actions
@@ -115,7 +116,7 @@ def _arrived(fleet: Fleet, event: RequestArrived) -> list[Action]:
         message = f"no model is deployed as `{event.model}`"
         return [Reject(event.request_id, RejectReason.UNKNOWN_MODEL, message)]
     if event.digest is not None and event.digest != model.profile.digest:
-        return [Reject(event.request_id, RejectReason.MODEL_REMOVED, _replaced(model))]
+        return [Reject(event.request_id, RejectReason.MODEL_REMOVED, replaced(model))]
     if (why_not := misfit(fleet, model.profile)) is not None:
         return [Reject(event.request_id, RejectReason.NEVER_FITS, why_not)]
     if not model.usable and (refused := _refuse_unusable(fleet, event, model, model.profile)) is not None:
@@ -150,7 +151,7 @@ def _beyond_queue(fleet: Fleet, event: RequestArrived) -> Reject | None:
         return None
     turnover_s = fleet.estimates.run_s() * fleet.num_waiting / max(1, fleet.num_running)
     message = f"{max_queue} requests wait for room or a free slot, the limit: {max_queue}; try again later"
-    return _reject(fleet, request, RejectReason.QUEUE_FULL, message, max(MIN_RETRY_S, turnover_s))
+    return reject(fleet, request, RejectReason.QUEUE_FULL, message, max(MIN_RETRY_S, turnover_s))
 
 
 def _finished(fleet: Fleet, event: RequestFinished) -> list[Action]:
@@ -241,7 +242,7 @@ def _failed(fleet: Fleet, event: ModelFailed) -> list[Action]:
         if is_failed_everywhere(fleet, model):
             delay_s = FIRST_DELAY_S if model.failure is None else min(MAX_DELAY_S, 2 * model.failure.delay_s)
             model.failure = Failure(message, delay_s, fleet.now_s + delay_s)
-    actions: list[Action] = [_reject(fleet, r, RejectReason.LOAD_FAILED, message) for r in requests]
+    actions: list[Action] = [reject(fleet, r, RejectReason.LOAD_FAILED, message) for r in requests]
     fleet.remove(replica)
     return actions
 
@@ -251,7 +252,7 @@ def _failed(fleet: Fleet, event: ModelFailed) -> list[Action]:
 
 def _joined(fleet: Fleet, event: WorkerJoined) -> list[Action]:
     fleet.join(event)
-    return _refuse_hopeless(fleet)
+    return refuse_hopeless(fleet)
 
 
 def _lost(fleet: Fleet, name: WorkerId) -> list[Action]:
@@ -271,16 +272,16 @@ def _resume(fleet: Fleet, requests: list[Request], reason: RejectReason, message
     models: dict[ModelId, Model] = {}
     for request in requests:
         model, most = request.model, fleet.config.max_resumes
-        if (why_not := _outdated(request)) is not None:
-            actions.append(_reject(fleet, request, RejectReason.MODEL_REMOVED, why_not))
+        if (why_not := outdated(request)) is not None:
+            actions.append(reject(fleet, request, RejectReason.MODEL_REMOVED, why_not))
         elif request.num_resumes > most:
             told = f"{message}; that was the loss number {request.num_resumes}, the limit: {most}"
-            actions.append(_reject(fleet, request, reason, told))
+            actions.append(reject(fleet, request, reason, told))
         else:
             models[model.name] = model
     for model in models.values():
         actions += fill(fleet, model)
-    return actions + _refuse_hopeless(fleet)  # It may have been redeployed as a larger one.
+    return actions + refuse_hopeless(fleet)  # It may have been redeployed as a larger one.
 
 
 # Models.
@@ -301,20 +302,20 @@ def _deployed(fleet: Fleet, profile: ModelProfile) -> list[Action]:
         fleet.settle_all(model)
         return []
     actions: list[Action] = [
-        _reject(fleet, request, RejectReason.MODEL_REMOVED, why_not)
+        reject(fleet, request, RejectReason.MODEL_REMOVED, why_not)
         for request in list(model.waiting.values())
-        if (why_not := _outdated(request)) is not None
+        if (why_not := outdated(request)) is not None
     ]
-    return actions + _retire(fleet, model) + _refuse_hopeless(fleet)
+    return actions + _retire(fleet, model) + refuse_hopeless(fleet)
 
 
 def _removed(fleet: Fleet, name: ModelId) -> list[Action]:
     model = fleet.models.get(name)
     if model is None or model.profile is None:
         return []
-    message = _gone(model)
+    message = gone(model)
     waiting = list(model.waiting.values())
-    actions: list[Action] = [_reject(fleet, r, RejectReason.MODEL_REMOVED, message) for r in waiting]
+    actions: list[Action] = [reject(fleet, r, RejectReason.MODEL_REMOVED, message) for r in waiting]
     model.profile = model.named_keep_alive_s = model.bytes_by_rung = None
     fleet.forgive_all(model)
     fleet.place_pinned(model)
@@ -355,51 +356,6 @@ def _leave_if_idle(fleet: Fleet, replica: Replica) -> list[Action]:
     cost_s = victim(replica, fleet.estimates, fleet.now_s).cost_s
     fleet.remove(replica)
     return [Evict(replica.model.name, replica.worker.name, cost_s)]
-
-
-# Refusals.
-
-
-def _refuse_hopeless(fleet: Fleet) -> list[Action]:
-    """Those who wait for room that no worker can ever have, or none beside what is pinned.
-
-    While a lost worker is being replaced, nobody is: they may have come from there.
-    """
-    if not fleet.is_complete:
-        return []
-    actions: list[Action] = []
-    for model in [fleet.models[name] for name in fleet.room_queue]:
-        if model.profile is None:
-            continue
-        reason, why_not = RejectReason.NEVER_FITS, misfit(fleet, model.profile)
-        if why_not is None:
-            reason, why_not = RejectReason.PINNED_OUT, pinned_out(fleet, model.profile)
-        if why_not is not None:
-            actions += [_reject(fleet, request, reason, why_not) for request in list(model.waiting.values())]
-    return actions
-
-
-def _outdated(request: Request) -> str | None:
-    """Why a request cannot go on, for people: its model is gone, or not the one that it was accepted for."""
-    profile = request.model.profile
-    if profile is None:
-        return _gone(request.model)
-    return None if profile.digest == request.digest else _replaced(request.model)
-
-
-def _gone(model: Model) -> str:
-    return f"model `{model.name}` was removed before the request was done"
-
-
-def _replaced(model: Model) -> str:
-    return f"model `{model.name}` was replaced by another version before the request was done; ask again"
-
-
-def _reject(
-    fleet: Fleet, request: Request, reason: RejectReason, message: str, retry_s: float | None = None
-) -> Reject:
-    fleet.end(request)
-    return Reject(request.request_id, reason, message, retry_s)
 
 
 def _replica(fleet: Fleet, worker: WorkerId, model: ModelId) -> Replica | None:
