@@ -134,7 +134,7 @@ _SHARED = (
 
 
 class HostModel(Struct, frozen=True, tag=True):
-    """Take memory for a model and start loading it. Requests may follow at once and run behind the load."""
+    """Take memory for a model and start loading it. Requests may follow at once and wait there."""
 
     model: ModelId
     hosting: int  #: a number of this stay of the model; what the worker says of it names it

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hearth.api.errors import body_too_large, error_response, on_hearth_error
+from hearth.control.crash import frames_of
 from hearth.control.keys import is_loopback
 from hearth.errors import Forbidden, HearthError, Unauthorized
 
@@ -63,10 +64,13 @@ class Guard:
             else:
                 await self._app(scope, self._counted(receive), noted)
                 return
-        except Exception:
+        except Exception as error:  # the one broad handler of the API
             error_id = ",".join(scope.get("request_ids", [])) or f"err-{secrets.token_hex(8)}"
             # As Python spells it: a path may hold line breaks, and what looks like lines of this log.
-            log.exception("request_failed id=%s method=%r path=%r", error_id, scope["method"], scope["path"])
+            log.error(
+                "request_failed id=%s method=%r path=%r error=%s\n%s",
+                *(error_id, scope["method"], scope["path"], type(error).__name__, frames_of(error)),
+            )
             if is_started:
                 return  # and the server closes the connection: the client sees that the end is missing
             message = f"internal error; the service's log says more under `{error_id}`"

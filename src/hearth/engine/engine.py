@@ -103,6 +103,7 @@ class Engine:
         self.batcher = batcher
         self.runner = runner
         self.intake = Intake(batcher, guides, vocab_size, eos_ids)
+        self.request = self.intake.request
         self._flight: _Flight | None = None
 
     @property
@@ -115,18 +116,6 @@ class Engine:
         num_blocks = blocks.num_blocks - 1  # the sink holds nobody's KV
         num_used = num_blocks - blocks.num_available
         return Usage(self.batcher.num_running, self.batcher.num_waiting, num_used, num_blocks)
-
-    def request(
-        self,
-        request_id: RequestId,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        salt: bytes = b"",
-        output: Sequence[int] = (),
-        guide: GuideSpec | None = None,
-    ) -> Request:
-        """See `Intake.request`; any thread may call it."""
-        return self.intake.request(request_id, prompt, params, salt, output, guide)
 
     def add(self, request: Request) -> None:
         self.batcher.add(request)

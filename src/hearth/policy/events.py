@@ -205,7 +205,7 @@ class Why(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Give a request to a worker; where the model is still loading there, it runs behind the load."""
+    """Give a request to a worker; where the model is still loading there, it waits for it."""
 
     request_id: RequestId
     model: ModelId
