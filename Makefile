@@ -17,8 +17,8 @@ CODE := src tests bench scripts/tables
 ON_GPU := PYTHONPATH=src:.carry python3
 # Tests that concern no device and need packages that are not carried there.
 NOT_ON_GPU := tests/api tests/cli tests/control tests/service tests/engine/test_guide.py
-BENCHES := engine kernels load chunks service_gpu
-CPU_BENCHES := engine_cpu perplexity service brain
+BENCHES := engine kernels load chunks service_gpu reuse elastic
+CPU_BENCHES := engine_cpu perplexity service brain elastic_cpu
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check lint arrows format soak test-gpu bench-gpu bench-cpu clean

@@ -3,12 +3,15 @@
     worker                                gateway
     (connects)                            Challenge
     Hello, with a proof of the secret     Welcome, with the gateway's own proof; or the connection ends
-    StepDone, one per step, ...           HostModel, DropModel, StartRequest, CancelRequest, Ping, Shutdown
+    StepDone, one per step, ...           HostModel, RetireModel, DropModel, RegardModel, StartRequest,
+                                          CancelRequest, Ping, Shutdown
 
 Both directions keep their order, and that is part of the contract: a worker carries out orders one after
-the other, so a model that is dropped before another is hosted has left its memory by then. A `run` is one
-stay of a request on one worker: a number that is never used again, so that what a lost worker said last is
-not mistaken for what its successor says.
+the other, so a model that is retired before another is hosted may be taken from by then. The gateway sees to
+it that what hosted models are promised, weights, workspace and `kv_floor_bytes` of each, is never more than
+the worker's budget; what is beyond that the worker shares out itself. A `run` is one stay of a request on one
+worker: a number that is never used again, so that what a lost worker said last is not mistaken for what its
+successor says.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ from typing import Literal
 
 from msgspec import Struct
 
-from hearth.types import FinishReason, ModelId, Rung, SamplingParams, TokenLogprobs, WorkerId
+from hearth.types import FinishReason, Hold, ModelId, Rung, SamplingParams, TokenLogprobs, WorkerId
 
 #: Both sides must have the same. Raise it with every change of this file.
-VERSION = 1
+VERSION = 2
 
 
 # What a process is told on its standard input, as one line of JSON, when it is started.
@@ -134,7 +137,10 @@ _SHARED = (
 
 
 class HostModel(Struct, frozen=True, tag=True):
-    """Take memory for a model and start loading it. Requests may follow at once and wait there."""
+    """Make room for a model and load what is missing of it. Requests may follow at once and wait there.
+
+    From now on it is promised its memory; one that was retired comes back.
+    """
 
     model: ModelId
     hosting: int  #: a number of this stay of the model; what the worker says of it names it
@@ -142,14 +148,31 @@ class HostModel(Struct, frozen=True, tag=True):
     digest: str  #: of the manifest; another one there means that the model was changed
     weight: float  #: T2's alpha
     max_context: int
-    kv_bytes: int
+    kv_floor_bytes: int  #: of KV that it is promised, however much others want
+    max_kv_bytes: int  #: it never gets more
     eos_ids: tuple[int, ...]
 
 
-class DropModel(Struct, frozen=True, tag=True):
-    """Give back all memory of a model; what it still runs ends without a word."""
+class RetireModel(Struct, frozen=True, tag=True):
+    """An idle model is promised nothing any more: what others need of its memory is taken, the rest stays."""
 
     model: ModelId
+
+
+class DropModel(Struct, frozen=True, tag=True):
+    """Give back all memory of a model, also of a retired one; what it still runs ends without a word."""
+
+    model: ModelId
+
+
+class RegardModel(Struct, frozen=True, tag=True):
+    """How a hosted model is held while it has no requests: retained, warm or pinned.
+
+    A new one is warm, and so is a retained one that gets a request.
+    """
+
+    model: ModelId
+    hold: Hold
 
 
 class StartRequest(Struct, frozen=True, tag=True):
@@ -210,7 +233,7 @@ class RunFailed(Struct, frozen=True, tag=True):
 class LoadProgressed(Struct, frozen=True, tag=True):
     model: ModelId
     hosting: int
-    num_bytes: int
+    num_bytes: int  #: of those that were missing
     num_layers: int  #: that can run
 
 
@@ -224,6 +247,7 @@ class ModelLoaded(Struct, frozen=True, tag=True):
     model: ModelId
     hosting: int
     rungs: tuple[RungBytes, ...]
+    reused_bytes: int  #: that were on the device already
     shared_bytes: int  #: that another load was reading already
     open_s: float  #: from the order until the keeper had found the model
     assemble_s: float  #: then memory was taken and the engine put together
@@ -241,19 +265,51 @@ class ModelFailed(Struct, frozen=True, tag=True):
     reason: str
 
 
+class Residency(Struct, frozen=True, tag=True):
+    """How much of the weights of each model is on the device, retired ones included. Sent when it changes."""
+
+    bytes_by_model: dict[ModelId, int]
+
+
 class ModelUse(Struct, frozen=True):
+    """What a model has of the pool, and what it does with it."""
+
     model: ModelId
-    num_running: int
-    num_waiting: int
-    kv_used_blocks: int
-    kv_blocks: int
+    hold: Hold
+    is_hosted: bool  #: False: retired, so it is promised nothing
+    weights_bytes: int  #: on the device or with memory there, of `total_bytes`
+    total_bytes: int
+    shared_bytes: int  #: of `weights_bytes`, those that another model has as well
+    kv_bytes: int
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_used_blocks: int = 0  #: of running requests
+    kv_cached_blocks: int = 0  #: prefixes that nobody reads at the moment
+    kv_blocks: int = 0  #: that it has now
+    block_bytes: int = 0  #: of KV
+    coming_bytes: int = 0  #: of `weights_bytes`, those that are still on their way
 
 
 class Pong(Struct, frozen=True, tag=True):
     number: int
-    used_bytes: int
+    budget_bytes: int
+    free_bytes: int
+    workspace_bytes: int
+    lost_bytes: int  #: to rounding and fragments
+    moved_bytes: int  #: since the worker started, to make place
+    fallbacks: dict[str, int]  #: of the pool, by name
     models: tuple[ModelUse, ...]
 
 
-Order = Welcome | HostModel | DropModel | StartRequest | CancelRequest | Ping | Shutdown
-Fact = Hello | StepDone | RunFailed | LoadProgressed | ModelLoaded | ModelFailed | Pong
+Order = (
+    Welcome
+    | HostModel
+    | RetireModel
+    | DropModel
+    | RegardModel
+    | StartRequest
+    | CancelRequest
+    | Ping
+    | Shutdown
+)
+Fact = Hello | StepDone | RunFailed | LoadProgressed | ModelLoaded | ModelFailed | Residency | Pong

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Literal, NewType
 
 from hearth.errors import BadSampling
@@ -22,6 +22,15 @@ class Rung(StrEnum):
     HOST = "host"
     DISK = "disk"
     OBJECT = "object"
+
+
+class Hold(IntEnum):
+    """What keeps a model in memory, weakest first. A number, because books are indexed with it."""
+
+    RETAINED = 0  #: idle past its keep_alive: its bytes stay until somebody needs the room
+    WARM = 1  #: idle within it: its bytes go only when nothing retained is left
+    BUSY = 2  #: has requests
+    PINNED = 3  #: never gives way
 
 
 class FinishReason(StrEnum):

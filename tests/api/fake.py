@@ -131,7 +131,7 @@ class FakeGateway:
     async def unload(self, name: str, free: bool) -> None:
         self.done.append(f"unload {self.model(name).name} {free}")
 
-    def ps(self) -> ProcessView:
+    async def look(self) -> ProcessView:
         return ProcessView((), (), 0, 0)
 
     def explain(self, request_id: str) -> Explanation | None:

@@ -16,6 +16,8 @@ from hearth.control.views import (
     Health,
     Mark,
     ModelView,
+    PartView,
+    PoolView,
     ProcessView,
     ResidentView,
     RungView,
@@ -41,9 +43,34 @@ MODEL = ModelView(
     keep_alive_s=None,
     is_pinned=False,
 )
+POOL = PoolView(
+    age_s=0.02,
+    parts=(
+        PartView("weights", "retained", "qwen", 3 << 30),
+        PartView("weights", "active", "smol", 538 << 20),
+        PartView("kv", "active", "smol", 30 << 20),
+        PartView("kv", "retained", "smol", 10 << 20),
+        PartView("kv", "spare", "smol", 60 << 20),
+        PartView("workspace", "active", None, 100 << 20),
+        PartView("free", "spare", None, (8 << 30) - (3 << 30) - (738 << 20)),
+    ),
+    moved_bytes=0,
+    fallbacks={},
+)
 PROCESSES = ProcessView(
-    workers=(WorkerView("w0", 4711, "cpu", "Neoverse-N1", "ready", 8 << 30, 600 << 20, 1),),
-    models=(ResidentView("smol", "w0", "warm", 600 << 20, 269 << 20, 538 << 20, 0, 252.0),),
+    workers=(
+        WorkerView("w0", 4711, "cpu", "Neoverse-N1", "ready", 8 << 30, (3 << 30) + (738 << 20), 1, POOL),
+    ),
+    models=(
+        ResidentView("qwen", "w0", "retained", 3 << 30, 3 << 30, 4 << 30, 0, None, is_hosted=False),
+        ResidentView(
+            *("smol", "w0", "busy", 638 << 20, 538 << 20, 538 << 20, 1, None),
+            kv_bytes=100 << 20,
+            kv_used_blocks=30,
+            kv_cached_blocks=10,
+            kv_blocks=100,
+        ),
+    ),
     num_waiting=2,
     num_running=1,
 )
@@ -56,7 +83,7 @@ EXPLANATION = Explanation(
     worker="w0",
     why="free_room",
     options=(
-        Option(WorkerId("w0"), 0.0, 0.4, 0.5, 0.425),
+        Option(WorkerId("w0"), 0.0, 0.4, 0.5, 0.425, missing_bytes=500_000_000),
         Option(WorkerId("w1"), 0.0, 0.0, 0.0, 0.0, "busy models fill it"),
     ),
     num_prompt_tokens=38,
@@ -67,6 +94,8 @@ EXPLANATION = Explanation(
     first_token_s=0.5,
     total_s=1.0,
     tokens_per_s=40.0,
+    reused_bytes=300_000_000,
+    shared_bytes=0,
     rungs=(RungView(Rung.DISK, 500_000_000, 0.25),),
     num_preemptions=0,
     num_resumes=0,

@@ -6,12 +6,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from hearth.control.datadir import DataDir
-from tests.cli.fake_service import FakeService
+from tests.cli.fake_service import PROCESSES, FakeService
 from tests.cli.shell import Hearth
 
 
@@ -27,18 +30,39 @@ def recorded(data_dir: Path, service: FakeService) -> Iterator[FakeService]:
 def test_ps_shows_workers_models_and_the_queue(hearth: Hearth, recorded: FakeService) -> None:
     assert hearth("ps").out.splitlines() == [
         "WORKER  PID   DEVICE       STATE  MEMORY              RESTARTS",
-        "w0      4711  Neoverse-N1  ready  600 MiB of 8.0 GiB  1",
+        "w0      4711  Neoverse-N1  ready  3.7 GiB of 8.0 GiB  1",
         "",
-        "MODEL  WORKER  STATE  MEMORY   LOADED  TIME LEFT",
-        "smol   w0      warm   600 MiB  50%     4m12s",
+        "w0  8.0 GiB",
+        "  ░░░░░░░░░░░░░░░░░░░░░░████▒≈································",
+        "  aaaaaaaaaaaaaaaaaaaaaabbbbb",
+        "  █ weights 538 MiB  ░ retained 3.0 GiB  ▒ KV 100 MiB  ≈ workspace 100 MiB",
+        "  · free 4.3 GiB",
+        "",
+        "MODEL  KEY  WORKER  STATE     WEIGHTS             SHARED  KV BLOCKS              RUNNING  TIME LEFT",
+        "qwen   a    w0      retained  3.0 GiB of 4.0 GiB  -       -                      0        -",
+        "smol   b    w0      busy      538 MiB of 538 MiB  -       30+10 of 100, 100 MiB  1        -",
         "",
         "requests: 1 running, 2 waiting",
     ]
 
 
+def test_ps_draws_with_plain_signs_where_the_terminal_has_no_others(
+    hearth: Hearth, recorded: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = TextIOWrapper(BytesIO(), "ascii")
+    monkeypatch.setattr("hearth.cli.service.out", Console(file=shown, width=80))
+    assert hearth("ps").code == 0
+    shown.seek(0)
+    assert "  ======================####+~................................\n" in shown.read()
+
+
 def test_ps_json_is_what_the_service_says(hearth: Hearth, recorded: FakeService) -> None:
     view = json.loads(hearth("ps", "--json").out)
-    assert (view["workers"][0]["pid"], view["models"][0]["state"], view["num_waiting"]) == (4711, "warm", 2)
+    assert (view["workers"][0]["pid"], view["models"][1]["state"], view["num_waiting"]) == (4711, "busy", 2)
+    assert view["workers"][0]["pool"]["parts"][0] == {
+        **{"kind": "weights", "state": "retained", "model": "qwen", "num_bytes": 3 << 30}
+    }
+    assert (view["models"][0]["is_hosted"], view["models"][1]["kv_cached_blocks"]) == (False, 10)
 
 
 @pytest.mark.parametrize("free", [False, True])
@@ -161,8 +185,19 @@ def test_doctor_tells_of_the_service(hearth: Hearth, recorded: FakeService) -> N
     assert report["service"] == {
         **{"data_dir": os.environ["HEARTH_DATA_DIR"], "num_models": 0, "status": "ok"},
         "url": recorded.url,
-        "workers": ["Neoverse-N1, ready, 600 MiB of 8.0 GiB in use, 1 restarts"],
+        "workers": ["Neoverse-N1, ready, 3.7 GiB of 8.0 GiB in use, 1 restarts"],
     }
+
+
+def test_doctor_names_the_fallbacks_of_pools(
+    hearth: Hearth, recorded: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (worker,) = PROCESSES.workers
+    assert worker.pool is not None
+    fallen = replace(worker, pool=replace(worker.pool, fallbacks={"address": 1}))
+    monkeypatch.setattr("tests.cli.fake_service.PROCESSES", replace(PROCESSES, workers=(fallen,)))
+    (told,) = json.loads(hearth("doctor", "--json").out)["service"]["workers"]
+    assert told.endswith("1 restarts, fallback address: 1 at another address than planned")
 
 
 def test_doctor_says_that_no_service_runs(hearth: Hearth, data_dir: Path) -> None:

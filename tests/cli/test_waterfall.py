@@ -28,10 +28,11 @@ def test_bars_lie_on_one_axis_of_time() -> None:
         "  500 ms  first_token",
         "",
         "bytes loaded",
-        "  disk  477 MiB  in 250 ms, 2.00 GB/s",
+        "  device  286 MiB  were there already, 477 MiB had to come",
+        "  disk    477 MiB  in 250 ms, 2.00 GB/s",
         "",
         "what each worker would have cost",
-        "  w0  425 ms: queue 0.0 ms, load 400 ms, 50% in use",
+        "  w0  425 ms: queue 0.0 ms, load 400 ms of 477 MiB, 50% in use",
         "  w1  busy models fill it",
     ]
 
@@ -45,6 +46,8 @@ def test_a_request_that_never_ran_still_has_its_explanation() -> None:
         why=None,
         options=(),
         rungs=(),
+        reused_bytes=0,
+        shared_bytes=0,
         marks=(),
         spans=(),
         tokens_per_s=None,
@@ -57,6 +60,23 @@ def test_a_request_that_never_ran_still_has_its_explanation() -> None:
         "38 prompt tokens (16 cached), 21 output tokens",
         "",
     ]
+
+
+def test_a_load_for_which_nothing_had_to_come_says_so() -> None:
+    lines = waterfall(replace(EXPLANATION, rungs=(), reused_bytes=3 << 30), 80)
+    assert "  device  3.0 GiB  were there already, 0 B had to come" in lines
+
+
+def test_a_load_onto_an_empty_device_tells_of_its_rungs_alone() -> None:
+    lines = waterfall(replace(EXPLANATION, reused_bytes=0), 80)
+    assert lines[lines.index("bytes loaded") + 1] == "  disk  477 MiB  in 250 ms, 2.00 GB/s"
+
+
+def test_what_another_load_was_reading_had_to_come_too() -> None:
+    lines = waterfall(replace(EXPLANATION, shared_bytes=1 << 30), 80)
+    at = lines.index("bytes loaded")
+    assert lines[at + 1] == "  device  286 MiB  were there already, 1.5 GiB had to come"
+    assert lines[at + 3] == "  shared  1.0 GiB  that another load was reading"
 
 
 def test_preemptions_and_resumes_are_told() -> None:

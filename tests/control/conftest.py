@@ -11,6 +11,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 from hearth.control.datadir import DataDir
+from hearth.control.deploy import DeployOrder
+from hearth.control.deployer import carry_out
+from hearth.control.registry import Deployed, Registry
 from hearth.store.convert import convert
 from tests.models.zoo import build
 
@@ -39,3 +42,11 @@ def converted(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     dest = tmp_path_factory.mktemp("converted") / "tiny-bf16"
     convert(checkpoint, dest, dtype="bfloat16", chunk_bytes=64 << 10)
     return dest
+
+
+@pytest.fixture
+def deployed(data_dir: DataDir, converted: Path) -> Deployed:
+    deployed = carry_out(DeployOrder(str(converted), "tiny"), data_dir, lambda *_: None)
+    with Registry.open(data_dir) as registry:
+        registry.add(deployed)
+    return deployed

@@ -14,7 +14,6 @@ from hearth.control.datadir import DataDir
 from hearth.control.registry import Deployed, Registry
 from hearth.errors import ConfigError
 from hearth.policy.footprint import StepLimits, fixed_bytes_of
-from hearth.policy.room import least_bytes
 from hearth.types import ModelId
 from tests.policy.test_footprint import LARGE
 
@@ -56,12 +55,17 @@ def test_a_context_is_cut_to_the_budget_and_that_is_said_once(
     tight = catalog(registry, TIGHT_BYTES)
     entry = tight.find(BIG)
     assert 2048 <= entry.max_context < LARGE.max_positions
-    assert least_bytes(entry.profile.footprints["cuda"]) <= TIGHT_BYTES
+    assert entry.profile.footprints["cuda"].least_bytes <= TIGHT_BYTES
     assert tight.view(entry).max_context == entry.max_context
-    assert tight.host_order(ModelId(BIG), 1, 1).max_context == entry.max_context
+    assert tight.host_order(ModelId(BIG), 1, 1, 2).max_context == entry.max_context
     tight.refresh()
     (line,) = cuts(caplog)
     assert line == f"context_cut model=big context={entry.max_context} made_for=8192 budget={TIGHT_BYTES}"
+
+
+def test_a_worker_is_told_how_much_kv_a_model_is_promised_and_may_have(registry: Registry) -> None:
+    order = catalog(registry, FITTING_BYTES).host_order(ModelId(BIG), 7, 100, 200)
+    assert (order.hosting, order.kv_floor_bytes, order.max_kv_bytes) == (7, 100, 200)
 
 
 def test_the_first_worker_tells_the_budget_where_the_configuration_does_not(registry: Registry) -> None:
@@ -89,7 +93,7 @@ def test_a_ceiling_cuts_the_context_like_a_budget(registry: Registry) -> None:
     entry = catalog(registry, FITTING_BYTES, memory_ceiling_bytes=TIGHT_BYTES).find(BIG)
     assert 2048 <= entry.max_context < LARGE.max_positions
     footprint = entry.profile.footprints["cuda"]
-    assert footprint.fixed_bytes + footprint.kv_bytes <= TIGHT_BYTES
+    assert footprint.fixed_bytes + footprint.max_kv_bytes <= TIGHT_BYTES
 
 
 def test_a_ceiling_that_not_even_a_short_context_fits_under_is_refused(registry: Registry) -> None:

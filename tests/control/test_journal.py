@@ -89,7 +89,7 @@ def test_a_disk_that_takes_no_more_ends_the_recording_and_not_the_service(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
         recorded(tmp_path / "journal")
     finally:
@@ -144,8 +144,8 @@ async def _break_the_brain(path: Path) -> None:
             driver.post(joined)
 
 
-def _no_order(model: ModelId, hosting: int, kv_bytes: int) -> HostModel:
-    raise AssertionError(f"nothing is deployed: {model=} {hosting=} {kv_bytes=}")
+def _no_order(model: ModelId, hosting: int, kv_floor_bytes: int, max_kv_bytes: int) -> HostModel:
+    raise AssertionError(f"nothing is deployed: {model=} {hosting=} {kv_floor_bytes=} {max_kv_bytes=}")
 
 
 def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:

@@ -72,13 +72,17 @@ async def connected(record: Record) -> AsyncIterator[Peer]:
         peer.writer.close()
 
 
+def pong(number: int) -> Pong:
+    return Pong(number, 0, 0, 0, 0, 0, {}, ())
+
+
 def test_a_worker_that_knows_the_secret_joins_and_its_frames_arrive_in_order() -> None:
     async def scene() -> list[bytes]:
         record = Record()
         async with connected(record) as peer:
             await peer.greet()
             wire.check_welcome(wire.order_of(await peer.body()), SECRET, b"n" * 32, WORKER)  # type: ignore[arg-type] # refused if it is another order
-            stream = b"".join(wire.frame(Pong(number, 0, ())) for number in range(50))
+            stream = b"".join(wire.frame(pong(number)) for number in range(50))
             for at in range(0, len(stream), 7):  # frames come apart on their way
                 peer.writer.write(stream[at : at + 7])
                 await asyncio.sleep(0)
@@ -86,7 +90,7 @@ def test_a_worker_that_knows_the_secret_joins_and_its_frames_arrive_in_order() -
         return record.bodies
 
     bodies = asyncio.run(scene())
-    assert [wire.fact_of(body) for body in bodies] == [Pong(number, 0, ()) for number in range(50)]
+    assert [wire.fact_of(body) for body in bodies] == [pong(number) for number in range(50)]
 
 
 async def _refused(secret: bytes = SECRET, worker: WorkerId = WORKER, version: int = VERSION) -> Record:
@@ -125,7 +129,7 @@ def test_the_end_of_a_connection_is_told_once_after_its_last_frame() -> None:
         async with connected(record) as peer:
             await peer.greet()
             await peer.body()
-            peer.say(Pong(1, 0, ()))
+            peer.say(pong(1))
             peer.writer.close()
             await record.until(1, record.left_links)
         return record
@@ -141,7 +145,7 @@ def test_a_worker_is_held_back_while_nobody_takes_what_it_said() -> None:
         async with connected(record) as peer:
             await peer.greet()
             await peer.body()
-            frame = wire.frame(Pong(1, 0, ()))
+            frame = wire.frame(pong(1))
             num_frames = 4 * link_module.MAX_UNREAD_BYTES // len(frame)
             peer.writer.write(frame * num_frames)
             waiting = asyncio.create_task(peer.writer.drain())

@@ -16,7 +16,15 @@ def timeline() -> Timeline:
 
 def loaded() -> ModelLoaded:
     rungs = (RungBytes(Rung.HOST, 3_000_000, 0.1), RungBytes(Rung.DISK, 1_000_000, 0.3))
-    return ModelLoaded(ModelId("m"), 1, rungs, 0, open_s=0.05, assemble_s=0.2, first_layer_s=0.1, total_s=0.5)
+    return ModelLoaded(
+        *(ModelId("m"), 1, rungs),
+        reused_bytes=6_000_000,
+        shared_bytes=0,
+        open_s=0.05,
+        assemble_s=0.2,
+        first_layer_s=0.1,
+        total_s=0.5,
+    )
 
 
 def test_a_warm_request_is_queue_prefill_and_decode() -> None:
@@ -45,17 +53,20 @@ def test_a_cold_request_shows_the_load_that_it_waited_for() -> None:
     line.placed(100.0, W0, "free_room", (), load)
     for number in range(1, 5):
         load.progressed(100.3 + number / 10, number)
-    load.first_layer_at_s, load.loaded, load.ended_s = 100.3, loaded(), 100.8
+    load.end(100.8, loaded())
     line.token(100.9)
     told = line.explain(now_s=101.0)
     assert told.outcome == "running"
     assert told.load_s is not None
     assert round(told.load_s, 6) == 0.8
+    assert told.reused_bytes == 6_000_000
     assert {view.rung: view.num_bytes for view in told.rungs} == {Rung.HOST: 3_000_000, Rung.DISK: 1_000_000}
     spans = {span.what: (round(span.begin_s, 6), round(span.end_s, 6)) for span in told.spans}
     assert spans["open"] == (0.0, 0.05)
     assert spans["assemble"] == (0.05, 0.25)
     assert spans["load"] == (0.25, 0.75)
+    details = {span.what: span.detail for span in told.spans}
+    assert details["load"] == "0.003 GB from host, 0.001 GB from disk, 0.006 GB were there"
     assert [(mark.what, mark.detail[:2]) for mark in told.marks if mark.what == "layers_ready"] == [
         *(("layers_ready", "1 "), ("layers_ready", "2 "), ("layers_ready", "3 "))
     ]
@@ -68,6 +79,53 @@ def test_a_load_that_began_before_the_request_begins_with_it() -> None:
     line.placed(100.0, W0, "loading", (), LoadLog(1, W0, began_s=90.0))
     (span,) = [span for span in line.explain(now_s=101.0).spans if span.what == "load"]
     assert (span.begin_s, span.end_s, span.detail) == (0.0, 1.0, "under way")
+
+
+def test_a_load_that_nobody_ordered_began_before_it_was_heard_of() -> None:
+    load = LoadLog(1, W0, began_s=101.0, is_again=True)
+    load.end(101.0, loaded())
+    assert (round(load.began_s, 6), round(load.first_layer_at_s or 0.0, 6)) == (100.25, 100.6)
+
+
+def again(began_s: float) -> LoadLog:
+    return LoadLog(1, W0, began_s=began_s, is_again=True)
+
+
+def test_a_load_that_was_expected_and_never_came_does_not_outlive_its_request() -> None:
+    line, load = timeline(), again(100.0)
+    line.placed(100.0, W0, "resident", (), load)
+    assert line.explain(now_s=100.5).load_s == 0.5
+    line.ended(101.0, "bad_request", "no such grammar")
+    assert line.explain(now_s=700.0).load_s == 1.0
+    load.call_off()
+    told = line.explain(now_s=700.0)
+    assert (told.load_s, [span.what for span in told.spans]) == (None, ["queue"])
+
+
+def test_a_load_that_was_expected_of_one_request_and_came_for_another_is_the_others_alone() -> None:
+    first, second, load = timeline(), timeline(), again(100.0)
+    first.placed(100.0, W0, "resident", (), load)
+    first.ended(101.0, "cancelled")
+    second.arrived_s = 300.0
+    second.placed(300.0, W0, "resident", (), load)
+    assert second.explain(now_s=300.5).load_s == 0.5
+    load.progressed(300.6, 3)
+    load.end(300.75, loaded())
+    assert second.explain(now_s=310.0).load_s == 0.75
+    told = first.explain(now_s=310.0)
+    assert (told.load_s, told.rungs, told.total_s) == (None, (), 1.0)
+    assert [mark.what for mark in told.marks] == ["queued", "placed", "ended"]
+
+
+def test_a_request_that_was_cancelled_during_a_load_saw_it_until_then() -> None:
+    line, load = timeline(), LoadLog(1, W0, began_s=100.0)
+    line.placed(100.0, W0, "free_room", (), load)
+    line.ended(100.5, "cancelled")
+    load.end(100.75, loaded())
+    told = line.explain(now_s=200.0)
+    assert told.load_s == 0.5
+    assert max(span.end_s for span in told.spans) == 0.5
+    assert told.marks[-1].what == "ended"
 
 
 def test_a_resumed_request_has_two_stays() -> None:

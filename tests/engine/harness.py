@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from hearth.config import EngineConfig
-from hearth.engine.assemble import ModelSpec, assemble
+from hearth.engine.assemble import Memory, ModelSpec, assemble
 from hearth.engine.engine import Engine
 from hearth.models.families import read_arch
 from hearth.models.layout import DTYPES, layout_of
@@ -54,6 +54,7 @@ def engine_over(
     eos_ids: frozenset[int] = frozenset(),
     dtype: str = "float32",
     tokenizer_json: Path | None = None,
+    memory: Callable[[ModelSpec], Memory] | None = None,
 ) -> Engine:
     """Of the checkpoint that is saved there."""
     arch = read_arch(directory)
@@ -62,7 +63,7 @@ def engine_over(
     pack_directory(directory, arch, layout, base)
     weights = bind(arch, layout, contiguous_slots(layout, base))
     spec = ModelSpec(arch, DTYPES[dtype], arch.max_positions, eos_ids, tokenizer_json)
-    return assemble(spec, weights, config, torch.device(device))
+    return assemble(spec, weights, config, torch.device(device), memory and memory(spec))
 
 
 def kv_bytes(engine: Engine, num_blocks: int) -> int:

@@ -31,7 +31,7 @@ def test_kv_has_as_many_blocks_as_fit(kv_bytes: int, num_blocks: int) -> None:
 
     assert engine.runner.kv.shape == (num_blocks, 3, 2, 4, 2, 16)
     assert engine.runner.kv.nbytes <= kv_bytes
-    assert engine.batcher.blocks.num_blocks == num_blocks
+    assert engine.batcher.blocks.num_blocks == num_blocks - 1
 
 
 def test_kv_is_no_larger_than_sequences_can_fill() -> None:

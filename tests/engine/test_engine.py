@@ -162,11 +162,13 @@ def test_usage_counts_requests_and_the_blocks_they_hold() -> None:
         engine.add(engine.request(RequestId(name), [5, 6, 7, 8, 9], greedy(4)))
     engine.step()
 
-    assert idle == Usage(num_running=0, num_waiting=0, kv_used_blocks=0, kv_blocks=9)
-    assert engine.usage == Usage(num_running=1, num_waiting=1, kv_used_blocks=2, kv_blocks=9)
+    assert idle == Usage(num_running=0, num_waiting=0, kv_used_blocks=0, kv_cached_blocks=0, kv_blocks=9)
+    assert engine.usage == Usage(
+        num_running=1, num_waiting=1, kv_used_blocks=2, kv_cached_blocks=0, kv_blocks=9
+    )
     while engine.has_work:
         engine.step()
-    assert engine.usage == idle
+    assert engine.usage == replace(idle, kv_cached_blocks=2)
 
 
 def tensors() -> list[torch.Tensor]:

@@ -6,17 +6,18 @@ import torch
 from hearth.engine.inputs import InputBuffers
 from hearth.engine.upload import Uploads
 from hearth.kernels.prefill_attention import Span
-from hearth.policy.plan import Row, StepPlan, TableWrite
-from hearth.types import RequestId
+from hearth.policy.plan import Admission, Row, StepPlan, TableWrite
+from hearth.types import RequestId, SamplingParams
 
 MAX_TOKENS, MAX_SEQS, MAX_BLOCKS = 12, 4, 3
 DUMMY = MAX_SEQS
+SINK = 77
 
 
 def buffers() -> InputBuffers:
     """Slot s has sampled 100 + s last."""
     last_tokens = torch.arange(100, 100 + MAX_SEQS + 1)
-    return InputBuffers(MAX_TOKENS, MAX_SEQS, MAX_BLOCKS, last_tokens, Uploads(torch.device("cpu")))
+    return InputBuffers(MAX_TOKENS, MAX_SEQS, MAX_BLOCKS, last_tokens, Uploads(torch.device("cpu")), SINK)
 
 
 def decode(slot: int, start: int) -> Row:
@@ -93,7 +94,7 @@ def test_padded_rows_go_to_the_dummy_slot_and_so_to_the_sink_block() -> None:
     assert view.rows.slots.tolist() == [1, DUMMY, DUMMY, DUMMY]
     assert view.rows.positions.tolist() == [7, 0, 0, 0]
     assert view.tokens.tolist() == [101] + [100 + DUMMY] * 3
-    assert view.rows.block_table[view.rows.slots[1:].long()].tolist() == [[0] * MAX_BLOCKS] * 3
+    assert view.rows.block_table[view.rows.slots[1:].long()].tolist() == [[SINK] * MAX_BLOCKS] * 3
     assert (len(view.decode_rows.positions), view.spans, view.sample_rows) == (4, (), None)
 
 
@@ -113,8 +114,20 @@ def test_table_writes_change_their_cells_and_no_others() -> None:
     inputs.fill(plan(decode(0, 0), writes=(TableWrite(0, 0, (5,)), TableWrite(3, 2, (9,)))))
     inputs.fill(plan(decode(0, 1), writes=(TableWrite(0, 1, (6,)), TableWrite(3, 2, (8,)))))
 
-    assert inputs.block_table.tolist() == [[5, 6, 0], [0, 0, 0], [0, 0, 0], [0, 0, 8], [0, 0, 0]]
+    none = [SINK] * 3
+    assert inputs.block_table.tolist() == [[5, 6, SINK], none, none, [SINK, SINK, 8], none]
     assert inputs.block_table.dtype == torch.int32
+
+
+def test_the_row_of_a_slot_with_a_new_owner_names_no_block_of_the_old_one() -> None:
+    """Which may be gone, and kernels without masks read past the end of shorter rows."""
+    inputs = buffers()
+    inputs.fill(plan(decode(1, 9), writes=(TableWrite(1, 0, (5, 6)), TableWrite(1, 2, (7,)))))
+    admission = Admission(RequestId("new"), 1, (3,), 1, 0, SamplingParams())
+
+    inputs.fill(StepPlan(1, (admission,), (TableWrite(1, 0, (9,)),), (prefill(1, 0, 3),)))
+
+    assert inputs.block_table[1].tolist() == [9, SINK, SINK]
 
 
 def test_a_short_step_sees_nothing_of_the_longer_ones_before_it() -> None:

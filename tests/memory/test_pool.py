@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 
 import pytest
 import torch
@@ -12,99 +11,146 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.errors import DeviceError
-from hearth.memory.pool import Need, Pool, Space
-from hearth.memory.whole import WholePool
-from hearth.types import ModelId
+from hearth.memory.arena import ArenaPool
+from hearth.memory.pool import Regards
+from hearth.memory.vmm import MappedPool
+from hearth.types import Hold, ModelId
+from tests.memory.host_pages import HostPages
+from tests.memory.steps import Step, carry_out, steps
+from tests.memory.tenancy import Audited, Holds, Sample, Tenancy, sample, wipe
 
-BUDGET_BYTES = 1 << 16
-POOLS: dict[str, Callable[[int], Pool]] = {
-    "whole": lambda budget_bytes: WholePool(torch.device("cpu"), budget_bytes)
+PAGE_BYTES = 8 << 10
+NUM_PAGES = 20
+
+
+@contextmanager
+def mapped(regards: Regards) -> Iterator[Audited]:
+    with closing(MappedPool(HostPages(NUM_PAGES, PAGE_BYTES), regards, wipe=wipe)) as pool:
+        yield pool
+
+
+@contextmanager
+def arena(regards: Regards) -> Iterator[Audited]:
+    yield ArenaPool(torch.device("cpu"), NUM_PAGES * PAGE_BYTES, regards, wipe=wipe)
+
+
+POOLS: dict[str, Callable[[Regards], AbstractContextManager[Audited]]] = {"mapped": mapped, "arena": arena}
+
+A, B, C, D = (ModelId(name) for name in "abcd")
+SAMPLES: dict[ModelId, Sample] = {
+    A: sample([1, 2, 3, 4, 5], PAGE_BYTES, digest=1, block_bytes=3000),
+    # A fine-tune of the first, which also wants the same addresses.
+    B: sample([1, 2, 3, 7, 8, 9], PAGE_BYTES, digest=6, workspace_bytes=3 * PAGE_BYTES, max_blocks=5),
+    # Has a block that is larger than a page, and ends within one.
+    C: sample([3, 11, 12], PAGE_BYTES, digest=2, cut_bytes=PAGE_BYTES - 4096, block_bytes=10000),
+    # Has chunks of another size than a page.
+    D: sample([21, 22, 23], 4 * PAGE_BYTES, digest=3, cut_bytes=4096, workspace_bytes=0),
 }
-BYTES = st.integers(0, BUDGET_BYTES // 2)
-NEEDS = st.builds(Need, BYTES, BYTES, BYTES)
-MODELS = st.sampled_from([ModelId(name) for name in "abcdef"])
-
-
-@pytest.fixture(params=POOLS)
-def new_pool(request: pytest.FixtureRequest) -> Callable[[int], Pool]:
-    return POOLS[request.param]
-
-
-def tensors(space: Space) -> tuple[torch.Tensor, ...]:
-    return space.weights, space.workspace, space.kv
-
-
-def spans(space: Space) -> list[range]:
-    return [range(one.data_ptr(), one.data_ptr() + len(one)) for one in tensors(space) if len(one)]
-
-
-def check(pool: Pool, spaces: dict[ModelId, tuple[Need, Space]]) -> None:
-    assert pool.used_bytes == sum(need.num_bytes for need, _ in spaces.values()) <= pool.budget_bytes
-    taken = sorted(
-        (span for _, space in spaces.values() for span in spans(space)), key=lambda span: span.start
-    )
-    for before, after in pairwise(taken):
-        assert before.stop <= after.start, f"{before} and {after} overlap"
+CHANGED = sample([1, 2, 1, 31, 5], PAGE_BYTES, digest=9, block_bytes=2500)
 
 
 @pytest.mark.parametrize("kind", POOLS)
-@given(st.lists(st.tuples(MODELS, NEEDS), max_size=40))
-def test_no_byte_is_given_twice_and_none_beyond_the_budget(
-    kind: str, wishes: list[tuple[ModelId, Need]]
-) -> None:
-    pool = POOLS[kind](BUDGET_BYTES)
-    spaces: dict[ModelId, tuple[Need, Space]] = {}
-    for model, need in wishes:
-        if model in spaces:
-            del spaces[model]
-            pool.give_back(model)
-        elif need.num_bytes > pool.budget_bytes - pool.used_bytes:
-            with pytest.raises(DeviceError):
-                pool.take(model, need)
-        else:
-            space = pool.take(model, need)
-            assert [len(one) for one in tensors(space)] == [
-                *(need.weights_bytes, need.workspace_bytes, need.kv_bytes)
-            ]
-            assert all(one.dtype == torch.uint8 and one.data_ptr() % 16 == 0 for one in tensors(space))
-            spaces[model] = (need, space)
-        check(pool, spaces)
-    for model in spaces:
-        pool.give_back(model)
-    assert pool.used_bytes == 0
+@given(st.lists(steps(tuple(SAMPLES), 12 * PAGE_BYTES), max_size=30))
+def test_what_is_there_is_intact_whatever_is_done_around_it(kind: str, steps: list[Step]) -> None:
+    holds = Holds()
+    with POOLS[kind](holds.regard) as pool:
+        tenancy = Tenancy(pool, holds, SAMPLES)
+        for step in steps:
+            carry_out(tenancy, step, CHANGED)
+            tenancy.check()
+        for model in SAMPLES:
+            tenancy.end(model, is_whole=False)
+            tenancy.drop(model)
+        picture = pool.picture()
+        assert picture.free_bytes + picture.lost_bytes == picture.budget_bytes
+        assert picture.holdings == ()
 
 
-def test_what_is_beyond_the_budget_is_refused_with_the_numbers(new_pool: Callable[[int], Pool]) -> None:
-    pool = new_pool(1000)
-    pool.take(ModelId("a"), Need(300, 200, 100))
-
-    with pytest.raises(DeviceError, match=r"`b` needs 401 bytes .* 400 of 1000 are free"):
-        pool.take(ModelId("b"), Need(401, 0, 0))
-
-    assert pool.used_bytes == 600
-
-
-def test_what_is_given_back_is_free_for_others(new_pool: Callable[[int], Pool]) -> None:
-    pool = new_pool(1000)
-    pool.take(ModelId("a"), Need(1000, 0, 0))
-    pool.give_back(ModelId("a"))
-
-    assert len(pool.take(ModelId("b"), Need(0, 0, 1000)).kv) == 1000
+@pytest.fixture(params=POOLS)
+def tenancy(request: pytest.FixtureRequest) -> Iterator[Tenancy]:
+    holds = Holds()
+    with POOLS[request.param](holds.regard) as pool:
+        tenancy = Tenancy(pool, holds, SAMPLES)
+        yield tenancy
+        tenancy.check()
 
 
-def test_the_whole_pool_keeps_nothing_alive_that_was_given_back() -> None:
-    pool = WholePool(torch.device("cpu"), 1000)
-    space = pool.take(ModelId("a"), Need(500, 0, 0))
-    memory = weakref.ref(space.weights.untyped_storage())
-    pool.give_back(ModelId("a"))
-    del space
+def test_a_model_that_comes_back_lacks_only_its_tail(tenancy: Tenancy) -> None:
+    tenancy.host(A)
+    tenancy.vacate(A)
+    tenancy.take(2 * PAGE_BYTES, Hold.RETAINED)
 
-    assert memory() is None
+    tenancy.begin(A)
+
+    layout = SAMPLES[A].shape.stored
+    assert tenancy.gaps[A][0].part.begin > layout.num_bytes / 2
+    assert tenancy.gaps[A][-1].part.end > layout.tensors[-1].offset
+    tenancy.end(A, is_whole=True)
 
 
-def test_a_device_that_has_less_than_the_budget_says_so() -> None:
-    pool = WholePool(torch.device("cpu"), 1 << 62)
+def test_a_load_that_failed_gives_its_gaps_back(tenancy: Tenancy) -> None:
+    tenancy.host(A)
+    tenancy.vacate(A)
+    tenancy.take(2 * PAGE_BYTES, Hold.RETAINED)
+    kept_bytes = tenancy.holdings()[A].weights_bytes
 
-    with pytest.raises(DeviceError, match=r"are within the budget of .* does not have them"):
-        pool.take(ModelId("a"), Need(1 << 61, 0, 0))
-    assert pool.used_bytes == 0
+    tenancy.host(A, is_whole=False)
+
+    assert tenancy.holdings()[A].weights_bytes == kept_bytes > 0
+    tenancy.check()
+    tenancy.host(A)
+    assert tenancy.holdings()[A].weights_bytes == tenancy.holdings()[A].total_bytes
+
+
+def test_what_is_warm_goes_after_all_that_is_retained(tenancy: Tenancy) -> None:
+    tenancy.host(A)
+    tenancy.host(C)
+    tenancy.holds.by_model.update({A: Hold.WARM, C: Hold.RETAINED})
+
+    tenancy.take(PAGE_BYTES, Hold.WARM)
+    assert tenancy.holdings()[A].weights_bytes == tenancy.holdings()[A].total_bytes
+
+    tenancy.take(NUM_PAGES * PAGE_BYTES, Hold.WARM)
+    assert not any(holding.weights_bytes for holding in tenancy.holdings().values())
+
+
+def test_nothing_is_taken_from_who_is_busy_or_pinned_or_loading(tenancy: Tenancy) -> None:
+    tenancy.host(A)
+    tenancy.begin(C)
+    tenancy.holds.by_model.update({A: Hold.PINNED, C: Hold.RETAINED})
+
+    assert tenancy.take(NUM_PAGES * PAGE_BYTES, Hold.PINNED) == 0
+
+
+def test_other_bytes_under_the_same_name_are_loaded_whole(tenancy: Tenancy) -> None:
+    tenancy.host(A)
+    tenancy.vacate(A)
+    tenancy.samples[A] = CHANGED
+
+    tenancy.begin(A)
+
+    assert sum(gap.part.end - gap.part.begin for gap in tenancy.gaps[A]) >= 0.9 * len(CHANGED.content)
+    tenancy.end(A, is_whole=True)
+
+
+def test_kv_grows_into_all_that_is_free_and_no_further(tenancy: Tenancy) -> None:
+    tenancy.host(A)
+    tenancy.grow(A, 10_000)
+
+    block_bytes = SAMPLES[A].shape.block_bytes
+    assert tenancy.pool.picture().free_bytes < block_bytes + PAGE_BYTES
+    assert len(tenancy.blocks[A]) * block_bytes > 10 * PAGE_BYTES
+
+
+def test_a_model_that_lacks_memory_is_refused_with_the_numbers(tenancy: Tenancy) -> None:
+    huge = sample(range(NUM_PAGES + 1), PAGE_BYTES, digest=5)
+
+    assert tenancy.pool.lacks(D, huge.shape) >= PAGE_BYTES
+    with pytest.raises(DeviceError, match=rf"`d` .* of {NUM_PAGES * PAGE_BYTES} are free"):
+        tenancy.pool.place(D, huge.shape)
+
+
+def test_dropping_what_is_unknown_changes_nothing(tenancy: Tenancy) -> None:
+    before = tenancy.pool.picture()
+    tenancy.pool.drop(D)
+    assert tenancy.pool.picture() == before

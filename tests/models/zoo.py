@@ -143,12 +143,20 @@ VARIANTS: Mapping[str, Variant] = {
     ),
 }
 
+_WIDE = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8}
+#: Some 20 MB in float32 each: models of several pages, where a page of a device has 2 MiB at least.
+WIDE: Mapping[str, Variant] = {
+    "llama-wide": Variant("llama", {**_GATED, **_WIDE, "num_key_value_heads": 8, "intermediate_size": 768}),
+    "qwen3-wide": Variant("qwen3", {**_GATED, **_WIDE, "intermediate_size": 704, "head_dim": 32}),
+    "opt-wide": Variant("opt", {**_SIZES, **_WIDE, "ffn_dim": 1024}),
+}
+
 
 def tiny(name: str, **changes: object) -> PreTrainedModel:
     """A fresh model of the variant in float32, ready for inference, the same in every process."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    variant = VARIANTS[name]
+    variant = {**VARIANTS, **WIDE}[name]
     config = AutoConfig.for_model(variant.model_type, **{**variant.config, **changes})
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

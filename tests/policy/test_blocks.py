@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hearth.policy.blocks import SINK_BLOCK, BlockBook, block_digests, extend_digests
+from hearth.policy.blocks import SINK_BLOCK, BlockBook, BlockMove, block_digests, extend_digests
 
 
 def allocate(book: BlockBook, num_blocks: int) -> list[int]:
@@ -128,7 +128,7 @@ def test_releasing_too_often_is_refused() -> None:
 def test_check_names_a_block_that_is_both_free_and_live() -> None:
     book = BlockBook(num_blocks=3, block_tokens=4)
     allocate(book, 1)
-    book._free.append(1)
+    book._free.add(1)
     with pytest.raises(AssertionError, match=r"\[1, 1, 2\]"):
         book.check()
 
@@ -196,4 +196,130 @@ def test_no_block_is_lost_or_held_twice_under_any_order_of_calls(data: st.DataOb
         book.check()
     for blocks in held:
         book.release(blocks)
-    assert book.num_available == book.num_blocks - 1
+    assert book.num_available == book.num_blocks
+
+
+# --- elastic ---
+
+
+def elastic(*extents: range) -> BlockBook:
+    book = BlockBook.elastic(block_tokens=4, floor_blocks=3)
+    for extent in extents:
+        book.add(extent)
+    return book
+
+
+def test_an_elastic_book_has_no_blocks_before_it_is_given_some() -> None:
+    book = elastic()
+    assert book.allocate(1) is None
+    book.add(range(7, 9))
+    assert allocate(book, 2) == [7, 8]
+    book.check()
+
+
+def test_the_capacity_of_an_elastic_book_is_what_is_promised() -> None:
+    assert elastic().capacity_tokens == elastic(range(1, 100)).capacity_tokens == 12
+
+
+def test_blocks_that_come_later_are_handed_out_first_if_they_are_lower() -> None:
+    book = elastic(range(20, 23), range(5, 7))
+    assert allocate(book, 3) == [5, 6, 20]
+
+
+def test_a_block_cannot_be_given_twice() -> None:
+    with pytest.raises(AssertionError, match=r"given twice: \[8\]"):
+        elastic(range(7, 9), range(8, 10))
+
+
+def test_blocks_that_are_taken_away_are_forgotten_with_their_digests() -> None:
+    book = elastic(range(1, 4), range(8, 10))
+    cached(book, b"a", b"b", b"c", b"d")
+    assert book.cached_in(range(3, 10)) == [3, 8]
+    book.remove(range(1, 3))
+    assert (book.num_blocks, book.num_cached, book.num_free) == (3, 2, 1)
+    assert book.match([b"a"]) == []
+    assert book.match([b"c", b"d"]) == [3, 8]
+    assert not book.has_all([1])
+    book.check()
+
+
+def test_live_blocks_cannot_be_taken_away() -> None:
+    book = elastic(range(1, 4))
+    allocate(book, 2)
+    with pytest.raises(AssertionError, match=r"live blocks cannot be taken away: \[2\]"):
+        book.remove(range(2, 4))
+
+
+def test_what_was_never_given_cannot_be_taken_away() -> None:
+    with pytest.raises(AssertionError, match=r"not in the book: \[4\]"):
+        elastic(range(1, 4)).remove(range(3, 5))
+
+
+def test_a_block_moves_with_its_holders_and_its_digest() -> None:
+    book = elastic(range(1, 5))
+    blocks = allocate(book, 1)
+    book.publish(blocks[0], b"a")
+    book.take(blocks)
+    book.move([BlockMove(1, 3)])
+    assert (book.num_holders(1), book.num_holders(3)) == (0, 2)
+    assert book.match([b"a"]) == [3]
+    assert allocate(book, 1) == [1]
+    book.check()
+
+
+def test_a_block_that_moves_over_a_prefix_takes_its_place() -> None:
+    book = elastic(range(1, 3))
+    cached(book, b"gone")
+    live = allocate(book, 1)
+    book.move([BlockMove(live[0], 1)])
+    assert book.match([b"gone"]) == []
+    assert (book.num_live, book.num_cached, book.num_free) == (1, 0, 1)
+    book.check()
+
+
+def test_a_block_moves_to_no_live_block() -> None:
+    book = elastic(range(1, 4))
+    allocate(book, 2)
+    with pytest.raises(AssertionError, match="must be free or cached"):
+        book.move([BlockMove(1, 2)])
+
+
+def test_targets_beside_an_extent_are_free_blocks_then_the_oldest_prefixes() -> None:
+    book = elastic(range(1, 9))
+    cached(book, b"a", b"b", b"c")
+    assert book.available_outside(range(3, 6), 9) == [6, 7, 8, 2, 1]
+    assert book.available_outside(range(3, 6), 4) == [6, 7, 8, 2]
+    assert book.available_outside(range(3, 6), 2) == [6, 7]
+    assert book.num_available_outside(range(3, 6)) == 5
+
+
+@given(st.data())
+@settings(derandomize=True, deadline=None, max_examples=100)
+def test_no_block_is_lost_however_often_extents_come_and_go(data: st.DataObject) -> None:
+    book = BlockBook.elastic(block_tokens=2, floor_blocks=1)
+    extents, held = [range(1, 4)], list[list[int]]()
+    book.add(extents[0])
+    for number in range(data.draw(st.integers(1, 25))):
+        match data.draw(st.sampled_from(["grow", "clear", "hold", "release"])):
+            case "grow":
+                extents.append(range(10 * number + 10, 10 * number + data.draw(st.integers(11, 14))))
+                book.add(extents[-1])
+            case "clear" if extents:
+                extent = data.draw(st.sampled_from(extents))
+                live, targets = book.live_in(extent), book.available_outside(extent, len(extent))
+                if len(live) <= len(targets):
+                    moves = list(map(BlockMove, live, targets))
+                    book.move(moves)
+                    new = {move.source: move.target for move in moves}
+                    held = [[new.get(block, block) for block in blocks] for blocks in held]
+                    book.remove(extent)
+                    extents.remove(extent)
+            case "hold" if book.num_available:
+                blocks = allocate(book, data.draw(st.integers(1, book.num_available)))
+                held.append(blocks)
+                book.publish(blocks[0], bytes([number]))
+            case "release" if held:
+                book.release(held.pop())
+        book.check()
+        assert sorted(block for blocks in held for block in blocks) == sorted(book.holders())
+    assert book.num_blocks == sum(map(len, extents))

@@ -1,4 +1,4 @@
-"""Every rule of the brain as an example. Sizes are a few bytes: a worker has 100, a model takes 40."""
+"""Every rule of the brain as an example. Sizes are a few bytes: a worker has 100, a model takes 35."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hearth.policy.events import (
     Action,
     BrainConfig,
     CancelRun,
+    DeviceReported,
     Dispatch,
     End,
     Event,
@@ -24,6 +25,8 @@ from hearth.policy.events import (
     ModelReady,
     ModelRemoved,
     ModelStopped,
+    Option,
+    Regard,
     Reject,
     RejectReason,
     RequestArrived,
@@ -39,7 +42,7 @@ from hearth.policy.events import (
     WorkerLost,
 )
 from hearth.policy.fleet import Fleet
-from hearth.types import ModelId, RequestId, Rung, WorkerId
+from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
 from tests.policy.world import profile
 
 A = TypeVar("A")
@@ -95,6 +98,11 @@ class Desk:
     def report(self, model: str, bytes_by_rung: dict[Rung, int]) -> list[Action]:
         return self._step(ResidencyReported(self.now_s, ModelId(model), bytes_by_rung))
 
+    def has(self, worker: str, **bytes_by_model: int) -> list[Action]:
+        """What lies in the worker's device memory."""
+        there = {ModelId(model): num_bytes for model, num_bytes in bytes_by_model.items()}
+        return self._step(DeviceReported(self.now_s, WorkerId(worker), there))
+
     def progress(self, model: str, worker: str, num_bytes: int) -> list[Action]:
         return self._step(LoadProgressed(self.now_s, WorkerId(worker), ModelId(model), num_bytes))
 
@@ -124,6 +132,10 @@ def sent(actions: list[Action]) -> dict[str, str]:
 
 def evicted(actions: list[Action]) -> list[str]:
     return [evict.model for evict in of(Evict, actions)]
+
+
+def regards(actions: list[Action]) -> list[tuple[str, Hold]]:
+    return [(regard.model, regard.hold) for regard in of(Regard, actions)]
 
 
 def desk_with(*models: str, workers: int = 1, config: BrainConfig | None = None) -> Desk:
@@ -170,7 +182,7 @@ def test_a_request_that_waits_is_refused_when_only_workers_join_that_are_too_sma
 
 def test_a_cold_request_follows_directly_behind_the_order_to_load() -> None:
     load, dispatch = desk_with("a").ask("r1", "a")
-    assert load == LoadModel(ModelId("a"), WorkerId("w1"), kv_bytes=10)
+    assert load == LoadModel(ModelId("a"), WorkerId("w1"), kv_floor_bytes=5, max_kv_bytes=10)
     assert isinstance(dispatch, Dispatch)
     assert (dispatch.worker, dispatch.why, dispatch.waited_s) == ("w1", Why.FREE_ROOM, 0.0)
 
@@ -217,7 +229,7 @@ def test_no_second_replica_comes_where_a_slot_is_free_sooner_until_enough_wait()
     desk = busy_twice(load_bytes_per_s=25.0)  # 1.2 s to load; a request is taken to run for 1 s
     assert of(LoadModel, desk.ask("r3", "a")) == []
     assert of(LoadModel, desk.ask("r4", "a")) == []
-    assert of(LoadModel, desk.ask("r5", "a")) == [LoadModel(ModelId("a"), WorkerId("w2"), 10)]
+    assert of(LoadModel, desk.ask("r5", "a")) == [LoadModel(ModelId("a"), WorkerId("w2"), 5, 10)]
 
 
 def test_who_has_waited_for_its_patience_gets_a_second_replica_even_if_it_takes_long() -> None:
@@ -276,7 +288,7 @@ def test_every_considered_worker_is_reported_with_its_cost_or_its_obstacle() -> 
     assert (chosen.worker, chosen.obstacle, chosen.load_s) == ("w2", None, 3.0)
     assert chosen.cost_s == pytest.approx(chosen.queue_s + chosen.load_s + 0.05 * (1 - chosen.utilisation))
     assert other.worker == "w1"
-    assert other.obstacle == "needs 35 bytes, 10 bytes can be freed; busy: big"
+    assert other.obstacle == "needs 35 bytes, 15 bytes can be freed; busy: big"
 
 
 def test_the_load_estimate_follows_the_rungs_and_their_measured_speed() -> None:
@@ -313,9 +325,187 @@ def test_of_workers_that_must_evict_the_one_that_loses_least_is_chosen_and_the_l
     desk.finish("r2")
     actions = desk.ask("r3", "new")
     assert evicted(actions) == ["cheap"]
-    costs = {option.worker: option.evict_s for option in of(Dispatch, actions)[0].options}
+    costs = {name: option.evict_s for name, option in options(actions).items()}
     assert costs["w2"] == of(Evict, actions)[0].cost_s > 0
     assert costs["w1"] == pytest.approx(9 * costs["w2"])
+
+
+# Affinity. A byte takes a tenth of a second to load.
+
+SLOW = BrainConfig(priors={Rung.HOST: 20.0, Rung.DISK: 10.0, Rung.OBJECT: 1.0})
+
+
+def options(actions: list[Action]) -> dict[str, Option]:
+    (dispatch,) = of(Dispatch, actions)
+    return {option.worker: option for option in dispatch.options}
+
+
+def test_a_model_is_loaded_where_bytes_of_it_are_and_only_the_others_cost_time() -> None:
+    desk = desk_with("a", workers=3, config=SLOW)
+    desk.has("w2", a=20)
+    desk.has("w3", a=10)
+    actions = desk.ask("r1", "a")
+    assert sent(actions) == {"r1": "w2"}
+    shown = options(actions)
+    assert {name: option.missing_bytes for name, option in shown.items()} == {"w1": 30, "w2": 10, "w3": 20}
+    assert {name: option.load_s for name, option in shown.items()} == {"w1": 3.0, "w2": 1.0, "w3": 2.0}
+
+
+def test_a_model_that_was_evicted_comes_back_where_its_bytes_stayed() -> None:
+    desk = desk_with("a", "b", "c", workers=0, config=SLOW)
+    desk.deploy(profile("big", fixed_bytes=90))
+    desk.join("w1")
+    desk.serve("r1", "a", keep_alive_s=0.0)
+    assert evicted(desk.ask("r2", "big")) == ["a"]
+    desk.ready("big", "w1")
+    desk.has("w1", a=20, big=90)
+    desk.finish("r2")
+    desk.stop("big")
+    desk.join("w2")
+    actions = desk.ask("r3", "a")
+    assert sent(actions) == {"r3": "w1"}
+    assert evicted(actions) == ["big"], "it costs less to have that back than to load all of `a` elsewhere"
+
+
+def test_bytes_of_a_model_do_not_outweigh_those_who_would_have_to_go() -> None:
+    desk = desk_with("a", workers=2, config=SLOW)
+    desk.deploy(profile("dear", fixed_bytes=90, weight=100.0))
+    desk.serve("r1", "dear", keep_alive_s=0.0)
+    desk.has("w1", a=1, dear=90)
+    assert sent(desk.ask("r2", "a")) == {"r2": "w2"}
+
+
+def test_nobody_goes_where_the_bytes_save_less_than_that_costs_however_well_it_would_pack() -> None:
+    desk = desk_with("a", workers=2)  # Loads take no time to speak of, so only packing is left to decide.
+    desk.deploy(profile("kept", fixed_bytes=90))
+    desk.serve("r1", "kept", keep_alive_s=0.0)
+    desk.has("w1", a=1, kept=90)
+    actions = desk.ask("r2", "a")
+    assert evicted(actions) == []
+    assert sent(actions) == {"r2": "w2"}
+
+
+def test_a_warm_model_stays_where_bytes_of_another_are_while_a_third_worker_has_room_or_retained_ones() -> (
+    None
+):
+    desk = desk_with("a", "b", workers=0, config=SLOW)
+    for number, model in ((1, "a"), (2, "b")):
+        desk.join(f"w{number}", budget_bytes=45)
+        desk.serve(f"r{number}", model)
+    desk.deploy(profile("c"))
+    desk.has("w1", a=30, c=29)
+    desk.stop("b")
+    desk.join("w3", budget_bytes=45)
+    actions = desk.ask("r3", "c")
+    assert (evicted(actions), sent(actions)) == ([], {"r3": "w3"})
+    desk.lose("w3")
+    desk.cancel("r3")
+    desk.serve("r4", "b")
+    desk.stop("b")
+    actions = desk.ask("r5", "c")
+    assert (evicted(actions), sent(actions)) == (["b"], {"r5": "w2"})
+
+
+def test_where_a_warm_model_has_to_go_it_is_one_beside_bytes_of_who_comes() -> None:
+    desk = desk_with("a", "b", workers=0, config=SLOW)
+    for number, model in ((1, "a"), (2, "b")):
+        desk.join(f"w{number}", budget_bytes=45)
+        desk.serve(f"r{number}", model)
+    desk.deploy(profile("c"))
+    desk.has("w2", b=30, c=29)
+    actions = desk.ask("r3", "c")
+    assert (evicted(actions), sent(actions)) == (["b"], {"r3": "w2"})
+
+
+def test_nobody_warm_goes_for_a_second_replica_even_where_its_bytes_are() -> None:
+    desk = desk_with("a", "b", workers=0, config=SLOW)
+    desk.join("w1", budget_bytes=45)
+    desk.serve("r0", "b")
+    desk.join("w2", budget_bytes=45)
+    desk.ask("r1", "a")
+    desk.ask("r2", "a")
+    desk.ready("a", "w2")
+    desk.has("w1", a=30)
+    assert evicted(desk.ask("r3", "a")) == []
+
+
+def test_a_request_goes_to_the_replica_that_lost_nothing() -> None:
+    desk = desk_with("a", workers=2, config=SLOW)
+    for number in range(1, 4):
+        desk.ask(f"r{number}", "a")
+    desk.ready("a", "w1")
+    desk.now_s = 2.0
+    assert sent(desk.fire()) == {"r3": "w2"}
+    desk.ready("a", "w2")
+    for number in range(1, 4):
+        desk.finish(f"r{number}")
+    desk.has("w1", a=10)
+    actions = desk.ask("r4", "a")
+    assert sent(actions) == {"r4": "w2"}
+    assert {name: option.missing_bytes for name, option in options(actions).items()} == {"w1": 20, "w2": 0}
+    desk.ready("a", "w1")
+    assert options(desk.ask("r5", "a"))["w1"].missing_bytes == 0, "it was loaded again without an order"
+
+
+def test_a_load_that_reuses_bytes_costs_only_the_rest() -> None:
+    desk = desk_with("a", config=SLOW)
+    desk.has("w1", a=10)
+    desk.ask("r1", "a")
+    desk.progress("a", "w1", 15)
+    assert options(desk.ask("r2", "a"))["w1"].missing_bytes == 5
+
+
+def test_a_report_replaces_the_one_before_and_ends_with_its_worker() -> None:
+    desk = desk_with("a", "b", workers=2, config=SLOW)
+    desk.has("w2", a=1000, unknown=5)
+    model = desk.fleet.models[ModelId("a")]
+    assert model.resident == {"w2": 30}, "no more than there is of it"
+    desk.has("w2", b=10)
+    assert model.resident == {}
+    desk.has("w2", a=10)
+    desk.lose("w2")
+    assert model.resident == {}
+    assert desk.has("w2", a=10) == []
+    assert model.resident == {}
+
+
+def test_a_report_changes_no_promise() -> None:
+    desk = desk_with("a", "b")
+    desk.serve("r1", "a")
+    desk.has("w1", a=0, b=30)
+    assert desk.fleet.workers[WorkerId("w1")].free_bytes == 65
+
+
+def test_bytes_of_another_version_count_for_nothing_and_are_freed() -> None:
+    desk = desk_with("a", workers=2, config=SLOW)
+    desk.has("w2", a=20)
+    freed = Evict(ModelId("a"), WorkerId("w2"), 0.0, is_freed=True)
+    assert desk.deploy(profile("a", digest="other")) == [freed]
+    assert sent(desk.ask("r1", "a")) == {"r1": "w1"}
+
+
+def test_a_replica_of_an_older_version_says_nothing_of_the_new_one() -> None:
+    desk = desk_with("a", config=SLOW)
+    desk.ask("r1", "a")
+    desk.ready("a", "w1")
+    desk.deploy(profile("a", digest="other"))
+    desk.has("w1", a=30)
+    assert desk.fleet.models[ModelId("a")].resident == {}
+
+
+def test_a_model_of_the_same_bytes_that_is_promised_more_reuses_them() -> None:
+    desk = desk_with("a", workers=2, config=SLOW)
+    desk.serve("r1", "a")
+    (evict,) = of(Evict, desk.deploy(profile("a", min_kv_bytes=7)))
+    assert not evict.is_freed
+    assert options(desk.ask("r2", "a"))["w1"].missing_bytes == 0
+
+
+def test_what_is_left_of_a_removed_model_is_freed() -> None:
+    desk = desk_with("a", workers=2)
+    desk.has("w2", a=20)
+    assert desk.remove("a") == [Evict(ModelId("a"), WorkerId("w2"), 0.0, is_freed=True)]
+    assert desk.fleet.models == {}
 
 
 # Room.
@@ -366,31 +556,32 @@ def test_no_more_is_evicted_than_needed() -> None:
     assert evicted(desk.ask("r3", "new")) == ["large"], "the small one is cheaper, but would not suffice"
 
 
-def test_retained_models_go_for_the_whole_kv() -> None:
+def test_nobody_goes_for_more_kv_than_is_promised() -> None:
     desk = Desk()
-    desk.deploy(profile("old", keep_alive_s=0.0), profile("new", fixed_bytes=50, min_kv_bytes=5, kv_bytes=20))
+    desk.deploy(
+        profile("old", keep_alive_s=0.0), profile("new", fixed_bytes=50, min_kv_bytes=5, max_kv_bytes=20)
+    )
     desk.join("w1")
     desk.serve("r1", "old")
     actions = desk.ask("r2", "new")
-    assert evicted(actions) == ["old"]
-    assert of(LoadModel, actions)[0].kv_bytes == 20
-
-
-def test_a_warm_model_does_not_go_for_more_kv() -> None:
-    desk = Desk()
-    desk.deploy(profile("warm"), profile("new", fixed_bytes=50, min_kv_bytes=5, kv_bytes=20))
-    desk.join("w1")
-    desk.serve("r1", "warm")
-    actions = desk.ask("r2", "new")
     assert evicted(actions) == []
-    assert of(LoadModel, actions)[0].kv_bytes == 10
+    assert of(LoadModel, actions) == [LoadModel(ModelId("new"), WorkerId("w1"), 5, 20)]
 
 
-def test_kv_is_cut_to_the_budget() -> None:
+def test_a_model_may_have_no_more_kv_than_the_budget_leaves() -> None:
     desk = Desk()
-    desk.deploy(profile("a", fixed_bytes=90, min_kv_bytes=5, kv_bytes=50))
+    desk.deploy(profile("a", fixed_bytes=90, min_kv_bytes=5, max_kv_bytes=50))
     desk.join("w1")
-    assert of(LoadModel, desk.ask("r1", "a"))[0].kv_bytes == 10
+    assert of(LoadModel, desk.ask("r1", "a"))[0].max_kv_bytes == 10
+
+
+def test_what_is_evicted_for_room_keeps_its_bytes_until_somebody_needs_them() -> None:
+    desk = desk_with("a", "b", "c")
+    desk.serve("r1", "a")
+    desk.serve("r2", "b")
+    (evict,) = of(Evict, desk.ask("r3", "c"))
+    assert not evict.is_freed
+    assert evict.cost_s > 0
 
 
 # Waiting.
@@ -417,7 +608,7 @@ def test_a_request_without_room_waits_until_a_model_is_idle() -> None:
 
 def test_who_needs_no_room_may_overtake_and_who_needs_some_may_not() -> None:
     desk = full_house()
-    desk.deploy(profile("tiny", fixed_bytes=5, min_kv_bytes=1, kv_bytes=5))
+    desk.deploy(profile("tiny", fixed_bytes=5, min_kv_bytes=1, max_kv_bytes=5))
     desk.ask("rc", "c")
     assert sent(desk.ask("ra2", "a")) == {"ra2": "w1"}
     assert of(LoadModel, desk.ask("rt", "tiny")) == [], "the room for it counts for the one before"
@@ -432,7 +623,7 @@ def test_a_model_that_only_pins_keep_out_is_refused_at_once_with_their_names() -
     desk.ready("pinned", "w1")
     (reject,) = of(Reject, desk.ask("r1", "big"))
     assert reject.reason is RejectReason.PINNED_OUT
-    assert "it needs 85 bytes, at most 60 bytes of 100 bytes can be freed" in reject.message
+    assert "it needs 85 bytes, at most 65 bytes of 100 bytes can be freed" in reject.message
     assert "pinned: pinned;" in reject.message
     desk.stop("pinned")
     assert sent(desk.ask("r2", "big")) == {"r2": "w1"}
@@ -604,8 +795,9 @@ def test_a_model_that_is_deployed_as_pinned_stays_pinned() -> None:
 def test_a_pinned_model_is_loaded_without_a_request_when_it_is_deployed_or_a_worker_joins() -> None:
     desk = Desk()
     desk.deploy(profile("a", is_pinned=True))
-    assert desk.join("w1") == [LoadModel(ModelId("a"), WorkerId("w1"), 10)]
-    assert desk.deploy(profile("b", is_pinned=True)) == [LoadModel(ModelId("b"), WorkerId("w1"), 10)]
+    for model, actions in (("a", desk.join("w1")), ("b", desk.deploy(profile("b", is_pinned=True)))):
+        load = LoadModel(ModelId(model), WorkerId("w1"), 5, 10)
+        assert actions == [load, Regard(load.model, load.worker, Hold.PINNED)]
     assert desk.join("w2") == [], "once is enough"
 
 
@@ -614,7 +806,7 @@ def test_a_pinned_model_evicts_retained_ones_but_no_warm_one_before_it_is_asked_
     desk.serve("r1", "warm")
     desk.serve("r2", "old", keep_alive_s=0.0)
     assert evicted(desk.deploy(profile("p", is_pinned=True))) == ["old"]
-    assert desk.deploy(profile("q", is_pinned=True)) == [SetTimer(10.0)], "when `warm` ends being warm"
+    assert desk.deploy(profile("q", is_pinned=True)) == [], "when `warm` ends being warm"
     assert evicted(desk.ask("r3", "q")) == ["warm"]
 
 
@@ -680,7 +872,7 @@ def test_a_pinned_model_is_loaded_again_when_its_worker_is_lost() -> None:
     desk.join("w1")
     desk.join("w2")
     desk.ready("a", "w1")
-    assert desk.lose("w1") == [LoadModel(ModelId("a"), WorkerId("w2"), 10)]
+    assert of(LoadModel, desk.lose("w1")) == [LoadModel(ModelId("a"), WorkerId("w2"), 5, 10)]
 
 
 def test_a_pinned_model_is_loaded_when_room_appears() -> None:
@@ -694,7 +886,7 @@ def test_a_pinned_model_is_loaded_when_room_appears() -> None:
 def test_a_pinned_model_is_loaded_when_a_warm_one_has_had_its_time() -> None:
     desk = desk_with("a")
     desk.serve("r1", "a")
-    assert desk.deploy(profile("p", fixed_bytes=80, is_pinned=True)) == [SetTimer(10.0)]
+    assert desk.deploy(profile("p", fixed_bytes=80, is_pinned=True)) == []
     desk.now_s = 10.0
     assert evicted(desk.fire()) == ["a"]
 
@@ -737,6 +929,74 @@ def test_a_request_that_comes_after_stop_with_free_keeps_the_model() -> None:
     desk.finish("r1")
     desk.finish("r2")
     assert desk.states() == {("a", "w1"): State.WARM}
+
+
+def test_stop_with_free_frees_the_bytes_of_hosted_and_of_evicted_replicas() -> None:
+    desk = desk_with("a", workers=2)
+    desk.serve("r1", "a")
+    desk.has("w2", a=10)
+    evicts = of(Evict, desk.stop("a", is_freed=True))
+    assert [(evict.worker, evict.is_freed) for evict in evicts] == [("w2", True), ("w1", True)]
+    assert desk.fleet.models[ModelId("a")].resident == {}
+
+
+# What workers are told of idle models.
+
+
+def test_a_worker_is_told_in_time_that_a_warm_model_is_only_retained() -> None:
+    desk = desk_with("a")
+    desk.ask("r1", "a")
+    desk.ready("a", "w1")
+    desk.now_s = 3.0
+    assert desk.finish("r1") == [SetTimer(13.0)], "a new one is warm: nobody has to say so"
+    desk.now_s = 13.0
+    assert desk.fire() == [Regard(ModelId("a"), WorkerId("w1"), Hold.RETAINED)]
+
+
+def test_the_timer_waits_for_the_end_of_keep_alive_after_the_last_request() -> None:
+    desk = desk_with("a")
+    desk.serve("r1", "a")
+    desk.now_s = 4.0
+    desk.serve("r2", "a")
+    desk.now_s = 10.0
+    assert desk.fire() == [SetTimer(14.0)]
+    desk.now_s = 14.0
+    assert regards(desk.fire()) == [("a", Hold.RETAINED)]
+
+
+def test_a_request_to_a_retained_model_tells_its_worker_enough() -> None:
+    desk = desk_with("a")
+    desk.serve("r1", "a", keep_alive_s=5.0)
+    desk.now_s = 5.0
+    assert regards(desk.fire()) == [("a", Hold.RETAINED)]
+    assert regards(desk.ask("r2", "a")) == []
+    assert regards(desk.finish("r2")) == [], "it is warm again, and its worker knows"
+
+
+def test_a_worker_is_told_of_a_pin_and_of_its_end() -> None:
+    desk = desk_with("a")
+    assert regards(desk.ask("r1", "a", keep_alive_s=math.inf)) == [("a", Hold.PINNED)]
+    desk.ready("a", "w1")
+    assert regards(desk.finish("r1")) == []
+    assert regards(desk.ask("r2", "a", keep_alive_s=5.0)) == [], "it is busy, which its worker sees"
+    assert regards(desk.finish("r2")) == [("a", Hold.WARM)]
+
+
+def test_a_worker_is_told_that_a_model_was_stopped_and_not_that_a_busy_one_was() -> None:
+    desk = desk_with("a")
+    desk.serve("r1", "a")
+    assert regards(desk.stop("a")) == [("a", Hold.RETAINED)]
+    desk.ask("r2", "a")
+    assert regards(desk.stop("a")) == []
+    assert regards(desk.finish("r2")) == [("a", Hold.RETAINED)]
+
+
+def test_a_request_that_undoes_the_stop_of_a_pinned_model_is_told() -> None:
+    desk = Desk()
+    desk.deploy(profile("a", is_pinned=True))
+    desk.join("w1")
+    assert regards(desk.stop("a")) == [("a", Hold.RETAINED)]
+    assert regards(desk.ask("r1", "a")) == [("a", Hold.PINNED)]
 
 
 # Faults.
@@ -869,7 +1129,7 @@ def test_a_new_version_is_loaded_anew_and_the_old_one_leaves_when_it_is_idle() -
     desk.ready("a", "w1")
     assert desk.deploy(profile("a", fixed_bytes=31)) == []
     assert sent(desk.ask("r2", "a")) == {"r2": "w2"}
-    assert desk.finish("r1") == [Evict(ModelId("a"), WorkerId("w1"), 0.0)]
+    assert desk.finish("r1") == [Evict(ModelId("a"), WorkerId("w1"), 0.0, is_freed=True)]
 
 
 def test_who_waits_for_a_version_that_is_replaced_is_told_so() -> None:
@@ -901,7 +1161,7 @@ def test_a_request_whose_tokens_were_made_for_another_version_is_refused() -> No
 def test_a_changed_keep_alive_needs_no_new_load() -> None:
     desk = desk_with("a")
     desk.serve("r1", "a")
-    assert desk.deploy(profile("a", keep_alive_s=math.inf)) == []
+    assert of(LoadModel, desk.deploy(profile("a", keep_alive_s=math.inf))) == []
     assert desk.states() == {("a", "w1"): State.PINNED}
 
 
@@ -919,7 +1179,7 @@ def test_a_run_that_a_stop_string_ended_is_stopped_on_its_worker_and_counts() ->
     desk.ask("r1", "a")
     desk.ready("a", "w1")
     desk.now_s = 7.0
-    assert desk.finish("r1", End.STOPPED) == [CancelRun(RequestId("r1"), WorkerId("w1"))]
+    assert of(CancelRun, desk.finish("r1", End.STOPPED)) == [CancelRun(RequestId("r1"), WorkerId("w1"))]
     assert desk.fleet.estimates.run_s(ModelId("a")) == 7.0
 
 
@@ -928,7 +1188,7 @@ def test_a_run_that_failed_does_not_count() -> None:
     desk.ask("r1", "a")
     desk.ready("a", "w1")
     before_s = desk.fleet.estimates.run_s(ModelId("a"))
-    assert desk.finish("r1", End.FAILED) == []
+    assert of(CancelRun, desk.finish("r1", End.FAILED)) == []
     assert desk.fleet.estimates.run_s(ModelId("a")) == before_s
 
 

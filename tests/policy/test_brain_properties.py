@@ -6,17 +6,25 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hearth.policy.brain import step
-from hearth.policy.events import BrainConfig
+from hearth.policy.events import (
+    BrainConfig,
+    DeviceReported,
+    LoadModel,
+    ModelDeployed,
+    RequestArrived,
+    WorkerJoined,
+)
 from hearth.policy.fleet import Fleet
-from hearth.policy.replica import Hold, Model, Worker
-from hearth.policy.room import least_bytes, plan_room
-from hearth.policy.route import Reserved, choose_place, could_fit
+from hearth.policy.replica import Model, Worker
+from hearth.policy.room import plan_room
+from hearth.policy.route import Place, Reserved, choose_place, could_fit
 from hearth.policy.waiting import reserve
-from tests.policy.world import MOVES, World
+from hearth.types import Hold, ModelId, RequestId, WorkerId
+from tests.policy.world import MOVES, World, profile
 
 #: What happens often comes more often.
 KINDS = [*MOVES, *["arrive"] * 6, *["finish"] * 3, *["ready"] * 3, *["wait"] * 2]
@@ -44,7 +52,7 @@ def played(config: BrainConfig, moves: Moves) -> World:
     for kind, number in moves:
         world.move(kind, number)
         check_nobody_waits_in_vain(world.fleet)
-        check_warm_models_go_last(world.fleet)
+        check_places(world.fleet)
         check_only_one_replica_is_pinned(world.fleet)
     return world
 
@@ -56,7 +64,7 @@ def can_take(worker: Worker, model: Model, *holds: Hold) -> bool:
     if model.usable and worker.name in model.failed_on:
         return False
     free_bytes = worker.free_bytes + sum(worker.held_bytes[hold] for hold in holds)
-    return least_bytes(model.profile.footprints[worker.kind]) <= free_bytes
+    return model.profile.footprints[worker.kind].least_bytes <= free_bytes
 
 
 def check_nobody_waits_in_vain(fleet: Fleet) -> None:
@@ -87,15 +95,38 @@ def check_only_one_replica_is_pinned(fleet: Fleet) -> None:
         assert pinned == (wanted[:1] if model.is_pinned else [])
 
 
-def check_warm_models_go_last(fleet: Fleet) -> None:
+def check_places(fleet: Fleet) -> None:
+    """Where every model would be loaded now."""
     for model in fleet.models.values():
         place = choose_place(fleet, model)
-        workers = fleet.workers.values()
         if place is None:
+            workers = fleet.workers.values()
             assert not any(can_take(worker, model, Hold.RETAINED, Hold.WARM) for worker in workers)
-        elif any(victim.replica.hold is Hold.WARM for victim in place.room.victims):
-            others = [worker for worker in workers if worker.name not in model.failed_on]
-            assert not any(can_take(worker, model, Hold.RETAINED) for worker in others)
+        else:
+            check_warm_models_go_last(fleet, model, place)
+            check_the_cheapest_place_is_chosen(fleet, model, place)
+
+
+def check_warm_models_go_last(fleet: Fleet, model: Model, place: Place) -> None:
+    """Unless the worker has bytes of the model, and having them back would cost more."""
+    others = [worker for worker in fleet.workers.values() if worker.name not in model.failed_on]
+    if any(victim.replica.hold is Hold.WARM for victim in place.room.victims) and any(
+        can_take(worker, model, Hold.RETAINED) for worker in others
+    ):
+        assert model.profile is not None
+        bytes_there = model.resident.get(place.worker.name, 0)
+        all_s = fleet.estimates.load_s(model.profile.num_bytes, model.bytes_by_rung)
+        rest_s = fleet.estimates.load_s(model.profile.num_bytes - bytes_there, model.bytes_by_rung)
+        assert place.room.evict_s < all_s - rest_s
+
+
+def check_the_cheapest_place_is_chosen(fleet: Fleet, model: Model, place: Place) -> None:
+    """Workers that have bytes of a model and free room for it are always among those that are compared."""
+    cost_by_worker = {option.worker: option.cost_s for option in place.options if option.obstacle is None}
+    assert cost_by_worker[place.worker.name] == min(cost_by_worker.values())
+    if place.worker.name not in model.failed_on:
+        workers = [fleet.workers[name] for name in model.retired if name not in model.failed_on]
+        assert {worker.name for worker in workers if can_take(worker, model)} <= cost_by_worker.keys()
 
 
 @settings(max_examples=250, deadline=None)
@@ -128,6 +159,21 @@ def test_the_same_events_always_lead_to_the_same_actions(config: BrainConfig, mo
     assert [step(fleet, event) for event in world.events] == world.actions
 
 
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=20))
+@example([1] * 3 + [20] + [1] * 16)  # More workers than are looked at, and neither the first nor the last.
+def test_of_equal_workers_the_one_with_most_bytes_of_a_model_gets_it(bytes_there: list[int]) -> None:
+    fleet, model = Fleet(BrainConfig()), ModelId("a")
+    step(fleet, ModelDeployed(0.0, profile(model, fixed_bytes=30)))
+    for number, num_bytes in enumerate(bytes_there):
+        worker = WorkerId(f"w{number}")
+        step(fleet, WorkerJoined(0.0, worker, "cuda", 100, 2))
+        step(fleet, DeviceReported(0.0, worker, {model: num_bytes}))
+    actions = step(fleet, RequestArrived(1.0, RequestId("r"), model, 10, None))
+    (load,) = [action for action in actions if isinstance(action, LoadModel)]
+    known_bytes = [min(30, num_bytes) for num_bytes in bytes_there]
+    assert known_bytes[int(load.worker[1:])] == max(known_bytes)
+
+
 @settings(max_examples=50, deadline=None)
 @given(CONFIGS, MANY_MOVES)
 def test_room_needs_every_one_of_its_victims(config: BrainConfig, moves: Moves) -> None:
@@ -143,4 +189,4 @@ def test_room_needs_every_one_of_its_victims(config: BrainConfig, moves: Moves) 
             freed_bytes = sum(victim.replica.num_bytes for victim in room.victims)
             smallest = min(victim.replica.num_bytes for victim in room.victims)
             without = worker.free_bytes + freed_bytes - smallest
-            assert without < footprint.fixed_bytes + max(footprint.min_kv_bytes, room.kv_bytes)
+            assert without < footprint.least_bytes

@@ -11,12 +11,17 @@ from hypothesis import strategies as st
 
 from hearth.control.deployer import facts_of
 from hearth.errors import ConfigError
+from hearth.memory import cuda_pages
 from hearth.models.families import read_arch
-from hearth.models.layout import DTYPES, layout_of
+from hearth.models.layout import ALIGNMENT_BYTES, DTYPES, layout_of
 from hearth.models.workspace import StepSize, Workspace
 from hearth.policy.footprint import (
+    MAX_EXTENTS,
+    PAGE_BYTES,
+    REGION_BYTES,
     Facts,
     StepLimits,
+    arena_loss_bytes,
     context_of,
     fitted_context,
     fixed_bytes_of,
@@ -63,6 +68,10 @@ def facts(name: str, dtype: str, quant: str, tokenizer: Tokenizer) -> Facts:
     return facts_of(Manifest.of(arch, dtype, quant, (), 4096, {}), tokenizer)
 
 
+def test_memory_is_counted_in_the_units_that_pools_give_it_in() -> None:
+    assert (PAGE_BYTES, REGION_BYTES) == (cuda_pages.PAGE_BYTES, ALIGNMENT_BYTES)
+
+
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", VARIANTS)
@@ -106,20 +115,55 @@ def test_a_cpu_needs_room_for_the_largest_tensor_beside_a_narrow_model_while_it_
     assert twice == narrow.num_bytes
 
 
-def test_kv_is_a_full_context_where_that_is_more_than_a_quarter_of_the_weights() -> None:
-    small = replace(LARGE, num_bytes=1 << 20)
-    token_bytes = 32 * 2 * 8 * 128 * 2
-    assert footprint(small, "cuda", LIMITS).kv_bytes == (8192 + 16) * token_bytes
+def pages(num_bytes: int) -> int:
+    """Up to whole ones."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def test_kv_is_a_quarter_of_the_weights_where_a_context_takes_less() -> None:
-    quarter = footprint(LARGE, "cuda", LIMITS, context=2048).kv_bytes
-    assert LARGE.num_bytes // 4 - quarter < 16 * 32 * 2 * 8 * 128 * 2
+def test_kv_that_is_promised_is_one_full_context_and_the_sink() -> None:
+    taken = footprint(LARGE, "cuda", LIMITS, context=2048)
+    assert taken.min_kv_bytes == pages((2048 + 16) * 32 * 2 * 8 * 128 * 2)
+    assert taken.least_bytes == taken.fixed_bytes + taken.min_kv_bytes
 
 
-def test_kv_is_no_more_than_all_sequences_can_fill() -> None:
+def test_kv_is_never_more_than_all_sequences_can_fill() -> None:
     few = replace(LIMITS, max_seqs=2)
-    assert footprint(LARGE, "cuda", few, context=256).kv_bytes == (2 * 256 + 16) * 32 * 2 * 8 * 128 * 2
+    filled_bytes = (2 * 256 + 16) * 32 * 2 * 8 * 128 * 2
+    assert footprint(LARGE, "cuda", few, context=256).max_kv_bytes == pages(filled_bytes)
+    assert footprint(LARGE, "cpu", few, context=256).max_kv_bytes == 2 * filled_bytes
+
+
+def test_weights_workspace_and_kv_take_whole_pages_of_their_own() -> None:
+    exact = footprint(LARGE, "cuda", LIMITS)
+    for num_bytes in (exact.fixed_bytes, exact.min_kv_bytes, exact.max_kv_bytes):
+        assert num_bytes % PAGE_BYTES == 0
+    longer = footprint(replace(LARGE, num_bytes=LARGE.num_bytes + 1), "cuda", LIMITS)
+    assert longer.fixed_bytes - exact.fixed_bytes == PAGE_BYTES
+
+
+@given(
+    st.sampled_from([1, 3, 16]),
+    st.lists(st.integers(1, 500), min_size=MAX_EXTENTS, max_size=MAX_EXTENTS),
+    st.lists(st.floats(0.0, 1.0), min_size=MAX_EXTENTS, max_size=MAX_EXTENTS),
+)
+def test_kv_that_is_promised_fits_into_free_regions_of_an_arena_wherever_they_begin(
+    block_tokens: int, gaps: list[int], shares: list[float]
+) -> None:
+    """Blocks lie at multiples of their size, regions at multiples of 4096 bytes."""
+    model, limits = replace(LARGE, num_kv_heads=3), StepLimits(64, 4, block_tokens)
+    promised_bytes = footprint(model, "cpu", limits, context=256).min_kv_bytes
+    left_pages = -(-(promised_bytes + arena_loss_bytes(model, limits)) // 4096)
+    block_bytes = block_tokens * 32 * 2 * 3 * 128 * 4
+
+    num_blocks = begin = 0
+    for gap, share in zip(gaps, [*shares[:-1], 1.0], strict=True):
+        num_pages = int(left_pages * share)
+        left_pages -= num_pages
+        begin += gap * 4096
+        end = begin + num_pages * 4096
+        num_blocks += max(0, end // block_bytes - -(-begin // block_bytes))
+        begin = end
+    assert num_blocks * block_bytes >= promised_bytes
 
 
 def test_a_ceiling_that_leaves_no_room_is_refused_with_the_numbers() -> None:
@@ -127,7 +171,7 @@ def test_a_ceiling_that_leaves_no_room_is_refused_with_the_numbers() -> None:
         footprint(LARGE, "cuda", LIMITS, ceiling_bytes=14 << 30)
     fixed_bytes = footprint(LARGE, "cuda", LIMITS).fixed_bytes
     assert f"a memory ceiling of {14 << 30} bytes is too low on a cuda device" in str(caught.value)
-    assert f"take {fixed_bytes}, KV at least {(8192 + 16) * 32 * 2 * 8 * 128 * 2}" in str(caught.value)
+    assert f"take {fixed_bytes}, KV at least {pages((8192 + 16) * 32 * 2 * 8 * 128 * 2)}" in str(caught.value)
 
 
 @pytest.mark.parametrize("context", [1, 0, -5, 8193])
@@ -156,11 +200,11 @@ SIZES = st.builds(StepLimits, st.integers(1, 8192), st.integers(1, 512), st.samp
 
 
 @given(MODELS, KINDS, SIZES, CONTEXTS)
-def test_the_least_is_never_more_than_what_is_wanted(
+def test_the_least_is_never_more_than_the_most(
     model: Facts, kind: str, limits: StepLimits, context: int | None
 ) -> None:
     taken = footprint(model, kind, limits, context)
-    assert 0 < taken.min_kv_bytes <= taken.kv_bytes
+    assert 0 < taken.min_kv_bytes <= taken.max_kv_bytes
     assert taken.fixed_bytes > model.num_bytes
 
 
@@ -221,7 +265,7 @@ def test_a_longer_context_never_takes_less(
     long = footprint(model, kind, limits, max(one, other))
     assert short.fixed_bytes <= long.fixed_bytes
     assert short.min_kv_bytes <= long.min_kv_bytes
-    assert short.kv_bytes <= long.kv_bytes
+    assert short.max_kv_bytes <= long.max_kv_bytes
 
 
 @given(MODELS, KINDS, SIZES, CONTEXTS, st.integers(0, 1 << 42))
@@ -234,8 +278,8 @@ def test_a_ceiling_is_kept_or_refused(
     except ConfigError:
         assert ceiling_bytes < free.fixed_bytes + free.min_kv_bytes
         return
-    assert taken.fixed_bytes + taken.kv_bytes <= max(ceiling_bytes, 0)
-    assert taken.min_kv_bytes == free.min_kv_bytes <= taken.kv_bytes <= free.kv_bytes
+    assert taken.fixed_bytes + taken.max_kv_bytes <= max(ceiling_bytes, 0)
+    assert taken.min_kv_bytes == free.min_kv_bytes <= taken.max_kv_bytes <= free.max_kv_bytes
 
 
 @given(MODELS, KINDS, SIZES, CONTEXTS, st.integers(0, 1 << 42))
@@ -245,8 +289,8 @@ def test_a_floor_is_reached_as_far_as_it_can_be_filled(
     free = footprint(model, kind, limits, context)
     taken = footprint(model, kind, limits, context, floor_bytes=floor_bytes)
     full = footprint(model, kind, limits, context, floor_bytes=1 << 60)
-    assert taken.kv_bytes >= free.kv_bytes
-    assert taken.fixed_bytes + taken.min_kv_bytes >= min(floor_bytes, full.fixed_bytes + full.kv_bytes)
+    assert taken.max_kv_bytes >= free.max_kv_bytes
+    assert taken.fixed_bytes + taken.min_kv_bytes >= min(floor_bytes, full.fixed_bytes + full.max_kv_bytes)
 
 
 @given(MODELS, KINDS, SIZES, CONTEXTS)
@@ -254,6 +298,6 @@ def test_floor_and_ceiling_that_are_one_leave_one_choice(
     model: Facts, kind: str, limits: StepLimits, context: int | None
 ) -> None:
     free = footprint(model, kind, limits, context)
-    total_bytes = free.fixed_bytes + free.kv_bytes
+    total_bytes = free.fixed_bytes + free.max_kv_bytes
     taken = footprint(model, kind, limits, context, floor_bytes=total_bytes, ceiling_bytes=total_bytes)
-    assert taken.min_kv_bytes == taken.kv_bytes == free.kv_bytes
+    assert taken.min_kv_bytes == taken.max_kv_bytes == free.max_kv_bytes

@@ -16,6 +16,7 @@ from hearth.policy.events import (
     Action,
     BrainConfig,
     CancelRun,
+    DeviceReported,
     Dispatch,
     End,
     Event,
@@ -29,6 +30,7 @@ from hearth.policy.events import (
     ModelReady,
     ModelRemoved,
     ModelStopped,
+    Regard,
     Reject,
     RequestArrived,
     RequestCancelled,
@@ -42,7 +44,7 @@ from hearth.policy.events import (
     WorkerLost,
 )
 from hearth.policy.fleet import Fleet
-from hearth.types import ModelId, RequestId, Rung, WorkerId
+from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
 
 T = TypeVar("T")
 KEEP_ALIVES_S = (None, None, None, 0.0, 5.0, math.inf)
@@ -53,9 +55,10 @@ MODELS = tuple(ModelId(f"m{n}") for n in range(6))
 class HostedModel:
     """Mutable; written only by `World`."""
 
-    num_bytes: int
+    num_bytes: int  #: promised
     version: int
     is_ready: bool = False
+    hold: Hold = Hold.WARM  #: as the worker sees it while it has no requests
 
 
 @dataclass(slots=True)
@@ -66,6 +69,8 @@ class HostWorker:
     budget_bytes: int
     max_seqs: int
     models: dict[ModelId, HostedModel] = field(default_factory=dict)
+    #: Evicted, but nobody has needed their bytes yet.
+    retired: set[ModelId] = field(default_factory=set)
     #: By request: its model.
     runs: dict[RequestId, ModelId] = field(default_factory=dict)
 
@@ -81,14 +86,14 @@ def profile(
     model: str,
     fixed_bytes: int = 30,
     min_kv_bytes: int = 5,
-    kv_bytes: int = 10,
+    max_kv_bytes: int = 10,
     *,
     keep_alive_s: float = 10.0,
     is_pinned: bool = False,
     weight: float = 1.0,
     digest: str = "",
 ) -> ModelProfile:
-    footprint = Footprint(fixed_bytes, min_kv_bytes, kv_bytes)
+    footprint = Footprint(fixed_bytes, min_kv_bytes, max_kv_bytes)
     footprints = {"cuda": footprint, "cpu": footprint}
     return ModelProfile(ModelId(model), fixed_bytes, footprints, keep_alive_s, is_pinned, weight, digest)
 
@@ -136,23 +141,36 @@ class World:
             pinned = {name for name, model in self.fleet.models.items() if model.is_pinned}
             assert not [model for model, _ in gone & untouchable if model in pinned], f"{gone & untouchable}"
         self.fleet.check()
+        self._check_holds()
         assert self.fleet.num_running + self.fleet.num_waiting == len(self.requests)
         return actions
 
     def _carry_out(self, action: Action) -> None:
         match action:
-            case LoadModel(model, name, kv_bytes):
+            case LoadModel(model, name, kv_floor_bytes, max_kv_bytes):
                 worker = self.workers[name]
                 footprint = self.profiles[model].footprints[worker.kind]
                 assert model not in worker.models, f"loaded twice on one worker: {action}"
-                assert footprint.min_kv_bytes <= kv_bytes <= footprint.kv_bytes, f"{action} {footprint}"
+                assert footprint.min_kv_bytes == kv_floor_bytes <= max_kv_bytes, f"{action} {footprint}"
+                assert max_kv_bytes <= footprint.max_kv_bytes, f"{action} {footprint}"
                 self._check_no_other_load(model)
-                worker.models[model] = HostedModel(footprint.fixed_bytes + kv_bytes, self.versions[model])
+                worker.models[model] = HostedModel(footprint.least_bytes, self.versions[model])
+                worker.retired.discard(model)
                 assert worker.used_bytes <= worker.budget_bytes, f"beyond the budget: {action}"
-            case Evict(model, name, cost_s):
-                assert self.workers[name].num_running(model) == 0, f"evicted while busy: {action}"
+            case Evict(model, name, cost_s, is_freed):
+                worker = self.workers[name]
+                assert worker.num_running(model) == 0, f"evicted while busy: {action}"
                 assert cost_s >= 0.0, f"{cost_s=}"
-                del self.workers[name].models[model]
+                assert is_freed or model in worker.models, f"evicted twice: {action}"
+                worker.models.pop(model, None)
+                if is_freed:
+                    worker.retired.discard(model)
+                else:
+                    worker.retired.add(model)
+            case Regard(model, name, hold):
+                hosted = self.workers[name].models[model]
+                assert hold not in (Hold.BUSY, hosted.hold), f"needless: {action}"
+                hosted.hold = hold
             case Dispatch(request_id, model, name, _, waited_s, options):
                 worker = self.workers[name]
                 assert self.requests[request_id] == model, f"not a request for it: {action}"
@@ -166,6 +184,8 @@ class World:
                 assert name in [option.worker for option in options if option.obstacle is None], f"{action}"
                 assert len({option.worker for option in options}) == len(options) <= 8, f"{action}"
                 worker.runs[request_id] = model
+                if worker.models[model].hold is Hold.RETAINED:
+                    worker.models[model].hold = Hold.WARM
             case Reject(request_id):
                 for worker in self.workers.values():
                     worker.runs.pop(request_id, None)
@@ -175,6 +195,13 @@ class World:
             case SetTimer(at_s):
                 assert at_s > self.now_s, f"{at_s=} {self.now_s=}"
                 self.timer_s = at_s
+
+    def _check_holds(self) -> None:
+        """Every worker sees its idle models as the brain does."""
+        for name, worker in self.workers.items():
+            for model, hosted in worker.models.items():
+                hold = self.fleet.workers[name].replicas[model].hold
+                assert hold in (Hold.BUSY, hosted.hold), f"{model} on {name}: {hold=} {hosted.hold=}"
 
     def _check_no_other_load(self, model: ModelId) -> None:
         for worker in self.workers.values():
@@ -279,6 +306,15 @@ class World:
         bytes_by_rung = {Rung.HOST: number % 50, Rung.DISK: number // 50 % 100}
         self.tell(ResidencyReported(self.now_s, MODELS[number % len(MODELS)], bytes_by_rung))
 
+    def report_device(self, number: int) -> None:
+        """Of every model that a worker has or had, some part is still there; and of one that it never had."""
+        if name := _pick(sorted(self.workers), number):
+            worker = self.workers[name]
+            shares = {model: (number * (at + 7)) % 60 for at, model in enumerate(MODELS)}
+            there = sorted({*worker.models, *worker.retired, MODELS[number % len(MODELS)]})
+            bytes_by_model = {model: shares[model] for model in there if shares[model] % 5}
+            self.tell(DeviceReported(self.now_s, name, bytes_by_model))
+
     def wait(self, number: int) -> None:
         """Time passes, at most until the timer."""
         until_s = self.now_s + (0.1, 1.0, 4.0)[number % 3]
@@ -299,6 +335,7 @@ class World:
         self.tell(RequestCancelled(self.now_s, RequestId("r0")))
         self.tell(LoadProgressed(self.now_s, WorkerId("w0"), MODELS[0], 1))
         self.tell(WorkerLost(self.now_s, WorkerId("w0")))
+        self.tell(DeviceReported(self.now_s, WorkerId("w0"), {MODELS[0]: 5, ModelId("gone"): 5}))
 
     def settle_down(self) -> None:
         """Lost workers are replaced, loads end, requests finish, timers fire, until nothing can happen."""
@@ -336,6 +373,7 @@ MOVES: dict[str, Callable[[World, int], None]] = {
     "cancel": World.cancel,
     "progress": World.progress,
     "report": World.report,
+    "report_device": World.report_device,
     "fail": World.fail,
     "join": World.join,
     "lose": World.lose,

@@ -128,6 +128,10 @@ class Service:
         assert isinstance(found, list)
         return {str(one["model"]): one for one in found if isinstance(one, dict)}
 
+    def hosted(self) -> set[str]:
+        """Models that are promised memory; of others some may be left."""
+        return {name for name, resident in self.residents().items() if resident["is_hosted"]}
+
     def states(self) -> dict[str, str]:
         return {name: str(one["state"]) for name, one in self.residents().items()}
 

@@ -105,16 +105,31 @@ def test_a_third_model_takes_the_place_of_a_retained_one_first(crowded: Service)
     ask(crowded, "tiny-a")
     ask(crowded, "tiny-b", keep_alive=0)
     placed = crowded.explain(ask(crowded, "tiny-c"))
-    assert set(crowded.states()) == {"tiny-a", "tiny-c"}
+    assert crowded.hosted() == {"tiny-a", "tiny-c"}
     assert placed["why"] == "evicted"
+
+
+def test_what_is_left_of_a_model_that_gave_way_need_not_come_again(crowded: Service) -> None:
+    ask(crowded, "tiny-a")
+    ask(crowded, "tiny-b", keep_alive=0)
+    ask(crowded, "tiny-c")
+    left = crowded.residents()["tiny-b"]
+    assert (left["state"], left["is_hosted"]) == ("retained", False)
+    assert 0 < left["loaded_bytes"] < left["total_bytes"]
+    crowded.unload("tiny-c", free=True)
+
+    back = crowded.explain(ask(crowded, "tiny-b"))
+
+    assert 0 < back["reused_bytes"] < left["total_bytes"]
+    assert sum(rung["num_bytes"] for rung in back["rungs"]) > 0
 
 
 def test_a_warm_model_makes_room_when_no_other_is_left(crowded: Service) -> None:
     ask(crowded, "tiny-a")
     ask(crowded, "tiny-b")
     ask(crowded, "tiny-c")
-    assert len(crowded.states()) == 2
-    assert "tiny-c" in crowded.states()
+    assert len(crowded.hosted()) == 2
+    assert "tiny-c" in crowded.hosted()
 
 
 def test_a_pinned_model_is_never_evicted(crowded: Service) -> None:
@@ -132,7 +147,7 @@ def test_a_model_that_pinned_ones_keep_out_is_refused_until_one_is_let_go(crowde
     crowded.unload("tiny-b", free=False)
     ask(crowded, "tiny-c")
     assert caught.value.code == "no_capacity"
-    assert set(crowded.states()) == {"tiny-a", "tiny-c"}
+    assert crowded.hosted() == {"tiny-a", "tiny-c"}
 
 
 def test_a_model_that_can_never_fit_is_refused_at_once_with_the_numbers(

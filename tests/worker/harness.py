@@ -172,7 +172,8 @@ def host_order(name: str, where: Path | str, **changes: object) -> HostModel:
         digest="" if manifest is None else manifest.digest,
         weight=1.0,
         max_context=64 if manifest is None else min(64, manifest.arch.max_positions),
-        kv_bytes=KV_BYTES,
+        kv_floor_bytes=KV_BYTES,
+        max_kv_bytes=KV_BYTES,
         eos_ids=(),
     )
     return msgspec.structs.replace(order, **changes)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hearth import LLM
-from hearth.messages import ModelLoaded
-from hearth.types import SamplingParams
+from hearth.messages import ModelLoaded, RetireModel
+from hearth.types import ModelId, SamplingParams
 from tests.store.stored import converted
 from tests.worker.harness import CONFIG, Gateway, folder, greedy, host_order, keeper_setup, keeping, working
 
@@ -29,6 +29,11 @@ def gateway() -> Iterator[Gateway]:
         yield rig.gateway
 
 
+def is_empty(gateway: Gateway) -> bool:
+    pong = gateway.ping()
+    return pong.free_bytes == pong.budget_bytes
+
+
 def answer(where: Path, num_tokens: int) -> list[int]:
     with LLM(where, device="cuda", max_context=64, engine=CONFIG, skip_tokenizer=True) as llm:
         llm.wait_loaded()
@@ -46,14 +51,30 @@ def test_models_answer_as_they_do_offline(gateway: Gateway) -> None:
     assert {name: gateway.runs[run].tokens for name, run in runs.items()} == {
         name: answer(where, 20) for name, where in places.items()
     }
-    assert gateway.ping().used_bytes == 0
+    assert is_empty(gateway)
 
 
 def test_room_that_was_given_back_is_there_for_others(gateway: Gateway) -> None:
     where = converted("llama-gqa")
     for kv_bytes in (3 << 30, (3 << 30) - (100 << 20), 1 << 30, (3 << 30) + (200 << 20)):
-        assert isinstance(gateway.host("a", where, kv_bytes=kv_bytes), ModelLoaded)
+        loaded = gateway.host("a", where, kv_floor_bytes=kv_bytes, max_kv_bytes=kv_bytes)
+        assert isinstance(loaded, ModelLoaded)
         (run,) = gateway.until_ended(gateway.start("a", PROMPT, greedy(4)))
         assert len(run.tokens) == 4
         gateway.drop("a")
-    assert gateway.ping().used_bytes == 0
+    assert is_empty(gateway)
+
+
+def test_a_retired_model_comes_back_with_all_its_bytes_and_its_graphs(gateway: Gateway) -> None:
+    where = converted("llama-gqa")
+    gateway.host("a", where)
+    (first,) = gateway.until_ended(gateway.start("a", PROMPT, greedy(20)))
+    gateway.send(RetireModel(ModelId("a")))
+    again = gateway.host("a", where)
+    assert isinstance(again, ModelLoaded)
+    (second,) = gateway.until_ended(gateway.start("a", PROMPT, greedy(20)))
+    gateway.drop("a")
+
+    assert again.rungs == ()
+    assert second.tokens == first.tokens
+    assert is_empty(gateway)

@@ -40,8 +40,9 @@ def test_both_sides_know_each_other_and_then_talk(ends: tuple[socket.socket, soc
 
     gateway.send(Ping(3))
     assert link.receive() == Ping(3)
-    link.send(Pong(3, 0, ()))
-    assert gateway.hear() == Pong(3, 0, ())
+    pong = Pong(3, 0, 0, 0, 0, 0, {}, ())
+    link.send(pong)
+    assert gateway.hear() == pong
     assert gateway.hello is not None
     assert gateway.hello.budget_bytes == 1000
     gateway.close()

@@ -14,7 +14,8 @@ import torch
 from tokenizers import Tokenizer as Backend
 
 from hearth import LLM
-from hearth.memory.whole import WholePool
+from hearth.memory.arena import ArenaPool
+from hearth.memory.pool import Regard
 from hearth.messages import (
     CancelRequest,
     Guide,
@@ -31,7 +32,7 @@ from hearth.store.borrower import Borrower
 from hearth.store.convert import convert
 from hearth.store.loader import Loader
 from hearth.store.manifest import WEIGHTS, read_manifest
-from hearth.types import FinishReason, SamplingParams
+from hearth.types import FinishReason, Hold, SamplingParams
 from hearth.worker import host
 from hearth.worker.arrival import Broken
 from hearth.worker.host import Host, HostNews, Workshop
@@ -41,7 +42,6 @@ from tests.text.conftest import byte_level
 from tests.worker.harness import (
     BUDGET_BYTES,
     CONFIG,
-    KV_BYTES,
     Gateway,
     Rig,
     folder,
@@ -62,11 +62,16 @@ def rig() -> Iterator[Rig]:
         yield rig
 
 
+def is_empty(gateway: Gateway) -> bool:
+    pong = gateway.ping()
+    return pong.free_bytes == pong.budget_bytes
+
+
 @pytest.fixture
 def gateway(rig: Rig) -> Iterator[Gateway]:
     yield rig.gateway
     rig.gateway.drop(*(use.model for use in rig.gateway.ping().models))
-    assert rig.gateway.ping().used_bytes == 0
+    assert is_empty(rig.gateway)
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +240,7 @@ def test_a_model_that_is_dropped_while_it_is_loaded_leaves_nothing(gateway: Gate
         gateway.send(host_order("a", model))
         run = gateway.start("a", PROMPT, greedy(4))
         gateway.drop("a")
-        assert gateway.ping().used_bytes == 0
+        assert is_empty(gateway)
         assert gateway.runs[run].tokens == []
 
     assert isinstance(gateway.host("a", model), ModelLoaded)
@@ -246,19 +251,24 @@ def test_a_ping_tells_what_is_used(gateway: Gateway, model: Path) -> None:
     pong = gateway.ping()
 
     (use,) = pong.models
-    assert (use.model, use.num_running) == ("a", 0)
-    assert read_manifest(model).num_bytes + KV_BYTES < pong.used_bytes < BUDGET_BYTES
+    assert (use.model, use.hold, use.is_hosted, use.num_running) == ("a", Hold.WARM, True, 0)
+    assert use.weights_bytes == use.total_bytes == read_manifest(model).num_bytes
+    assert pong.workspace_bytes > 0
+    parts = use.weights_bytes + use.kv_bytes + pong.workspace_bytes + pong.lost_bytes
+    assert pong.free_bytes + parts == pong.budget_bytes == BUDGET_BYTES
 
 
 def test_a_model_beyond_the_budget_is_refused_with_the_numbers(gateway: Gateway, model: Path) -> None:
-    gateway.host("a", model)
-    failed = gateway.host("b", converted("opt-pre"), kv_bytes=BUDGET_BYTES)
-    (run,) = gateway.until_ended(gateway.start("a", PROMPT, greedy(4)))
+    """Which the gateway would never order."""
+    with folder() as place, keeping(setup := keeper_setup(place)):
+        budget_bytes = read_manifest(model).num_bytes
+        with working(setup.socket, budget_bytes=budget_bytes) as rig:
+            failed = rig.gateway.host("b", model)
 
     assert isinstance(failed, ModelFailed)
     assert failed.label == "device"
-    assert f"{BUDGET_BYTES} for KV" in failed.reason
-    assert len(run.tokens) == 4
+    assert f"`b` needs {budget_bytes} bytes for weights and " in failed.reason
+    assert f"more than can be freed of {budget_bytes}" in failed.reason
 
 
 def test_a_model_that_was_changed_since_it_was_deployed_is_refused(gateway: Gateway, model: Path) -> None:
@@ -343,8 +353,11 @@ def test_without_a_keeper_a_load_fails_in_the_end(model: Path, monkeypatch: pyte
         keeper.kill()
         keeper.wait()
         device = torch.device("cpu")
-        shop = Workshop(device, CONFIG, WholePool(device, 1 << 30), borrower, Loader(device))
-        Host(host_order("a", model), shop, news.put)
+        shop = Workshop(
+            device, CONFIG, lambda regards: ArenaPool(device, 1 << 30, regards), borrower, Loader(device)
+        )
+        pool = shop.new_pool(lambda model: Regard(Hold.BUSY, 0.0, is_loading=False))
+        Host(host_order("a", model), shop, pool, lambda hosting, told: news.put(told))
         failed = news.get(timeout=60)
         borrower.close()
 

@@ -94,7 +94,7 @@ def service_routes(gateway: Gateway) -> APIRouter:
 
     @routes.get("/api/ps", summary="What is resident and running where")
     async def ps() -> Response:
-        return as_json(gateway.ps())
+        return as_json(await gateway.look())
 
     @routes.get("/api/requests/{request_id}", summary="What happened to a request, and why")
     async def explain(request_id: str) -> Response:

@@ -27,7 +27,8 @@ def explain(
     """Show where the time of a request went.
 
     One bar per phase on a common axis of time, then what happened when, where the model's bytes came from and
-    what the other workers would have cost. The service keeps the last thousand requests.
+    which were there already, and what each worker would have cost. The service keeps the last thousand
+    requests.
 
     [bold]Example[/bold]
 

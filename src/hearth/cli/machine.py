@@ -23,6 +23,7 @@ from hearth.cli.console import (
     print_table,
 )
 from hearth.cli.figures import size
+from hearth.cli.pool import fallbacks
 from hearth.cli.reach import reached
 from hearth.config import plain, to_toml
 from hearth.control.datadir import is_held, running_service
@@ -95,6 +96,7 @@ def _service(data_dir: Path) -> _ServiceReport:
     workers = [
         f"{worker.device or worker.kind}, {worker.state}, {size(worker.used_bytes)} of "
         f"{size(worker.budget_bytes)} in use, {worker.num_restarts} restarts"
+        + "".join(f", {fallback}" for fallback in fallbacks(worker))
         for worker in view.workers
     ]
     return _ServiceReport(str(data_dir), num_models, status, client.url, workers)

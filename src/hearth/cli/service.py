@@ -17,9 +17,11 @@ from hearth.cli.console import (
     DataDirectory,
     Url,
     app,
+    out,
     print_columns,
 )
 from hearth.cli.figures import duration, size
+from hearth.cli.pool import keys_of, pool_lines, signs_for
 from hearth.cli.reach import reached
 from hearth.control.datadir import DataDir
 from hearth.control.views import ProcessView, ResidentView
@@ -33,10 +35,12 @@ def ps(
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
-    """List the workers of a service and the models in their memory.
+    """Show the workers of a service and whose bytes are in their memory.
 
-    A model is busy while it answers, warm until its time is up, then retained: it stays until somebody needs
-    the room. A pinned one stays in any case.
+    One bar for each worker's memory; the letters below say whose bytes they are. Then a line for each model:
+    it is busy while it answers, warm until its time is up, then retained: its weights stay until somebody
+    needs the room, and only as many go as are needed. A pinned one stays in any case. KV counts blocks that
+    running requests use and those kept in case their text comes again, of all that the model has.
 
     [bold]Examples[/bold]
 
@@ -115,17 +119,32 @@ def _print_processes(view: ProcessView) -> None:
         for worker in view.workers
     ]
     print_columns(["WORKER", "PID", "DEVICE", "STATE", "MEMORY", "RESTARTS"], workers)
+    keys = keys_of(view.models)
+    signs = signs_for(out.encoding)
+    for worker in view.workers:
+        for line in pool_lines(worker, keys, signs, out.width):
+            out.print(line, soft_wrap=True)
     typer.echo()
     models = [
-        [model.model, model.worker, model.state, size(model.num_bytes), _loaded(model), _left(model)]
+        [
+            *(model.model, keys[model.worker, model.model], model.worker, model.state),
+            f"{size(model.loaded_bytes)} of {size(model.total_bytes)}",
+            size(model.shared_bytes) if model.shared_bytes else "-",
+            _kv(model),
+            str(model.num_running),
+            _left(model),
+        ]
         for model in view.models
     ]
-    print_columns(["MODEL", "WORKER", "STATE", "MEMORY", "LOADED", "TIME LEFT"], models)
+    header = ["MODEL", "KEY", "WORKER", "STATE", "WEIGHTS", "SHARED", "KV BLOCKS", "RUNNING", "TIME LEFT"]
+    print_columns(header, models)
     typer.echo(f"\nrequests: {view.num_running} running, {view.num_waiting} waiting")
 
 
-def _loaded(model: ResidentView) -> str:
-    return f"{model.loaded_bytes / model.total_bytes:.0%}" if model.total_bytes else "100%"
+def _kv(model: ResidentView) -> str:
+    if not model.kv_blocks:
+        return "-"
+    return f"{model.kv_used_blocks}+{model.kv_cached_blocks} of {model.kv_blocks}, {size(model.kv_bytes)}"
 
 
 def _left(model: ResidentView) -> str:

@@ -30,8 +30,8 @@ def waterfall(explained: Explanation, width: int) -> list[str]:
         lines += ["", "what happened"]
         for mark, at in zip(explained.marks, _right(ats), strict=True):
             lines.append(f"  {at}  {mark.what.ljust(max(map(len, whats)))}  {mark.detail}".rstrip())
-    if explained.rungs:
-        lines += ["", "bytes loaded", *_rungs(explained.rungs)]
+    if explained.rungs or explained.reused_bytes or explained.shared_bytes:
+        lines += ["", "bytes loaded", *_rungs(explained)]
     if explained.options:
         lines += ["", "what each worker would have cost", *_options(explained.options)]
     return lines
@@ -74,11 +74,27 @@ def _bars(spans: Sequence[Span], width: int) -> Iterator[str]:
     yield f"{margin}  0{precise(end_s).rjust(bar_width - 1)}"
 
 
-def _rungs(rungs: Sequence[RungView]) -> Iterator[str]:
-    names, sizes = _left([rung.rung for rung in rungs]), _right([size(rung.num_bytes) for rung in rungs])
-    for name, told, rung in zip(names, sizes, rungs, strict=True):
-        speed = f", {rung.num_bytes / rung.seconds / 1e9:.2f} GB/s" if rung.seconds > 0 else ""
-        yield f"  {name}  {told}  in {precise(rung.seconds)}{speed}"
+def _rungs(explained: Explanation) -> Iterator[str]:
+    """What was on the device already, then what came from each rung and what another load brought."""
+    names = [str(rung.rung) for rung in explained.rungs]
+    sizes = [size(rung.num_bytes) for rung in explained.rungs]
+    told = [_pace(rung) for rung in explained.rungs]
+    if explained.shared_bytes:
+        names.append("shared")
+        sizes.append(size(explained.shared_bytes))
+        told.append("that another load was reading")
+    if explained.reused_bytes:
+        come_bytes = sum(rung.num_bytes for rung in explained.rungs) + explained.shared_bytes
+        names.insert(0, "device")
+        sizes.insert(0, size(explained.reused_bytes))
+        told.insert(0, f"were there already, {size(come_bytes)} had to come")
+    for row in zip(_left(names), _right(sizes), told, strict=True):
+        yield "  " + "  ".join(row)
+
+
+def _pace(rung: RungView) -> str:
+    speed = f", {rung.num_bytes / rung.seconds / 1e9:.2f} GB/s" if rung.seconds > 0 else ""
+    return f"in {precise(rung.seconds)}{speed}"
 
 
 def _options(options: Sequence[Option]) -> Iterator[str]:
@@ -87,10 +103,11 @@ def _options(options: Sequence[Option]) -> Iterator[str]:
         if option.obstacle is not None:
             yield f"  {name}  {option.obstacle}"
         else:
+            missing = f" of {size(option.missing_bytes)}" if option.missing_bytes else ""
             evict = f"evict {precise(option.evict_s)}, " if option.evict_s else ""
             yield (
                 f"  {name}  {precise(option.cost_s)}: queue {precise(option.queue_s)}, "
-                f"load {precise(option.load_s)}, {evict}{option.utilisation:.0%} in use"
+                f"load {precise(option.load_s)}{missing}, {evict}{option.utilisation:.0%} in use"
             )
 
 

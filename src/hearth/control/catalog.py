@@ -101,7 +101,7 @@ class Catalog:
         """Raises UnknownModel. `name` may be an alias."""
         return self._entries[ModelId(self._names.resolve(name).name)]
 
-    def host_order(self, model: ModelId, hosting: int, kv_bytes: int) -> HostModel:
+    def host_order(self, model: ModelId, hosting: int, kv_floor_bytes: int, max_kv_bytes: int) -> HostModel:
         entry = self._entries[model]
         deployed = entry.deployed
         return HostModel(
@@ -111,7 +111,8 @@ class Catalog:
             digest=deployed.digest,
             weight=entry.config.latency_weight,
             max_context=entry.max_context,
-            kv_bytes=kv_bytes,
+            kv_floor_bytes=kv_floor_bytes,
+            max_kv_bytes=max_kv_bytes,
             eos_ids=tuple(deployed.facts.eos_ids),
         )
 

@@ -18,18 +18,22 @@ from hearth.control.hearing import Heard, Said
 from hearth.control.journal import Journal
 from hearth.control.link import Link
 from hearth.control.live import Live
+from hearth.control.loads import Loads
 from hearth.control.metrics import Metrics
+from hearth.control.pools import Pools
 from hearth.control.timeline import LoadLog
 from hearth.errors import HearthError
-from hearth.messages import Hello, HostModel, StartRequest
+from hearth.messages import Hello, HostModel, Ping, StartRequest
 from hearth.policy import events
 from hearth.policy.brain import step
 from hearth.policy.events import Action, Event, RejectReason
 from hearth.policy.fleet import Fleet
-from hearth.types import FinishReason, ModelId, RequestId, Rung, WorkerId
+from hearth.types import FinishReason, ModelId, RequestId, WorkerId
 
 log = logging.getLogger(__name__)
 
+#: Pings with such numbers are of somebody who looks; the supervisor counts its own from 1.
+FIRST_LOOK = 1 << 32
 #: What a rejected request is told, as an error.
 _ERRORS: dict[RejectReason, type[HearthError]] = {
     RejectReason.UNKNOWN_MODEL: errors.UnknownModel,
@@ -49,28 +53,23 @@ class Driver:
         fleet: Fleet,
         journal: Journal,
         metrics: Metrics,
-        host_order: Callable[[ModelId, int, int], HostModel],
+        host_order: Callable[[ModelId, int, int, int], HostModel],
         max_seqs: int,
     ) -> None:
-        """`host_order`: what a worker is told to host a model, by number of this stay and bytes of KV."""
+        """`host_order`: what a worker is told to host a model: number of this stay, floor and most of KV."""
         self.fleet = fleet
-        self._journal, self._metrics, self._host_order, self._max_seqs = (
-            journal,
-            metrics,
-            host_order,
-            max_seqs,
-        )
+        self._journal, self._metrics = journal, metrics
+        self._host_order, self._max_seqs = host_order, max_seqs
         self._loop = asyncio.get_running_loop()
-        self._numbers = itertools.count(1)
+        self._numbers, self._looks = itertools.count(1), itertools.count(FIRST_LOOK)
         #: Requests that have not ended, and those of them that are on a worker.
         self.requests: dict[RequestId, Live] = {}
         self.runs: dict[int, Live] = {}
         self._links: dict[WorkerId, Link] = {}
-        #: Loads under way, or of models that are still there.
-        self._loads: dict[tuple[WorkerId, ModelId], LoadLog] = {}
+        self._loads = Loads()
         #: Why a model failed last, as the label of an error, until it is loaded or deployed anew.
         self._failures: dict[ModelId, str] = {}
-        self.uses: dict[WorkerId, messages.Pong] = {}
+        self.pools = Pools()
         self.is_closing = False  #: workers leave because they were told to
         self._timer: asyncio.TimerHandle | None = None
         self._idle: asyncio.Event = asyncio.Event()
@@ -120,6 +119,18 @@ class Driver:
             events.WorkerJoined(self.now_s, hello.worker, hello.kind, hello.budget_bytes, self._max_seqs)
         )
 
+    async def look(self, patience_s: float) -> None:
+        """Have workers tell what is in their pools after all orders; one in a long step may not."""
+        number = next(self._looks)
+        answers = self.pools.answers(self._links, number)
+        for link in self._links.values():
+            link.send(Ping(number))
+        try:
+            if answers:
+                await asyncio.wait(answers, timeout=patience_s)
+        finally:
+            self.pools.end_look(number)
+
     def hear(self, heard: Heard) -> None:
         """Something that a worker said, in order; or it is gone."""
         try:
@@ -143,11 +154,14 @@ class Driver:
             case messages.RunFailed():
                 self._run_failed(now_s, fact)
             case messages.LoadProgressed() | messages.ModelLoaded() | messages.ModelFailed():
-                load = self._loads.get((worker, fact.model))
+                load = self._loads.get(worker, fact.model)
                 if load is not None and load.hosting == fact.hosting:  # else it was evicted meanwhile
                     self._hear_of_load(now_s, worker, load, fact)
+            case messages.Residency(bytes_by_model):
+                self._loads.told(worker, bytes_by_model)
+                self.post(events.DeviceReported(now_s, worker, bytes_by_model))
             case messages.Pong():
-                self.uses[worker] = fact
+                self.pools.told(worker, fact, now_s)
             case messages.Hello():
                 heard.link.abort()
             case _:
@@ -170,17 +184,15 @@ class Driver:
         match action:
             case events.Dispatch():
                 self._dispatch(action)
-            case events.LoadModel(model, worker, kv_bytes):
-                log.info("model_loading model=%s worker=%s kv_bytes=%d", model, worker, kv_bytes)
+            case events.LoadModel(model, worker, kv_floor_bytes, max_kv_bytes):
+                log.info("model_loading model=%s worker=%s kv_floor_bytes=%d", model, worker, kv_floor_bytes)
                 hosting = next(self._numbers)
-                self._loads[worker, model] = LoadLog(hosting, worker, self.now_s)
-                self._send(worker, self._host_order(model, hosting, kv_bytes))
-            case events.Evict(model, worker, cost_s):
-                log.info("model_evicted model=%s worker=%s cost_s=%.3f", model, worker, cost_s)
-                self._metrics.evictions.inc()
-                self._loads.pop((worker, model), None)
-                self._send(worker, messages.DropModel(model))
-                self.on_residency()
+                self._loads.begin(worker, model, hosting, self.now_s)
+                self._send(worker, self._host_order(model, hosting, kv_floor_bytes, max_kv_bytes))
+            case events.Evict():
+                self._evict(action)
+            case events.Regard(model, worker, hold):
+                self._send(worker, messages.RegardModel(model, hold))
             case events.Reject():
                 self._reject(action)
             case events.CancelRun(request_id, worker):
@@ -193,6 +205,15 @@ class Driver:
                 self._timer = self._loop.call_later(max(0.0, at_s - self.now_s), self._fire)
             case _:
                 assert_never(action)
+
+    def _evict(self, order: events.Evict) -> None:
+        model, worker = order.model, order.worker
+        what = "model_evicted" if order.is_freed else "model_retired"
+        log.info("%s model=%s worker=%s cost_s=%.3f", what, model, worker, order.cost_s)
+        if self._loads.end(worker, model) and not order.is_freed:
+            self._metrics.evictions.inc()
+        self._send(worker, messages.DropModel(model) if order.is_freed else messages.RetireModel(model))
+        self.on_residency()
 
     def _fire(self) -> None:
         self._timer = None
@@ -209,9 +230,8 @@ class Driver:
             self.runs.pop(live.run, None)
         live.run, live.worker = next(self._numbers), order.worker
         self.runs[live.run] = live
-        load = self._loads.get((order.worker, order.model))
-        is_cold = load is not None and load.ended_s is None
-        live.timeline.placed(self.now_s, order.worker, order.why, order.options, load if is_cold else None)
+        load = self._loads.awaited(order.worker, order.model, self.now_s)
+        live.timeline.placed(self.now_s, order.worker, order.why, order.options, load)
         if len(live.timeline.stays) == 1:
             self._metrics.queue.observe(self.now_s - live.timeline.arrived_s)
         else:
@@ -236,16 +256,16 @@ class Driver:
     # What workers report.
 
     def _stepped(self, now_s: float, step_done: messages.StepDone, said: list[Said]) -> None:
-        for admitted in step_done.admitted:
-            live = self.runs.get(admitted.run)
-            if live is not None:
-                began_s = now_s - step_done.step_s  # it is told when its first step is launched
-                live.timeline.started(began_s, admitted.num_cached_tokens, admitted.waited_s)
-                live.stream.num_cached_tokens = live.timeline.num_cached_tokens
-        for run in step_done.preempted:
+        began_s = now_s - step_done.step_s
+        for run in step_done.preempted:  # before the step; who was may have been admitted again for it
             self._metrics.preemptions.inc()
             if run in self.runs:
-                self.runs[run].timeline.preempted(now_s)
+                self.runs[run].timeline.preempted(began_s)
+        for admitted in step_done.admitted:
+            live = self.runs.get(admitted.run)
+            if live is not None:  # it is told when its first step is launched
+                live.timeline.started(began_s, admitted.num_cached_tokens, admitted.waited_s)
+                live.stream.num_cached_tokens = live.timeline.num_cached_tokens
         for one in said:
             self._deliver(now_s, one, step_done)
         self._metrics.output_tokens.inc(len(said))
@@ -292,6 +312,8 @@ class Driver:
         load: LoadLog,
         fact: messages.LoadProgressed | messages.ModelLoaded | messages.ModelFailed,
     ) -> None:
+        if load.ended_s is not None and not isinstance(fact, messages.ModelFailed):
+            load = self._loads_again(now_s, worker, fact.model)
         match fact:
             case messages.LoadProgressed():
                 load.progressed(now_s, fact.num_layers)
@@ -301,20 +323,23 @@ class Driver:
             case messages.ModelFailed():
                 self._failed(now_s, worker, load, fact)
 
+    def _loads_again(self, now_s: float, worker: WorkerId, model: ModelId) -> LoadLog:
+        """Weights were taken while a request was on its way there: the load is for those that wait."""
+        load = self._loads.begin_again(worker, model, now_s)
+        for live in self.runs.values():
+            if live.worker == worker and live.model == model and live.timeline.stays[-1].started_s is None:
+                live.timeline.load = load
+        return load
+
     def _loaded(self, now_s: float, worker: WorkerId, load: LoadLog, loaded: messages.ModelLoaded) -> None:
-        load.loaded, load.ended_s = loaded, now_s
+        load.end(now_s, loaded)
+        self._loads.landed(worker, loaded.model)
         self._failures.pop(loaded.model, None)
-        load.first_layer_at_s = load.began_s + loaded.open_s + loaded.assemble_s + loaded.first_layer_s
-        if loaded.is_widened:
-            self._metrics.fallbacks.labels("float32").inc()
+        self._metrics.loaded(loaded)
         rungs = tuple(events.RungUse(use.rung, use.num_bytes, use.seconds) for use in loaded.rungs)
-        for use in rungs:
-            self._metrics.rung_bytes.labels(use.rung).inc(use.num_bytes)
-        slowest = max((use.rung for use in rungs), key=list(Rung).index, default=Rung.HOST)
-        self._metrics.cold_start[slowest].observe(loaded.total_s)
         log.info(
-            "model_ready model=%s worker=%s load_s=%.3f rungs=%s",
-            *(loaded.model, worker, loaded.total_s),
+            "model_ready model=%s worker=%s load_s=%.3f reused_bytes=%d rungs=%s",
+            *(loaded.model, worker, loaded.total_s, loaded.reused_bytes),
             ",".join(f"{use.rung}:{use.num_bytes}" for use in rungs),
         )
         self.post(events.ModelReady(now_s, worker, loaded.model, rungs, loaded.total_s))
@@ -323,10 +348,10 @@ class Driver:
     def _failed(self, now_s: float, worker: WorkerId, load: LoadLog, failed: messages.ModelFailed) -> None:
         log.error("model_failed model=%s worker=%s reason=%s", failed.model, worker, failed.reason)
         self._failures[failed.model] = failed.label
-        del self._loads[worker, failed.model]
+        self._loads.end(worker, failed.model)
         if load.ended_s is None:
             load.ended_s, load.failure = now_s, failed.reason
-        if load.loaded is not None:  # its requests go on elsewhere; those of a load end with it
+        if load.was_ready:  # its requests go on elsewhere; those of a first load end with it
             self._leave_worker(now_s, worker, "broke", failed.model)
         self.post(events.ModelFailed(now_s, worker, failed.model, failed.reason))
 
@@ -336,9 +361,8 @@ class Driver:
             log.error("worker_lost worker=%s", worker)
             self._metrics.workers_lost.inc()
         del self._links[worker]
-        self.uses.pop(worker, None)
-        for key in [key for key in self._loads if key[0] == worker]:
-            del self._loads[key]
+        self.pools.lost(worker)
+        self._loads.lose(worker)
         self._leave_worker(now_s, worker, "died")
         self.post(events.WorkerLost(now_s, worker))
 

@@ -20,6 +20,7 @@ from hearth.control.driver import Driver
 from hearth.control.keys import Keys
 from hearth.control.live import Live
 from hearth.control.metrics import Metrics
+from hearth.control.picture import resident_views
 from hearth.control.stock import Stock
 from hearth.control.supervisor import Supervisor
 from hearth.control.texts import Texts
@@ -33,6 +34,8 @@ from hearth.text.transcript import Transcript
 from hearth.types import ModelId, RequestId, SamplingParams
 from hearth.version import hearth_version
 
+#: For workers to tell what is in their memory, when somebody looks; what they told before is shown else.
+LOOK_S = 0.5
 #: Longer text is not tokenised to find out that it is too long: no token is of so many characters, as a rule.
 MAX_TOKEN_CHARS, MIN_TEXT_CHARS = 64, 64 << 10
 
@@ -144,22 +147,15 @@ class Gateway:
 
     # Looking at it.
 
+    async def look(self) -> ProcessView:
+        """The same as `ps`, after asking the workers."""
+        await self._driver.look(LOOK_S)
+        return self.ps()
+
     def ps(self) -> ProcessView:
         fleet, now_s = self._driver.fleet, self._driver.now_s
-        residents = tuple(
-            ResidentView(
-                model=one.model,
-                worker=one.worker,
-                state=one.state,
-                num_bytes=one.num_bytes,
-                loaded_bytes=one.loaded_bytes,
-                total_bytes=one.total_bytes,
-                num_running=one.num_running,
-                expires_in_s=None if one.expires_s is None else one.expires_s - now_s,
-            )
-            for one in fleet.residents(now_s)
-        )
-        workers = tuple(self._worker_views(residents))
+        residents = resident_views(fleet.residents(now_s), self._driver.pools.pongs, now_s)
+        workers = tuple(self._worker_views(residents, now_s))
         return ProcessView(workers, residents, fleet.num_waiting, fleet.num_running)
 
     def explain(self, request_id: str) -> Explanation | None:
@@ -187,17 +183,18 @@ class Gateway:
         )
 
     def _watch(self) -> None:
-        fleet, uses, watch = self._driver.fleet, self._driver.uses, self._metrics.watch
+        fleet, pools, watch = self._driver.fleet, self._driver.pools, self._metrics.watch
         watch("hearth_requests_running", "Requests on workers.", lambda: fleet.num_running)
         watch("hearth_requests_waiting", "Requests that wait for a slot or room.", lambda: fleet.num_waiting)
         watch(
             "hearth_workers_ready", "Workers that can take requests.", lambda: self.health().num_ready_workers
         )
-        watch("hearth_models_resident", "Models on workers.", lambda: len(self.ps().models))
+        watch("hearth_models_resident", "Models on workers.", lambda: sum(1 for _ in fleet.replicas()))
+        self.metrics.register(pools)
         watch(
             "hearth_device_used_bytes",
             "Device memory that models take, by the pools' own books.",
-            lambda: sum(pong.used_bytes for pong in uses.values()),
+            lambda: sum(pong.budget_bytes - pong.free_bytes for pong in pools.pongs.values()),
         )
         watch(
             "hearth_device_budget_bytes",
@@ -207,12 +204,12 @@ class Gateway:
         watch(
             "hearth_kv_blocks_used",
             "Blocks of KV that hold tokens of running requests.",
-            lambda: sum(use.kv_used_blocks for pong in uses.values() for use in pong.models),
+            lambda: sum(use.kv_used_blocks for pong in pools.pongs.values() for use in pong.models),
         )
         watch(
             "hearth_kv_blocks",
             "Blocks of KV that there are.",
-            lambda: sum(use.kv_blocks for pong in uses.values() for use in pong.models),
+            lambda: sum(use.kv_blocks for pong in pools.pongs.values() for use in pong.models),
         )
         watch("hearth_gateway_tasks", "Tasks of the gateway's event loop.", lambda: len(asyncio.all_tasks()))
 
@@ -238,11 +235,14 @@ class Gateway:
     async def _tokenizer(self, entry: Entry) -> Tokenizer:
         return await self._texts.tokenizer(entry.deployed.digest, Path(entry.deployed.directory))
 
-    def _worker_views(self, residents: tuple[ResidentView, ...]) -> list[WorkerView]:
+    def _worker_views(self, residents: tuple[ResidentView, ...], now_s: float) -> list[WorkerView]:
         views = []
         for slot in self._supervisor.slots:
-            hello = slot.hello
-            used = sum(one.num_bytes for one in residents if one.worker == slot.worker)
+            hello, pool = slot.hello, self._driver.pools.view(slot.worker, now_s)
+            if pool is None:
+                used = sum(one.num_bytes for one in residents if one.worker == slot.worker)
+            else:
+                used = sum(part.num_bytes for part in pool.parts if part.kind != "free")
             views.append(
                 WorkerView(
                     worker=slot.worker,
@@ -253,6 +253,7 @@ class Gateway:
                     budget_bytes=0 if hello is None else hello.budget_bytes,
                     used_bytes=used,
                     num_restarts=slot.num_restarts,
+                    pool=pool,
                 )
             )
         return views

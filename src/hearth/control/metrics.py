@@ -9,12 +9,16 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from hearth.messages import ModelLoaded
 from hearth.types import Rung
 
 _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 _INTER_TOKEN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 _QUEUE_S = (0.001, 0.01, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 _COLD_START_S = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+#: The tier of a load for which no byte had to come.
+ON_DEVICE = "device"
 
 
 class Latencies:
@@ -84,13 +88,17 @@ class Metrics:
         )
         #: By the slowest rung that had to help.
         self.cold_start = histograms.add_labelled(
-            *("hearth_cold_start_seconds", "Time to load a model.", _COLD_START_S, "tier", list(Rung))
+            *("hearth_cold_start_seconds", "Time to load a model.", _COLD_START_S, "tier"),
+            [ON_DEVICE, *Rung],
         )
         self.step = histograms.add(
             "hearth_step_seconds", "Steps of engines, as workers see them.", _INTER_TOKEN_S
         )
         self.registry.register(histograms)
         self.rung_bytes = self._counter("hearth_loaded_bytes", "Bytes of weights loaded.", "tier")
+        self.reused_bytes = self._counter(
+            "hearth_reused_bytes", "Bytes of weights that were on the device already when a model was loaded."
+        )
         self.requests = self._counter("hearth_requests", "Requests that ended.", "outcome")
         self.prompt_tokens = self._counter("hearth_prompt_tokens", "Tokens of prompts that were taken.")
         self.output_tokens = self._counter("hearth_output_tokens", "Tokens of answers.")
@@ -99,6 +107,15 @@ class Metrics:
         self.resumes = self._counter("hearth_resumes", "Requests that went on on another worker.")
         self.preemptions = self._counter("hearth_preemptions", "Requests whose KV had to make room.")
         self.fallbacks = self._counter("hearth_fallbacks", "Ways that had to be gone around.", "what")
+
+    def loaded(self, loaded: ModelLoaded) -> None:
+        for use in loaded.rungs:
+            self.rung_bytes.labels(use.rung).inc(use.num_bytes)
+        self.reused_bytes.inc(loaded.reused_bytes)
+        slowest = max((use.rung for use in loaded.rungs), key=list(Rung).index, default=None)
+        self.cold_start[ON_DEVICE if slowest is None else slowest].observe(loaded.total_s)
+        if loaded.is_widened:
+            self.fallbacks.labels("float32").inc()
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
         """A gauge that is asked for when somebody looks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hearth.control.views import Explanation, Mark, RungView, Span
@@ -26,11 +27,35 @@ class LoadLog:
     first_layer_at_s: float | None = None
     layers: list[tuple[float, int]] = field(default_factory=list)  #: when so many of them could run
     failure: str | None = None
+    whole_bytes: int = 0  #: the most of the model that the worker has had on its device
+    is_again: bool = False  #: the model was ready before and had lost some of its weights
+    is_void: bool = False  #: it was expected, but nothing had to come
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether the model has been ready during its stay on the worker."""
+        return self.is_again or self.loaded is not None
+
+    @property
+    def is_guessed(self) -> bool:
+        """Nobody has ordered it, and nothing was heard of it yet."""
+        return self.is_again and self.ended_s is None and not self.layers
+
+    def call_off(self) -> None:
+        """The model turned out to be whole."""
+        self.ended_s, self.is_void = self.began_s, True
 
     def progressed(self, now_s: float, num_layers: int) -> None:
         """Noted whenever half as many again can run: some ten times for any model."""
         if num_layers and (not self.layers or num_layers >= 1.5 * self.layers[-1][1]):
             self.layers.append((now_s, num_layers))
+
+    def end(self, now_s: float, loaded: ModelLoaded) -> None:
+        self.loaded, self.ended_s = loaded, now_s
+        took_s = loaded.open_s + loaded.assemble_s + loaded.total_s
+        # When one began that nobody has ordered was only guessed.
+        self.began_s = now_s - took_s if self.is_again else min(self.began_s, now_s - took_s)
+        self.first_layer_at_s = self.began_s + loaded.open_s + loaded.assemble_s + loaded.first_layer_s
 
 
 @dataclass(slots=True)
@@ -111,10 +136,9 @@ class Timeline:
             self.stays[-1].ended_s = now_s
 
     def explain(self, now_s: float) -> Explanation:
-        began, load = self.arrived_s, self.load
+        began, load = self.arrived_s, self._awaited()
         loaded = None if load is None else load.loaded
         queue_end_s = self.stays[0].placed_s if self.stays else self.ended_s or now_s
-        load_end_s = None if load is None else load.ended_s or now_s
         return Explanation(
             request_id=self.request_id,
             model=self.model,
@@ -128,10 +152,12 @@ class Timeline:
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=self.num_output_tokens,
             queue_s=queue_end_s - began,
-            load_s=None if load is None or load_end_s is None else load_end_s - load.began_s,
+            load_s=None if load is None else self._load_s(load, now_s),
             first_token_s=_since(began, self.first_token_s),
             total_s=_since(began, self.ended_s),
             tokens_per_s=self._tokens_per_s(),
+            reused_bytes=0 if loaded is None else loaded.reused_bytes,
+            shared_bytes=0 if loaded is None else loaded.shared_bytes,
             rungs=()
             if loaded is None
             else tuple(RungView(use.rung, use.num_bytes, use.seconds) for use in loaded.rungs),
@@ -140,6 +166,18 @@ class Timeline:
             spans=tuple(self._spans(now_s, queue_end_s)),
             marks=tuple(Mark(at_s - began, what, detail) for at_s, what, detail in self._all_marks()),
         )
+
+    def _awaited(self) -> LoadLog | None:
+        """The load that the request waited for: one that began after its end, or never, was none of its."""
+        load = self.load
+        if load is None or load.is_void:
+            return None
+        return None if self.ended_s is not None and load.began_s > self.ended_s else load
+
+    def _load_s(self, load: LoadLog, now_s: float) -> float:
+        """As far as the request has seen it."""
+        end_s = min(load.ended_s or now_s, self.ended_s or now_s)
+        return end_s - (max(load.began_s, self.arrived_s) if load.is_guessed else load.began_s)
 
     def _tokens_per_s(self) -> float | None:
         if self.first_token_s is None or self.last_token_s is None or self.num_output_tokens < 2:
@@ -151,8 +189,8 @@ class Timeline:
         """In the order of their beginnings."""
         end_s = self.ended_s or now_s
         spans = [self._span("queue", self.arrived_s, queue_end_s)]
-        if self.load is not None:
-            spans += self._load_spans(self.load, end_s)
+        if (load := self._awaited()) is not None:
+            spans += self._load_spans(load, end_s)
         for stay in self.stays:
             stay_end_s = stay.ended_s or end_s
             if stay.started_s is not None:
@@ -163,19 +201,22 @@ class Timeline:
         return sorted(spans, key=lambda span: span.begin_s)
 
     def _load_spans(self, load: LoadLog, end_s: float) -> list[Span]:
-        load_end_s = load.ended_s or end_s
         loaded = load.loaded
         if loaded is None:
+            load_end_s = min(load.ended_s or end_s, end_s)
             return [self._span("load", load.began_s, load_end_s, load.failure or "under way")]
-        opened_s = load.began_s + loaded.open_s
-        copying_s = opened_s + loaded.assemble_s
-        gigabytes = ", ".join(f"{use.num_bytes / 1e9:.3f} GB from {use.rung}" for use in loaded.rungs)
+        opened_s = min(load.began_s + loaded.open_s, end_s)
+        copying_s = min(opened_s + loaded.assemble_s, end_s)
+        copied_s = min(copying_s + loaded.total_s, end_s)
+        gigabytes = [f"{use.num_bytes / 1e9:.3f} GB from {use.rung}" for use in loaded.rungs]
         if loaded.shared_bytes:
-            gigabytes += f", {loaded.shared_bytes / 1e9:.3f} GB that another load was reading"
+            gigabytes.append(f"{loaded.shared_bytes / 1e9:.3f} GB that another load was reading")
+        if loaded.reused_bytes:
+            gigabytes.append(f"{loaded.reused_bytes / 1e9:.3f} GB were there")
         return [
             self._span("open", load.began_s, opened_s, "the model is looked up"),
             self._span("assemble", opened_s, copying_s, "memory and engine"),
-            self._span("load", copying_s, copying_s + loaded.total_s, gigabytes),
+            self._span("load", copying_s, copied_s, ", ".join(gigabytes)),
         ]
 
     def _span(self, what: str, begin_s: float, end_s: float, detail: str = "") -> Span:
@@ -185,17 +226,23 @@ class Timeline:
 
     def _all_marks(self) -> list[tuple[float, str, str]]:
         marks = [(self.arrived_s, "queued", ""), *self.marks]
-        if self.load is not None:
-            if self.load.first_layer_at_s is not None:
-                marks.append((self.load.first_layer_at_s, "first_layer", "the first layer can run"))
-            marks += [(at_s, "layers_ready", f"{num} layers can run") for at_s, num in self.load.layers]
-            if self.load.loaded is not None and self.load.ended_s is not None:
-                marks.append((self.load.ended_s, "loaded", f"on {self.load.worker}"))
+        if (load := self._awaited()) is not None:
+            marks += [
+                mark for mark in self._load_marks(load) if self.ended_s is None or mark[0] <= self.ended_s
+            ]
         if self.first_token_s is not None:
             marks.append((self.first_token_s, "first_token", ""))
         if self.ended_s is not None:
             marks.append((self.ended_s, "ended", self.error or self.outcome))
         return sorted((mark for mark in marks if mark[0] >= self.arrived_s), key=lambda mark: mark[0])
+
+    def _load_marks(self, load: LoadLog) -> Iterator[tuple[float, str, str]]:
+        if load.first_layer_at_s is not None:
+            yield load.first_layer_at_s, "first_layer", "the first layer can run"
+        for at_s, num_layers in load.layers:
+            yield at_s, "layers_ready", f"{num_layers} layers can run"
+        if load.loaded is not None and load.ended_s is not None:
+            yield load.ended_s, "loaded", f"on {load.worker}"
 
 
 class Timelines:

@@ -33,6 +33,26 @@ class ModelView:
 
 
 @dataclass(frozen=True, slots=True)
+class PartView:
+    """Bytes of a pool that serve one purpose."""
+
+    kind: str  #: weights, kv, workspace, lost, free
+    state: str  #: active, retained, spare
+    model: str | None  #: None: nobody's, or of several
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """A worker's memory by its own books."""
+
+    age_s: float  #: since the worker told
+    parts: tuple[PartView, ...]  #: disjoint; together they are the budget
+    moved_bytes: int  #: so far, to make place
+    fallbacks: dict[str, int]  #: what it had to do otherwise than wished, by name
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerView:
     worker: str
     pid: int
@@ -40,22 +60,29 @@ class WorkerView:
     device: str
     state: str  #: starting, ready
     budget_bytes: int
-    used_bytes: int
+    used_bytes: int  #: not free; as long as the worker has not told, what models are promised
     num_restarts: int
+    pool: PoolView | None = None  #: None: the worker has not told yet
 
 
 @dataclass(frozen=True, slots=True)
 class ResidentView:
-    """A model on a worker."""
+    """A model on a worker, or what is left of it there."""
 
     model: str
     worker: str
     state: str  #: loading, busy, warm, retained, pinned
     num_bytes: int  #: of device memory, KV included
-    loaded_bytes: int
+    loaded_bytes: int  #: of its weights, on the device
     total_bytes: int
     num_running: int
     expires_in_s: float | None  #: until it is only retained; None: busy, pinned or retained
+    is_hosted: bool = True  #: False: it is promised nothing, and others take of it what they need
+    shared_bytes: int = 0  #: of the loaded ones, those that another model has as well
+    kv_bytes: int = 0
+    kv_used_blocks: int = 0  #: of running requests
+    kv_cached_blocks: int = 0  #: prefixes that nobody reads at the moment
+    kv_blocks: int = 0  #: that it has now
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +141,9 @@ class Explanation:
     first_token_s: float | None
     total_s: float | None
     tokens_per_s: float | None  #: after the first
-    rungs: tuple[RungView, ...]  #: where the bytes of the load came from
+    reused_bytes: int  #: that were on the device already
+    shared_bytes: int  #: that another load was reading
+    rungs: tuple[RungView, ...]  #: where the other bytes of the load came from
     num_preemptions: int
     num_resumes: int
     spans: tuple[Span, ...]

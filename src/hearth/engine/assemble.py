@@ -26,7 +26,7 @@ from hearth.models.decoder import Decoder
 from hearth.models.weights import Weights
 from hearth.models.workspace import StepSize, Workspace
 from hearth.policy.batch import Batcher, BatchLimits
-from hearth.policy.blocks import BlockBook
+from hearth.policy.blocks import SINK_BLOCK, BlockBook
 
 #: Programs per multiprocessor that a decode attention may be split into.
 _PROGRAMS_PER_PROCESSOR = 4
@@ -52,11 +52,20 @@ class Memory:
     """Bytes on the device for all but the weights, from whoever keeps its books."""
 
     workspace: torch.Tensor  #: of `workspace_bytes`
+    #: Every block that the engine may ever be given, at its number times `block_bytes`. Most have no memory
+    #: behind them, so none but the sink is touched before it is given.
     kv: torch.Tensor
+    sink: int  #: the block that takes the writes of padded rows; it is there from the beginning
+    floor_blocks: int  #: that it is promised: no request ever needs more
 
 
 def workspace_bytes(spec: ModelSpec, config: EngineConfig, device: torch.device) -> int:
     return Workspace.num_bytes(spec.arch, spec.dtype, _step_size(config, device))
+
+
+def block_bytes(spec: ModelSpec, config: EngineConfig) -> int:
+    """Of one block of KV, all layers of it."""
+    return math.prod(_block_shape(spec, config)) * spec.dtype.itemsize
 
 
 def assemble(
@@ -68,25 +77,32 @@ def assemble(
 ) -> Engine:
     """An engine over weights that have their place on the device.
 
-    Without memory that was set aside for it, it takes its own, and what is left on the device goes to KV.
+    Of memory that was set aside for it KV has no blocks yet: `Engine.add_blocks` gives them. Without such
+    memory it takes its own, and what is left on the device goes to KV, for good.
     """
     arch, dtype = spec.arch, spec.dtype
+    is_elastic = memory is not None
     memory = memory or _own_memory(spec, config, device)
     workspace = Workspace.bind(arch, dtype, _step_size(config, device), memory.workspace)
     cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, spec.max_context, device)
     uploads = Uploads(device)
     sampler = Sampler(config.max_seqs, arch.vocab_size, uploads)
     max_blocks = -(-spec.max_context // config.block_tokens)
-    inputs = InputBuffers(config.max_batch_tokens, config.max_seqs, max_blocks, sampler.tokens, uploads)
+    inputs = InputBuffers(
+        config.max_batch_tokens, config.max_seqs, max_blocks, sampler.tokens, uploads, memory.sink
+    )
     kv = _bind_kv(spec, config, memory.kv)
     decoder = Decoder(arch, weights, workspace, cos_sin)
     runner = Runner(decoder, kv, inputs, sampler, uploads, _max_graph_size(config, device))
-    if config.graphs == "start":
+    if config.graphs == "start" and not is_elastic:  # else there may be no weights yet: see `worker/host.py`
         runner.capture_all()
     limits = BatchLimits(config.max_batch_tokens, config.max_seqs, spec.max_context)
-    batcher = Batcher(limits, BlockBook(len(kv), config.block_tokens))
+    if is_elastic:
+        book = BlockBook.elastic(config.block_tokens, memory.floor_blocks)
+    else:
+        book = BlockBook(len(kv), config.block_tokens)
     guides = Guides(spec.tokenizer_json, arch.vocab_size, spec.eos_ids)
-    return Engine(batcher, runner, guides, arch.vocab_size, spec.eos_ids)
+    return Engine(Batcher(limits, book), runner, guides, arch.vocab_size, spec.eos_ids)
 
 
 def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:
@@ -128,27 +144,29 @@ def _step_size(config: EngineConfig, device: torch.device) -> StepSize:
 def _own_memory(spec: ModelSpec, config: EngineConfig, device: torch.device) -> Memory:
     num_bytes = workspace_bytes(spec, config, device)
     workspace = allocate(num_bytes, device, "the workspace", "lower `engine.max_batch_tokens`")
-    kv_bytes = _kv_bytes(spec, config, config.kv_bytes or _spare_bytes(config, device))
-    return Memory(workspace, allocate(kv_bytes, device, "KV", "lower `engine.kv_bytes`"))
+    num_blocks = _num_blocks(spec, config, config.kv_bytes or _spare_bytes(config, device))
+    kv_bytes = num_blocks * block_bytes(spec, config)
+    kv = allocate(kv_bytes, device, "KV", "lower `engine.kv_bytes`")
+    return Memory(workspace, kv, SINK_BLOCK, floor_blocks=num_blocks - 1)
 
 
-def _kv_bytes(spec: ModelSpec, config: EngineConfig, limit_bytes: int) -> int:
-    """Of as many blocks as the limit allows and running sequences can fill; block 0 is the sink."""
-    block_bytes = math.prod(_block_shape(spec, config)) * spec.dtype.itemsize
+def _num_blocks(spec: ModelSpec, config: EngineConfig, limit_bytes: int) -> int:
+    """As many blocks as the limit allows and running sequences can fill, the sink among them."""
+    size_bytes = block_bytes(spec, config)
     blocks_per_seq = -(-spec.max_context // config.block_tokens)
-    num_blocks = min(limit_bytes // block_bytes, 1 + config.max_seqs * blocks_per_seq)
+    num_blocks = min(limit_bytes // size_bytes, 1 + config.max_seqs * blocks_per_seq)
     if num_blocks < 2:
         raise DeviceError(
-            f"KV memory of {limit_bytes} bytes holds {num_blocks} blocks of {block_bytes} bytes, at least 2 "
+            f"KV memory of {limit_bytes} bytes holds {num_blocks} blocks of {size_bytes} bytes, at least 2 "
             "are needed; raise `engine.kv_bytes` or `engine.memory_fraction`, or use a smaller model"
         )
-    return num_blocks * block_bytes
+    return num_blocks
 
 
 def _bind_kv(spec: ModelSpec, config: EngineConfig, base: torch.Tensor) -> torch.Tensor:
     """`base` (uint8) as blocks; what is left over at its end is not used."""
-    num_bytes = _kv_bytes(spec, config, len(base))
-    return base[:num_bytes].view(spec.dtype).view(-1, *_block_shape(spec, config))
+    size_bytes = block_bytes(spec, config)
+    return base[: len(base) // size_bytes * size_bytes].view(spec.dtype).view(-1, *_block_shape(spec, config))
 
 
 def _block_shape(spec: ModelSpec, config: EngineConfig) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from hearth.engine.guide import Guides
 from hearth.engine.runner import Pending, Runner, StepResult
 from hearth.errors import BadPrompt, BadSampling
 from hearth.policy.batch import Batcher
+from hearth.policy.elastic import Elastic, KvUse
 from hearth.policy.plan import Admission, Guide, Request, StepPlan
 from hearth.types import FinishReason, GuideSpec, RequestId, SamplingParams, TokenLogprobs
 
@@ -31,14 +32,16 @@ class StepOutcome:
     outputs: Sequence[Output]  #: of the step that was taken in
     admitted: Sequence[Admission]  #: to the step that was launched, for the first time or again
     preempted: Sequence[RequestId]  #: to make room for it; they will be admitted again
+    has_run: bool = True  #: a step was launched or taken in; False: KV is short of all that is wanted
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
     num_running: int
     num_waiting: int
-    kv_used_blocks: int  #: held by running requests; cached prefixes are free to be overwritten
-    kv_blocks: int
+    kv_used_blocks: int  #: held by running requests
+    kv_cached_blocks: int  #: prefixes that nobody reads at the moment, free to be overwritten
+    kv_blocks: int  #: that it has now
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,7 @@ class Engine:
     ) -> None:
         self.batcher = batcher
         self.runner = runner
+        self.elastic = Elastic(batcher.blocks.block_tokens)
         self.intake = Intake(batcher, guides, vocab_size, eos_ids)
         self.request = self.intake.request
         self._flight: _Flight | None = None
@@ -112,10 +116,10 @@ class Engine:
 
     @property
     def usage(self) -> Usage:
-        blocks = self.batcher.blocks
-        num_blocks = blocks.num_blocks - 1  # the sink holds nobody's KV
-        num_used = num_blocks - blocks.num_available
-        return Usage(self.batcher.num_running, self.batcher.num_waiting, num_used, num_blocks)
+        batcher, blocks = self.batcher, self.batcher.blocks
+        return Usage(
+            batcher.num_running, batcher.num_waiting, blocks.num_live, blocks.num_cached, blocks.num_blocks
+        )
 
     def add(self, request: Request) -> None:
         self.batcher.add(request)
@@ -123,21 +127,72 @@ class Engine:
     def cancel(self, request_id: RequestId) -> bool:
         return self.batcher.cancel(request_id)
 
+    def kv_use(self) -> KvUse:
+        """What `elastic` decides by, between two steps."""
+        batcher, blocks = self.batcher, self.batcher.blocks
+        return KvUse(
+            num_blocks=blocks.num_blocks,
+            num_live=blocks.num_live,
+            num_cached=blocks.num_cached,
+            num_wanted=batcher.wanted_blocks(),
+            num_running=batcher.num_running,
+        )
+
+    def add_blocks(self, extent: range) -> None:
+        """Blocks of KV that have memory from now on; what they hold does not matter."""
+        num_blocks = len(self.runner.kv)
+        assert 0 <= extent.start < extent.stop <= num_blocks, f"{extent=} of {num_blocks=}"
+        assert self.runner.sink not in extent, f"the sink is nobody's: {extent=}"
+        self.batcher.blocks.add(extent)
+
+    @property
+    def reserve_blocks(self) -> int:
+        """Of KV, that running requests will fill next."""
+        return self.elastic.reserve_blocks(self.batcher.num_running)
+
+    def clear(self, extent: range, *, may_move: bool, may_preempt: bool) -> bool:
+        """Stop using blocks: no step launched from now on touches them. False, and nothing has changed, if
+        that is not possible.
+
+        Steps in flight still do, and so do copies that are queued behind them on the current stream.
+        """
+        moves = self.batcher.clear(extent, may_move=may_move, may_preempt=may_preempt)
+        if moves is None:
+            return False
+        self.runner.copy_blocks(moves)
+        return True
+
     def step(self) -> StepOutcome:
-        """Launch the next step, then take in the one before it."""
+        """Launch the next step, then take in the one before it.
+
+        Nothing comes of it where there is work but an elastic KV has less than it is promised.
+        """
         plan = self.batcher.plan()
-        launched = None if plan is None else _Flight(plan, self.runner.launch(plan))
+        launched = None if plan is None else self._launch(plan)
         landed, self._flight = self._flight, launched
-        assert launched or landed or not self.has_work, (
-            "there is work, but nothing to compute and to wait for"
+        blocks = self.batcher.blocks
+        assert launched or landed or not self.has_work or blocks.num_blocks < blocks.floor_blocks, (
+            f"there is work, but nothing to compute and to wait for: {self.usage}"
         )
         outputs = [] if landed is None else self._commit(landed.plan, landed.pending.wait())
-        return StepOutcome(outputs, plan.admissions if plan else (), self.batcher.take_preempted())
+        has_run = launched is not None or landed is not None
+        return StepOutcome(outputs, plan.admissions if plan else (), self.batcher.take_preempted(), has_run)
+
+    def rest(self) -> None:
+        """It has no requests, and will have none for a while: keep no more than it takes to go on then."""
+        assert not self.has_work, f"there is work: {self.usage}"
+        self.runner.rest()
 
     def close(self) -> None:
         """Wait for what the device still computes, so that the memory it uses may go. Nothing may follow."""
         self._flight = None
         self.runner.synchronize()  # also for a step that broke half-way, whose inputs are still being read
+
+    def _launch(self, plan: StepPlan) -> _Flight:
+        # One touch of unmapped memory would kill the context, and with it every model in the worker.
+        written = [block for write in plan.table_writes for block in write.blocks]
+        assert self.batcher.blocks.has_all(written), f"blocks that are not there: {plan.table_writes}"
+        return _Flight(plan, self.runner.launch(plan))
 
     def _commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
         outputs = []

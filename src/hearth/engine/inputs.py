@@ -41,9 +41,18 @@ class InputBuffers:
     """Mutable; written only by the runner, in step order."""
 
     def __init__(
-        self, max_tokens: int, max_seqs: int, max_blocks: int, last_tokens: torch.Tensor, uploads: Uploads
+        self,
+        max_tokens: int,
+        max_seqs: int,
+        max_blocks: int,
+        last_tokens: torch.Tensor,
+        uploads: Uploads,
+        sink: int,
     ) -> None:
-        """`last_tokens` int64 [slots + 1]: what each slot sampled last, the last row being a dummy."""
+        """`last_tokens` int64 [slots + 1]: what each slot sampled last, the last row being a dummy.
+
+        `sink` is a block that is always there and that nobody reads.
+        """
         length, device = 3 * max_tokens + 2 * max_seqs + 1, uploads.device
         self._uploads = uploads
         self._packed = torch.zeros(length, dtype=torch.int32, device=device)
@@ -56,12 +65,16 @@ class InputBuffers:
         self._last_tokens = last_tokens
         self._tokens = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self._sample_rows = torch.zeros(max_seqs, dtype=torch.int64, device=device)
-        #: Row of a slot: its blocks in order. The dummy slot's row stays 0, the sink block.
-        self.block_table = torch.zeros(max_seqs + 1, max_blocks, dtype=torch.int32, device=device)
+        self.sink = sink
+        #: Row of a slot: its blocks in order, and behind them the sink, for blocks that somebody had before
+        #: may be gone. The dummy slot's row names the sink alone.
+        self.block_table = torch.full((max_seqs + 1, max_blocks), sink, dtype=torch.int32, device=device)
+        #: Of each slot: leading entries of its row that may name blocks.
+        self._num_written = [0] * max_seqs
 
     def fill(self, plan: StepPlan, num_padded_rows: int = 0) -> None:
         """Send a plan to the device, with padding rows behind its own if it has decode rows only."""
-        self._write_table(plan.table_writes)
+        self._write_table([admission.slot for admission in plan.admissions], plan.table_writes)
         host = self._hosts[self._turn]
         self._turn = 1 - self._turn
         fields = _Fields.of(host, self._max_tokens, self._max_seqs)
@@ -126,18 +139,21 @@ class InputBuffers:
             sample_rows=sample_rows,
         )
 
-    def _write_table(self, writes: Sequence[TableWrite]) -> None:
-        if writes:
-            width = self.block_table.shape[1]
-            firsts = [write.slot * width + write.index for write in writes]
-            at, blocks = self._uploads.ints(
-                [
-                    first + i
-                    for first, write in zip(firsts, writes, strict=True)
-                    for i in range(len(write.blocks))
-                ],
-                [block for write in writes for block in write.blocks],
-            )
+    def _write_table(self, admitted: Sequence[int], writes: Sequence[TableWrite]) -> None:
+        """`admitted` are slots with new owners: of what their rows held before nothing stays."""
+        width, blocks_by_cell = self.block_table.shape[1], dict[int, int]()
+        for slot in admitted:
+            first = slot * width
+            blocks_by_cell.update(dict.fromkeys(range(first, first + self._num_written[slot]), self.sink))
+            self._num_written[slot] = 0
+        for write in writes:
+            first = write.slot * width + write.index
+            blocks_by_cell.update(enumerate(write.blocks, start=first))
+            end = write.index + len(write.blocks)
+            self._num_written[write.slot] = max(self._num_written[write.slot], end)
+        if blocks_by_cell:
+            # Each cell once: of two writes to one, either could win.
+            at, blocks = self._uploads.ints(list(blocks_by_cell), list(blocks_by_cell.values()))
             self.block_table.view(-1).index_copy_(0, at, blocks.int())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,12 @@ from hearth.models.decoder import Decoder
 from hearth.models.gate import Gate
 from hearth.models.step import StepInputs
 from hearth.models.weights import Weights
+from hearth.policy.blocks import BlockMove
 from hearth.policy.plan import StepPlan
 from hearth.types import TokenLogprob, TokenLogprobs
+
+#: Blocks that move are copied in pieces of at most this, or one by one: it comes on top of all other memory.
+_COPY_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,10 @@ class Runner:
         uploads: Uploads,
         max_graph_size: int,
     ) -> None:
-        """`kv` as in `Decoder.run`; `max_graph_size` 0 runs every step eagerly."""
+        """`kv` as in `Decoder.run`; `max_graph_size` 0 runs every step eagerly.
+
+        Only blocks that a plan names, and the sink, are ever touched: there may be no memory behind others.
+        """
         self.decoder = decoder
         self._gate: Gate | None = None
         self.kv = kv
@@ -81,16 +89,27 @@ class Runner:
         self._uploads = uploads
         self.graphs = DecodeGraphs(max_graph_size) if max_graph_size else None
 
+    @property
+    def sink(self) -> int:
+        return self._inputs.sink
+
     @torch.inference_mode()
     def capture_all(self) -> None:
         """Capture a graph of every size, between steps."""
         if self.graphs is not None:
             self._inputs.park(self.graphs.sizes[-1])
-            self.graphs.capture_all(self._decode)
+            self.graphs.capture_all(self.decode)
 
-    def follow(self, gate: Gate) -> None:
-        """The weights are only now arriving: steps run layer by layer behind them, until the gate is open."""
+    def follow(self, gate: Gate | None) -> None:
+        """The weights are only now arriving: steps run layer by layer behind them, until the gate is open.
+
+        None: they are not arriving any more.
+        """
         self._gate = gate
+
+    def rest(self) -> None:
+        """No slot has a request."""
+        self._sampler.forget()
 
     def synchronize(self) -> None:
         """Wait for all that was launched."""
@@ -102,6 +121,18 @@ class Runner:
         self.decoder.rebind(weights)
         if self.graphs is not None:
             self.graphs.forget()
+
+    @torch.inference_mode()
+    def copy_blocks(self, moves: Sequence[BlockMove]) -> None:
+        """Queue copies of whole blocks, behind all that was launched. No source is a target."""
+        if not moves:
+            return
+        # To be sent as one, and kept on the host until the device has read it, as a step's numbers are.
+        sources, targets = self._uploads.ints([m.source for m in moves], [m.target for m in moves])
+        num_at_once = max(1, _COPY_BYTES // self.kv[0].nbytes)
+        for first in range(0, len(moves), num_at_once):
+            piece = slice(first, first + num_at_once)
+            self.kv.index_copy_(0, targets[piece], self.kv.index_select(0, sources[piece]))
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Pending:
@@ -121,7 +152,7 @@ class Runner:
             size = self.graphs.size_for(num_decode)
             if size is not None:
                 self._inputs.fill(plan, num_padded_rows=size - num_decode)
-                return self.graphs.replay(size, self._decode)
+                return self.graphs.replay(size, self.decode)
         self._inputs.fill(plan)
         self._inputs.gather_tokens(num_decode, plan.num_tokens)
         return self._forward_eagerly(self._inputs.view(plan))
@@ -135,7 +166,7 @@ class Runner:
             gate.head()
         return self.decoder.logits(hidden)
 
-    def _decode(self, num_rows: int) -> torch.Tensor:
+    def decode(self, num_rows: int) -> torch.Tensor:
         """A step of decode rows only, as it is captured."""
         self._inputs.gather_tokens(num_rows, num_rows)
         step = self._inputs.decode_view(num_rows)

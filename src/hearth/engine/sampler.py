@@ -114,6 +114,11 @@ class Sampler:
                 self._bias = LogitBias(self._num_slots, self._vocab_size, self._uploads)
             self._bias.admit(biased)
 
+    def forget(self) -> None:
+        """No slot has a request: drop the tables, which take some hundreds of MB."""
+        self._rules_by_slot.clear()
+        self._penalties = self._bias = None
+
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Samples:
         """Choose a token for each row of float32 `logits`, which are overwritten, and note it in `tokens`."""
         assert logits.shape == (len(rows), self._vocab_size), f"{logits.shape=} {len(rows)=}"

@@ -1,53 +1,161 @@
-"""Device memory as whoever hosts models asks for it. Which bytes a model gets is for others to decide.
+"""Device memory as whoever hosts models asks for it: one pool for the weights and the KV of all of them.
 
-All memory of a worker's models comes from its pool, so the pool's own books say what is used, and no reading
-of the device does.
+A pool keeps books of its own, and no reading of the device is ever asked again. It places, maps and moves; it
+never decides that somebody has to go: its caller makes room first, in the order
+
+    free memory, KV that nobody reads, weights of retained models, of warm ones, KV of running requests
+
+and says with `Regard` whose weights may be taken, and at which price. Two pools do this: mapped pages
+(`memory/vmm.py`), where any free page fits anywhere, and one contiguous arena (`memory/arena.py`), where
+tensors have to be moved together now and then.
+
+One thread, that of the steps, calls all methods but `prepare`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from hearth.types import ModelId
+from hearth.models.layout import ByteRange, Layout
+from hearth.models.weights import Slot
+from hearth.types import Digest, Hold, ModelId
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """What a model takes on the device."""
+class Shape:
+    """What a pool has to know of a model."""
 
-    weights_bytes: int
+    digest: Digest  #: of its manifest: another one means other bytes
+    stored: Layout  #: as its bytes lie in the file
+    served: Layout  #: as it is computed; another one only where it is widened, on a CPU
+    chunk_bytes: int
+    chunks: tuple[Digest, ...]  #: of the stored bytes: what is equal may be shared
     workspace_bytes: int
-    kv_bytes: int
+    block_bytes: int  #: of KV
+    max_blocks: int  #: KV never has more, the sink included
 
-    @property
-    def num_bytes(self) -> int:
-        return self.weights_bytes + self.workspace_bytes + self.kv_bytes
+
+@dataclass(frozen=True, slots=True)
+class Regard:
+    """How the memory of a model is looked at when somebody needs room."""
+
+    hold: Hold  #: only what is retained or warm is ever taken
+    cost_s_per_byte: float  #: T2's: what it is expected to cost to have a byte back
+    is_loading: bool  #: its bytes are being written: they are neither taken nor moved nor shared
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Stored bytes that a model lacks, and where they go."""
+
+    part: ByteRange
+    destination: torch.Tensor  #: uint8, of that length
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """A model's memory: uint8 tensors of what it needs, nobody else's, with arbitrary bits in them."""
+    """A model's memory. What it has not got yet holds arbitrary bits, or must not be touched at all."""
 
-    weights: torch.Tensor
-    workspace: torch.Tensor
+    slots: Mapping[str, Slot]  #: of every tensor, as served
+    workspace: torch.Tensor  #: uint8; arbitrary bits between two steps
+    #: uint8. Block `b` lies at `b * block_bytes`; those that the pool has not given must not be touched.
     kv: torch.Tensor
+    sink: int  #: the block that takes the writes of padded rows; it is there from the beginning
+    #: In the order of the file, none overlapping another, as are the parts below.
+    gaps: tuple[Gap, ...]
+    #: Stored bytes that must not be touched, written or read, before `prepare` has returned for them.
+    parts: tuple[ByteRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a model has in a pool."""
+
+    model: ModelId
+    weights_bytes: int  #: that are there, of `total_bytes`; shared ones count for each who has them
+    total_bytes: int
+    stored_bytes: int  #: what `weights_bytes` take in the file, which is less where they were widened
+    shared_bytes: int  #: of `weights_bytes`, those that another model has as well
+    kv_bytes: int  #: the sink and what is ready to be given included
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A pool at one moment. Free, workspace, lost and all holdings, shared bytes once, make up the budget."""
+
+    budget_bytes: int
+    free_bytes: int
+    workspace_bytes: int
+    lost_bytes: int  #: to rounding and fragments: in nobody's hands and of no use
+    holdings: tuple[Holding, ...]  #: in the order of their names
+    moved_bytes: int  #: so far, to make place; 0 for ever where pages are mapped
+    fallbacks: Mapping[str, int]  #: what had to be done otherwise than wished, by name
 
 
 class Pool(Protocol):
-    """Mutable; any thread may call it."""
+    """Mutable; see above for the threads."""
 
     @property
     def budget_bytes(self) -> int: ...
 
     @property
-    def used_bytes(self) -> int:
-        """By models that have a space; never above the budget."""
+    def keeps_addresses(self) -> bool:
+        """Whether a model's space is the same, however often its bytes leave and come back, unless
+        `take_displaced` names it."""
 
-    def take(self, model: ModelId, need: Need) -> Space:
-        """Memory for a model that has none yet. Raises DeviceError where the budget has no such room."""
+    def lacks(self, model: ModelId, shape: Shape) -> int:
+        """Bytes that have to come free before the model can be placed; 0: it can."""
 
-    def give_back(self, model: ModelId) -> None:
-        """All that the model has. Whoever used it has let go of it, on the device as well."""
+    def place(self, model: ModelId, shape: Shape) -> Space:
+        """Memory for all weights that are not there yet, for the workspace and the sink; KV is grown later.
+
+        What is there of the model stays, unless its digest is another one. Weights of others may be moved.
+        Raises DeviceError where `lacks` is not 0.
+        """
+
+    def prepare(self, model: ModelId, part: ByteRange) -> None:
+        """Called by a thread of the caller, for each of the parts of a space, or pieces of them."""
+
+    def landed(self, model: ModelId, *, is_whole: bool) -> None:
+        """The load has ended: all gaps are filled, or those that are not `is_whole` are given back."""
+
+    def take(self, num_bytes: int, most: Hold) -> int:
+        """Take at least so many bytes of weights from models held at most so, cheapest first; returns how
+        many came free, which is less only where there are no more. Nobody computes with any of them."""
+
+    def grow(self, model: ModelId, num_blocks: int, ahead_blocks: int = 0) -> list[range]:
+        """Give a placed model up to so many blocks of KV more, out of free memory. Each range is an extent.
+
+        Some more than asked where an extent has more; fewer where memory is short. `ahead_blocks` more are
+        made ready in the background, if memory is free, for the next call. Weights may be moved.
+        """
+
+    def shrink(self, model: ModelId, extent: range) -> None:
+        """Take back an extent that `extents` names. The device may still be computing with it: whoever gets
+        the memory next waits for what is queued now."""
+
+    def extents(self, model: ModelId) -> list[range]:
+        """Those that could be taken back next, in that order of preference; at most one with mapped pages."""
+
+    def vacate(self, model: ModelId) -> None:
+        """The model computes no more: its KV goes, and its place with it; its weights stay. One that is
+        unknown has nothing."""
+
+    def drop(self, model: ModelId) -> None:
+        """All of it goes. Nobody computes with it or loads it any more. One that is unknown has nothing."""
+
+    def take_moved(self) -> dict[ModelId, Mapping[str, Slot]]:
+        """Placed models whose tensors have moved since the last call, and where they are now."""
+
+    def take_displaced(self) -> list[ModelId]:
+        """Models that had nothing left, and whose addresses went to another that was placed since the last
+        call: what was built there must not be used again."""
+
+    def picture(self) -> Picture: ...
+
+
+Regards = Callable[[ModelId], Regard]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
-from hearth.policy.replica import Hold, Model, Worker
+from hearth.policy.replica import Model, Worker
 from hearth.policy.room import Rooms
+from hearth.types import Hold
 
 if TYPE_CHECKING:
     from hearth.policy.fleet import Fleet
@@ -18,6 +20,7 @@ def audit(fleet: Fleet) -> None:
     for model in fleet.models.values():
         _model(fleet, model)
     _requests(fleet)
+    _expiries(fleet)
     for name, drain in fleet.drains.items():
         assert name in fleet.room_queue, f"a drain for `{name}`, which does not wait for room"
         assert fleet.workers.get(drain.worker.name) is drain.worker, f"a drain for `{name}` on a lost worker"
@@ -37,6 +40,13 @@ def _requests(fleet: Fleet) -> None:
     assert queued == waiting, f"{sorted(queued)=} {sorted(waiting)=}"
 
 
+def _expiries(fleet: Fleet) -> None:
+    warm = [replica.expires_s for replica in fleet.replicas() if replica.hold is Hold.WARM]
+    if warm:
+        timer_s = math.inf if fleet.timer_s is None else fleet.timer_s
+        assert timer_s <= min(warm), f"noticed too late: {timer_s=} {min(warm)=}"
+
+
 def _worker(fleet: Fleet, worker: Worker) -> None:
     held_bytes = [0] * len(Hold)
     for replica in worker.replicas.values():
@@ -45,9 +55,13 @@ def _worker(fleet: Fleet, worker: Worker) -> None:
         assert replica.model.replicas[worker.name] is replica, f"not its model's: `{replica.model.name}`"
         assert len(replica.running) <= worker.max_seqs, f"{len(replica.running)=} {worker.max_seqs=}"
         assert replica.drain is None or replica.drain is worker.drain, f"lost drain: `{replica.model.name}`"
+        assert hold in (Hold.BUSY, replica.told), f"not told: `{replica.model.name}`: {hold=} {replica.told=}"
         held_bytes[hold] += replica.num_bytes
     assert held_bytes == worker.held_bytes, f"{held_bytes=} {worker.held_bytes=}"
     assert worker.free_bytes >= 0, f"worker `{worker.name}` is beyond its budget: {worker.free_bytes=}"
+    for name, model in worker.resident.items():
+        assert model is fleet.models.get(name), f"bytes of a model that is gone: `{name}`"
+        assert worker.name in model.resident, f"`{name}` does not know of its bytes on `{worker.name}`"
     busy = {name for name, replica in worker.replicas.items() if replica.running}
     assert worker.busy.keys() == busy, f"{sorted(worker.busy)=} {sorted(busy)=}"
     expected, rooms = Rooms(), fleet.rooms_by_kind[worker.kind]
@@ -74,3 +88,10 @@ def _model(fleet: Fleet, model: Model) -> None:
     assert model.queue is queue, f"`{name}` stands in the wrong queue"
     if model.queue is not None:
         assert model.queue.rank(name) == next(iter(model.waiting)), f"`{name}` stands in the wrong place"
+    for worker, num_bytes in model.resident.items():
+        assert model.profile is not None, f"bytes of a removed model: `{name}` on `{worker}`"
+        assert 0 < num_bytes <= model.profile.num_bytes, f"`{name}` on `{worker}`: {num_bytes=}"
+        assert name in fleet.workers[worker].resident, f"`{worker}` does not know of its bytes of `{name}`"
+    retired = {n: num_bytes for n, num_bytes in model.resident.items() if n not in model.replicas}
+    ranks = {n: model.retired.rank(n) for n in model.retired}
+    assert ranks == retired, f"`{name}`: {ranks=} {retired=}"

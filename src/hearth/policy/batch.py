@@ -19,6 +19,9 @@ tokens that the device knows and the host does not. Only a stop token comes as a
 late; that row's token is dropped. A guided sequence is the exception: what may come next depends on its
 last token, so it sits out the step in between. Blocks and slots are reused at once, because the device runs
 steps in order: whatever a late row writes, the next owner overwrites before reading.
+
+KV may grow and shrink between steps. `wanted_blocks` says what the next plan could use; `clear` takes blocks
+away, for which live ones move, with their copies queued behind the steps in flight, or the youngest give up.
 """
 
 from __future__ import annotations
@@ -26,11 +29,16 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import islice
 
 from hearth.errors import BadPrompt, ConfigError, PromptTooLong
-from hearth.policy.blocks import BlockBook, extend_digests
-from hearth.policy.plan import Admission, Emission, Request, Row, StepPlan, TableWrite
+from hearth.policy.blocks import BlockBook, BlockMove, extend_digests
+from hearth.policy.clearing import plan_clearing
+from hearth.policy.draft import Draft
+from hearth.policy.plan import Admission, Emission, Request, StepPlan, TableWrite
+from hearth.policy.prefix import KnownPrefix
+from hearth.policy.sequence import LiveSequence
 from hearth.types import FinishReason, RequestId
 
 MAX_IN_FLIGHT = 2  #: plans that may wait for their commit
@@ -49,56 +57,10 @@ class BatchLimits:
             )
 
 
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """A request on its way. Mutable; written only by `Batcher`."""
-
-    request: Request
-    arrival: int
-    tokens: list[int]  #: prompt and committed output
-    max_length: int  #: of prompt and output
-    #: Of the full blocks of `tokens`, as far as needed so far.
-    digests: list[bytes] = field(default_factory=list)
-    #: Sampled on the device in a step that is not committed; they follow `tokens`.
-    num_pending: int = 0
-    #: Rows in steps that are not committed. Not admitted again before this is 0, so that every such row
-    #: of a sequence with a slot belongs to its present stay in that slot.
-    num_in_flight: int = 0
-    is_ended: bool = False
-
-    #: None while waiting; what follows is meaningful only while running.
-    slot: int | None = None
-    blocks: list[int] = field(default_factory=list)
-    num_prefill: int = 0  #: length of `tokens` on admission; what comes later is decoded
-    num_planned: int = 0  #: tokens whose KV is computed by the steps planned so far
-    num_published: int = 0  #: leading blocks that were offered to the prefix cache
-
-    @property
-    def num_unplanned(self) -> int:
-        """Tokens that could be computed next; 0 if the last one that may be sampled is in flight."""
-        if self.num_planned < self.num_prefill:
-            return self.num_prefill - self.num_planned
-        if self.request.guide is not None and self.num_pending:
-            return 0  # what its guide allows is not known yet
-        return 1 if len(self.tokens) + self.num_pending < self.max_length else 0
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A plan in the making. Mutable; lives for one call of `Batcher.plan`."""
-
-    tokens_left: int
-    admissions: list[Admission] = field(default_factory=list)
-    table_writes: list[TableWrite] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-    sequences: list[_Sequence] = field(default_factory=list)  #: one for each row
-    has_preempted: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class _Flight:
     plan: StepPlan
-    sequences: list[_Sequence]  #: one for each row; an id could have a new owner by the time of the commit
+    sequences: list[LiveSequence]  #: one for each row; an id could have a new owner by the time of the commit
 
 
 class Batcher:
@@ -108,23 +70,25 @@ class Batcher:
         self.limits = limits
         self.blocks = blocks
         #: All that have not ended; each is either running or waiting.
-        self._live: dict[RequestId, _Sequence] = {}
+        self._live: dict[RequestId, LiveSequence] = {}
         #: Those with a slot, oldest first.
-        self._running: dict[RequestId, _Sequence] = {}
+        self._running: dict[RequestId, LiveSequence] = {}
         #: Those without, oldest first; all younger than the running ones.
-        self._waiting: deque[_Sequence] = deque()
+        self._waiting: deque[LiveSequence] = deque()
         #: Planned and not committed, oldest first; at most MAX_IN_FLIGHT.
         self._flights: deque[_Flight] = deque()
         #: A heap.
         self._free_slots = list(range(limits.max_seqs))
         #: Since `take_preempted` was called last, in order.
         self._preempted: list[RequestId] = []
+        #: Of running sequences: indices of blocks that were moved, which the next plan writes to the table.
+        self._moved: dict[RequestId, set[int]] = {}
         self._num_arrivals = 0
         self._num_steps = 0
 
     @property
     def _max_length(self) -> int:
-        """Of prompt and output of one request, so that alone it fits."""
+        """Of prompt and output of one request, so that alone it fits into what is promised."""
         return min(self.limits.max_context, self.blocks.capacity_tokens)
 
     @property
@@ -172,7 +136,7 @@ class Batcher:
         max_length, sampling = self._max_length, request.sampling
         if sampling.max_tokens is not None:
             max_length = min(max_length, len(request.prompt) + sampling.max_tokens)
-        sequence = _Sequence(request, self._num_arrivals, [*request.prompt, *request.output], max_length)
+        sequence = LiveSequence(request, self._num_arrivals, [*request.prompt, *request.output], max_length)
         self._num_arrivals += 1
         self._live[request.request_id] = sequence
         self._waiting.append(sequence)
@@ -188,18 +152,69 @@ class Batcher:
     def plan(self) -> StepPlan | None:
         """Decide the next step; None if nothing can be computed before a commit or an arrival."""
         assert len(self._flights) < MAX_IN_FLIGHT, f"commit first: {len(self._flights)} steps in flight"
-        draft = _Draft(self.limits.max_batch_tokens)
+        draft = Draft(self.limits.max_batch_tokens)
         self._advance_running(draft)
         if not draft.has_preempted:
             self._admit_waiting(draft)
         if not draft.rows:
             return None
-        plan = StepPlan(
-            self._num_steps, tuple(draft.admissions), tuple(draft.table_writes), tuple(draft.rows)
-        )
+        writes = (*self._take_rewrites(), *draft.table_writes)
+        plan = StepPlan(self._num_steps, tuple(draft.admissions), writes, tuple(draft.rows))
         self._num_steps += 1
         self._flights.append(_Flight(plan, draft.sequences))
         return plan
+
+    def wanted_blocks(self) -> int:
+        """Blocks that the next plan would hand out if there were enough of them for everybody.
+
+        Whoever is admitted counts with all of its prompt, for it is not admitted without room for that.
+        """
+        tokens_left, num_wanted = self.limits.max_batch_tokens, 0
+        block_tokens = self.blocks.block_tokens
+        for sequence in self._running.values():
+            if tokens_left == 0:
+                return num_wanted
+            num_tokens = min(sequence.num_unplanned, tokens_left)
+            tokens_left -= num_tokens
+            beyond_tokens = sequence.num_planned + num_tokens - len(sequence.blocks) * block_tokens
+            if beyond_tokens > 0:
+                num_wanted += self._num_blocks(beyond_tokens)
+        for sequence in islice(self._waiting, len(self._free_slots)):
+            if tokens_left == 0 or sequence.num_in_flight:
+                break
+            num_hits = len(self._known_prefix(sequence))
+            num_tokens = len(sequence.tokens)
+            tokens_left -= min(num_tokens - num_hits * block_tokens, tokens_left)
+            num_wanted += self._num_blocks(num_tokens) - num_hits
+        return num_wanted
+
+    def cached_to_spare(self) -> int:
+        """Cached blocks that the next plan could hand out: not those that whoever waits would read."""
+        hits: set[int] = set()
+        for sequence in islice(self._waiting, len(self._free_slots)):
+            if sequence.num_in_flight:
+                break
+            self._known_prefix(sequence).collect(hits)
+        return self.blocks.num_cached - len(self.blocks.cached_of(hits))
+
+    def clear(self, extent: range, *, may_move: bool, may_preempt: bool) -> list[BlockMove] | None:
+        """Take an extent out of the book; None, and nothing has changed, if that is not possible.
+
+        What is returned has to be copied on the device behind the steps in flight and before the next one.
+        """
+        running = list(self._running.values())
+        clearing = plan_clearing(self.blocks, running, extent, may_move=may_move, may_preempt=may_preempt)
+        if clearing is None:
+            return None
+        for sequence in clearing.preempted:
+            self._preempt(sequence)
+        live = self.blocks.live_in(extent)
+        targets = self.blocks.available_outside(extent, len(live)) if live else []
+        moves = list(map(BlockMove, live, targets))
+        self.blocks.move(moves)
+        self._follow(moves)
+        self.blocks.remove(extent)
+        return moves
 
     def commit(self, plan: StepPlan, tokens: Sequence[int]) -> list[Emission]:
         """Take in what the oldest step in flight sampled: one token for each row that samples, in order."""
@@ -220,9 +235,8 @@ class Batcher:
         return emissions
 
     def take_preempted(self) -> tuple[RequestId, ...]:
-        """Who lost its slot since the last call; what has not ended meanwhile will be admitted again."""
-        preempted = tuple(self._preempted)
-        self._preempted.clear()
+        """Who lost its slot since the last call, has not ended meanwhile and will be admitted again."""
+        preempted, self._preempted = tuple(self._preempted), []
         return preempted
 
     def check(self) -> None:
@@ -239,16 +253,18 @@ class Batcher:
         midway = [s.arrival for s in running[:-1] if s.num_planned < s.num_prefill]
         assert not midway, f"in the midst of the prompt and not the youngest: {midway}"
         holders = Counter(block for s in running for block in s.blocks)
-        for block in range(self.blocks.num_blocks):
-            in_book = self.blocks.num_holders(block)
-            assert holders[block] == in_book, f"{block=} held {holders[block]} times, in the book {in_book}"
-            assert in_book <= 1 or self.blocks.is_published(block), f"{block=} shared without digest"
+        in_book = self.blocks.holders()
+        for block in sorted(holders.keys() | in_book.keys()):
+            count = in_book.get(block, 0)
+            assert holders[block] == count, f"{block=} held {holders[block]} times, in the book {count}"
+            assert count <= 1 or self.blocks.is_published(block), f"{block=} shared without digest"
+        assert self._moved.keys() <= self._running.keys(), f"{self._moved.keys()=} {self._running.keys()=}"
         in_flight = Counter(s.arrival for flight in self._flights for s in flight.sequences)
         for s in running + waiting:
             assert s.num_in_flight == in_flight[s.arrival], f"{s.arrival=} {s.num_in_flight=} {in_flight=}"
             assert s.num_pending <= s.num_in_flight, f"{s.arrival=} {s.num_pending=} {s.num_in_flight=}"
 
-    def _advance_running(self, draft: _Draft) -> None:
+    def _advance_running(self, draft: Draft) -> None:
         """Decode rows, oldest first; the rest of a prompt comes last, since it is the youngest's."""
         for sequence in list(self._running.values()):
             if draft.tokens_left == 0:
@@ -257,9 +273,9 @@ class Batcher:
                 continue  # preempted a moment ago
             num_tokens = min(sequence.num_unplanned, draft.tokens_left)
             if num_tokens and self._make_room(sequence, num_tokens, draft):
-                self._add_row(sequence, num_tokens, draft)
+                draft.add_row(sequence, num_tokens)
 
-    def _make_room(self, sequence: _Sequence, num_tokens: int, draft: _Draft) -> bool:
+    def _make_room(self, sequence: LiveSequence, num_tokens: int, draft: Draft) -> bool:
         """Give it blocks for its next tokens, preempting the youngest; False if that was itself."""
         num_blocks = self._num_blocks(sequence.num_planned + num_tokens) - len(sequence.blocks)
         if num_blocks <= 0:
@@ -270,24 +286,21 @@ class Batcher:
             draft.has_preempted = True
             if youngest is sequence:
                 return False
-        self._assign(sequence, blocks, draft)
+        draft.assign(sequence, blocks)
         return True
 
-    def _admit_waiting(self, draft: _Draft) -> None:
+    def _admit_waiting(self, draft: Draft) -> None:
         while self._waiting and self._free_slots and draft.tokens_left:
             if not self._admit(self._waiting[0], draft):
                 return
 
-    def _admit(self, sequence: _Sequence, draft: _Draft) -> bool:
+    def _admit(self, sequence: LiveSequence, draft: Draft) -> bool:
         """Start the oldest waiting one, on top of the prefix that is found; False if it must wait."""
         if sequence.num_in_flight:
             return False
-        request, block_tokens = sequence.request, self.blocks.block_tokens
-        extend_digests(sequence.digests, sequence.tokens, request.salt, block_tokens)
-        num_tokens = len(sequence.tokens)
-        # At least one token is computed, for there must be something to sample from.
-        hits = self.blocks.match(sequence.digests[: (num_tokens - 1) // block_tokens])
-        num_cached = len(hits) * block_tokens
+        request, num_tokens = sequence.request, len(sequence.tokens)
+        hits = self._known_prefix(sequence).blocks
+        num_cached = len(hits) * self.blocks.block_tokens
         num_first = min(num_tokens - num_cached, draft.tokens_left)
         # Room for all of it, though only the first chunk takes its blocks now: one that starts without would
         # preempt itself at a later chunk and compute the first ones again and again.
@@ -313,36 +326,42 @@ class Batcher:
                 sampling=request.sampling,
             )
         )
-        self._assign(sequence, hits + blocks, draft)
-        self._add_row(sequence, num_first, draft)
+        draft.assign(sequence, hits + blocks)
+        draft.add_row(sequence, num_first)
         return True
+
+    def _known_prefix(self, sequence: LiveSequence) -> KnownPrefix:
+        """The blocks that a waiting sequence would find computed."""
+        block_tokens = self.blocks.block_tokens
+        extend_digests(sequence.digests, sequence.tokens, sequence.request.salt, block_tokens)
+        # At least one token is computed, for there must be something to sample from.
+        sequence.prefix.follow(self.blocks, sequence.digests, (len(sequence.tokens) - 1) // block_tokens)
+        return sequence.prefix
+
+    def _follow(self, moves: Sequence[BlockMove]) -> None:
+        """Have all holders of blocks that were moved name the new ones."""
+        targets = {move.source: move.target for move in moves}
+        if not targets:
+            return
+        for request_id, sequence in self._running.items():
+            for index, block in enumerate(sequence.blocks):
+                if block in targets:
+                    sequence.blocks[index] = targets[block]
+                    self._moved.setdefault(request_id, set()).add(index)
+
+    def _take_rewrites(self) -> list[TableWrite]:
+        writes = []
+        for request_id, indices in self._moved.items():
+            sequence = self._running[request_id]
+            assert sequence.slot is not None, f"{sequence.arrival=}"
+            writes += [TableWrite(sequence.slot, at, (sequence.blocks[at],)) for at in sorted(indices)]
+        self._moved.clear()
+        return writes
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.blocks.block_tokens)
 
-    def _assign(self, sequence: _Sequence, blocks: list[int], draft: _Draft) -> None:
-        assert sequence.slot is not None, f"{sequence.arrival=}"
-        draft.table_writes.append(TableWrite(sequence.slot, len(sequence.blocks), tuple(blocks)))
-        sequence.blocks.extend(blocks)
-
-    def _add_row(self, sequence: _Sequence, num_tokens: int, draft: _Draft) -> None:
-        assert sequence.slot is not None, f"{sequence.arrival=}"
-        start = sequence.num_planned
-        end = start + num_tokens
-        tokens = tuple(sequence.tokens[start:end]) if start < sequence.num_prefill else None
-        samples = end >= sequence.num_prefill
-        guide = sequence.request.guide if samples else None
-        mask = None if guide is None else guide.mask
-        draft.rows.append(
-            Row(sequence.request.request_id, sequence.slot, start, num_tokens, tokens, samples, mask)
-        )
-        draft.sequences.append(sequence)
-        draft.tokens_left -= num_tokens
-        sequence.num_planned = end
-        sequence.num_pending += samples
-        sequence.num_in_flight += 1
-
-    def _publish(self, sequence: _Sequence, num_computed: int) -> None:
+    def _publish(self, sequence: LiveSequence, num_computed: int) -> None:
         """Offer the blocks that are full of computed and known tokens to the prefix cache."""
         num_full = num_computed // self.blocks.block_tokens
         if num_full <= sequence.num_published:
@@ -352,7 +371,7 @@ class Batcher:
             self.blocks.publish(sequence.blocks[index], sequence.digests[index])
         sequence.num_published = num_full
 
-    def _append(self, sequence: _Sequence, token: int, sample_index: int) -> Emission:
+    def _append(self, sequence: LiveSequence, token: int, sample_index: int) -> Emission:
         """Add a sampled token, and end the sequence if it was the last."""
         request = sequence.request
         num_before = len(sequence.tokens) - len(request.prompt)
@@ -369,23 +388,26 @@ class Batcher:
             self._end(sequence)
         return Emission(request.request_id, token, sample_index, reason)
 
-    def _preempt(self, sequence: _Sequence) -> None:
+    def _preempt(self, sequence: LiveSequence) -> None:
         """Back to the head of the queue: the youngest that ran is older than all that wait."""
         self._stop_running(sequence)
         self._waiting.appendleft(sequence)
         self._preempted.append(sequence.request.request_id)
 
-    def _end(self, sequence: _Sequence) -> None:
+    def _end(self, sequence: LiveSequence) -> None:
         sequence.is_ended = True
-        del self._live[sequence.request.request_id]
+        request_id = sequence.request.request_id
+        del self._live[request_id]
+        self._preempted = [one for one in self._preempted if one != request_id]
         if sequence.slot is None:
             self._waiting.remove(sequence)
         else:
             self._stop_running(sequence)
 
-    def _stop_running(self, sequence: _Sequence) -> None:
+    def _stop_running(self, sequence: LiveSequence) -> None:
         assert sequence.slot is not None, f"{sequence.arrival=}"
         del self._running[sequence.request.request_id]
+        self._moved.pop(sequence.request.request_id, None)
         heapq.heappush(self._free_slots, sequence.slot)
         self.blocks.release(sequence.blocks)
         sequence.slot = None

@@ -4,20 +4,24 @@ A request runs where its model has a free slot, else its model is loaded where t
 models can give way (`policy/route.py`, `policy/room.py`), else it waits (`policy/waiting.py`). What follows
 from an event follows in the same turn.
 
-Orders to one worker are carried out in order. So the books count an evicted model as gone and a loading one
-as there at once, and requests follow directly behind the order to load.
+The books are promises: what hosted models of a worker are promised is never more than its budget, and what
+its memory holds at a moment is the worker's own affair (`policy/affinity.py` knows a little of it). Orders to
+one worker are carried out in order. So the books count an evicted model as gone and a loading one as there at
+once, and requests follow directly behind the order to load.
 """
 
 from __future__ import annotations
 
 from typing import assert_never
 
+from hearth.policy.affinity import note, note_all
+from hearth.policy.deployment import deployed, leave_if_idle, removed, stopped
 from hearth.policy.events import (
     Action,
     CancelRun,
+    DeviceReported,
     End,
     Event,
-    Evict,
     LoadProgressed,
     ModelDeployed,
     ModelFailed,
@@ -25,6 +29,7 @@ from hearth.policy.events import (
     ModelReady,
     ModelRemoved,
     ModelStopped,
+    Regard,
     Reject,
     RejectReason,
     RequestArrived,
@@ -36,9 +41,8 @@ from hearth.policy.events import (
     WorkerLost,
 )
 from hearth.policy.fleet import Fleet
-from hearth.policy.refusal import gone, outdated, refuse_hopeless, reject, replaced
-from hearth.policy.replica import Failure, Model, Replica, Request, Stop
-from hearth.policy.room import victim
+from hearth.policy.refusal import outdated, refuse_hopeless, reject, replaced
+from hearth.policy.replica import Failure, Model, Replica, Request
 from hearth.policy.route import is_failed_everywhere, misfit, pinned_out
 from hearth.policy.waiting import fill, is_second_worthwhile, serve, wake_up
 from hearth.types import ModelId, WorkerId
@@ -57,7 +61,12 @@ def step(fleet: Fleet, event: Event) -> list[Action]:
     actions = _note(fleet, event) + _settle_down(fleet)
     if isinstance(event, RequestArrived) and (refused := _beyond_queue(fleet, event)) is not None:
         actions += [refused, *_settle_down(fleet)]
-    return actions + wake_up(fleet)
+    return actions + _tell_holds(fleet) + wake_up(fleet)
+
+
+def _tell_holds(fleet: Fleet) -> list[Action]:
+    """Workers see for themselves who is busy, and nothing else of how a model is held."""
+    return [Regard(replica.model.name, replica.worker.name, replica.told) for replica in fleet.take_untold()]
 
 
 def _settle_down(fleet: Fleet) -> list[Action]:
@@ -90,16 +99,20 @@ def _note(fleet: Fleet, event: Event) -> list[Action]:
             if (known := fleet.models.get(name)) is not None:
                 known.bytes_by_rung = bytes_by_rung
             return []
+        case DeviceReported(_, worker, bytes_by_model):
+            if (reporter := fleet.workers.get(worker)) is not None:
+                note_all(fleet.models, reporter, bytes_by_model)
+            return []
         case WorkerJoined():
             return _joined(fleet, event)
         case WorkerLost(_, worker):
             return _lost(fleet, worker)
         case ModelDeployed(_, profile):
-            return _deployed(fleet, profile)
+            return deployed(fleet, profile)
         case ModelRemoved(_, model):
-            return _removed(fleet, model)
+            return removed(fleet, model)
         case ModelStopped():
-            return _stopped(fleet, event)
+            return stopped(fleet, event)
         case TimerFired():
             fleet.timer_s, fleet.is_changed = None, True
             return []
@@ -194,7 +207,7 @@ def _after_run(fleet: Fleet, replica: Replica | None) -> list[Action]:
     """A slot is free: for the next one of its model, or the replica is idle."""
     if replica is None:
         return []
-    return fill(fleet, replica.model) + _leave_if_idle(fleet, replica)
+    return fill(fleet, replica.model) + leave_if_idle(fleet, replica)
 
 
 # Loads.
@@ -203,7 +216,7 @@ def _after_run(fleet: Fleet, replica: Replica | None) -> list[Action]:
 def _progressed(fleet: Fleet, worker: WorkerId, model: ModelId, num_bytes: int) -> list[Action]:
     replica = _replica(fleet, worker, model)
     if replica is not None and not replica.is_ready:
-        replica.loaded_bytes = min(num_bytes, replica.total_bytes)
+        replica.loaded_bytes = min(replica.reused_bytes + num_bytes, replica.total_bytes)
     return []
 
 
@@ -211,7 +224,11 @@ def _ready(fleet: Fleet, event: ModelReady) -> list[Action]:
     for use in event.rungs:
         fleet.estimates.moved(use.rung, use.num_bytes, use.seconds)
     replica = _replica(fleet, event.worker, event.model)
-    if replica is None or replica.is_ready:  # It was evicted meanwhile.
+    if replica is None:  # It was evicted meanwhile.
+        return []
+    if not replica.is_outdated:
+        note(replica.model, replica.worker, replica.total_bytes)
+    if replica.is_ready:  # What others had taken of it has come back.
         return []
     replica.is_ready, replica.ready_s = True, fleet.now_s
     fleet.forgive(replica.model, replica.worker)
@@ -231,6 +248,7 @@ def _failed(fleet: Fleet, event: ModelFailed) -> list[Action]:
     model = replica.model
     message = f"model `{model.name}` failed on worker `{event.worker}`: {event.reason}"
     fleet.blame(model, replica.worker)
+    note(model, replica.worker, 0)
     requests = list(replica.running.values())
     if replica.is_ready:
         for request in requests:
@@ -282,80 +300,6 @@ def _resume(fleet: Fleet, requests: list[Request], reason: RejectReason, message
     for model in models.values():
         actions += fill(fleet, model)
     return actions + refuse_hopeless(fleet)  # It may have been redeployed as a larger one.
-
-
-# Models.
-
-
-def _deployed(fleet: Fleet, profile: ModelProfile) -> list[Action]:
-    """What is resident of other bytes, or was given memory for other sizes, serves nobody new."""
-    model = fleet.models.setdefault(profile.model, Model(profile.model))
-    before, model.profile = model.profile, profile
-    model.is_stopped = False
-    fleet.forgive_all(model)
-    fleet.place_pinned(model)
-    fleet.is_changed = True
-    is_other = before is None or (before.digest, before.num_bytes, before.footprints) != (
-        *(profile.digest, profile.num_bytes, profile.footprints),
-    )
-    if not is_other:
-        fleet.settle_all(model)
-        return []
-    actions: list[Action] = [
-        reject(fleet, request, RejectReason.MODEL_REMOVED, why_not)
-        for request in list(model.waiting.values())
-        if (why_not := outdated(request)) is not None
-    ]
-    return actions + _retire(fleet, model) + refuse_hopeless(fleet)
-
-
-def _removed(fleet: Fleet, name: ModelId) -> list[Action]:
-    model = fleet.models.get(name)
-    if model is None or model.profile is None:
-        return []
-    message = gone(model)
-    waiting = list(model.waiting.values())
-    actions: list[Action] = [reject(fleet, r, RejectReason.MODEL_REMOVED, message) for r in waiting]
-    model.profile = model.named_keep_alive_s = model.bytes_by_rung = None
-    fleet.forgive_all(model)
-    fleet.place_pinned(model)
-    fleet.estimates.forget(name)
-    if not model.replicas:
-        del fleet.models[name]
-    return actions + _retire(fleet, model)
-
-
-def _retire(fleet: Fleet, model: Model) -> list[Action]:
-    """Replicas of an old version: idle ones leave, busy ones when they are idle."""
-    actions: list[Action] = []
-    for replica in list(model.replicas.values()):
-        replica.is_stale = True
-        fleet.settle(replica)
-        actions += _leave_if_idle(fleet, replica)
-    return actions
-
-
-def _stopped(fleet: Fleet, event: ModelStopped) -> list[Action]:
-    model = fleet.models.get(event.model)
-    if model is None:
-        return []
-    actions: list[Action] = []
-    model.named_keep_alive_s, model.is_stopped = None, True
-    fleet.place_pinned(model)
-    for replica in list(model.replicas.values()):
-        replica.stop = Stop(fleet.next_number, event.is_freed)
-        fleet.settle(replica)
-        actions += _leave_if_idle(fleet, replica)
-    return actions
-
-
-def _leave_if_idle(fleet: Fleet, replica: Replica) -> list[Action]:
-    """Of those that are not to stay."""
-    if replica.running or not replica.is_leaving:
-        return []
-    cost_s = victim(replica, fleet.estimates, fleet.now_s).cost_s
-    fleet.remove(replica)
-    return [Evict(replica.model.name, replica.worker.name, cost_s)]
 
 
 def _replica(fleet: Fleet, worker: WorkerId, model: ModelId) -> Replica | None:

@@ -14,8 +14,9 @@ from itertools import islice
 
 from hearth.policy.events import Footprint
 from hearth.policy.fleet import Fleet
-from hearth.policy.replica import Drain, Hold, Model, Replica, Worker
-from hearth.policy.room import Victim, fewest, least_bytes, victim
+from hearth.policy.replica import Drain, Model, Replica, Worker
+from hearth.policy.room import Victim, fewest, victim
+from hearth.types import Hold
 
 #: Workers that are compared: those that lack the least.
 MAX_WORKERS = 8
@@ -50,7 +51,7 @@ def _is_suited(worker: Worker, model: Model, footprint: Footprint) -> bool:
     if worker.drain is not None or model.name in worker.replicas:
         return False
     drainable_bytes = sum(replica.num_bytes for replica in _drainable(worker, model))
-    return worker.free_bytes + drainable_bytes >= least_bytes(footprint)
+    return worker.free_bytes + drainable_bytes >= footprint.least_bytes
 
 
 def _drainable(worker: Worker, model: Model) -> Iterator[Replica]:
@@ -72,7 +73,7 @@ def _is_needed(plan: tuple[Victim, ...]) -> bool:
 
 def _plan(fleet: Fleet, worker: Worker, model: Model, footprint: Footprint) -> tuple[Victim, ...]:
     victims = [_priced(fleet, replica) for replica in _drainable(worker, model)]
-    return fewest(victims, least_bytes(footprint) - worker.free_bytes)
+    return fewest(victims, footprint.least_bytes - worker.free_bytes)
 
 
 def _priced(fleet: Fleet, replica: Replica) -> Victim:

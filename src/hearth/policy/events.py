@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from hearth.types import ModelId, RequestId, Rung, WorkerId
+from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +17,13 @@ class Footprint:
     """Device memory that a model takes on one kind of device."""
 
     fixed_bytes: int  #: weights and workspace
-    min_kv_bytes: int  #: below this it cannot be served
-    kv_bytes: int  #: what it is given where the budget allows
+    min_kv_bytes: int  #: promised to it, however much others want; below this it cannot be served
+    max_kv_bytes: int  #: it never has more; what is between is lent out by its worker
+
+    @property
+    def least_bytes(self) -> int:
+        """What a worker must promise to host the model."""
+        return self.fixed_bytes + self.min_kv_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +161,18 @@ class ResidencyReported:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceReported:
+    """How much of the weights of each model lies in a worker's device memory, whether hosted or retired.
+
+    A whole picture, which replaces the one before: of a model that it does not name, nothing is there.
+    """
+
+    now_s: float
+    worker: WorkerId
+    bytes_by_model: Mapping[ModelId, int]  #: as stored: of `ModelProfile.num_bytes`
+
+
+@dataclass(frozen=True, slots=True)
 class TimerFired:
     now_s: float
 
@@ -173,6 +190,7 @@ Event = (
     | ModelReady
     | ModelFailed
     | ResidencyReported
+    | DeviceReported
     | TimerFired
 )
 
@@ -191,6 +209,7 @@ class Option:
     cost_s: float
     obstacle: str | None = None  #: why it is out of the question; then the numbers say nothing
     evict_s: float = 0.0  #: T2's cost of those that would have to go, summed
+    missing_bytes: int = 0  #: of its weights, not in that worker's device memory: what `load_s` is for
 
 
 class Why(StrEnum):
@@ -217,18 +236,38 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class LoadModel:
+    """Host a model from now on, and load what is missing of it there."""
+
     model: ModelId
     worker: WorkerId
-    kv_bytes: int
+    kv_floor_bytes: int  #: of KV that it is promised
+    max_kv_bytes: int  #: it never gets more
 
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Always of an idle model, before what needs its room."""
+    """An idle model is promised nothing any more. Comes before what is promised its room.
+
+    Its bytes stay until somebody needs theirs, unless it `is_freed`; that may also come for what is left of a
+    model that was evicted before.
+    """
 
     model: ModelId
     worker: WorkerId
     cost_s: float  #: T2's: what it is expected to cost to have it back
+    is_freed: bool  #: its bytes have to go now: nobody wants them, or a user wants them gone
+
+
+@dataclass(frozen=True, slots=True)
+class Regard:
+    """How a worker has to look at a hosted model while it has no requests: retained, warm or pinned.
+
+    A new one is warm, and so is a retained one that gets a request: nobody has to say so.
+    """
+
+    model: ModelId
+    worker: WorkerId
+    hold: Hold
 
 
 class RejectReason(StrEnum):
@@ -266,7 +305,7 @@ class SetTimer:
     at_s: float
 
 
-Action = Dispatch | LoadModel | Evict | Reject | CancelRun | SetTimer
+Action = Dispatch | LoadModel | Evict | Regard | Reject | CancelRun | SetTimer
 
 
 # What others may see of the brain's state.
@@ -287,7 +326,7 @@ class Resident:
     model: ModelId
     worker: WorkerId
     state: State
-    num_bytes: int  #: of device memory, KV included
+    num_bytes: int  #: of device memory that it is promised, KV included
     loaded_bytes: int
     total_bytes: int
     num_running: int

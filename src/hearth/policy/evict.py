@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from hearth.types import Hold, ModelId
 
 #: What is lost with a chunk: a cost, or a cost and what decides among equals; the lowest is evicted first.
 Price = float | tuple[float, int]
@@ -72,3 +77,110 @@ class EvictionOrder:
 
     def discard(self, digest: str) -> None:
         self._order.pop(digest, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The weights of one model that may be taken, last layers first."""
+
+    model: ModelId
+    hold: Hold  #: RETAINED or WARM
+    cost_s_per_byte: float  #: `reload_cost` of one byte
+    units: tuple[int, ...]  #: bytes that each frees, in the order they go; 0 where another model shares them
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Units to take from the front of a model's tail."""
+
+    model: ModelId
+    num_units: int
+
+
+def plan_takes(tails: Sequence[Tail], num_bytes: int) -> list[Take]:
+    """The cheapest takes that free at least so many bytes, or everything where that is less.
+
+    Warm models lose something only when everything that is retained goes, units that free nothing included:
+    what a warm model shares with a retained one comes free only so. Where not everything of one hold goes,
+    nothing of it is taken in vain, and no exchange of one model's last taken unit for another's next one
+    would be cheaper.
+    """
+    for tail in tails:
+        assert tail.hold <= Hold.WARM, f"never to be taken from: {tail.model} {tail.hold=}"
+        assert tail.cost_s_per_byte >= 0, f"a price below nothing: {tail.model} {tail.cost_s_per_byte=}"
+    takes: list[Take] = []
+    for hold in (Hold.RETAINED, Hold.WARM):
+        if num_bytes <= 0:
+            break
+        held = [tail for tail in tails if tail.hold == hold]
+        held.sort(key=lambda tail: (tail.cost_s_per_byte, tail.model))
+        held_bytes = sum(sum(tail.units) for tail in held)
+        chosen = [len(tail.units) for tail in held]
+        if held_bytes >= num_bytes:
+            chosen = _Choice(held, num_bytes).improved()
+        takes += [Take(tail.model, num) for tail, num in zip(held, chosen, strict=True) if num]
+        num_bytes -= held_bytes
+    return takes
+
+
+class _Choice:
+    """Mutable, and written by itself alone. How many units go from each of some tails that have enough.
+
+    All bytes of a tail cost the same, so whole tails go by price until it suffices; where units are of one
+    size that is the best there is. Where they are not, the last one may free far more than is missing.
+    """
+
+    def __init__(self, tails: Sequence[Tail], num_bytes: int) -> None:
+        """`tails`: the cheapest byte first."""
+        self._tails = tails
+        self._num_units = [0] * len(tails)
+        #: What is freed beyond what is needed; never below 0 after this.
+        self._spare_bytes = -num_bytes
+        for index, tail in enumerate(tails):
+            freed_bytes = list(accumulate(tail.units))
+            num = min(bisect_left(freed_bytes, -self._spare_bytes) + 1, len(tail.units))
+            self._num_units[index] = num
+            self._spare_bytes += freed_bytes[num - 1] if num else 0
+            if self._spare_bytes >= 0:
+                break
+
+    def improved(self) -> list[int]:
+        """The number of units of each tail when nothing is left to improve.
+
+        It ends: the costs of units are fixed numbers, and their sum falls with every exchange, or stays while
+        a unit is given back.
+        """
+        self._give_back()
+        while self._exchange():
+            self._give_back()
+        return self._num_units
+
+    def _give_back(self) -> None:
+        """Leave what is not needed, of the dearest bytes first."""
+        for index in reversed(range(len(self._tails))):
+            units = self._tails[index].units
+            while (num := self._num_units[index]) and units[num - 1] <= self._spare_bytes:
+                self._num_units[index] -= 1
+                self._spare_bytes -= units[num - 1]
+
+    def _exchange(self) -> bool:
+        """Leave one unit and take a cheaper one that still suffices; False: there are no such two."""
+        last: list[tuple[float, int, int]] = []
+        following: list[tuple[float, int, int]] = []
+        for index, (tail, num) in enumerate(zip(self._tails, self._num_units, strict=True)):
+            if num:
+                last.append((tail.cost_s_per_byte * tail.units[num - 1], index, tail.units[num - 1]))
+            if num < len(tail.units):
+                following.append((tail.cost_s_per_byte * tail.units[num], index, tail.units[num]))
+        last.sort(reverse=True)
+        following.sort()
+        for cost_s, index, num_bytes in last:
+            for other_cost_s, other, other_bytes in following:
+                if other_cost_s >= cost_s:
+                    break
+                if other != index and other_bytes >= num_bytes - self._spare_bytes:
+                    self._num_units[index] -= 1
+                    self._num_units[other] += 1
+                    self._spare_bytes += other_bytes - num_bytes
+                    return True
+        return False

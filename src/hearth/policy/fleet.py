@@ -10,18 +10,19 @@ into all of these.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator
 from typing import TypeVar
 
+from hearth.policy.affinity import forget_worker, rank_retired
 from hearth.policy.audit import audit
 from hearth.policy.estimates import Estimates
 from hearth.policy.events import BrainConfig, RequestArrived, Resident, State, WorkerJoined
+from hearth.policy.expiry import Expiries
 from hearth.policy.ranking import Ranking
-from hearth.policy.replica import Drain, Hold, Model, Replica, Request, Worker
+from hearth.policy.replica import Drain, Model, Replica, Request, Worker
 from hearth.policy.room import Rooms
-from hearth.types import ModelId, RequestId, WorkerId
+from hearth.types import Hold, ModelId, RequestId, WorkerId
 
 Name = TypeVar("Name", ModelId, WorkerId)
 
@@ -60,10 +61,9 @@ class Fleet:
         #: The most workers there have been at a time: a lost one is replaced.
         self._most_workers = 0
         self._next_number = 0
-        #: (time, number, replica): when warm replicas may have become retained. At least one entry, not
-        #: later than its expiry, for each of them.
-        self._expiries: list[tuple[float, int, Replica]] = []
-        self._num_expiries = 0
+        self.expiries = Expiries()
+        #: Replicas that their workers may have to regard otherwise when the turn is over.
+        self._untold: dict[Replica, None] = {}
 
     @property
     def num_running(self) -> int:
@@ -75,11 +75,6 @@ class Fleet:
         return 0 < self._most_workers == len(self.workers)
 
     @property
-    def next_expiry_s(self) -> float:
-        """When the next warm replica may become retained."""
-        return self._expiries[0][0] if self._expiries else math.inf
-
-    @property
     def next_number(self) -> int:
         """Of the request that arrives next."""
         return self._next_number
@@ -88,11 +83,17 @@ class Fleet:
         """A new turn. Time never goes back; warm replicas whose time is over become retained."""
         self.turn += 1
         self.now_s = max(self.now_s, now_s)
-        while self._expiries and self._expiries[0][0] <= self.now_s:
-            _, _, replica = heapq.heappop(self._expiries)
-            replica.timed_s = math.inf
-            if replica.hold is Hold.WARM:
-                self.settle(replica)
+        while (replica := self.expiries.pop_due(self.now_s)) is not None:
+            self.settle(replica)
+
+    def take_untold(self) -> list[Replica]:
+        """Those whose workers have to be told how they are held, which counts as done."""
+        told = [r for r in self._untold if r.hold not in (None, Hold.BUSY, r.told)]
+        self._untold.clear()
+        for replica in told:
+            assert replica.hold is not None, f"gone: `{replica.model.name}`"
+            replica.told = replica.hold
+        return told
 
     def residents(self, now_s: float) -> list[Resident]:
         """What `hearth ps` shows: every model on every worker, in the order of their names."""
@@ -123,6 +124,7 @@ class Fleet:
             self.remove(replica)
         for model in worker.failed.values():
             del model.failed_on[worker.name]
+        forget_worker(worker)
         if worker.drain is not None:
             del self.drains[worker.drain.model.name]
         del self.workers[worker.name]
@@ -138,12 +140,14 @@ class Fleet:
         assert worker.name not in model.replicas, f"`{model.name}` is on worker `{worker.name}` already"
         replica.idle_since_s = self.now_s
         model.replicas[worker.name] = worker.replicas[model.name] = replica
+        rank_retired(model, worker)
         self.settle(replica)
 
     def remove(self, replica: Replica) -> None:
         assert not replica.running, f"`{replica.model.name}` still runs {len(replica.running)} requests"
         model, worker = replica.model, replica.worker
         del model.replicas[worker.name], worker.replicas[model.name]
+        rank_retired(model, worker)
         if not model.replicas:
             model.named_keep_alive_s = None
         self.settle(replica)
@@ -198,10 +202,9 @@ class Fleet:
             self.is_pin_new = self.is_pin_new or hold is Hold.PINNED
             replica.hold = hold
             self.rooms_by_kind[worker.kind].put(worker)
-        if hold is Hold.WARM and replica.expires_s < replica.timed_s:
-            replica.timed_s = replica.expires_s
-            self._num_expiries += 1
-            heapq.heappush(self._expiries, (replica.timed_s, self._num_expiries, replica))
+        if hold not in (None, Hold.BUSY, replica.told):
+            self._untold[replica] = None
+        self.expiries.note(replica)
         is_usable = is_there and not replica.is_stale and replica.drain is None
         if model.waiting and is_usable is not (worker.name in model.usable):
             self.is_changed = True
@@ -248,6 +251,8 @@ class Fleet:
         replica.running[request.request_id] = request
         if replica.stop is not None and request.number >= replica.stop.number:
             replica.stop = None
+        if replica.told is Hold.RETAINED:
+            replica.told = Hold.WARM  # Its worker concludes that from the request.
         if request.keep_alive_s is not None and request.keep_alive_s != model.named_keep_alive_s:
             model.named_keep_alive_s = request.keep_alive_s
             self.settle_all(model)

@@ -1,12 +1,16 @@
 """How much device memory a model takes, from the few facts that the registry keeps of it. Allocates nothing.
 
-    | weights | workspace | tables and sampler | KV ...            |
-    |--------- fixed ------------------------- |- min ->|- wanted -|
+    | weights | workspace | tables and sampler | KV ...                    |
+    |--------- fixed ------------------------- |- min, promised ->|- max ->|
 
 The least KV holds one full context: whatever a request may ask for, every replica can serve it. So the
 context is cut to what the budget of a worker can hold, where nobody has named one.
 
 Workspace is that of `models/workspace.py`, rounded up: who takes memory by these numbers never needs more.
+So are all parts, for the kind of device. CUDA memory comes in whole pages, and weights, workspace and KV
+have pages of their own. Elsewhere all lies in one arena, whose regions begin at multiples of 4096 bytes, as
+tensors of a layout do anyway. But an extent of KV is a run of blocks at multiples of their size, which need
+not be one of 4096: of each free region that KV is taken from, almost a block is lost at either end.
 """
 
 from __future__ import annotations
@@ -27,8 +31,13 @@ _WORKSPACE_PADDING_BYTES = 17 * 256
 _MIN_CONTEXT = 2048
 #: A context that is cut is a multiple of this.
 _CONTEXT_STEP = 16
-#: The share of its weights that a model gets as KV at least, where one context takes less.
-_KV_SHARE = 0.25
+#: Of mapped memory, as `memory/cuda_pages.py` has it.
+PAGE_BYTES = 16 << 20
+#: Regions of an arena begin at multiples of it, as tensors do in `models/layout.py`.
+REGION_BYTES = 4096
+#: Free regions of an arena that the least KV is taken from: the block of the sink has one to itself, and of
+#: the others some lie between tensors and KV of other models.
+MAX_EXTENTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,31 +82,29 @@ def footprint(
 ) -> Footprint:
     """What the model takes on a `kind` of device, "cpu" or "cuda". Floor and ceiling bound all of it.
 
-    KV is as much as one full context or a quarter of the weights need, but no more than can be filled.
+    KV is as much as one full context or the floor needs, and up to the ceiling or what can be filled.
 
     Raises:
         ConfigError: a context beyond the model's, or a ceiling that leaves no room for one context.
     """
     context = context_of(facts, context)
     fixed_bytes = fixed_bytes_of(facts, kind, limits, context)
-    block_bytes = limits.block_tokens * _kv_bytes_per_token(facts, kind)
-    blocks_per_seq = -(-context // limits.block_tokens)
-    most = 1 + limits.max_seqs * blocks_per_seq  # with the sink
-    least = 1 + blocks_per_seq
-    share = int(_KV_SHARE * facts.num_bytes) // block_bytes
+    unit_bytes = PAGE_BYTES if kind == "cuda" else _block_bytes(facts, kind, limits)
+    least_bytes = _least_kv_bytes(facts, kind, limits, context)
+    most_blocks = 1 + limits.max_seqs * _blocks_per_seq(limits, context)  # with the sink
+    most_bytes = _up_to(most_blocks * _block_bytes(facts, kind, limits), unit_bytes)
     if floor_bytes is not None:
-        least = max(least, min(most, -(-(floor_bytes - fixed_bytes) // block_bytes)))
-    wanted = min(most, max(least, share))
+        least_bytes = max(least_bytes, min(most_bytes, _up_to(floor_bytes - fixed_bytes, unit_bytes)))
     if ceiling_bytes is not None:
-        room = (ceiling_bytes - fixed_bytes) // block_bytes
-        if room < least:
+        room_bytes = (ceiling_bytes - fixed_bytes) // unit_bytes * unit_bytes
+        if room_bytes < least_bytes:
             raise ConfigError(
                 f"a memory ceiling of {ceiling_bytes} bytes is too low on a {kind} device: weights and "
-                f"workspace take {fixed_bytes}, KV at least {least * block_bytes}; raise "
+                f"workspace take {fixed_bytes}, KV at least {least_bytes}; raise "
                 "`memory_ceiling_bytes` or lower `context`, `engine.max_batch_tokens` or `engine.max_seqs`"
             )
-        wanted = min(wanted, room)
-    return Footprint(fixed_bytes, least * block_bytes, wanted * block_bytes)
+        most_bytes = min(most_bytes, room_bytes)
+    return Footprint(fixed_bytes, least_bytes, most_bytes)
 
 
 def context_of(facts: Facts, wanted: int | None) -> int:
@@ -118,10 +125,9 @@ def fitted_context(facts: Facts, kind: str, limits: StepLimits, budget_bytes: in
 
     Never below a length that makes sense: a model that does not fit with that does not fit.
     """
-    block_bytes = limits.block_tokens * _kv_bytes_per_token(facts, kind)
 
     def is_fitting(context: int) -> bool:
-        kv_bytes = (1 + -(-context // limits.block_tokens)) * block_bytes
+        kv_bytes = _least_kv_bytes(facts, kind, limits, context)
         return fixed_bytes_of(facts, kind, limits, context) + kv_bytes <= budget_bytes
 
     if facts.max_positions <= _MIN_CONTEXT or is_fitting(facts.max_positions):
@@ -138,9 +144,16 @@ def fixed_bytes_of(facts: Facts, kind: str, limits: StepLimits, context: int) ->
         # It is widened in its place, one tensor at a time, of which there is a copy meanwhile.
         copied_bytes = facts.num_bytes if facts.largest_bytes is None else facts.largest_bytes
         weights_bytes = facts.wide_bytes + copied_bytes
-    return (
-        weights_bytes + workspace_bytes_of(facts, kind, limits) + _table_bytes(facts, kind, limits, context)
-    )
+    rest_bytes = workspace_bytes_of(facts, kind, limits) + _table_bytes(facts, kind, limits, context)
+    if kind == "cuda":
+        return _up_to(weights_bytes, PAGE_BYTES) + _up_to(rest_bytes, PAGE_BYTES)
+    lost_bytes = arena_loss_bytes(facts, limits)
+    return _up_to(weights_bytes, REGION_BYTES) + _up_to(rest_bytes, REGION_BYTES) + lost_bytes
+
+
+def arena_loss_bytes(facts: Facts, limits: StepLimits) -> int:
+    """What the least KV of a model may lose at the ends of the free regions that it is taken from."""
+    return 2 * MAX_EXTENTS * _block_bytes(facts, "cpu", limits)
 
 
 def workspace_bytes_of(facts: Facts, kind: str, limits: StepLimits) -> int:
@@ -167,9 +180,24 @@ def _table_bytes(facts: Facts, kind: str, limits: StepLimits, context: int) -> i
     return block_table + rotary + inputs + counters + sampler
 
 
-def _kv_bytes_per_token(facts: Facts, kind: str) -> int:
+def _least_kv_bytes(facts: Facts, kind: str, limits: StepLimits, context: int) -> int:
+    """Of one full context and the sink."""
+    num_bytes = (1 + _blocks_per_seq(limits, context)) * _block_bytes(facts, kind, limits)
+    return _up_to(num_bytes, PAGE_BYTES) if kind == "cuda" else num_bytes
+
+
+def _blocks_per_seq(limits: StepLimits, context: int) -> int:
+    return -(-context // limits.block_tokens)
+
+
+def _block_bytes(facts: Facts, kind: str, limits: StepLimits) -> int:
     item_bytes = _ITEM_BYTES[_computed(facts, kind)]
-    return facts.num_layers * 2 * facts.num_kv_heads * facts.head_dim * item_bytes
+    return limits.block_tokens * facts.num_layers * 2 * facts.num_kv_heads * facts.head_dim * item_bytes
+
+
+def _up_to(num_bytes: int, unit_bytes: int) -> int:
+    """The next multiple."""
+    return -(-num_bytes // unit_bytes) * unit_bytes
 
 
 def _computed(facts: Facts, kind: str) -> str:

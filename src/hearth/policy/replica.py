@@ -9,23 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 from hearth.policy.events import ModelProfile
 from hearth.policy.ranking import Ranking
-from hearth.types import ModelId, RequestId, Rung, WorkerId
+from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
 
 #: How long further replicas of a model that is kept for ever stay warm: for ever means one.
 SPARE_KEEP_ALIVE_S = 300.0
-
-
-class Hold(IntEnum):
-    """What keeps a replica in memory, weakest first. A number, because the books are indexed with it."""
-
-    RETAINED = 0
-    WARM = 1
-    BUSY = 2
-    PINNED = 3
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +59,10 @@ class Model:
     #: None: its last load did not fail, or may do better elsewhere.
     failure: Failure | None = None
     bytes_by_rung: Mapping[Rung, int] | None = None
+    #: Of its weights, in the device memory of workers that have any. Written by `policy/affinity.py`.
+    resident: dict[WorkerId, int] = field(default_factory=dict)
+    #: Those of `resident` without a replica, by how many bytes: where it was evicted and something is left.
+    retired: Ranking[WorkerId] = field(default_factory=Ranking)
     replicas: dict[WorkerId, Replica] = field(default_factory=dict)
     #: Those of `replicas` that new requests may go to; of these, those still loading.
     usable: dict[WorkerId, Replica] = field(default_factory=dict)
@@ -123,9 +117,11 @@ class Stop:
 class Replica:
     model: Model
     worker: Worker
-    num_bytes: int  #: of device memory, KV included
-    total_bytes: int  #: to be loaded
-    loaded_bytes: int = 0
+    num_bytes: int  #: of device memory that it is promised, KV included
+    total_bytes: int  #: of its weights
+    digest: str  #: of its weights
+    reused_bytes: int = 0  #: of `total_bytes`, those that were taken to be there already
+    loaded_bytes: int = 0  #: likewise, those that are there now
     is_ready: bool = False
     ready_s: float = 0.0
     running: dict[RequestId, Request] = field(default_factory=dict)
@@ -137,12 +133,25 @@ class Replica:
     drain: Drain | None = None
     #: As the books have it. None: in no books, because it was not entered yet or has left.
     hold: Hold | None = None
-    #: The earliest entry for it in the fleet's heap of expiries.
+    #: As its worker has it while the replica has no requests. Once a turn is over it is `hold`, unless busy.
+    told: Hold = Hold.WARM
+    #: The earliest entry for it in `policy/expiry.py`; infinite: none.
     timed_s: float = math.inf
 
     @property
     def is_leaving(self) -> bool:
         return self.is_stale or (self.stop is not None and self.stop.is_freed)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Its bytes are of no use any more; those of one that is only stale may be."""
+        profile = self.model.profile
+        return profile is None or (profile.digest, profile.num_bytes) != (self.digest, self.total_bytes)
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether its bytes have to go with it."""
+        return self.is_outdated or (self.stop is not None and self.stop.is_freed)
 
     @property
     def is_unwanted(self) -> bool:
@@ -171,14 +180,17 @@ class Worker:
     replicas: dict[ModelId, Replica] = field(default_factory=dict)
     #: Those with requests.
     busy: dict[ModelId, Replica] = field(default_factory=dict)
-    #: By `Hold`: what the replicas held so take.
+    #: By `Hold`: what the replicas held so are promised, together at most the budget.
     held_bytes: list[int] = field(default_factory=lambda: [0] * len(Hold))
     drain: Drain | None = None
     #: Models that failed here and have not been ready since.
     failed: dict[ModelId, Model] = field(default_factory=dict)
+    #: Models that have bytes here, with a replica or without.
+    resident: dict[ModelId, Model] = field(default_factory=dict)
 
     @property
     def free_bytes(self) -> int:
+        """Promised to nobody; others may use it all the same."""
         return self.budget_bytes - sum(self.held_bytes)
 
     @property

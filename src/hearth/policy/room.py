@@ -1,8 +1,8 @@
-"""Room for a model on a worker: who has to go for it, and how much KV it gets. Evicts nothing itself.
+"""Room for a model on a worker: whose promises have to end for its own. Evicts nothing itself.
 
-A model is given the KV it wants out of free memory, or with the room of retained models where that suffices.
-Where it does not, only as much is freed as the smallest KV needs, retained models before warm ones, and KV
-gets whatever is left then. So no warm model ever goes just for more KV. Busy and pinned ones are not touched.
+A model is promised its weights, its workspace and the least KV that it can be served with. What it has beyond
+that its worker lends it, so nobody goes for more KV. Retained models go before warm ones, busy and pinned
+ones are not touched, and no more go than have to.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from hearth.policy.estimates import Estimates
 from hearth.policy.events import Footprint
 from hearth.policy.ranking import Ranking
-from hearth.policy.replica import Hold, Replica, Worker
-from hearth.types import WorkerId
+from hearth.policy.replica import Replica, Worker
+from hearth.types import Hold, WorkerId
 
 #: Names in a sentence for people.
 MAX_NAMES = 3
@@ -52,15 +52,6 @@ class Rooms:
         return self.free, self.retained, self.idle, self.unpinned, self.budget
 
 
-def least_bytes(footprint: Footprint) -> int:
-    """Below this the model cannot be served."""
-    return footprint.fixed_bytes + footprint.min_kv_bytes
-
-
-def wanted_bytes(footprint: Footprint) -> int:
-    return footprint.fixed_bytes + footprint.kv_bytes
-
-
 @dataclass(frozen=True, slots=True)
 class Victim:
     """A replica that may have to go."""
@@ -79,7 +70,6 @@ class Victim:
 class Room:
     """Enough for a model, once the victims are gone."""
 
-    kv_bytes: int
     victims: tuple[Victim, ...]
 
     @property
@@ -90,19 +80,18 @@ class Room:
 
 def plan_room(worker: Worker, footprint: Footprint, estimates: Estimates, now_s: float) -> Room | None:
     """None: not even if everything idle went."""
-    free_bytes = worker.free_bytes
-    retained_bytes = free_bytes + worker.held_bytes[Hold.RETAINED]
-    least = least_bytes(footprint)
-    if retained_bytes + worker.held_bytes[Hold.WARM] < least:
+    if idle_bytes(worker) < footprint.least_bytes:
         return None
-    wanted = min(wanted_bytes(footprint), worker.budget_bytes)
-    goal = wanted if retained_bytes >= wanted else least
-    victims: tuple[Victim, ...] = ()
-    if free_bytes < goal:
-        idle = (replica for replica in worker.replicas.values() if replica.hold in (Hold.RETAINED, Hold.WARM))
-        victims = fewest([victim(replica, estimates, now_s) for replica in idle], goal - free_bytes)
-        free_bytes += sum(victim.replica.num_bytes for victim in victims)
-    return Room(min(footprint.kv_bytes, free_bytes - footprint.fixed_bytes), victims)
+    lacking_bytes = footprint.least_bytes - worker.free_bytes
+    if lacking_bytes <= 0:
+        return Room(())
+    idle = (replica for replica in worker.replicas.values() if replica.hold in (Hold.RETAINED, Hold.WARM))
+    return Room(fewest([victim(replica, estimates, now_s) for replica in idle], lacking_bytes))
+
+
+def idle_bytes(worker: Worker, most: Hold = Hold.WARM) -> int:
+    """Free once all models that are held at most so are gone."""
+    return worker.free_bytes + sum(worker.held_bytes[: most + 1])
 
 
 def victim(replica: Replica, estimates: Estimates, now_s: float) -> Victim:
@@ -133,11 +122,11 @@ def fewest(victims: Iterable[Victim], num_bytes: int) -> tuple[Victim, ...]:
 
 def shortage(worker: Worker, footprint: Footprint) -> str | None:
     """Why there is no room, for people; None if there is."""
-    idle_bytes = worker.free_bytes + worker.held_bytes[Hold.RETAINED] + worker.held_bytes[Hold.WARM]
-    if idle_bytes >= least_bytes(footprint):
+    freeable_bytes = idle_bytes(worker)
+    if freeable_bytes >= footprint.least_bytes:
         return None
     holders = [replica.model.name for replica in worker.replicas.values() if replica.hold is Hold.BUSY]
-    text = f"needs {size(least_bytes(footprint))}, {size(idle_bytes)} can be freed"
+    text = f"needs {size(footprint.least_bytes)}, {size(freeable_bytes)} can be freed"
     return text + _named("busy", holders) + pinned_names(worker)
 
 

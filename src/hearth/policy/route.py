@@ -5,13 +5,17 @@
 `queue_s` is what a request loses to those before it. It starts at once where a slot is free, but shares the
 device: with its own model's batch, taken as a part of its own run as large as the part of slots in use; and
 with the other busy models of the worker, which take turns with it for as long as they, or it, run. How long
-that is, running averages say. `load_s` is the time that the missing bytes take from the rungs that have them,
-`evict_s` what it is expected to cost to have those back that must go (T2), all of them together.
+that is, running averages say. `load_s` is the time that the bytes take which are not on the worker's device,
+from the rungs that have them (T6), `evict_s` what it is expected to cost to have those back that must go
+(T2), all of them together.
 
 A free slot is always taken before a model is loaded a second time, so replicas compete with replicas, and
 workers without the model with each other. Of these, whoever need not evict comes first, then who evicts
-retained models, then warm ones; the cost decides among equals. At most `MAX_OPTIONS` are looked at: those
-with the least room that suffices, which pack well, and those with the most, which are likely to be idle.
+retained models, then warm ones; the cost decides among equals. Workers that still have bytes of the model
+from before compete with the first of these, also if they have to evict retained models for it, as long as
+that costs less than the bytes save: so models settle where they suit. At most `MAX_OPTIONS` are looked at:
+those that have most of the model, those with the least room that suffices, which pack well, and those with
+the most, which are likely to be idle.
 """
 
 from __future__ import annotations
@@ -20,12 +24,13 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
+from hearth.policy.affinity import missing_bytes
 from hearth.policy.events import Footprint, ModelProfile, Option
 from hearth.policy.fleet import Fleet
 from hearth.policy.ranking import Ranking
-from hearth.policy.replica import Hold, Model, Replica, Worker
-from hearth.policy.room import Room, Rooms, least_bytes, pinned_names, plan_room, shortage, size, wanted_bytes
-from hearth.types import WorkerId
+from hearth.policy.replica import Model, Replica, Worker
+from hearth.policy.room import Room, Rooms, idle_bytes, pinned_names, plan_room, shortage, size
+from hearth.types import Hold, WorkerId
 
 #: Workers that are considered for one request.
 MAX_OPTIONS = 8
@@ -63,7 +68,7 @@ class Reserved:
         """All workers that could ever hold the model."""
         for kind in fleet.rooms_by_kind:
             if (footprint := profile.footprints.get(kind)) is not None:
-                least = least_bytes(footprint)
+                least = footprint.least_bytes
                 self.bytes_by_kind[kind] = min(least, self.bytes_by_kind.get(kind, least))
 
     def holds_all(self, fleet: Fleet) -> bool:
@@ -115,10 +120,12 @@ def _choose(
     reserved: Reserved,
     may_evict_warm: bool,
 ) -> Place | None:
-    for candidates in _classes(fleet, profile, barred, reserved, may_evict_warm):
-        rooms = {name: _planned(fleet, profile, fleet.workers[name]) for name in candidates}
-        if not rooms:
+    for candidates, most in _classes(fleet, profile, barred, reserved, may_evict_warm):
+        if not candidates:
             continue
+        rooms = _settled(fleet, model, profile, barred, reserved, most)
+        for name in islice((name for name in candidates if name not in rooms), MAX_OPTIONS - len(rooms)):
+            rooms[name] = _planned(fleet, profile, fleet.workers[name])
         options = [_option(fleet, model, fleet.workers[name], room=room) for name, room in rooms.items()]
         best = min(options, key=lambda option: (option.cost_s, option.worker))
         worker = fleet.workers[best.worker]
@@ -126,6 +133,33 @@ def _choose(
         footprint = profile.footprints[worker.kind]
         return Place(worker, footprint, rooms[best.worker], (*options, *beside))
     return None
+
+
+def _settled(
+    fleet: Fleet,
+    model: Model,
+    profile: ModelProfile,
+    barred: Set[WorkerId],
+    reserved: Reserved,
+    most: Hold,
+) -> dict[WorkerId, Room]:
+    """Some that have bytes of the model and could take it, with room that costs less than the bytes save.
+
+    They evict models that are held at most so.
+    """
+    all_s = fleet.estimates.load_s(profile.num_bytes, model.bytes_by_rung)
+    rooms: dict[WorkerId, Room] = {}
+    for name in islice(model.retired.down_to_rank(1), MAX_OPTIONS // 2):
+        worker = fleet.workers[name]
+        footprint = profile.footprints.get(worker.kind)
+        has_room = footprint is not None and footprint.least_bytes <= idle_bytes(worker, most)
+        if not has_room or name in barred or worker in reserved:
+            continue
+        room = _planned(fleet, profile, worker)
+        saved_s = all_s - fleet.estimates.load_s(missing_bytes(model, worker), model.bytes_by_rung)
+        if not room.victims or room.evict_s < fleet.config.load_weight * saved_s:
+            rooms[name] = room
+    return rooms
 
 
 def _planned(fleet: Fleet, profile: ModelProfile, worker: Worker) -> Room:
@@ -137,13 +171,13 @@ def _planned(fleet: Fleet, profile: ModelProfile, worker: Worker) -> Room:
 def could_fit(fleet: Fleet, profile: ModelProfile) -> bool:
     """Whether some worker would have room if everything unpinned went."""
     return any(
-        least_bytes(footprint) <= (rooms.unpinned.highest or 0) for rooms, footprint in _rooms(fleet, profile)
+        footprint.least_bytes <= (rooms.unpinned.highest or 0) for rooms, footprint in _rooms(fleet, profile)
     )
 
 
 def _has_room(fleet: Fleet, profile: ModelProfile) -> bool:
     return any(
-        least_bytes(footprint) <= (rooms.idle.highest or 0) for rooms, footprint in _rooms(fleet, profile)
+        footprint.least_bytes <= (rooms.idle.highest or 0) for rooms, footprint in _rooms(fleet, profile)
     )
 
 
@@ -157,11 +191,11 @@ def misfit(fleet: Fleet, profile: ModelProfile) -> str | None:
         footprint = profile.footprints.get(kind)
         if footprint is None:
             texts.append(f"it cannot run on `{kind}`")
-        elif least_bytes(footprint) <= budget_bytes:
+        elif footprint.least_bytes <= budget_bytes:
             return None
         else:
             texts.append(
-                f"on `{kind}` it needs {size(least_bytes(footprint))} ({size(footprint.fixed_bytes)} for "
+                f"on `{kind}` it needs {size(footprint.least_bytes)} ({size(footprint.fixed_bytes)} for "
                 f"weights and workspace, {size(footprint.min_kv_bytes)} for KV), the largest budget of a "
                 f"worker: {size(budget_bytes)}"
             )
@@ -180,7 +214,7 @@ def pinned_out(fleet: Fleet, profile: ModelProfile) -> str | None:
             worker = fleet.workers[roomiest]
             free_bytes = worker.budget_bytes - worker.held_bytes[Hold.PINNED]
             texts.append(
-                f"it needs {size(least_bytes(footprint))}, at most {size(free_bytes)} of "
+                f"it needs {size(footprint.least_bytes)}, at most {size(free_bytes)} of "
                 f"{size(worker.budget_bytes)} can be freed, on worker `{roomiest}`{pinned_names(worker)}"
             )
     advice = "unpin a model with `hearth stop NAME` or a finite keep_alive, or give workers more memory"
@@ -192,7 +226,7 @@ def is_failed_everywhere(fleet: Fleet, model: Model) -> bool:
     if model.profile is None:
         return False
     for rooms, footprint in _rooms(fleet, model.profile):
-        suited = rooms.unpinned.from_rank(least_bytes(footprint))
+        suited = rooms.unpinned.from_rank(footprint.least_bytes)
         if any(name not in model.failed_on for name in suited):
             return False
     return True
@@ -207,10 +241,14 @@ def _rooms(fleet: Fleet, profile: ModelProfile) -> Iterator[tuple[Rooms, Footpri
 
 def _classes(
     fleet: Fleet, profile: ModelProfile, barred: Set[WorkerId], reserved: Reserved, may_evict_warm: bool
-) -> Iterator[list[WorkerId]]:
-    """Workers that could take the model: first those that lose nothing by it, last those that lose most."""
+) -> Iterator[tuple[list[WorkerId], Hold]]:
+    """Workers that could take the model: first those that lose nothing by it, last those that lose most.
+
+    Each time with what may go on a worker that has bytes of the model: warm ones only if nobody has room
+    without.
+    """
     pairs = [
-        (rooms, least_bytes(footprint), min(wanted_bytes(footprint), rooms.budget.highest or 0))
+        (rooms, footprint.least_bytes)
         for kind, rooms in fleet.rooms_by_kind.items()
         if (footprint := profile.footprints.get(kind)) is not None and not reserved.holds_kind(kind, rooms)
     ]
@@ -226,25 +264,24 @@ def _classes(
                 found.update(dict.fromkeys(islice(others, MAX_OPTIONS // 2)))
         return list(islice(found, MAX_OPTIONS))
 
-    yield suited((rooms.free, max(least, wanted)) for rooms, least, wanted in pairs)
-    yield suited((rooms.retained, max(least, wanted)) for rooms, least, wanted in pairs)
-    yield suited((rooms.free, least) for rooms, least, _ in pairs)
-    yield suited((rooms.retained, least) for rooms, least, _ in pairs)
+    yield suited((rooms.free, least) for rooms, least in pairs), Hold.RETAINED
+    yield suited((rooms.retained, least) for rooms, least in pairs), Hold.RETAINED
     if may_evict_warm:
-        yield suited((rooms.idle, least) for rooms, least, _ in pairs)
+        yield suited((rooms.idle, least) for rooms, least in pairs), Hold.WARM
 
 
 def _option(
     fleet: Fleet, model: Model, worker: Worker, *, obstacle: str | None = None, room: Room | None = None
 ) -> Option:
     config = fleet.config
-    replica = worker.replicas.get(model.name)
     queue_s = _queue_s(fleet, model, worker)
-    load_s = _load_s(fleet, model, replica)
+    missing = missing_bytes(model, worker)
+    load_s = fleet.estimates.load_s(missing, model.bytes_by_rung)
     evict_s = 0.0 if room is None else room.evict_s
     idle_share = 1.0 - worker.utilisation
     cost_s = config.queue_weight * queue_s + config.load_weight * load_s + config.packing_s * idle_share
-    return Option(worker.name, queue_s, load_s, worker.utilisation, cost_s + evict_s, obstacle, evict_s)
+    cost_s += evict_s
+    return Option(worker.name, queue_s, load_s, worker.utilisation, cost_s, obstacle, evict_s, missing)
 
 
 def _queue_s(fleet: Fleet, model: Model, worker: Worker) -> float:
@@ -256,16 +293,6 @@ def _queue_s(fleet: Fleet, model: Model, worker: Worker) -> float:
         if other != model.name:
             queue_s += min(own_s, estimates.run_s(other))
     return queue_s
-
-
-def _load_s(fleet: Fleet, model: Model, replica: Replica | None) -> float:
-    if replica is not None and replica.is_ready:
-        return 0.0
-    num_bytes = 0 if model.profile is None else model.profile.num_bytes
-    load_s = fleet.estimates.load_s(num_bytes, model.bytes_by_rung)
-    if replica is None or replica.total_bytes == 0:
-        return load_s
-    return load_s * max(0.0, 1.0 - replica.loaded_bytes / replica.total_bytes)
 
 
 def _beside(fleet: Fleet, model: Model, shown: Iterable[WorkerId], max_options: int) -> Iterator[Option]:

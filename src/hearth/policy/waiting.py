@@ -116,11 +116,17 @@ def load(fleet: Fleet, model: Model, place: Place) -> list[Action]:
     actions: list[Action] = []
     for gone in place.room.victims:
         fleet.remove(gone.replica)
-        actions.append(Evict(gone.replica.model.name, place.worker.name, gone.cost_s))
-    kv_bytes = place.room.kv_bytes
-    replica = Replica(model, place.worker, place.footprint.fixed_bytes + kv_bytes, model.profile.num_bytes)
+        actions.append(Evict(gone.replica.model.name, place.worker.name, gone.cost_s, is_freed=False))
+    worker, footprint, profile = place.worker, place.footprint, model.profile
+    reused_bytes = model.resident.get(worker.name, 0)
+    replica = Replica(
+        *(model, worker, footprint.least_bytes, profile.num_bytes, profile.digest),
+        reused_bytes=reused_bytes,
+        loaded_bytes=reused_bytes,
+    )
     fleet.add(replica)
-    actions.append(LoadModel(model.name, place.worker.name, kv_bytes))
+    max_kv_bytes = min(footprint.max_kv_bytes, worker.budget_bytes - footprint.fixed_bytes)
+    actions.append(LoadModel(model.name, worker.name, footprint.min_kv_bytes, max_kv_bytes))
     if (first := model.head) is not None:
         why = Why.EVICTED if place.room.victims else Why.FREE_ROOM
         actions.append(_dispatch(fleet, first, replica, why, place.options))
@@ -198,9 +204,9 @@ def _end_drain(fleet: Fleet, drain: Drain) -> list[Action]:
 def wake_up(fleet: Fleet) -> list[Action]:
     """A timer for the next one whose patience ends; an earlier one that is set already will do.
 
-    Also for the next warm model that ends being warm, where one that is deployed as pinned may get its room.
+    Also for the next warm model that ends being warm: its worker has to know.
     """
-    at_s = fleet.next_expiry_s if fleet.unplaced else math.inf
+    at_s = fleet.expiries.next_s()
     while (first := next(iter(fleet.patient.values()), None)) is not None:
         until_s = first.queued_s + fleet.config.patience_s
         if until_s > fleet.now_s:

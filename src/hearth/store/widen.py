@@ -6,7 +6,8 @@ loaded into:
     | wide bytes, from the front, tensor by tensor ->                                |
     |                         | narrow bytes, as they lie in the file, at the end    |
 
-No tensor becomes smaller, so the front never runs into a tensor that has not been read. It loads nothing.
+No tensor becomes smaller, so the front never runs into a tensor that has not been read. Where each tensor has
+a place of its own, it lands at the end of that. It loads nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import logging
 
 import torch
 
-from hearth.models.layout import DTYPES, Layout, layout_of
+from hearth.models.layout import DTYPES, Layout, TensorSpec, layout_of
 from hearth.store.manifest import Manifest
 
 log = logging.getLogger(__name__)
@@ -35,16 +36,29 @@ def widen(base: torch.Tensor, manifest: Manifest, layout: Layout) -> None:
     """From the stored dtype, at the landing, to that of the layout. Nothing to do if they are the same."""
     if layout == manifest.layout:
         return
-    log.warning(
-        "fallback dtype=float32 reason=`%s is slow on a CPU` remedy=`hearth convert --dtype float32`",
-        manifest.dtype,
-    )
+    tell_widening(manifest)
     narrow = landing(base, manifest)
     for stored, spec in zip(manifest.tensors, layout.tensors, strict=True):
         # A copy: the tensor's own wide bytes may begin in front of its narrow ones and end behind.
         source = narrow[stored.offset : stored.offset + stored.nbytes].clone()
-        target = base[spec.offset : spec.offset + spec.nbytes]
-        if stored.dtype == spec.dtype:
-            target.copy_(source)
-        else:
-            target.view(DTYPES[spec.dtype]).copy_(source.view(DTYPES[stored.dtype]))
+        _widen(source, base[spec.offset : spec.offset + spec.nbytes], stored, spec)
+
+
+def tell_widening(manifest: Manifest) -> None:
+    log.warning(
+        "fallback dtype=float32 reason=`%s is slow on a CPU` remedy=`hearth convert --dtype float32`",
+        manifest.dtype,
+    )
+
+
+def widen_in_place(base: torch.Tensor, stored: TensorSpec, served: TensorSpec) -> None:
+    """One tensor that has landed, narrow, at the end of its own wide bytes."""
+    if stored.dtype != served.dtype:
+        _widen(base[len(base) - stored.nbytes :].clone(), base, stored, served)
+
+
+def _widen(source: torch.Tensor, target: torch.Tensor, stored: TensorSpec, served: TensorSpec) -> None:
+    if stored.dtype == served.dtype:
+        target.copy_(source)
+    else:
+        target.view(DTYPES[served.dtype]).copy_(source.view(DTYPES[stored.dtype]))

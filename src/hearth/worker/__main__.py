@@ -17,7 +17,6 @@ import msgspec
 
 from hearth.config import EngineConfig
 from hearth.errors import HearthError
-from hearth.memory.whole import WholePool
 from hearth.messages import WorkerSetup
 from hearth.store.borrower import Borrower
 from hearth.store.lifeline import die_with_parent
@@ -58,8 +57,7 @@ def _serve(setup: WorkerSetup) -> None:
     config = EngineConfig(**setup.engine)  # type: ignore[arg-type] # checked by the class itself
     runtime = start(setup, config)
     borrower = Borrower(Path(setup.keeper_socket))
-    pool = WholePool(runtime.device, runtime.budget_bytes)
-    workshop = Workshop(runtime.device, config, pool, borrower, Loader(runtime.device))
+    workshop = Workshop(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device))
     link = greet(connect(setup.host, setup.port), _introduction(setup, runtime), bytes.fromhex(setup.secret))
     inbox: Inbox = SimpleQueue()
     threading.Thread(target=_read, args=(link, inbox), name="hearth-reader", daemon=True).start()

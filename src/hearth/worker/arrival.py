@@ -9,19 +9,23 @@ import math
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-import torch
-
-from hearth.models.layout import Layout
+from hearth.errors import LoadCancelled
+from hearth.memory.pool import Gap
+from hearth.models.gate import Gate
+from hearth.models.layout import ByteRange, Layout
+from hearth.models.weights import Slot
 from hearth.store.borrower import BorrowedModel, Borrower
 from hearth.store.fetch import HostChunk
-from hearth.store.loader import ChunkStream, Load, Loader, LoadGate, whole
+from hearth.store.loader import ChunkStream, Load, Loader, LoadGate, Piece, chunks_of
 from hearth.store.manifest import Manifest
 from hearth.store.record import LoadRecord
-from hearth.store.widen import landing, widen
+from hearth.store.widen import tell_widening, widen_in_place
 from hearth.worker.failure import Failure, failure_of
+from hearth.worker.groundwork import Groundwork
 
 #: Progress is told at most this often, and for at least this share of the model.
 PROGRESS_INTERVAL_S = 0.05
@@ -34,7 +38,7 @@ MAX_HOLD_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    num_bytes: int
+    num_bytes: int  #: of those that were missing
     num_layers: int  #: that can run
 
 
@@ -57,26 +61,38 @@ class Broken:
 ArrivalNews = Progressed | Near | Loaded | Broken
 
 
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where the bytes that a model lacks go."""
+
+    gaps: Sequence[Gap]
+    groundwork: Groundwork  #: to be waited for before any of them is written
+    slots: Mapping[str, Slot]  #: of its tensors, laid out so in the end
+    layout: Layout
+
+
 class Arrival:
     """A load under way or done. Called by the thread that owns the model; `post` is called by others."""
 
     def __init__(
         self,
         model: BorrowedModel,
-        base: torch.Tensor,
-        layout: Layout,
+        to: Destination,
         source: Borrower,
         loader: Loader,
         post: Callable[[ArrivalNews], None],
     ) -> None:
-        """Start to load into `base`, which is laid out as `layout` in the end.
+        """Start to load.
 
         Raises:
             StoreError: nobody lends the model's chunks.
         """
         manifest = model.manifest
-        self._base, self._manifest, self._layout, self._post = base, manifest, layout, post
-        self._is_widened = is_widened = layout != manifest.layout
+        self._manifest, self._to, self._post = manifest, to, post
+        self._is_widened = is_widened = to.layout != manifest.layout
+        self._is_called_off = threading.Event()
+        pieces = [Piece(gap.part, gap.destination) for gap in to.gaps]
+        watch = _Watch(manifest, chunks_of(manifest, pieces), model.is_in_host)
 
         def tell(news: Progressed | Near) -> None:
             # No method: the load would hold this object, and this object the load, and both the memory.
@@ -88,24 +104,28 @@ class Arrival:
         self._load: Load = loader.load(
             model.opened.name,
             manifest,
-            whole(manifest, landing(base, manifest)),
-            lambda chunks: _Watched(source.fetch(model, chunks), manifest, model.is_in_host, tell),
+            pieces,
+            lambda chunks: _Watched(source.fetch(model, chunks), watch, to.groundwork.wait_for, tell),
         )
         self._thread = threading.Thread(target=self._wait, name="hearth-arrival", daemon=True)
         self._thread.start()
 
-    def gate(self) -> LoadGate | None:
+    def gate(self) -> Gate | None:
         """What the device has to wait for; None if nothing runs before all is there."""
-        return None if self._is_widened else LoadGate(self._load, self._manifest)
+        if self._is_widened:
+            return None
+        return _GroundedGate(LoadGate(self._load, self._manifest), self._to.groundwork, self._manifest)
 
     def cancel(self) -> None:
         """Call it off, if it is not over, and wait until nobody touches the memory any more."""
+        self._is_called_off.set()
         self._load.cancel()
         self._thread.join()
 
     def _wait(self) -> None:
         try:
             record = self._load.wait()
+            self._to.groundwork.wait()
             widen_s = self._widen() if self._is_widened else None
         except Exception as error:  # the thread's top: whoever owns the model is told
             self._post(Broken(failure_of(error)))
@@ -114,32 +134,83 @@ class Arrival:
 
     def _widen(self) -> float:
         began_s = time.perf_counter()
-        widen(self._base, self._manifest, self._layout)
+        tell_widening(self._manifest)
+        begins = {gap.part.begin for gap in self._to.gaps}
+        for stored, served in zip(self._manifest.tensors, self._to.layout.tensors, strict=True):
+            if self._is_called_off.is_set():
+                raise LoadCancelled("the load was called off")
+            if stored.offset in begins:
+                slot = self._to.slots[served.name]
+                widen_in_place(slot.base[slot.offset : slot.offset + served.nbytes], stored, served)
         return time.perf_counter() - began_s
 
 
+class _GroundedGate:
+    """A `Gate` that also waits for bytes that need not come, but have to be mapped."""
+
+    def __init__(self, load: LoadGate, groundwork: Groundwork, manifest: Manifest) -> None:
+        self._load, self._groundwork, self._manifest = load, groundwork, manifest
+
+    def is_open(self) -> bool:
+        return self._groundwork.is_done and self._load.is_open()
+
+    def embed(self) -> None:
+        self._groundwork.wait_for(ByteRange(0, self._manifest.layers[0].begin))
+        self._load.embed()
+
+    def layer(self, layer: int) -> None:
+        self._groundwork.wait_for(self._manifest.layers[layer])
+        self._load.layer(layer)
+
+    def head(self) -> None:
+        self._groundwork.wait()
+        self._load.head()
+
+
+class _Watch:
+    """What has to come, in which order. Not changed once it is made."""
+
+    def __init__(self, manifest: Manifest, chunks: Sequence[int], is_in_host: bool) -> None:
+        """`is_in_host`: nothing has to be read, so the rest comes as fast as what came before."""
+        self.manifest, self.is_in_host = manifest, is_in_host
+        self.layer_ends = [layer.end for layer in manifest.layers]
+        sizes = [manifest.chunks[index].num_bytes for index in chunks]
+        self.num_bytes = sum(sizes)
+        #: By chunk: how many of the missing bytes come before it.
+        self.before = dict(zip(chunks, accumulate(sizes, initial=0), strict=False))
+
+    def rest_s(self, chunk: HostChunk, elapsed_s: float) -> float:
+        """How long the chunks from this one on should take, at the speed of those before."""
+        done_bytes = self.before[chunk.index]
+        return elapsed_s * (self.num_bytes - done_bytes) / done_bytes if done_bytes else math.inf
+
+
 class _Watched:
-    """A `ChunkStream` that tells how far it has come."""
+    """A `ChunkStream` that prepares the place of each chunk, and tells how far it has come."""
 
     def __init__(
         self,
         stream: ChunkStream,
-        manifest: Manifest,
-        is_in_host: bool,
+        watch: _Watch,
+        prepare: Callable[[ByteRange], None],
         tell: Callable[[Progressed | Near], None],
     ) -> None:
-        """`is_in_host`: nothing has to be read, so the rest comes as fast as what came before."""
-        self._stream, self._manifest, self._is_in_host, self._tell = stream, manifest, is_in_host, tell
-        self._layer_ends = [layer.end for layer in manifest.layers]
+        self._stream, self._watch, self._prepare, self._tell = stream, watch, prepare, tell
         self._told_bytes = 0
         self._began_s = self._told_s = time.monotonic()
 
     def __iter__(self) -> Iterator[HostChunk]:
-        is_near = False
+        is_near, watch = False, self._watch
         for chunk in self._stream:
-            if self._is_in_host and not is_near and self._rest_s(chunk) <= MAX_HOLD_S:
-                is_near = True
-                self._tell(Near())
+            if watch.is_in_host and not is_near:
+                is_near = watch.rest_s(chunk, time.monotonic() - self._began_s) <= MAX_HOLD_S
+                if is_near:
+                    self._tell(Near())
+            try:
+                self._prepare(watch.manifest.chunk_range(chunk.index))
+            except BaseException:
+                self._stream.release(chunk)
+                raise
             yield chunk
         if not is_near:  # every copy is queued
             self._tell(Near())
@@ -147,19 +218,13 @@ class _Watched:
     def release(self, *chunks: HostChunk) -> None:
         """In the order of the chunks, when their copies have passed."""
         self._stream.release(*chunks)
-        now_s, end = time.monotonic(), max(self._manifest.chunk_range(chunk.index).end for chunk in chunks)
+        now_s, last = time.monotonic(), max(chunks, key=lambda chunk: chunk.index)
+        num_bytes = self._watch.before[last.index] + len(last.data)
         is_due = now_s - self._told_s >= PROGRESS_INTERVAL_S
-        if is_due and end - self._told_bytes >= PROGRESS_SHARE * self._manifest.num_bytes:
-            self._told_s, self._told_bytes = now_s, end
-            self._tell(Progressed(end, bisect_right(self._layer_ends, end)))
+        if is_due and num_bytes - self._told_bytes >= PROGRESS_SHARE * self._watch.num_bytes:
+            self._told_s, self._told_bytes = now_s, num_bytes
+            end = self._watch.manifest.chunk_range(last.index).end
+            self._tell(Progressed(num_bytes, bisect_right(self._watch.layer_ends, end)))
 
     def cancel(self) -> None:
         self._stream.cancel()
-
-    def _rest_s(self, chunk: HostChunk) -> float:
-        """How long the chunks from this one on should take, at the speed of those before."""
-        done_bytes = self._manifest.chunk_range(chunk.index).begin
-        if done_bytes == 0:
-            return math.inf
-        elapsed_s = time.monotonic() - self._began_s
-        return elapsed_s * (self._manifest.num_bytes - done_bytes) / done_bytes

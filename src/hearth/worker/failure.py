@@ -8,6 +8,26 @@ from dataclasses import dataclass
 import torch
 
 from hearth.errors import EngineFailed, HearthError
+from hearth.types import ModelId
+
+#: Of CUDA's driver, in the words of `memory/cuda_driver.py`; after any other the context goes on.
+_FATAL_CODES = (
+    "CUDA_ERROR_ASSERT",
+    "CUDA_ERROR_CONTEXT_IS_DESTROYED",
+    "CUDA_ERROR_DEVICE_UNAVAILABLE",
+    "CUDA_ERROR_ECC_UNCORRECTABLE",
+    "CUDA_ERROR_EXTERNAL_DEVICE",
+    "CUDA_ERROR_HARDWARE_STACK_ERROR",
+    "CUDA_ERROR_ILLEGAL_ADDRESS",
+    "CUDA_ERROR_ILLEGAL_INSTRUCTION",
+    "CUDA_ERROR_INVALID_ADDRESS_SPACE",
+    "CUDA_ERROR_INVALID_PC",
+    "CUDA_ERROR_LAUNCH_FAILED",
+    "CUDA_ERROR_LAUNCH_TIMEOUT",
+    "CUDA_ERROR_MISALIGNED_ADDRESS",
+    "CUDA_ERROR_NVLINK_UNCORRECTABLE",
+    "CUDA_ERROR_UNKNOWN",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +36,22 @@ class Failure:
     reason: str
     is_fatal: bool = False  #: the device's context is broken, and with it every model in this process
     trace: str = ""  #: for the log; empty where the reason says it all
+
+
+class HostBroke(Exception):
+    """What broke is a model that was to give way, and not the one that it was done for."""
+
+    def __init__(self, model: ModelId, error: Exception) -> None:
+        super().__init__(f"`{model}`: {error!r}")
+        self.model, self.error = model, error
+
+
+def blame(model: ModelId, error: Exception) -> tuple[ModelId, Failure]:
+    """Which model broke when something was done for this one, and how."""
+    if isinstance(error, HostBroke):
+        error.__traceback__ = None  # as in `failure_of`
+        return error.model, failure_of(error.error)
+    return model, failure_of(error)
 
 
 def failure_of(error: Exception) -> Failure:
@@ -30,6 +66,9 @@ def failure_of(error: Exception) -> Failure:
 
 def _is_fatal(error: Exception) -> bool:
     """An error of the device's context makes every later call fail as well."""
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
         return False
-    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error) or "[CUDA]" in str(error)
+    if isinstance(error, torch.AcceleratorError) or "CUDA error" in text or "[CUDA]" in text:
+        return True
+    return any(name in text for name in _FATAL_CODES)

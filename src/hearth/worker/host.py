@@ -1,11 +1,14 @@
 """One model on a worker, from the order to host it to the last byte given back. Steps no engine by itself.
 
-    opening     a thread of its own has the keeper look it up, takes its memory and puts its engine together:
-                the step thread has tokens of other models to make meanwhile
-    arriving    its bytes are on their way
-    near        the last of them should be there soon: a step follows them layer by layer, and holds up the
-                step thread for some milliseconds, so it is made only while no other model has one to make
-    loaded
+    finding     a thread of its own has the keeper look it up
+    settling    its place is taken, and the rest is left to a thread again: its engine is put together, if it
+                has none yet, and what is missing of its bytes is loaded, while the step thread makes tokens
+                of other models. Once the last bytes should be there soon it is near: a step may follow them
+                layer by layer, which holds up the step thread for some milliseconds, so it is made only
+                while no other model has one to make
+    loaded      all of it is there. While it has no requests others may take from its tail; then it settles
+                again for the next one
+    retired     it is promised nothing; where addresses last, its engine waits here for the model to come back
 
 Requests are taken from the beginning and wait, in their order, for their first step.
 """
@@ -14,38 +17,49 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from hearth.config import EngineConfig
-from hearth.engine.assemble import Memory, ModelSpec, assemble, workspace_bytes
+from hearth.engine.assemble import Memory, assemble
 from hearth.engine.engine import Engine
 from hearth.errors import LenderGone, ModelError
-from hearth.memory.pool import Need, Pool
+from hearth.memory.pool import Pool, Regards, Space
 from hearth.messages import HostModel, ModelLoaded, RungBytes, StartRequest
-from hearth.models.layout import DTYPES
-from hearth.models.weights import bind, contiguous_slots
+from hearth.models.weights import Slot, bind
 from hearth.store.borrower import BorrowedModel, Borrower
 from hearth.store.loader import Loader
-from hearth.store.manifest import Manifest
-from hearth.store.widen import served_layout
-from hearth.worker.arrival import Arrival, ArrivalNews, Broken, Loaded
+from hearth.store.record import LoadRecord
+from hearth.types import Hold, ModelId
+from hearth.worker.arrival import Arrival, ArrivalNews, Broken, Destination, Loaded
 from hearth.worker.failure import failure_of
+from hearth.worker.groundwork import Groundwork
+from hearth.worker.plan import Plan, plan_of
 
-TOKENIZER = "tokenizer.json"
 #: How long a keeper that is not there is waited for, and how long between two looks.
 LENDER_PATIENCE_S, LENDER_DELAY_S = 15.0, 0.25
+#: What is told of a model of which nothing was missing.
+_NO_LOAD = Loaded(LoadRecord("", 0, {}, 0.0, 0.0, 0.0, 0.0, 0.0, 0), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What it is, and what it takes, is known."""
+
+    plan: Plan
+    model: BorrowedModel
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Its engine is there."""
+    """Its engine is there, and follows the bytes that are missing."""
+
+    is_whole: bool  #: and so are all of its bytes
 
 
-HostNews = Opened | ArrivalNews
+HostNews = Found | Opened | ArrivalNews
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +68,7 @@ class Workshop:
 
     device: torch.device
     config: EngineConfig
-    pool: Pool
+    new_pool: Callable[[Regards], Pool]
     borrower: Borrower
     loader: Loader
 
@@ -62,130 +76,250 @@ class Workshop:
 class Host:
     """Mutable; the step thread alone calls it. `post` is called by other threads."""
 
-    def __init__(self, order: HostModel, workshop: Workshop, post: Callable[[HostNews], None]) -> None:
+    def __init__(
+        self, order: HostModel, workshop: Workshop, pool: Pool, post: Callable[[int, HostNews], None]
+    ) -> None:
+        """`post` is told of which stay the news are."""
         self.order = order
-        self.engine: Engine | None = None  #: None: it is being opened
-        self.is_near = self.is_loaded = False
-        #: Came while it was being opened; empty from then on.
+        self.hold = Hold.WARM  #: while it has no requests
+        self.plan: Plan | None = None  #: None: it is being looked for
+        self.engine: Engine | None = None  #: None: it is being put together
+        #: From the moment it has its place until its engine and all its bytes are there.
+        self.is_settling = False
+        self.is_loaded = False
+        #: What has come of that: its engine, most of its bytes, all of them.
+        self._is_opened = self._is_near = False
+        self._arrived: Loaded | None = None
+        #: Came while there was no engine; empty from then on.
         self.waiting: list[StartRequest] = []
-        self._workshop, self._post = workshop, post
-        #: Keeps building and dropping apart; guards the fields below, of which the opening thread writes all
-        #: but the first.
+        self.unchecked: set[int] = set()  #: runs whose grammar is being compiled
+        self._workshop, self._pool, self._post = workshop, pool, post
+        #: Keeps building and dropping apart; guards the fields below.
         self._lock = threading.Lock()
         self._is_dropped = False
         self._built: Engine | None = None
         self._arrival: Arrival | None = None
-        self._has_memory = False
-        self._open_s = self._assemble_s = 0.0
-        threading.Thread(target=self._open, name="hearth-open", daemon=True).start()
+        self._groundwork: Groundwork | None = None
+        self._borrowed: BorrowedModel | None = None  #: as it was found, until it is settled
+        #: As stored, that needed no load when it was settled last: its own, or those of a model like it.
+        self.reused_bytes = 0
+        self._began_s, self._open_s, self._assemble_s = time.perf_counter(), 0.0, 0.0
+        self._start_thread(self._find)
+
+    @property
+    def model(self) -> ModelId:
+        return self.order.model
 
     @property
     def has_work(self) -> bool:
         return self.engine is not None and self.engine.has_work
 
-    def opened(self) -> list[StartRequest]:
-        """What has waited for the engine, which is there now."""
+    @property
+    def is_near(self) -> bool:
+        """A step may follow the bytes: they should be there soon, and the engine knows to wait for them."""
+        return self._is_near and self._is_opened
+
+    @property
+    def is_busy(self) -> bool:
+        """Nothing of it may be taken: it has requests, or memory that is being filled."""
+        return self.has_work or bool(self.waiting) or bool(self.unchecked) or self.is_settling
+
+    @property
+    def regarded(self) -> Hold:
+        return Hold.BUSY if self.is_busy and self.hold is not Hold.PINNED else self.hold
+
+    def is_same(self, order: HostModel) -> bool:
+        """Whether an order asks for just what this engine was made for."""
+        mine = self.order
+        return (mine.digest, mine.max_context, mine.kv_floor_bytes, mine.max_kv_bytes, mine.eos_ids) == (
+            *(order.digest, order.max_context, order.kv_floor_bytes, order.max_kv_bytes, order.eos_ids),
+        )
+
+    def come_back(self, order: HostModel) -> None:
+        """A retired model with its engine is hosted again."""
+        self.order, self.hold = order, Hold.WARM
+
+    def found(self, news: Found) -> None:
+        self.plan, self._borrowed = news.plan, news.model
+        self._open_s = time.perf_counter() - self._began_s
+
+    def settle(self, place: Callable[[ModelId, Plan], Space]) -> ModelLoaded | None:
+        """Take a place and have the rest done. Returns the news if there is nothing to be done.
+
+        Raises:
+            DeviceError: there is no place for it.
+        """
+        plan = self.plan
+        assert plan is not None, f"`{self.model}` was not found yet"
+        assert not self.is_settling, f"`{self.model}` is settled already"
+        if self._borrowed is None:
+            self._open_s = 0.0
+        self._began_s = time.perf_counter()
+        space = place(self.model, plan)
+        gap_bytes = sum(gap.part.end - gap.part.begin for gap in space.gaps)
+        self.reused_bytes = max(0, plan.tensor_bytes - gap_bytes)
+        self.is_loaded = self._is_opened = self._is_near = False
+        self._arrived = None
+        self.is_settling = True
+        if self.engine is not None:
+            if not self._pool.keeps_addresses:
+                self.rebind(space.slots)
+            if not space.parts:
+                return self.opened(Opened(is_whole=True))
+        model, self._borrowed = self._borrowed, None
+        hosting, pool, name = self.order.hosting, self._pool, self.model
+        if space.parts:
+            self._groundwork = Groundwork(lambda part: pool.prepare(name, part), space.parts)
+        self._start_thread(lambda: self._settle(plan, space, model, hosting))
+        return None
+
+    def rebind(self, slots: Mapping[str, Slot]) -> None:
+        """Its tensors are elsewhere now."""
+        assert self.plan is not None, f"`{self.model}` was moved before it was found"
+        if self.engine is not None:
+            self.engine.runner.rebind(bind(self.plan.spec.arch, self.plan.layout, slots))
+
+    def opened(self, news: Opened) -> ModelLoaded | None:
+        """The engine is there. Returns the news if all bytes are as well."""
         with self._lock:
             self.engine = self._built
-        waiting, self.waiting = self.waiting, []
-        return waiting
+        self._is_opened = True
+        if news.is_whole:
+            self._assemble_s = time.perf_counter() - self._began_s
+            self._arrived = _NO_LOAD
+        return self._settled()
 
-    def loaded(self, news: Loaded) -> ModelLoaded:
-        record = news.record
-        total_s = record.total_s + (news.widen_s or 0.0)
-        self.is_loaded = True
+    def near(self) -> None:
+        """The last bytes should be there soon."""
+        self._is_near = True
+
+    def loaded(self, news: Loaded) -> ModelLoaded | None:
+        """All bytes are there. Returns the news if the engine is as well."""
+        self._arrived = news
+        return self._settled()
+
+    def _settled(self) -> ModelLoaded | None:
+        """Its bytes may be taken and moved only from here on: there is an engine that can follow them."""
+        if not self._is_opened or self._arrived is None:
+            return None
+        with self._lock:
+            self._groundwork = self._arrival = None
+        self.is_loaded, self.is_settling = True, False
+        self._pool.landed(self.model, is_whole=True)
+        if self._workshop.config.graphs == "start" and self.engine is not None:
+            self.engine.runner.capture_all()
+        record, widen_s = self._arrived.record, self._arrived.widen_s
+        total_s = record.total_s + (widen_s or 0.0)
         return ModelLoaded(
-            model=self.order.model,
+            model=self.model,
             hosting=self.order.hosting,
             rungs=tuple(RungBytes(rung, use.num_bytes, use.seconds) for rung, use in record.rungs.items()),
+            reused_bytes=self.reused_bytes,
             shared_bytes=record.shared_bytes,
             open_s=self._open_s,
             assemble_s=self._assemble_s,
-            first_layer_s=record.first_layer_s if news.widen_s is None else total_s,
+            first_layer_s=record.first_layer_s if widen_s is None else total_s,
             total_s=total_s,
-            is_widened=news.widen_s is not None,
+            is_widened=widen_s is not None,
         )
 
-    def drop(self) -> None:
-        """Call off what is under way and give back all memory. Whatever it posts after this is stale."""
+    def lost(self) -> None:
+        """Others took from its tail."""
+        self.is_loaded = False
+
+    def call_off(self) -> None:
+        """End a load under way, and wait for its threads; unless all of it has come, what it was to fill is
+        given back. The stay ends with it, so what is posted after this is stale."""
         with self._lock:
-            self._is_dropped = True
+            if self._groundwork is not None:
+                self._groundwork.stop()
             if self._arrival is not None:
                 self._arrival.cancel()
+            self._groundwork = self._arrival = None
+            if self._built is not None:
+                self._built.runner.follow(None)
+            if self.is_settling:
+                self._pool.landed(self.model, is_whole=self._arrived is not None)
+                self.is_settling = False
+
+    def close(self) -> None:
+        """End it for good: nobody computes with its memory any more, which is left to the pool."""
+        with self._lock:
+            self._is_dropped = True
+        self.call_off()
+        with self._lock:
             if self._built is not None:
                 self._built.close()
-            self.engine = self._built = self._arrival = None
-            if self._has_memory:
-                self._workshop.pool.give_back(self.order.model)
+            self.engine = self._built = None
 
-    def _open(self) -> None:
-        order, shop, began_s = self.order, self._workshop, time.perf_counter()
-        try:
-            if shop.device.type == "cuda":
-                torch.cuda.set_device(shop.device)  # which every thread has to say for itself
-            model = self._borrow()
-            if model.manifest.digest != order.digest:
-                raise ModelError(
-                    f"`{order.model}` was changed since it was deployed (manifest {model.manifest.digest}, "
-                    f"deployed {order.digest}); deploy it again"
-                )
-            with self._lock:
-                if self._is_dropped:
-                    return
-                self._open_s = time.perf_counter() - began_s
-                self._build(model)
-        except Exception as error:  # the thread's top: whoever owns the model is told
-            self._post(Broken(failure_of(error)))
-        else:
-            self._post(Opened())
+    # On threads of their own.
 
-    def _borrow(self) -> BorrowedModel:
+    def _start_thread(self, act: Callable[[], None]) -> None:
+        hosting = self.order.hosting
+
+        def run() -> None:
+            try:
+                if self._workshop.device.type == "cuda":
+                    torch.cuda.set_device(self._workshop.device)  # which every thread has to say for itself
+                act()
+            except Exception as error:  # the thread's top: whoever owns the model is told
+                self._post(hosting, Broken(failure_of(error)))
+
+        threading.Thread(target=run, name="hearth-host", daemon=True).start()
+
+    def _find(self) -> None:
+        order, shop = self.order, self._workshop
+        model = self._borrow(order)
+        self._post(order.hosting, Found(plan_of(order, model, shop.device, shop.config), model))
+
+    def _settle(self, plan: Plan, space: Space, model: BorrowedModel | None, hosting: int) -> None:
+        """Put the engine together, where there is none, and start to load what is missing."""
+        if space.gaps and model is None:
+            model = self._borrow(self.order)
+        shop, engine = self._workshop, self.engine
+        if (
+            engine is None and not self._is_dropped
+        ):  # not under the lock: it takes its time, and touches none of the space
+            weights = bind(plan.spec.arch, plan.layout, space.slots)
+            memory = Memory(space.workspace, space.kv, space.sink, plan.floor_blocks)
+            engine = assemble(plan.spec, weights, shop.config, shop.device, memory)
+        with self._lock:
+            if self._is_dropped or not self.is_settling or self.order.hosting != hosting:
+                return
+            assert engine is not None, f"`{self.model}` was put together"
+            self._built = engine
+            self._assemble_s = time.perf_counter() - self._began_s
+            if model is not None and space.gaps:
+                # Only now: whatever else goes to the device would have to queue behind the weights.
+                self._arrival = self._load(plan, space, model, hosting)
+                if (gate := self._arrival.gate()) is not None:
+                    engine.runner.follow(gate)
+            groundwork = None if space.gaps else self._groundwork
+        if groundwork is not None:
+            groundwork.wait()  # all of it is there, in other hands, and has to be mapped only
+        self._post(hosting, Opened(is_whole=not space.gaps))
+
+    def _load(self, plan: Plan, space: Space, model: BorrowedModel, hosting: int) -> Arrival:
+        post, shop = self._post, self._workshop
+        assert self._groundwork is not None, f"`{self.model}` is loaded nowhere"
+        to = Destination(space.gaps, self._groundwork, space.slots, plan.layout)
+        return Arrival(model, to, shop.borrower, shop.loader, lambda news: post(hosting, news))
+
+    def _borrow(self, order: HostModel) -> BorrowedModel:
         """A keeper that died is started anew within seconds."""
-        order, give_up_s = self.order, time.monotonic() + LENDER_PATIENCE_S
+        give_up_s = time.monotonic() + LENDER_PATIENCE_S
         while True:
             try:
-                return self._workshop.borrower.open(order.where, order.weight)
+                model = self._workshop.borrower.open(order.where, order.weight)
             except LenderGone:
                 if time.monotonic() > give_up_s or self._is_dropped:
                     raise
                 time.sleep(LENDER_DELAY_S)
-
-    def _build(self, model: BorrowedModel) -> None:
-        """Take memory, put the engine together and have the weights loaded."""
-        began_s = time.perf_counter()
-        shop, order, manifest = self._workshop, self.order, model.manifest
-        dtype = "float32" if shop.device.type == "cpu" else manifest.dtype
-        layout = served_layout(manifest, dtype)
-        spec = ModelSpec(
-            arch=manifest.arch,
-            dtype=DTYPES[dtype],
-            max_context=_context(order, manifest),
-            eos_ids=frozenset(order.eos_ids),
-            tokenizer_json=_tokenizer(model),
-        )
-        need = Need(layout.num_bytes, workspace_bytes(spec, shop.config, shop.device), order.kv_bytes)
-        space = shop.pool.take(order.model, need)
-        self._has_memory = True
-        weights = bind(spec.arch, layout, contiguous_slots(layout, space.weights))
-        engine = assemble(spec, weights, shop.config, shop.device, Memory(space.workspace, space.kv))
-        self._assemble_s = time.perf_counter() - began_s
-        # Only now: whatever else goes to the device would have to queue behind the weights.
-        self._arrival = Arrival(model, space.weights, layout, shop.borrower, shop.loader, self._post)
-        if (gate := self._arrival.gate()) is not None:
-            engine.runner.follow(gate)
-        self._built = engine
-
-
-def _context(order: HostModel, manifest: Manifest) -> int:
-    most = manifest.arch.max_positions
-    if not 1 < order.max_context <= most:
-        raise ModelError(
-            f"the context of `{order.model}` must be from 2 to what it was made for, {most}; "
-            f"given: {order.max_context}"
-        )
-    return order.max_context
-
-
-def _tokenizer(model: BorrowedModel) -> Path | None:
-    path = Path(model.opened.directory) / TOKENIZER
-    return path if path.is_file() else None
+            else:
+                break
+        if model.manifest.digest != order.digest:
+            raise ModelError(
+                f"`{order.model}` was changed since it was deployed (manifest {model.manifest.digest}, "
+                f"deployed {order.digest}); deploy it again"
+            )
+        return model

@@ -1,13 +1,15 @@
-"""What has to be in place before the first model: threads, the device's context and its libraries.
+"""What has to be in place before the first model: threads, the device's context, its libraries, its memory.
 
 All of it takes seconds, which no request should wait for. It hosts nothing.
 """
 
 from __future__ import annotations
 
-import os
+import logging
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,22 +17,28 @@ import torch
 from hearth.config import EngineConfig
 from hearth.engine.assemble import machine_bytes
 from hearth.errors import DeviceError
+from hearth.memory.arena import ArenaPool
+from hearth.memory.cuda_pages import CudaPages, NoMapping
+from hearth.memory.pool import Pool, Regards
+from hearth.memory.vmm import MappedPool
 from hearth.messages import WorkerSetup
+from hearth.models.layout import ALIGNMENT_BYTES
 
-#: Blocks above this are never cut up by torch's allocator. Else a small tensor could settle in what a model
-#: has left, and the whole of it could not be given to the next model.
-_MAX_SPLIT_MB = 64
-#: What is on a device and in no book: graphs, the sampler's temporaries, workspaces of libraries.
-UNBOOKED_BYTES = 2 << 30
+#: What is on a device besides the pool: graphs, inputs and tables of engines, the sampler's temporaries,
+#: workspaces of libraries. torch may take this much, and a share of the budget.
+UNBOOKED_BYTES, UNBOOKED_SHARE = 2 << 30, 0.1
 #: Of the machine's memory, for all workers together; the rest is the store's, the system's and others'.
 _CPU_SHARE = 0.5
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
     device: torch.device
     name: str  #: for people
-    budget_bytes: int
+    budget_bytes: int  #: of the pool
+    new_pool: Callable[[Regards], Pool]
 
 
 def start(setup: WorkerSetup, config: EngineConfig) -> Runtime:
@@ -46,11 +54,11 @@ def start(setup: WorkerSetup, config: EngineConfig) -> Runtime:
 
 def _start_cpu(setup: WorkerSetup) -> Runtime:
     budget_bytes = setup.budget_bytes or int(machine_bytes() * _CPU_SHARE) // setup.num_sharing
-    return Runtime(torch.device("cpu"), _processor(), budget_bytes)
+    device, budget_bytes = torch.device("cpu"), budget_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    return Runtime(device, _processor(), budget_bytes, partial(ArenaPool, device, budget_bytes))
 
 
 def _start_cuda(setup: WorkerSetup, config: EngineConfig) -> Runtime:
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", f"max_split_size_mb:{_MAX_SPLIT_MB}")
     num_devices = torch.cuda.device_count()
     if setup.device_index >= num_devices:
         raise DeviceError(
@@ -61,10 +69,22 @@ def _start_cuda(setup: WorkerSetup, config: EngineConfig) -> Runtime:
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     # Read once, when nothing of ours is there: from here on the pool's own books count.
     budget_bytes = setup.budget_bytes or int(free_bytes * config.memory_fraction) // setup.num_sharing
-    # torch gives back what it keeps of dropped models before it takes more than this.
-    most_bytes = budget_bytes + UNBOOKED_BYTES
-    torch.cuda.set_per_process_memory_fraction(min(1.0, most_bytes / total_bytes), device)
-    return Runtime(device, torch.cuda.get_device_name(device), budget_bytes)
+    most_bytes = UNBOOKED_BYTES + int(budget_bytes * UNBOOKED_SHARE)
+    name = torch.cuda.get_device_name(device)
+    try:
+        pages = CudaPages(device, budget_bytes)
+    except NoMapping as error:
+        log.warning("fallback pool=arena reason=`%s`", error)
+        _limit_torch((most_bytes + budget_bytes) / total_bytes, device)
+        new_arena = partial(ArenaPool, device, budget_bytes, fallbacks={"arena": 1})
+        return Runtime(device, name, budget_bytes, new_arena)
+    _limit_torch(most_bytes / total_bytes, device)
+    return Runtime(device, name, pages.num_pages * pages.page_bytes, partial(MappedPool, pages))
+
+
+def _limit_torch(share: float, device: torch.device) -> None:
+    """torch gives back what it keeps to itself before it takes more than this."""
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
 
 
 def _processor() -> str:

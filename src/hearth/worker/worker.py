@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import assert_never
 
@@ -24,10 +25,11 @@ from hearth.messages import (
     HostModel,
     LoadProgressed,
     ModelFailed,
-    ModelUse,
+    ModelLoaded,
     Order,
     Ping,
-    Pong,
+    RegardModel,
+    RetireModel,
     RunFailed,
     Shutdown,
     StartRequest,
@@ -37,8 +39,10 @@ from hearth.messages import (
 from hearth.policy.plan import Request
 from hearth.types import GuideSpec, ModelId, RequestId
 from hearth.worker.arrival import Broken, Loaded, Near, Progressed
-from hearth.worker.failure import Failure, failure_of
-from hearth.worker.host import Host, HostNews, Opened, Workshop
+from hearth.worker.failure import Failure, blame, failure_of
+from hearth.worker.host import Found, Host, HostNews, Opened, Workshop
+from hearth.worker.household import Household
+from hearth.worker.report import Reports
 from hearth.worker.turns import Turns
 
 log = logging.getLogger(__name__)
@@ -82,9 +86,11 @@ class Worker:
 
     def __init__(self, workshop: Workshop, inbox: Inbox, send: Callable[[Fact], None]) -> None:
         """`send` may block: then no step is made."""
-        self._workshop, self._inbox, self._send = workshop, inbox, send
+        self._inbox, self._send = inbox, send
         self._turns = Turns()
-        self._hosts: dict[ModelId, Host] = {}
+        self._models = Household(workshop, lambda hosting, model, news: inbox.put(Told(hosting, model, news)))
+        self._hosts = self._models.hosts
+        self._reports = Reports(self._models.steward.pool, self._hosts)
         self._runs: dict[int, _Run] = {}  #: all that have not ended, each of a hosted model
         self._compilers = ThreadPoolExecutor(1, thread_name_prefix="hearth-guide")
 
@@ -95,51 +101,57 @@ class Worker:
 
     def _take_orders(self) -> bool:
         """Carry out what has come, sleeping while no model is busy; False at the end."""
-        while not self._inbox.empty() or not self._can_step():
+        while not self._inbox.empty() or not self._models.can_step():
+            if self._inbox.empty():
+                if (stuck := self._models.stuck()) is not None:
+                    self._fail(stuck.model, failure_of(self._models.steward.kv_shortage(stuck)))
+                    continue
+                self._tell_residency(is_due=True)  # before it sleeps
             message = self._inbox.get()
             if isinstance(message, Shutdown):
                 return False
+            self._models.stirred()
             self._handle(message)
+            for host in self._models.deferred():
+                self._try(host.model, partial(self._models.settle, host))
         return True
-
-    def _can_step(self) -> list[ModelId]:
-        """One that is still arriving would hold up others, so it steps only alone."""
-        busy = [name for name, host in self._hosts.items() if host.has_work]
-        loaded = [name for name in busy if self._hosts[name].is_loaded]
-        return loaded or [name for name in busy if self._hosts[name].is_near]
 
     def _step(self) -> None:
         """One step of the model whose turn it is. If that breaks, the model leaves and the others go on."""
-        model = self._turns.next(self._can_step())
-        engine = self._hosts[model].engine
-        assert engine is not None, f"`{model}` can step"
+        model = self._turns.next(self._models.can_step())
+        host = self._hosts[model]
         began_s = time.perf_counter()
         try:
-            outcome = engine.step()
-        except Exception as error:  # whatever it is, it is this model's alone, or `_fail` says otherwise
-            failure = failure_of(error)
+            outcome = self._models.step(host)
+        except Exception as error:  # whatever it is, it is one model's alone, or `_fail` says otherwise
+            broken, failure = blame(model, error)
         else:
             step_s = time.perf_counter() - began_s
             self._turns.ran(model, step_s)
             self._tell_step(model, outcome, step_s)
+            self._tell_residency(is_due=False)
             return
-        del engine  # the last of it besides the host's own
-        self._fail(model, failure)
+        del host  # the last of it besides the worker's own
+        self._fail(broken, failure)  # if it is another one, this one tries again
 
     # Orders.
 
     def _handle(self, message: Order | Told | Checked) -> None:
         match message:
-            case HostModel():
-                self._host(message)
+            case HostModel(model):
+                self._try(model, lambda: self._models.host(message))
+            case RetireModel(model):
+                self._retire(model)
             case DropModel(model):
                 self._drop(model)
+            case RegardModel(model, hold):
+                self._models.regard(model, hold)
             case StartRequest():
                 self._start(message)
             case CancelRequest(run):
                 self._cancel(run)
             case Ping(number):
-                self._send(Pong(number, self._workshop.pool.used_bytes, tuple(self._uses())))
+                self._send(self._reports.pong(number))
             case Told(hosting, model, news):
                 if self._is_current(model, hosting):
                     self._hear(self._hosts[model], news)
@@ -151,26 +163,40 @@ class Worker:
             case _:
                 assert_never(message)
 
-    def _host(self, order: HostModel) -> None:
-        assert order.model not in self._hosts, f"`{order.model}` is hosted already"
-        hosting, inbox = order.hosting, self._inbox
-        self._hosts[order.model] = Host(
-            order, self._workshop, lambda news: inbox.put(Told(hosting, order.model, news))
-        )
+    def _try(self, model: ModelId, act: Callable[[], ModelLoaded | None]) -> None:
+        """Whatever breaks is one model's alone, or `_fail` says otherwise."""
+        try:
+            loaded = act()
+        except Exception as error:  # as above
+            broken, failure = blame(model, error)
+        else:
+            if loaded is not None:
+                self._send(loaded)
+                self._tell_residency(is_due=True)
+            return
+        self._fail(broken, failure)
+        if broken != model:  # it was to give way for this one, which has no place yet
+            self._try(model, lambda: self._models.settle(self._hosts[model]))
 
     def _is_current(self, model: ModelId, hosting: int) -> bool:
         host = self._hosts.get(model)
         return host is not None and host.order.hosting == hosting
 
-    def _drop(self, model: ModelId) -> None:
+    def _retire(self, model: ModelId) -> None:
         """One that has just failed is gone already."""
-        host = self._hosts.pop(model, None)
-        if host is None:
-            return
+        if model in self._hosts:
+            self._forget_runs(model)
+            self._try(model, lambda: self._models.retire(model))
+
+    def _drop(self, model: ModelId) -> None:
+        """Also of a retired one; one that is unknown has nothing."""
+        self._forget_runs(model)
+        self._models.drop(model)
+
+    def _forget_runs(self, model: ModelId) -> None:
+        for run in [run for run, entry in self._runs.items() if entry.model == model]:
+            self._cancel(run)
         self._turns.forget(model)
-        self._runs = {run: entry for run, entry in self._runs.items() if entry.model != model}
-        host.drop()
-        log.info("model_dropped model=%s used_bytes=%d", model, self._workshop.pool.used_bytes)
 
     def _start(self, order: StartRequest) -> None:
         host = self._hosts.get(order.model)
@@ -179,50 +205,58 @@ class Worker:
             self._send(RunFailed(order.run, ServiceError.label, reason))
             return
         self._runs[order.run] = _Run(order.model, time.perf_counter())
+        self._models.asked(host)
         if host.engine is None:
             host.waiting.append(order)
-        elif order.guide is None:
-            self._add(order, _checked(host.engine.intake, order))
+        else:
+            self._begin(order, host, host.engine.intake)
+
+    def _begin(self, order: StartRequest, host: Host, intake: Intake) -> None:
+        """The engine is there, if not all of the model."""
+        if order.guide is None:
+            self._add(order, _checked(intake, order))
         else:
             # Not the engine: its memory must be free as soon as it is dropped.
-            hosting, inbox, intake = host.order.hosting, self._inbox, host.engine.intake
+            hosting, inbox = host.order.hosting, self._inbox
+            host.unchecked.add(order.run)
             self._compilers.submit(lambda: inbox.put(Checked(hosting, order, _checked(intake, order))))
 
     def _add(self, order: StartRequest, outcome: Request | HearthError) -> None:
-        engine = self._hosts[order.model].engine
-        assert engine is not None, f"`{order.model}` has checked a request"
+        host = self._hosts[order.model]
+        assert host.engine is not None, f"`{order.model}` has checked a request"
         if isinstance(outcome, HearthError):
-            del self._runs[order.run]
+            self._cancel(order.run)
             self._send(RunFailed(order.run, outcome.label, str(outcome)))
-        else:
-            engine.add(outcome)
+            return
+        host.unchecked.discard(order.run)
+        host.engine.add(outcome)
+        if not host.is_loaded and not host.is_settling:  # others took from it while it was idle
+            self._try(order.model, lambda: self._models.settle(host))
 
     def _cancel(self, run: int) -> None:
         """One that has ended meanwhile has its last word on the way."""
-        entry = self._runs.pop(run, None)
-        if entry is None:
-            return
-        host = self._hosts[entry.model]
-        host.waiting = [order for order in host.waiting if order.run != run]
-        if host.engine is not None:
-            host.engine.cancel(RequestId(str(run)))
+        if (entry := self._runs.pop(run, None)) is not None:
+            self._models.cancel(self._hosts[entry.model], run)
 
     # News of models.
 
     def _hear(self, host: Host, news: HostNews) -> None:
-        model = host.order.model
+        model = host.model
         match news:
+            case Found():
+                self._try(model, lambda: self._models.found(host, news))
             case Opened():
-                for order in host.opened():
-                    self._start(order)
+                self._try(model, lambda: self._models.opened(host, news))
+                waiting, host.waiting = host.waiting, []
+                for order in waiting:
+                    if order.run in self._runs and host.engine is not None:  # else it has failed meanwhile
+                        self._begin(order, host, host.engine.intake)
             case Progressed(num_bytes, num_layers):
                 self._send(LoadProgressed(model, host.order.hosting, num_bytes, num_layers))
             case Near():
-                host.is_near = True
+                host.near()
             case Loaded():
-                loaded = host.loaded(news)
-                log.info("model_loaded model=%s load_s=%.3f", model, loaded.total_s)
-                self._send(loaded)
+                self._try(model, lambda: self._models.loaded(host, news))
             case Broken(failure):
                 self._fail(model, failure)
             case _:
@@ -245,13 +279,13 @@ class Worker:
     def _tell_step(self, model: ModelId, outcome: StepOutcome, step_s: float) -> None:
         now_s = time.perf_counter()
         outputs = outcome.outputs
+        preempted = [run for one in outcome.preempted if (run := int(one)) in self._runs]
+        for run in preempted:  # it may be admitted again by this step
+            self._runs[run].since_s = now_s
         admitted = [
             Admitted(run := int(one.request_id), one.num_cached_tokens, now_s - self._runs[run].since_s)
             for one in outcome.admitted
         ]
-        preempted = [int(request_id) for request_id in outcome.preempted]
-        for run in preempted:
-            self._runs[run].since_s = now_s
         finished = {
             int(one.request_id): one.finish_reason for one in outputs if one.finish_reason is not None
         }
@@ -273,17 +307,9 @@ class Worker:
             )
         )
 
-    def _uses(self) -> list[ModelUse]:
-        uses = []
-        for model, host in self._hosts.items():
-            if host.engine is None:
-                uses.append(ModelUse(model, 0, len(host.waiting), 0, 0))
-            else:
-                use = host.engine.usage
-                uses.append(
-                    ModelUse(model, use.num_running, use.num_waiting, use.kv_used_blocks, use.kv_blocks)
-                )
-        return uses
+    def _tell_residency(self, *, is_due: bool) -> None:
+        if (fact := self._reports.residency(is_due=is_due)) is not None:
+            self._send(fact)
 
 
 def _checked(intake: Intake, order: StartRequest) -> Request | HearthError:

@@ -1,0 +1,116 @@
+"""What workers last said of their pools, for whoever looks: views, and metrics as Prometheus collects them.
+
+Keeps no books of memory: those are the pools' own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from hearth.control.picture import parts
+from hearth.control.views import PoolView
+from hearth.messages import Pong
+from hearth.types import WorkerId
+
+#: Every kind of part with the states that it can have.
+PARTS = (
+    ("weights", "active"),
+    ("weights", "retained"),
+    ("kv", "active"),
+    ("kv", "retained"),
+    ("kv", "spare"),
+    ("workspace", "active"),
+    ("lost", "spare"),
+    ("free", "spare"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    pong: Pong
+    heard_s: float
+
+
+class Pools:
+    """Mutable; used on the event loop alone."""
+
+    def __init__(self) -> None:
+        self._reports: dict[WorkerId, _Report] = {}
+        #: Those who look now, by worker and the number of the ping that asks it.
+        self._looks: dict[tuple[WorkerId, int], asyncio.Future[None]] = {}
+        #: Of workers that are gone, because counters never go back.
+        self._past_moved_bytes = 0
+        self._past_fallbacks: Counter[str] = Counter()
+
+    @property
+    def pongs(self) -> Mapping[WorkerId, Pong]:
+        return {worker: report.pong for worker, report in self._reports.items()}
+
+    def told(self, worker: WorkerId, pong: Pong, now_s: float) -> None:
+        self._reports[worker] = _Report(pong, now_s)
+        self._wake((worker, pong.number))
+
+    def lost(self, worker: WorkerId) -> None:
+        report = self._reports.pop(worker, None)
+        if report is not None:
+            self._past_moved_bytes += report.pong.moved_bytes
+            self._past_fallbacks.update(report.pong.fallbacks)
+        for look in [look for look in self._looks if look[0] == worker]:
+            self._wake(look)
+
+    def answers(self, workers: Iterable[WorkerId], number: int) -> list[asyncio.Future[None]]:
+        """Each done when that worker has answered the ping of that number, or is gone."""
+        looks = {(worker, number): asyncio.get_running_loop().create_future() for worker in workers}
+        self._looks.update(looks)
+        return list(looks.values())
+
+    def end_look(self, number: int) -> None:
+        """Whoever looked has waited long enough."""
+        for look in [look for look in self._looks if look[1] == number]:
+            self._wake(look)
+
+    def view(self, worker: WorkerId, now_s: float) -> PoolView | None:
+        """None: it has said nothing yet."""
+        report = self._reports.get(worker)
+        if report is None:
+            return None
+        pong = report.pong
+        return PoolView(now_s - report.heard_s, parts(pong), pong.moved_bytes, pong.fallbacks)
+
+    def collect(self) -> Iterator[Metric]:
+        taken = GaugeMetricFamily(
+            "hearth_pool_bytes", "Device memory, by what it holds.", labels=["worker", "kind", "state"]
+        )
+        for worker, report in self._reports.items():
+            sums = dict.fromkeys(PARTS, 0)
+            for part in parts(report.pong):
+                sums[part.kind, part.state] += part.num_bytes
+            slot, _, _ = worker.partition(".")  # its successors have the same, so that labels do not grow
+            for (kind, state), num_bytes in sums.items():
+                taken.add_metric([slot, kind, state], num_bytes)
+        yield taken
+        pongs = self.pongs.values()
+        moved_bytes = self._past_moved_bytes + sum(pong.moved_bytes for pong in pongs)
+        yield CounterMetricFamily(
+            "hearth_pool_moved_bytes", "Bytes of weights moved to make place.", value=moved_bytes
+        )
+        fallbacks = CounterMetricFamily(
+            "hearth_pool_fallbacks", "What pools had to do otherwise than wished.", labels=["name"]
+        )
+        counted = Counter(self._past_fallbacks)
+        for pong in pongs:
+            counted.update(pong.fallbacks)
+        for name, count in sorted(counted.items()):
+            fallbacks.add_metric([name], count)
+        yield fallbacks
+
+    def _wake(self, look: tuple[WorkerId, int]) -> None:
+        future = self._looks.pop(look, None)
+        if future is not None and not future.done():
+            future.set_result(None)

@@ -1,0 +1,150 @@
+"""What one model has in an arena, and what it lacks there. Takes and gives nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+
+import torch
+
+from hearth.memory.placement import Wish, extent_span
+from hearth.memory.pool import Gap, Holding, Shape, Space
+from hearth.memory.regions import COMMON, Owner, RegionList, Use, aligned, blocks_within
+from hearth.models.layout import ByteRange
+from hearth.models.weights import Slot
+from hearth.policy.pack import Item
+from hearth.types import ModelId
+
+#: KV grows by about as many, so that it seldom has to, and extents end at multiples of it: what is lent comes
+#: back by extents, and the smaller they are, the fewer requests are in the way.
+BATCH_BLOCKS = 8
+
+
+@dataclass(slots=True)
+class ArenaTenant:
+    """Mutable; written only by the pool. Which tensors it has the regions say."""
+
+    model: ModelId
+    shape: Shape
+    #: Tensors that have a region but not yet their bytes.
+    landing: set[int] = field(default_factory=set)
+    #: By first block, the sink's first. Empty unless the model is placed.
+    extents: dict[int, range] = field(default_factory=dict)
+    #: What it held when its regions had changed so many times.
+    _held: tuple[int, Holding] | None = None
+    #: With which regions, and with whose tensors to be moved, no block more had a place.
+    vain: tuple[int, Set[ModelId]] | None = None
+    #: On CUDA: what was queued when the model was placed. Its regions may still be read or moved by it.
+    queued: torch.cuda.Event | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(extent) for extent in self.extents.values())
+
+    @property
+    def own_workspace(self) -> Owner:
+        """What it has where the common one could not grow so far."""
+        return Owner(self.model, Use.WORKSPACE, 0)
+
+    def has_own_workspace(self, regions: RegionList) -> bool:
+        return self.own_workspace in regions
+
+    def common_bytes(self, regions: RegionList) -> int:
+        """How much of the common workspace it may use."""
+        is_there = self.extents and not self.has_own_workspace(regions)
+        return aligned(self.shape.workspace_bytes) if is_there else 0
+
+    def is_other(self, shape: Shape) -> bool:
+        """Whether what is there is of no use for such a model."""
+        return (self.shape.digest, self.shape.served) != (shape.digest, shape.served)
+
+    def tensors(self, regions: RegionList) -> list[Owner]:
+        """Those that have a region, in forward order."""
+        return [owner for owner in tensor_owners(self.model, self.shape) if owner in regions]
+
+    def free_blocks(self, regions: RegionList, num_least: int, num_wanted: int) -> range:
+        """About as many as wanted, up to where extents end, of the highest free region that has the least."""
+        for span in reversed(regions.free_spans()):
+            blocks = blocks_within(span.begin, span.end, self.shape.block_bytes)
+            if len(blocks) >= num_least:
+                first = max(blocks.stop - num_wanted, 0) // BATCH_BLOCKS * BATCH_BLOCKS
+                num_most = self.shape.max_blocks - self.num_blocks
+                return range(max(first, blocks.start, blocks.stop - num_most), blocks.stop)
+        return range(0)
+
+    def holding(self, regions: RegionList) -> Holding:
+        num_changes = regions.num_changes[self.model]
+        if self._held is None or self._held[0] != num_changes:
+            self._held = num_changes, self._holding(regions)
+        return self._held[1]
+
+    def _holding(self, regions: RegionList) -> Holding:
+        tensors = self.tensors(regions)
+        return Holding(
+            model=self.model,
+            weights_bytes=sum(regions.span_of(owner).num_bytes for owner in tensors),
+            total_bytes=self.shape.served.num_bytes,
+            stored_bytes=sum(aligned(self.shape.stored.tensors[owner.index].nbytes) for owner in tensors),
+            shared_bytes=0,
+            kv_bytes=self.num_blocks * self.shape.block_bytes,
+        )
+
+    def checked_owners(self, regions: RegionList) -> set[Owner]:
+        """Who has regions for it. Raises where one has another size than it should, or none."""
+        tensors = self.tensors(regions)
+        assert self.extents or tensors, f"`{self.model}` has nothing and is still known"
+        for owner in tensors:
+            spec, span = self.shape.served.tensors[owner.index], regions.span_of(owner)
+            assert span.num_bytes == aligned(spec.nbytes), f"{span} is not the size of {spec}"
+        assert self.landing <= {owner.index for owner in tensors}, f"lands nowhere: {self.landing=}"
+        owners = set(tensors)
+        for first, extent in self.extents.items():
+            span = extent_span(self.model, extent, self.shape.block_bytes)
+            owner = Owner(self.model, Use.KV, first)
+            assert regions.span_of(owner) == span, f"{regions.span_of(owner)} is not that of {extent}"
+            owners.add(owner)
+        assert self.num_blocks <= self.shape.max_blocks, f"`{self.model}` has {self.num_blocks} blocks"
+        if self.has_own_workspace(regions):
+            assert self.extents, f"`{self.model}` has a workspace and is not placed"
+            owners.add(self.own_workspace)
+        return owners
+
+
+def tensor_owners(model: ModelId, shape: Shape) -> list[Owner]:
+    """In forward order."""
+    return [Owner(model, Use.TENSOR, index) for index in range(len(shape.served.tensors))]
+
+
+def slots_of(tenant: ArenaTenant, regions: RegionList, memory: torch.Tensor) -> dict[str, Slot]:
+    """Where its tensors are, all of which have a region."""
+    specs = zip(tenant.shape.served.tensors, tensor_owners(tenant.model, tenant.shape), strict=True)
+    return {spec.name: Slot(memory, regions.span_of(owner).begin) for spec, owner in specs}
+
+
+def space_of(tenant: ArenaTenant, regions: RegionList, memory: torch.Tensor) -> Space:
+    """Of one that is placed."""
+    shape, slots = tenant.shape, slots_of(tenant, regions, memory)
+    gaps = []
+    for index in sorted(tenant.landing):
+        stored, served = shape.stored.tensors[index], shape.served.tensors[index]
+        # At the end of its place: from there it can be widened towards the front.
+        end = slots[served.name].offset + served.nbytes
+        part = ByteRange(stored.offset, stored.offset + stored.nbytes)
+        gaps.append(Gap(part, memory[end - stored.nbytes : end]))
+    begin = regions.span_of(tenant.own_workspace).begin if tenant.has_own_workspace(regions) else 0
+    workspace = memory[begin : begin + shape.workspace_bytes]
+    kv = memory[: len(memory) // shape.block_bytes * shape.block_bytes]
+    sink, parts = next(iter(tenant.extents)), tuple(gap.part for gap in gaps)
+    return Space(slots, workspace, kv, sink, tuple(gaps), parts)
+
+
+def wish_of(model: ModelId, shape: Shape, tenant: ArenaTenant | None, regions: RegionList) -> Wish:
+    """What it needs to be placed; `regions` are without those of a tenant that is another one by now."""
+    owners = zip(tensor_owners(model, shape), shape.served.tensors, strict=True)
+    tensors = tuple(Item(owner, aligned(spec.nbytes)) for owner, spec in owners if owner not in regions)
+    if tenant is None or tenant.is_other(shape) or not tenant.extents:
+        common_bytes = regions.span_of(COMMON).num_bytes if COMMON in regions else 0
+        return Wish(model, tensors, shape.workspace_bytes, 1, shape.block_bytes, common_bytes)
+    had = (tenant.shape.workspace_bytes, tenant.shape.block_bytes)
+    assert had == (shape.workspace_bytes, shape.block_bytes), f"vacate `{model}` first: {had=} {shape=}"
+    return Wish(model, tensors, workspace_bytes=0, num_blocks=0, block_bytes=shape.block_bytes)

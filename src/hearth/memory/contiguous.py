@@ -1,0 +1,64 @@
+"""One piece of device memory, and how bytes move within it. Keeps no books."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+
+from hearth.errors import DeviceError
+from hearth.models.layout import ALIGNMENT_BYTES
+
+#: Bytes of a move that overlaps itself are read this many at a time before they are written.
+STAGED_BYTES = 16 << 20
+
+
+class ContiguousMemory:
+    def __init__(
+        self, device: torch.device, num_bytes: int, wipe: Callable[[torch.Tensor], None] | None
+    ) -> None:
+        """`wipe` is called with all bytes that come free, for tests that fill them.
+
+        Raises:
+            DeviceError: the device does not have so many bytes.
+        """
+        try:
+            memory = torch.empty(num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+        except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, the bare class on a CPU
+            raise DeviceError(
+                f"a pool of {num_bytes} bytes was asked for, but {device} does not have them: {error}; end "
+                "what else uses it, or lower `service.memory_bytes`"
+            ) from error
+        begin = -memory.data_ptr() % ALIGNMENT_BYTES
+        #: Begins at a multiple of the alignment, so that offsets in it are aligned as addresses are.
+        self.bytes = memory[begin : begin + num_bytes]
+        self._wipe = wipe
+
+    def freed(self, begin: int, end: int) -> None:
+        if self._wipe is not None and begin < end:
+            self._wipe(self.bytes[begin:end])
+
+    def move(self, source: int, target: int, num_bytes: int) -> None:
+        """Source and target may overlap. On CUDA in the order of the current stream."""
+        if self.bytes.is_cuda:
+            self._copy_in_pieces(source, target, num_bytes)
+        else:
+            base = self.bytes.data_ptr()
+            ctypes.memmove(base + target, base + source, num_bytes)
+        # What the target does not cover of the source.
+        if target < source:
+            self.freed(max(source, target + num_bytes), source + num_bytes)
+        else:
+            self.freed(source, min(source + num_bytes, target))
+
+    def _copy_in_pieces(self, source: int, target: int, num_bytes: int) -> None:
+        """From the end that lies ahead, so that no piece is written over before it is read."""
+        distance = abs(target - source)
+        piece_bytes = max(distance, STAGED_BYTES)
+        begins = range(0, num_bytes, piece_bytes)
+        for begin in begins if target < source else reversed(begins):
+            end = min(begin + piece_bytes, num_bytes)
+            piece = self.bytes[source + begin : source + end]
+            overlaps = end - begin > distance
+            self.bytes[target + begin : target + end].copy_(piece.clone() if overlaps else piece)

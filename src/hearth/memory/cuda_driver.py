@@ -1,0 +1,166 @@
+"""The calls of CUDA's driver that map memory, each one checked. Keeps no books and holds no memory.
+
+Through ctypes, because torch has no such calls and no other package should be needed for a dozen of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+
+from hearth.errors import DeviceError
+
+# From cuda.h, where these names have `CU_` in front.
+DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
+DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103
+DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED = 110
+MEM_ALLOCATION_TYPE_PINNED = 1
+MEM_LOCATION_TYPE_DEVICE = 1
+MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1
+MEM_ACCESS_FLAGS_PROT_READWRITE = 3
+MEM_ALLOC_GRANULARITY_MINIMUM = 0
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _AllocationFlags(ctypes.Structure):
+    _fields_ = (
+        ("compression_type", ctypes.c_ubyte),
+        ("is_rdma_capable", ctypes.c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    )
+
+
+class _AllocationProperties(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("windows_metadata", ctypes.c_void_p),
+        ("flags", _AllocationFlags),
+    )
+
+
+class _Access(ctypes.Structure):
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+class CudaDriver:
+    """Of one device, whose primary context it keeps alive. Any thread may call it."""
+
+    def __init__(self, device_index: int) -> None:
+        """Raises DeviceError where there is no driver or no such device."""
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise DeviceError(f"CUDA's driver cannot be loaded: {error}; use `--device cpu`") from error
+        self._thread = threading.local()  #: `is_current`: the context is, on this thread
+        self._thread.is_current = True  # what comes before there is one needs none
+        self._call("cuInit", ctypes.c_uint(0))
+        device = ctypes.c_int()
+        self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(device_index))
+        self._device = device.value
+        self._context = ctypes.c_void_p()
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+        self._thread.is_current = False
+        self._location = _Location(MEM_LOCATION_TYPE_DEVICE, self._device)
+
+    def has(self, attribute: int) -> bool:
+        value = ctypes.c_int()
+        self._call(
+            "cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(attribute), ctypes.c_int(self._device)
+        )
+        return value.value != 0
+
+    def granularity_bytes(self, *, is_exportable: bool, is_rdma_capable: bool) -> int:
+        """What the size of a handle has to be a multiple of."""
+        properties, value = self._properties(is_exportable, is_rdma_capable), ctypes.c_size_t()
+        minimum = ctypes.c_int(MEM_ALLOC_GRANULARITY_MINIMUM)
+        self._call("cuMemGetAllocationGranularity", ctypes.byref(value), ctypes.byref(properties), minimum)
+        return value.value
+
+    def create(self, num_bytes: int, *, is_exportable: bool, is_rdma_capable: bool) -> int:
+        """A handle to memory that is mapped nowhere yet."""
+        properties, handle = self._properties(is_exportable, is_rdma_capable), ctypes.c_ulonglong()
+        self._call(
+            "cuMemCreate",
+            *(ctypes.byref(handle), ctypes.c_size_t(num_bytes), ctypes.byref(properties)),
+            ctypes.c_ulonglong(0),
+        )
+        return handle.value
+
+    def release(self, handle: int) -> None:
+        self._call("cuMemRelease", ctypes.c_ulonglong(handle))
+
+    def reserve(self, num_bytes: int, wanted: int | None) -> int:
+        address = ctypes.c_ulonglong()
+        self._call(
+            "cuMemAddressReserve",
+            *(ctypes.byref(address), ctypes.c_size_t(num_bytes), ctypes.c_size_t(0)),
+            *(ctypes.c_ulonglong(wanted or 0), ctypes.c_ulonglong(0)),
+        )
+        return address.value
+
+    def free_address(self, address: int, num_bytes: int) -> None:
+        self._call("cuMemAddressFree", ctypes.c_ulonglong(address), ctypes.c_size_t(num_bytes))
+
+    def map(self, address: int, num_bytes: int, handles: Sequence[int]) -> None:
+        """One behind the other, for reading and writing by this device.
+
+        Access is allowed for all of them at once, which takes hardly longer than for one.
+        """
+        zero, size = ctypes.c_ulonglong(0), ctypes.c_size_t(num_bytes)
+        mapped_bytes = 0
+        try:
+            for handle in handles:
+                where = ctypes.c_ulonglong(address + mapped_bytes)
+                self._call("cuMemMap", where, size, ctypes.c_size_t(0), ctypes.c_ulonglong(handle), zero)
+                mapped_bytes += num_bytes
+            access = _Access(self._location, MEM_ACCESS_FLAGS_PROT_READWRITE)
+            where, size = ctypes.c_ulonglong(address), ctypes.c_size_t(mapped_bytes)
+            self._call("cuMemSetAccess", where, size, ctypes.byref(access), ctypes.c_size_t(1))
+        except DeviceError:
+            if mapped_bytes:
+                self.unmap(address, mapped_bytes)  # all or none of them
+            raise
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        self._call("cuMemUnmap", ctypes.c_ulonglong(address), ctypes.c_size_t(num_bytes))
+
+    def export(self, handle: int) -> int:
+        """A file descriptor, for the caller to close, with which another process can map the memory."""
+        fd = ctypes.c_int()
+        self._call(
+            "cuMemExportToShareableHandle",
+            *(ctypes.byref(fd), ctypes.c_ulonglong(handle)),
+            *(ctypes.c_int(MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR), ctypes.c_ulonglong(0)),
+        )
+        return fd.value
+
+    def close(self) -> None:
+        self._call("cuDevicePrimaryCtxRelease_v2", ctypes.c_int(self._device))
+
+    def _properties(self, is_exportable: bool, is_rdma_capable: bool) -> _AllocationProperties:
+        properties = _AllocationProperties(type=MEM_ALLOCATION_TYPE_PINNED, location=self._location)
+        properties.handle_types = MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR if is_exportable else 0
+        properties.flags.is_rdma_capable = is_rdma_capable
+        return properties
+
+    def _call(self, name: str, *arguments: object) -> None:
+        if not getattr(self._thread, "is_current", False):
+            # A thread that torch has not been used on has no context, and calls would fail there.
+            self._check(self._library.cuCtxSetCurrent(self._context), "cuCtxSetCurrent", ())
+            self._thread.is_current = True
+        self._check(getattr(self._library, name)(*arguments), name, arguments)
+
+    def _check(self, code: int, name: str, arguments: tuple[object, ...]) -> None:
+        if code != 0:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorName(code, ctypes.byref(text))
+            what = text.value.decode() if text.value else "unknown"
+            values = ", ".join(str(getattr(argument, "value", "&")) for argument in arguments)
+            raise DeviceError(f"CUDA's driver refused {name}({values}): {what} ({code}); see `nvidia-smi`")

@@ -1,0 +1,178 @@
+"""Pages of a CUDA device's memory, all created at start and kept. Does not know who has a page.
+
+They can be exported to other processes and reached by RDMA wherever the device can do that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+
+from hearth.errors import DeviceError
+from hearth.memory.cuda_driver import (
+    DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
+    DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+    DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+    CudaDriver,
+)
+from hearth.memory.pages import Mark
+
+#: A chunk of the store: mapping one takes far less time than copying it, and linears do not notice the seams.
+PAGE_BYTES = 16 << 20
+#: From here up the driver honours a wanted address, and so many spaces of this size fit.
+BASE_ADDRESS = 0x18000000000
+SPACE_BYTES = 512 << 30
+NUM_SPACES = 252
+
+log = logging.getLogger(__name__)
+
+
+class NoMapping(DeviceError):
+    """The device's memory cannot be mapped by pages."""
+
+
+class CudaPages:
+    """`Pages` of one device."""
+
+    def __init__(self, device: torch.device, budget_bytes: int, page_bytes: int = PAGE_BYTES) -> None:
+        """As many whole pages as the budget has.
+
+        Raises:
+            NoMapping: the device cannot map memory.
+            DeviceError: not in pages of this size, or it has less of it.
+        """
+        self._device = torch.device("cuda", device.index if device.index is not None else 0)
+        self._page_bytes, self._num_pages = page_bytes, budget_bytes // page_bytes
+        self._fallbacks: Counter[str] = Counter()
+        self._handles: list[int] = []
+        self._driver = CudaDriver(self._device.index)
+        if not self._driver.has(DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED):
+            raise NoMapping(f"{self._device} cannot map memory by pages")
+        self._is_exportable = self._can(
+            "export", DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+        )
+        self._is_rdma_capable = self._can("rdma", DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)
+        self._check_size(budget_bytes)
+        self._probe()
+        self._create()
+
+    @property
+    def num_pages(self) -> int:
+        return self._num_pages
+
+    @property
+    def page_bytes(self) -> int:
+        return self._page_bytes
+
+    @property
+    def base_address(self) -> int:
+        return BASE_ADDRESS
+
+    @property
+    def space_bytes(self) -> int:
+        return SPACE_BYTES
+
+    @property
+    def num_spaces(self) -> int:
+        return NUM_SPACES
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        return self._fallbacks
+
+    @property
+    def is_exportable(self) -> bool:
+        return self._is_exportable
+
+    def reserve(self, wanted: int | None) -> int:
+        return self._driver.reserve(SPACE_BYTES, wanted)
+
+    def free(self, address: int) -> None:
+        self._driver.free_address(address, SPACE_BYTES)
+
+    def map(self, address: int, *pages: int) -> None:
+        self._driver.map(address, self._page_bytes, [self._handles[page] for page in pages])
+
+    def unmap(self, address: int, num_pages: int = 1) -> None:
+        self._driver.unmap(address, num_pages * self._page_bytes)
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch leaves it untyped
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def bytes_at(self, address: int, num_bytes: int) -> torch.Tensor:
+        if not num_bytes:
+            return torch.empty(0, dtype=torch.uint8, device=self._device)
+        # Other ways to a tensor ask the driver about the address, which fails where nothing is mapped.
+        storage = torch._C._construct_storage_from_data_pointer(address, self._device, num_bytes)
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (num_bytes,), (1,))
+
+    def export(self, page: int) -> int:
+        """A file descriptor, for the caller to close, with which another process can map the page."""
+        return self._driver.export(self._handles[page])
+
+    def close(self) -> None:
+        while self._handles:
+            self._driver.release(self._handles.pop())
+        self._driver.close()
+
+    def _can(self, name: str, attribute: int) -> bool:
+        if self._driver.has(attribute):
+            return True
+        self._go_without(name, "the device cannot")
+        return False
+
+    def _go_without(self, name: str, reason: str) -> None:
+        self._fallbacks[name] += 1
+        log.warning("fallback pages=without_%s device=%s reason=%s", name, self._device, reason)
+
+    def _probe(self) -> None:
+        """Some systems name an ability and then refuse it: ask for one page as all will be."""
+        while self._is_rdma_capable or self._is_exportable:
+            try:
+                self._driver.release(self._create_one())
+                return
+            except DeviceError as error:
+                self._go_without("rdma" if self._is_rdma_capable else "export", str(error))
+                if self._is_rdma_capable:
+                    self._is_rdma_capable = False
+                else:
+                    self._is_exportable = False
+
+    def _check_size(self, budget_bytes: int) -> None:
+        granularity_bytes = self._driver.granularity_bytes(
+            is_exportable=self._is_exportable, is_rdma_capable=self._is_rdma_capable
+        )
+        if self._page_bytes % granularity_bytes:
+            raise DeviceError(
+                f"pages on {self._device} have to be multiples of {granularity_bytes} bytes, "
+                f"given: {self._page_bytes}; choose another chunk size"
+            )
+        if not self._num_pages:
+            raise DeviceError(
+                f"a pool needs at least one page of {self._page_bytes} bytes, given: {budget_bytes}; "
+                "raise `service.memory_bytes`"
+            )
+
+    def _create(self) -> None:
+        try:
+            while len(self._handles) < self._num_pages:
+                self._handles.append(self._create_one())
+        except DeviceError as error:
+            had_bytes, wanted_bytes = (
+                num * self._page_bytes for num in (len(self._handles), self._num_pages)
+            )
+            self.close()
+            raise DeviceError(
+                f"{self._device} has only {had_bytes} of the {wanted_bytes} bytes of the budget: {error}; "
+                "end what else uses it, or lower `service.memory_bytes`"
+            ) from error
+
+    def _create_one(self) -> int:
+        return self._driver.create(
+            self._page_bytes, is_exportable=self._is_exportable, is_rdma_capable=self._is_rdma_capable
+        )

@@ -1,0 +1,249 @@
+"""Which model has which pages, and what has to be given up before another can have them. Calls no driver.
+
+Two kinds of pages belong at several places: chunks that models have in common, which nobody writes again,
+and the workspace, one set for all models, for they step in turns.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from hearth.memory.landed import Landed
+from hearth.memory.mapped_tenant import Tenant, num_pages
+from hearth.memory.page_table import PageTable
+from hearth.memory.pages import Pages
+from hearth.memory.pool import Shape
+from hearth.memory.spaces import Spaces
+from hearth.types import ModelId
+
+
+class PageBooks:
+    """Mutable; written only by the pool, with the lock of the table held."""
+
+    def __init__(self, pages: Pages, table: PageTable, spaces: Spaces) -> None:
+        self._pages = pages
+        self.table = table
+        self._spaces = spaces
+        #: Those that compute no more behind each other, in the order in which they ended.
+        self.tenants: dict[ModelId, Tenant] = {}
+        self.landed = Landed(pages.page_bytes)
+        #: As many pages as the largest workspace of a placed model has.
+        self.workspace: list[int] = []
+        self.displaced: list[ModelId] = []  #: models whose addresses went to others
+
+    def lacking_pages(self, model: ModelId, shape: Shape) -> int:
+        tenant = self.tenants.get(model)
+        num_available = self.table.num_free + sum(one.num_ready_pages for one in self.tenants.values())
+        if tenant is not None and tenant.shape.digest == shape.digest:
+            missing = self._missing(tenant)
+            num_needed = len(missing) - len(self._shareable(tenant, missing))
+            if not tenant.is_placed:
+                num_needed += self._num_rest_pages(shape, len(self.workspace))
+            return max(0, num_needed - num_available)
+        # What the model has of another digest goes first: it is neither kept nor shared with.
+        going = self._pages_only_of(tenant) if tenant is not None else set()
+        num_available += len(going) - (tenant.num_ready_pages if tenant is not None else 0)
+        indices = range(num_pages(shape.stored.num_bytes, self._pages.page_bytes))
+        num_needed = len(indices) - len(self.landed.find(shape, indices, going))
+        num_needed += self._num_rest_pages(shape, len([page for page in self.workspace if page not in going]))
+        return max(0, num_needed - num_available)
+
+    def _num_rest_pages(self, shape: Shape, num_workspace_pages: int) -> int:
+        """For the sink, and for what the workspace of a model has beyond that of all others."""
+        page_bytes = self._pages.page_bytes
+        num_more = num_pages(shape.workspace_bytes, page_bytes) - num_workspace_pages
+        return num_pages(shape.block_bytes, page_bytes) + max(0, num_more)
+
+    def _missing(self, tenant: Tenant) -> list[int]:
+        return [index for index in range(tenant.num_weights_pages) if index not in tenant.there]
+
+    def _shareable(self, tenant: Tenant, missing: Sequence[int]) -> dict[int, int]:
+        """Pages of others for what a model lacks, by index."""
+        if not missing:
+            return {}
+        own = {self.table.page_at(place) for place in tenant.weights_places(tenant.there)}
+        return self.landed.find(tenant.shape, missing, own)
+
+    def _pages_only_of(self, tenant: Tenant) -> set[int]:
+        """Those that come free when the model goes."""
+        pages = {self.table.page_at(place) for place in tenant.all_places()}
+        return {page for page in pages if all(map(tenant.has, self.table.places_of(page)))}
+
+    def tenant(self, model: ModelId, shape: Shape) -> Tenant:
+        """The one that there is, if it has the same digest; else a new one."""
+        tenant = self.tenants.get(model)
+        if tenant is not None and tenant.shape.digest != shape.digest:
+            self.drop(tenant)
+            tenant = None
+        if tenant is None:
+            if self._spaces.is_full:
+                self._displace_one()
+            address = self._spaces.give(model, shape.digest)
+            weights = self._pages.bytes_at(address, shape.stored.num_bytes)
+            tenant = Tenant(model, shape, address, self._pages.space_bytes, self._pages.page_bytes, weights)
+            self.tenants[model] = tenant
+        assert tenant.shape == shape or not tenant.is_placed, f"`{model}` is placed with another shape"
+        tenant.shape = shape
+        return tenant
+
+    def _displace_one(self) -> None:
+        """Of those that have nothing but their addresses, the one that computed longest ago loses them."""
+        for tenant in self.tenants.values():
+            if not tenant.is_placed and not tenant.there and not tenant.coming:
+                self.drop(tenant)
+                self.displaced.append(tenant.model)
+                return
+
+    def place_weights(self, tenant: Tenant) -> None:
+        """Have a page for each of them; whoever needs it to be there maps it."""
+        missing = self._missing(tenant)
+        shared = self._shareable(tenant, missing)
+        to_load = [index for index in missing if index not in shared]
+        for index, place in zip(shared, tenant.weights_places(shared), strict=True):
+            self.table.share(place, shared[index])
+        self._make_free(len(to_load))
+        self.table.claim(tenant.weights_places(to_load))
+        tenant.there.update(shared)
+        tenant.coming.update(to_load)
+
+    def unreal_weights(self, tenant: Tenant) -> list[int]:
+        """Indices of pages that are coming, or are still to be mapped, because another model has them."""
+        indices = range(tenant.num_weights_pages)
+        places = tenant.weights_places(indices)
+        return [
+            index
+            for index, place in zip(indices, places, strict=True)
+            if index in tenant.coming or not self.table.is_real(place)
+        ]
+
+    def place_rest(self, tenant: Tenant) -> list[int]:
+        """Workspace and sink; returns their places."""
+        workspace = tenant.workspace_places(range(tenant.num_workspace_pages))
+        num_shared = min(len(workspace), len(self.workspace))
+        for place, page in zip(workspace[:num_shared], self.workspace, strict=False):
+            self.table.share(place, page)
+        sink = tenant.kv_places(range(tenant.kv.sink_pages))
+        new = [*workspace[num_shared:], *sink]
+        self._make_free(len(new))
+        self.table.claim(new)
+        self.workspace += [self.table.page_at(place) for place in workspace[num_shared:]]
+        tenant.is_placed = True
+        tenant.num_kv_pages, tenant.num_kv_blocks = len(sink), 1
+        return [*workspace, *sink]
+
+    def _make_free(self, num_wanted: int) -> None:
+        """What is only ready to be given is as good as free."""
+        for tenant in self.tenants.values():
+            num_more = num_wanted - self.table.num_free
+            if num_more > 0 and tenant.num_ready_pages:
+                self._leave_ready(tenant, min(num_more, tenant.num_ready_pages))
+
+    def _leave_ready(self, tenant: Tenant, num_left: int) -> None:
+        """Give up so many pages from the end."""
+        end = tenant.num_kv_pages + tenant.num_ready_pages
+        self.table.leave(tenant.kv_places(reversed(range(end - num_left, end))))
+        tenant.num_ready_pages -= num_left
+
+    def shared_weights(self) -> dict[ModelId, dict[int, int]]:
+        """Pages of weights that several models have: for each of them by index."""
+        tenants = sorted(self.tenants.values(), key=lambda tenant: tenant.address)
+        addresses = [tenant.address for tenant in tenants]
+        shared: dict[ModelId, dict[int, int]] = {tenant.model: {} for tenant in tenants}
+        for page in self.table.shared:
+            for place in self.table.places_of(page):
+                tenant = tenants[bisect_right(addresses, place) - 1]
+                if (index := tenant.weights_index(place)) < tenant.num_weights_pages:  # else its workspace
+                    shared[tenant.model][index] = page
+        return shared
+
+    def land(self, tenant: Tenant, *, is_whole: bool) -> None:
+        indices = sorted(tenant.coming)
+        places = tenant.weights_places(indices)
+        tenant.coming.clear()
+        if not is_whole:
+            self.table.leave(places)
+            return
+        tenant.there.update(indices)
+        for index, place in zip(indices, places, strict=True):
+            self.landed.add(tenant.shape, index, self.table.page_at(place))
+
+    def shrink(self, tenant: Tenant, extent: range) -> None:
+        num_kept = tenant.kv.one_less(tenant.num_kv_pages)
+        assert num_kept is not None, f"`{tenant.model}` has no {extent=} to give back"
+        self._leave_kv(tenant, num_kept)
+        tenant.num_kv_blocks = extent.start
+
+    def _leave_kv(self, tenant: Tenant, num_kept: int) -> None:
+        """Give up all pages behind the first so many."""
+        self._leave_ready(tenant, tenant.num_ready_pages)
+        self.table.leave(tenant.kv_places(reversed(range(num_kept, tenant.num_kv_pages))))
+        tenant.num_kv_pages = num_kept
+
+    def leave_weights(self, tenant: Tenant, indices: Sequence[int]) -> int:
+        """Of a model that computes nothing, so nobody has to wait. Returns how many pages came free."""
+        places = tenant.weights_places(indices)
+        for index, place in zip(indices, places, strict=True):
+            page = self.table.page_at(place)
+            if len(self.table.places_of(page)) == 1:
+                self.landed.discard(tenant.shape, index, page)
+        tenant.there.difference_update(indices)
+        return self.table.leave(places, is_idle=True)
+
+    def give_blocks(self, tenant: Tenant, num_blocks: int) -> list[range]:
+        extents: list[range] = []
+        wanted = tenant.num_kv_blocks + num_blocks
+        while tenant.num_kv_blocks < wanted:
+            if (end := tenant.kv.num_blocks(tenant.num_kv_pages)) == tenant.num_kv_blocks:
+                num_kept = tenant.kv.one_more(tenant.num_kv_pages)
+                if num_kept is None or not self._claim_kv(tenant, num_kept):
+                    break
+                end = tenant.kv.num_blocks(num_kept)
+            extents.append(range(tenant.num_kv_blocks, end))
+            tenant.num_kv_blocks = end
+        return extents
+
+    def _claim_kv(self, tenant: Tenant, num_pages: int) -> bool:
+        """Have so many pages of KV, the ready ones first; False: memory is short, and nothing has changed."""
+        num_ready = min(tenant.num_ready_pages, num_pages - tenant.num_kv_pages)
+        num_more = num_pages - tenant.num_kv_pages - num_ready
+        num_ready_elsewhere = sum(one.num_ready_pages for one in self.tenants.values() if one is not tenant)
+        if num_more > self.table.num_free + num_ready_elsewhere:
+            return False
+        tenant.num_ready_pages -= num_ready
+        tenant.num_kv_pages += num_ready
+        self._make_free(num_more)
+        self.table.claim(tenant.kv_places(range(tenant.num_kv_pages, num_pages)))
+        tenant.num_kv_pages = num_pages
+        return True
+
+    def claim_ahead(self, tenant: Tenant, ahead_blocks: int) -> list[int]:
+        """Returns the places to be mapped in the background."""
+        num_blocks = min(tenant.num_kv_blocks + ahead_blocks, tenant.shape.max_blocks)
+        begin = tenant.num_kv_pages + tenant.num_ready_pages
+        end = min(tenant.kv.num_pages(num_blocks), begin + self.table.num_free)
+        places = tenant.kv_places(range(begin, end))
+        self.table.claim(places)
+        tenant.num_ready_pages += len(places)
+        return places
+
+    def extents(self, tenant: Tenant) -> list[range]:
+        num_left = tenant.kv.one_less(tenant.num_kv_pages) if tenant.is_placed else None
+        return [] if num_left is None else [range(tenant.kv.num_blocks(num_left), tenant.num_kv_blocks)]
+
+    def vacate(self, tenant: Tenant) -> None:
+        if not tenant.is_placed:
+            return
+        self._leave_kv(tenant, 0)
+        self.table.leave(tenant.workspace_places(range(tenant.num_workspace_pages)))
+        tenant.is_placed, tenant.num_kv_blocks = False, 0
+        self.tenants[tenant.model] = self.tenants.pop(tenant.model)
+        num_kept = max((one.num_workspace_pages for one in self.tenants.values() if one.is_placed), default=0)
+        del self.workspace[num_kept:]
+
+    def drop(self, tenant: Tenant) -> None:
+        self.vacate(tenant)
+        self.table.leave(tenant.weights_places(sorted(tenant.coming)))
+        self.leave_weights(tenant, sorted(tenant.there, reverse=True))
+        del self.tenants[tenant.model]
+        self._spaces.take_back(tenant.address)

@@ -1,0 +1,67 @@
+"""Physical pages of a device and the addresses they can be mapped at. Does not know who has a page.
+
+spaces   | base_address + 0 * space_bytes | + 1 * space_bytes | ...     reserved, most of it unmapped
+              ^         ^        ^
+pages    | 0 | 1 | 2 | 3 | ... | num_pages - 1 |                        created at start and kept; each may
+                                                                        be mapped at several addresses
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+
+class Mark(Protocol):
+    """A point in the work that is queued on a device."""
+
+    def synchronize(self) -> None:
+        """Return when all work before it is done."""
+
+
+class Pages(Protocol):
+    """Any thread may call any method; what happens to one address is put in order by the caller."""
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def page_bytes(self) -> int: ...
+
+    @property
+    def base_address(self) -> int:
+        """Where the first space is wanted."""
+
+    @property
+    def space_bytes(self) -> int:
+        """How far one space is from the next: a multiple of 32 pages."""
+
+    @property
+    def num_spaces(self) -> int: ...
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        """What had to be done otherwise than wished, by name."""
+
+    def reserve(self, wanted: int | None) -> int:
+        """Reserve `space_bytes` of addresses; another address than `wanted` where that is not to be had."""
+
+    def free(self, address: int) -> None:
+        """Give back a space in which nothing is mapped."""
+
+    def map(self, address: int, *pages: int) -> None:
+        """One behind the other. Nothing may be mapped there."""
+
+    def unmap(self, address: int, num_pages: int = 1) -> None:
+        """The device must be done with them."""
+
+    def mark(self) -> Mark:
+        """Of what is queued now on the calling thread's current stream."""
+
+    def bytes_at(self, address: int, num_bytes: int) -> torch.Tensor:
+        """A uint8 view of addresses, mapped or not. What is not must not be touched."""
+
+    def close(self) -> None:
+        """Release all pages. Nothing may be mapped."""

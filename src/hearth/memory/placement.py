@@ -1,0 +1,194 @@
+"""Where in an arena a model's missing parts go, and what has to move for it. Decides only: it moves nothing.
+
+What can never move cuts the memory into stretches that cannot lend each other room, so it goes to the ends:
+the workspace, one for all models because they step in turns, to the low one, and KV to the high one; tensors
+that lie there shift. Where something is in the way that must not move, they go elsewhere. Tensors go where
+the packer puts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from dataclasses import dataclass, field
+from math import gcd
+
+from hearth.memory.regions import COMMON, Owner, RegionList, Span, Use, aligned, blocks_within, bytes_around
+from hearth.memory.shifting import is_fixed, room_at_begin, room_at_end, stretches
+from hearth.models.layout import ALIGNMENT_BYTES
+from hearth.policy.pack import Item, Move, Packing, Region
+from hearth.types import ModelId
+
+Packer = Callable[[Sequence[Region], Sequence[Item]], Packing | None]
+
+#: Where memory is too much in pieces, about as many tries end with room for all of a model in one piece.
+MAX_TRIES = 16
+
+#: What a window is packed as: which block it will be is known only once it has its place.
+_WINDOW = "window"
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a model lacks. All of it has to be placed, or nothing is."""
+
+    model: ModelId
+    tensors: tuple[Item, ...]  #: under their owners
+    workspace_bytes: int
+    num_blocks: int  #: of KV, in one extent
+    block_bytes: int
+    common_bytes: int = 0  #: of the workspace, that there are
+
+    @property
+    def workspace(self) -> tuple[Item, ...]:
+        """Of its own, for where the common one cannot grow so far."""
+        item = Item(Owner(self.model, Use.WORKSPACE, 0), aligned(self.workspace_bytes))
+        return (item,) if self.more_bytes else ()
+
+    @property
+    def more_bytes(self) -> int:
+        """By which the common workspace has to grow."""
+        return max(0, aligned(self.workspace_bytes) - self.common_bytes)
+
+    @property
+    def least_bytes(self) -> int:
+        tensors_bytes = sum(item.num_bytes for item in self.tensors)
+        return tensors_bytes + self.more_bytes + aligned(self.num_blocks * self.block_bytes)
+
+    @property
+    def step_bytes(self) -> int:
+        """With so much room more, another try may go well: not so little that there would be many."""
+        items = (*self.tensors, *self.workspace, *_windows(self))
+        return max(self.least_bytes // MAX_TRIES, *(item.num_bytes for item in items))
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    moves: tuple[Move, ...]  #: to be carried out first, in this order
+    #: Free then; an extent's first block is the index of its owner. The common workspace may be among them,
+    #: for its larger span: it has the beginning of it already.
+    spans: tuple[Span, ...]
+
+
+def plan_placement(
+    regions: RegionList, wish: Wish, movable: Set[ModelId], packer: Packer
+) -> Placement | None:
+    """None: no place is found, though the tensors of models that are `movable` may move."""
+    if wish.least_bytes > regions.free_bytes:
+        return None
+    for grows in (True, False) if wish.more_bytes else (True,):
+        for is_high in (True, False):
+            draft = _Draft(regions.copy(), movable)
+            if grows and not _grow_common(draft, wish):
+                break
+            if is_high and not _place_high(draft, wish, has_own=not grows):
+                continue
+            if _pack_rest(draft, wish, packer, has_own=not grows):
+                return Placement(tuple(draft.moves), tuple(draft.spans))
+    return None
+
+
+def extent_span(model: ModelId, extent: range, block_bytes: int) -> Span:
+    around = bytes_around(extent, block_bytes)
+    return Span(around.begin, around.end, Owner(model, Use.KV, extent.start))
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A placement in the making. Mutable; the functions below write it, the books as if it were done."""
+
+    books: RegionList
+    movable: Set[ModelId]
+    moves: list[Move] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+    def move(self, moves: Iterable[Move]) -> None:
+        for move in moves:
+            self.books.give(_owner(move.key))
+            self.books.take(Span(move.target, move.target + move.num_bytes, _owner(move.key)))
+            self.moves.append(move)
+
+    def take(self, span: Span) -> None:
+        self.books.take(span)
+        self.spans.append(span)
+
+    def has(self, owner: Owner) -> bool:
+        return any(span.owner == owner for span in self.spans)
+
+
+def _grow_common(draft: _Draft, wish: Wish) -> bool:
+    """False: what lies behind the common workspace must not move, or has too little room."""
+    if not wish.more_bytes:
+        return True
+    lowest = list(stretches(draft.books, draft.movable))[-1]  # something is free
+    moves = room_at_begin(lowest, wish.more_bytes)
+    if lowest[0].begin != wish.common_bytes or moves is None:
+        return False
+    draft.move(moves)
+    if COMMON in draft.books:
+        draft.books.give(COMMON)
+    draft.take(Span(0, aligned(wish.workspace_bytes), COMMON))
+    return True
+
+
+def _place_high(draft: _Draft, wish: Wish, *, has_own: bool) -> bool:
+    """What never moves, at the end of the highest stretch that has the room for it."""
+    for stretch in stretches(draft.books, draft.movable) if wish.num_blocks else ():
+        blocks = blocks_within(stretch[0].begin, stretch[-1].end, wish.block_bytes)[-wish.num_blocks :]
+        if len(blocks) < wish.num_blocks:
+            continue
+        span = extent_span(wish.model, blocks, wish.block_bytes)
+        moves = room_at_end(stretch, stretch[-1].end - span.begin)
+        if moves is not None:
+            draft.move(moves)
+            draft.take(span)
+            break
+    for item in wish.workspace if has_own else ():
+        for stretch in stretches(draft.books, draft.movable):
+            moves = room_at_end(stretch, item.num_bytes)
+            if moves is not None:
+                draft.move(moves)
+                end = stretch[-1].end
+                draft.take(Span(end - item.num_bytes, end, _owner(item.key)))
+                break
+    return bool(draft.spans)
+
+
+def _pack_rest(draft: _Draft, wish: Wish, packer: Packer, *, has_own: bool) -> bool:
+    """All that has no place yet, as the packer likes."""
+    items = [*wish.tensors, *(wish.workspace if has_own else ())]
+    items = [item for item in items if not draft.has(_owner(item.key))]
+    has_blocks = any(span.owner is not None and span.owner.use is Use.KV for span in draft.spans)
+    windows = () if has_blocks else _windows(wish)
+    if not items and not windows:
+        return True
+    spans = list(draft.books)
+    packing = packer([_region(span, draft.movable) for span in spans], [*items, *windows])
+    if packing is None:
+        return False
+    draft.moves += packing.moves
+    for item in items:
+        begin = packing.begins[item.key]
+        draft.spans.append(Span(begin, begin + item.num_bytes, _owner(item.key)))
+    for _ in windows:
+        first = -(-packing.begins[_WINDOW] // wish.block_bytes)
+        extent = range(first, first + wish.num_blocks)
+        draft.spans.append(extent_span(wish.model, extent, wish.block_bytes))
+    return True
+
+
+def _windows(wish: Wish) -> tuple[Item, ...]:
+    """Bytes that hold the blocks, and what is around them, at whichever boundary they begin."""
+    if not wish.num_blocks:
+        return ()
+    # The furthest that a boundary can be from the next block.
+    ahead_bytes = wish.block_bytes - gcd(wish.block_bytes, ALIGNMENT_BYTES)
+    return (Item(_WINDOW, aligned(ahead_bytes + wish.num_blocks * wish.block_bytes)),)
+
+
+def _region(span: Span, movable: Set[ModelId]) -> Region:
+    return Region(span.begin, span.num_bytes, span.owner, is_fixed(span, movable))
+
+
+def _owner(key: Hashable) -> Owner:
+    assert isinstance(key, Owner), f"{key=} is no owner"
+    return key

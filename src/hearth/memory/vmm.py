@@ -1,0 +1,184 @@
+"""The pool of a device whose memory is mapped by pages. Any free page fits anywhere: it never moves a byte.
+
+Weights, KV and workspace of a model lie at addresses that its digest decides; pages come and go beneath them.
+What others give up is at once free in the books. It is unmapped and mapped anew by whoever needs it next: by
+the thread of a load, just before a chunk is copied, and for KV by a thread that maps ahead.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from queue import SimpleQueue
+
+from hearth.errors import DeviceError
+from hearth.memory.mapped_tenant import Tenant, check_fits, num_pages, runs_of
+from hearth.memory.page_books import PageBooks
+from hearth.memory.page_picture import check, picture_of
+from hearth.memory.page_table import PageTable, Wipe
+from hearth.memory.page_tails import tails_of
+from hearth.memory.pages import Pages
+from hearth.memory.pool import Picture, Regards, Shape, Space
+from hearth.memory.spaces import Spaces
+from hearth.models.layout import ByteRange
+from hearth.models.weights import Slot, contiguous_slots
+from hearth.policy.evict import plan_takes
+from hearth.types import Hold, ModelId
+
+log = logging.getLogger(__name__)
+
+
+class MappedPool:
+    """A `Pool` that owns its pages. Mutable; all but `prepare` is called by the thread of the steps."""
+
+    def __init__(self, pages: Pages, regards: Regards, *, wipe: Wipe | None = None) -> None:
+        """`wipe` is called with all bytes that come free, for tests."""
+        self._pages, self._regards = pages, regards
+        self._table = PageTable(pages, wipe)
+        self._spaces = Spaces(pages)
+        self._books = PageBooks(pages, self._table, self._spaces)
+        self._num_later = 0  #: runs that could not be mapped ahead
+        #: Places to be mapped ahead of their use; None ends the thread.
+        self._ahead: SimpleQueue[list[int] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._map_ahead, name="hearth-pages", daemon=True)
+        self._thread.start()
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._pages.num_pages * self._pages.page_bytes
+
+    @property
+    def keeps_addresses(self) -> bool:
+        return True
+
+    def lacks(self, model: ModelId, shape: Shape) -> int:
+        """Chunks that others have are not counted; if `take` takes them, the next answer is a larger one."""
+        check_fits(model, shape, self._pages)
+        with self._table.lock:
+            return self._books.lacking_pages(model, shape) * self._pages.page_bytes
+
+    def place(self, model: ModelId, shape: Shape) -> Space:
+        check_fits(model, shape, self._pages)
+        with self._table.lock:
+            if num_lacking := self._books.lacking_pages(model, shape):
+                raise DeviceError(
+                    f"`{model}` lacks {num_lacking * self._pages.page_bytes} bytes of device memory, "
+                    f"{self._table.num_free * self._pages.page_bytes} of {self.budget_bytes} are free: take "
+                    "weights of others, shrink their KV, or raise `service.memory_bytes`"
+                )
+            tenant = self._books.tenant(model, shape)
+            assert not tenant.coming, f"`{model}` is still being loaded: {sorted(tenant.coming)}"
+            self._books.place_weights(tenant)
+            rest = [] if tenant.is_placed else self._books.place_rest(tenant)
+            unreal = self._books.unreal_weights(tenant)
+        self._table.make_real(rest)
+        return self._space(tenant, unreal)
+
+    def prepare(self, model: ModelId, part: ByteRange) -> None:
+        tenant = self._books.tenants[model]
+        indices = range(part.begin // tenant.page_bytes, num_pages(part.end, tenant.page_bytes))
+        places = tenant.weights_places(indices)
+        for place in places:
+            self._table.settle(place)  # loads write on a stream of their own
+        self._table.make_real(places)
+
+    def landed(self, model: ModelId, *, is_whole: bool) -> None:
+        with self._table.lock:
+            self._books.land(self._books.tenants[model], is_whole=is_whole)
+
+    def take(self, num_bytes: int, most: Hold) -> int:
+        freed_bytes = 0
+        with self._table.lock:
+            for hold in (Hold.RETAINED, Hold.WARM):
+                while hold <= most and freed_bytes < num_bytes:
+                    # A plan may free less than it should, where models share pages: then once more.
+                    takes = plan_takes(tails_of(self._books, self._regards, hold), num_bytes - freed_bytes)
+                    if not takes:
+                        break
+                    for take in takes:
+                        tenant = self._books.tenants[take.model]
+                        indices = sorted(tenant.there, reverse=True)[: take.num_units]
+                        freed_bytes += self._books.leave_weights(tenant, indices) * tenant.page_bytes
+        return freed_bytes
+
+    def grow(self, model: ModelId, num_blocks: int, ahead_blocks: int = 0) -> list[range]:
+        """Pages that are ready for other models, but not given, count as free."""
+        with self._table.lock:
+            tenant = self._books.tenants[model]
+            assert tenant.is_placed, f"`{model}` is not placed"
+            num_before = tenant.num_kv_pages
+            extents = self._books.give_blocks(tenant, num_blocks)
+            given = tenant.kv_places(range(num_before, tenant.num_kv_pages))
+            ahead = self._books.claim_ahead(tenant, ahead_blocks)
+        self._table.make_real(given)
+        if ahead:
+            self._ahead.put(ahead)
+        return extents
+
+    def shrink(self, model: ModelId, extent: range) -> None:
+        with self._table.lock:
+            tenant = self._books.tenants[model]
+            assert [extent] == self._books.extents(tenant), f"{extent=} {self._books.extents(tenant)=}"
+            self._books.shrink(tenant, extent)
+
+    def extents(self, model: ModelId) -> list[range]:
+        return self._books.extents(self._books.tenants[model])
+
+    def vacate(self, model: ModelId) -> None:
+        with self._table.lock:
+            if (tenant := self._books.tenants.get(model)) is not None:
+                self._books.vacate(tenant)
+
+    def drop(self, model: ModelId) -> None:
+        with self._table.lock:
+            if (tenant := self._books.tenants.get(model)) is not None:
+                self._books.drop(tenant)
+
+    def take_moved(self) -> dict[ModelId, Mapping[str, Slot]]:
+        return {}
+
+    def take_displaced(self) -> list[ModelId]:
+        with self._table.lock:
+            displaced, self._books.displaced = self._books.displaced, []
+        return displaced
+
+    def picture(self) -> Picture:
+        with self._table.lock:
+            ours = {"address": self._spaces.num_fallbacks, "mapping_ahead": self._num_later}
+            return picture_of(self._books, self._pages, {**ours, **self._pages.fallbacks})
+
+    def check(self) -> None:
+        """Raise if the books contradict each other. For tests."""
+        self._table.check()
+        with self._table.lock:
+            check(self._books)
+
+    def close(self) -> None:
+        """Give everything back to the device. Nobody may touch the memory or the pool any more."""
+        self._ahead.put(None)
+        self._thread.join()
+        self._table.close()
+        self._spaces.close()
+        self._pages.close()
+
+    def _space(self, tenant: Tenant, unreal: Sequence[int]) -> Space:
+        shape = tenant.shape
+        return Space(
+            slots=contiguous_slots(shape.served, tenant.weights),
+            workspace=self._pages.bytes_at(tenant.workspace_address, shape.workspace_bytes),
+            kv=self._pages.bytes_at(tenant.kv_address, shape.max_blocks * shape.block_bytes),
+            sink=0,
+            gaps=tenant.gaps(),
+            parts=tuple(map(tenant.part, runs_of(unreal))),
+        )
+
+    def _map_ahead(self) -> None:
+        """The thread's top. What fails here fails again, and is told, where the place is needed."""
+        while (places := self._ahead.get()) is not None:
+            try:
+                self._table.make_real(places)
+            except DeviceError as error:
+                self._num_later += 1
+                if self._num_later == 1:
+                    log.warning("fallback mapping_ahead=when_needed reason=%s", error)

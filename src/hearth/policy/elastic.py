@@ -1,0 +1,77 @@
+"""How much KV a model should have: when to ask for more, and what can go back. Asks nobody and takes nothing.
+
+KV follows the load upwards at once and downwards slowly. Before each step `growth` says what the step lacks,
+and how much should lie ready so that the steps after it need not wait. What goes back is decided once in an
+epoch of WINDOW_STEPS steps: blocks that were free, and wanted by nobody, in every step of it, less the
+reserve. So a load that comes back within an epoch finds its blocks still there, and a step that asks for more
+is followed by a whole epoch in which nothing goes back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Some seconds: longer than the gaps of a steady load, shorter than anybody would wait to have memory back.
+WINDOW_STEPS = 256
+#: What running sequences will fill in so many steps lies ready, so that it is mapped while they run.
+AHEAD_STEPS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class KvUse:
+    """The KV of a model between two steps."""
+
+    num_blocks: int
+    num_live: int
+    num_cached: int
+    num_wanted: int  #: by the next step
+    num_running: int  #: sequences
+
+    @property
+    def num_free(self) -> int:
+        return self.num_blocks - self.num_live - self.num_cached
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    now_blocks: int  #: that the next step lacks
+    ahead_blocks: int  #: that should lie ready beside what it has then
+
+
+class Elastic:
+    """Of one engine. Mutable; whoever steps it calls `growth` before each step and `surplus_blocks` after."""
+
+    def __init__(self, block_tokens: int) -> None:
+        assert block_tokens >= 1, f"{block_tokens=}"
+        self._block_tokens = block_tokens
+        #: Of this epoch: its steps so far, the fewest blocks that were to spare, and the largest reserve.
+        self._num_steps = 0
+        self._spare_blocks: int | None = None
+        self._reserve_blocks = 0
+
+    def growth(self, use: KvUse) -> Growth:
+        spare = self._note(use)
+        reserve = self.reserve_blocks(use.num_running)
+        return Growth(now_blocks=max(0, -spare), ahead_blocks=max(0, reserve - max(0, spare)))
+
+    def surplus_blocks(self, use: KvUse) -> int:
+        """Blocks that could go back; 0 but at the end of an epoch."""
+        spare = self._note(use)
+        self._num_steps += 1
+        if self._num_steps < WINDOW_STEPS:
+            return 0
+        least = spare if self._spare_blocks is None else self._spare_blocks
+        surplus = max(0, least - self._reserve_blocks)
+        self._num_steps, self._spare_blocks, self._reserve_blocks = 0, None, 0
+        return surplus
+
+    def _note(self, use: KvUse) -> int:
+        """What would be left free after the next step; negative if it lacks some."""
+        spare = use.num_free - use.num_wanted
+        self._spare_blocks = spare if self._spare_blocks is None else min(self._spare_blocks, spare)
+        self._reserve_blocks = max(self._reserve_blocks, self.reserve_blocks(use.num_running))
+        return spare
+
+    def reserve_blocks(self, num_running: int) -> int:
+        """What so many sequences will fill next: each takes a block every `block_tokens` steps."""
+        return -(-num_running * AHEAD_STEPS // self._block_tokens)

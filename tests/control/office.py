@@ -1,0 +1,108 @@
+"""A gateway with everything real but the processes: what is sent to workers is kept. Asserts nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from pathlib import Path
+
+from hearth.config import HearthConfig, ModelConfig
+from hearth.control.ask import Ask, Chat, Piece
+from hearth.control.catalog import Catalog
+from hearth.control.datadir import DataDir
+from hearth.control.driver import Driver
+from hearth.control.gateway import Gateway
+from hearth.control.hearing import Heard, Said
+from hearth.control.journal import Journal
+from hearth.control.metrics import Metrics
+from hearth.control.registry import Registry
+from hearth.control.stock import Stock
+from hearth.control.supervisor import Supervisor, Vigilance
+from hearth.control.texts import Texts
+from hearth.messages import Fact, Hello, KeeperSetup, Order, StepDone
+from hearth.policy.events import BrainConfig
+from hearth.policy.fleet import Fleet
+from hearth.store.keeper_client import KeeperClient
+from hearth.types import FinishReason, ModelId, SamplingParams, WorkerId
+
+CONTEXT = 32
+WORKER = WorkerId("w0")
+
+
+class Wire:
+    """A worker's link that keeps what is sent."""
+
+    worker = WORKER
+
+    def __init__(self) -> None:
+        self.orders: list[Order] = []
+
+    def send(self, order: Order) -> None:
+        self.orders.append(order)
+
+    def consumed(self, num_bytes: int) -> None:
+        pass
+
+
+class Office:
+    """A gateway that offers `tiny`, and its parts."""
+
+    def __init__(self, data_dir: DataDir) -> None:
+        config, brain = HearthConfig(), BrainConfig()
+        self.registry = Registry.open(data_dir)
+        self.journal = Journal(data_dir.journal_path(), brain, 1 << 30)
+        self.texts = Texts(2.0)
+        configs = {"tiny": ModelConfig(context=CONTEXT)}
+        catalog = Catalog(self.registry, configs, config.engine, config.service.keep_alive)
+        metrics = Metrics()
+        self.driver = Driver(Fleet(brain), self.journal, metrics, catalog.host_order, 4)
+        nobody = KeeperSetup("", "cpu", "", None, 1 << 24, "info")
+        self.supervisor = Supervisor(lambda *_: NotImplemented, nobody, 1, Vigilance(1.0, 1.0, 1), None)
+        stock = Stock(self.registry, catalog, self.driver, KeeperClient(Path("/nowhere")), data_dir)
+        self.gateway = Gateway(
+            *(config.service, stock, catalog, self.texts, self.driver, self.supervisor, metrics),
+            keys=None,
+            kind="cpu",
+        )
+
+    def join(self, budget_bytes: int = 1 << 40) -> Wire:
+        wire = Wire()
+        self.driver.joined(wire, Hello(1, WORKER, b"", b"", 1, "cpu", "a CPU", budget_bytes))  # type: ignore[arg-type] # as much of a link as is needed
+        return wire
+
+    def hear(self, wire: Wire, fact: Fact | None) -> None:
+        """A worker says something, or is gone."""
+        self.driver.hear(Heard(wire, 0, fact))  # type: ignore[arg-type] # as much of a link as is needed
+
+    def close(self) -> None:
+        self.registry.close()
+        self.journal.close()
+        self.texts.close()
+
+
+def with_office(data_dir: DataDir, scene: Callable[[Office], Awaitable[None]]) -> None:
+    async def run() -> None:
+        with closing(Office(data_dir)) as office:
+            await scene(office)
+
+    asyncio.run(run())
+
+
+def ask(prompt: str | list[int] | Chat = "!!") -> Ask:
+    return Ask("tiny", prompt, SamplingParams())
+
+
+def spoken(office: Office, wire: Wire, *tokens: int, finished: bool = False) -> None:
+    """Every run of the worker says these tokens, as the text thread hands them on."""
+    for token in tokens:
+        runs = {run: live for run, live in office.driver.runs.items() if live.worker == wire.worker}
+        is_last = finished and token == tokens[-1]
+        reasons = dict.fromkeys(runs, FinishReason.STOP) if is_last else {}
+        said = []
+        for run, live in runs.items():
+            live.emitted.append(token)
+            piece = live.transcript.push(token, reasons.get(run))
+            said.append(Said(live, Piece(piece.text, token, None, piece.finish_reason)))
+        step = StepDone(ModelId("tiny"), list(runs), [token] * len(runs), reasons)
+        office.driver.hear(Heard(wire, 0, step, said))  # type: ignore[arg-type] # as much of a link as is needed

@@ -1,0 +1,284 @@
+"""A pool, its caller, and what the caller knows to be in memory, for tests of any pool. Has no tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import pytest
+import torch
+
+from hearth.errors import DeviceError
+from hearth.memory.pool import Gap, Holding, Pool, Regard, Shape, Space
+from hearth.models.layout import ALIGNMENT_BYTES, ByteRange, Layout, TensorSpec
+from hearth.models.weights import Slot
+from hearth.types import Digest, Hold, ModelId
+
+_TENSOR_BYTES = 3 * ALIGNMENT_BYTES
+
+
+class Audited(Pool, Protocol):
+    """A pool that can say whether its books are sound."""
+
+    def check(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A model to be hosted, and its bytes."""
+
+    shape: Shape
+    content: torch.Tensor
+
+
+def sample(
+    chunks: Sequence[int],
+    chunk_bytes: int,
+    *,
+    digest: int,
+    cut_bytes: int = 0,
+    workspace_bytes: int = ALIGNMENT_BYTES,
+    block_bytes: int = ALIGNMENT_BYTES,
+    max_blocks: int = 1000,
+) -> Sample:
+    """One whose chunks are made of these seeds, so equal seeds are equal chunks; the end is cut off."""
+    parts = [np.random.default_rng(seed).integers(0, 255, chunk_bytes, np.uint8) for seed in chunks]
+    content = torch.from_numpy(np.concatenate(parts))[: len(parts) * chunk_bytes - cut_bytes]
+    begins = range(0, len(content), _TENSOR_BYTES)
+    specs = tuple(
+        TensorSpec(f"t{begin}", "int8", (min(_TENSOR_BYTES, len(content) - begin) - begin % 7,), begin)
+        for begin in begins
+    )
+    layout = Layout(specs, len(content))
+    digests = [Digest(f"{seed:032x}") for seed in chunks]
+    digests[-1] = Digest(f"{chunks[-1]:016x}{cut_bytes:016x}")
+    return Sample(
+        Shape(
+            digest=Digest(f"{digest:032x}"),
+            stored=layout,
+            served=layout,
+            chunk_bytes=chunk_bytes,
+            chunks=tuple(digests),
+            workspace_bytes=workspace_bytes,
+            block_bytes=block_bytes,
+            max_blocks=max_blocks,
+        ),
+        content,
+    )
+
+
+def wipe(freed: torch.Tensor) -> None:
+    """What a pool does with memory that comes free, so that nobody can live on what was there before."""
+    freed.fill_(0xFF)
+
+
+class Holds:
+    """What the caller of a pool says of its models: mutable, for tests to write."""
+
+    def __init__(self) -> None:
+        self.by_model: dict[ModelId, Hold] = {}
+        self.loading: set[ModelId] = set()
+
+    def regard(self, model: ModelId) -> Regard:
+        hold = self.by_model.get(model, Hold.RETAINED)
+        return Regard(hold, cost_s_per_byte=1.0 + len(model), is_loading=model in self.loading)
+
+
+class Tenancy:
+    """Each method is one thing that a worker does with its pool. What is given up is 0xFF in memory."""
+
+    def __init__(self, pool: Audited, holds: Holds, samples: Mapping[ModelId, Sample]) -> None:
+        self.pool, self.holds, self.samples = pool, holds, dict(samples)
+        self.slots: dict[ModelId, Mapping[str, Slot]] = {}  #: of placed models
+        self.spaces: dict[ModelId, Space] = {}
+        self.blocks: dict[ModelId, set[int]] = {}  #: that placed models were given, without the sink
+        self.gaps: dict[ModelId, list[Gap]] = {}  #: of models that are being loaded, still to be filled
+
+    def host(self, model: ModelId, *, is_whole: bool = True) -> bool:
+        if not self.begin(model):
+            return False
+        self.end(model, is_whole=is_whole)
+        return True
+
+    def begin(self, model: ModelId) -> bool:
+        """Place a model, and have it be loading; False: there is no room even when others give way."""
+        if model in self.gaps:
+            return False
+        held = self.holds.by_model.get(model, Hold.RETAINED)
+        self.holds.by_model[model] = Hold.BUSY
+        shape = self.samples[model].shape
+        while lack_bytes := self.pool.lacks(model, shape):
+            before = self.pool.picture()
+            with pytest.raises(DeviceError):
+                self.pool.place(model, shape)
+            assert self.pool.picture() == before
+            if not self.take(lack_bytes, Hold.WARM) and not self._clear_one(model):
+                self.holds.by_model[model] = held
+                return False
+        space = self.pool.place(model, shape)
+        self._placed(model, space)
+        return True
+
+    def end(self, model: ModelId, *, is_whole: bool) -> None:
+        """Fill the gaps, or all but the last, and say so."""
+        if model in self.gaps:
+            self.fill(model, self.gaps[model] if is_whole else self.gaps[model][:-1])
+            for part in self.spaces[model].parts:
+                self.pool.prepare(model, part)
+            del self.gaps[model]
+            self.pool.landed(model, is_whole=is_whole)
+            self.holds.loading.discard(model)
+
+    def fill(self, model: ModelId, gaps: Sequence[Gap]) -> None:
+        """What the thread of a load does."""
+        content, step = self.samples[model].content, self.samples[model].shape.chunk_bytes
+        for gap in gaps:
+            for begin in range(gap.part.begin, gap.part.end, step):
+                part = ByteRange(begin, min(begin + step, gap.part.end))
+                self.pool.prepare(model, part)
+                where = slice(part.begin - gap.part.begin, part.end - gap.part.begin)
+                gap.destination[where] = content[part.begin : part.end].to(gap.destination.device)
+
+    def take(self, num_bytes: int, most: Hold) -> int:
+        before = self.holdings()
+        freed_bytes = self.pool.take(num_bytes, most)
+        after = self.holdings()
+        lost = {model for model in before if self._weights(before, model) > self._weights(after, model)}
+        regards = {model: self.holds.regard(model) for model in before}
+        for model in lost:
+            assert regards[model].hold <= min(most, Hold.WARM), f"{model} {regards[model]}"
+            assert not regards[model].is_loading, f"{model} is loading"
+        if any(regards[model].hold == Hold.WARM for model in lost):
+            for model, regard in regards.items():
+                is_spared = regard.hold == Hold.RETAINED and not regard.is_loading
+                assert not is_spared or not self._weights(after, model), f"{lost} before {model}"
+        if freed_bytes < num_bytes:
+            assert not any(
+                self._weights(after, model)
+                for model, regard in regards.items()
+                if regard.hold <= min(most, Hold.WARM) and not regard.is_loading
+            ), "there was more to take"
+        return freed_bytes
+
+    def grow(self, model: ModelId, num_blocks: int, ahead_blocks: int = 0) -> None:
+        if model not in self.spaces:
+            return
+        blocks, space = self.blocks[model], self.spaces[model]
+        extents = self.pool.grow(model, num_blocks, ahead_blocks)
+        given = [block for extent in extents for block in extent]
+        assert len(set(given)) == len(given), f"given twice: {extents}"
+        assert not blocks & {*given, space.sink}, f"had them before: {extents}"
+        assert space.sink not in given
+        blocks.update(given)
+        assert len(blocks) < self.samples[model].shape.max_blocks
+        for block in given:
+            self._block(model, block).fill_(self._pattern(model, block))
+
+    def shrink(self, model: ModelId) -> bool:
+        if model not in self.spaces or not (extents := self.pool.extents(model)):
+            return False
+        assert set(extents[0]) <= self.blocks[model], f"{extents}"
+        self.blocks[model] -= set(extents[0])
+        free_bytes = self.pool.picture().free_bytes
+        self.pool.shrink(model, extents[0])
+        assert self.pool.picture().free_bytes > free_bytes
+        return True
+
+    def vacate(self, model: ModelId) -> None:
+        if model in self.spaces and model not in self.gaps:
+            self.holds.by_model[model] = Hold.RETAINED
+            self._forget(model)
+            self.pool.vacate(model)
+
+    def drop(self, model: ModelId) -> None:
+        if model not in self.gaps:
+            self._forget(model)
+            self.pool.drop(model)
+            assert model not in self.holdings()
+
+    def holdings(self) -> dict[ModelId, Holding]:
+        return {one.model: one for one in self.pool.picture().holdings}
+
+    def check(self) -> None:
+        """Everything that has to be there is intact, and every byte is in one hand."""
+        self.slots.update(self.pool.take_moved())
+        self.pool.check()
+        self._check_picture()
+        for model, space in self.spaces.items():
+            space.workspace.fill_(0xEE)
+            self._block(model, space.sink).fill_(0xDD)
+        holdings = self.holdings()
+        for model in self.spaces:
+            holding = holdings[model]
+            if model not in self.gaps and holding.weights_bytes == holding.total_bytes:
+                self._check_content(model, ())
+            for block in self.blocks[model]:
+                assert (self._block(model, block) == self._pattern(model, block)).all(), f"{model} {block}"
+
+    def _placed(self, model: ModelId, space: Space) -> None:
+        if model not in self.spaces:
+            self.blocks[model] = set()
+        self.spaces[model], self.slots[model] = space, space.slots
+        for before, after in pairwise(space.gaps):
+            assert before.part.end <= after.part.begin, f"{space.gaps}"
+        for gap in space.gaps:
+            assert len(gap.destination) == gap.part.end - gap.part.begin > 0, f"{gap.part}"
+        self._check_content(model, space.parts)
+        self.gaps[model] = list(space.gaps)
+        self.holds.loading.add(model)
+
+    def _check_content(self, model: ModelId, parts: Sequence[ByteRange]) -> None:
+        """All tensors, as far as they are not in a part that was not prepared yet."""
+        content = self.samples[model].content
+        is_there = torch.ones(len(content), dtype=torch.bool)
+        for part in parts:
+            is_there[part.begin : part.end] = False
+        for spec in self.samples[model].shape.served.tensors:
+            slot, where = self.slots[model][spec.name], slice(spec.offset, spec.offset + spec.nbytes)
+            found = slot.base[slot.offset : slot.offset + spec.nbytes]
+            for run in _runs(is_there[where]):  # the rest may not be mapped
+                expected = content[where][run.start : run.stop]
+                assert torch.equal(found[run.start : run.stop].cpu(), expected), f"`{model}` at {spec} {run}"
+
+    def _check_picture(self) -> None:
+        picture = self.pool.picture()
+        assert picture.budget_bytes == self.pool.budget_bytes
+        holdings_bytes = sum(one.weights_bytes + one.kv_bytes for one in picture.holdings)
+        shared_bytes = sum(one.shared_bytes for one in picture.holdings)
+        total_bytes = picture.free_bytes + picture.workspace_bytes + picture.lost_bytes + holdings_bytes
+        assert picture.budget_bytes <= total_bytes <= picture.budget_bytes + shared_bytes, f"{picture}"
+        assert list(picture.holdings) == sorted(picture.holdings, key=lambda one: one.model)
+
+    def _clear_one(self, kept: ModelId) -> bool:
+        """Shrink or vacate another model, or say that none of them has anything to give."""
+        for model in sorted(self.spaces):
+            if model != kept and model not in self.gaps:
+                if not self.shrink(model):
+                    self.vacate(model)
+                return True
+        return False
+
+    def _forget(self, model: ModelId) -> None:
+        for books in (self.spaces, self.slots, self.blocks):
+            books.pop(model, None)
+
+    def _block(self, model: ModelId, block: int) -> torch.Tensor:
+        num_bytes = self.samples[model].shape.block_bytes
+        return self.spaces[model].kv[block * num_bytes : (block + 1) * num_bytes]
+
+    @staticmethod
+    def _pattern(model: ModelId, block: int) -> int:
+        return (sum(map(ord, model)) * 31 + block) % 200
+
+    @staticmethod
+    def _weights(holdings: Mapping[ModelId, Holding], model: ModelId) -> int:
+        return holdings[model].weights_bytes if model in holdings else 0
+
+
+def _runs(is_there: torch.Tensor) -> list[range]:
+    """Where it is true without a break."""
+    edges = np.flatnonzero(np.diff(np.pad(is_there.numpy(), 1).astype(np.int8))).tolist()
+    return [range(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True)]

@@ -1,0 +1,398 @@
+"""Mapped pages on real memory of the host: addresses, sharing, and when the driver is called."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hearth.errors import DeviceError
+from hearth.memory.kv_range import KvRange
+from hearth.memory.pages import Mark
+from hearth.memory.vmm import MappedPool
+from hearth.models.layout import ByteRange
+from hearth.types import Hold, ModelId
+from tests.memory.host_pages import Done, HostPages
+from tests.memory.tenancy import Holds, Sample, Tenancy, sample, wipe
+
+PAGE = 4096
+A, B, C = (ModelId(name) for name in "abc")
+SAMPLES: dict[ModelId, Sample] = {
+    A: sample([1, 2, 3, 4, 5], PAGE, digest=1, block_bytes=1500, workspace_bytes=2 * PAGE),
+    B: sample([1, 2, 3, 7, 8], PAGE, digest=2, block_bytes=PAGE, workspace_bytes=PAGE),
+    C: sample([11, 12, 13], PAGE, digest=6, block_bytes=2 * PAGE, workspace_bytes=0),  # wants the slot of A
+}
+
+
+class Watched(HostPages):
+    """Notes what happens to pages, and lets tests wait until one is mapped."""
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages, PAGE, new_mark=self._mark)
+        self.story: list[str] = []
+        self.mapped_once = threading.Semaphore(0)
+
+    def map(self, address: int, *pages: int) -> None:
+        super().map(address, *pages)
+        self.story.append(f"map {len(pages)}")
+        self.mapped_once.release(len(pages))
+
+    def unmap(self, address: int, num_pages: int = 1) -> None:
+        super().unmap(address, num_pages)
+        self.story.append(f"unmap {num_pages}")
+
+    def _mark(self) -> Mark:
+        return _Noted(self.story)
+
+
+class _Noted(Done):
+    def __init__(self, story: list[str]) -> None:
+        self._story = story
+
+    def synchronize(self) -> None:
+        self._story.append("wait")
+
+
+@contextmanager
+def hosting(pages: HostPages) -> Iterator[Tenancy]:
+    holds = Holds()
+    with closing(MappedPool(pages, holds.regard, wipe=wipe)) as pool:
+        tenancy = Tenancy(pool, holds, SAMPLES)
+        yield tenancy
+        tenancy.check()
+
+
+@pytest.fixture
+def pages() -> Watched:
+    return Watched(24)
+
+
+@pytest.fixture
+def tenancy(pages: Watched) -> Iterator[Tenancy]:
+    with hosting(pages) as tenancy:
+        yield tenancy
+
+
+def addresses(tenancy: Tenancy, model: ModelId) -> tuple[int, ...]:
+    space = tenancy.spaces[model]
+    weights = next(iter(space.slots.values())).base
+    return weights.data_ptr(), space.kv.data_ptr(), space.workspace.data_ptr()
+
+
+def test_addresses_are_those_of_the_digest_however_often_a_model_goes(
+    tenancy: Tenancy, pages: Watched
+) -> None:
+    tenancy.host(B)
+    tenancy.host(A)
+    first = addresses(tenancy, A)
+    tenancy.vacate(A)
+    tenancy.host(A)
+    assert addresses(tenancy, A) == first
+    for model in (A, B):
+        tenancy.drop(model)
+    tenancy.host(A)
+
+    assert addresses(tenancy, A) == first
+    assert first[0] == pages.base_address + 1 * pages.space_bytes
+    assert tenancy.pool.picture().fallbacks["address"] == 0
+
+
+def test_of_two_that_want_one_slot_the_second_is_elsewhere_and_that_is_counted(
+    tenancy: Tenancy, caplog: pytest.LogCaptureFixture
+) -> None:
+    tenancy.host(A)
+    tenancy.host(C)
+    tenancy.vacate(C)
+    tenancy.host(C)
+
+    assert tenancy.pool.picture().fallbacks["address"] == 1
+    assert [record.message.split()[0] for record in caplog.records] == ["fallback"]
+
+
+def test_a_refused_address_costs_nothing_but_the_address(pages: Watched) -> None:
+    other = HostPages(1, PAGE)
+    wanted = other.base_address + 1 * other.space_bytes
+    assert other.reserve(wanted) == wanted
+    with hosting(pages) as tenancy:
+        tenancy.host(A)
+        tenancy.grow(A, 5)
+        tenancy.check()
+
+        assert addresses(tenancy, A)[0] != wanted
+        assert tenancy.pool.picture().fallbacks["address"] == 1
+        for _ in range(3):
+            tenancy.drop(A)
+            tenancy.host(A)
+        assert len(pages.reserved) == 1
+    other.free(wanted)
+    other.close()
+
+
+def test_where_all_spaces_are_taken_who_has_nothing_left_loses_the_oldest(pages: Watched) -> None:
+    names = [ModelId(f"m{number}") for number in range(pages.num_spaces + 1)]
+    with hosting(pages) as tenancy:
+        for number, model in enumerate(names):
+            tenancy.samples[model] = sample([50 + number], PAGE, digest=number)
+        for model in (*names[1:-1], names[0]):
+            tenancy.host(model)
+            tenancy.vacate(model)
+        tenancy.take(2 * PAGE, Hold.RETAINED)
+        nothing = {one.model for one in tenancy.pool.picture().holdings if not one.weights_bytes}
+        assert len(nothing) == 2
+        first = next(name for name in (*names[1:-1], names[0]) if name in nothing)
+        assert tenancy.pool.take_displaced() == []
+
+        tenancy.host(names[-1])
+        tenancy.check()
+        assert tenancy.pool.take_displaced() == [first]
+        assert tenancy.pool.take_displaced() == []
+        assert len(pages.reserved) == pages.num_spaces
+        tenancy.host(first)  # at the addresses of the other one
+        tenancy.check()
+        assert len(pages.reserved) == pages.num_spaces
+
+
+class Refusing(HostPages):
+    """Refuses the call of the driver that `num_calls_left` counts down to."""
+
+    num_calls_left = -1
+
+    def map(self, address: int, *pages: int) -> None:
+        self._count()
+        super().map(address, *pages)
+
+    def unmap(self, address: int, num_pages: int = 1) -> None:
+        self._count()
+        super().unmap(address, num_pages)
+
+    def _count(self) -> None:
+        self.num_calls_left -= 1
+        if self.num_calls_left == 0:
+            raise DeviceError("refused")
+
+
+@pytest.mark.parametrize("num_calls", range(1, 5))
+def test_what_the_driver_refuses_is_not_in_the_books(num_calls: int) -> None:
+    pages = Refusing(12, PAGE)
+    with hosting(pages) as tenancy:
+        tenancy.host(A)
+        tenancy.vacate(A)
+        pages.num_calls_left = num_calls
+        with pytest.raises(DeviceError, match="refused"):
+            tenancy.host(C)
+        if tenancy.gaps.pop(C, None) is not None:
+            tenancy.holds.loading.discard(C)
+            tenancy.pool.landed(C, is_whole=False)
+        tenancy.drop(C)
+        for model in (A, C):
+            tenancy.host(model)
+            tenancy.check()
+
+
+def test_equal_chunks_are_had_once_and_outlive_each_of_their_models(tenancy: Tenancy) -> None:
+    tenancy.host(A)
+    free_bytes = tenancy.pool.picture().free_bytes
+    tenancy.begin(B)
+
+    assert [gap.part for gap in tenancy.gaps[B]] == [ByteRange(3 * PAGE, 5 * PAGE)]
+    assert tenancy.pool.picture().free_bytes == free_bytes - 3 * PAGE  # two of weights, one for the sink
+    tenancy.end(B, is_whole=True)
+    assert [one.shared_bytes for one in tenancy.pool.picture().holdings] == [3 * PAGE, 3 * PAGE]
+
+    tenancy.drop(A)
+    tenancy.check()  # finds B intact
+    tenancy.begin(A)
+    assert [gap.part for gap in tenancy.gaps[A]] == [ByteRange(3 * PAGE, 5 * PAGE)]
+    tenancy.end(A, is_whole=True)
+
+
+def test_what_is_shared_with_a_busy_model_frees_nothing(tenancy: Tenancy) -> None:
+    tenancy.host(A)
+    tenancy.host(B)
+    tenancy.vacate(B)
+
+    assert tenancy.take(100 * PAGE, Hold.WARM) == 2 * PAGE
+    tenancy.check()  # finds A intact
+
+
+def test_what_two_idle_models_share_is_taken_from_both(tenancy: Tenancy) -> None:
+    tenancy.host(A)
+    tenancy.host(B)
+    tenancy.vacate(A)
+    tenancy.vacate(B)
+    free_bytes = tenancy.pool.picture().free_bytes
+
+    assert tenancy.take(5 * PAGE, Hold.RETAINED) == 5 * PAGE
+    assert tenancy.pool.picture().free_bytes == free_bytes + 5 * PAGE
+
+
+def test_chunks_that_are_still_loading_are_not_shared(tenancy: Tenancy) -> None:
+    tenancy.begin(A)
+    tenancy.begin(B)
+    assert [gap.part for gap in tenancy.gaps[B]] == [ByteRange(0, 5 * PAGE)]
+    tenancy.end(A, is_whole=False)
+    tenancy.end(B, is_whole=True)
+    tenancy.check()
+
+
+def test_all_models_have_one_workspace(tenancy: Tenancy) -> None:
+    tenancy.host(B)
+    assert tenancy.pool.picture().workspace_bytes == PAGE
+    tenancy.host(A)
+    assert tenancy.pool.picture().workspace_bytes == 2 * PAGE
+
+    tenancy.spaces[A].workspace[:PAGE] = 7
+    assert (tenancy.spaces[B].workspace == 7).all()
+
+    tenancy.vacate(A)
+    assert tenancy.pool.picture().workspace_bytes == PAGE
+
+
+def test_pages_that_come_back_to_their_places_cost_no_call(tenancy: Tenancy, pages: Watched) -> None:
+    tenancy.host(A)
+    tenancy.grow(A, 10)
+    tenancy.vacate(A)
+    tenancy.take(3 * PAGE, Hold.RETAINED)
+    pages.story.clear()
+
+    tenancy.host(A)
+    tenancy.grow(A, 10)
+
+    assert [one for one in pages.story if one != "wait"] == []  # waits are for what wiped them
+
+
+class _Held:
+    """A `Mark` of a device that is busy until `is_done`."""
+
+    def __init__(self) -> None:
+        self.is_waited_for, self.is_done = threading.Event(), threading.Event()
+
+    def synchronize(self) -> None:
+        self.is_waited_for.set()
+        assert self.is_done.wait(timeout=30), "nobody ended it"
+
+
+def test_nothing_is_unmapped_that_the_device_still_uses() -> None:
+    mark = _Held()
+    pages = HostPages(8, PAGE, new_mark=lambda: mark)
+    with hosting(pages) as tenancy:
+        tenancy.samples[A] = sample([1, 2], PAGE, digest=1, workspace_bytes=0)
+        tenancy.samples[B] = sample([7, 8, 9, 10], PAGE, digest=2, workspace_bytes=0)
+        tenancy.host(A)
+        tenancy.grow(A, 4)
+        tenancy.shrink(A)
+        tenancy.shrink(A)
+        before = dict(pages.mapped)
+        placing = threading.Thread(target=tenancy.host, args=(B,))
+        placing.start()
+        assert mark.is_waited_for.wait(timeout=30)
+
+        during = dict(pages.mapped)
+        mark.is_done.set()
+        placing.join()
+        assert before.items() <= during.items()
+        assert not before.items() <= pages.mapped.items()
+        assert B in tenancy.holdings()
+
+
+def test_the_books_change_without_the_driver_and_a_load_waits_for_the_device(pages: Watched) -> None:
+    with hosting(pages) as tenancy:
+        tenancy.host(A)
+        tenancy.grow(A, 1000)  # all there is
+        pages.story.clear()
+        for _ in range(8):
+            tenancy.shrink(A)
+        assert pages.story == []
+        tenancy.begin(C)  # maps its sink, of two pages
+        assert pages.story == ["wait", "wait", "unmap 2", "map 2"]
+        pages.story.clear()
+        tenancy.end(C, is_whole=True)
+
+        assert pages.story == ["wait", "unmap 1", "map 1"] * 3  # chunk by chunk, as this test prepares them
+
+
+def test_kv_is_mapped_ahead_and_given_without_a_call(tenancy: Tenancy, pages: Watched) -> None:
+    tenancy.host(B)
+    while pages.mapped_once.acquire(blocking=False):
+        pass
+    tenancy.grow(B, 1, ahead_blocks=3)
+    for _ in range(4):
+        assert pages.mapped_once.acquire(timeout=60)
+    tenancy.pool.check()  # returns when the mapping under way is in the books
+    pages.story.clear()
+
+    tenancy.grow(B, 3)
+
+    assert pages.story == []
+    assert tenancy.blocks[B] == {1, 2, 3, 4}
+
+
+def test_what_is_only_ready_goes_first_when_others_need_it(tenancy: Tenancy) -> None:
+    tenancy.host(B)
+    tenancy.grow(B, 1, ahead_blocks=1000)
+    assert tenancy.pool.picture().free_bytes == 0
+    assert tenancy.holdings()[B].kv_bytes > 10 * PAGE
+
+    assert tenancy.pool.lacks(C, SAMPLES[C].shape) == 0
+    tenancy.host(C)
+    tenancy.grow(C, 2)
+
+    assert len(tenancy.blocks[C]) == 2
+    tenancy.check()
+
+
+def test_loads_and_growth_go_on_side_by_side(tenancy: Tenancy) -> None:
+    tenancy.host(B)
+    tenancy.begin(A)
+    loading = threading.Thread(target=tenancy.fill, args=(A, tenancy.gaps[A]))
+    loading.start()
+    for _ in range(50):
+        tenancy.grow(B, 4, ahead_blocks=4)
+        while tenancy.shrink(B):
+            pass
+    loading.join()
+    tenancy.end(A, is_whole=True)
+    tenancy.check()
+
+
+def test_a_model_beyond_the_addresses_of_a_space_is_refused(tenancy: Tenancy) -> None:
+    huge = sample([1], PAGE, digest=1, max_blocks=10**9)
+    with pytest.raises(DeviceError, match=r"the KV of `a` could take 4096000000000 bytes"):
+        tenancy.pool.lacks(A, huge.shape)
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 60))
+def test_extents_cover_all_blocks_and_are_taken_back_as_they_were_given(
+    block_bytes: int, page_bytes: int, max_blocks: int
+) -> None:
+    kv = KvRange(block_bytes, page_bytes, max_blocks)
+    num_pages = [kv.sink_pages]
+    while (more := kv.one_more(num_pages[-1])) is not None:
+        assert kv.num_blocks(more) > kv.num_blocks(num_pages[-1])
+        assert more * page_bytes >= kv.num_blocks(more) * block_bytes
+        num_pages.append(more)
+
+    assert kv.num_blocks(num_pages[-1]) == max_blocks
+    for before, after in pairwise(num_pages):
+        assert kv.one_less(after) == before
+    assert kv.one_less(num_pages[0]) is None
+
+
+def test_views_of_unmapped_memory_can_be_made(pages: Watched) -> None:
+    address = pages.reserve(None)
+    view = pages.bytes_at(address, pages.space_bytes)
+    pages.map(address + PAGE, 3)
+    pages.map(address + 5 * PAGE, 3)
+    view[PAGE : 2 * PAGE] = torch.arange(PAGE, dtype=torch.int64).to(torch.uint8)
+
+    assert torch.equal(view[5 * PAGE : 6 * PAGE], view[PAGE : 2 * PAGE])
+    for place in (address + PAGE, address + 5 * PAGE):
+        pages.unmap(place)
+    pages.free(address)
+    pages.close()

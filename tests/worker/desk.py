@@ -1,0 +1,171 @@
+"""A worker's step loop on a thread of the test, over tiers of the test, with a pool of its choice."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Queue, SimpleQueue
+from typing import TypeVar
+
+import torch
+
+from hearth.config import EngineConfig
+from hearth.memory.pool import Pool, Regards
+from hearth.memory.vmm import MappedPool
+from hearth.messages import (
+    CancelRequest,
+    DropModel,
+    Fact,
+    ModelFailed,
+    ModelLoaded,
+    Ping,
+    Pong,
+    RegardModel,
+    RetireModel,
+    RunFailed,
+    Sampling,
+    Shutdown,
+    StartRequest,
+    StepDone,
+)
+from hearth.store.borrower import Borrower
+from hearth.store.lender import Lender
+from hearth.store.loader import Loader
+from hearth.store.tiers import Tiers
+from hearth.types import Hold, ModelId, TokenLogprobs
+from hearth.worker.host import Workshop
+from hearth.worker.worker import DeviceLost, Inbox, Worker
+from tests.store.stored import PATIENCE_S
+from tests.worker.harness import CONFIG, folder, host_order
+
+F = TypeVar("F", bound=Fact)
+NewPool = Callable[[Regards], Pool]
+
+
+@dataclass(slots=True)
+class Answer:
+    """Mutable; written by the desk."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    is_ended: bool = False
+    num_admissions: int = 0
+
+
+@dataclass(slots=True)
+class Desk:
+    """The gateway's side. Mutable: facts are taken from it, and the worker's end is noted."""
+
+    inbox: Inbox
+    facts: Queue[Fact]
+    lost: Future[DeviceLost] = field(default_factory=Future)
+    answers: dict[int, Answer] = field(default_factory=dict)
+    loads: list[ModelLoaded] = field(default_factory=list)
+    pool: Pool | None = None  #: for looking on, while the worker rests
+    _runs: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def hear(self) -> Fact:
+        fact = self.facts.get(timeout=PATIENCE_S)
+        if isinstance(fact, StepDone):
+            logprobs = fact.logprobs or [None] * len(fact.runs)
+            for run, token, logprob in zip(fact.runs, fact.tokens, logprobs, strict=True):
+                self.answers[run].tokens.append(token)
+                self.answers[run].logprobs.append(logprob)
+            for run in fact.finished:
+                assert not self.answers[run].is_ended, f"{run=} ended twice"
+                self.answers[run].is_ended = True
+            for one in fact.admitted:
+                self.answers[one.run].num_admissions += 1
+        elif isinstance(fact, ModelLoaded):
+            self.loads.append(fact)
+        return fact
+
+    def until(self, kind: type[F]) -> F:
+        while not isinstance(fact := self.hear(), kind):
+            pass
+        return fact
+
+    def ping(self) -> Pong:
+        """After everything that was ordered before."""
+        self.inbox.put(Ping(0))
+        return self.until(Pong)
+
+    def host(self, name: str, where: Path, **changes: object) -> None:
+        self.inbox.put(host_order(name, where, **changes))
+
+    def load(self, name: str, where: Path, **changes: object) -> ModelLoaded:
+        self.host(name, where, **changes)
+        return self.until(ModelLoaded)
+
+    def retire(self, name: str) -> None:
+        self.inbox.put(RetireModel(ModelId(name)))
+
+    def drop(self, name: str) -> None:
+        self.inbox.put(DropModel(ModelId(name)))
+
+    def regard(self, name: str, hold: Hold) -> None:
+        self.inbox.put(RegardModel(ModelId(name), hold))
+
+    def start(self, name: str, prompt: Sequence[int], sampling: Sampling) -> int:
+        run = next(self._runs)
+        self.answers[run] = Answer()
+        self.inbox.put(StartRequest(run, ModelId(name), tuple(prompt), (), sampling))
+        return run
+
+    def cancel(self, run: int) -> None:
+        self.inbox.put(CancelRequest(run))
+
+    def until_ended(self, *runs: int) -> list[Answer]:
+        while not all(self.answers[run].is_ended for run in runs):
+            fact = self.hear()
+            assert not isinstance(fact, ModelFailed | RunFailed), f"{fact}"
+        return [self.answers[run] for run in runs]
+
+    def ask(self, name: str, prompt: Sequence[int], sampling: Sampling) -> Answer:
+        return self.until_ended(self.start(name, prompt, sampling))[0]
+
+
+@contextmanager
+def working_at(
+    tiers: Tiers,
+    new_pool: NewPool,
+    device: torch.device | None = None,
+    config: EngineConfig = CONFIG,
+    max_facts: int = 0,
+) -> Iterator[Desk]:
+    """With `max_facts`, the worker waits when so many lie there untaken."""
+    device = device or torch.device("cpu")
+    with folder() as place, closing(Lender(tiers, place / "s")), closing(Borrower(place / "s")) as borrower:
+        desk = Desk(SimpleQueue(), Queue(max_facts))
+
+        def kept_pool(regards: Regards) -> Pool:
+            desk.pool = new_pool(regards)
+            return desk.pool
+
+        shop = Workshop(device, config, kept_pool, borrower, Loader(device))
+        worker = Worker(shop, desk.inbox, desk.facts.put)
+
+        def run() -> None:
+            try:
+                worker.run()
+            except DeviceLost as error:
+                desk.lost.set_result(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield desk
+        finally:
+            desk.inbox.put(Shutdown())
+            while thread.is_alive():  # it may wait for somebody to take its facts
+                while not desk.facts.empty():
+                    desk.facts.get()
+                thread.join(0.01)
+            if isinstance(desk.pool, MappedPool):
+                del worker, shop  # nobody has a tensor of it any more
+                desk.pool.close()

@@ -1,0 +1,285 @@
+"""Answers under memory that is taken, moved, shared and given back all the time, against undisturbed ones.
+
+Models start, idle, are retired, come back, give up tails, grow and shrink their KV and are preempted, within
+budgets that force all of it, and whatever comes free is overwritten with 0xFF.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from hearth.config import EngineConfig
+from hearth.engine.assemble import ModelSpec, block_bytes, workspace_bytes
+from hearth.memory.arena import ArenaPool
+from hearth.memory.cuda_pages import CudaPages
+from hearth.memory.pool import Pool, Regards
+from hearth.memory.vmm import MappedPool
+from hearth.store.manifest import read_manifest
+from hearth.types import Hold
+from tests.engine.harness import assert_greedy, prompts_for
+from tests.memory.host_pages import HostPages
+from tests.models.zoo import WIDE
+from tests.store.stored import converted, tiers_at
+from tests.worker.desk import Answer, Desk, NewPool, working_at
+from tests.worker.harness import greedy
+
+CONTEXT = 64
+CONFIG = EngineConfig(max_batch_tokens=32, max_seqs=12, block_tokens=4)
+VOCABULARY = 160
+TWIN = "-twin"
+
+
+def wiped(memory: torch.Tensor) -> None:
+    memory.fill_(0xFF)
+
+
+def source(name: str) -> str:
+    """The same model may be deployed under several names."""
+    return name.removesuffix(TWIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Models and a pool with room for a few pages more than they are promised."""
+
+    names: tuple[str, ...]
+    page_bytes: int
+    device: torch.device
+    new_pool: Callable[[Setting, int, Regards], Pool]
+
+    def where(self, name: str) -> Path:
+        return converted(source(name), chunk_bytes=self.page_bytes)
+
+    def spec(self, name: str) -> ModelSpec:
+        return ModelSpec(read_manifest(self.where(name)).arch, torch.float32, CONTEXT, frozenset())
+
+    def block_bytes(self, name: str) -> int:
+        return block_bytes(self.spec(name), CONFIG)
+
+    def floor_bytes(self, name: str) -> int:
+        """One full context, and the sink."""
+        return (1 + CONTEXT // CONFIG.block_tokens) * self.block_bytes(name)
+
+    def promise_bytes(self, name: str) -> int:
+        """As the gateway would count it, with what the seams of KV extents may cost in an arena."""
+        parts = (
+            read_manifest(self.where(name)).num_bytes,
+            workspace_bytes(self.spec(name), CONFIG, self.device),
+            self.floor_bytes(name),
+        )
+        slack_bytes = 16 * self.block_bytes(name) if self.new_pool is arena else 0
+        return sum(map(self._rounded, parts)) + slack_bytes
+
+    def _rounded(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.page_bytes) * self.page_bytes
+
+
+def arena(setting: Setting, budget_bytes: int, regards: Regards) -> Pool:
+    return ArenaPool(setting.device, budget_bytes, regards, wipe=wiped)
+
+
+def mapped(setting: Setting, budget_bytes: int, regards: Regards) -> Pool:
+    page_bytes = setting.page_bytes
+    if setting.device.type == "cuda":
+        return MappedPool(CudaPages(setting.device, budget_bytes, page_bytes), regards, wipe=wiped)
+    return MappedPool(HostPages(budget_bytes // page_bytes, page_bytes), regards, wipe=wiped)
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+SMALL = ("llama-gqa", "opt-pre", "qwen3", "neox-parallel", "llama-gqa" + TWIN)
+SETTINGS = {
+    "arena": Setting(SMALL, 64 << 10, CPU, arena),
+    "mapped": Setting(SMALL, 64 << 10, CPU, mapped),
+    "mapped-finely": Setting(SMALL, 16 << 10, CPU, mapped),
+    "cuda-mapped": Setting(tuple(WIDE), 2 << 20, CUDA, mapped),
+    "cuda-arena": Setting(tuple(WIDE), 2 << 20, CUDA, arena),
+}
+KINDS = [
+    "arena",
+    "mapped",
+    *(pytest.param(kind, marks=pytest.mark.gpu) for kind in ("cuda-mapped", "cuda-arena")),
+]
+
+
+@dataclass(slots=True)
+class Asked:
+    name: str
+    prompt: list[int]
+    run: int
+
+
+@dataclass(slots=True)
+class Player:
+    """A gateway that promises no more than there is, and otherwise does as it pleases. Mutable."""
+
+    desk: Desk
+    setting: Setting
+    budget_bytes: int
+    random: random.Random
+    hosted: dict[str, None] = field(default_factory=dict)
+    open: list[Asked] = field(default_factory=list)
+    done: list[Asked] = field(default_factory=list)
+
+    def play(self, num_turns: int) -> None:
+        acts = [self.ask] * 6 + [self.wait] * 2
+        acts += [self.look_down, self.retire, self.drop, self.cancel, self.change_its_mind]
+        for _ in range(num_turns):
+            self.random.choice(acts)()
+        self.finish()
+
+    def ask(self) -> None:
+        name = self.random.choice(self.setting.names)
+        self.host(name)
+        (prompt,) = prompts_for(VOCABULARY, [self.random.randint(1, 24)], self.random.randrange(1 << 30))
+        run = self.desk.start(name, prompt, greedy(self.random.randint(4, 36), ignore_eos=True))
+        self.open.append(Asked(name, prompt, run))
+
+    def host(self, name: str) -> None:
+        if name in self.hosted:
+            return
+        setting = self.setting
+        while sum(map(setting.promise_bytes, [*self.hosted, name])) > self.budget_bytes:
+            if not self.idle():
+                self.wait()
+            for other in self.idle()[:1]:
+                self.desk.retire(other)
+                del self.hosted[other]
+        floor_bytes = setting.floor_bytes(name)
+        self.desk.host(
+            *(name, setting.where(name)),
+            kv_floor_bytes=floor_bytes,
+            max_kv_bytes=12 * floor_bytes,
+            max_context=CONTEXT,
+        )
+        self.hosted[name] = None
+
+    def wait(self) -> None:
+        """For one of them to end."""
+        if self.open:
+            self.desk.until_ended(self.open[0].run)
+        self.done += [one for one in self.open if self.desk.answers[one.run].is_ended]
+        self.open = [one for one in self.open if not self.desk.answers[one.run].is_ended]
+
+    def idle(self) -> list[str]:
+        busy = {one.name for one in self.open}
+        names = [name for name in self.hosted if name not in busy]
+        self.random.shuffle(names)
+        return names
+
+    def look_down(self) -> None:
+        for name in self.idle():
+            self.desk.regard(name, self.random.choice([Hold.RETAINED, Hold.WARM]))
+
+    def retire(self) -> None:
+        for name in self.idle()[:1]:
+            self.desk.retire(name)
+            del self.hosted[name]
+
+    def drop(self) -> None:
+        if self.random.random() < 0.3:
+            for name in self.idle()[:1]:
+                self.desk.drop(name)
+                del self.hosted[name]
+
+    def cancel(self) -> None:
+        if self.open:
+            one = self.open.pop(self.random.randrange(len(self.open)))
+            self.desk.cancel(one.run)
+
+    def change_its_mind(self) -> None:
+        """A model is retired while it is looked for, or loaded."""
+        names = [name for name in self.setting.names if name not in self.hosted]
+        if names:
+            self.host(name := self.random.choice(names))
+            if self.random.random() < 0.5:
+                self.desk.ping()
+            self.desk.retire(name)
+            del self.hosted[name]
+
+    def finish(self) -> None:
+        while self.open:
+            self.wait()
+
+
+@contextmanager
+def playing(kind: str, budget_bytes: int, root: Path, seed: int) -> Iterator[Player]:
+    setting = SETTINGS[kind]
+    new_pool: NewPool = partial(setting.new_pool, setting, budget_bytes)
+    with (
+        tiers_at(root, num_slots=(16 << 20) // max(setting.page_bytes, 256 << 10)) as tiers,
+        working_at(tiers, new_pool, setting.device, CONFIG) as desk,
+    ):
+        yield Player(desk, setting, budget_bytes, random.Random(seed))
+        desk.ping()
+        assert isinstance(desk.pool, ArenaPool | MappedPool)
+        desk.pool.check()  # the worker sleeps
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_answer_is_right_however_memory_is_shared_out(kind: str, seed: int, tmp_path: Path) -> None:
+    setting = SETTINGS[kind]
+    budget_bytes = max(map(setting.promise_bytes, setting.names)) + 6 * setting.page_bytes
+    with playing(kind, budget_bytes, tmp_path, seed) as player:
+        player.play(60)
+        desk = player.desk
+
+        for one in player.done:
+            assert_greedy(source(one.name), one.prompt, desk.answers[one.run].tokens)
+        assert any(load.reused_bytes and load.rungs for load in desk.loads), "no tail was ever taken"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_models_compute_side_by_side_and_grow_into_each_others_spare_memory(
+    kind: str, tmp_path: Path
+) -> None:
+    setting = SETTINGS[kind]
+    names = setting.names[:2]
+    budget_bytes = sum(map(setting.promise_bytes, names))
+    with playing(kind, budget_bytes, tmp_path, seed=0) as player:
+        for name in names:
+            player.host(name)
+        prompts = prompts_for(VOCABULARY, [20] * 6, seed=1)
+        asked = []
+        for name in (names[0], names[0], *names):
+            for prompt in prompts:
+                asked.append(
+                    Asked(name, prompt, player.desk.start(name, prompt, greedy(40, ignore_eos=True)))
+                )
+        player.desk.until_ended(*(one.run for one in asked))
+
+        for one in asked:
+            assert_greedy(source(one.name), one.prompt, player.desk.answers[one.run].tokens)
+        assert any(player.desk.answers[one.run].num_admissions > 1 for one in asked), "nobody was preempted"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_plans_give_the_same_bits_whatever_happens_to_the_memory(kind: str, tmp_path: Path) -> None:
+    """One request at a time and no prefix twice: the plans are the same, only the memory is not."""
+    setting = SETTINGS[kind]
+    names, promises = setting.names, [setting.promise_bytes(name) for name in setting.names]
+    order = [*names, *names[:2], names[0], *reversed(names), names[1]]
+    prompts = prompts_for(VOCABULARY, [5 + at for at in range(len(order))], seed=2)
+    told: list[list[Answer]] = []
+    reused: list[int] = []
+    for budget_bytes in (2 * sum(promises), max(promises) + 4 * setting.page_bytes):
+        with playing(kind, budget_bytes, tmp_path / str(budget_bytes), seed=0) as player:
+            answers = []
+            for name, prompt in zip(order, prompts, strict=True):
+                player.host(name)
+                answers.append(player.desk.ask(name, prompt, greedy(12, ignore_eos=True, logprobs=3)))
+            told.append(answers)
+            reused.append(sum(load.reused_bytes > 0 for load in player.desk.loads))
+
+    undisturbed, disturbed = told
+    assert reused[1] > 0, "nothing was ever left of a retired model"
+    assert [one.tokens for one in disturbed] == [one.tokens for one in undisturbed]
+    assert [one.logprobs for one in disturbed] == [one.logprobs for one in undisturbed]
