@@ -1,9 +1,10 @@
 """How many events per second the brain decides, and how the cost of one grows with the number of models.
 
 A thousand workers, as a simulation drives them: requests arrive at random, run or are cancelled, loads take
-time and report their progress, workers are lost and replaced. The number of models grows; workers and the
-rate of requests stay the same. Only `step` is timed, by the processor time of its thread, so that other
-programs on the machine do not count.
+time and report their progress, workers are lost and replaced. Whenever a load ends, its worker reports what
+lies in its memory: also what is left of models that were evicted, until others need their bytes. The number
+of models grows; workers and the rate of requests stay the same. Only `step` is timed, by the processor time
+of its thread, so that other programs on the machine do not count.
 
 Models are asked for by Zipf's law: a few are popular. The aims are for that. Beside it stands `overloaded`:
 all models are asked for alike and more often than they can be loaded and served, so that the queue is full.
@@ -27,6 +28,7 @@ from hearth.policy.brain import step
 from hearth.policy.events import (
     Action,
     BrainConfig,
+    DeviceReported,
     Dispatch,
     Event,
     Footprint,
@@ -87,6 +89,9 @@ class Simulation:
         self._footprints = {
             n: Footprint(b + 10**9, 10**9, b // 4 + 10**9) for n, b in self._bytes_by_model.items()
         }
+        #: By worker: bytes of models on its device, those first that have been there longest.
+        self._devices: dict[WorkerId, dict[ModelId, int]] = defaultdict(dict)
+        self._timer_s: float | None = None
         #: (time, number, event); equal times go by number.
         self._events: list[tuple[float, int, Event]] = []
         self._num_events = self._num_requests = self._num_workers = 0
@@ -101,9 +106,11 @@ class Simulation:
         self._post(self._loss(0.0))
 
     def run(self, num_events: int) -> list[Timing]:
-        timings = []
-        for _ in range(num_events):
+        timings: list[Timing] = []
+        while len(timings) < num_events:
             now_s, _, event = heapq.heappop(self._events)
+            if isinstance(event, TimerFired) and now_s != self._timer_s:
+                continue  # A later order has replaced it.
             begin = time.thread_time()
             actions = step(self._fleet, event)
             timings.append(Timing(type(event).__name__, time.thread_time() - begin))
@@ -131,6 +138,7 @@ class Simulation:
                 case LoadModel(model, worker):
                     self._load(now_s, model, worker)
                 case SetTimer(at_s):
+                    self._timer_s = at_s
                     self._post(TimerFired(at_s))
                 case _:
                     pass
@@ -156,6 +164,21 @@ class Simulation:
         self._post(
             ResidencyReported(now_s + load_s, model, {Rung.HOST: num_bytes // 2, Rung.DISK: num_bytes})
         )
+        self._post(DeviceReported(now_s + load_s, worker, self._fill_device(worker, model, num_bytes)))
+
+    def _fill_device(self, worker: WorkerId, model: ModelId, num_bytes: int) -> Mapping[ModelId, int]:
+        """All of the model is on the device; what does not fit beside it leaves, the oldest first."""
+        there = self._devices[worker]
+        there.pop(model, None)
+        there[model] = num_bytes
+        lacking_bytes = sum(there.values()) - WORKER_BYTES
+        for oldest in list(there):
+            taken_bytes = max(0, min(lacking_bytes, there[oldest]))
+            lacking_bytes -= taken_bytes
+            there[oldest] -= taken_bytes
+            if not there[oldest]:
+                del there[oldest]
+        return dict(there)
 
     def _join(self, now_s: float) -> None:
         self._num_workers += 1

@@ -114,10 +114,11 @@ def step_times(engine: Engine, num_requests: int) -> dict[str, float]:
     size = graphs.size_for(num_requests)
     assert size is not None
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    graphs.replay(size)
+    decode = engine.runner.decode
+    graphs.replay(size, decode)
     begin.record()
     for _ in range(20):
-        graphs.replay(size)
+        graphs.replay(size, decode)
     end.record()
     torch.cuda.synchronize()
     return {"requests": num_requests, "graph_ms": begin.elapsed_time(end) / 20}

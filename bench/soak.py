@@ -176,13 +176,13 @@ def books(began: Mapping[str, float], ended: Mapping[str, float], tally: Tally) 
 
 
 def budget_bytes(data_dir: Path) -> int:
-    """Holds so many of the models with all the KV that they want, and not one more with the least."""
+    """Holds so many of the models, with all the KV that they may have or hardly less room than one more."""
     with Registry.open(DataDir.open(data_dir)) as registry:
         facts = [deployed.facts for deployed in registry.all()]
     sizes = [footprint(fact, "cpu", LIMITS) for fact in facts]
-    room = NUM_FITTING * max(size.fixed_bytes + size.kv_bytes for size in sizes)
-    least = min(size.fixed_bytes + size.min_kv_bytes for size in sizes)
-    assert room < (NUM_FITTING + 1) * least, f"{room=} {least=}"
+    most = NUM_FITTING * max(size.fixed_bytes + size.max_kv_bytes for size in sizes)
+    room = min(most, (NUM_FITTING + 1) * min(size.least_bytes for size in sizes) - 1)
+    assert room >= NUM_FITTING * max(size.least_bytes for size in sizes), f"{room=} {sizes=}"
     return room
 
 
