@@ -1,7 +1,7 @@
 """A random Llama-2-7B on a CUDA device: elastic KV beside KV that is reserved. Serves nothing.
 
-    throughput   decode throughput over the batch size: elastic, all given at the start, and plain memory of
-                 torch's own; the gaps between tokens
+    throughput   decode throughput over the batch size: elastic, and all given at the start; the gaps between
+                 tokens
     saturation   waves of more requests than KV can hold, also while other models have filled the memory
     shares       how much of the device is left for weights of idle models
 
@@ -32,7 +32,7 @@ SCALE = Scale(
     batches=(Batch(1, 7), Batch(4, 5), Batch(16, 5), Batch(64, 3), Batch(128, 3), Batch(256, 3)),
     prompt_tokens=128,
     new_tokens=128,
-    arms=(Arm.ELASTIC, Arm.FIXED, Arm.PLAIN),
+    arms=(Arm.ELASTIC, Arm.FIXED),
     num_fitting=85,
     surges=(Surge(1.0, 2, False), Surge(1.5, 2, False), Surge(3.0, 2, False), Surge(3.0, 1, True)),
     num_surge_rounds=2,

@@ -52,8 +52,8 @@ class Scale:
     min_kv_bytes: int = 128 * MIB  #: of a running request; how much more is random
     max_kv_bytes: int = 384 * MIB
     levels: tuple[str, ...] = tuple(LEVELS)
-    num_warm_runs: int = 16  #: runs of requests until memory is full
-    num_runs: int = 32  #: that count
+    num_warm_runs: int = 12  #: runs of requests until memory is full
+    num_runs: int = 24  #: that count
     verify_every: int = 16  #: loads, of which all bytes are then compared
     num_repeats: int = 7
     copied_bytes: int = 4 * GIB

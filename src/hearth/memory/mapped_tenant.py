@@ -14,7 +14,7 @@ import torch
 from hearth.errors import DeviceError
 from hearth.memory.kv_range import KvRange
 from hearth.memory.pages import Pages
-from hearth.memory.pool import Gap, Shape
+from hearth.memory.pool import Gap, Shape, Space
 from hearth.models.layout import ByteRange
 from hearth.types import ModelId
 
@@ -36,6 +36,10 @@ class Tenant:
     num_kv_pages: int = 0  #: beneath the blocks that were given, the sink's included
     num_kv_blocks: int = 0  #: that were given, the sink included
     num_ready_pages: int = 0  #: behind those, for what will be given next
+    #: Pages of weights that it got from another model, by index; some of them may have no mapping yet.
+    borrowed: set[int] = field(default_factory=set)
+    #: What it was told of its memory when it was placed last; that of a shape never changes.
+    space: Space | None = None
 
     @property
     def kv(self) -> KvRange:

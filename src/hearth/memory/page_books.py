@@ -56,6 +56,8 @@ class PageBooks:
         return num_pages(shape.block_bytes, page_bytes) + max(0, num_more)
 
     def _missing(self, tenant: Tenant) -> list[int]:
+        if len(tenant.there) == tenant.num_weights_pages:
+            return []
         return [index for index in range(tenant.num_weights_pages) if index not in tenant.there]
 
     def _shareable(self, tenant: Tenant, missing: Sequence[int]) -> dict[int, int]:
@@ -83,8 +85,9 @@ class PageBooks:
             weights = self._pages.bytes_at(address, shape.stored.num_bytes)
             tenant = Tenant(model, shape, address, self._pages.space_bytes, self._pages.page_bytes, weights)
             self.tenants[model] = tenant
-        assert tenant.shape == shape or not tenant.is_placed, f"`{model}` is placed with another shape"
-        tenant.shape = shape
+        if tenant.shape != shape:
+            assert not tenant.is_placed, f"`{model}` is placed with another shape"
+            tenant.shape, tenant.space = shape, None
         return tenant
 
     def _displace_one(self) -> None:
@@ -105,17 +108,14 @@ class PageBooks:
         self._make_free(len(to_load))
         self.table.claim(tenant.weights_places(to_load))
         tenant.there.update(shared)
+        tenant.borrowed.update(shared)
         tenant.coming.update(to_load)
 
     def unreal_weights(self, tenant: Tenant) -> list[int]:
         """Indices of pages that are coming, or are still to be mapped, because another model has them."""
-        indices = range(tenant.num_weights_pages)
-        places = tenant.weights_places(indices)
-        return [
-            index
-            for index, place in zip(indices, places, strict=True)
-            if index in tenant.coming or not self.table.is_real(place)
-        ]
+        places = dict(zip(tenant.borrowed, tenant.weights_places(tenant.borrowed), strict=True))
+        tenant.borrowed = {index for index, place in places.items() if not self.table.is_real(place)}
+        return sorted(tenant.coming | tenant.borrowed)
 
     def place_rest(self, tenant: Tenant) -> list[int]:
         """Workspace and sink; returns their places."""
@@ -188,6 +188,7 @@ class PageBooks:
             if len(self.table.places_of(page)) == 1:
                 self.landed.discard(tenant.shape, index, page)
         tenant.there.difference_update(indices)
+        tenant.borrowed.difference_update(indices)
         return self.table.leave(places, is_idle=True)
 
     def give_blocks(self, tenant: Tenant, num_blocks: int) -> list[range]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 
 from hearth.errors import DeviceError
@@ -164,14 +165,18 @@ class MappedPool:
 
     def _space(self, tenant: Tenant, unreal: Sequence[int]) -> Space:
         shape = tenant.shape
-        return Space(
-            slots=contiguous_slots(shape.served, tenant.weights),
-            workspace=self._pages.bytes_at(tenant.workspace_address, shape.workspace_bytes),
-            kv=self._pages.bytes_at(tenant.kv_address, shape.max_blocks * shape.block_bytes),
-            sink=0,
-            gaps=tenant.gaps(),
-            parts=tuple(map(tenant.part, runs_of(unreal))),
-        )
+        if tenant.space is None:  # addresses never change, and looking at them takes its time
+            tenant.space = Space(
+                slots=contiguous_slots(shape.served, tenant.weights),
+                workspace=self._pages.bytes_at(tenant.workspace_address, shape.workspace_bytes),
+                kv=self._pages.bytes_at(tenant.kv_address, shape.max_blocks * shape.block_bytes),
+                sink=0,
+                gaps=(),
+                parts=(),
+            )
+        if not unreal:
+            return tenant.space
+        return replace(tenant.space, gaps=tenant.gaps(), parts=tuple(map(tenant.part, runs_of(unreal))))
 
     def _map_ahead(self) -> None:
         """The thread's top. What fails here fails again, and is told, where the place is needed."""
