@@ -278,12 +278,13 @@ class Worker:
 
     def _tell_step(self, model: ModelId, outcome: StepOutcome, step_s: float) -> None:
         now_s = time.perf_counter()
+        began_s = now_s - step_s
         outputs = outcome.outputs
         preempted = [run for one in outcome.preempted if (run := int(one)) in self._runs]
         for run in preempted:  # it may be admitted again by this step
-            self._runs[run].since_s = now_s
+            self._runs[run].since_s = began_s
         admitted = [
-            Admitted(run := int(one.request_id), one.num_cached_tokens, now_s - self._runs[run].since_s)
+            Admitted(run := int(one.request_id), one.num_cached_tokens, began_s - self._runs[run].since_s)
             for one in outcome.admitted
         ]
         finished = {
