@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from hearth.policy.batch import Batcher, BatchLimits
 from hearth.policy.blocks import BlockBook, BlockMove
@@ -270,3 +271,41 @@ SAMPLING = st.builds(
 )
 SALTS = st.sampled_from([b"", b"", b"other"])
 GUIDES = st.none() | st.builds(Alternating, st.integers(1, 12))
+
+
+class Driven(RuleBasedStateMachine):
+    """The rules that all schedules have: arrivals, steps up to two ahead, commits and cancellations.
+
+    Who inherits them makes the loop when it starts.
+    """
+
+    engine: Loop
+    num_added: int
+
+    @rule(prompt=PROMPTS, sampling=SAMPLING, salt=SALTS, guide=GUIDES)
+    def add(
+        self, prompt: tuple[int, ...], sampling: SamplingParams, salt: bytes, guide: Alternating | None
+    ) -> None:
+        guide = guide and guide.afresh()
+        self.engine.add(Request(RequestId(str(self.num_added)), prompt, sampling, salt, guide=guide))
+        self.num_added += 1
+
+    @precondition(lambda self: len(self.engine.in_flight) < 2)
+    @rule()
+    def launch(self) -> None:
+        self.engine.launch()
+
+    @precondition(lambda self: self.engine.in_flight)
+    @rule()
+    def commit(self) -> None:
+        self.engine.commit()
+
+    @rule(num_steps=st.integers(1, 6))
+    def steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.engine.step()
+
+    @precondition(lambda self: self.engine.live)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.engine.cancel(data.draw(st.sampled_from(sorted(self.engine.live))))

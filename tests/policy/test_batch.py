@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from hearth.errors import BadPrompt, ConfigError, PromptTooLong
 from hearth.policy.batch import BatchLimits
@@ -16,11 +16,11 @@ from hearth.policy.blocks import BlockBook
 from hearth.policy.plan import Request, Row
 from hearth.types import FinishReason, RequestId, SamplingParams
 from tests.policy.device import (
-    GUIDES,
     PROMPTS,
     SALTS,
     SAMPLING,
     Alternating,
+    Driven,
     Loop,
     launched,
     loop,
@@ -544,7 +544,7 @@ def test_check_notices_a_block_that_the_book_does_not_know_about() -> None:
 # --- any schedule ---
 
 
-class Schedules(RuleBasedStateMachine):
+class Schedules(Driven):
     """Any order of arrivals, steps up to two ahead, commits and cancellations, with few blocks."""
 
     @initialize(
@@ -562,40 +562,12 @@ class Schedules(RuleBasedStateMachine):
         self.engine = Loop(limits, BlockBook(num_blocks, block_tokens))
         self.num_added = 0
 
-    @rule(prompt=PROMPTS, sampling=SAMPLING, salt=SALTS, guide=GUIDES)
-    def add(
-        self, prompt: tuple[int, ...], sampling: SamplingParams, salt: bytes, guide: Alternating | None
-    ) -> None:
-        guide = guide and guide.afresh()
-        self.engine.add(Request(RequestId(str(self.num_added)), prompt, sampling, salt, guide=guide))
-        self.num_added += 1
-
     @precondition(lambda self: self.engine.live)
     @rule(data=st.data())
     def resume(self, data: st.DataObject) -> None:
         lost = data.draw(st.sampled_from(sorted(self.engine.live)))
         self.engine.resume(lost, RequestId(str(self.num_added)))
         self.num_added += 1
-
-    @precondition(lambda self: len(self.engine.in_flight) < 2)
-    @rule()
-    def launch(self) -> None:
-        self.engine.launch()
-
-    @precondition(lambda self: self.engine.in_flight)
-    @rule()
-    def commit(self) -> None:
-        self.engine.commit()
-
-    @rule(num_steps=st.integers(1, 6))
-    def steps(self, num_steps: int) -> None:
-        for _ in range(num_steps):
-            self.engine.step()
-
-    @precondition(lambda self: self.engine.live)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        self.engine.cancel(data.draw(st.sampled_from(sorted(self.engine.live))))
 
     @precondition(lambda self: self.engine.live)
     @rule(data=st.data(), prompt=PROMPTS, sampling=SAMPLING, salt=SALTS)

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from hearth.policy.batch import BatchLimits
 from hearth.policy.blocks import BlockBook, BlockMove
-from hearth.policy.plan import Request
-from hearth.types import RequestId, SamplingParams
+from hearth.types import RequestId
 from tests.policy.device import (
-    GUIDES,
-    PROMPTS,
-    SALTS,
-    SAMPLING,
-    Alternating,
+    Driven,
     Loop,
     launched,
     names,
@@ -220,7 +215,7 @@ def test_a_cancelled_sequence_leaves_no_write_to_the_slot_of_the_next() -> None:
 EXTENT_BLOCKS = 3
 
 
-class ElasticSchedules(RuleBasedStateMachine):
+class ElasticSchedules(Driven):
     """Any order of arrivals, steps up to two ahead, growing, clearing and cancelling.
 
     Extents come at any place, as on an arena; the sink and blocks between them are never there.
@@ -285,34 +280,6 @@ class ElasticSchedules(RuleBasedStateMachine):
             assert may_preempt
             assert book.num_blocks >= book.floor_blocks
             assert not may_move or len(preempted) < num_running, "the oldest could have moved"
-
-    @rule(prompt=PROMPTS, sampling=SAMPLING, salt=SALTS, guide=GUIDES)
-    def add(
-        self, prompt: tuple[int, ...], sampling: SamplingParams, salt: bytes, guide: Alternating | None
-    ) -> None:
-        guide = guide and guide.afresh()
-        self.engine.add(Request(RequestId(str(self.num_added)), prompt, sampling, salt, guide=guide))
-        self.num_added += 1
-
-    @precondition(lambda self: len(self.engine.in_flight) < 2)
-    @rule()
-    def launch(self) -> None:
-        self.engine.launch()
-
-    @precondition(lambda self: self.engine.in_flight)
-    @rule()
-    def commit(self) -> None:
-        self.engine.commit()
-
-    @rule(num_steps=st.integers(1, 6))
-    def steps(self, num_steps: int) -> None:
-        for _ in range(num_steps):
-            self.engine.step()
-
-    @precondition(lambda self: self.engine.live)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        self.engine.cancel(data.draw(st.sampled_from(sorted(self.engine.live))))
 
     @invariant()
     def every_request_is_live_or_ended(self) -> None:

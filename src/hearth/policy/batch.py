@@ -36,7 +36,8 @@ from hearth.errors import BadPrompt, ConfigError, PromptTooLong
 from hearth.policy.blocks import BlockBook, BlockMove, extend_digests
 from hearth.policy.clearing import plan_clearing
 from hearth.policy.draft import Draft
-from hearth.policy.plan import Admission, Emission, Request, StepPlan, TableWrite
+from hearth.policy.moved import MovedBlocks
+from hearth.policy.plan import Admission, Emission, Request, StepPlan
 from hearth.policy.prefix import KnownPrefix
 from hearth.policy.sequence import LiveSequence
 from hearth.types import FinishReason, RequestId
@@ -81,8 +82,8 @@ class Batcher:
         self._free_slots = list(range(limits.max_seqs))
         #: Since `take_preempted` was called last, in order.
         self._preempted: list[RequestId] = []
-        #: Of running sequences: indices of blocks that were moved, which the next plan writes to the table.
-        self._moved: dict[RequestId, set[int]] = {}
+        #: Of running sequences, until the next plan writes them to the table.
+        self._moved = MovedBlocks()
         self._num_arrivals = 0
         self._num_steps = 0
 
@@ -158,7 +159,7 @@ class Batcher:
             self._admit_waiting(draft)
         if not draft.rows:
             return None
-        writes = (*self._take_rewrites(), *draft.table_writes)
+        writes = (*self._moved.take_writes(self._running), *draft.table_writes)
         plan = StepPlan(self._num_steps, tuple(draft.admissions), writes, tuple(draft.rows))
         self._num_steps += 1
         self._flights.append(_Flight(plan, draft.sequences))
@@ -212,7 +213,7 @@ class Batcher:
         targets = self.blocks.available_outside(extent, len(live)) if live else []
         moves = list(map(BlockMove, live, targets))
         self.blocks.move(moves)
-        self._follow(moves)
+        self._moved.follow(moves, self._running)
         self.blocks.remove(extent)
         return moves
 
@@ -258,7 +259,7 @@ class Batcher:
             count = in_book.get(block, 0)
             assert holders[block] == count, f"{block=} held {holders[block]} times, in the book {count}"
             assert count <= 1 or self.blocks.is_published(block), f"{block=} shared without digest"
-        assert self._moved.keys() <= self._running.keys(), f"{self._moved.keys()=} {self._running.keys()=}"
+        self._moved.check(self._running)
         in_flight = Counter(s.arrival for flight in self._flights for s in flight.sequences)
         for s in running + waiting:
             assert s.num_in_flight == in_flight[s.arrival], f"{s.arrival=} {s.num_in_flight=} {in_flight=}"
@@ -338,26 +339,6 @@ class Batcher:
         sequence.prefix.follow(self.blocks, sequence.digests, (len(sequence.tokens) - 1) // block_tokens)
         return sequence.prefix
 
-    def _follow(self, moves: Sequence[BlockMove]) -> None:
-        """Have all holders of blocks that were moved name the new ones."""
-        targets = {move.source: move.target for move in moves}
-        if not targets:
-            return
-        for request_id, sequence in self._running.items():
-            for index, block in enumerate(sequence.blocks):
-                if block in targets:
-                    sequence.blocks[index] = targets[block]
-                    self._moved.setdefault(request_id, set()).add(index)
-
-    def _take_rewrites(self) -> list[TableWrite]:
-        writes = []
-        for request_id, indices in self._moved.items():
-            sequence = self._running[request_id]
-            assert sequence.slot is not None, f"{sequence.arrival=}"
-            writes += [TableWrite(sequence.slot, at, (sequence.blocks[at],)) for at in sorted(indices)]
-        self._moved.clear()
-        return writes
-
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.blocks.block_tokens)
 
@@ -407,7 +388,7 @@ class Batcher:
     def _stop_running(self, sequence: LiveSequence) -> None:
         assert sequence.slot is not None, f"{sequence.arrival=}"
         del self._running[sequence.request.request_id]
-        self._moved.pop(sequence.request.request_id, None)
+        self._moved.forget(sequence.request.request_id)
         heapq.heappush(self._free_slots, sequence.slot)
         self.blocks.release(sequence.blocks)
         sequence.slot = None

@@ -267,7 +267,8 @@ class Steward:
 
 @contextmanager
 def _blaming(model: ModelId) -> Iterator[None]:
+    """Whatever breaks is this model's fault, and not that of the one it gives way to."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # it is only renamed: the step loop handles it as it does all others
         raise HostBroke(model, error) from error
