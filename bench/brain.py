@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from bench.report import arguments, emit, percentiles
-from hearth.policy.brain import step
-from hearth.policy.events import (
+from hearth.policy.fleet.brain import step
+from hearth.policy.fleet.events import (
     Action,
     BrainConfig,
     DeviceReported,
@@ -47,7 +47,7 @@ from hearth.policy.events import (
     WorkerJoined,
     WorkerLost,
 )
-from hearth.policy.fleet import Fleet
+from hearth.policy.fleet.fleet import Fleet
 from hearth.types import ModelId, RequestId, Rung, WorkerId
 
 NUM_MODELS = (100, 1_000, 10_000)

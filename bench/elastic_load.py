@@ -9,7 +9,7 @@ from itertools import pairwise
 from random import Random
 
 from hearth.engine.engine import Engine, StepOutcome
-from hearth.policy.plan import Request
+from hearth.policy.batch.plan import EngineRequest
 from hearth.types import RequestId, SamplingParams
 
 
@@ -79,12 +79,12 @@ class Prompts:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size, self._random, self._num_taken = vocab_size, Random(1), 0
 
-    def requests(self, engine: Engine, load: Load) -> list[list[Request]]:
+    def requests(self, engine: Engine, load: Load) -> list[list[EngineRequest]]:
         """Those of each wave. Their lengths depend on the load alone."""
         lengths = Random(0)
         return [[self._request(engine, load, lengths) for _ in range(size)] for size in load.waves]
 
-    def _request(self, engine: Engine, load: Load, lengths: Random) -> Request:
+    def _request(self, engine: Engine, load: Load, lengths: Random) -> EngineRequest:
         self._num_taken += 1
         prompt = self._random.choices(range(self._vocab_size), k=lengths.choice(load.prompt_tokens))
         num_new = lengths.choice(load.new_tokens)
@@ -104,7 +104,7 @@ class Drive:
 
     def run(
         self,
-        waves: Sequence[Sequence[Request]],
+        waves: Sequence[Sequence[EngineRequest]],
         left_share: float = 0.0,
         between: Callable[[], None] | None = None,
         watch: Callable[[Mark], None] | None = None,

@@ -15,16 +15,16 @@ import torch
 from hearth.config import EngineConfig
 from hearth.engine.assemble import Memory, ModelSpec, assemble, block_bytes, workspace_bytes
 from hearth.engine.engine import Engine, StepOutcome
-from hearth.memory.pool import Pool, Regards, Shape, Space
+from hearth.memory.pool import EvictionTermsOf, Pool, Shape, Space
 from hearth.messages import HostModel
 from hearth.models.arch import Arch
 from hearth.models.layout import ALIGNMENT_BYTES, DTYPES, Layout, TensorSpec, layout_of
 from hearth.models.weights import Weights, bind
 from hearth.store.manifest import Chunk, Manifest, digest_of
 from hearth.types import Hold, ModelId
-from hearth.worker.host import Host
-from hearth.worker.plan import Plan
-from hearth.worker.steward import Steward
+from hearth.worker.hosted_model import HostedModel
+from hearth.worker.hosting_spec import HostingSpec
+from hearth.worker.reclaimer import Reclaimer
 
 SERVED = ModelId("served")
 
@@ -74,12 +74,14 @@ class Body:
         return sum(-(-size // self.page_bytes) * self.page_bytes for size in sizes)
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> HostingSpec:
         sizes = range(0, self.layout.num_bytes, self.page_bytes)
         chunks = tuple(Chunk(digest_of(f"{SERVED} {at}".encode()), self.page_bytes) for at in sizes)
         manifest = Manifest.of(self.arch, self.dtype, "none", chunks, self.page_bytes, {})
         shape = self.shape(manifest.digest, self.layout, self.workspace_bytes)
-        return Plan(manifest, self.spec, self.layout, shape, blocks_for(1, self.max_context, self.config))
+        return HostingSpec(
+            manifest, self.spec, self.layout, shape, blocks_for(1, self.max_context, self.config)
+        )
 
     def shape(self, name: str, layout: Layout, workspace_bytes: int) -> Shape:
         """Of this model, or of another one beside it."""
@@ -99,10 +101,10 @@ class Body:
 class Stage:
     """Mutable; one thread calls it."""
 
-    def __init__(self, body: Body, new_pool: Callable[[Regards], Pool]) -> None:
+    def __init__(self, body: Body, new_pool: Callable[[EvictionTermsOf], Pool]) -> None:
         self.body = body
-        self._hosts: dict[ModelId, Host] = {}
-        self._steward = Steward(new_pool, self._hosts)
+        self._hosts: dict[ModelId, HostedModel] = {}
+        self._steward = Reclaimer(new_pool, self._hosts)
         self.pool = self._steward.pool
         self._fillers: set[ModelId] = set()
         self._num_fillers = 0
@@ -219,7 +221,7 @@ class Stage:
         self._steward.after_step(self._host, outcome)
         return outcome
 
-    def _host_of(self, model: ModelId, engine: Engine | None) -> Host:
+    def _host_of(self, model: ModelId, engine: Engine | None) -> HostedModel:
         plan = self.body.plan
         order = HostModel(model, 0, "", plan.manifest.digest, 1.0, plan.spec.max_context, 0, 0, ())
         return _LoadedHost(order, self.pool, plan, engine)
@@ -238,10 +240,10 @@ class Stage:
         return model
 
 
-class _LoadedHost(Host):
+class _LoadedHost(HostedModel):
     """As the steward sees a host once its model is loaded: how one gets there needs a keeper."""
 
-    def __init__(self, order: HostModel, pool: Pool, plan: Plan, engine: Engine | None) -> None:
+    def __init__(self, order: HostModel, pool: Pool, plan: HostingSpec, engine: Engine | None) -> None:
         super().__init__(order, None, pool, lambda *_: None)  # type: ignore[arg-type] # nothing is made there
         self.plan, self.engine, self.is_loaded = plan, engine, True
         self.hold = Hold.PINNED  # none of its weights are ever taken

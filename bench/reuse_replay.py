@@ -14,11 +14,11 @@ import torch
 
 from bench.reuse_models import HostedModel, Library
 from bench.reuse_workload import Asked
-from hearth.memory.pool import Pool, Regard, Space
+from hearth.memory.pool import EvictionTerms, Pool, Space
 from hearth.models.layout import ByteRange
 from hearth.store.loader import Loader, Piece
 from hearth.types import Hold, ModelId
-from hearth.worker.groundwork import Groundwork
+from hearth.worker.map_ahead import MapAhead
 from hearth.worker.worth import Worth
 
 
@@ -35,10 +35,10 @@ class Looks:
         self.running: ModelId | None = None
         self.is_loading = False
 
-    def regard(self, model: ModelId) -> Regard:
+    def regard(self, model: ModelId) -> EvictionTerms:
         if model == self.running:
-            return Regard(Hold.BUSY, 0.0, self.is_loading)
-        return Regard(Hold.RETAINED, self.worth.cost_s_per_byte(model, self.now_s), is_loading=False)
+            return EvictionTerms(Hold.BUSY, 0.0, self.is_loading)
+        return EvictionTerms(Hold.RETAINED, self.worth.cost_s_per_byte(model, self.now_s), is_loading=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ class Loaded:
     load_s: float  #: all of it
 
 
-def groundwork_of(pool: Pool, model: ModelId, space: Space) -> Groundwork:
+def groundwork_of(pool: Pool, model: ModelId, space: Space) -> MapAhead:
     """As a worker has it done, ahead of the copies."""
-    return Groundwork(lambda part: pool.prepare(model, part), space.parts)
+    return MapAhead(lambda part: pool.prepare(model, part), space.parts)
 
 
 @dataclass(slots=True)

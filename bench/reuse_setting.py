@@ -22,12 +22,12 @@ from bench.reuse_workload import LEVELS
 from hearth.config import EngineConfig
 from hearth.memory.arena import ArenaPool
 from hearth.memory.pages import Pages
-from hearth.memory.pool import Pool, Regards
+from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
 from hearth.models.arch import Arch
 from hearth.models.families import arch_from_config
 from hearth.models.layout import layout_of
-from hearth.policy.pack import merge_all, pack
+from hearth.policy.memory.packing import merge_all, pack
 from hearth.store.loader import Loader
 from hearth.store.manifest import CHUNK_BYTES
 from hearth.store.segment import Segment
@@ -187,14 +187,14 @@ class Setting:
         self._collect()
 
     @contextmanager
-    def worker_pool(self, budget_bytes: int) -> Iterator[Callable[[Regards], Pool]]:
+    def worker_pool(self, budget_bytes: int) -> Iterator[Callable[[EvictionTermsOf], Pool]]:
         """As a worker on such a device makes it."""
         if self.device.type != "cuda":
             yield partial(ArenaPool, self.device, budget_bytes)
             return
         mapped: list[MappedPool] = []
 
-        def new_pool(regards: Regards) -> Pool:
+        def new_pool(regards: EvictionTermsOf) -> Pool:
             mapped.append(MappedPool(self.new_pages(budget_bytes, self.scale.page_bytes), regards))
             return mapped[-1]
 

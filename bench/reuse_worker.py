@@ -42,8 +42,8 @@ from hearth.store.loader import Loader
 from hearth.store.segment import Segment
 from hearth.store.tiers import Tiers
 from hearth.types import ModelId
-from hearth.worker.host import Workshop
-from hearth.worker.worker import Inbox, Worker
+from hearth.worker.hosted_model import Workshop
+from hearth.worker.worker import Inbox, WorkerLoop
 
 #: A step loop that says nothing for so long is taken to hang.
 PATIENCE_S = 120.0
@@ -52,7 +52,7 @@ SWITCH_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class DecodedFact:
     at_s: float  #: when it was told
     fact: Fact
 
@@ -65,7 +65,7 @@ class Desk:
     """The gateway's side of a step loop in this process. Mutable: facts are taken from it."""
 
     inbox: Inbox
-    facts: Queue[Heard | None]  #: None: there will be no more
+    facts: Queue[DecodedFact | None]  #: None: there will be no more
     orders: Mapping[ModelId, HostModel]  #: of all models that it may host
     segment: Segment  #: of host memory
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -77,7 +77,7 @@ class Desk:
         for order in orders:
             self.inbox.put(order)
 
-    def until(self, *kinds: type[Fact]) -> Heard:
+    def until(self, *kinds: type[Fact]) -> DecodedFact:
         while True:
             heard = self.facts.get(timeout=PATIENCE_S)
             if heard is None:
@@ -117,7 +117,7 @@ def working(
 ) -> Iterator[Desk]:
     """A worker that can host these models; its files go to `place`."""
     inbox: Inbox = SimpleQueue()
-    facts: Queue[Heard | None] = Queue()
+    facts: Queue[DecodedFact | None] = Queue()
     interval_s = sys.getswitchinterval()
     with (
         _keeper(setting, place) as socket,
@@ -125,7 +125,7 @@ def working(
         setting.worker_pool(budget_bytes) as new_pool,
     ):
         workshop = Workshop(setting.device, setting.scale.engine, new_pool, borrower, Loader(setting.device))
-        worker = Worker(workshop, inbox, lambda fact: facts.put(Heard(time.perf_counter(), fact)))
+        worker = WorkerLoop(workshop, inbox, lambda fact: facts.put(DecodedFact(time.perf_counter(), fact)))
         thread = threading.Thread(target=_run, args=(worker, facts), name="hearth-steps", daemon=True)
         sys.setswitchinterval(SWITCH_S)
         thread.start()
@@ -140,7 +140,7 @@ def working(
             thread.join(PATIENCE_S)
 
 
-def _run(worker: Worker, facts: Queue[Heard | None]) -> None:
+def _run(worker: WorkerLoop, facts: Queue[DecodedFact | None]) -> None:
     try:
         worker.run()
     finally:

@@ -34,7 +34,7 @@ from bench.soak_watch import Watch
 from hearth.control.datadir import DataDir
 from hearth.control.journal import replay
 from hearth.control.registry import Registry
-from hearth.policy.footprint import StepLimits, footprint
+from hearth.policy.fleet.footprint import StepLimits, footprint
 
 NUM_MODELS = 20
 NUM_WORKERS = 2

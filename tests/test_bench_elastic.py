@@ -20,7 +20,7 @@ from bench.elastic_stage import Arm, Body, Stage
 from bench.service_models import TINY
 from hearth.config import EngineConfig
 from hearth.memory.arena import ArenaPool
-from hearth.memory.pool import Pool, Regards
+from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
 from hearth.models.families import arch_from_config
 from tests.memory.host_pages import HostPages
@@ -42,7 +42,7 @@ SCALE = Scale(
 )
 
 
-def arena(regards: Regards) -> Pool:
+def arena(regards: EvictionTermsOf) -> Pool:
     return ArenaPool(BODY.device, BODY.budget_bytes, regards)
 
 
@@ -55,7 +55,7 @@ def pages() -> CountedPages:
 def mapped(pages: CountedPages) -> Iterator[Contest]:
     pools: list[MappedPool] = []
 
-    def new_pool(regards: Regards) -> Pool:
+    def new_pool(regards: EvictionTermsOf) -> Pool:
         pools.append(MappedPool(pages, regards))
         return pools[-1]
 
@@ -66,7 +66,7 @@ def mapped(pages: CountedPages) -> Iterator[Contest]:
     pools[0].close()
 
 
-def contest_on(new_pool: Callable[[Regards], Pool]) -> Contest:
+def contest_on(new_pool: Callable[[EvictionTermsOf], Pool]) -> Contest:
     return Contest(Stage(BODY, new_pool), Prompts(ARCH.vocab_size), Maps)
 
 

@@ -116,8 +116,8 @@ def test_arrows_form_no_cycle() -> None:
 
 
 def test_the_check_catches_a_wrong_arrow(tmp_path: Path) -> None:
-    plant(tmp_path, "policy/brain.py", "from hearth.engine.runner import Runner\n")
-    assert wrong_arrows(tmp_path) == ["policy/brain.py:1 policy -> hearth.engine.runner"]
+    plant(tmp_path, "policy/fleet/brain.py", "from hearth.engine.runner import Runner\n")
+    assert wrong_arrows(tmp_path) == ["policy/fleet/brain.py:1 policy -> hearth.engine.runner"]
 
 
 def test_the_check_sees_relative_room_and_lazy_imports(tmp_path: Path) -> None:
@@ -133,11 +133,15 @@ def test_the_check_sees_relative_room_and_lazy_imports(tmp_path: Path) -> None:
 
 
 def test_the_check_catches_effects_in_policy(tmp_path: Path) -> None:
-    plant(tmp_path, "policy/batch.py", "import time\nimport torch.nn\nfrom os import path\nimport math\n")
+    plant(
+        tmp_path,
+        "policy/batch/batcher.py",
+        "import time\nimport torch.nn\nfrom os import path\nimport math\n",
+    )
     assert wrong_arrows(tmp_path) == [
-        "policy/batch.py:1 policy -> time",
-        "policy/batch.py:2 policy -> torch.nn",
-        "policy/batch.py:3 policy -> os",
+        "policy/batch/batcher.py:1 policy -> time",
+        "policy/batch/batcher.py:2 policy -> torch.nn",
+        "policy/batch/batcher.py:3 policy -> os",
     ]
 
 

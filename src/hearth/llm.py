@@ -23,7 +23,7 @@ from hearth.engine.engine import Engine, Output
 from hearth.engine.loop import Failed, Outbox, StepLoop
 from hearth.errors import BadPrompt, BadSampling, EngineFailed
 from hearth.offline import Opening, Wishes, open_model
-from hearth.policy.plan import Request
+from hearth.policy.batch.plan import EngineRequest
 from hearth.store.record import LoadRecord
 from hearth.store.tiers import Tiers
 from hearth.text.chat import Message
@@ -149,7 +149,7 @@ class LLM:
         """Complete one prompt, token by token. Leaving the iterator early ends the request."""
         return self._stream(self._request(prompt, params or SamplingParams()))
 
-    def _stream(self, request: Request) -> Iterator[Delta]:
+    def _stream(self, request: EngineRequest) -> Iterator[Delta]:
         loop, outbox = self._loop, Outbox()
         answer = _Answer(request, self._transcript(request))
         loop.add(request, outbox)
@@ -174,7 +174,7 @@ class LLM:
         self.close()
 
     def _collect(
-        self, requests: Sequence[Request], answers: Mapping[RequestId, _Answer], outbox: Outbox
+        self, requests: Sequence[EngineRequest], answers: Mapping[RequestId, _Answer], outbox: Outbox
     ) -> Iterator[None]:
         """Run the requests; yields at the end of each. Whatever happens, none stays behind."""
         loop = self._loop
@@ -197,7 +197,7 @@ class LLM:
                 if answer.finish_reason is None:
                     loop.cancel(answer.request.request_id)
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _request(self, prompt: Prompt, params: SamplingParams) -> EngineRequest:
         if params.stop_strings and self._tokenizer is None:
             raise BadSampling("`stop` needs a tokenizer, but the model was loaded with `skip_tokenizer`")
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
@@ -210,7 +210,7 @@ class LLM:
             raise BadPrompt("the model was loaded with `skip_tokenizer`, so prompts must be token ids")
         return self._tokenizer
 
-    def _transcript(self, request: Request) -> Transcript | None:
+    def _transcript(self, request: EngineRequest) -> Transcript | None:
         return None if self._tokenizer is None else Transcript(self._tokenizer, request.sampling)
 
 
@@ -218,7 +218,7 @@ class LLM:
 class _Answer:
     """What has been received of one request. Mutable; written by the thread that asked."""
 
-    request: Request
+    request: EngineRequest
     transcript: Transcript | None
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)

@@ -81,7 +81,7 @@ class Welcome(Struct, frozen=True, tag=True):
 # Orders of the gateway.
 
 
-class Guide(Struct, frozen=True):
+class GuideOrder(Struct, frozen=True):
     """What an output is held to."""
 
     kind: Literal["json_object", "json_schema", "lark"]
@@ -165,7 +165,7 @@ class DropModel(Struct, frozen=True, tag=True):
     model: ModelId
 
 
-class RegardModel(Struct, frozen=True, tag=True):
+class HoldModel(Struct, frozen=True, tag=True):
     """How a hosted model is held while it has no requests: retained, warm or pinned.
 
     A new one is warm, and so is a retained one that gets a request.
@@ -181,7 +181,7 @@ class StartRequest(Struct, frozen=True, tag=True):
     prompt: tuple[int, ...]
     output: tuple[int, ...]  #: emitted before, on workers that are gone
     sampling: Sampling
-    guide: Guide | None = None
+    guide: GuideOrder | None = None
 
 
 class CancelRequest(Struct, frozen=True, tag=True):
@@ -302,14 +302,6 @@ class Pong(Struct, frozen=True, tag=True):
 
 
 Order = (
-    Welcome
-    | HostModel
-    | RetireModel
-    | DropModel
-    | RegardModel
-    | StartRequest
-    | CancelRequest
-    | Ping
-    | Shutdown
+    Welcome | HostModel | RetireModel | DropModel | HoldModel | StartRequest | CancelRequest | Ping | Shutdown
 )
 Fact = Hello | StepDone | RunFailed | LoadProgressed | ModelLoaded | ModelFailed | Residency | Pong

@@ -24,7 +24,7 @@ from hearth.control.views import (
     Span,
     WorkerView,
 )
-from hearth.policy.events import Option
+from hearth.policy.fleet.events import Option
 from hearth.types import Rung, WorkerId
 
 MODEL = ModelView(

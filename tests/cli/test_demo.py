@@ -11,7 +11,7 @@ from types import FrameType, ModuleType
 
 import pytest
 
-from hearth.cli import demo, shelf
+from hearth.cli import demo, local_models
 from hearth.config import HearthConfig
 from hearth.control.views import Health
 from hearth.errors import ConfigError
@@ -78,7 +78,7 @@ def test_the_demo_deploys_asks_explains_and_ends(
     assert shown.out.index("Really.") < shown.out.index("r1  smol  stop") < shown.out.index("█")
     (config,) = serving
     assert (config.service.port, config.service.data_dir) == (8123, str(data_dir))
-    assert shelf.find(data_dir, demo.NAME).source == str(bundled)
+    assert local_models.find(data_dir, demo.NAME).source == str(bundled)
 
 
 def test_what_is_deployed_already_is_not_deployed_again(

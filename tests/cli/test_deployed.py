@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hearth.cli import shelf
+from hearth.cli import local_models
 from tests.cli.fake_service import FakeService
 from tests.cli.shell import Hearth
 
@@ -31,7 +31,7 @@ def test_a_taken_name_is_replaced_only_by_order(hearth: Hearth, data_dir: Path, 
     assert "--overwrite" in refused.err
     assert forced.code == 0
     assert forced.out.startswith("deployed tiny: ")
-    assert shelf.find(data_dir, "tiny").quant == "int8"
+    assert local_models.find(data_dir, "tiny").quant == "int8"
 
 
 def test_list_shows_a_line_per_model(hearth: Hearth, data_dir: Path, tiny: Path) -> None:
@@ -55,12 +55,12 @@ def test_show_takes_a_name(hearth: Hearth, tiny: Path) -> None:
 
 
 def test_rm_takes_what_deploy_made_and_leaves_the_source(hearth: Hearth, data_dir: Path, tiny: Path) -> None:
-    where = Path(shelf.find(data_dir, "tiny").where)
+    where = Path(local_models.find(data_dir, "tiny").where)
 
     shown = hearth("rm", "tiny", "--yes")
 
     assert (shown.code, shown.out) == (0, "removed tiny\n")
-    assert shelf.names(data_dir) == []
+    assert local_models.names(data_dir) == []
     assert not where.exists()
     assert tiny.exists()
 

@@ -122,7 +122,7 @@ def test_a_service_that_starts_is_waited_for(
         def sleep(delay_s: float) -> None:
             held.announce(service.url, "token")
 
-        monkeypatch.setattr("hearth.cli.reach.time.sleep", sleep)
+        monkeypatch.setattr("hearth.cli.endpoint.time.sleep", sleep)
         assert json.loads(hearth("list", "--json").out)[0]["name"] == "smol"
 
 
@@ -131,7 +131,7 @@ def test_a_service_that_ends_is_waited_for(
 ) -> None:
     with ExitStack() as stack:
         stack.enter_context(DataDir.hold(data_dir))
-        monkeypatch.setattr("hearth.cli.reach.time.sleep", lambda delay_s: stack.close())
+        monkeypatch.setattr("hearth.cli.endpoint.time.sleep", lambda delay_s: stack.close())
         assert json.loads(hearth("list", "--json").out) == []
 
 
@@ -141,7 +141,7 @@ def test_a_service_that_ends_is_waited_for(
 def test_nothing_is_done_behind_the_back_of_a_service_that_starts(
     hearth: Hearth, data_dir: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr("hearth.cli.reach.WAIT_S", 0.0)
+    monkeypatch.setattr("hearth.cli.endpoint.WAIT_S", 0.0)
     with DataDir.hold(data_dir) as held:
         shown = hearth(*command)
         assert not held.registry_path.exists()

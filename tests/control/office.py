@@ -11,18 +11,18 @@ from hearth.config import HearthConfig, ModelConfig
 from hearth.control.ask import Ask, Chat, Piece
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
+from hearth.control.deployments import Deployments
 from hearth.control.driver import Driver
+from hearth.control.fact_decoder import DecodedFact, DecodedToken
 from hearth.control.gateway import Gateway
-from hearth.control.hearing import Heard, Said
 from hearth.control.journal import Journal
 from hearth.control.metrics import Metrics
 from hearth.control.registry import Registry
-from hearth.control.stock import Stock
 from hearth.control.supervisor import Supervisor, Vigilance
-from hearth.control.texts import Texts
+from hearth.control.tokenization import PromptEncoder
 from hearth.messages import Fact, Hello, KeeperSetup, Order, StepDone
-from hearth.policy.events import BrainConfig
-from hearth.policy.fleet import Fleet
+from hearth.policy.fleet.events import BrainConfig
+from hearth.policy.fleet.fleet import Fleet
 from hearth.store.keeper_client import KeeperClient
 from hearth.types import FinishReason, ModelId, SamplingParams, WorkerId
 
@@ -52,14 +52,14 @@ class Office:
         config, brain = HearthConfig(), BrainConfig()
         self.registry = Registry.open(data_dir)
         self.journal = Journal(data_dir.journal_path(), brain, 1 << 30)
-        self.texts = Texts(2.0)
+        self.texts = PromptEncoder(2.0)
         configs = {"tiny": ModelConfig(context=CONTEXT)}
         catalog = Catalog(self.registry, configs, config.engine, config.service.keep_alive)
         metrics = Metrics()
         self.driver = Driver(Fleet(brain), self.journal, metrics, catalog.host_order, 4)
         nobody = KeeperSetup("", "cpu", "", None, 1 << 24, "info")
         self.supervisor = Supervisor(lambda *_: NotImplemented, nobody, 1, Vigilance(1.0, 1.0, 1), None)
-        stock = Stock(self.registry, catalog, self.driver, KeeperClient(Path("/nowhere")), data_dir)
+        stock = Deployments(self.registry, catalog, self.driver, KeeperClient(Path("/nowhere")), data_dir)
         self.gateway = Gateway(
             *(config.service, stock, catalog, self.texts, self.driver, self.supervisor, metrics),
             keys=None,
@@ -73,7 +73,7 @@ class Office:
 
     def hear(self, wire: Wire, fact: Fact | None) -> None:
         """A worker says something, or is gone."""
-        self.driver.hear(Heard(wire, 0, fact))  # type: ignore[arg-type] # as much of a link as is needed
+        self.driver.hear(DecodedFact(wire, 0, fact))  # type: ignore[arg-type] # as much of a link as is needed
 
     def close(self) -> None:
         self.registry.close()
@@ -103,6 +103,6 @@ def spoken(office: Office, wire: Wire, *tokens: int, finished: bool = False) -> 
         for run, live in runs.items():
             live.emitted.append(token)
             piece = live.transcript.push(token, reasons.get(run))
-            said.append(Said(live, Piece(piece.text, token, None, piece.finish_reason)))
+            said.append(DecodedToken(live, Piece(piece.text, token, None, piece.finish_reason)))
         step = StepDone(ModelId("tiny"), list(runs), [token] * len(runs), reasons)
-        office.driver.hear(Heard(wire, 0, step, said))  # type: ignore[arg-type] # as much of a link as is needed
+        office.driver.hear(DecodedFact(wire, 0, step, said))  # type: ignore[arg-type] # as much of a link as is needed

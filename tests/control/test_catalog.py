@@ -13,9 +13,9 @@ from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
 from hearth.control.registry import Deployed, Registry
 from hearth.errors import ConfigError
-from hearth.policy.footprint import StepLimits, fixed_bytes_of
+from hearth.policy.fleet.footprint import StepLimits, fixed_bytes_of
 from hearth.types import ModelId
-from tests.policy.test_footprint import LARGE
+from tests.policy.fleet.test_footprint import LARGE
 
 BIG = "big"
 ENGINE = EngineConfig()

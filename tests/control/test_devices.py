@@ -63,7 +63,7 @@ def test_workers_share_the_cores_and_each_has_one() -> None:
 def test_none_of_what_the_gateway_imports_loads_torch() -> None:
     modules = (
         *("config", "control.datadir", "control.registry", "control.keys", "control.devices"),
-        *("control.deploy", "control.sources", "policy.footprint"),
+        *("control.deploy", "control.sources", "policy.fleet.footprint"),
     )
     imports = "; ".join(f"import hearth.{module}" for module in modules)
     code = f"{imports}; import sys; assert 'torch' not in sys.modules"

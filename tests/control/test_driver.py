@@ -15,6 +15,7 @@ from hearth.control.views import Explanation
 from hearth.messages import (
     Admitted,
     DropModel,
+    HoldModel,
     HostModel,
     LoadProgressed,
     ModelFailed,
@@ -22,7 +23,6 @@ from hearth.messages import (
     ModelUse,
     Ping,
     Pong,
-    RegardModel,
     Residency,
     RetireModel,
     RungBytes,
@@ -99,7 +99,7 @@ def test_a_stopped_model_is_regarded_as_retained_and_a_freed_one_is_dropped(
         wire = office.join()
         await answered(office, wire, BYTES)
         await office.gateway.unload("tiny", free=False)
-        assert wire.orders[2:] == [RegardModel(TINY, Hold.RETAINED)]
+        assert wire.orders[2:] == [HoldModel(TINY, Hold.RETAINED)]
         await office.gateway.unload("tiny", free=True)
         assert wire.orders[3:] == [DropModel(TINY)]
         assert metric(office, "hearth_evictions_total") == 0, "nobody needed its room"

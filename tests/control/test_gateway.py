@@ -9,8 +9,8 @@ import pytest
 
 from hearth.control.ask import Ask
 from hearth.control.datadir import DataDir
+from hearth.control.fact_decoder import DecodedFact
 from hearth.control.gateway import MIN_TEXT_CHARS
-from hearth.control.hearing import Heard
 from hearth.control.registry import Deployed, Registry
 from hearth.errors import BadPrompt, EngineFailed, PromptTooLong, ServiceError, ShuttingDown, UnknownModel
 from hearth.messages import CancelRequest, HostModel, StartRequest, StepDone
@@ -85,7 +85,7 @@ def test_a_text_that_breaks_fails_its_request_and_frees_the_worker(
         assert len(starts) == 2
         live = office.driver.requests[broken.request_id]
         step = StepDone(live.model, [start.run for start in starts], [5, 5])
-        office.driver.hear(Heard(wire, 0, step, [], [live]))  # type: ignore[arg-type] # as much of a link as is needed
+        office.driver.hear(DecodedFact(wire, 0, step, [], [live]))  # type: ignore[arg-type] # as much of a link as is needed
         with pytest.raises(EngineFailed, match=r"the text of request .* cannot be made of its tokens"):
             await broken.next()
         assert wire.orders[-1] == CancelRequest(starts[0].run)

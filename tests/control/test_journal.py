@@ -16,10 +16,10 @@ from hearth.control.journal import Journal, Replay, previous, replay
 from hearth.control.metrics import Metrics
 from hearth.errors import DataDirError
 from hearth.messages import HostModel
-from hearth.policy.events import BrainConfig, RequestArrived, WorkerJoined
-from hearth.policy.fleet import Fleet
+from hearth.policy.fleet.events import BrainConfig, RequestArrived, WorkerJoined
+from hearth.policy.fleet.fleet import Fleet
 from hearth.types import ModelId, RequestId, WorkerId
-from tests.policy.world import MOVES, World
+from tests.policy.fleet.world import MOVES, World
 
 PLENTY = 1 << 30
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from hearth import wire
 from hearth.control import link as link_module
-from hearth.control.link import Link
+from hearth.control.link import WorkerLink
 from hearth.messages import VERSION, Fact, Hello, Ping, Pong
 from hearth.types import WorkerId
 
@@ -20,24 +20,24 @@ class Record:
     """A receiver that keeps what it is told."""
 
     def __init__(self) -> None:
-        self.joined_links: list[Link] = []
+        self.joined_links: list[WorkerLink] = []
         self.bodies: list[bytes] = []
-        self.left_links: list[Link] = []
+        self.left_links: list[WorkerLink] = []
         self.changed = asyncio.Event()
 
-    def joined(self, link: Link, hello: Hello) -> None:
+    def joined(self, link: WorkerLink, hello: Hello) -> None:
         self.joined_links.append(link)
         self.changed.set()
 
-    def received(self, link: Link, body: bytes) -> None:
+    def received(self, link: WorkerLink, body: bytes) -> None:
         self.bodies.append(body)
         self.changed.set()
 
-    def left(self, link: Link) -> None:
+    def left(self, link: WorkerLink) -> None:
         self.left_links.append(link)
         self.changed.set()
 
-    async def until(self, count: int, of: list[Link] | list[bytes]) -> None:
+    async def until(self, count: int, of: list[WorkerLink] | list[bytes]) -> None:
         while len(of) < count:
             self.changed.clear()
             await self.changed.wait()
@@ -64,7 +64,7 @@ class Peer:
 @asynccontextmanager
 async def connected(record: Record) -> AsyncIterator[Peer]:
     server = await asyncio.get_running_loop().create_server(
-        lambda: Link(SECRET, lambda worker: worker == WORKER, record), "127.0.0.1", 0
+        lambda: WorkerLink(SECRET, lambda worker: worker == WORKER, record), "127.0.0.1", 0
     )
     async with server:
         peer = Peer(*await asyncio.open_connection(*server.sockets[0].getsockname()))

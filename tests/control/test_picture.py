@@ -9,7 +9,7 @@ from hearth.control.picture import parts, resident_views
 from hearth.control.pools import PARTS
 from hearth.control.views import PartView
 from hearth.messages import ModelUse, Pong
-from hearth.policy.events import Resident, State
+from hearth.policy.fleet.events import Resident, State
 from hearth.types import Hold, ModelId, WorkerId
 
 A, B = ModelId("a"), ModelId("b")

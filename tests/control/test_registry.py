@@ -16,7 +16,7 @@ from hearth.config import ModelConfig
 from hearth.control.datadir import DataDir
 from hearth.control.registry import Deployed, Names, Registry, check_name
 from hearth.errors import ConfigError, DataDirError, NameTaken, RequestError, UnknownModel
-from tests.policy.test_footprint import LARGE
+from tests.policy.fleet.test_footprint import LARGE
 
 TINY = Deployed("tiny", "/source", "/models/tiny", "/models/tiny", "0" * 32, LARGE, 1.5)
 OTHER = replace(TINY, name="Other-1.0", source="hf:org/other")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hearth.control.timeline import MAX_EXPLAINED, LoadLog, Timeline, Timelines
 from hearth.messages import ModelLoaded, RungBytes
-from hearth.policy.events import Option
+from hearth.policy.fleet.events import Option
 from hearth.types import ModelId, RequestId, Rung, WorkerId
 
 W0, W1 = WorkerId("w0"), WorkerId("w1")

@@ -17,7 +17,7 @@ from hearth.engine.engine import Engine
 from hearth.models.families import read_arch
 from hearth.models.layout import DTYPES, layout_of
 from hearth.models.weights import bind, contiguous_slots
-from hearth.policy.plan import Admission, Request, StepPlan
+from hearth.policy.batch.plan import Admission, EngineRequest, StepPlan
 from hearth.types import FinishReason, RequestId, SamplingParams
 from tests.models.zoo import build, pack_directory
 
@@ -83,7 +83,7 @@ def new_id() -> RequestId:
     return RequestId(f"t{next(_numbers)}")
 
 
-def run(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
+def run(engine: Engine, requests: Sequence[EngineRequest]) -> list[Answer]:
     """Run requests to their ends, all added at once."""
     answers = {request.request_id: Answer([]) for request in requests}
     for request in requests:

@@ -16,7 +16,7 @@ from hearth.config import EngineConfig
 from hearth.engine.engine import Output
 from hearth.engine.sampler import Sampler, SampleRow
 from hearth.engine.upload import Uploads
-from hearth.policy.plan import Admission
+from hearth.policy.batch.plan import Admission
 from hearth.types import RequestId, SamplingParams
 from tests.engine.harness import ROOMY, ask, assert_greedy, engine_for, greedy, kv_bytes, prompts_for
 from tests.models.zoo import build

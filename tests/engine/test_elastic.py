@@ -15,8 +15,8 @@ import torch
 from hearth.config import EngineConfig
 from hearth.engine.assemble import Memory, ModelSpec, block_bytes, workspace_bytes
 from hearth.engine.engine import Engine, Output
-from hearth.policy.blocks import BlockMove
-from hearth.policy.elastic import KvUse
+from hearth.policy.batch.blocks import BlockMove
+from hearth.policy.batch.elastic import KvUse
 from hearth.types import RequestId, SamplingParams
 from tests.engine.harness import ROOMY, Answer, assert_greedy, engine_over, greedy, prompts_for, run
 from tests.models.zoo import build

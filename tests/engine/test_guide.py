@@ -23,7 +23,7 @@ from hearth.errors import BadGuide, BadSampling
 from hearth.models.layout import layout_of
 from hearth.models.pack import pack
 from hearth.models.weights import bind, contiguous_slots
-from hearth.policy.plan import Request
+from hearth.policy.batch.plan import EngineRequest
 from hearth.store.convert import open_source
 from hearth.text.tokenizer import Tokenizer
 from hearth.types import FinishReason, GuideSpec, RequestId, SamplingParams
@@ -133,7 +133,7 @@ def ask(engine: Engine, params: Sequence[SamplingParams], guide: GuideSpec | Non
     return run(engine, [request(engine, each, guide) for each in params])
 
 
-def request(engine: Engine, params: SamplingParams, guide: GuideSpec | None) -> Request:
+def request(engine: Engine, params: SamplingParams, guide: GuideSpec | None) -> EngineRequest:
     return engine.request(new_id(), [5, 6, 7, params.seed or 0], params, guide=guide)
 
 

@@ -6,7 +6,7 @@ import torch
 from hearth.engine.inputs import InputBuffers
 from hearth.engine.upload import Uploads
 from hearth.kernels.prefill_attention import Span
-from hearth.policy.plan import Admission, Row, StepPlan, TableWrite
+from hearth.policy.batch.plan import Admission, Row, StepPlan, TableWrite
 from hearth.types import RequestId, SamplingParams
 
 MAX_TOKENS, MAX_SEQS, MAX_BLOCKS = 12, 4, 3

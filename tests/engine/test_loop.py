@@ -13,7 +13,7 @@ from hearth.engine import loop as loop_module
 from hearth.engine.engine import Engine, Output, StepOutcome
 from hearth.engine.loop import Failed, Outbox, StepLoop
 from hearth.errors import DeviceError, EngineFailed
-from hearth.policy.plan import Request
+from hearth.policy.batch.plan import EngineRequest
 from hearth.types import FinishReason, RequestId
 from tests.engine.harness import engine_for, greedy
 
@@ -32,7 +32,7 @@ def loop(engine: Engine) -> Iterator[StepLoop]:
     loop.close()
 
 
-def request(engine: Engine, name: str, num_prompt: int = 4, max_tokens: int = 5) -> Request:
+def request(engine: Engine, name: str, num_prompt: int = 4, max_tokens: int = 5) -> EngineRequest:
     return engine.request(RequestId(name), list(range(3, 3 + num_prompt)), greedy(max_tokens))
 
 

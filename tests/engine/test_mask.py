@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hearth.engine.mask import apply_masks
 from hearth.engine.sampler import Sampler, SampleRow
 from hearth.engine.upload import Uploads
-from hearth.policy.plan import Admission
+from hearth.policy.batch.plan import Admission
 from hearth.types import RequestId, SamplingParams
 
 UPLOADS = Uploads(torch.device("cpu"))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hearth.engine.sampler import Sampler, SampleRow, Samples
 from hearth.engine.upload import Uploads
-from hearth.policy.plan import Admission
+from hearth.policy.batch.plan import Admission
 from hearth.types import RequestId, SamplingParams
 
 Floats = npt.NDArray[np.float64]

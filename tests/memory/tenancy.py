@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from hearth.errors import DeviceError
-from hearth.memory.pool import Gap, Holding, Pool, Regard, Shape, Space
+from hearth.memory.pool import EvictionTerms, Gap, Holding, Pool, Shape, Space
 from hearth.models.layout import ALIGNMENT_BYTES, ByteRange, Layout, TensorSpec
-from hearth.models.weights import Slot
+from hearth.models.weights import TensorPlace
 from hearth.types import Digest, Hold, ModelId
 
 _TENSOR_BYTES = 3 * ALIGNMENT_BYTES
@@ -82,9 +82,9 @@ class Holds:
         self.by_model: dict[ModelId, Hold] = {}
         self.loading: set[ModelId] = set()
 
-    def regard(self, model: ModelId) -> Regard:
+    def regard(self, model: ModelId) -> EvictionTerms:
         hold = self.by_model.get(model, Hold.RETAINED)
-        return Regard(hold, cost_s_per_byte=1.0 + len(model), is_loading=model in self.loading)
+        return EvictionTerms(hold, cost_s_per_byte=1.0 + len(model), is_loading=model in self.loading)
 
 
 class Tenancy:
@@ -92,7 +92,7 @@ class Tenancy:
 
     def __init__(self, pool: Audited, holds: Holds, samples: Mapping[ModelId, Sample]) -> None:
         self.pool, self.holds, self.samples = pool, holds, dict(samples)
-        self.slots: dict[ModelId, Mapping[str, Slot]] = {}  #: of placed models
+        self.slots: dict[ModelId, Mapping[str, TensorPlace]] = {}  #: of placed models
         self.spaces: dict[ModelId, Space] = {}
         self.blocks: dict[ModelId, set[int]] = {}  #: that placed models were given, without the sink
         self.gaps: dict[ModelId, list[Gap]] = {}  #: of models that are being loaded, still to be filled

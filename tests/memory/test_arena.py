@@ -15,11 +15,11 @@ from hearth.errors import DeviceError
 from hearth.memory.arena import ArenaPool
 from hearth.memory.arena_tenant import BATCH_BLOCKS
 from hearth.memory.placement import Packer
-from hearth.memory.pool import Pool, Regard, Shape, Space
+from hearth.memory.pool import EvictionTerms, Pool, Shape, Space
 from hearth.memory.regions import aligned
 from hearth.models.layout import ALIGNMENT_BYTES, STORED_DTYPES, Layout, TensorSpec
-from hearth.models.weights import Slot
-from hearth.policy.pack import Item, Packing, Region, merge_all, pack
+from hearth.models.weights import TensorPlace
+from hearth.policy.memory.packing import Item, Packing, Region, merge_all, pack
 from hearth.types import Digest, Hold, ModelId
 
 PAGE = ALIGNMENT_BYTES
@@ -66,7 +66,7 @@ class World:
         self.loading: set[ModelId] = set()
         self.spaces: dict[ModelId, Space] = {}
         self.shapes: dict[ModelId, Shape] = {}
-        self.slots: dict[ModelId, dict[str, Slot]] = {}
+        self.slots: dict[ModelId, dict[str, TensorPlace]] = {}
         self.blocks: dict[ModelId, list[range]] = {}
         self.arena = ArenaPool(
             CPU,
@@ -77,9 +77,9 @@ class World:
         )
         self.pool: Pool = self.arena
 
-    def regard(self, model: ModelId) -> Regard:
+    def regard(self, model: ModelId) -> EvictionTerms:
         hold, cost = self.holds.get(model, Hold.RETAINED), self.costs.get(model, 1.0)
-        return Regard(hold, cost, is_loading=model in self.loading)
+        return EvictionTerms(hold, cost, is_loading=model in self.loading)
 
     def place(self, model: ModelId, wanted: Shape) -> Space:
         space = self.pool.place(model, wanted)

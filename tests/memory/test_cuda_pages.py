@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hearth.errors import DeviceError
 from hearth.memory.cuda_pages import BASE_ADDRESS, SPACE_BYTES, CudaPages
-from hearth.memory.pool import Regards
+from hearth.memory.pool import EvictionTermsOf
 from hearth.memory.vmm import MappedPool
 from hearth.types import ModelId
 from tests.memory.steps import Step, carry_out, steps
@@ -50,7 +50,7 @@ pool.close()
 
 
 @contextmanager
-def mapped(regards: Regards) -> Iterator[Audited]:
+def mapped(regards: EvictionTermsOf) -> Iterator[Audited]:
     pages = CudaPages(DEVICE, 20 * PAGE_BYTES, PAGE_BYTES)
     with closing(MappedPool(pages, regards, wipe=wipe)) as pool:
         yield pool

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hearth.memory.placement import Placement, Wish, plan_placement
 from hearth.memory.regions import Owner, RegionList, Span, Use
 from hearth.models.layout import ALIGNMENT_BYTES
-from hearth.policy.pack import Item, pack
+from hearth.policy.memory.packing import Item, pack
 from hearth.types import ModelId
 
 PAGE = ALIGNMENT_BYTES

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hearth.errors import DeviceError
 from hearth.memory.arena import ArenaPool
-from hearth.memory.pool import Regards
+from hearth.memory.pool import EvictionTermsOf
 from hearth.memory.vmm import MappedPool
 from hearth.types import Hold, ModelId
 from tests.memory.host_pages import HostPages
@@ -24,17 +24,20 @@ NUM_PAGES = 20
 
 
 @contextmanager
-def mapped(regards: Regards) -> Iterator[Audited]:
+def mapped(regards: EvictionTermsOf) -> Iterator[Audited]:
     with closing(MappedPool(HostPages(NUM_PAGES, PAGE_BYTES), regards, wipe=wipe)) as pool:
         yield pool
 
 
 @contextmanager
-def arena(regards: Regards) -> Iterator[Audited]:
+def arena(regards: EvictionTermsOf) -> Iterator[Audited]:
     yield ArenaPool(torch.device("cpu"), NUM_PAGES * PAGE_BYTES, regards, wipe=wipe)
 
 
-POOLS: dict[str, Callable[[Regards], AbstractContextManager[Audited]]] = {"mapped": mapped, "arena": arena}
+POOLS: dict[str, Callable[[EvictionTermsOf], AbstractContextManager[Audited]]] = {
+    "mapped": mapped,
+    "arena": arena,
+}
 
 A, B, C, D = (ModelId(name) for name in "abcd")
 SAMPLES: dict[ModelId, Sample] = {

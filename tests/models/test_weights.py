@@ -6,7 +6,7 @@ import torch
 from hearth.models.arch import Arch
 from hearth.models.families import read_arch
 from hearth.models.layout import Layout, layout_of
-from hearth.models.weights import Slot, bind, contiguous_slots
+from hearth.models.weights import TensorPlace, bind, contiguous_slots
 from tests.models.zoo import VARIANTS, build, pack_directory
 
 
@@ -118,7 +118,7 @@ def test_each_tensor_may_lie_in_a_base_of_its_own() -> None:
     for spec in layout.tensors:
         own = torch.zeros(64 + spec.nbytes, dtype=torch.uint8)
         own[64:] = base[spec.offset : spec.offset + spec.nbytes]
-        scattered[spec.name] = Slot(own, 64)
+        scattered[spec.name] = TensorPlace(own, 64)
 
     weights = bind(arch, layout, scattered)
 
@@ -170,7 +170,7 @@ def test_a_stage_in_the_middle_needs_its_own_layers_only(name: str) -> None:
 def test_slot_out_of_bounds_or_alignment_is_our_bug(offset: int, num_bytes: int, message: str) -> None:
     arch, layout, base = _packed("llama-gqa")
     slots = contiguous_slots(layout, base)
-    slots["embed.weight"] = Slot(torch.zeros(num_bytes, dtype=torch.uint8), offset)
+    slots["embed.weight"] = TensorPlace(torch.zeros(num_bytes, dtype=torch.uint8), offset)
 
     with pytest.raises(AssertionError, match=message):
         bind(arch, layout, slots)

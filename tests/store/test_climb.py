@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hearth.errors import ChunkCorrupt, ChunkMissing, Unreachable
-from hearth.policy.evict import Price
+from hearth.policy.memory.eviction import Price
 from hearth.store.climb import MAX_WRONG_ANSWERS, Climber
 from hearth.store.disk import DiskTier
 from hearth.store.manifest import WEIGHTS

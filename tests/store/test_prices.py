@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hearth.policy.evict import Price
+from hearth.policy.memory.eviction import Price
 from hearth.store.model import StoredModel
 from hearth.store.prices import PRIORS, Prices
 from hearth.store.remote import RemoteModel

@@ -15,17 +15,17 @@ from typing import TypeVar
 import torch
 
 from hearth.config import EngineConfig
-from hearth.memory.pool import Pool, Regards
+from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
 from hearth.messages import (
     CancelRequest,
     DropModel,
     Fact,
+    HoldModel,
     ModelFailed,
     ModelLoaded,
     Ping,
     Pong,
-    RegardModel,
     RetireModel,
     RunFailed,
     Sampling,
@@ -38,13 +38,13 @@ from hearth.store.lender import Lender
 from hearth.store.loader import Loader
 from hearth.store.tiers import Tiers
 from hearth.types import Hold, ModelId, TokenLogprobs
-from hearth.worker.host import Workshop
-from hearth.worker.worker import DeviceLost, Inbox, Worker
+from hearth.worker.hosted_model import Workshop
+from hearth.worker.worker import DeviceLost, Inbox, WorkerLoop
 from tests.store.stored import PATIENCE_S
 from tests.worker.harness import CONFIG, folder, host_order
 
 F = TypeVar("F", bound=Fact)
-NewPool = Callable[[Regards], Pool]
+NewPool = Callable[[EvictionTermsOf], Pool]
 
 
 @dataclass(slots=True)
@@ -109,7 +109,7 @@ class Desk:
         self.inbox.put(DropModel(ModelId(name)))
 
     def regard(self, name: str, hold: Hold) -> None:
-        self.inbox.put(RegardModel(ModelId(name), hold))
+        self.inbox.put(HoldModel(ModelId(name), hold))
 
     def start(self, name: str, prompt: Sequence[int], sampling: Sampling) -> int:
         run = next(self._runs)
@@ -143,12 +143,12 @@ def working_at(
     with folder() as place, closing(Lender(tiers, place / "s")), closing(Borrower(place / "s")) as borrower:
         desk = Desk(SimpleQueue(), Queue(max_facts))
 
-        def kept_pool(regards: Regards) -> Pool:
+        def kept_pool(regards: EvictionTermsOf) -> Pool:
             desk.pool = new_pool(regards)
             return desk.pool
 
         shop = Workshop(device, config, kept_pool, borrower, Loader(device))
-        worker = Worker(shop, desk.inbox, desk.facts.put)
+        worker = WorkerLoop(shop, desk.inbox, desk.facts.put)
 
         def run() -> None:
             try:

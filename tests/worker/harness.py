@@ -24,7 +24,7 @@ from hearth.messages import (
     Challenge,
     DropModel,
     Fact,
-    Guide,
+    GuideOrder,
     Hello,
     HostModel,
     KeeperSetup,
@@ -90,7 +90,7 @@ class Gateway:
         prompt: Sequence[int],
         sampling: Sampling,
         output: Sequence[int] = (),
-        guide: Guide | None = None,
+        guide: GuideOrder | None = None,
     ) -> int:
         run = next(self._numbers)
         self.runs[run] = Run()

@@ -20,7 +20,7 @@ from hearth.config import EngineConfig
 from hearth.engine.assemble import ModelSpec, block_bytes, workspace_bytes
 from hearth.memory.arena import ArenaPool
 from hearth.memory.cuda_pages import CudaPages
-from hearth.memory.pool import Pool, Regards
+from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
 from hearth.store.manifest import read_manifest
 from hearth.types import Hold
@@ -53,7 +53,7 @@ class Setting:
     names: tuple[str, ...]
     page_bytes: int
     device: torch.device
-    new_pool: Callable[[Setting, int, Regards], Pool]
+    new_pool: Callable[[Setting, int, EvictionTermsOf], Pool]
 
     def where(self, name: str) -> Path:
         return converted(source(name), chunk_bytes=self.page_bytes)
@@ -82,11 +82,11 @@ class Setting:
         return -(-num_bytes // self.page_bytes) * self.page_bytes
 
 
-def arena(setting: Setting, budget_bytes: int, regards: Regards) -> Pool:
+def arena(setting: Setting, budget_bytes: int, regards: EvictionTermsOf) -> Pool:
     return ArenaPool(setting.device, budget_bytes, regards, wipe=wiped)
 
 
-def mapped(setting: Setting, budget_bytes: int, regards: Regards) -> Pool:
+def mapped(setting: Setting, budget_bytes: int, regards: EvictionTermsOf) -> Pool:
     page_bytes = setting.page_bytes
     if setting.device.type == "cuda":
         return MappedPool(CudaPages(setting.device, budget_bytes, page_bytes), regards, wipe=wiped)

@@ -12,7 +12,7 @@ from hearth import wire
 from hearth.errors import ServiceError
 from hearth.messages import VERSION, Challenge, Hello, Ping, Pong, Welcome
 from hearth.types import WorkerId
-from hearth.worker.link import Introduction, Link, connect, greet
+from hearth.worker.link import GatewayLink, Introduction, connect, greet
 from tests.worker.harness import SECRET, Gateway
 
 ME = Introduction(WorkerId("w7"), pid=12, kind="cpu", device="a processor", budget_bytes=1000)
@@ -27,7 +27,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 def greeted(
     ends: tuple[socket.socket, socket.socket], gateway: Callable[[socket.socket], object]
-) -> tuple[Link, object]:
+) -> tuple[GatewayLink, object]:
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(gateway, ends[1])
         link = greet(ends[0], ME, SECRET)

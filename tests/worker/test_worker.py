@@ -15,10 +15,10 @@ from tokenizers import Tokenizer as Backend
 
 from hearth import LLM
 from hearth.memory.arena import ArenaPool
-from hearth.memory.pool import Regard
+from hearth.memory.pool import EvictionTerms
 from hearth.messages import (
     CancelRequest,
-    Guide,
+    GuideOrder,
     LoadProgressed,
     ModelFailed,
     ModelLoaded,
@@ -33,9 +33,9 @@ from hearth.store.convert import convert
 from hearth.store.loader import Loader
 from hearth.store.manifest import WEIGHTS, read_manifest
 from hearth.types import FinishReason, Hold, SamplingParams
-from hearth.worker import host
-from hearth.worker.arrival import Broken
-from hearth.worker.host import Host, HostNews, Workshop
+from hearth.worker import hosted_model
+from hearth.worker.hosted_model import HostedModel, HostingNews, Workshop
+from hearth.worker.watched_load import Broken
 from tests.models.zoo import save, tiny
 from tests.store.stored import converted, flip
 from tests.text.conftest import byte_level
@@ -193,9 +193,9 @@ def test_a_guided_answer_is_what_its_schema_says(gateway: Gateway, spoken: Path)
     end = backend.token_to_id("</s>")
     schema = json.dumps({"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]})
     gateway.send(host_order("a", spoken, eos_ids=(end,)))
-    guided = gateway.start("a", PROMPT, greedy(40), guide=Guide("json_schema", schema))
+    guided = gateway.start("a", PROMPT, greedy(40), guide=GuideOrder("json_schema", schema))
     free = gateway.start("a", PROMPT, greedy(10))
-    broken = gateway.start("a", PROMPT, greedy(10), guide=Guide("lark", "start: nothing"))
+    broken = gateway.start("a", PROMPT, greedy(10), guide=GuideOrder("lark", "start: nothing"))
     gateway.until_ended(guided, free, broken)
 
     assert json.loads(backend.decode(gateway.runs[guided].tokens)) in ({"a": 1}, {"a": 2})
@@ -346,8 +346,8 @@ def test_a_load_waits_for_a_keeper_that_is_started_anew(model: Path) -> None:
 
 
 def test_without_a_keeper_a_load_fails_in_the_end(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "LENDER_PATIENCE_S", 0.0)
-    news: SimpleQueue[HostNews] = SimpleQueue()
+    monkeypatch.setattr(hosted_model, "LENDER_PATIENCE_S", 0.0)
+    news: SimpleQueue[HostingNews] = SimpleQueue()
     with folder() as place, keeping(keeper_setup(place)) as keeper:
         borrower = Borrower(Path(keeper_setup(place).socket))
         keeper.kill()
@@ -356,8 +356,8 @@ def test_without_a_keeper_a_load_fails_in_the_end(model: Path, monkeypatch: pyte
         shop = Workshop(
             device, CONFIG, lambda regards: ArenaPool(device, 1 << 30, regards), borrower, Loader(device)
         )
-        pool = shop.new_pool(lambda model: Regard(Hold.BUSY, 0.0, is_loading=False))
-        Host(host_order("a", model), shop, pool, lambda hosting, told: news.put(told))
+        pool = shop.new_pool(lambda model: EvictionTerms(Hold.BUSY, 0.0, is_loading=False))
+        HostedModel(host_order("a", model), shop, pool, lambda hosting, told: news.put(told))
         failed = news.get(timeout=60)
         borrower.close()
 

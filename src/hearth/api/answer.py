@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from hearth.api.errors import hearth_error_object, request_id_headers
 from hearth.api.question import CHAT, Question
-from hearth.api.teller import Teller, call_id, finish_reason, identity
+from hearth.api.sse import EventWriter, call_id, finish_reason, identity
 from hearth.control.ask import Piece, Stream
 from hearth.errors import HearthError
 from hearth.text.tools import ToolCall
@@ -76,7 +76,7 @@ class Answer(Response):
         written_s = loop.time()
         question = self._question
         head = b"data: " + msgspec.json.encode(identity(question, question.form.chunk, streams[0]))[:-1]
-        tellers = [Teller(question, head, index, stream) for index, stream in enumerate(streams)]
+        tellers = [EventWriter(question, head, index, stream) for index, stream in enumerate(streams)]
 
         async def write(data: bytes, more: bool = True) -> None:
             nonlocal written_s
@@ -84,7 +84,7 @@ class Answer(Response):
                 written_s = loop.time()
                 await send({"type": "http.response.body", "body": data, "more_body": more})
 
-        async def tell(teller: Teller, stream: Stream) -> None:
+        async def tell(teller: EventWriter, stream: Stream) -> None:
             pieces = first_pieces if stream is streams[0] else await stream.next(self._heartbeat_s)
             while True:
                 told = teller.tell(pieces) if pieces else WAITING

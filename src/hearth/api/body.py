@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from hearth.config import parse_duration
 from hearth.errors import BadSampling, ConfigError
-from hearth.messages import Guide
+from hearth.messages import GuideOrder
 from hearth.types import SamplingParams
 
 #: What fits the wire and the device.
@@ -121,18 +121,18 @@ class Body(Strict):
         except (ConfigError, OverflowError) as error:
             raise BadSampling(f"`keep_alive`: {error}") from error
 
-    def guide(self) -> Guide | None:
+    def guide(self) -> GuideOrder | None:
         match self.response_format:
             case None | ResponseFormat(type="text"):
                 return None
             case ResponseFormat(type="json_object"):
-                return Guide("json_object")
+                return GuideOrder("json_object")
             case ResponseFormat(json_schema=None):
                 raise BadSampling(
                     "`response_format` of type `json_schema` needs `json_schema` with a `schema`, given: none"
                 )
             case ResponseFormat(json_schema=JsonSchema(schema_=schema)):
-                return Guide("json_schema", json.dumps(schema))
+                return GuideOrder("json_schema", json.dumps(schema))
         raise AssertionError(f"unknown response format: {self.response_format!r}")
 
 

@@ -13,7 +13,7 @@ from hearth.api.body import MAX_INT, Body, Strict, Text, seeds
 from hearth.api.question import CHAT, Question, ToolUse
 from hearth.control.ask import Ask, Chat
 from hearth.errors import BadPrompt, BadSampling
-from hearth.messages import Guide
+from hearth.messages import GuideOrder
 from hearth.text.chat import Json, Message
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.tools import OPEN, Tool, ToolFormat, call_grammar, tool_format
@@ -192,7 +192,7 @@ class _Tools:
         max_calls = 1 if self._body.parallel_tool_calls is False else None
         return ToolUse(self._format, frozenset(tool.function.name for tool in self._tools), max_calls)
 
-    def guide(self) -> Guide | None:
+    def guide(self) -> GuideOrder | None:
         """Holds the answer to calls, where the request demands one."""
         choice = self._body.tool_choice
         if choice in (None, "none", "auto"):
@@ -218,7 +218,7 @@ class _Tools:
         grammar = call_grammar(
             self._format, tools, may_repeat=may_repeat, tags_are_tokens=self._tags_are_tokens
         )
-        return Guide("lark", grammar)
+        return GuideOrder("lark", grammar)
 
 
 def _called(call: CalledTool, where: str) -> dict[str, Json]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
+from hearth.cli.answerer import Answerer, Wishes, answerer_of
 from hearth.cli.completion import complete_model
 from hearth.cli.console import (
     DEFAULT_DATA_DIR,
@@ -25,7 +26,6 @@ from hearth.cli.console import (
     app,
     err,
 )
-from hearth.cli.voice import Voice, Wishes, voice_of
 from hearth.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def run(
     wishes = Wishes(device.value, dtype.value, config, settings)
     text = sys.stdin.read() if prompt == "-" else prompt
     started_s = time.perf_counter()
-    with voice_of(model, url, api_key, data_dir, wishes) as voice:
+    with answerer_of(model, url, api_key, data_dir, wishes) as voice:
         start_s = time.perf_counter() - started_s
         answer = _ask(voice, text, params, is_chat=voice.has_chat_template and not raw, quiet=as_json)
         record = voice.wait_loaded()
@@ -114,7 +114,7 @@ def _summary(answer: _Answer, start_s: float, record: LoadRecord | None) -> str:
     return f"{told}, loaded in {record.total_s:.2f} s ({rungs})"
 
 
-def _ask(voice: Voice, text: str, params: SamplingParams, *, is_chat: bool, quiet: bool) -> _Answer:
+def _ask(voice: Answerer, text: str, params: SamplingParams, *, is_chat: bool, quiet: bool) -> _Answer:
     """Streams the answer to standard output unless `quiet`."""
     texts: list[str] = []
     token_ids: list[int] = []

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
+from hearth.cli.answerer import Answerer, Wishes, answerer_of
 from hearth.cli.completion import ModelName
 from hearth.cli.console import (
     DEFAULT_DATA_DIR,
@@ -21,7 +22,6 @@ from hearth.cli.console import (
     app,
     err,
 )
-from hearth.cli.voice import Voice, Wishes, voice_of
 from hearth.errors import HearthError
 from hearth.types import SamplingParams
 
@@ -58,14 +58,14 @@ def chat(
     params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
     is_terminal = sys.stdin.isatty()
     wishes = Wishes(config=config, settings=settings)
-    with voice_of(name, url, api_key, data_dir, wishes) as voice:
+    with answerer_of(name, url, api_key, data_dir, wishes) as voice:
         if is_terminal:
             err.print(Text(HELP, style="dim"))
         _talk(voice, _lines(is_terminal), params, system, is_terminal)
 
 
 def _talk(
-    voice: Voice, lines: Iterator[str], params: SamplingParams, system: str | None, is_terminal: bool
+    voice: Answerer, lines: Iterator[str], params: SamplingParams, system: str | None, is_terminal: bool
 ) -> None:
     beginning: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     messages = list(beginning)
@@ -92,7 +92,7 @@ def _talk(
         messages = [*asked, {"role": "assistant", "content": answer}]
 
 
-def _answer(voice: Voice, messages: list[Message], params: SamplingParams) -> str:
+def _answer(voice: Answerer, messages: list[Message], params: SamplingParams) -> str:
     """Streams it to standard output. Ctrl-C ends it early; what was said until then counts as said."""
     said: list[str] = []
     try:

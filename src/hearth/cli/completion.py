@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from hearth.cli.console import DEFAULT_DATA_DIR
-from hearth.cli.shelf import names
+from hearth.cli.local_models import names
 from hearth.errors import HearthError
 
 

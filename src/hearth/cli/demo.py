@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from hearth.cli import shelf
+from hearth.cli import local_models
 from hearth.cli.client import Client
 from hearth.cli.console import DEFAULT_DATA_DIR, DataDirectory, app, configured, err, out
 from hearth.cli.deployed import follow
@@ -105,11 +105,11 @@ class _Guest:
 
 
 def _deploy(data_dir: Path) -> None:
-    if NAME in shelf.names(data_dir):
+    if NAME in local_models.names(data_dir):
         _tell(f"{NAME} is deployed already")
         return
     source = _bundled()
-    model = follow(source, shelf.deploy(source, NAME, "auto", "none", False, data_dir))
+    model = follow(source, local_models.deploy(source, NAME, "auto", "none", False, data_dir))
     _tell(f"deployed {NAME}: {size(model.num_bytes)}, {model.dtype}")
 
 

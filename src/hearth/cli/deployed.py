@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from hearth.cli import shelf
+from hearth.cli import local_models
 from hearth.cli.client import Client
 from hearth.cli.completion import ModelName
 from hearth.cli.console import (
@@ -25,10 +25,10 @@ from hearth.cli.console import (
     existing,
     print_columns,
 )
+from hearth.cli.endpoint import running
 from hearth.cli.figures import count, duration, size
 from hearth.cli.models import Quant
 from hearth.cli.progress import bar
-from hearth.cli.reach import running
 from hearth.control.views import ModelView
 from hearth.errors import ConfigError, Unreached
 
@@ -75,7 +75,7 @@ def deploy(
     place = _place(source, is_elsewhere=url is not None)
     started_s = time.perf_counter()
     if client is None:
-        events = shelf.deploy(place, name, dtype.value, quant.value, overwrite, data_dir)
+        events = local_models.deploy(place, name, dtype.value, quant.value, overwrite, data_dir)
         model = follow(source, events)
     else:
         with client:
@@ -105,7 +105,7 @@ def list_models(
       hearth list --json
     """
     client = running(url, api_key, data_dir)
-    views = shelf.views(data_dir) if client is None else _listed(client)
+    views = local_models.views(data_dir) if client is None else _listed(client)
     if as_json:
         typer.echo(msgspec.json.encode(views))
         return
@@ -146,7 +146,7 @@ def rm(
         typer.confirm(f"Remove {name}?", abort=True)
     client = running(url, api_key, data_dir)
     if client is None:
-        shelf.remove(data_dir, name)
+        local_models.remove(data_dir, name)
     else:
         with client:
             client.remove(name)

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from hearth.cli.console import DEFAULT_DATA_DIR, ApiKey, AsJson, DataDirectory, Url, app, out
-from hearth.cli.reach import reached
+from hearth.cli.endpoint import reached
 from hearth.cli.waterfall import waterfall
 from hearth.control.views import Explanation
 

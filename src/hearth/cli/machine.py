@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 from rich.text import Text
 
-from hearth.cli import shelf
+from hearth.cli import local_models
 from hearth.cli.console import (
     DEFAULT_DATA_DIR,
     AsJson,
@@ -22,9 +22,9 @@ from hearth.cli.console import (
     out,
     print_table,
 )
+from hearth.cli.endpoint import reached
 from hearth.cli.figures import size
 from hearth.cli.pool import fallbacks
-from hearth.cli.reach import reached
 from hearth.config import plain, to_toml
 from hearth.control.datadir import is_held, running_service
 from hearth.errors import ServiceError
@@ -83,7 +83,7 @@ class _ServiceReport:
 
 
 def _service(data_dir: Path) -> _ServiceReport:
-    num_models = len(shelf.names(data_dir))
+    num_models = len(local_models.names(data_dir))
     if running_service(data_dir) is None:
         status = "starting or ending" if is_held(data_dir) else "not running"
         return _ServiceReport(str(data_dir), num_models, status, None, [])

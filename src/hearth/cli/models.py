@@ -30,10 +30,10 @@ from hearth.cli.console import (
     print_table,
     url_of,
 )
+from hearth.cli.endpoint import running
 from hearth.cli.figures import duration
+from hearth.cli.local_models import find
 from hearth.cli.progress import bar
-from hearth.cli.reach import running
-from hearth.cli.shelf import find
 from hearth.errors import ConfigError
 
 if TYPE_CHECKING:

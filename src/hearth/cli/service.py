@@ -20,9 +20,9 @@ from hearth.cli.console import (
     out,
     print_columns,
 )
+from hearth.cli.endpoint import reached
 from hearth.cli.figures import duration, size
 from hearth.cli.pool import keys_of, pool_lines, signs_for
-from hearth.cli.reach import reached
 from hearth.control.datadir import DataDir
 from hearth.control.views import ProcessView, ResidentView
 from hearth.errors import DataDirError

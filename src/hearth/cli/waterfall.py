@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from hearth.cli.figures import precise, size
 from hearth.control.views import Explanation, RungView, Span
-from hearth.policy.events import Option
+from hearth.policy.fleet.events import Option
 
 MIN_BAR = 24
 #: Why a request went where it did, for people.

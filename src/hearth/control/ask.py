@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hearth.errors import HearthError
-from hearth.messages import Guide
+from hearth.messages import GuideOrder
 from hearth.text.chat import Json, Message
 from hearth.text.tokenizer import Tokenizer
 from hearth.types import FinishReason, ModelId, RequestId, SamplingParams, TokenLogprobs
@@ -27,7 +27,7 @@ class Ask:
     model: str  #: a name or an alias
     prompt: str | list[int] | Chat
     sampling: SamplingParams
-    guide: Guide | None = None
+    guide: GuideOrder | None = None
     keep_alive_s: float | None = None  #: infinite pins the model; None: as it is configured
 
 

@@ -11,8 +11,8 @@ from hearth.config import EngineConfig, ModelConfig
 from hearth.control.registry import Deployed, Names, Registry
 from hearth.control.views import ModelView
 from hearth.messages import HostModel
-from hearth.policy.events import ModelProfile
-from hearth.policy.footprint import StepLimits, context_of, fitted_context, footprint
+from hearth.policy.fleet.events import ModelProfile
+from hearth.policy.fleet.footprint import StepLimits, context_of, fitted_context, footprint
 from hearth.types import ModelId
 
 log = logging.getLogger(__name__)

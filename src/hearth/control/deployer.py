@@ -31,7 +31,7 @@ from hearth.control.deploy import DeployOrder, Task
 from hearth.control.registry import Deployed, Registry, check_name, name_taken
 from hearth.control.sources import HubSource, PathSource, UrlSource, default_name, download, parse_source
 from hearth.errors import BadCheckpoint, HearthError
-from hearth.policy.footprint import Facts
+from hearth.policy.fleet.footprint import Facts
 from hearth.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # loads torch, which takes seconds: an order that cannot be carried out is refused before

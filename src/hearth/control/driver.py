@@ -13,21 +13,21 @@ from collections.abc import Callable
 from typing import assert_never
 
 from hearth import errors, messages
+from hearth.control.active_request import ActiveRequest
 from hearth.control.crash import end_process
-from hearth.control.hearing import Heard, Said
+from hearth.control.fact_decoder import DecodedFact, DecodedToken
 from hearth.control.journal import Journal
-from hearth.control.link import Link
-from hearth.control.live import Live
+from hearth.control.link import WorkerLink
 from hearth.control.loads import Loads
 from hearth.control.metrics import Metrics
 from hearth.control.pools import Pools
 from hearth.control.timeline import LoadLog
 from hearth.errors import HearthError
 from hearth.messages import Hello, HostModel, Ping, StartRequest
-from hearth.policy import events
-from hearth.policy.brain import step
-from hearth.policy.events import Action, Event, RejectReason
-from hearth.policy.fleet import Fleet
+from hearth.policy.fleet import events
+from hearth.policy.fleet.brain import step
+from hearth.policy.fleet.events import Action, Event, RejectReason
+from hearth.policy.fleet.fleet import Fleet
 from hearth.types import FinishReason, ModelId, RequestId, WorkerId
 
 log = logging.getLogger(__name__)
@@ -63,9 +63,9 @@ class Driver:
         self._loop = asyncio.get_running_loop()
         self._numbers, self._looks = itertools.count(1), itertools.count(FIRST_LOOK)
         #: Requests that have not ended, and those of them that are on a worker.
-        self.requests: dict[RequestId, Live] = {}
-        self.runs: dict[int, Live] = {}
-        self._links: dict[WorkerId, Link] = {}
+        self.requests: dict[RequestId, ActiveRequest] = {}
+        self.runs: dict[int, ActiveRequest] = {}
+        self._links: dict[WorkerId, WorkerLink] = {}
         self._loads = Loads()
         #: Why a model failed last, as the label of an error, until it is loaded or deployed anew.
         self._failures: dict[ModelId, str] = {}
@@ -83,7 +83,7 @@ class Driver:
 
     # Requests.
 
-    def start(self, live: Live, max_tokens: int | None, keep_alive_s: float | None) -> None:
+    def start(self, live: ActiveRequest, max_tokens: int | None, keep_alive_s: float | None) -> None:
         """Take a request. Raises HearthError if it is refused at once."""
         self.requests[live.request_id] = live
         self._idle.clear()
@@ -113,7 +113,7 @@ class Driver:
 
     # Workers.
 
-    def joined(self, link: Link, hello: Hello) -> None:
+    def joined(self, link: WorkerLink, hello: Hello) -> None:
         self._links[hello.worker] = link
         self.post(
             events.WorkerJoined(self.now_s, hello.worker, hello.kind, hello.budget_bytes, self._max_seqs)
@@ -131,14 +131,14 @@ class Driver:
         finally:
             self.pools.end_look(number)
 
-    def hear(self, heard: Heard) -> None:
+    def hear(self, heard: DecodedFact) -> None:
         """Something that a worker said, in order; or it is gone."""
         try:
             self._hear(heard)
         except Exception as error:  # books that are half changed would leave requests without an end
             end_process("driver", error)
 
-    def _hear(self, heard: Heard) -> None:
+    def _hear(self, heard: DecodedFact) -> None:
         heard.link.consumed(heard.num_bytes)
         worker, fact = heard.link.worker, heard.fact
         if worker is None or self._links.get(worker) is not heard.link:
@@ -191,8 +191,8 @@ class Driver:
                 self._send(worker, self._host_order(model, hosting, kv_floor_bytes, max_kv_bytes))
             case events.Evict():
                 self._evict(action)
-            case events.Regard(model, worker, hold):
-                self._send(worker, messages.RegardModel(model, hold))
+            case events.SetHold(model, worker, hold):
+                self._send(worker, messages.HoldModel(model, hold))
             case events.Reject():
                 self._reject(action)
             case events.CancelRun(request_id, worker):
@@ -255,7 +255,7 @@ class Driver:
 
     # What workers report.
 
-    def _stepped(self, now_s: float, step_done: messages.StepDone, said: list[Said]) -> None:
+    def _stepped(self, now_s: float, step_done: messages.StepDone, said: list[DecodedToken]) -> None:
         began_s = now_s - step_done.step_s
         for run in step_done.preempted:  # before the step; who was may have been admitted again for it
             self._metrics.preemptions.inc()
@@ -271,7 +271,7 @@ class Driver:
         self._metrics.output_tokens.inc(len(said))
         self._metrics.step.observe(step_done.step_s)
 
-    def _deliver(self, now_s: float, said: Said, step_done: messages.StepDone) -> None:
+    def _deliver(self, now_s: float, said: DecodedToken, step_done: messages.StepDone) -> None:
         live, piece = said.live, said.piece
         if live.request_id not in self.requests:
             return  # cancelled a moment ago
@@ -291,7 +291,7 @@ class Driver:
             self.post(events.RequestFinished(now_s, live.request_id, num_tokens, events.End.STOPPED))
         self._end(live, piece.finish_reason)
 
-    def _broke(self, now_s: float, live: Live) -> None:
+    def _broke(self, now_s: float, live: ActiveRequest) -> None:
         if live.request_id in self.requests:
             self.post(events.RequestCancelled(now_s, live.request_id))
             reason = f"the text of request {live.request_id} cannot be made of its tokens; see the log"
@@ -377,12 +377,12 @@ class Driver:
 
     # Ends.
 
-    def _fail(self, live: Live, error: HearthError) -> None:
+    def _fail(self, live: ActiveRequest, error: HearthError) -> None:
         live.is_complete = True
         live.stream.fail(error)
         self._end(live, error.label, str(error))
 
-    def _end(self, live: Live, outcome: str, error: str | None = None) -> None:
+    def _end(self, live: ActiveRequest, outcome: str, error: str | None = None) -> None:
         if self.requests.pop(live.request_id, None) is None:
             return
         if live.run is not None:

@@ -13,22 +13,22 @@ from contextlib import aclosing
 from pathlib import Path
 
 from hearth.config import ServiceConfig
+from hearth.control.active_request import ActiveRequest
 from hearth.control.ask import Ask, Chat, Stream
 from hearth.control.catalog import Catalog, Entry
 from hearth.control.deploy import DeployOrder, DeployProgress
+from hearth.control.deployments import Deployments
 from hearth.control.driver import Driver
 from hearth.control.keys import Keys
-from hearth.control.live import Live
 from hearth.control.metrics import Metrics
 from hearth.control.picture import resident_views
-from hearth.control.stock import Stock
 from hearth.control.supervisor import Supervisor
-from hearth.control.texts import Texts
 from hearth.control.timeline import Timeline, Timelines
+from hearth.control.tokenization import PromptEncoder
 from hearth.control.views import Explanation, Health, ModelView, ProcessView, ResidentView, WorkerView
 from hearth.errors import BadPrompt, BadSampling, PromptTooLong, ServiceError, ShuttingDown
 from hearth.messages import Sampling
-from hearth.policy import events
+from hearth.policy.fleet import events
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import Transcript
 from hearth.types import ModelId, RequestId, SamplingParams
@@ -46,9 +46,9 @@ class Gateway:
     def __init__(
         self,
         config: ServiceConfig,
-        stock: Stock,
+        stock: Deployments,
         catalog: Catalog,
-        texts: Texts,
+        texts: PromptEncoder,
         driver: Driver,
         supervisor: Supervisor,
         metrics: Metrics,
@@ -89,7 +89,7 @@ class Gateway:
         stream = Stream(request_id, model, tokenizer, len(prompt), lambda: self._driver.cancel(request_id))
         timeline = Timeline(request_id, model, arrived_s, arrived_at_s, len(prompt))
         seed = secrets.randbits(63) if ask.sampling.seed is None else ask.sampling.seed
-        live = Live(
+        live = ActiveRequest(
             request_id=request_id,
             model=model,
             digest=entry.deployed.digest,

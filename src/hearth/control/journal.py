@@ -24,9 +24,9 @@ from typing import Self, get_args
 import msgspec
 
 from hearth.errors import DataDirError
-from hearth.policy.brain import step
-from hearth.policy.events import Action, BrainConfig, Event, ModelDeployed, RequestArrived
-from hearth.policy.fleet import Fleet
+from hearth.policy.fleet.brain import step
+from hearth.policy.fleet.events import Action, BrainConfig, Event, ModelDeployed, RequestArrived
+from hearth.policy.fleet.fleet import Fleet
 
 log = logging.getLogger(__name__)
 

@@ -28,16 +28,16 @@ log = logging.getLogger(__name__)
 class Receiver(Protocol):
     """Who gets what links bring. Called on the event loop."""
 
-    def joined(self, link: Link, hello: Hello) -> None: ...
+    def joined(self, link: WorkerLink, hello: Hello) -> None: ...
 
-    def received(self, link: Link, body: bytes) -> None:
+    def received(self, link: WorkerLink, body: bytes) -> None:
         """A frame; whoever is done with it says `link.consumed(len(body))`."""
 
-    def left(self, link: Link) -> None:
+    def left(self, link: WorkerLink) -> None:
         """Once for every link that joined, after its last frame."""
 
 
-class Link(asyncio.Protocol):
+class WorkerLink(asyncio.Protocol):
     """Mutable; used on the event loop alone."""
 
     def __init__(self, secret: bytes, expects: Callable[[WorkerId], bool], receiver: Receiver) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hearth.control.views import PartView, ResidentView
 from hearth.messages import ModelUse, Pong
-from hearth.policy.events import Resident, State
+from hearth.policy.fleet.events import Resident, State
 from hearth.types import Hold, WorkerId
 
 

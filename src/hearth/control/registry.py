@@ -15,7 +15,7 @@ import msgspec
 from hearth.config import ModelConfig
 from hearth.control.datadir import DataDir
 from hearth.errors import ConfigError, DataDirError, NameTaken, RequestError, StoreFull, UnknownModel
-from hearth.policy.footprint import Facts
+from hearth.policy.fleet.footprint import Facts
 
 #: How long one process waits for another's write. Writes take milliseconds; the event loop waits for less.
 WAIT_S, LOOP_WAIT_S = 10.0, 1.0

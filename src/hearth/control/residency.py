@@ -9,7 +9,7 @@ from contextlib import suppress
 from hearth.control.catalog import Catalog
 from hearth.control.driver import Driver
 from hearth.errors import HearthError
-from hearth.policy import events
+from hearth.policy.fleet import events
 from hearth.store.keeper_client import KeeperClient
 from hearth.types import ModelId
 

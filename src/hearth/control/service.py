@@ -16,23 +16,23 @@ from hearth.config import EngineConfig, HearthConfig, ServiceConfig
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
 from hearth.control.deploy import collect
+from hearth.control.deployments import Deployments
 from hearth.control.devices import Devices
 from hearth.control.driver import Driver
+from hearth.control.fact_decoder import FactDecoder
 from hearth.control.gateway import Gateway
-from hearth.control.hearing import Hearing
 from hearth.control.journal import Journal
 from hearth.control.keys import Keys, is_loopback
-from hearth.control.link import Link
+from hearth.control.link import WorkerLink
 from hearth.control.metrics import Metrics
 from hearth.control.registry import LOOP_WAIT_S, Registry
 from hearth.control.residency import Residency
-from hearth.control.stock import Stock
 from hearth.control.supervisor import Supervisor, Vigilance
-from hearth.control.texts import Texts
+from hearth.control.tokenization import PromptEncoder
 from hearth.errors import ConfigError
 from hearth.messages import Hello, KeeperSetup, WorkerSetup
-from hearth.policy.events import BrainConfig, ModelDeployed
-from hearth.policy.fleet import Fleet
+from hearth.policy.fleet.events import BrainConfig, ModelDeployed
+from hearth.policy.fleet.fleet import Fleet
 from hearth.store.keeper_client import KeeperClient
 from hearth.types import WorkerId
 
@@ -66,14 +66,14 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         stack.callback(journal.close)
         metrics = Metrics()
         driver = Driver(Fleet(brain), journal, metrics, catalog.host_order, config.engine.max_seqs)
-        hearing = Hearing(asyncio.get_running_loop(), driver.runs, driver.hear)
+        hearing = FactDecoder(asyncio.get_running_loop(), driver.runs, driver.hear)
         stack.callback(hearing.close)
-        texts = Texts(service.template_s)
+        texts = PromptEncoder(service.template_s)
         stack.callback(texts.close)
         socket = _keeper_socket(data_dir, stack)
         receiver = _Switchboard(catalog, driver, hearing)
         server = await asyncio.get_running_loop().create_server(
-            lambda: Link(receiver.secret, receiver.expects, receiver), "127.0.0.1", 0
+            lambda: WorkerLink(receiver.secret, receiver.expects, receiver), "127.0.0.1", 0
         )
         stack.callback(server.close)
         port: int = server.sockets[0].getsockname()[1]
@@ -99,7 +99,7 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         residency = Residency(keeper, catalog, driver)
         stack.push_async_callback(residency.close)
         driver.on_residency = residency.ask
-        stock = Stock(registry, catalog, driver, keeper, data_dir)
+        stock = Deployments(registry, catalog, driver, keeper, data_dir)
         gateway = Gateway(
             *(service, stock, catalog, texts, driver, supervisor, metrics),
             keys=keys_of(service, data_dir),
@@ -143,7 +143,7 @@ def keys_of(service: ServiceConfig, data_dir: DataDir) -> Keys | None:
 class _Switchboard:
     """Where links report to: the supervisor and the driver, each what concerns it."""
 
-    def __init__(self, catalog: Catalog, driver: Driver, hearing: Hearing) -> None:
+    def __init__(self, catalog: Catalog, driver: Driver, hearing: FactDecoder) -> None:
         self.secret = secrets.token_bytes(32)
         self.supervisor: Supervisor | None = None  #: set before anyone can connect
         self._catalog, self._driver, self._hearing = catalog, driver, hearing
@@ -151,17 +151,17 @@ class _Switchboard:
     def expects(self, worker: WorkerId) -> bool:
         return self.supervisor is not None and self.supervisor.expects(worker)
 
-    def joined(self, link: Link, hello: Hello) -> None:
+    def joined(self, link: WorkerLink, hello: Hello) -> None:
         assert self.supervisor is not None, "nobody is expected before it is there"
         self.supervisor.joined(link, hello)
         for entry in self._catalog.fit(hello.budget_bytes):  # before anybody is sent there
             self._driver.post(ModelDeployed(self._driver.now_s, entry.profile))
         self._driver.joined(link, hello)
 
-    def received(self, link: Link, body: bytes) -> None:
+    def received(self, link: WorkerLink, body: bytes) -> None:
         self._hearing.heard(link, body)
 
-    def left(self, link: Link) -> None:
+    def left(self, link: WorkerLink) -> None:
         assert self.supervisor is not None, "nobody is expected before it is there"
         self.supervisor.left(link)
         self._hearing.left(link)

@@ -22,7 +22,7 @@ from typing import IO
 import msgspec
 
 from hearth.control.crash import end_process
-from hearth.control.link import Link
+from hearth.control.link import WorkerLink
 from hearth.errors import HearthError, error_of
 from hearth.messages import Hello, KeeperSetup, Ping, Shutdown, WorkerSetup
 from hearth.types import WorkerId
@@ -50,7 +50,7 @@ class Slot:
     index: int
     worker: WorkerId
     process: Process | None = None
-    link: Link | None = None
+    link: WorkerLink | None = None
     hello: Hello | None = None
     num_restarts: int = 0
     greeted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -87,14 +87,14 @@ class Supervisor:
     def expects(self, worker: WorkerId) -> bool:
         return any(slot.worker == worker and slot.link is None for slot in self.slots)
 
-    def joined(self, link: Link, hello: Hello) -> None:
+    def joined(self, link: WorkerLink, hello: Hello) -> None:
         slot = self._slot(hello.worker)
         assert slot is not None, f"{hello.worker=} was not expected"
         slot.link, slot.hello = link, hello
         slot.greeted.set()
         log.info("worker_ready worker=%s pid=%d device=%s", hello.worker, hello.pid, hello.device)
 
-    def left(self, link: Link) -> None:
+    def left(self, link: WorkerLink) -> None:
         """A worker without a connection is of no use."""
         slot = None if link.worker is None else self._slot(link.worker)
         if slot is not None and slot.process is not None:

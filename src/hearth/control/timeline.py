@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hearth.control.views import Explanation, Mark, RungView, Span
 from hearth.messages import ModelLoaded
-from hearth.policy.events import Option
+from hearth.policy.fleet.events import Option
 from hearth.types import RequestId, WorkerId
 
 #: Explanations that are kept.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hearth.policy.events import Option
+from hearth.policy.fleet.events import Option
 from hearth.types import Rung
 
 

@@ -25,8 +25,8 @@ from hearth.models.arch import Arch
 from hearth.models.decoder import Decoder
 from hearth.models.weights import Weights
 from hearth.models.workspace import StepSize, Workspace
-from hearth.policy.batch import Batcher, BatchLimits
-from hearth.policy.blocks import SINK_BLOCK, BlockBook
+from hearth.policy.batch.batcher import Batcher, BatchLimits
+from hearth.policy.batch.blocks import SINK_BLOCK, BlockBook
 
 #: Programs per multiprocessor that a decode attention may be split into.
 _PROGRAMS_PER_PROCESSOR = 4
@@ -94,7 +94,9 @@ def assemble(
     kv = _bind_kv(spec, config, memory.kv)
     decoder = Decoder(arch, weights, workspace, cos_sin)
     runner = Runner(decoder, kv, inputs, sampler, uploads, _max_graph_size(config, device))
-    if config.graphs == "start" and not is_elastic:  # else there may be no weights yet: see `worker/host.py`
+    if (
+        config.graphs == "start" and not is_elastic
+    ):  # else there may be no weights yet: see `worker/hosted_model.py`
         runner.capture_all()
     limits = BatchLimits(config.max_batch_tokens, config.max_seqs, spec.max_context)
     if is_elastic:

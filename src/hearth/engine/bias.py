@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from hearth.engine.upload import Uploads
-from hearth.policy.plan import Admission
+from hearth.policy.batch.plan import Admission
 from hearth.types import SamplingParams
 
 

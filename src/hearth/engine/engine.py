@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from hearth.engine.guide import Guides
 from hearth.engine.runner import Pending, Runner, StepResult
 from hearth.errors import BadPrompt, BadSampling
-from hearth.policy.batch import Batcher
-from hearth.policy.elastic import Elastic, KvUse
-from hearth.policy.plan import Admission, Guide, Request, StepPlan
+from hearth.policy.batch.batcher import Batcher
+from hearth.policy.batch.elastic import Elastic, KvUse
+from hearth.policy.batch.plan import Admission, EngineRequest, Guide, StepPlan
 from hearth.types import FinishReason, GuideSpec, RequestId, SamplingParams, TokenLogprobs
 
 
@@ -68,7 +68,7 @@ class Intake:
         salt: bytes = b"",
         output: Sequence[int] = (),
         guide: GuideSpec | None = None,
-    ) -> Request:
+    ) -> EngineRequest:
         """Check and resolve a request. Touches no state.
 
         `output` is what an engine that is gone has sampled of it; it goes on as if nothing had happened.
@@ -82,7 +82,7 @@ class Intake:
         stops = set(params.stop_ids) | (set() if params.ignore_eos else self._eos_ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         resolved = replace(params, stop_token_ids=tuple(sorted(stops)), seed=seed)
-        request = Request(request_id, tuple(prompt), resolved, salt, tuple(output))
+        request = EngineRequest(request_id, tuple(prompt), resolved, salt, tuple(output))
         self._batcher.check_fits(request)
         return request if guide is None else replace(request, guide=self._guide(guide, params, output))
 
@@ -121,7 +121,7 @@ class Engine:
             batcher.num_running, batcher.num_waiting, blocks.num_live, blocks.num_cached, blocks.num_blocks
         )
 
-    def add(self, request: Request) -> None:
+    def add(self, request: EngineRequest) -> None:
         self.batcher.add(request)
 
     def cancel(self, request_id: RequestId) -> bool:

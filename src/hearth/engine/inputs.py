@@ -19,7 +19,7 @@ from hearth.kernels.host_read import read_host
 from hearth.kernels.paged import PagedRows
 from hearth.kernels.prefill_attention import Span
 from hearth.models.step import StepInputs
-from hearth.policy.plan import Row, StepPlan, TableWrite
+from hearth.policy.batch.plan import Row, StepPlan, TableWrite
 
 
 @dataclass(frozen=True, slots=True)

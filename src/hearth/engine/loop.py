@@ -16,7 +16,7 @@ from queue import SimpleQueue
 
 from hearth.engine.engine import Engine, Output
 from hearth.errors import EngineFailed, HearthError
-from hearth.policy.plan import Request
+from hearth.policy.batch.plan import EngineRequest
 from hearth.types import RequestId
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Outbox(SimpleQueue[Output | Failed]):
 
 @dataclass(frozen=True, slots=True)
 class _Add:
-    request: Request
+    request: EngineRequest
     outbox: Outbox
 
 
@@ -71,7 +71,7 @@ class StepLoop:
         self._thread.start()
         self.engine = built.result()
 
-    def add(self, request: Request, outbox: Outbox) -> None:
+    def add(self, request: EngineRequest, outbox: Outbox) -> None:
         """Start a request; where the engine broke or was closed, `Failed` is all that it gets."""
         with self._gate:
             if not self._is_closed:

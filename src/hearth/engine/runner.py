@@ -15,8 +15,8 @@ from hearth.models.decoder import Decoder
 from hearth.models.gate import Gate
 from hearth.models.step import StepInputs
 from hearth.models.weights import Weights
-from hearth.policy.blocks import BlockMove
-from hearth.policy.plan import StepPlan
+from hearth.policy.batch.blocks import BlockMove
+from hearth.policy.batch.plan import StepPlan
 from hearth.types import TokenLogprob, TokenLogprobs
 
 #: Blocks that move are copied in pieces of at most this, or one by one: it comes on top of all other memory.

@@ -21,7 +21,7 @@ from hearth.engine.noise import gumbel, noise_key
 from hearth.engine.penalties import Penalties, is_penalised
 from hearth.engine.truncation import rank_cutoff
 from hearth.engine.upload import Uploads
-from hearth.policy.plan import Admission
+from hearth.policy.batch.plan import Admission
 
 #: Beyond these a temperature is as good as greedy or uniform, and float32 quotients would not stay finite.
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6

@@ -31,7 +31,7 @@ class Cells:
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class RotaryFactors:
     """By how much each row is rotated."""
 
     cos: torch.Tensor  #: [rows, 1, rotary_dim]: both halves alike
@@ -65,7 +65,7 @@ class PagedRows:
     slots: torch.Tensor  #: int32 [rows], the sequence's row of the block table
     block_table: torch.Tensor  #: int32 [slots, blocks]
     _cells: Cells | None = None
-    _turns: Turns | None = None
+    _turns: RotaryFactors | None = None
     _contexts: dict[int | None, Context] = field(default_factory=dict)  #: by window
 
     def first(self, count: int) -> PagedRows:
@@ -77,11 +77,11 @@ class PagedRows:
             self._cells = Cells(self.block_table[self.slots, at // block_tokens].long(), at % block_tokens)
         return self._cells
 
-    def turns(self, cos_sin: torch.Tensor) -> Turns:
+    def turns(self, cos_sin: torch.Tensor) -> RotaryFactors:
         """`cos_sin` is [positions, 2, rotary_dim / 2]."""
         if self._turns is None:
             cos, sin = cos_sin[self.positions].unsqueeze(2).unbind(1)
-            self._turns = Turns(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
+            self._turns = RotaryFactors(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
         return self._turns
 
     def context(self, block_tokens: int, window: int | None) -> Context:

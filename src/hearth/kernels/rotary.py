@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hearth.kernels.jit import runs_triton, tl, triton
-from hearth.kernels.paged import Heads, PagedRows, Turns
+from hearth.kernels.paged import Heads, PagedRows, RotaryFactors
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def _norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
     x.copy_(y * weight.float())
 
 
-def _rotate(x: torch.Tensor, turns: Turns) -> None:
+def _rotate(x: torch.Tensor, turns: RotaryFactors) -> None:
     """(a, b) becomes (a * cos - b * sin, b * cos + a * sin)."""
     size = turns.cos.shape[-1]
     x = x[..., :size]

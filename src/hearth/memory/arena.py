@@ -16,12 +16,12 @@ from hearth.errors import DeviceError
 from hearth.memory.arena_tenant import BATCH_BLOCKS, ArenaTenant, slots_of, space_of, wish_of
 from hearth.memory.contiguous import ContiguousMemory
 from hearth.memory.placement import Packer, Wish, extent_span, plan_placement
-from hearth.memory.pool import Picture, Regards, Shape, Space
+from hearth.memory.pool import EvictionTermsOf, Picture, Shape, Space
 from hearth.memory.regions import COMMON, Owner, RegionList, Span, Use, extents_of
 from hearth.models.layout import ALIGNMENT_BYTES, ByteRange
-from hearth.models.weights import Slot
-from hearth.policy.evict import Tail, plan_takes
-from hearth.policy.pack import Move, pack
+from hearth.models.weights import TensorPlace
+from hearth.policy.memory.eviction import Tail, plan_takes
+from hearth.policy.memory.packing import Move, pack
 from hearth.types import Hold, ModelId
 
 #: For KV, unless there is no other way: some hundredths of a second on a CPU.
@@ -35,7 +35,7 @@ class ArenaPool:
         self,
         device: torch.device,
         budget_bytes: int,
-        regards: Regards,
+        regards: EvictionTermsOf,
         *,
         packer: Packer = pack,
         fallbacks: Mapping[str, int] | None = None,
@@ -194,7 +194,7 @@ class ArenaPool:
             del self._tenants[model]
             self._moved.discard(model)
 
-    def take_moved(self) -> dict[ModelId, Mapping[str, Slot]]:
+    def take_moved(self) -> dict[ModelId, Mapping[str, TensorPlace]]:
         """One that has also lost tensors cannot compute: it hears where the others are when it is placed."""
         moved, self._moved = self._moved, set()
         tenants = {model: self._tenants[model] for model in sorted(moved)}

@@ -11,8 +11,8 @@ from hearth.memory.placement import Wish, extent_span
 from hearth.memory.pool import Gap, Holding, Shape, Space
 from hearth.memory.regions import COMMON, Owner, RegionList, Use, aligned, blocks_within
 from hearth.models.layout import ByteRange
-from hearth.models.weights import Slot
-from hearth.policy.pack import Item
+from hearth.models.weights import TensorPlace
+from hearth.policy.memory.packing import Item
 from hearth.types import ModelId
 
 #: KV grows by about as many, so that it seldom has to, and extents end at multiples of it: what is lent comes
@@ -115,10 +115,10 @@ def tensor_owners(model: ModelId, shape: Shape) -> list[Owner]:
     return [Owner(model, Use.TENSOR, index) for index in range(len(shape.served.tensors))]
 
 
-def slots_of(tenant: ArenaTenant, regions: RegionList, memory: torch.Tensor) -> dict[str, Slot]:
+def slots_of(tenant: ArenaTenant, regions: RegionList, memory: torch.Tensor) -> dict[str, TensorPlace]:
     """Where its tensors are, all of which have a region."""
     specs = zip(tenant.shape.served.tensors, tensor_owners(tenant.model, tenant.shape), strict=True)
-    return {spec.name: Slot(memory, regions.span_of(owner).begin) for spec, owner in specs}
+    return {spec.name: TensorPlace(memory, regions.span_of(owner).begin) for spec, owner in specs}
 
 
 def space_of(tenant: ArenaTenant, regions: RegionList, memory: torch.Tensor) -> Space:

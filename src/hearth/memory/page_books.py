@@ -9,11 +9,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from hearth.memory.landed import Landed
 from hearth.memory.mapped_tenant import Tenant, num_pages
 from hearth.memory.page_table import PageTable
 from hearth.memory.pages import Pages
 from hearth.memory.pool import Shape
+from hearth.memory.shared_chunks import SharedChunks
 from hearth.memory.spaces import Spaces
 from hearth.types import ModelId
 
@@ -27,7 +27,7 @@ class PageBooks:
         self._spaces = spaces
         #: Those that compute no more behind each other, in the order in which they ended.
         self.tenants: dict[ModelId, Tenant] = {}
-        self.landed = Landed(pages.page_bytes)
+        self.landed = SharedChunks(pages.page_bytes)
         #: As many pages as the largest workspace of a placed model has.
         self.workspace: list[int] = []
         self.displaced: list[ModelId] = []  #: models whose addresses went to others

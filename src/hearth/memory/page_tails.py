@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from hearth.memory.mapped_tenant import Tenant
 from hearth.memory.page_books import PageBooks
-from hearth.memory.pool import Regards
-from hearth.policy.evict import Tail
+from hearth.memory.pool import EvictionTermsOf
+from hearth.policy.memory.eviction import Tail
 from hearth.types import Hold, ModelId
 
 
-def tails_of(books: PageBooks, regard: Regards, hold: Hold) -> list[Tail]:
+def tails_of(books: PageBooks, regard: EvictionTermsOf, hold: Hold) -> list[Tail]:
     """Of the models that are held so, and whose bytes nobody is writing."""
     assert hold <= Hold.WARM, f"never to be taken from: {hold=}"
     regards = {model: regard(model) for model, tenant in books.tenants.items() if not tenant.coming}

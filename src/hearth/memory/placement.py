@@ -15,7 +15,7 @@ from math import gcd
 from hearth.memory.regions import COMMON, Owner, RegionList, Span, Use, aligned, blocks_within, bytes_around
 from hearth.memory.shifting import is_fixed, room_at_begin, room_at_end, stretches
 from hearth.models.layout import ALIGNMENT_BYTES
-from hearth.policy.pack import Item, Move, Packing, Region
+from hearth.policy.memory.packing import Item, Move, Packing, Region
 from hearth.types import ModelId
 
 Packer = Callable[[Sequence[Region], Sequence[Item]], Packing | None]

@@ -5,7 +5,7 @@ never decides that somebody has to go: its caller makes room first, in the order
 
     free memory, KV that nobody reads, weights of retained models, of warm ones, KV of running requests
 
-and says with `Regard` whose weights may be taken, and at which price. Two pools do this: mapped pages
+and says with `EvictionTerms` whose weights may be taken, and at which price. Two pools do this: mapped pages
 (`memory/vmm.py`), where any free page fits anywhere, and one contiguous arena (`memory/arena.py`), where
 tensors have to be moved together now and then.
 
@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from hearth.models.layout import ByteRange, Layout
-from hearth.models.weights import Slot
+from hearth.models.weights import TensorPlace
 from hearth.types import Digest, Hold, ModelId
 
 
@@ -40,7 +40,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Regard:
+class EvictionTerms:
     """How the memory of a model is looked at when somebody needs room."""
 
     hold: Hold  #: only what is retained or warm is ever taken
@@ -60,7 +60,7 @@ class Gap:
 class Space:
     """A model's memory. What it has not got yet holds arbitrary bits, or must not be touched at all."""
 
-    slots: Mapping[str, Slot]  #: of every tensor, as served
+    slots: Mapping[str, TensorPlace]  #: of every tensor, as served
     workspace: torch.Tensor  #: uint8; arbitrary bits between two steps
     #: uint8. Block `b` lies at `b * block_bytes`; those that the pool has not given must not be touched.
     kv: torch.Tensor
@@ -148,7 +148,7 @@ class Pool(Protocol):
     def drop(self, model: ModelId) -> None:
         """All of it goes. Nobody computes with it or loads it any more. One that is unknown has nothing."""
 
-    def take_moved(self) -> dict[ModelId, Mapping[str, Slot]]:
+    def take_moved(self) -> dict[ModelId, Mapping[str, TensorPlace]]:
         """Placed models whose tensors have moved since the last call, and where they are now."""
 
     def take_displaced(self) -> list[ModelId]:
@@ -158,4 +158,4 @@ class Pool(Protocol):
     def picture(self) -> Picture: ...
 
 
-Regards = Callable[[ModelId], Regard]
+EvictionTermsOf = Callable[[ModelId], EvictionTerms]

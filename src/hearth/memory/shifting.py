@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence, Set
 
 from hearth.memory.regions import RegionList, Span, Use
-from hearth.policy.pack import Move
+from hearth.policy.memory.packing import Move
 from hearth.types import ModelId
 
 

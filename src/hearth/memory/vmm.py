@@ -20,11 +20,11 @@ from hearth.memory.page_picture import check, picture_of
 from hearth.memory.page_table import PageTable, Wipe
 from hearth.memory.page_tails import tails_of
 from hearth.memory.pages import Pages
-from hearth.memory.pool import Picture, Regards, Shape, Space
+from hearth.memory.pool import EvictionTermsOf, Picture, Shape, Space
 from hearth.memory.spaces import Spaces
 from hearth.models.layout import ByteRange
-from hearth.models.weights import Slot, contiguous_slots
-from hearth.policy.evict import plan_takes
+from hearth.models.weights import TensorPlace, contiguous_slots
+from hearth.policy.memory.eviction import plan_takes
 from hearth.types import Hold, ModelId
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 class MappedPool:
     """A `Pool` that owns its pages. Mutable; all but `prepare` is called by the thread of the steps."""
 
-    def __init__(self, pages: Pages, regards: Regards, *, wipe: Wipe | None = None) -> None:
+    def __init__(self, pages: Pages, regards: EvictionTermsOf, *, wipe: Wipe | None = None) -> None:
         """`wipe` is called with all bytes that come free, for tests."""
         self._pages, self._regards = pages, regards
         self._table = PageTable(pages, wipe)
@@ -136,7 +136,7 @@ class MappedPool:
             if (tenant := self._books.tenants.get(model)) is not None:
                 self._books.drop(tenant)
 
-    def take_moved(self) -> dict[ModelId, Mapping[str, Slot]]:
+    def take_moved(self) -> dict[ModelId, Mapping[str, TensorPlace]]:
         return {}
 
     def take_displaced(self) -> list[ModelId]:

@@ -15,7 +15,7 @@ VECTOR_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TensorPlace:
     """Where a tensor's bytes begin: `offset` into `base`, which is one-dimensional and uint8."""
 
     base: torch.Tensor
@@ -60,12 +60,14 @@ class Weights:
     head: Linear | None
 
 
-def contiguous_slots(layout: Layout, base: torch.Tensor) -> dict[str, Slot]:
+def contiguous_slots(layout: Layout, base: torch.Tensor) -> dict[str, TensorPlace]:
     """Slots of a model whose bytes lie in one buffer, as the packer writes them."""
-    return {spec.name: Slot(base, spec.offset) for spec in layout.tensors}
+    return {spec.name: TensorPlace(base, spec.offset) for spec in layout.tensors}
 
 
-def bind(arch: Arch, layout: Layout, slots: Mapping[str, Slot], layers: range | None = None) -> Weights:
+def bind(
+    arch: Arch, layout: Layout, slots: Mapping[str, TensorPlace], layers: range | None = None
+) -> Weights:
     """View the tensors that `layers`, or all of them, need; others need no slot."""
     layers = range(arch.num_layers) if layers is None else layers
     is_first, is_last = layers.start == 0, layers.stop == arch.num_layers
@@ -121,7 +123,7 @@ def _norm(views: Mapping[str, torch.Tensor], name: str) -> NormWeights:
     return NormWeights(views.get(f"{name}.weight"), views.get(f"{name}.bias"))
 
 
-def _view(spec: TensorSpec, slot: Slot) -> torch.Tensor:
+def _view(spec: TensorSpec, slot: TensorPlace) -> torch.Tensor:
     base, begin, end = slot.base, slot.offset, slot.offset + spec.nbytes
     assert (base.dtype, base.dim()) == (torch.uint8, 1), f"{spec.name}: {base.dtype=} {base.shape=}"
     assert 0 <= begin <= end <= len(base), f"{spec.name}: bytes {begin}:{end} of a base of {len(base)}"

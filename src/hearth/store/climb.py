@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from hearth.errors import ChunkCorrupt, ChunkMissing, StoreError
-from hearth.policy.evict import Price
+from hearth.policy.memory.eviction import Price
 from hearth.store.disk import DiskTier, Location
 from hearth.store.manifest import WEIGHTS, digest_of
 from hearth.store.model import StoredModel

@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Lock
 
 from hearth.errors import HearthError, StoreError, StoreFull
-from hearth.policy.evict import EvictionOrder, Price
+from hearth.policy.memory.eviction import EvictionOrder, Price
 from hearth.store.manifest import MANIFEST, WEIGHTS, Manifest, is_digest, read_manifest
 from hearth.store.writer import NO_ROOM
 from hearth.types import Digest

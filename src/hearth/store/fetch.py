@@ -7,7 +7,7 @@
 
 A chunk that two loads want is read once. Slots are taken in the order of the load, so the chunk that a
 consumer waits for always has one, and loads larger than the host memory run through it. The books are
-`policy/chunks.py`, the reading is `climb.py`; nothing here touches a device.
+`policy/memory/chunk_book.py`, the reading is `climb.py`; nothing here touches a device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from queue import SimpleQueue
 import torch
 
 from hearth.errors import LoadCancelled, StoreError
-from hearth.policy.chunks import ChunkBook, Fill, Full, Hit, Pending
+from hearth.policy.memory.chunk_book import ChunkBook, Fill, Full, Hit, Pending
 from hearth.store.climb import Climber
 from hearth.store.model import StoredModel
 from hearth.store.prices import Prices

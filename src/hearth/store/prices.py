@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 
-from hearth.policy.bandwidth import RunningRate
-from hearth.policy.demand import Demand
-from hearth.policy.evict import Price, reload_cost, tail_first
+from hearth.policy.memory.bandwidth import RunningRate
+from hearth.policy.memory.demand import Demand
+from hearth.policy.memory.eviction import Price, reload_cost, tail_first
 from hearth.store.model import StoredModel
 from hearth.types import Digest, Rung
 

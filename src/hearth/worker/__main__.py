@@ -21,10 +21,10 @@ from hearth.messages import WorkerSetup
 from hearth.store.borrower import Borrower
 from hearth.store.lifeline import die_with_parent
 from hearth.store.loader import Loader
-from hearth.worker.host import Workshop
-from hearth.worker.link import Introduction, Link, connect, greet
+from hearth.worker.hosted_model import Workshop
+from hearth.worker.link import GatewayLink, Introduction, connect, greet
 from hearth.worker.runtime import Runtime, start
-from hearth.worker.worker import Inbox, Worker
+from hearth.worker.worker import Inbox, WorkerLoop
 
 #: How long a thread may keep the interpreter from the others. Models are put together while others step, and
 #: the usual 5 ms would show between two tokens.
@@ -61,14 +61,14 @@ def _serve(setup: WorkerSetup) -> None:
     link = greet(connect(setup.host, setup.port), _introduction(setup, runtime), bytes.fromhex(setup.secret))
     inbox: Inbox = SimpleQueue()
     threading.Thread(target=_read, args=(link, inbox), name="hearth-reader", daemon=True).start()
-    Worker(workshop, inbox, link.send).run()
+    WorkerLoop(workshop, inbox, link.send).run()
 
 
 def _introduction(setup: WorkerSetup, runtime: Runtime) -> Introduction:
     return Introduction(setup.worker, os.getpid(), setup.kind, runtime.name, runtime.budget_bytes)
 
 
-def _read(link: Link, inbox: Inbox) -> None:
+def _read(link: GatewayLink, inbox: Inbox) -> None:
     try:
         while (order := link.receive()) is not None:
             inbox.put(order)

@@ -38,7 +38,7 @@ class Failure:
     trace: str = ""  #: for the log; empty where the reason says it all
 
 
-class HostBroke(Exception):
+class ModelBroke(Exception):
     """What broke is a model that was to give way, and not the one that it was done for."""
 
     def __init__(self, model: ModelId, error: Exception) -> None:
@@ -48,7 +48,7 @@ class HostBroke(Exception):
 
 def blame(model: ModelId, error: Exception) -> tuple[ModelId, Failure]:
     """Which model broke when something was done for this one, and how."""
-    if isinstance(error, HostBroke):
+    if isinstance(error, ModelBroke):
         error.__traceback__ = None  # as in `failure_of`
         return error.model, failure_of(error.error)
     return model, failure_of(error)

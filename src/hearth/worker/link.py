@@ -30,7 +30,7 @@ class Introduction:
     budget_bytes: int
 
 
-class Link:
+class GatewayLink:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._incoming = connection.makefile("rb", buffering=1 << 16)
@@ -62,14 +62,14 @@ def connect(host: str, port: int) -> socket.socket:
     return connection
 
 
-def greet(connection: socket.socket, introduction: Introduction, secret: bytes) -> Link:
+def greet(connection: socket.socket, introduction: Introduction, secret: bytes) -> GatewayLink:
     """A link to a gateway that knows the secret, and to which this worker has proven that it does as well.
 
     Raises:
         ServiceError: another version, another secret, or the gateway wants none of it.
     """
     connection.settimeout(GREETING_S)
-    link = Link(connection)
+    link = GatewayLink(connection)
     nonce = wire.new_nonce()
     try:
         challenge = _challenge(link)
@@ -95,7 +95,7 @@ def greet(connection: socket.socket, introduction: Introduction, secret: bytes) 
     return link
 
 
-def _challenge(link: Link) -> Challenge:
+def _challenge(link: GatewayLink) -> Challenge:
     body = link.receive_body(wire.MAX_GREETING_BYTES)
     if body is None:
         raise ServiceError("the gateway closed the connection before it said anything")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from hearth.memory.pool import Holding, Pool
 from hearth.messages import ModelUse, Pong, Residency
 from hearth.types import Hold, ModelId
-from hearth.worker.host import Host
+from hearth.worker.hosted_model import HostedModel
 
 #: How long a change may wait while steps are made.
 INTERVAL_S = 0.1
@@ -20,7 +20,7 @@ INTERVAL_S = 0.1
 class Reports:
     """Mutable; the step thread alone calls it."""
 
-    def __init__(self, pool: Pool, hosts: Mapping[ModelId, Host]) -> None:
+    def __init__(self, pool: Pool, hosts: Mapping[ModelId, HostedModel]) -> None:
         """`hosts` are the hosted models, kept by whoever calls."""
         self._pool, self._hosts = pool, hosts
         self._told: dict[ModelId, int] = {}
@@ -80,7 +80,7 @@ class Reports:
             coming_bytes=coming_bytes,
         )
 
-    def _coming_bytes(self, holding: Holding, host: Host) -> int:
+    def _coming_bytes(self, holding: Holding, host: HostedModel) -> int:
         """Of weights as served: all but what was there when it was settled, until that has ended."""
         if not host.is_settling or not holding.stored_bytes:
             return 0

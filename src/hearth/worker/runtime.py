@@ -19,7 +19,7 @@ from hearth.engine.assemble import machine_bytes
 from hearth.errors import DeviceError
 from hearth.memory.arena import ArenaPool
 from hearth.memory.cuda_pages import CudaPages, NoMapping
-from hearth.memory.pool import Pool, Regards
+from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
 from hearth.messages import WorkerSetup
 from hearth.models.layout import ALIGNMENT_BYTES
@@ -38,7 +38,7 @@ class Runtime:
     device: torch.device
     name: str  #: for people
     budget_bytes: int  #: of the pool
-    new_pool: Callable[[Regards], Pool]
+    new_pool: Callable[[EvictionTermsOf], Pool]
 
 
 def start(setup: WorkerSetup, config: EngineConfig) -> Runtime:

@@ -22,13 +22,13 @@ from hearth.messages import (
     CancelRequest,
     DropModel,
     Fact,
+    HoldModel,
     HostModel,
     LoadProgressed,
     ModelFailed,
     ModelLoaded,
     Order,
     Ping,
-    RegardModel,
     RetireModel,
     RunFailed,
     Shutdown,
@@ -36,14 +36,14 @@ from hearth.messages import (
     StepDone,
     Welcome,
 )
-from hearth.policy.plan import Request
+from hearth.policy.batch.plan import EngineRequest
+from hearth.policy.batch.step_sharing import StepSharing
 from hearth.types import GuideSpec, ModelId, RequestId
-from hearth.worker.arrival import Broken, Loaded, Near, Progressed
 from hearth.worker.failure import Failure, blame, failure_of
-from hearth.worker.host import Found, Host, HostNews, Opened, Workshop
-from hearth.worker.household import Household
+from hearth.worker.hosted_model import Found, HostedModel, HostingNews, Opened, Workshop
+from hearth.worker.hosted_models import HostedModels
 from hearth.worker.report import Reports
-from hearth.worker.turns import Turns
+from hearth.worker.watched_load import Broken, Loaded, Near, Progressed
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Told:
 
     hosting: int  #: which stay of the model: one that was dropped has nothing to say any more
     model: ModelId
-    news: HostNews
+    news: HostingNews
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Checked:
 
     hosting: int
     order: StartRequest
-    outcome: Request | HearthError
+    outcome: EngineRequest | HearthError
 
 
 Inbox = SimpleQueue[Order | Told | Checked]
@@ -81,14 +81,16 @@ class _Run:
     since_s: float  #: when it came, or was preempted
 
 
-class Worker:
+class WorkerLoop:
     """Mutable; `run` is called by one thread, which owns all of it."""
 
     def __init__(self, workshop: Workshop, inbox: Inbox, send: Callable[[Fact], None]) -> None:
         """`send` may block: then no step is made."""
         self._inbox, self._send = inbox, send
-        self._turns = Turns()
-        self._models = Household(workshop, lambda hosting, model, news: inbox.put(Told(hosting, model, news)))
+        self._turns = StepSharing()
+        self._models = HostedModels(
+            workshop, lambda hosting, model, news: inbox.put(Told(hosting, model, news))
+        )
         self._hosts = self._models.hosts
         self._reports = Reports(self._models.steward.pool, self._hosts)
         self._runs: dict[int, _Run] = {}  #: all that have not ended, each of a hosted model
@@ -144,7 +146,7 @@ class Worker:
                 self._retire(model)
             case DropModel(model):
                 self._drop(model)
-            case RegardModel(model, hold):
+            case HoldModel(model, hold):
                 self._models.regard(model, hold)
             case StartRequest():
                 self._start(message)
@@ -211,7 +213,7 @@ class Worker:
         else:
             self._begin(order, host, host.engine.intake)
 
-    def _begin(self, order: StartRequest, host: Host, intake: Intake) -> None:
+    def _begin(self, order: StartRequest, host: HostedModel, intake: Intake) -> None:
         """The engine is there, if not all of the model."""
         if order.guide is None:
             self._add(order, _checked(intake, order))
@@ -221,7 +223,7 @@ class Worker:
             host.unchecked.add(order.run)
             self._compilers.submit(lambda: inbox.put(Checked(hosting, order, _checked(intake, order))))
 
-    def _add(self, order: StartRequest, outcome: Request | HearthError) -> None:
+    def _add(self, order: StartRequest, outcome: EngineRequest | HearthError) -> None:
         host = self._hosts[order.model]
         assert host.engine is not None, f"`{order.model}` has checked a request"
         if isinstance(outcome, HearthError):
@@ -240,7 +242,7 @@ class Worker:
 
     # News of models.
 
-    def _hear(self, host: Host, news: HostNews) -> None:
+    def _hear(self, host: HostedModel, news: HostingNews) -> None:
         model = host.model
         match news:
             case Found():
@@ -313,7 +315,7 @@ class Worker:
             self._send(fact)
 
 
-def _checked(intake: Intake, order: StartRequest) -> Request | HearthError:
+def _checked(intake: Intake, order: StartRequest) -> EngineRequest | HearthError:
     guide = None if order.guide is None else GuideSpec(order.guide.kind, order.guide.text)
     try:
         return intake.request(

@@ -5,10 +5,10 @@ Keeps no memory and takes none.
 
 from __future__ import annotations
 
-from hearth.policy.bandwidth import RunningRate
-from hearth.policy.demand import Demand
-from hearth.policy.estimates import HORIZON_S
-from hearth.policy.evict import reload_cost
+from hearth.policy.fleet.estimates import HORIZON_S
+from hearth.policy.memory.bandwidth import RunningRate
+from hearth.policy.memory.demand import Demand
+from hearth.policy.memory.eviction import reload_cost
 from hearth.types import ModelId
 
 #: Of host memory, until a model has been loaded.

@@ -1,0 +1,135 @@
+"""Who answers `hearth run` and `hearth chat`: a running service, or a model loaded in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from hearth.cli import local_models
+from hearth.cli.client import Client, Said
+from hearth.cli.console import configured, err, existing, is_place, log_to_terminal, named
+from hearth.cli.endpoint import running
+from hearth.config import HearthConfig
+from hearth.errors import ConfigError
+from hearth.types import SamplingParams
+
+if TYPE_CHECKING:
+    from hearth.llm import LLM, Delta
+    from hearth.store.record import LoadRecord
+    from hearth.text.chat import Message
+
+
+class Answerer(Protocol):
+    """Closing a generator early ends the answer."""
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams) -> Generator[Said, None, None]: ...
+
+    def complete(self, prompt: str, params: SamplingParams) -> Generator[Said, None, None]: ...
+
+    def wait_loaded(self) -> LoadRecord | None:
+        """What the load did, if it happened in this process."""
+
+
+class ServiceAnswerer:
+    def __init__(self, client: Client, name: str) -> None:
+        self._client = client
+        self._name = name
+        self.has_chat_template = client.model(name).has_chat_template
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams) -> Generator[Said, None, None]:
+        return self._client.chat(self._name, messages, params)
+
+    def complete(self, prompt: str, params: SamplingParams) -> Generator[Said, None, None]:
+        return self._client.complete(self._name, prompt, params)
+
+    def wait_loaded(self) -> None:
+        return None
+
+
+class LocalAnswerer:
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self.has_chat_template = llm.has_chat_template
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams) -> Generator[Said, None, None]:
+        return _said(self._llm.stream(self._llm.chat_prompt(messages), params))
+
+    def complete(self, prompt: str, params: SamplingParams) -> Generator[Said, None, None]:
+        return _said(self._llm.stream(prompt, params))
+
+    def wait_loaded(self) -> LoadRecord | None:
+        return self._llm.wait_loaded()
+
+
+def _said(deltas: Iterator[Delta]) -> Generator[Said, None, None]:
+    num_tokens = 0
+    for delta in deltas:
+        num_tokens += len(delta.token_ids)
+        yield Said(delta.text, delta.finish_reason, delta.token_ids, num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """How a model is to be loaded in this process; a service has its own configuration."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    config: Path | None = None
+    settings: Sequence[str] | None = None
+
+    @property
+    def given(self) -> list[str]:
+        """The flags of those that were expressed."""
+        flags = {
+            "--device": self.device != "auto",
+            "--dtype": self.dtype != "auto",
+            "--config": self.config is not None,
+            "--set": bool(self.settings),
+        }
+        return [flag for flag, is_given in flags.items() if is_given]
+
+
+@contextmanager
+def answerer_of(
+    model: str, url: str | None, api_key: str | None, data_dir: Path, wishes: Wishes
+) -> Iterator[Answerer]:
+    """Of a path or URL in this process; of a name in the service, or in this process where none runs."""
+    if is_place(model):
+        where = model if "://" in model else str(existing(Path(model)))
+        with _loaded(where, configured(wishes.config, wishes.settings), wishes) as voice:
+            yield voice
+        return
+    client = running(url, api_key, data_dir)
+    if client is None:
+        with named(model):
+            view = local_models.find(data_dir, model)
+        config = configured(wishes.config, wishes.settings, {"store.path": str(data_dir)})
+        with _loaded(view.where, config, wishes) as voice:
+            yield voice
+        return
+    with client:
+        if wishes.given:
+            raise ConfigError(
+                f"`{wishes.given[0]}` is for models in this process, but the service at `{client.url}` would "
+                "answer; leave it out, or name the model by its path"
+            )
+        with named(model):
+            voice_there = ServiceAnswerer(client, model)
+        yield voice_there
+
+
+@contextmanager
+def _loaded(where: str, config: HearthConfig, wishes: Wishes) -> Iterator[LocalAnswerer]:
+    log_to_terminal(config)
+    with err.status(f"loading {where}"):
+        from hearth.llm import LLM
+
+        llm = LLM(where, device=wishes.device, dtype=wishes.dtype, engine=config.engine, store=config.store)
+    with llm:
+        yield LocalAnswerer(llm)

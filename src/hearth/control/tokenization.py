@@ -1,0 +1,95 @@
+"""Tokenizers and chat templates at work away from the event loop. Turns no tokens back into text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from hearth.control.ask import Chat
+from hearth.errors import ModelError, PromptTooLong
+from hearth.messages import GuideOrder
+from hearth.text.grammar import check_guide
+from hearth.text.tokenizer import Tokenizer
+from hearth.types import GuideSpec
+
+#: Tokenizers that are kept; one of 150,000 tokens takes some 50 MB.
+MAX_TOKENIZERS = 32
+#: Threads that tokenise. The tokenizers package lets go of the interpreter while it works.
+NUM_THREADS = 2
+
+T = TypeVar("T")
+
+
+class PromptEncoder:
+    """Mutable; used on the event loop alone, works on threads of its own."""
+
+    def __init__(self, template_s: float) -> None:
+        """`template_s`: for a chat template to render."""
+        self._template_s = template_s
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="hearth-encode")
+        #: By digest of the model, the one that was used longest ago first. Whoever comes while one is being
+        #: read waits for the same.
+        self._tokenizers: OrderedDict[str, asyncio.Future[Tokenizer]] = OrderedDict()
+
+    async def tokenizer(self, digest: str, directory: Path) -> Tokenizer:
+        known = self._tokenizers.get(digest)
+        if known is None:
+            known = self._tokenizers[digest] = asyncio.ensure_future(self._load(directory))
+            known.add_done_callback(lambda loaded: self._forget_failed(digest, loaded))
+            while len(self._tokenizers) > MAX_TOKENIZERS:
+                self._tokenizers.popitem(last=False)
+        self._tokenizers.move_to_end(digest)
+        return await asyncio.shield(known)  # whoever waits may leave; others wait for the same
+
+    async def encode(
+        self, tokenizer: Tokenizer, prompt: str | list[int] | Chat, max_chars: int
+    ) -> tuple[int, ...]:
+        """Raises PromptTooLong for text of more characters than `max_chars`: tokenising it takes long."""
+        match prompt:
+            case Chat():
+                return await self._away(lambda: self._render(tokenizer, prompt, max_chars))
+            case str():
+                _check_length(prompt, max_chars)
+                return await self._away(lambda: tuple(tokenizer.encode(prompt)))
+            case _:
+                return tuple(prompt)
+
+    async def check_guide(self, guide: GuideOrder) -> None:
+        """Raises BadGuide: better now than after a cold start."""
+        await self._away(lambda: check_guide(GuideSpec(guide.kind, guide.text)))
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _render(self, tokenizer: Tokenizer, chat: Chat, max_chars: int) -> tuple[int, ...]:
+        extra = dict(chat.extra)
+        has_turn = extra.pop("add_generation_prompt", True) is not False
+        text = tokenizer.chat_text(chat.messages, chat.tools, has_turn, limit_s=self._template_s, **extra)
+        _check_length(text, max_chars)
+        return tuple(tokenizer.encode(text, add_special_tokens=False))  # the template has written those
+
+    def _forget_failed(self, digest: str, loaded: asyncio.Future[Tokenizer]) -> None:
+        """Who comes next tries again."""
+        has_failed = loaded.cancelled() or loaded.exception() is not None
+        if has_failed and self._tokenizers.get(digest) is loaded:
+            del self._tokenizers[digest]
+
+    async def _load(self, directory: Path) -> Tokenizer:
+        if not directory.is_dir():
+            raise ModelError(f"the files of the model are gone from `{directory}`; deploy it again")
+        return await self._away(lambda: Tokenizer.load(directory))
+
+    async def _away(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _check_length(text: str, max_chars: int) -> None:
+    if len(text) > max_chars:
+        raise PromptTooLong(
+            f"prompt has {len(text)} characters, which is more than the model's context can hold; at most "
+            f"{max_chars} are tokenised; shorten the prompt"
+        )

@@ -1,0 +1,95 @@
+"""What one engine step does, in plain ints: the only thing that crosses from policy to the engine.
+
+A sequence that runs holds a *slot*. On the device a slot owns a row of the block table, its sampling
+parameters and the token it sampled last, so a decode row needs no token from the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hearth.types import FinishReason, RequestId, SamplingParams
+
+
+class Guide(Protocol):
+    """Holds one output to a grammar, token by token. Mutable; written only by the batcher it was given to."""
+
+    @property
+    def mask(self) -> bytes:
+        """The tokens that may come next, a bit each, lowest first, in whole words of 32 bits; never none."""
+
+    def take(self, token: int) -> FinishReason | None:
+        """The output goes on with `token`, which the mask allowed. A reason if nothing can follow it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """A request as the batcher takes it: checked, with seed, stop ids and max_tokens resolved."""
+
+    request_id: RequestId
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    salt: bytes = b""  #: keeps prefixes of different adapters or tenants apart
+    output: tuple[int, ...] = ()  #: what it had sampled before it came here; all limits count it
+    guide: Guide | None = field(default=None, compare=False, repr=False)  #: has taken `output`
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence takes a slot, for the first time or again after a preemption."""
+
+    request_id: RequestId
+    slot: int
+    tokens: tuple[int, ...]  #: prompt and what has been sampled so far
+    num_prompt_tokens: int
+    num_cached_tokens: int  #: found in the prefix cache, not computed again
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TableWrite:
+    """`block_table[slot][index:][:len(blocks)] = blocks`, before the rows run."""
+
+    slot: int
+    index: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Consecutive tokens of one sequence."""
+
+    request_id: RequestId
+    slot: int
+    start: int  #: position of the first token in the sequence
+    num_tokens: int
+    tokens: tuple[int, ...] | None  #: None: the one token that the slot sampled last (decode)
+    samples: bool  #: a token is sampled after the last one
+    mask: bytes | None = None  #: the tokens that may be sampled, as in `Guide`; None: all
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    step_id: int
+    admissions: tuple[Admission, ...]
+    table_writes: tuple[TableWrite, ...]
+    rows: tuple[Row, ...]  #: decode rows first, then prefill rows; never empty
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def num_decode_rows(self) -> int:
+        return sum(row.tokens is None for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """One committed token of a live request."""
+
+    request_id: RequestId
+    token: int
+    sample_index: int  #: which of the step's samples it was
+    finish_reason: FinishReason | None

@@ -1,0 +1,346 @@
+"""What the brain is told and what it orders. Events are facts and carry their time; actions are orders.
+
+It decides nothing: that is `policy/fleet/brain.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Device memory that a model takes on one kind of device."""
+
+    fixed_bytes: int  #: weights and workspace
+    min_kv_bytes: int  #: promised to it, however much others want; below this it cannot be served
+    max_kv_bytes: int  #: it never has more; what is between is lent out by its worker
+
+    @property
+    def least_bytes(self) -> int:
+        """What a worker must promise to host the model."""
+        return self.fixed_bytes + self.min_kv_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    """What placement has to know of a deployed model."""
+
+    model: ModelId
+    num_bytes: int  #: to be loaded
+    footprints: Mapping[str, Footprint]  #: by kind of device
+    keep_alive_s: float  #: idle for longer, it is only retained
+    is_pinned: bool = False
+    weight: float = 1.0  #: how much a second of its start matters (T2's alpha)
+    digest: str = ""  #: another one means other bytes under the same name
+
+
+# Events.
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDeployed:
+    """Also when the profile of a known one has changed."""
+
+    now_s: float
+    profile: ModelProfile
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRemoved:
+    now_s: float
+    model: ModelId
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStopped:
+    """A user wants it idle: retained, or with `is_freed` out of memory. What runs may finish."""
+
+    now_s: float
+    model: ModelId
+    is_freed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJoined:
+    now_s: float
+    worker: WorkerId
+    kind: str
+    budget_bytes: int
+    max_seqs: int  #: requests that one model runs at a time
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """Its requests go on elsewhere."""
+
+    now_s: float
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArrived:
+    now_s: float
+    request_id: RequestId
+    model: ModelId
+    num_prompt_tokens: int
+    max_tokens: int | None
+    keep_alive_s: float | None = None  #: of this request; infinite pins the model; None: the model's own
+    digest: str | None = None  #: of the version that its tokens were made for; None: whatever is deployed
+
+
+class End(StrEnum):
+    """How a request ended."""
+
+    DONE = "done"  #: its worker is through with it
+    STOPPED = "stopped"  #: its answer is complete, but the worker does not know: a stop string
+    FAILED = "failed"  #: on its worker, and nothing can be learnt from how long it ran
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFinished:
+    now_s: float
+    request_id: RequestId
+    num_output_tokens: int
+    how: End = End.DONE
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCancelled:
+    """Whoever asked is gone."""
+
+    now_s: float
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgressed:
+    now_s: float
+    worker: WorkerId
+    model: ModelId
+    num_bytes: int  #: so far
+
+
+@dataclass(frozen=True, slots=True)
+class RungUse:
+    rung: Rung
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReady:
+    now_s: float
+    worker: WorkerId
+    model: ModelId
+    rungs: tuple[RungUse, ...]
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFailed:
+    """It could not be loaded, or broke when it was ready. It has left the worker's memory."""
+
+    now_s: float
+    worker: WorkerId
+    model: ModelId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyReported:
+    """How much of a model lies on the rungs that all workers of a machine share."""
+
+    now_s: float
+    model: ModelId
+    bytes_by_rung: Mapping[Rung, int]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceReported:
+    """How much of the weights of each model lies in a worker's device memory, whether hosted or retired.
+
+    A whole picture, which replaces the one before: of a model that it does not name, nothing is there.
+    """
+
+    now_s: float
+    worker: WorkerId
+    bytes_by_model: Mapping[ModelId, int]  #: as stored: of `ModelProfile.num_bytes`
+
+
+@dataclass(frozen=True, slots=True)
+class TimerFired:
+    now_s: float
+
+
+Event = (
+    ModelDeployed
+    | ModelRemoved
+    | ModelStopped
+    | WorkerJoined
+    | WorkerLost
+    | RequestArrived
+    | RequestFinished
+    | RequestCancelled
+    | LoadProgressed
+    | ModelReady
+    | ModelFailed
+    | ResidencyReported
+    | DeviceReported
+    | TimerFired
+)
+
+
+# Actions.
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What it would cost to serve a request on one worker (F7)."""
+
+    worker: WorkerId
+    queue_s: float
+    load_s: float
+    utilisation: float  #: from 0 to 1
+    cost_s: float
+    obstacle: str | None = None  #: why it is out of the question; then the numbers say nothing
+    evict_s: float = 0.0  #: T2's cost of those that would have to go, summed
+    missing_bytes: int = 0  #: of its weights, not in that worker's device memory: what `load_s` is for
+
+
+class Why(StrEnum):
+    """Why a request went where it did."""
+
+    RESIDENT = "resident"  #: the model was there and had a free slot
+    LOADING = "loading"  #: it was on its way there
+    FREE_ROOM = "free_room"  #: loaded into free memory
+    EVICTED = "evicted"  #: loaded where others had to go
+    WAITED = "waited"  #: a slot or room came free
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Give a request to a worker; where the model is still loading there, it waits for it."""
+
+    request_id: RequestId
+    model: ModelId
+    worker: WorkerId
+    why: Why
+    waited_s: float
+    options: tuple[Option, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadModel:
+    """Host a model from now on, and load what is missing of it there."""
+
+    model: ModelId
+    worker: WorkerId
+    kv_floor_bytes: int  #: of KV that it is promised
+    max_kv_bytes: int  #: it never gets more
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """An idle model is promised nothing any more. Comes before what is promised its room.
+
+    Its bytes stay until somebody needs theirs, unless it `is_freed`; that may also come for what is left of a
+    model that was evicted before.
+    """
+
+    model: ModelId
+    worker: WorkerId
+    cost_s: float  #: T2's: what it is expected to cost to have it back
+    is_freed: bool  #: its bytes have to go now: nobody wants them, or a user wants them gone
+
+
+@dataclass(frozen=True, slots=True)
+class SetHold:
+    """How a worker has to look at a hosted model while it has no requests: retained, warm or pinned.
+
+    A new one is warm, and so is a retained one that gets a request: nobody has to say so.
+    """
+
+    model: ModelId
+    worker: WorkerId
+    hold: Hold
+
+
+class RejectReason(StrEnum):
+    UNKNOWN_MODEL = "unknown_model"
+    QUEUE_FULL = "queue_full"
+    NEVER_FITS = "never_fits"
+    PINNED_OUT = "pinned_out"  #: it would fit, were it not for what is pinned
+    LOAD_FAILED = "load_failed"
+    WORKERS_LOST = "workers_lost"  #: it was resumed too often
+    MODEL_REMOVED = "model_removed"  #: or another version took its place
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """The request ends here."""
+
+    request_id: RequestId
+    reason: RejectReason
+    message: str  #: with the numbers, for the user
+    retry_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRun:
+    """A request that a worker has is no longer wanted."""
+
+    request_id: RequestId
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class SetTimer:
+    """Have `TimerFired` posted at that time; a later order replaces this one."""
+
+    at_s: float
+
+
+Action = Dispatch | LoadModel | Evict | SetHold | Reject | CancelRun | SetTimer
+
+
+# What others may see of the brain's state.
+
+
+class State(StrEnum):
+    LOADING = "loading"
+    BUSY = "busy"
+    WARM = "warm"
+    RETAINED = "retained"
+    PINNED = "pinned"
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A model on a worker."""
+
+    model: ModelId
+    worker: WorkerId
+    state: State
+    num_bytes: int  #: of device memory that it is promised, KV included
+    loaded_bytes: int
+    total_bytes: int
+    num_running: int
+    expires_s: float | None  #: when a warm one becomes retained; None: busy, pinned or retained
+
+
+@dataclass(frozen=True, slots=True)
+class BrainConfig:
+    max_queue: int = 512  #: requests that wait for a slot or for room
+    patience_s: float = 2.0  #: waiting for longer, a request has a busy model drained for its own
+    max_resumes: int = 3  #: workers that may be lost under one request
+    queue_weight: float = 1.0  #: F7's a
+    load_weight: float = 1.0  #: F7's b
+    packing_s: float = 0.05  #: F7's c: what an idle worker costs against a full one
+    priors: Mapping[Rung, float] = field(
+        default_factory=lambda: {Rung.HOST: 20e9, Rung.DISK: 2e9, Rung.OBJECT: 0.2e9}
+    )  #: bytes per second, until a rung has shown its own

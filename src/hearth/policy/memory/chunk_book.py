@@ -1,0 +1,155 @@
+"""The books of a tier of equal slots: which chunk is in which slot, and who needs it to stay there.
+
+Touches no memory: a slot is a number here, a chunk is a digest, and the bytes are the tier's.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hearth.policy.memory.eviction import EvictionOrder, Price
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The chunk is resident, and leased to the caller."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """The slot is the caller's, who fills it and then says `filled` or `failed`."""
+
+    slot: int
+    evicted: str | None  #: the chunk that was in the slot until now
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Somebody else is filling a slot with that very chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Every slot is leased or being filled."""
+
+
+class ChunkBook:
+    """Mutable; one caller at a time: the tier that owns it holds its lock.
+
+    Every slot is free or holds one chunk, and every chunk in a slot is exactly one of
+        filling  on its way in; belongs to whoever fills it
+        leased   resident and in use, by one or several; never evicted
+        idle     resident and held by nobody; evicted when its slot is needed
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        assert num_slots >= 0, f"{num_slots=}"
+        self.capacity = num_slots
+        #: Free slots, a heap.
+        self._free = list(range(num_slots))
+        #: Of every chunk that is filling, leased or idle.
+        self._slot_by_digest: dict[str, int] = {}
+        self._filling: set[str] = set()
+        #: How many hold each leased chunk; at least 1.
+        self._leases: dict[str, int] = {}
+        self._idle: set[str] = set()
+        #: Some of the idle chunks.
+        self._order = EvictionOrder()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_filling(self) -> int:
+        return len(self._filling)
+
+    @property
+    def num_leased(self) -> int:
+        return len(self._leases)
+
+    @property
+    def num_resident(self) -> int:
+        return len(self._leases) + len(self._idle)
+
+    def is_resident(self, digest: str) -> bool:
+        return digest in self._slot_by_digest and digest not in self._filling
+
+    def leases(self, digest: str) -> int:
+        """How many hold the chunk; 0 for one that is idle, filling or absent."""
+        return self._leases.get(digest, 0)
+
+    def take(self, digest: str, price: Callable[[str], Price]) -> Hit | Fill | Pending | Full:
+        """Lease a chunk that is resident, or find a slot for it: the lowest free one, else that of the
+        idle chunk that is next in the `EvictionOrder`."""
+        if digest in self._filling:
+            return Pending()
+        if digest in self._slot_by_digest:
+            self._leave_idle(digest)
+            self._leases[digest] = self.leases(digest) + 1
+            return Hit(self._slot_by_digest[digest])
+        evicted = None if self._free else self._evict(price)
+        if not self._free:
+            return Full()
+        slot = heapq.heappop(self._free)
+        self._slot_by_digest[digest] = slot
+        self._filling.add(digest)
+        return Fill(slot, evicted)
+
+    def filled(self, digest: str) -> None:
+        """The slot holds the chunk now. Whoever filled it has the first lease."""
+        assert digest in self._filling, f"nobody was filling a slot with chunk `{digest}`"
+        self._filling.remove(digest)
+        self._leases[digest] = 1
+
+    def failed(self, digest: str) -> None:
+        """The bytes did not arrive: the slot is free again."""
+        assert digest in self._filling, f"nobody was filling a slot with chunk `{digest}`"
+        self._filling.remove(digest)
+        self._vacate(digest)
+
+    def release(self, digest: str) -> None:
+        """One lease less. After the last one the chunk stays until its slot is needed."""
+        assert digest in self._leases, f"released more often than taken: chunk `{digest}`"
+        self._leases[digest] -= 1
+        if self._leases[digest] == 0:
+            del self._leases[digest]
+            self._idle.add(digest)
+
+    def drop(self, digest: str) -> bool:
+        """Forget an idle chunk. False if it is leased, filling or absent."""
+        if digest not in self._idle:
+            return False
+        self._leave_idle(digest)
+        self._vacate(digest)
+        return True
+
+    def check(self) -> None:
+        """Raise if a slot is owned twice or lost, or a chunk is not exactly one of filling, leased, idle."""
+        owned = sorted([*self._free, *self._slot_by_digest.values()])
+        assert owned == list(range(self.capacity)), (
+            f"slots must be 0..{self.capacity - 1}, each once: {owned}"
+        )
+        states = sorted([*self._filling, *self._leases, *self._idle])
+        assert states == sorted(self._slot_by_digest), f"{states=} {sorted(self._slot_by_digest)=}"
+        wrong = {digest: count for digest, count in self._leases.items() if count < 1}
+        assert not wrong, f"leased chunks without a lease: {wrong}"
+        lost = [digest for digest in self._order if digest not in self._idle]
+        assert not lost, f"to be evicted, but not idle: {lost}"
+
+    def _evict(self, price: Callable[[str], Price]) -> str | None:
+        digest = self._order.pop(self._idle, price)
+        if digest is not None:
+            self.drop(digest)
+        return digest
+
+    def _leave_idle(self, digest: str) -> None:
+        self._idle.discard(digest)
+        self._order.discard(digest)
+
+    def _vacate(self, digest: str) -> None:
+        heapq.heappush(self._free, self._slot_by_digest.pop(digest))

@@ -1,0 +1,79 @@
+"""A model as a worker will host it: what it is computed in, and what it takes. Takes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hearth.config import EngineConfig
+from hearth.engine.assemble import ModelSpec, block_bytes, workspace_bytes
+from hearth.errors import ModelError
+from hearth.memory.pool import Shape
+from hearth.messages import HostModel
+from hearth.models.layout import DTYPES, Layout
+from hearth.store.borrower import BorrowedModel
+from hearth.store.manifest import Manifest
+from hearth.store.widen import served_layout
+
+TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True, slots=True)
+class HostingSpec:
+    """A model as it will be hosted."""
+
+    manifest: Manifest
+    spec: ModelSpec
+    layout: Layout  #: as served
+    shape: Shape
+    floor_blocks: int  #: of KV that it is promised, without the sink
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Of its tensors as stored, without the padding between them."""
+        return sum(spec.nbytes for spec in self.manifest.tensors)
+
+
+def hosting_spec(
+    order: HostModel, model: BorrowedModel, device: torch.device, config: EngineConfig
+) -> HostingSpec:
+    """Raises ModelError where the order asks for what the model was not made for."""
+    manifest = model.manifest
+    dtype = "float32" if device.type == "cpu" else manifest.dtype
+    layout = served_layout(manifest, dtype)
+    spec = ModelSpec(
+        arch=manifest.arch,
+        dtype=DTYPES[dtype],
+        max_context=_context(order, manifest),
+        eos_ids=frozenset(order.eos_ids),
+        tokenizer_json=_tokenizer(model),
+    )
+    num_bytes = block_bytes(spec, config)
+    shape = Shape(
+        digest=manifest.digest,
+        stored=manifest.layout,
+        served=layout,
+        chunk_bytes=manifest.chunk_bytes,
+        chunks=tuple(chunk.digest for chunk in manifest.chunks),
+        workspace_bytes=workspace_bytes(spec, config, device),
+        block_bytes=num_bytes,
+        max_blocks=max(2, order.max_kv_bytes // num_bytes),
+    )
+    return HostingSpec(manifest, spec, layout, shape, max(1, order.kv_floor_bytes // num_bytes - 1))
+
+
+def _context(order: HostModel, manifest: Manifest) -> int:
+    most = manifest.arch.max_positions
+    if not 1 < order.max_context <= most:
+        raise ModelError(
+            f"the context of `{order.model}` must be from 2 to what it was made for, {most}; "
+            f"given: {order.max_context}"
+        )
+    return order.max_context
+
+
+def _tokenizer(model: BorrowedModel) -> Path | None:
+    path = Path(model.opened.directory) / TOKENIZER
+    return path if path.is_file() else None

@@ -1,0 +1,230 @@
+"""How a model's bytes come to its memory: a load that is watched, and what it has to tell. Computes nothing.
+
+Nobody is called back: news are posted, and the thread that owns the model takes them when it comes to it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from hearth.errors import LoadCancelled
+from hearth.memory.pool import Gap
+from hearth.models.gate import Gate
+from hearth.models.layout import ByteRange, Layout
+from hearth.models.weights import TensorPlace
+from hearth.store.borrower import BorrowedModel, Borrower
+from hearth.store.fetch import HostChunk
+from hearth.store.loader import ChunkStream, Load, Loader, LoadGate, Piece, chunks_of
+from hearth.store.manifest import Manifest
+from hearth.store.record import LoadRecord
+from hearth.store.widen import tell_widening, widen_in_place
+from hearth.worker.failure import Failure, failure_of
+from hearth.worker.map_ahead import MapAhead
+
+#: Progress is told at most this often, and for at least this share of the model.
+PROGRESS_INTERVAL_S = 0.05
+PROGRESS_SHARE = 0.01
+#: A step that follows the load, layer by layer, waits for copies to be queued, and so does whatever comes
+#: after it. So it starts when the rest of the load should not take longer than this: enough to have a prompt
+#: computed while the last layers arrive, too little to be noticed by another model's request.
+MAX_HOLD_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    num_bytes: int  #: of those that were missing
+    num_layers: int  #: that can run
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """A step that follows the load should hold up its thread for `MAX_HOLD_S` at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    record: LoadRecord
+    widen_s: float | None  #: after it; None: it is served as it is stored
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    failure: Failure
+
+
+LoadNews = Progressed | Near | Loaded | Broken
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where the bytes that a model lacks go."""
+
+    gaps: Sequence[Gap]
+    groundwork: MapAhead  #: to be waited for before any of them is written
+    slots: Mapping[str, TensorPlace]  #: of its tensors, laid out so in the end
+    layout: Layout
+
+
+class WatchedLoad:
+    """A load under way or done. Called by the thread that owns the model; `post` is called by others."""
+
+    def __init__(
+        self,
+        model: BorrowedModel,
+        to: Destination,
+        source: Borrower,
+        loader: Loader,
+        post: Callable[[LoadNews], None],
+    ) -> None:
+        """Start to load.
+
+        Raises:
+            StoreError: nobody lends the model's chunks.
+        """
+        manifest = model.manifest
+        self._manifest, self._to, self._post = manifest, to, post
+        self._is_widened = is_widened = to.layout != manifest.layout
+        self._is_called_off = threading.Event()
+        pieces = [Piece(gap.part, gap.destination) for gap in to.gaps]
+        watch = _Watch(manifest, chunks_of(manifest, pieces), model.is_in_host)
+
+        def tell(news: Progressed | Near) -> None:
+            # No method: the load would hold this object, and this object the load, and both the memory.
+            if not is_widened:
+                post(news)
+            elif isinstance(news, Progressed):
+                post(Progressed(news.num_bytes, num_layers=0))
+
+        self._load: Load = loader.load(
+            model.opened.name,
+            manifest,
+            pieces,
+            lambda chunks: _Watched(source.fetch(model, chunks), watch, to.groundwork.wait_for, tell),
+        )
+        self._thread = threading.Thread(target=self._wait, name="hearth-arrival", daemon=True)
+        self._thread.start()
+
+    def gate(self) -> Gate | None:
+        """What the device has to wait for; None if nothing runs before all is there."""
+        if self._is_widened:
+            return None
+        return _GroundedGate(LoadGate(self._load, self._manifest), self._to.groundwork, self._manifest)
+
+    def cancel(self) -> None:
+        """Call it off, if it is not over, and wait until nobody touches the memory any more."""
+        self._is_called_off.set()
+        self._load.cancel()
+        self._thread.join()
+
+    def _wait(self) -> None:
+        try:
+            record = self._load.wait()
+            self._to.groundwork.wait()
+            widen_s = self._widen() if self._is_widened else None
+        except Exception as error:  # the thread's top: whoever owns the model is told
+            self._post(Broken(failure_of(error)))
+            return
+        self._post(Loaded(record, widen_s))
+
+    def _widen(self) -> float:
+        began_s = time.perf_counter()
+        tell_widening(self._manifest)
+        begins = {gap.part.begin for gap in self._to.gaps}
+        for stored, served in zip(self._manifest.tensors, self._to.layout.tensors, strict=True):
+            if self._is_called_off.is_set():
+                raise LoadCancelled("the load was called off")
+            if stored.offset in begins:
+                slot = self._to.slots[served.name]
+                widen_in_place(slot.base[slot.offset : slot.offset + served.nbytes], stored, served)
+        return time.perf_counter() - began_s
+
+
+class _GroundedGate:
+    """A `Gate` that also waits for bytes that need not come, but have to be mapped."""
+
+    def __init__(self, load: LoadGate, groundwork: MapAhead, manifest: Manifest) -> None:
+        self._load, self._groundwork, self._manifest = load, groundwork, manifest
+
+    def is_open(self) -> bool:
+        return self._groundwork.is_done and self._load.is_open()
+
+    def embed(self) -> None:
+        self._groundwork.wait_for(ByteRange(0, self._manifest.layers[0].begin))
+        self._load.embed()
+
+    def layer(self, layer: int) -> None:
+        self._groundwork.wait_for(self._manifest.layers[layer])
+        self._load.layer(layer)
+
+    def head(self) -> None:
+        self._groundwork.wait()
+        self._load.head()
+
+
+class _Watch:
+    """What has to come, in which order. Not changed once it is made."""
+
+    def __init__(self, manifest: Manifest, chunks: Sequence[int], is_in_host: bool) -> None:
+        """`is_in_host`: nothing has to be read, so the rest comes as fast as what came before."""
+        self.manifest, self.is_in_host = manifest, is_in_host
+        self.layer_ends = [layer.end for layer in manifest.layers]
+        sizes = [manifest.chunks[index].num_bytes for index in chunks]
+        self.num_bytes = sum(sizes)
+        #: By chunk: how many of the missing bytes come before it.
+        self.before = dict(zip(chunks, accumulate(sizes, initial=0), strict=False))
+
+    def rest_s(self, chunk: HostChunk, elapsed_s: float) -> float:
+        """How long the chunks from this one on should take, at the speed of those before."""
+        done_bytes = self.before[chunk.index]
+        return elapsed_s * (self.num_bytes - done_bytes) / done_bytes if done_bytes else math.inf
+
+
+class _Watched:
+    """A `ChunkStream` that prepares the place of each chunk, and tells how far it has come."""
+
+    def __init__(
+        self,
+        stream: ChunkStream,
+        watch: _Watch,
+        prepare: Callable[[ByteRange], None],
+        tell: Callable[[Progressed | Near], None],
+    ) -> None:
+        self._stream, self._watch, self._prepare, self._tell = stream, watch, prepare, tell
+        self._told_bytes = 0
+        self._began_s = self._told_s = time.monotonic()
+
+    def __iter__(self) -> Iterator[HostChunk]:
+        is_near, watch = False, self._watch
+        for chunk in self._stream:
+            if watch.is_in_host and not is_near:
+                is_near = watch.rest_s(chunk, time.monotonic() - self._began_s) <= MAX_HOLD_S
+                if is_near:
+                    self._tell(Near())
+            try:
+                self._prepare(watch.manifest.chunk_range(chunk.index))
+            except BaseException:
+                self._stream.release(chunk)
+                raise
+            yield chunk
+        if not is_near:  # every copy is queued
+            self._tell(Near())
+
+    def release(self, *chunks: HostChunk) -> None:
+        """In the order of the chunks, when their copies have passed."""
+        self._stream.release(*chunks)
+        now_s, last = time.monotonic(), max(chunks, key=lambda chunk: chunk.index)
+        num_bytes = self._watch.before[last.index] + len(last.data)
+        is_due = now_s - self._told_s >= PROGRESS_INTERVAL_S
+        if is_due and num_bytes - self._told_bytes >= PROGRESS_SHARE * self._watch.num_bytes:
+            self._told_s, self._told_bytes = now_s, num_bytes
+            end = self._watch.manifest.chunk_range(last.index).end
+            self._tell(Progressed(num_bytes, bisect_right(self._watch.layer_ends, end)))
+
+    def cancel(self) -> None:
+        self._stream.cancel()

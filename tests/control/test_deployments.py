@@ -1,0 +1,271 @@
+"""Models that come and go, with a real registry and brain; the keeper only notes what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hearth.config import HearthConfig, ModelConfig
+from hearth.control import deployments as stock_module
+from hearth.control.catalog import Catalog, Entry
+from hearth.control.datadir import DataDir
+from hearth.control.deploy import DeployOrder, remove_files
+from hearth.control.deployer import carry_out
+from hearth.control.deployments import Deployments
+from hearth.control.driver import Driver
+from hearth.control.journal import Journal
+from hearth.control.metrics import Metrics
+from hearth.control.registry import Deployed, Place, Registry
+from hearth.errors import ConfigError, NameTaken, StoreError, UnknownModel
+from hearth.policy.fleet.events import BrainConfig
+from hearth.policy.fleet.fleet import Fleet
+from hearth.store.keeper_client import KeeperClient
+
+
+class Keeper(KeeperClient):
+    """Forgets, fails or never answers."""
+
+    def __init__(self) -> None:
+        super().__init__(Path("/nowhere"))
+        self.forgotten: list[str] = []
+        self.failure: Exception | None = None
+        self.is_silent = False
+
+    async def forget(self, where: str) -> None:
+        if self.is_silent:
+            await asyncio.Event().wait()
+        if self.failure is not None:
+            raise self.failure
+        self.forgotten.append(where)
+
+
+class Shop:
+    """A stock and all it is made of."""
+
+    def __init__(self, data_dir: DataDir, models: dict[str, ModelConfig]) -> None:
+        config, brain = HearthConfig(), BrainConfig()
+        self.data_dir, self.keeper = data_dir, Keeper()
+        self.registry = Registry.open(data_dir)
+        self.journal = Journal(data_dir.journal_path(), brain, 1 << 30)
+        catalog = Catalog(self.registry, models, config.engine, config.service.keep_alive)
+        self.driver = Driver(Fleet(brain), self.journal, Metrics(), catalog.host_order, 4)
+        self.stock = Deployments(self.registry, catalog, self.driver, self.keeper, data_dir)
+
+    def brain_knows(self) -> set[str]:
+        return set(self.driver.fleet.models)
+
+    async def deploy(self, source: Path, name: str, quant: str = "none", overwrite: bool = False) -> Entry:
+        order = DeployOrder(str(source), name, quant=quant, overwrite=overwrite)
+        *_, entry = [event async for event in self.stock.deploy(order)]
+        assert isinstance(entry, Entry)
+        return entry
+
+    def close(self) -> None:
+        self.registry.close()
+        self.journal.close()
+
+
+def with_shop(
+    data_dir: DataDir, scene: Callable[[Shop], Awaitable[None]], models: dict[str, ModelConfig] | None = None
+) -> None:
+    async def run() -> None:
+        with closing(Shop(data_dir, models or {})) as shop:
+            await scene(shop)
+
+    asyncio.run(run())
+
+
+def made(data_dir: DataDir, source: Path, name: str) -> Deployed:
+    """Deployed and registered without the service."""
+    deployed = carry_out(DeployOrder(str(source), name), data_dir, lambda *_: None)
+    with Registry.open(data_dir) as registry:
+        registry.add(deployed)
+    return deployed
+
+
+@pytest.mark.e2e
+def test_a_model_is_replaced_at_once_and_its_old_files_go(data_dir: DataDir, checkpoint: Path) -> None:
+    old = made(data_dir, checkpoint, "tiny")
+
+    async def scene(shop: Shop) -> None:
+        with pytest.raises(NameTaken):
+            await shop.deploy(checkpoint, "tiny")
+        assert shop.stock.find("tiny").deployed == old
+        new = await shop.deploy(checkpoint, "tiny", quant="int8", overwrite=True)
+        assert shop.stock.find("tiny") == new
+        assert new.deployed.digest != old.digest
+        assert list(data_dir.models_path.iterdir()) == [Path(new.deployed.directory)]
+        assert shop.keeper.forgotten == [old.where]
+        assert shop.driver.fleet.models["tiny"].profile.digest == new.deployed.digest
+
+    with_shop(data_dir, scene)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_a_model_that_the_configuration_forbids_leaves_everything_as_it_was(
+    data_dir: DataDir, checkpoint: Path, converted: Path, is_in_place: bool
+) -> None:
+    old = made(data_dir, checkpoint, "tiny")
+
+    async def scene(shop: Shop) -> None:
+        with pytest.raises(ConfigError, match="the alias `other` of model `tiny` means model `other` too"):
+            await shop.deploy(converted if is_in_place else checkpoint, "other")
+        assert [entry.deployed for entry in shop.stock.entries()] == [old]
+        assert shop.registry.all() == [old]
+        assert shop.brain_knows() == {"tiny"}
+        assert list(data_dir.models_path.iterdir()) == [Path(old.directory)]
+        assert (converted / "weights.bin").exists()
+
+    with_shop(data_dir, scene, {"tiny": ModelConfig(aliases=("other",))})
+
+
+def test_a_removed_model_is_gone_and_its_files_too(data_dir: DataDir, checkpoint: Path) -> None:
+    deployed = made(data_dir, checkpoint, "tiny")
+
+    async def scene(shop: Shop) -> None:
+        await shop.stock.remove("small")
+        assert (shop.stock.entries(), shop.brain_knows()) == ([], set())
+        assert shop.keeper.forgotten == [deployed.where]
+        with pytest.raises(UnknownModel):
+            await shop.stock.remove("tiny")
+
+    with_shop(data_dir, scene, {"tiny": ModelConfig(aliases=("small",))})
+    assert list(data_dir.models_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("failure", [StoreError("no keeper answers"), None])
+def test_a_keeper_that_does_not_answer_keeps_no_files(
+    data_dir: DataDir, checkpoint: Path, failure: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(data_dir, checkpoint, "tiny")
+    monkeypatch.setattr(stock_module, "FORGET_S", 0.01)
+
+    async def scene(shop: Shop) -> None:
+        shop.keeper.failure, shop.keeper.is_silent = failure, failure is None
+        await shop.stock.remove("tiny")
+
+    with_shop(data_dir, scene)
+    assert list(data_dir.models_path.iterdir()) == []
+
+
+def test_what_another_model_is_loaded_from_is_neither_forgotten_nor_removed(
+    data_dir: DataDir, checkpoint: Path
+) -> None:
+    deployed = made(data_dir, checkpoint, "tiny")
+    made(data_dir, Path(deployed.directory), "twin")
+
+    async def scene(shop: Shop) -> None:
+        await shop.stock.remove("tiny")
+        assert shop.keeper.forgotten == []
+        assert (Path(deployed.directory) / "weights.bin").exists()
+        await shop.stock.remove("twin")
+        assert shop.keeper.forgotten == [deployed.where]
+
+    with_shop(data_dir, scene)
+    assert list(data_dir.models_path.iterdir()) == []
+
+
+@pytest.mark.e2e
+def test_of_two_deployments_of_a_name_at_once_one_is_refused_and_leaves_nothing(
+    data_dir: DataDir, checkpoint: Path
+) -> None:
+    async def scene(shop: Shop) -> None:
+        outcomes = await asyncio.gather(
+            *(shop.deploy(checkpoint, "tiny") for _ in range(2)), return_exceptions=True
+        )
+        (entry,) = [one for one in outcomes if isinstance(one, Entry)]
+        assert [type(one) for one in outcomes if one is not entry] == [NameTaken]
+        assert list(data_dir.models_path.iterdir()) == [Path(entry.deployed.directory)]
+
+    with_shop(data_dir, scene)
+
+
+def test_a_model_whose_files_went_meanwhile_is_not_registered(data_dir: DataDir, checkpoint: Path) -> None:
+    deployed = carry_out(DeployOrder(str(checkpoint), "tiny"), data_dir, lambda *_: None)
+    remove_files(deployed.place, data_dir)
+
+    async def scene(shop: Shop) -> None:
+        with pytest.raises(StoreError, match="the files of `tiny` were removed meanwhile; deploy it again"):
+            shop.stock._register(deployed, overwrite=False)
+        assert shop.registry.places() == []
+
+    with_shop(data_dir, scene)
+
+
+def test_files_are_deleted_away_from_the_event_loop_and_whoever_asked_may_leave(
+    data_dir: DataDir, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(data_dir, checkpoint, "tiny")
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    def slow(place: Place, data_dir: DataDir) -> None:
+        begun.set()
+        assert may_go_on.wait(60)
+        remove_files(place, data_dir)
+
+    monkeypatch.setattr(stock_module, "remove_files", slow)
+
+    async def scene(shop: Shop) -> None:
+        removing = asyncio.create_task(shop.stock.remove("tiny"))
+        await asyncio.to_thread(begun.wait, 60)
+        removing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await removing
+        assert list(data_dir.models_path.iterdir()) != []
+        may_go_on.set()
+        await asyncio.gather(*shop.stock._clearing)
+
+    with_shop(data_dir, scene)
+    assert list(data_dir.models_path.iterdir()) == []
+
+
+def test_models_that_come_and_go_without_the_service_are_followed(
+    data_dir: DataDir, checkpoint: Path, converted: Path
+) -> None:
+    async def scene(shop: Shop) -> None:
+        assert shop.stock.entries() == []
+        deployed = made(data_dir, converted, "tiny")
+        assert shop.stock.find("tiny").deployed == deployed
+        assert shop.brain_knows() == {"tiny"}
+        with Registry.open(data_dir) as other:
+            other.replace(replace(deployed, digest="1" * 32))
+            assert shop.stock.find("tiny").deployed.digest == "1" * 32
+            assert shop.driver.fleet.models["tiny"].profile.digest == "1" * 32
+            other.remove("tiny")
+        with pytest.raises(UnknownModel):
+            shop.stock.find("tiny")
+        assert shop.brain_knows() == set()
+
+    with_shop(data_dir, scene)
+
+
+def test_what_the_configuration_forbids_is_not_followed(data_dir: DataDir, converted: Path) -> None:
+    tiny = made(data_dir, converted, "tiny")
+
+    async def scene(shop: Shop) -> None:
+        made(data_dir, converted, "other")
+        assert [entry.deployed for entry in shop.stock.entries()] == [tiny]
+        assert shop.stock.find("tiny").deployed == tiny
+
+    with_shop(data_dir, scene, {"tiny": ModelConfig(aliases=("other",))})
+
+
+def test_a_row_that_cannot_be_read_can_be_removed(data_dir: DataDir, checkpoint: Path) -> None:
+    made(data_dir, checkpoint, "tiny")
+    with closing(sqlite3.connect(data_dir.registry_path)) as connection, connection:
+        connection.execute("update models set facts = '{}'")
+
+    async def scene(shop: Shop) -> None:
+        assert shop.stock.entries() == []
+        await shop.stock.remove("tiny")
+
+    with_shop(data_dir, scene)
+    assert list(data_dir.models_path.iterdir()) == []

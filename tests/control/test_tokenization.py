@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from hearth.control.ask import Chat
+from hearth.control.tokenization import PromptEncoder
+from hearth.errors import BadTokenizer, ModelError, PromptTooLong
+from hearth.text.tokenizer import Tokenizer
+
+
+def with_texts(scene: Callable[[PromptEncoder], Awaitable[None]]) -> None:
+    async def run() -> None:
+        texts = PromptEncoder(template_s=2.0)
+        try:
+            await scene(texts)
+        finally:
+            texts.close()
+
+    asyncio.run(run())
+
+
+def test_a_tokenizer_is_read_once_for_all_who_wait(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    load = Tokenizer.load
+    monkeypatch.setattr(Tokenizer, "load", lambda path: read.append(path) or load(path))
+
+    async def scene(texts: PromptEncoder) -> None:
+        one, other = await asyncio.gather(*(texts.tokenizer("d", converted) for _ in range(2)))
+        assert one is other
+
+    with_texts(scene)
+    assert read == [converted]
+
+
+def test_a_tokenizer_that_could_not_be_read_is_tried_again(converted: Path, tmp_path: Path) -> None:
+    async def scene(texts: PromptEncoder) -> None:
+        with pytest.raises(ModelError, match="the files of the model are gone"):
+            await texts.tokenizer("d", tmp_path / "model")
+        (tmp_path / "model").mkdir()
+        with pytest.raises(BadTokenizer):
+            await texts.tokenizer("d", tmp_path / "model")
+        shutil.copytree(converted, tmp_path / "model", dirs_exist_ok=True)
+        await texts.tokenizer("d", tmp_path / "model")
+
+    with_texts(scene)
+
+
+def test_a_failure_that_nobody_has_foreseen_does_not_stay(
+    converted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> Tokenizer:
+        raise MemoryError
+
+    async def scene(texts: PromptEncoder) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Tokenizer, "load", fail)
+            with pytest.raises(MemoryError):
+                await texts.tokenizer("d", converted)
+        await texts.tokenizer("d", converted)
+
+    with_texts(scene)
+
+
+def test_who_leaves_takes_the_tokenizer_from_nobody(converted: Path) -> None:
+    async def scene(texts: PromptEncoder) -> None:
+        leaving = asyncio.create_task(texts.tokenizer("d", converted))
+        staying = asyncio.create_task(texts.tokenizer("d", converted))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        assert await staying is await texts.tokenizer("d", converted)
+
+    with_texts(scene)
+
+
+def test_text_that_cannot_fit_is_not_tokenised(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(texts: PromptEncoder) -> None:
+        tokenizer = await texts.tokenizer("d", converted)
+        assert await texts.encode(tokenizer, "!" * 10, max_chars=10)
+        message = "prompt has 11 characters, .* at most 10 are tokenised; shorten the prompt"
+        with pytest.raises(PromptTooLong, match=message):
+            await texts.encode(tokenizer, "!" * 11, max_chars=10)
+        with pytest.raises(PromptTooLong, match="at most 10 are tokenised"):
+            await texts.encode(tokenizer, Chat([{"role": "user", "content": "!"}]), max_chars=10)
+        assert await texts.encode(tokenizer, [1, 2, 3], max_chars=1) == (1, 2, 3)
+
+    with_texts(scene)

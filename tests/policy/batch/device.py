@@ -1,0 +1,313 @@
+"""A device that remembers, and a step loop around a batcher that checks all that must hold at any time.
+
+The fake device holds its KV as `(block, offset) -> what was written` and samples a hash of what it reads
+back through its block tables. So a wrong table, a stale prefix or a late write changes some output.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from hearth.policy.batch.batcher import Batcher, BatchLimits
+from hearth.policy.batch.blocks import BlockBook, BlockMove
+from hearth.policy.batch.plan import Emission, EngineRequest, Row, StepPlan
+from hearth.types import FinishReason, RequestId, SamplingParams
+
+VOCABULARY = 11
+STOP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """The KV of one token depends on the adapter (the salt), the position and the token."""
+
+    salt: bytes
+    position: int
+    token: int
+
+
+def next_token(salt: bytes, tokens: Sequence[int], mask: bytes | None = None) -> int:
+    allowed = [t for t in range(VOCABULARY) if mask is None or mask[t // 8] >> t % 8 & 1]
+    return allowed[zlib.crc32(salt + bytes(tokens)) % len(allowed)]
+
+
+class Alternating:
+    """A guide: even and odd tokens in turns, `length` of them, of which no stop token is one."""
+
+    def __init__(self, length: int, taken: Sequence[int] = ()) -> None:
+        self.length = length
+        self.taken = list(taken)
+
+    @property
+    def mask(self) -> bytes:
+        parity = len(self.taken) % 2
+        bits = sum(1 << t for t in range(VOCABULARY) if t % 2 == parity and t not in (STOP, 7))
+        return bits.to_bytes(4, "little")
+
+    def take(self, token: int) -> FinishReason | None:
+        assert self.mask[token // 8] >> token % 8 & 1, f"{token=} is not allowed"
+        self.taken.append(token)
+        return FinishReason.STOP if len(self.taken) == self.length else None
+
+    def afresh(self, taken: Sequence[int] = ()) -> Alternating:
+        return Alternating(self.length, taken)
+
+
+class FakeDevice:
+    """Executes plans and copies in order. Mutable; written only by `run` and `copy`."""
+
+    def __init__(self, book: BlockBook) -> None:
+        self.book = book  #: only what it has may be touched
+        self.salts: dict[RequestId, bytes] = {}
+        self.memory: dict[tuple[int, int], Cell] = {}
+        self.tables: dict[int, dict[int, int]] = {}
+        self.slot_tokens: dict[int, int] = {}
+
+    def copy(self, moves: Sequence[BlockMove]) -> None:
+        sources, targets = {move.source for move in moves}, {move.target for move in moves}
+        assert len(sources) == len(targets) == len(moves)
+        assert not sources & targets
+        for move in moves:
+            for offset in range(self.book.block_tokens):
+                self.memory.pop((move.target, offset), None)
+                if cell := self.memory.get((move.source, offset)):
+                    self.memory[move.target, offset] = cell
+
+    def run(self, plan: StepPlan) -> list[int]:
+        for admission in plan.admissions:
+            self.tables[admission.slot] = {}
+            self.slot_tokens.pop(admission.slot, None)
+        cells: set[tuple[int, int]] = set()
+        for write in plan.table_writes:
+            for index, block in enumerate(write.blocks, start=write.index):
+                assert (write.slot, index) not in cells, f"written twice, in no order: {write}"
+                cells.add((write.slot, index))
+                self.tables[write.slot][index] = block
+        written: set[tuple[int, int]] = set()
+        for row in plan.rows:
+            tokens = (self.slot_tokens[row.slot],) if row.tokens is None else row.tokens
+            assert len(tokens) == row.num_tokens
+            for position, token in enumerate(tokens, start=row.start):
+                address = self._address(row.slot, position)
+                assert address not in written, f"two rows write {address=}"
+                written.add(address)
+                self.memory[address] = Cell(self.salts[row.request_id], position, token)
+        return [self._sample(row) for row in plan.rows if row.samples]
+
+    def _sample(self, row: Row) -> int:
+        salt = self.salts[row.request_id]
+        cells = [self.memory[self._address(row.slot, p)] for p in range(row.start + row.num_tokens)]
+        foreign = [cell for p, cell in enumerate(cells) if cell.salt != salt or cell.position != p]
+        assert not foreign, f"reads what was not written for it: {row=} {foreign=}"
+        token = next_token(salt, [cell.token for cell in cells], row.mask)
+        self.slot_tokens[row.slot] = token
+        return token
+
+    def _address(self, slot: int, position: int) -> tuple[int, int]:
+        block_tokens = self.book.block_tokens
+        block = self.tables[slot][position // block_tokens]
+        assert self.book.has_all([block]), f"a block that is not there, or the sink: {slot=} {position=}"
+        return block, position % block_tokens
+
+
+class Loop:
+    """A step loop around the batcher that checks all that must hold at any time."""
+
+    def __init__(self, limits: BatchLimits, book: BlockBook) -> None:
+        self.limits = limits
+        self.batcher = Batcher(limits, book)
+        self.device = FakeDevice(book)
+        self.in_flight: deque[tuple[StepPlan, list[int]]] = deque()
+        self.live: dict[RequestId, EngineRequest] = {}
+        self.outputs: dict[RequestId, list[int]] = {}
+        self.reasons: dict[RequestId, FinishReason] = {}
+
+    def add(self, request: EngineRequest) -> None:
+        self.batcher.add(request)
+        self.device.salts[request.request_id] = request.salt
+        self.live[request.request_id] = request
+        self.outputs[request.request_id] = []
+        self.reasons.pop(request.request_id, None)
+        self.batcher.check()
+
+    def launch(self) -> StepPlan | None:
+        plan = self.batcher.plan()
+        self.batcher.check()
+        if plan is None:
+            return None
+        assert plan.rows
+        assert all(row.num_tokens >= 1 for row in plan.rows)
+        assert plan.num_tokens <= self.limits.max_batch_tokens
+        for row in plan.rows:
+            owner = self.live[row.request_id]
+            assert (row.mask is not None) == (row.samples and owner.guide is not None)
+        assert self.batcher.num_running <= self.limits.max_seqs
+        is_decode = [row.tokens is None for row in plan.rows]
+        assert is_decode == sorted(is_decode, reverse=True)
+        self.in_flight.append((plan, self.device.run(plan)))
+        return plan
+
+    def commit(self) -> list[Emission]:
+        emissions = self.batcher.commit(*self.in_flight.popleft())
+        self.batcher.check()
+        for emission in emissions:
+            request = self.live[emission.request_id]
+            output = self.outputs[emission.request_id]
+            output.append(emission.token)
+            if emission.finish_reason is not None:
+                assert ([*request.output, *output], emission.finish_reason) == self.expected(request)
+                self.reasons[emission.request_id] = emission.finish_reason
+                del self.live[emission.request_id]
+        return emissions
+
+    def cancel(self, request_id: RequestId) -> None:
+        request = self.live.pop(request_id)
+        output = self.outputs[request_id]
+        assert self.batcher.cancel(request_id)
+        so_far = [*request.output, *output]
+        assert so_far == self.expected(request)[0][: len(so_far)]
+        self.reasons[request_id] = FinishReason.CANCELLED
+        self.batcher.check()
+
+    def resume(self, request_id: RequestId, new_id: RequestId) -> None:
+        """Go on with a live request as if its worker had been lost."""
+        request, output = self.live[request_id], self.outputs[request_id]
+        so_far = (*request.output, *output)
+        guide = request.guide.afresh(so_far) if isinstance(request.guide, Alternating) else None
+        self.cancel(request_id)
+        self.add(replace(request, request_id=new_id, output=so_far, guide=guide))
+
+    def step(self) -> StepPlan | None:
+        """One turn of the live loop: plan ahead, then commit what came before."""
+        if len(self.in_flight) == 2:
+            self.commit()
+        is_idle = not self.in_flight
+        plan, blocks = self.launch(), self.batcher.blocks
+        is_starved = blocks.num_blocks < blocks.floor_blocks
+        assert plan or not is_idle or not self.live or is_starved, "nothing in flight and nothing to do"
+        if len(self.in_flight) == 2 or (plan is None and self.in_flight):
+            self.commit()
+        return plan
+
+    def drain(self) -> list[StepPlan]:
+        plans: list[StepPlan] = []
+        while self.batcher.has_work:
+            plan = self.step()
+            plans += [plan] if plan is not None else []
+            assert len(plans) < 10_000, "no progress"
+        assert not self.live
+        assert self.batcher.blocks.num_available == self.batcher.blocks.num_blocks
+        return plans
+
+    def expected(self, request: EngineRequest) -> tuple[list[int], FinishReason]:
+        """What the request yields when it has the device to itself, from the start."""
+        guide = request.guide.afresh() if isinstance(request.guide, Alternating) else None
+        capacity = self.batcher.blocks.capacity_tokens
+        max_tokens = min(self.limits.max_context, capacity) - len(request.prompt)
+        if request.sampling.max_tokens is not None:
+            max_tokens = min(max_tokens, request.sampling.max_tokens)
+        output: list[int] = []
+        while len(output) < max_tokens:
+            mask = None if guide is None else guide.mask
+            output.append(next_token(request.salt, [*request.prompt, *output], mask))
+            is_allowed = len(output) > request.sampling.min_tokens
+            if output[-1] in request.sampling.stop_ids and is_allowed:
+                return output, FinishReason.STOP
+            if guide is not None and (reason := guide.take(output[-1])):
+                return output, reason
+        return output, FinishReason.LENGTH
+
+
+def loop(
+    *,
+    max_batch_tokens: int = 64,
+    max_seqs: int = 8,
+    max_context: int = 64,
+    num_blocks: int = 65,
+    block_tokens: int = 4,
+) -> Loop:
+    return Loop(BatchLimits(max_batch_tokens, max_seqs, max_context), BlockBook(num_blocks, block_tokens))
+
+
+def request(name: str, prompt: Sequence[int], max_tokens: int | None = 4, salt: bytes = b"") -> EngineRequest:
+    return EngineRequest(RequestId(name), tuple(prompt), SamplingParams(max_tokens=max_tokens), salt)
+
+
+def stopping(
+    name: str, prompt: Sequence[int], at: int, max_tokens: int = 8, min_tokens: int = 0
+) -> EngineRequest:
+    """A request whose output number `at` (from 1) is a stop token."""
+    output: list[int] = []
+    for _ in range(at):
+        output.append(next_token(b"", [*prompt, *output]))
+    params = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=(output[-1],))
+    return EngineRequest(RequestId(name), tuple(prompt), params)
+
+
+def launched(engine: Loop) -> StepPlan:
+    plan = engine.launch()
+    assert plan is not None
+    return plan
+
+
+def names(plan: StepPlan) -> list[str]:
+    return [str(row.request_id) for row in plan.rows]
+
+
+PROMPTS = st.builds(
+    lambda shared, own: (5, 1, 4, 1, 5, 9, 2, 6)[:shared] + tuple(own),
+    st.integers(0, 8),
+    st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=4),
+)
+SAMPLING = st.builds(
+    SamplingParams,
+    max_tokens=st.none() | st.integers(2, 12),
+    min_tokens=st.integers(0, 2),
+    stop_token_ids=st.sampled_from([(), (STOP,), (STOP, 7)]),
+)
+SALTS = st.sampled_from([b"", b"", b"other"])
+GUIDES = st.none() | st.builds(Alternating, st.integers(1, 12))
+
+
+class Driven(RuleBasedStateMachine):
+    """The rules that all schedules have: arrivals, steps up to two ahead, commits and cancellations.
+
+    Who inherits them makes the loop when it starts.
+    """
+
+    engine: Loop
+    num_added: int
+
+    @rule(prompt=PROMPTS, sampling=SAMPLING, salt=SALTS, guide=GUIDES)
+    def add(
+        self, prompt: tuple[int, ...], sampling: SamplingParams, salt: bytes, guide: Alternating | None
+    ) -> None:
+        guide = guide and guide.afresh()
+        self.engine.add(EngineRequest(RequestId(str(self.num_added)), prompt, sampling, salt, guide=guide))
+        self.num_added += 1
+
+    @precondition(lambda self: len(self.engine.in_flight) < 2)
+    @rule()
+    def launch(self) -> None:
+        self.engine.launch()
+
+    @precondition(lambda self: self.engine.in_flight)
+    @rule()
+    def commit(self) -> None:
+        self.engine.commit()
+
+    @rule(num_steps=st.integers(1, 6))
+    def steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.engine.step()
+
+    @precondition(lambda self: self.engine.live)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.engine.cancel(data.draw(st.sampled_from(sorted(self.engine.live))))

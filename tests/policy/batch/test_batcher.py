@@ -1,0 +1,597 @@
+"""Every rule of the batcher as an example, and any schedule at all against a device that remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, precondition, rule
+
+from hearth.errors import BadPrompt, ConfigError, PromptTooLong
+from hearth.policy.batch.batcher import BatchLimits
+from hearth.policy.batch.blocks import BlockBook
+from hearth.policy.batch.plan import EngineRequest, Row
+from hearth.types import FinishReason, RequestId, SamplingParams
+from tests.policy.batch.device import (
+    PROMPTS,
+    SALTS,
+    SAMPLING,
+    Alternating,
+    Driven,
+    Loop,
+    launched,
+    loop,
+    names,
+    next_token,
+    request,
+    stopping,
+)
+
+# --- adding ---
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(BadPrompt, match="at least 1"):
+        loop().add(request("a", []))
+
+
+def test_a_prompt_that_leaves_no_room_in_the_context_is_refused() -> None:
+    with pytest.raises(PromptTooLong, match="64 tokens, limit: 63"):
+        loop(max_context=64).add(request("a", [1] * 64))
+
+
+def test_a_prompt_that_leaves_no_room_in_the_kv_memory_is_refused() -> None:
+    with pytest.raises(PromptTooLong, match="8 tokens, limit: 7"):
+        loop(num_blocks=3, block_tokens=4).add(request("a", [1] * 8))
+
+
+def test_the_longest_prompt_that_fits_yields_one_token() -> None:
+    engine = loop(num_blocks=3, block_tokens=4)
+    engine.add(request("a", [1] * 7, max_tokens=None))
+    engine.drain()
+    assert len(engine.outputs[RequestId("a")]) == 1
+
+
+def test_max_tokens_is_cut_to_the_context() -> None:
+    engine = loop(max_context=10)
+    engine.add(request("a", [1] * 4, max_tokens=100))
+    engine.drain()
+    assert len(engine.outputs[RequestId("a")]) == 6
+
+
+def test_an_id_that_is_in_use_is_our_bug() -> None:
+    engine = loop()
+    engine.add(request("a", [1]))
+    with pytest.raises(AssertionError, match="added twice"):
+        engine.batcher.add(request("a", [2]))
+
+
+def test_a_limit_of_zero_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_seqs=0"):
+        BatchLimits(max_batch_tokens=8, max_seqs=0, max_context=8)
+
+
+# --- planning ---
+
+
+def test_nothing_to_do_means_no_plan() -> None:
+    engine = loop()
+    assert engine.launch() is None
+    assert not engine.batcher.has_work
+
+
+def test_a_short_prompt_is_computed_and_sampled_in_one_row() -> None:
+    engine = loop()
+    engine.add(request("a", [5, 6, 7]))
+    plan = launched(engine)
+    assert plan.rows == (Row(RequestId("a"), 0, 0, 3, (5, 6, 7), True),)
+    assert [(write.index, write.blocks) for write in plan.table_writes] == [(0, (1,))]
+    assert plan.admissions[0].tokens == (5, 6, 7)
+
+
+def test_a_long_prompt_is_cut_into_chunks_and_sampled_after_the_last() -> None:
+    engine = loop(max_batch_tokens=4)
+    engine.add(request("a", range(10), max_tokens=1))
+    plans = engine.drain()
+    assert [plan.rows[0].tokens for plan in plans] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9)]
+    assert [plan.rows[0].samples for plan in plans] == [False, False, True]
+
+
+def test_blocks_are_assigned_only_as_tokens_need_them() -> None:
+    engine = loop(max_batch_tokens=4, block_tokens=4)
+    engine.add(request("a", range(10), max_tokens=4))
+    plans = engine.drain()
+    assert [[write.index for write in plan.table_writes] for plan in plans] == [[0], [1], [2], [], [], [3]]
+
+
+def test_decode_rows_come_first_then_the_unfinished_prompt_then_admissions() -> None:
+    engine = loop(max_batch_tokens=8)
+    engine.add(request("a", [1] * 4, max_tokens=8))
+    engine.add(request("b", [2] * 8, max_tokens=8))
+    launched(engine)
+    engine.add(request("c", [3] * 2))
+    plan = launched(engine)
+    assert names(plan) == ["a", "b", "c"]
+    assert [row.num_tokens for row in plan.rows] == [1, 4, 2]
+    assert plan.rows[0].tokens is None
+
+
+def test_a_younger_request_never_overtakes_an_older_one() -> None:
+    engine = loop(num_blocks=5, block_tokens=4)
+    engine.add(request("big", [1] * 12, max_tokens=4))
+    engine.add(request("bigger", [2] * 12, max_tokens=4))
+    engine.add(request("small", [3]))
+    assert names(launched(engine)) == ["big"]
+
+
+def test_no_more_sequences_run_than_there_are_slots() -> None:
+    engine = loop(max_seqs=2)
+    for name in "abc":
+        engine.add(request(name, [1]))
+    assert [admission.slot for admission in launched(engine).admissions] == [0, 1]
+    assert (engine.batcher.num_running, engine.batcher.num_waiting) == (2, 1)
+
+
+def test_the_lowest_free_slot_is_given_first() -> None:
+    engine = loop(max_seqs=3)
+    for name in "abc":
+        engine.add(request(name, [1]))
+    launched(engine)
+    engine.cancel(RequestId("b"))
+    engine.cancel(RequestId("a"))
+    engine.add(request("d", [1]))
+    assert launched(engine).admissions[0].slot == 0
+
+
+def test_a_budget_below_the_number_of_sequences_serves_the_oldest_first() -> None:
+    engine = loop(max_batch_tokens=2)
+    for name in "abc":
+        engine.add(request(name, [1], max_tokens=2))
+    plans = engine.drain()
+    assert [names(plan) for plan in plans] == [["a", "b"], ["a", "b"], ["c"], ["c"]]
+
+
+# --- one ahead ---
+
+
+def test_the_next_step_is_planned_before_the_token_is_known() -> None:
+    engine = loop()
+    engine.add(request("a", [5, 6, 7]))
+    launched(engine)
+    assert launched(engine).rows == (Row(RequestId("a"), 0, 3, 1, None, True),)
+
+
+def test_a_third_step_in_flight_is_our_bug() -> None:
+    engine = loop()
+    engine.add(request("a", [1], max_tokens=8))
+    launched(engine)
+    launched(engine)
+    with pytest.raises(AssertionError, match="commit first"):
+        engine.batcher.plan()
+
+
+def test_steps_are_committed_in_order() -> None:
+    engine = loop()
+    engine.add(request("a", [1], max_tokens=8))
+    launched(engine)
+    second = launched(engine)
+    with pytest.raises(AssertionError, match=r"plan.step_id=1 committed before flight.plan.step_id=0"):
+        engine.batcher.commit(second, [1])
+
+
+def test_as_many_tokens_as_samples_are_committed() -> None:
+    engine = loop()
+    engine.add(request("a", [1]))
+    plan = launched(engine)
+    with pytest.raises(AssertionError, match="2 tokens for 1 samples"):
+        engine.batcher.commit(plan, [1, 2])
+
+
+def test_a_sequence_whose_last_token_is_in_flight_is_not_planned_again() -> None:
+    engine = loop()
+    engine.add(request("a", [1], max_tokens=1))
+    launched(engine)
+    assert engine.launch() is None
+    assert engine.commit()[0].finish_reason is FinishReason.LENGTH
+
+
+def test_a_sequence_decodes_on_after_all_steps_were_committed() -> None:
+    engine = loop()
+    engine.add(request("a", [1, 2], max_tokens=3))
+    launched(engine)
+    engine.commit()
+    assert launched(engine).rows == (Row(RequestId("a"), 0, 2, 1, None, True),)
+
+
+def test_the_row_after_a_stop_token_is_dropped() -> None:
+    engine = loop()
+    engine.add(stopping("a", [1, 2], at=1))
+    launched(engine)
+    launched(engine)
+    stopped = engine.commit()
+    assert [emission.finish_reason for emission in stopped] == [FinishReason.STOP]
+    assert engine.commit() == []
+    assert not engine.batcher.has_work
+
+
+def test_a_stop_token_before_min_tokens_does_not_stop() -> None:
+    engine = loop()
+    engine.add(stopping("a", [1, 2], at=1, max_tokens=2, min_tokens=1))
+    engine.drain()
+    assert len(engine.outputs[RequestId("a")]) == 2
+
+
+def test_a_stop_token_at_the_last_position_counts_as_stop() -> None:
+    engine = loop()
+    engine.add(stopping("a", [4, 2], at=2, max_tokens=2))
+    engine.drain()
+    assert engine.reasons == {RequestId("a"): FinishReason.STOP}
+
+
+def test_an_emission_names_its_place_among_the_samples() -> None:
+    engine = loop(max_batch_tokens=4)
+    engine.add(request("a", [1], max_tokens=1))
+    engine.add(request("b", [2], max_tokens=1))
+    engine.add(request("c", [3] * 8, max_tokens=1))
+    launched(engine)
+    engine.cancel(RequestId("a"))
+    assert [(e.request_id, e.sample_index) for e in engine.commit()] == [("b", 1)]
+
+
+# --- resuming ---
+
+
+def resumed(name: str, prompt: Sequence[int], num_output: int, max_tokens: int | None = 6) -> EngineRequest:
+    output: list[int] = []
+    for _ in range(num_output):
+        output.append(next_token(b"", [*prompt, *output]))
+    return replace(request(name, prompt, max_tokens), output=tuple(output))
+
+
+@pytest.mark.parametrize("num_output", range(1, 6))
+def test_a_resumed_request_gets_the_rest_of_its_tokens(num_output: int) -> None:
+    engine = loop()
+    engine.add(resumed("a", [1, 2, 3], num_output))
+    engine.drain()
+    assert len(engine.outputs[RequestId("a")]) == 6 - num_output
+
+
+def test_a_resumed_request_is_admitted_with_prompt_and_output() -> None:
+    engine = loop()
+    asked = resumed("a", [1, 2, 3], 2)
+    engine.add(asked)
+    admission = launched(engine).admissions[0]
+    assert (admission.tokens, admission.num_prompt_tokens) == ((1, 2, 3, *asked.output), 3)
+
+
+def test_an_output_that_leaves_no_room_in_the_context_is_refused() -> None:
+    with pytest.raises(PromptTooLong, match="prompt has 60 tokens and output 4, limit: 63"):
+        loop(max_context=64).add(resumed("a", [1] * 60, 4, max_tokens=None))
+
+
+def test_an_output_that_has_all_its_tokens_is_refused() -> None:
+    with pytest.raises(BadPrompt, match="the output of 6 tokens is complete"):
+        loop().add(resumed("a", [1], 6, max_tokens=6))
+
+
+@pytest.mark.parametrize(("min_tokens", "is_complete"), [(0, True), (1, True), (2, False)])
+def test_an_output_that_ends_with_a_stop_token_is_refused(min_tokens: int, is_complete: bool) -> None:
+    engine = loop()
+    asked = stopping("a", [1, 2], at=2, min_tokens=min_tokens)
+    asked = replace(asked, output=resumed("a", [1, 2], 2).output)
+    if is_complete:
+        with pytest.raises(BadPrompt, match="the output of 2 tokens is complete"):
+            engine.add(asked)
+    else:
+        engine.add(asked)
+        engine.drain()
+
+
+# --- guides ---
+
+
+def guided(name: str, prompt: Sequence[int], length: int = 3, max_tokens: int = 8) -> EngineRequest:
+    return replace(request(name, prompt, max_tokens), guide=Alternating(length))
+
+
+def test_a_guided_request_waits_for_its_token_while_others_run_ahead() -> None:
+    engine = loop()
+    engine.add(guided("guided", [1, 2]))
+    engine.add(request("free", [1, 2], max_tokens=8))
+    assert names(launched(engine)) == ["guided", "free"]
+    assert names(launched(engine)) == ["free"]
+    engine.commit()
+    assert names(launched(engine)) == ["guided", "free"]
+
+
+def test_only_the_row_that_samples_has_a_mask() -> None:
+    engine = loop(max_batch_tokens=4)
+    engine.add(guided("a", range(6)))
+    rows = [launched(engine).rows[0] for _ in range(2)]
+    assert [row.mask for row in rows] == [None, Alternating(3).mask]
+
+
+def test_a_guided_request_ends_where_its_guide_does() -> None:
+    engine = loop()
+    engine.add(guided("a", [1, 2], length=3))
+    engine.drain()
+    assert engine.reasons == {RequestId("a"): FinishReason.STOP}
+    assert len(engine.outputs[RequestId("a")]) == 3
+
+
+def test_a_guide_that_goes_on_is_cut_by_max_tokens() -> None:
+    engine = loop()
+    engine.add(guided("a", [1, 2], length=9, max_tokens=4))
+    engine.drain()
+    assert engine.reasons == {RequestId("a"): FinishReason.LENGTH}
+
+
+# --- prefixes ---
+
+
+def test_a_known_prefix_is_not_computed_again() -> None:
+    engine = loop(block_tokens=4)
+    engine.add(request("a", range(10)))
+    engine.drain()
+    engine.add(request("b", [*range(9), 1, 1]))
+    plan = launched(engine)
+    assert plan.admissions[0].num_cached_tokens == 8
+    assert plan.rows[0].tokens == (8, 1, 1)
+    assert [(write.index, write.blocks) for write in plan.table_writes] == [(0, (1, 2, 4))]
+
+
+def test_one_token_is_always_left_to_compute() -> None:
+    engine = loop(block_tokens=4)
+    engine.add(request("a", range(8)))
+    engine.drain()
+    engine.add(request("b", range(8)))
+    assert launched(engine).rows[0].tokens == (4, 5, 6, 7)
+
+
+def test_a_prefix_is_shared_while_its_first_owner_still_runs() -> None:
+    engine = loop(block_tokens=4)
+    engine.add(request("a", range(8), max_tokens=8))
+    launched(engine)
+    engine.commit()
+    engine.add(request("b", range(8)))
+    plan = launched(engine)
+    assert plan.admissions[0].num_cached_tokens == 4
+    assert engine.batcher.blocks.num_holders(1) == 2
+
+
+def test_output_becomes_a_prefix_too() -> None:
+    engine = loop(block_tokens=4)
+    engine.add(request("a", [1, 2], max_tokens=7))
+    engine.drain()
+    engine.add(request("b", [1, 2, *engine.outputs[RequestId("a")]]))
+    assert launched(engine).admissions[0].num_cached_tokens == 8
+
+
+def test_a_step_that_is_not_committed_offers_no_prefix() -> None:
+    engine = loop(block_tokens=4)
+    engine.add(request("a", range(8)))
+    launched(engine)
+    engine.add(request("b", range(8)))
+    assert launched(engine).admissions[0].num_cached_tokens == 0
+
+
+def test_other_salts_find_nothing() -> None:
+    engine = loop(block_tokens=4)
+    engine.add(request("a", range(8), salt=b"one"))
+    engine.drain()
+    engine.add(request("b", range(8), salt=b"two"))
+    assert launched(engine).admissions[0].num_cached_tokens == 0
+
+
+# --- preemption ---
+
+
+def crowded() -> Loop:
+    """Two sequences in two blocks each, all four in use, one token of each in flight."""
+    engine = loop(num_blocks=5, block_tokens=4)
+    engine.add(request("old", [1] * 8, max_tokens=6))
+    engine.add(request("young", [2] * 8, max_tokens=6))
+    launched(engine)
+    return engine
+
+
+def test_the_youngest_gives_way_when_blocks_run_out() -> None:
+    engine = crowded()
+    assert names(launched(engine)) == ["old"]
+    assert (engine.batcher.num_running, engine.batcher.num_waiting) == (1, 1)
+
+
+def test_nobody_is_admitted_in_a_step_that_preempted() -> None:
+    engine = loop(num_blocks=5, block_tokens=4)
+    engine.add(request("old", [1] * 8, max_tokens=6))
+    engine.add(request("young", [1] * 8, max_tokens=6))
+    launched(engine)
+    engine.commit()
+    # `young` could come back at once on top of the prefix that it shares with `old`, but waits a step.
+    assert [len(launched(engine).admissions) for _ in range(2)] == [0, 1]
+
+
+def test_the_token_in_flight_of_a_preempted_sequence_is_still_its_own() -> None:
+    engine = crowded()
+    launched(engine)
+    assert [emission.request_id for emission in engine.commit()] == ["old", "young"]
+
+
+def test_a_preempted_sequence_resumes_over_prompt_and_output_before_later_arrivals() -> None:
+    engine = crowded()
+    engine.add(request("new", [3], max_tokens=1))
+    plans = engine.drain()
+    admissions = [admission for plan in plans for admission in plan.admissions]
+    assert [admission.request_id for admission in admissions] == ["young", "new"]
+    assert admissions[0].tokens == (*[2] * 8, engine.outputs[RequestId("young")][0])
+    assert admissions[0].num_prompt_tokens == 8
+
+
+def test_a_preempted_sequence_is_not_admitted_while_its_token_is_unknown() -> None:
+    engine = loop(num_blocks=5, block_tokens=4)
+    engine.add(request("old", [1] * 8, max_tokens=1))
+    engine.add(request("young", [2] * 8, max_tokens=6))
+    launched(engine)
+    assert engine.launch() is None  # the last of `old` is in flight, and `young` has given way to itself
+    assert engine.launch() is None
+    engine.commit()
+    assert len(launched(engine).admissions[0].tokens) == 9
+
+
+def test_the_youngest_gives_way_to_itself() -> None:
+    engine = loop(num_blocks=5, block_tokens=4)
+    engine.add(request("old", [1] * 6, max_tokens=2))
+    engine.add(request("young", [2] * 8, max_tokens=6))
+    launched(engine)
+    assert names(launched(engine)) == ["old"]
+    assert engine.batcher.num_waiting == 1
+
+
+def test_a_sequence_preempted_with_its_last_token_in_flight_ends_at_the_commit() -> None:
+    engine = loop(num_blocks=5, block_tokens=4)
+    engine.add(request("old", [1] * 8, max_tokens=6))
+    engine.add(request("young", [2] * 8, max_tokens=1))
+    launched(engine)
+    launched(engine)
+    assert engine.batcher.num_waiting == 1
+    assert engine.commit()[1].finish_reason is FinishReason.LENGTH
+    assert engine.batcher.num_waiting == 0
+
+
+def test_who_was_preempted_is_told_once() -> None:
+    engine = crowded()
+    assert engine.batcher.take_preempted() == ()
+    launched(engine)
+    assert engine.batcher.take_preempted() == ("young",)
+    assert engine.batcher.take_preempted() == ()
+
+
+def test_a_preemption_is_told_even_if_nothing_could_be_planned() -> None:
+    engine = loop(num_blocks=5, block_tokens=4)
+    engine.add(request("old", [1] * 8, max_tokens=1))
+    engine.add(request("young", [2] * 8, max_tokens=6))
+    launched(engine)
+    assert engine.launch() is None
+    assert engine.batcher.take_preempted() == ("young",)
+
+
+def test_a_prompt_without_room_for_all_of_it_waits_instead_of_starting_over() -> None:
+    """Beside the older sequence only a part fits: chunks of it would be computed and thrown away."""
+    engine = loop(num_blocks=11, block_tokens=4, max_batch_tokens=8)
+    engine.add(request("old", [1] * 9, max_tokens=14))
+    engine.step()
+    engine.add(request("young", [2] * 32, max_tokens=2))
+    plans = engine.drain()
+    assert [a.request_id for plan in plans for a in plan.admissions] == ["young"]
+    assert sum(row.num_tokens for plan in plans for row in plan.rows if row.request_id == "young") == 32 + 1
+
+
+def test_a_waiting_request_preempts_nobody() -> None:
+    engine = loop(num_blocks=4, block_tokens=4)
+    engine.add(request("a", [1] * 8, max_tokens=2))
+    engine.add(request("b", [2] * 8, max_tokens=2))
+    assert names(launched(engine)) == ["a"]
+    assert names(launched(engine)) == ["a"]
+
+
+# --- cancelling ---
+
+
+def test_cancelling_an_unknown_request_says_so() -> None:
+    assert not loop().batcher.cancel(RequestId("a"))
+
+
+def test_a_waiting_request_can_be_cancelled() -> None:
+    engine = loop()
+    engine.add(request("a", [1]))
+    engine.cancel(RequestId("a"))
+    assert not engine.batcher.has_work
+
+
+def test_tokens_of_a_cancelled_request_are_dropped() -> None:
+    engine = loop()
+    engine.add(request("a", [1]))
+    launched(engine)
+    engine.cancel(RequestId("a"))
+    assert engine.commit() == []
+    assert not engine.batcher.cancel(RequestId("a"))
+
+
+def test_a_late_token_never_goes_to_a_new_request_of_the_same_id() -> None:
+    engine = loop()
+    engine.add(request("a", [1, 2]))
+    launched(engine)
+    engine.cancel(RequestId("a"))
+    engine.add(request("a", [7, 8]))
+    launched(engine)
+    assert engine.commit() == []
+    engine.drain()
+    assert engine.reasons == {RequestId("a"): FinishReason.LENGTH}
+
+
+def test_check_notices_a_block_that_the_book_does_not_know_about() -> None:
+    engine = loop()
+    engine.add(request("a", [1]))
+    launched(engine)
+    engine.batcher.blocks.allocate(1)
+    with pytest.raises(AssertionError, match="block=2 held 0 times, in the book 1"):
+        engine.batcher.check()
+
+
+# --- any schedule ---
+
+
+class Schedules(Driven):
+    """Any order of arrivals, steps up to two ahead, commits and cancellations, with few blocks."""
+
+    @initialize(
+        max_batch_tokens=st.integers(1, 16),
+        max_seqs=st.integers(1, 5),
+        max_context=st.integers(13, 30),
+        block_tokens=st.integers(1, 4),
+        spare_blocks=st.integers(0, 8),
+    )
+    def start(
+        self, max_batch_tokens: int, max_seqs: int, max_context: int, block_tokens: int, spare_blocks: int
+    ) -> None:
+        num_blocks = 1 + -(-13 // block_tokens) + spare_blocks
+        limits = BatchLimits(max_batch_tokens, max_seqs, max_context)
+        self.engine = Loop(limits, BlockBook(num_blocks, block_tokens))
+        self.num_added = 0
+
+    @precondition(lambda self: self.engine.live)
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        lost = data.draw(st.sampled_from(sorted(self.engine.live)))
+        self.engine.resume(lost, RequestId(str(self.num_added)))
+        self.num_added += 1
+
+    @precondition(lambda self: self.engine.live)
+    @rule(data=st.data(), prompt=PROMPTS, sampling=SAMPLING, salt=SALTS)
+    def replace(
+        self, data: st.DataObject, prompt: tuple[int, ...], sampling: SamplingParams, salt: bytes
+    ) -> None:
+        """Cancel a request and at once give its id to another."""
+        request_id = data.draw(st.sampled_from(sorted(self.engine.live)))
+        self.engine.cancel(request_id)
+        self.engine.add(EngineRequest(request_id, prompt, sampling, salt))
+
+    @invariant()
+    def every_request_is_live_or_ended(self) -> None:
+        if hasattr(self, "engine"):
+            assert len(self.engine.live) + len(self.engine.reasons) == self.num_added
+            assert self.engine.batcher.num_running + self.engine.batcher.num_waiting == len(self.engine.live)
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.drain()
+            assert len(self.engine.reasons) == self.num_added
+
+
+Schedules.TestCase.settings = settings(
+    derandomize=True, deadline=None, max_examples=150, stateful_step_count=40
+)
+TestAnySchedule = Schedules.TestCase

@@ -1,0 +1,325 @@
+"""Every rule of the block book as an example, and its invariants under any order of calls."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hearth.policy.batch.blocks import SINK_BLOCK, BlockBook, BlockMove, block_digests, extend_digests
+
+
+def allocate(book: BlockBook, num_blocks: int) -> list[int]:
+    blocks = book.allocate(num_blocks)
+    assert blocks is not None
+    return blocks
+
+
+def cached(book: BlockBook, *digests: bytes) -> list[int]:
+    """Blocks that were published under the digests, in order, and then released."""
+    blocks = allocate(book, len(digests))
+    for block, digest in zip(blocks, digests, strict=True):
+        book.publish(block, digest)
+    book.release(blocks)
+    return blocks
+
+
+def test_hands_out_the_lowest_blocks_and_never_the_sink() -> None:
+    book = BlockBook(num_blocks=6, block_tokens=4)
+    first = allocate(book, 4)
+    book.release([first[2], first[0]])
+    assert first == [1, 2, 3, 4]
+    assert allocate(book, 3) == [1, 3, 5]
+    assert book.num_holders(SINK_BLOCK) == 0
+
+
+def test_allocates_all_or_nothing() -> None:
+    book = BlockBook(num_blocks=4, block_tokens=4)
+    assert book.allocate(4) is None
+    assert book.num_available == 3
+
+
+def test_a_released_block_with_a_digest_is_still_found_and_counts_as_available() -> None:
+    book = BlockBook(num_blocks=4, block_tokens=4)
+    blocks = cached(book, b"a", b"b")
+    assert book.match([b"a", b"b", b"c"]) == blocks
+    assert book.num_available == 3
+
+
+def test_match_ends_at_the_first_unknown_digest() -> None:
+    book = BlockBook(num_blocks=4, block_tokens=4)
+    cached(book, b"a", b"c")
+    assert book.match([b"a", b"b", b"c"]) == [1]
+
+
+def test_free_blocks_go_before_cached_ones() -> None:
+    book = BlockBook(num_blocks=4, block_tokens=4)
+    cached(book, b"a")
+    assert allocate(book, 2) == [2, 3]
+    assert book.match([b"a"]) == [1]
+
+
+def test_evicts_the_least_recently_used_prefix_and_forgets_its_digest() -> None:
+    book = BlockBook(num_blocks=3, block_tokens=4)
+    first = allocate(book, 1)
+    second = allocate(book, 1)
+    book.publish(first[0], b"first")
+    book.publish(second[0], b"second")
+    book.release(second)
+    book.release(first)
+    assert allocate(book, 1) == second
+    assert book.match([b"second"]) == []
+    assert book.match([b"first"]) == first
+
+
+def test_evicts_the_tail_of_a_sequence_before_its_head() -> None:
+    book = BlockBook(num_blocks=4, block_tokens=4)
+    cached(book, b"head", b"middle", b"tail")
+    allocate(book, 1)
+    assert book.match([b"head", b"middle", b"tail"]) == [1, 2]
+
+
+def test_a_shared_block_stays_live_until_its_last_holder_lets_go() -> None:
+    book = BlockBook(num_blocks=3, block_tokens=4)
+    blocks = allocate(book, 1)
+    book.publish(blocks[0], b"a")
+    book.take(blocks)
+    book.release(blocks)
+    assert book.num_available == 1
+    book.release(blocks)
+    assert book.num_available == 2
+
+
+def test_a_taken_block_is_not_evicted() -> None:
+    book = BlockBook(num_blocks=3, block_tokens=4)
+    hits = cached(book, b"a")
+    book.take(hits)
+    assert book.allocate(2) is None
+    assert allocate(book, 1) == [2]
+
+
+def test_can_allocate_does_not_count_blocks_that_are_about_to_be_taken() -> None:
+    book = BlockBook(num_blocks=4, block_tokens=4)
+    hits = cached(book, b"a")
+    assert book.can_allocate(3)
+    assert book.can_allocate(2, beside=hits)
+    assert not book.can_allocate(3, beside=hits)
+
+
+def test_of_two_blocks_with_the_same_content_the_first_stays() -> None:
+    book = BlockBook(num_blocks=3, block_tokens=4)
+    blocks = allocate(book, 2)
+    for block in blocks:
+        book.publish(block, b"same")
+    assert book.match([b"same"]) == [1]
+    book.release(blocks)
+    assert not book.is_published(2)
+    book.check()
+
+
+def test_releasing_too_often_is_refused() -> None:
+    book = BlockBook(num_blocks=3, block_tokens=4)
+    blocks = allocate(book, 1)
+    book.release(blocks)
+    with pytest.raises(AssertionError, match="block=1"):
+        book.release(blocks)
+
+
+def test_check_names_a_block_that_is_both_free_and_live() -> None:
+    book = BlockBook(num_blocks=3, block_tokens=4)
+    allocate(book, 1)
+    book._free.add(1)
+    with pytest.raises(AssertionError, match=r"\[1, 1, 2\]"):
+        book.check()
+
+
+def test_check_notices_a_digest_that_leads_to_the_wrong_block() -> None:
+    book = BlockBook(num_blocks=3, block_tokens=4)
+    cached(book, b"a")
+    book._block_by_digest[b"b"] = 2
+    with pytest.raises(AssertionError, match="inverse"):
+        book.check()
+
+
+def test_only_full_blocks_have_digests() -> None:
+    assert len(block_digests(range(11), b"", block_tokens=4)) == 2
+    assert block_digests(range(3), b"", block_tokens=4) == []
+
+
+def test_a_digest_depends_on_everything_before_it_and_nothing_after() -> None:
+    digests = block_digests([1, 2, 3, 4, 5, 6], b"", block_tokens=2)
+    assert block_digests([1, 2, 3, 4, 9, 9], b"", block_tokens=2)[:2] == digests[:2]
+    assert block_digests([9, 2, 3, 4, 5, 6], b"", block_tokens=2)[2] != digests[2]
+
+
+def test_different_salts_share_nothing() -> None:
+    plain = block_digests(range(8), b"", block_tokens=4)
+    assert not set(plain) & set(block_digests(range(8), b"adapter", block_tokens=4))
+
+
+def test_a_salt_cannot_pass_for_the_digest_of_a_prefix() -> None:
+    head, tail = block_digests([1, 2, 3, 4], b"", block_tokens=2)
+    assert block_digests([3, 4], head, block_tokens=2) != [tail]
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=20), st.integers(0, 20), st.integers(1, 5))
+@settings(derandomize=True, deadline=None)
+def test_extending_digests_step_by_step_equals_hashing_at_once(
+    tokens: list[int], cut: int, block_tokens: int
+) -> None:
+    digests = block_digests(tokens[:cut], b"salt", block_tokens)
+    extend_digests(digests, tokens, b"salt", block_tokens)
+    assert digests == block_digests(tokens, b"salt", block_tokens)
+
+
+@given(st.data())
+@settings(derandomize=True, deadline=None, max_examples=100)
+def test_no_block_is_lost_or_held_twice_under_any_order_of_calls(data: st.DataObject) -> None:
+    book = BlockBook(num_blocks=data.draw(st.integers(2, 8)), block_tokens=2)
+    held: list[list[int]] = []
+    for _ in range(data.draw(st.integers(1, 25))):
+        tokens = data.draw(st.lists(st.integers(0, 1), min_size=2, max_size=8))
+        digests = block_digests(tokens, b"", 2)
+        is_release = data.draw(st.booleans())
+        if held and is_release:
+            book.release(held.pop(data.draw(st.integers(0, len(held) - 1))))
+        else:
+            hits = book.match(digests)
+            num_new = len(digests) - len(hits)
+            if book.can_allocate(num_new, beside=hits):
+                book.take(hits)
+                blocks = allocate(book, num_new)
+                assert not set(blocks) & {block for other in held for block in other}
+                held.append(hits + blocks)
+                for block, digest in zip(blocks, digests[len(hits) :], strict=True):
+                    book.publish(block, digest)
+        book.check()
+    for blocks in held:
+        book.release(blocks)
+    assert book.num_available == book.num_blocks
+
+
+# --- elastic ---
+
+
+def elastic(*extents: range) -> BlockBook:
+    book = BlockBook.elastic(block_tokens=4, floor_blocks=3)
+    for extent in extents:
+        book.add(extent)
+    return book
+
+
+def test_an_elastic_book_has_no_blocks_before_it_is_given_some() -> None:
+    book = elastic()
+    assert book.allocate(1) is None
+    book.add(range(7, 9))
+    assert allocate(book, 2) == [7, 8]
+    book.check()
+
+
+def test_the_capacity_of_an_elastic_book_is_what_is_promised() -> None:
+    assert elastic().capacity_tokens == elastic(range(1, 100)).capacity_tokens == 12
+
+
+def test_blocks_that_come_later_are_handed_out_first_if_they_are_lower() -> None:
+    book = elastic(range(20, 23), range(5, 7))
+    assert allocate(book, 3) == [5, 6, 20]
+
+
+def test_a_block_cannot_be_given_twice() -> None:
+    with pytest.raises(AssertionError, match=r"given twice: \[8\]"):
+        elastic(range(7, 9), range(8, 10))
+
+
+def test_blocks_that_are_taken_away_are_forgotten_with_their_digests() -> None:
+    book = elastic(range(1, 4), range(8, 10))
+    cached(book, b"a", b"b", b"c", b"d")
+    assert book.cached_in(range(3, 10)) == [3, 8]
+    book.remove(range(1, 3))
+    assert (book.num_blocks, book.num_cached, book.num_free) == (3, 2, 1)
+    assert book.match([b"a"]) == []
+    assert book.match([b"c", b"d"]) == [3, 8]
+    assert not book.has_all([1])
+    book.check()
+
+
+def test_live_blocks_cannot_be_taken_away() -> None:
+    book = elastic(range(1, 4))
+    allocate(book, 2)
+    with pytest.raises(AssertionError, match=r"live blocks cannot be taken away: \[2\]"):
+        book.remove(range(2, 4))
+
+
+def test_what_was_never_given_cannot_be_taken_away() -> None:
+    with pytest.raises(AssertionError, match=r"not in the book: \[4\]"):
+        elastic(range(1, 4)).remove(range(3, 5))
+
+
+def test_a_block_moves_with_its_holders_and_its_digest() -> None:
+    book = elastic(range(1, 5))
+    blocks = allocate(book, 1)
+    book.publish(blocks[0], b"a")
+    book.take(blocks)
+    book.move([BlockMove(1, 3)])
+    assert (book.num_holders(1), book.num_holders(3)) == (0, 2)
+    assert book.match([b"a"]) == [3]
+    assert allocate(book, 1) == [1]
+    book.check()
+
+
+def test_a_block_that_moves_over_a_prefix_takes_its_place() -> None:
+    book = elastic(range(1, 3))
+    cached(book, b"gone")
+    live = allocate(book, 1)
+    book.move([BlockMove(live[0], 1)])
+    assert book.match([b"gone"]) == []
+    assert (book.num_live, book.num_cached, book.num_free) == (1, 0, 1)
+    book.check()
+
+
+def test_a_block_moves_to_no_live_block() -> None:
+    book = elastic(range(1, 4))
+    allocate(book, 2)
+    with pytest.raises(AssertionError, match="must be free or cached"):
+        book.move([BlockMove(1, 2)])
+
+
+def test_targets_beside_an_extent_are_free_blocks_then_the_oldest_prefixes() -> None:
+    book = elastic(range(1, 9))
+    cached(book, b"a", b"b", b"c")
+    assert book.available_outside(range(3, 6), 9) == [6, 7, 8, 2, 1]
+    assert book.available_outside(range(3, 6), 4) == [6, 7, 8, 2]
+    assert book.available_outside(range(3, 6), 2) == [6, 7]
+    assert book.num_available_outside(range(3, 6)) == 5
+
+
+@given(st.data())
+@settings(derandomize=True, deadline=None, max_examples=100)
+def test_no_block_is_lost_however_often_extents_come_and_go(data: st.DataObject) -> None:
+    book = BlockBook.elastic(block_tokens=2, floor_blocks=1)
+    extents, held = [range(1, 4)], list[list[int]]()
+    book.add(extents[0])
+    for number in range(data.draw(st.integers(1, 25))):
+        match data.draw(st.sampled_from(["grow", "clear", "hold", "release"])):
+            case "grow":
+                extents.append(range(10 * number + 10, 10 * number + data.draw(st.integers(11, 14))))
+                book.add(extents[-1])
+            case "clear" if extents:
+                extent = data.draw(st.sampled_from(extents))
+                live, targets = book.live_in(extent), book.available_outside(extent, len(extent))
+                if len(live) <= len(targets):
+                    moves = list(map(BlockMove, live, targets))
+                    book.move(moves)
+                    new = {move.source: move.target for move in moves}
+                    held = [[new.get(block, block) for block in blocks] for blocks in held]
+                    book.remove(extent)
+                    extents.remove(extent)
+            case "hold" if book.num_available:
+                blocks = allocate(book, data.draw(st.integers(1, book.num_available)))
+                held.append(blocks)
+                book.publish(blocks[0], bytes([number]))
+            case "release" if held:
+                book.release(held.pop())
+        book.check()
+        assert sorted(block for blocks in held for block in blocks) == sorted(book.holders())
+    assert book.num_blocks == sum(map(len, extents))

@@ -1,0 +1,192 @@
+"""The brain in a world where anything may happen at any time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hearth.policy.fleet.brain import step
+from hearth.policy.fleet.capacity import plan_evictions
+from hearth.policy.fleet.events import (
+    BrainConfig,
+    DeviceReported,
+    LoadModel,
+    ModelDeployed,
+    RequestArrived,
+    WorkerJoined,
+)
+from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.queues import reserve
+from hearth.policy.fleet.replica import Model, Worker
+from hearth.policy.fleet.routing import Place, Reserved, choose_place, could_fit
+from hearth.types import Hold, ModelId, RequestId, WorkerId
+from tests.policy.fleet.world import MOVES, World, profile
+
+#: What happens often comes more often.
+KINDS = [*MOVES, *["arrive"] * 6, *["finish"] * 3, *["ready"] * 3, *["wait"] * 2]
+MANY_MOVES = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 10_000)), max_size=150)
+CONFIGS = st.builds(
+    BrainConfig,
+    max_queue=st.sampled_from([0, 2, 512]),
+    patience_s=st.sampled_from([0.0, 2.0]),
+    max_resumes=st.sampled_from([0, 3]),
+)
+Moves = Sequence[tuple[str, int]]
+
+
+def begun(config: BrainConfig) -> World:
+    world = World(config)
+    for number in (0, 1, 9):
+        world.join(number)
+    for number in (1, 32, 135, 61, 88, 5):  # Models of 10 to 45 bytes, and one that is pinned.
+        world.deploy(number)
+    return world
+
+
+def played(config: BrainConfig, moves: Moves) -> World:
+    world = begun(config)
+    for kind, number in moves:
+        world.move(kind, number)
+        check_nobody_waits_in_vain(world.fleet)
+        check_places(world.fleet)
+        check_only_one_replica_is_pinned(world.fleet)
+    return world
+
+
+def can_take(worker: Worker, model: Model, *holds: Hold) -> bool:
+    """Whether a worker would have room for a model if all others so held were gone."""
+    if model.profile is None or model.name in worker.replicas:
+        return False
+    if model.usable and worker.name in model.failed_on:
+        return False
+    free_bytes = worker.free_bytes + sum(worker.held_bytes[hold] for hold in holds)
+    return model.profile.footprints[worker.kind].least_bytes <= free_bytes
+
+
+def check_nobody_waits_in_vain(fleet: Fleet) -> None:
+    """Who waits for room has none on any worker that is not kept for somebody before it. Who has waited too
+    long for a slot has no room for a second replica.
+    """
+    reserved, workers = Reserved(), list(fleet.workers.values())
+    for model in [fleet.models[name] for name in fleet.room_queue]:
+        assert model.profile is not None
+        if could_fit(fleet, model.profile):
+            open_ = [worker for worker in workers if worker not in reserved]
+            assert not any(can_take(worker, model, Hold.RETAINED, Hold.WARM) for worker in open_)
+            reserve(fleet, model, reserved)
+        else:
+            assert not fleet.is_complete, f"`{model.name}` waits, but cannot have room"
+    open_ = [worker for worker in workers if worker not in reserved]
+    for model in [fleet.models[name] for name in fleet.slot_queue]:
+        head = model.head
+        assert head is not None
+        if not model.loading and fleet.now_s >= head.queued_s + fleet.config.patience_s:
+            assert not any(can_take(worker, model, Hold.RETAINED, Hold.WARM) for worker in open_)
+
+
+def check_only_one_replica_is_pinned(fleet: Fleet) -> None:
+    for model in fleet.models.values():
+        pinned = [replica for replica in model.replicas.values() if replica.hold is Hold.PINNED]
+        wanted = [replica for replica in model.replicas.values() if not replica.is_unwanted]
+        assert pinned == (wanted[:1] if model.is_pinned else [])
+
+
+def check_places(fleet: Fleet) -> None:
+    """Where every model would be loaded now."""
+    for model in fleet.models.values():
+        place = choose_place(fleet, model)
+        if place is None:
+            workers = fleet.workers.values()
+            assert not any(can_take(worker, model, Hold.RETAINED, Hold.WARM) for worker in workers)
+        else:
+            check_warm_models_go_last(fleet, model, place)
+            check_the_cheapest_place_is_chosen(fleet, model, place)
+
+
+def check_warm_models_go_last(fleet: Fleet, model: Model, place: Place) -> None:
+    """Unless the worker has bytes of the model, and having them back would cost more."""
+    others = [worker for worker in fleet.workers.values() if worker.name not in model.failed_on]
+    if any(victim.replica.hold is Hold.WARM for victim in place.room.victims) and any(
+        can_take(worker, model, Hold.RETAINED) for worker in others
+    ):
+        assert model.profile is not None
+        bytes_there = model.resident.get(place.worker.name, 0)
+        all_s = fleet.estimates.load_s(model.profile.num_bytes, model.bytes_by_rung)
+        rest_s = fleet.estimates.load_s(model.profile.num_bytes - bytes_there, model.bytes_by_rung)
+        assert place.room.evict_s < all_s - rest_s
+
+
+def check_the_cheapest_place_is_chosen(fleet: Fleet, model: Model, place: Place) -> None:
+    """Workers that have bytes of a model and free room for it are always among those that are compared."""
+    cost_by_worker = {option.worker: option.cost_s for option in place.options if option.obstacle is None}
+    assert cost_by_worker[place.worker.name] == min(cost_by_worker.values())
+    if place.worker.name not in model.failed_on:
+        workers = [fleet.workers[name] for name in model.retired if name not in model.failed_on]
+        assert {worker.name for worker in workers if can_take(worker, model)} <= cost_by_worker.keys()
+
+
+@settings(max_examples=250, deadline=None)
+@given(CONFIGS, MANY_MOVES)
+def test_whatever_happens_the_books_are_right_and_every_request_ends_once(
+    config: BrainConfig, moves: Moves
+) -> None:
+    world = played(config, moves)
+    world.settle_down()
+    assert not world.requests, "somebody waits for ever"
+    assert world.num_accepted == world.num_ended
+    assert not world.fleet.patient
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_long_lives_end_well_too(seed: int) -> None:
+    """Rare meetings, of a pin, a loss and a new version, that short lists of moves hardly contain."""
+    choose = random.Random(seed)
+    config = BrainConfig(max_queue=choose.choice([2, 512]), patience_s=choose.choice([0.0, 2.0]))
+    world = played(config, [(choose.choice(KINDS), choose.randrange(10_000)) for _ in range(400)])
+    world.settle_down()
+    assert not world.requests, "somebody waits for ever"
+
+
+@settings(max_examples=50, deadline=None)
+@given(CONFIGS, MANY_MOVES)
+def test_the_same_events_always_lead_to_the_same_actions(config: BrainConfig, moves: Moves) -> None:
+    world = played(config, moves)
+    fleet = Fleet(config)
+    assert [step(fleet, event) for event in world.events] == world.actions
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=20))
+@example([1] * 3 + [20] + [1] * 16)  # More workers than are looked at, and neither the first nor the last.
+def test_of_equal_workers_the_one_with_most_bytes_of_a_model_gets_it(bytes_there: list[int]) -> None:
+    fleet, model = Fleet(BrainConfig()), ModelId("a")
+    step(fleet, ModelDeployed(0.0, profile(model, fixed_bytes=30)))
+    for number, num_bytes in enumerate(bytes_there):
+        worker = WorkerId(f"w{number}")
+        step(fleet, WorkerJoined(0.0, worker, "cuda", 100, 2))
+        step(fleet, DeviceReported(0.0, worker, {model: num_bytes}))
+    actions = step(fleet, RequestArrived(1.0, RequestId("r"), model, 10, None))
+    (load,) = [action for action in actions if isinstance(action, LoadModel)]
+    known_bytes = [min(30, num_bytes) for num_bytes in bytes_there]
+    assert known_bytes[int(load.worker[1:])] == max(known_bytes)
+
+
+@settings(max_examples=50, deadline=None)
+@given(CONFIGS, MANY_MOVES)
+def test_room_needs_every_one_of_its_victims(config: BrainConfig, moves: Moves) -> None:
+    fleet = played(config, moves).fleet
+    for model in fleet.models.values():
+        for worker in fleet.workers.values():
+            if model.profile is None or model.name in worker.replicas:
+                continue
+            footprint = model.profile.footprints[worker.kind]
+            room = plan_evictions(worker, footprint, fleet.estimates, fleet.now_s)
+            if room is None or not room.victims:
+                continue
+            freed_bytes = sum(victim.replica.num_bytes for victim in room.victims)
+            smallest = min(victim.replica.num_bytes for victim in room.victims)
+            without = worker.free_bytes + freed_bytes - smallest
+            assert without < footprint.least_bytes
