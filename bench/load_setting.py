@@ -129,12 +129,12 @@ class Setting:
 
     @contextmanager
     def tiers(
-        self, host_bytes: int, slot_bytes: int | None = None, *, is_pinned: bool = True
+        self, host_bytes: int, cell_bytes: int | None = None, *, is_pinned: bool = True
     ) -> Iterator[Tiers]:
         """New ones, which hold nothing yet. Unless `is_pinned`, pinning has only begun."""
         gc.collect()  # the memory of those before goes with the last reference to it
         config = StoreConfig(path=str(self.shelf.disk / "store"), host_bytes=host_bytes)
-        tiers = Tiers(config, slot_bytes or self.scale.chunk_bytes)
+        tiers = Tiers(config, cell_bytes or self.scale.chunk_bytes)
         try:
             if is_pinned:
                 tiers.segment.wait_pinned()

@@ -106,7 +106,7 @@ def fastest_readers(path: Path, target: memoryview, num_bytes: int, caches: Cach
 
 
 def pinned(num_bytes: int) -> Segment:
-    """Memory of the host tier's kind, in one slot, pinned where there is a CUDA device."""
+    """Memory of the host tier's kind, in one cell, pinned where there is a CUDA device."""
     segment = Segment.create(1, num_bytes)
     segment.pin_in_background()
     segment.wait_pinned()

@@ -37,7 +37,7 @@ def finetunes(setting: Setting) -> Part:
         changed = changed_chunks(base.manifest)
         tuned = shelf.add_changed("tuned", base, changed)
         page_bytes, room_bytes = setting.scale.chunk_bytes, setting.scale.workspace_bytes
-        num_pages = 2 * len(base.slots) + -(-room_bytes // page_bytes) + 8
+        num_pages = 2 * len(base.cells) + -(-room_bytes // page_bytes) + 8
         with setting.pool("mapped", num_pages * page_bytes, looks) as pool, step("fine-tunes"):
             replay = Replay(pool, looks, shelf, setting.loader)
             full = [_cost(replay, tuned) for _ in range(setting.scale.num_repeats + 1)][1:]
@@ -50,7 +50,7 @@ def finetunes(setting: Setting) -> Part:
     full_s, second_s = (percentiles([cost.load_s for cost in costs]) for costs in (full, second))
     memory = second[-1].memory_bytes / full[-1].memory_bytes
     seconds = second_s["p50"] / full_s["p50"]
-    name = f"second of two fine-tunes that share {1 - len(changed) / len(base.slots):.1%} of their chunks"
+    name = f"second of two fine-tunes that share {1 - len(changed) / len(base.cells):.1%} of their chunks"
     rows = [
         Row(f"{name}: memory over a full copy's", "ratio", memory, aim=f"{CHANGED_SHARE:g}"),
         Row(f"{name}: load time over a full copy's", "ratio", seconds, aim=f"{CHANGED_SHARE:g}"),
@@ -60,7 +60,7 @@ def finetunes(setting: Setting) -> Part:
         Aim.most("second fine-tune: load time over a full copy's", seconds, CHANGED_SHARE),
     ]
     details = {
-        "num_chunks": len(base.slots),
+        "num_chunks": len(base.cells),
         "num_changed_chunks": len(changed),
         "full": {"memory_bytes": full[-1].memory_bytes, "load_bytes": full[-1].load_bytes, "load_s": full_s},
         "second": {

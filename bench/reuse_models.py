@@ -126,7 +126,7 @@ class HostedModel:
 
     id: ModelId
     manifest: Manifest
-    slots: tuple[int, ...]  #: of its chunks
+    cells: tuple[int, ...]  #: of its chunks
     shape: Shape
 
     @property
@@ -156,17 +156,17 @@ class Library:
 
     def add(self, name: str, arch: Arch) -> HostedModel:
         """A new model of random bytes."""
-        num_bytes, chunk_bytes = layout_of(arch, "bfloat16").num_bytes, self.segment.slot_bytes
+        num_bytes, chunk_bytes = layout_of(arch, "bfloat16").num_bytes, self.segment.cell_bytes
         sizes = [min(chunk_bytes, num_bytes - at) for at in range(0, num_bytes, chunk_bytes)]
         return self._enter(name, arch, self._filled(sizes))
 
     def add_changed(self, name: str, base: HostedModel, changed: Sequence[int]) -> HostedModel:
         """A model that shares all chunks with another but these."""
         fresh = self._filled([base.manifest.chunks[index].num_bytes for index in changed])
-        slots = list(base.slots)
-        for index, slot in zip(changed, fresh, strict=True):
-            slots[index] = slot
-        return self._enter(name, base.manifest.arch, slots)
+        cells = list(base.cells)
+        for index, cell in zip(changed, fresh, strict=True):
+            cells[index] = cell
+        return self._enter(name, base.manifest.arch, cells)
 
     def stream(
         self, model: HostedModel, chunks: Sequence[int], prepare: Callable[[ByteRange], None]
@@ -178,25 +178,25 @@ class Library:
         for index in model.manifest.chunks_of(part):
             whole = model.manifest.chunk_range(index)
             low, high = max(part.begin, whole.begin), min(part.end, whole.end)
-            data = self.segment.tensor(model.slots[index], whole.end - whole.begin)
+            data = self.segment.tensor(model.cells[index], whole.end - whole.begin)
             yield Stored(low, data[low - whole.begin : high - whole.begin])
 
     def _filled(self, sizes: Sequence[int]) -> list[int]:
-        """New slots with random bytes; made on the device, because that is faster."""
-        slots = [self._num_used + at for at in range(len(sizes))]
+        """New cells with random bytes; made on the device, because that is faster."""
+        cells = [self._num_used + at for at in range(len(sizes))]
         self._num_used += len(sizes)
-        assert self._num_used <= self.segment.num_slots, f"{self._num_used=} {self.segment.num_slots=}"
-        noise = torch.empty(self.segment.slot_bytes // 8, dtype=torch.int64, device=self._device)
-        for slot, size in zip(slots, sizes, strict=True):
+        assert self._num_used <= self.segment.num_cells, f"{self._num_used=} {self.segment.num_cells=}"
+        noise = torch.empty(self.segment.cell_bytes // 8, dtype=torch.int64, device=self._device)
+        for cell, size in zip(cells, sizes, strict=True):
             noise.random_(generator=self._generator)
-            self.segment.tensor(slot, size).copy_(noise.view(torch.uint8)[:size])
-        return slots
+            self.segment.tensor(cell, size).copy_(noise.view(torch.uint8)[:size])
+        return cells
 
-    def _enter(self, name: str, arch: Arch, slots: Sequence[int]) -> HostedModel:
-        layout, chunk_bytes = layout_of(arch, "bfloat16"), self.segment.slot_bytes
+    def _enter(self, name: str, arch: Arch, cells: Sequence[int]) -> HostedModel:
+        layout, chunk_bytes = layout_of(arch, "bfloat16"), self.segment.cell_bytes
         sizes = [min(chunk_bytes, layout.num_bytes - at) for at in range(0, layout.num_bytes, chunk_bytes)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            chunks = tuple(pool.map(self._chunk, slots, sizes))
+            chunks = tuple(pool.map(self._chunk, cells, sizes))
         manifest = Manifest.of(arch, "bfloat16", "none", chunks, chunk_bytes, files={})
         block_bytes = BLOCK_TOKENS * arch.num_layers * 2 * arch.kv_size * ITEM_BYTES
         shape = Shape(
@@ -209,12 +209,12 @@ class Library:
             block_bytes=block_bytes,
             max_blocks=2 + self._max_kv_bytes // block_bytes,  # with the sink, and what rounding up adds
         )
-        model = HostedModel(ModelId(name), manifest, tuple(slots), shape)
+        model = HostedModel(ModelId(name), manifest, tuple(cells), shape)
         self.models.append(model)
         return model
 
-    def _chunk(self, slot: int, size: int) -> Chunk:
-        with self.segment.memory(slot, size) as data:
+    def _chunk(self, cell: int, size: int) -> Chunk:
+        with self.segment.memory(cell, size) as data:
             return Chunk(digest_of(data), size)
 
 
@@ -235,9 +235,9 @@ class HostStream:
         for index in self._chunks:
             if self._is_cancelled:
                 raise LoadCancelled(f"the load of `{self._model.id}` was called off")
-            part, slot = self._model.manifest.chunk_range(index), self._model.slots[index]
+            part, cell = self._model.manifest.chunk_range(index), self._model.cells[index]
             self._prepare(part)
-            yield HostChunk(index, self._segment.tensor(slot, part.end - part.begin), slot, None)
+            yield HostChunk(index, self._segment.tensor(cell, part.end - part.begin), cell, None)
 
     def release(self, *chunks: HostChunk) -> None:
         pass
@@ -251,8 +251,8 @@ def library(
     num_bytes: Sequence[int], chunk_bytes: int, device: torch.device, workspace_bytes: int, max_kv_bytes: int
 ) -> Iterator[Library]:
     """Pinned memory for models of these sizes."""
-    num_slots = sum(-(-size // chunk_bytes) for size in num_bytes)
-    segment = Segment.create(num_slots, chunk_bytes)
+    num_cells = sum(-(-size // chunk_bytes) for size in num_bytes)
+    segment = Segment.create(num_cells, chunk_bytes)
     try:
         segment.pin_in_background()
         segment.wait_pinned()

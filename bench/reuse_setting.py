@@ -212,16 +212,16 @@ class Setting:
 
     def bytes_per_s(self, segment: Segment) -> float:
         """From host memory to the device: the best of a few plain loops over chunks, as fast as they go."""
-        chunk_bytes = min(self.scale.chunk_bytes, segment.slot_bytes)
-        num_slots = min(segment.num_slots, -(-self.scale.copied_bytes // chunk_bytes))
-        target = torch.empty(num_slots * chunk_bytes, dtype=torch.uint8, device=self.device)
+        chunk_bytes = min(self.scale.chunk_bytes, segment.cell_bytes)
+        num_cells = min(segment.num_cells, -(-self.scale.copied_bytes // chunk_bytes))
+        target = torch.empty(num_cells * chunk_bytes, dtype=torch.uint8, device=self.device)
         best_s = float("inf")
         for _ in range(4):  # the first one warms up
             synchronize(self.device)
             began_s = time.perf_counter()
-            for slot in range(num_slots):
-                data = segment.tensor(slot, chunk_bytes)
-                target[slot * chunk_bytes : (slot + 1) * chunk_bytes].copy_(data, non_blocking=True)
+            for cell in range(num_cells):
+                data = segment.tensor(cell, chunk_bytes)
+                target[cell * chunk_bytes : (cell + 1) * chunk_bytes].copy_(data, non_blocking=True)
             synchronize(self.device)
             best_s = min(best_s, time.perf_counter() - began_s)
         return len(target) / best_s

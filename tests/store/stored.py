@@ -187,9 +187,9 @@ class Gated(Climber):
 
 
 @contextmanager
-def fetching(climber: Climber, num_slots: int, num_readers: int = 1) -> Iterator[Fetcher]:
+def fetching(climber: Climber, num_cells: int, num_readers: int = 1) -> Iterator[Fetcher]:
     """A fetcher that is closed at the end, and whose books then must balance."""
-    segment = Segment.create(num_slots, CHUNK_BYTES)
+    segment = Segment.create(num_cells, CHUNK_BYTES)
     fetcher = Fetcher(segment, climber, Prices(), num_readers)
     try:
         yield fetcher
@@ -202,9 +202,9 @@ def fetching(climber: Climber, num_slots: int, num_readers: int = 1) -> Iterator
 
 
 @contextmanager
-def tiers_at(root: Path, *, num_slots: int = 64, disk_bytes: int | None = None) -> Iterator[Tiers]:
+def tiers_at(root: Path, *, num_cells: int = 64, disk_bytes: int | None = None) -> Iterator[Tiers]:
     config = StoreConfig(path=str(root), host_bytes=16 << 20, disk_bytes=disk_bytes)
-    tiers = Tiers(config, config.host_bytes // num_slots)
+    tiers = Tiers(config, config.host_bytes // num_cells)
     try:
         yield tiers
     finally:

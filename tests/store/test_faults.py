@@ -191,7 +191,7 @@ class TestKeeping:
     def test_a_disk_that_takes_no_file_does_not_stop_the_load(
         self, tmp_path: Path, server: BadServer, data: bytes, caplog: pytest.LogCaptureFixture
     ) -> None:
-        with tiers_at(tmp_path / "root", num_slots=2) as tiers:
+        with tiers_at(tmp_path / "root", num_cells=2) as tiers:
             model = open_impatient(tiers, server)
             (tiers.disk.root / "chunks").write_text("a file where a directory should be")
             assert load(tiers, model).data == data

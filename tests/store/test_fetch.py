@@ -55,14 +55,14 @@ def assert_settled(fetcher: Fetcher) -> None:
 
 class TestOrder:
     def test_chunks_come_in_the_order_that_was_asked_for(self) -> None:
-        with fetching(Shelf(A), num_slots=8, num_readers=4) as fetcher:
+        with fetching(Shelf(A), num_cells=8, num_readers=4) as fetcher:
             fetch = fetcher.fetch(model_of("a", A), [4, 0, 5, 2])
             assert consume(fetch) == A[4] + A[0] + A[5] + A[2]
         assert_settled(fetcher)
 
     def test_a_chunk_that_is_there_is_not_read_again(self) -> None:
         shelf = Shelf(A)
-        with fetching(shelf, num_slots=8) as fetcher:
+        with fetching(shelf, num_cells=8) as fetcher:
             consume(start(fetcher, model_of("a", A)))
             again = [chunk.delivery for chunk in start(fetcher, model_of("a", A))]
         assert again == [None] * len(A)
@@ -71,7 +71,7 @@ class TestOrder:
     def test_two_loads_in_short_memory_take_turns_by_chunk(self) -> None:
         gated = Gated(Shelf(A, B))
         order = []
-        with fetching(gated, num_slots=2) as fetcher:
+        with fetching(gated, num_cells=2) as fetcher:
             fetches = {name: start(fetcher, model_of(name, parts)) for name, parts in [("a", A), ("b", B)]}
             chunks = {name: iter(fetch) for name, fetch in fetches.items()}
             for _ in range(len(A) + len(B)):
@@ -80,12 +80,12 @@ class TestOrder:
                 ask.allow()
                 fetches[ask.model].release(next(chunks[ask.model]))
         turns = "".join(name for name, _ in order)
-        assert turns.startswith("aa")  # it was alone when it took both slots
+        assert turns.startswith("aa")  # it was alone when it took both cells
         assert turns[2:-2] in ("abababab", "babababa")
         assert [at for name, at in order if name == "a"] == [at for name, at in order if name == "b"]
 
     def test_a_load_that_nobody_consumes_leaves_room_for_another(self) -> None:
-        with fetching(Shelf(LONG, A), num_slots=WINDOW + 2) as fetcher:
+        with fetching(Shelf(LONG, A), num_cells=WINDOW + 2) as fetcher:
             idle = start(fetcher, model_of("long", LONG))
             assert consume(start(fetcher, model_of("a", A))) == b"".join(A)
             idle.cancel()
@@ -96,7 +96,7 @@ class TestSharing:
     def test_a_chunk_that_two_loads_want_is_read_once(self) -> None:
         shelf = Shelf(A)
         gated = Gated(shelf)
-        with fetching(gated, num_slots=8) as fetcher:
+        with fetching(gated, num_cells=8) as fetcher:
             first, second = start(fetcher, model_of("a", A)), start(fetcher, model_of("copy", A))
             gated.open()
             assert consume(first) == consume(second) == b"".join(A)
@@ -104,17 +104,17 @@ class TestSharing:
         assert (fetcher.counters.num_fills, fetcher.counters.num_shared) == (len(A), len(A))
         assert_settled(fetcher)
 
-    @pytest.mark.parametrize("num_slots", [1, 2, 3, 8])
-    def test_equal_chunks_of_one_model_are_each_delivered(self, num_slots: int) -> None:
+    @pytest.mark.parametrize("num_cells", [1, 2, 3, 8])
+    def test_equal_chunks_of_one_model_are_each_delivered(self, num_cells: int) -> None:
         x, y, z = A[:3]
         parts = [x, x, y, x, z, z, x]
-        with fetching(Shelf(parts), num_slots, num_readers=3) as fetcher:
+        with fetching(Shelf(parts), num_cells, num_readers=3) as fetcher:
             assert consume(start(fetcher, model_of("repeats", parts))) == b"".join(parts)
         assert_settled(fetcher)
 
     def test_a_chunk_that_a_load_called_off_was_reading_goes_to_the_other(self) -> None:
         gated = Gated(Shelf(A))
-        with fetching(gated, num_slots=8) as fetcher:
+        with fetching(gated, num_cells=8) as fetcher:
             first, second = start(fetcher, model_of("a", A)), start(fetcher, model_of("copy", A))
             ask = gated.next()
             first.cancel()
@@ -127,13 +127,13 @@ class TestSharing:
 
 class TestLargerThanMemory:
     def test_a_load_runs_through(self) -> None:
-        with fetching(Shelf(LONG), num_slots=2, num_readers=4) as fetcher:
+        with fetching(Shelf(LONG), num_cells=2, num_readers=4) as fetcher:
             assert consume(start(fetcher, model_of("long", LONG))) == b"".join(LONG)
         assert fetcher.counters.num_evictions == len(LONG) - 2
         assert_settled(fetcher)
 
     @pytest.mark.parametrize("rung", [Rung.DISK, Rung.OBJECT])
-    def test_three_loads_on_three_threads_run_through_two_slots(self, rung: Rung) -> None:
+    def test_three_loads_on_three_threads_run_through_two_cells(self, rung: Rung) -> None:
         contents = [LONG, LONGER, LONG[:20] + LONGER[20:]]
         with (
             fetching(Shelf(LONG, LONGER, rung=rung), 2, num_readers=4) as fetcher,
@@ -149,7 +149,7 @@ class TestCalledOff:
     def test_cancel_while_a_chunk_is_read_leaves_nothing_behind(self) -> None:
         shelf = Shelf(A)
         gated = Gated(shelf)
-        with fetching(gated, num_slots=4) as fetcher:
+        with fetching(gated, num_cells=4) as fetcher:
             fetch = start(fetcher, model_of("a", A))
             ask = gated.next()
             fetch.cancel()
@@ -160,14 +160,14 @@ class TestCalledOff:
         assert_settled(fetcher)
 
     def test_cancel_gives_back_what_was_ready(self) -> None:
-        with fetching(Shelf(A), num_slots=8) as fetcher:
+        with fetching(Shelf(A), num_cells=8) as fetcher:
             fetch = start(fetcher, model_of("a", A))
             until(lambda: fetcher.counters.num_fills == len(A))
             fetch.cancel()
             assert_settled(fetcher)
 
     def test_closing_calls_off_a_load_whose_chunks_are_all_ready(self) -> None:
-        with fetching(Shelf(A), num_slots=8) as fetcher:
+        with fetching(Shelf(A), num_cells=8) as fetcher:
             fetch = start(fetcher, model_of("a", A))
             until(lambda: fetcher.counters.num_fills == len(A))
             fetcher.close()
@@ -176,7 +176,7 @@ class TestCalledOff:
         assert_settled(fetcher)
 
     def test_nothing_is_fetched_once_it_is_closed(self) -> None:
-        with fetching(Shelf(A), num_slots=8) as fetcher:
+        with fetching(Shelf(A), num_cells=8) as fetcher:
             fetcher.close()
             with pytest.raises(StoreError, match="closed"):
                 start(fetcher, model_of("a", A))
@@ -193,7 +193,7 @@ class TestCalledOff:
                 return super().deliver(model, index, buffer, is_wanted)
 
         shelf = Buggy(A)
-        with fetching(shelf, num_slots=8) as fetcher:
+        with fetching(shelf, num_cells=8) as fetcher:
             with pytest.raises(StoreError, match="a bug"):
                 consume(start(fetcher, model_of("a", A)))
             shelf.is_broken = False
@@ -201,7 +201,7 @@ class TestCalledOff:
         assert_settled(fetcher)
 
     def test_a_chunk_that_was_taken_stays_until_it_is_released(self) -> None:
-        with fetching(Shelf(A, B), num_slots=1) as fetcher:
+        with fetching(Shelf(A, B), num_cells=1) as fetcher:
             fetch = start(fetcher, model_of("a", A))
             chunk = next(iter(fetch))
             fetch.cancel()
@@ -213,7 +213,7 @@ class TestCalledOff:
         assert_settled(fetcher)
 
     def test_cancelling_twice_or_after_the_end_is_harmless(self) -> None:
-        with fetching(Shelf(A), num_slots=2) as fetcher:
+        with fetching(Shelf(A), num_cells=2) as fetcher:
             fetch = start(fetcher, model_of("a", A))
             consume(fetch)
             fetch.cancel()
@@ -224,7 +224,7 @@ class TestCalledOff:
     def test_close_ends_a_load_that_somebody_waits_for(self, parts: list[bytes]) -> None:
         shelf = Shelf(parts)
         gated = Gated(shelf)
-        with ThreadPoolExecutor() as pool, fetching(gated, num_slots=8) as fetcher:
+        with ThreadPoolExecutor() as pool, fetching(gated, num_cells=8) as fetcher:
             fetch = start(fetcher, model_of("a", parts))
             ask = gated.next()
             consumer = pool.submit(consume, fetch)
@@ -242,7 +242,7 @@ class TestFailing:
         shelf = Shelf(A, B)
         shelf.broken = {"a"}
         gated = Gated(shelf)
-        with fetching(gated, num_slots=32) as fetcher:
+        with fetching(gated, num_cells=32) as fetcher:
             loads = [start(fetcher, model_of(name, A)) for name in ("a", "copy", "other copy")]
             unrelated = start(fetcher, model_of("b", B))
             gated.open()
@@ -256,7 +256,7 @@ class TestFailing:
 
     def test_chunks_that_were_ready_are_given_back_when_a_later_one_fails(self) -> None:
         gated = Gated(Shelf(A))
-        with fetching(gated, num_slots=4) as fetcher:
+        with fetching(gated, num_cells=4) as fetcher:
             fetch = start(fetcher, model_of("a", A))
             gated.next().allow()
             gated.next().refuse(ChunkMissing("chunk 1 is gone"))
@@ -268,7 +268,7 @@ class TestFailing:
 
     def test_close_does_not_strand_those_who_waited_for_a_chunk_that_failed(self) -> None:
         gated = Gated(Shelf(A))
-        with ThreadPoolExecutor() as pool, fetching(gated, num_slots=8) as fetcher:
+        with ThreadPoolExecutor() as pool, fetching(gated, num_cells=8) as fetcher:
             first, second = start(fetcher, model_of("a", A)), start(fetcher, model_of("copy", A))
             ask = gated.next()
             consumers = [pool.submit(consume, fetch) for fetch in (first, second)]
@@ -283,14 +283,14 @@ class TestFailing:
 class TestFromObjectStorage:
     def test_every_chunk_is_kept_once_with_its_own_bytes(self) -> None:
         shelf = Shelf(LONG, rung=Rung.OBJECT)
-        with fetching(shelf, num_slots=2, num_readers=3) as fetcher:
+        with fetching(shelf, num_cells=2, num_readers=3) as fetcher:
             consume(start(fetcher, model_of("long", LONG)))
         assert sorted(shelf.kept) == sorted(LONG)
         assert_settled(fetcher)
 
     def test_what_came_from_disk_is_not_kept_again(self) -> None:
         shelf = Shelf(A, rung=Rung.DISK)
-        with fetching(shelf, num_slots=2) as fetcher:
+        with fetching(shelf, num_cells=2) as fetcher:
             consume(start(fetcher, model_of("a", A)))
         assert shelf.kept == []
 

@@ -35,14 +35,14 @@ from hearth.types import Rung
 from tests.models.zoo import build
 from tests.store.stored import PATIENCE_S, GatedTiers, gated_tiers
 
-SLOT_BYTES = 8 << 10
-NUM_SLOTS = 2048  # the least that a configuration allows: 16 MiB
+CELL_BYTES = 8 << 10
+NUM_CELLS = 2048  # the least that a configuration allows: 16 MiB
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("lending") / "model"
-    convert(build("llama-gqa").directory, directory, chunk_bytes=SLOT_BYTES)
+    convert(build("llama-gqa").directory, directory, chunk_bytes=CELL_BYTES)
     return directory
 
 
@@ -54,7 +54,7 @@ def path() -> Iterator[Path]:
 
 @contextmanager
 def lending(root: Path, path: Path) -> Iterator[tuple[Tiers, Lender]]:
-    tiers = Tiers(StoreConfig(path=str(root), host_bytes=NUM_SLOTS * SLOT_BYTES), slot_bytes=SLOT_BYTES)
+    tiers = Tiers(StoreConfig(path=str(root), host_bytes=NUM_CELLS * CELL_BYTES), cell_bytes=CELL_BYTES)
     try:
         with closing(Lender(tiers, path)) as lender:
             yield tiers, lender
@@ -168,8 +168,8 @@ print(total)
 
 def test_a_borrower_is_told_what_the_lender_met(model: Path, tmp_path: Path, path: Path) -> None:
     broken = tmp_path / "broken"
-    convert(build("llama-gqa").directory, broken, chunk_bytes=SLOT_BYTES)
-    os.truncate(broken / WEIGHTS, 2 * SLOT_BYTES)
+    convert(build("llama-gqa").directory, broken, chunk_bytes=CELL_BYTES)
+    os.truncate(broken / WEIGHTS, 2 * CELL_BYTES)
     with lending(tmp_path / "root", path):
         borrower = Borrower(path)
 
@@ -276,10 +276,10 @@ def test_calling_off_wakes_who_waits_and_ends_a_loan_that_gave_nothing(
 
 def test_calling_off_needs_no_answer_and_hangs_up_after_the_last_release() -> None:
     ours, theirs = socket.socketpair()
-    with closing(Segment.create(1, SLOT_BYTES)) as segment, theirs, ThreadPoolExecutor(1) as pool:
+    with closing(Segment.create(1, CELL_BYTES)) as segment, theirs, ThreadPoolExecutor(1) as pool:
         loan = Loan(segment, ours, "m", num_chunks=2)
         chunks = iter(loan)
-        send(theirs, ChunkLent(0, 0, SLOT_BYTES, None, is_shared=False))
+        send(theirs, ChunkLent(0, 0, CELL_BYTES, None, is_shared=False))
         held = next(chunks)
         waiting = pool.submit(next, chunks)
 

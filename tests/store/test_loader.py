@@ -53,7 +53,7 @@ class Hand(SimpleQueue[HostChunk | Exception]):
     def give(self, *chunks: int) -> None:
         for index in chunks:
             data = torch.frombuffer(bytearray(self.parts[index]), dtype=torch.uint8)
-            self.put(HostChunk(index, data, slot=0, delivery=None))
+            self.put(HostChunk(index, data, cell=0, delivery=None))
 
     def opened(self, chunks: Sequence[int]) -> Hand:
         self.wanted = list(chunks)
@@ -195,7 +195,7 @@ class TestErrors:
         assert hand.released == [0, 1]
 
     def test_after_an_error_nothing_can_be_waited_for(self) -> None:
-        """Also not what had come: a copy that was queued may read a slot that is somebody else's by now."""
+        """Also not what had come: a copy that was queued may read a cell that is somebody else's by now."""
         hand = Hand()
         load = begin(hand, memory())
         hand.give(0)
@@ -239,7 +239,7 @@ class TestErrors:
 class TestCalledOff:
     def test_nothing_is_written_after_cancel_has_returned(self) -> None:
         gated, base = Gated(Shelf(PARTS)), memory()
-        with fetching(gated, num_slots=4) as fetcher:
+        with fetching(gated, num_cells=4) as fetcher:
             load = CPU.load("m", MANIFEST, whole(MANIFEST, base), lambda chunks: fetcher.fetch(MODEL, chunks))
             gated.next().allow()
             load.wait_for(chunk_range(0))
@@ -288,7 +288,7 @@ class TestCalledOff:
 class TestRecord:
     def test_bytes_and_seconds_add_up(self) -> None:
         span = ByteRange(CHUNK_BYTES + 5, 3 * CHUNK_BYTES + 5)
-        with fetching(Shelf(PARTS), num_slots=8) as fetcher:
+        with fetching(Shelf(PARTS), num_cells=8) as fetcher:
             consume(fetcher.fetch(MODEL, [1]))
             piece = Piece(span, memory(span.end - span.begin))
             record = CPU.load("m", MANIFEST, [piece], lambda chunks: fetcher.fetch(MODEL, chunks)).wait()
@@ -311,14 +311,14 @@ class TestRecord:
 
 
 @pytest.mark.gpu
-def test_loads_on_a_busy_device_do_not_wait_for_each_others_slots() -> None:
-    """Copies that have not passed yet hold all slots when the next chunks are wanted."""
+def test_loads_on_a_busy_device_do_not_wait_for_each_others_cells() -> None:
+    """Copies that have not passed yet hold all cells when the next chunks are wanted."""
     device = torch.device("cuda")
     long = [random.Random(9).randbytes(CHUNK_BYTES) for _ in range(40)]
     model = model_of("long", long)
     loader = Loader(device)
     assert loader._stream is not None
-    with fetching(Shelf(long), num_slots=4, num_readers=2) as fetcher:
+    with fetching(Shelf(long), num_cells=4, num_readers=2) as fetcher:
         bases = [torch.zeros(model.manifest.num_bytes, dtype=torch.uint8, device=device) for _ in range(3)]
         with torch.cuda.stream(loader._stream):
             torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call] # torch leaves it so

@@ -22,10 +22,10 @@ NUM_CHUNKS = -(-WEIGHTS_BYTES // CHUNK_BYTES)
 @given(
     flips=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, NUM_CHUNKS - 1)), max_size=4),
     order=st.lists(st.sampled_from("abc"), min_size=1, max_size=5),
-    num_slots=st.integers(1, NUM_CHUNKS + 2),
+    num_cells=st.integers(1, NUM_CHUNKS + 2),
 )
 def test_a_load_is_right_or_fails_by_the_name_of_a_damaged_chunk(
-    flips: list[tuple[str, int]], order: list[str], num_slots: int
+    flips: list[tuple[str, int]], order: list[str], num_cells: int
 ) -> None:
     """`c` is a copy of `a` that nobody damages: what `a` lacks is taken from there once `c` is open."""
     with tempfile.TemporaryDirectory() as folder:
@@ -38,7 +38,7 @@ def test_a_load_is_right_or_fails_by_the_name_of_a_damaged_chunk(
             for chunk in damaged[name]:
                 flip(root / "models" / name / WEIGHTS, chunk * CHUNK_BYTES + 7)
         opened: set[str] = set()
-        with tiers_at(root / "cache", num_slots=num_slots) as tiers:
+        with tiers_at(root / "cache", num_cells=num_cells) as tiers:
             for name in order:
                 model = tiers.open(root / "models" / name)
                 opened.add(name)
@@ -57,7 +57,7 @@ def test_a_load_is_right_or_fails_by_the_name_of_a_damaged_chunk(
                     assert not (name == "a" and "c" in opened), failure
                 with tiers.fetcher._lock:  # other readers of a load that failed may still be reading
                     tiers.fetcher.book.check()
-                assert tiers.fetcher.book.num_resident <= num_slots
+                assert tiers.fetcher.book.num_resident <= num_cells
             tiers.fetcher.close()
             assert (tiers.fetcher.book.num_leased, tiers.fetcher.book.num_filling) == (0, 0)
 

@@ -1,4 +1,4 @@
-"""The host memory's slots, seen from this process and from another."""
+"""The host memory's cells, seen from this process and from another."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ import torch
 from hearth.errors import DeviceError
 from hearth.store.segment import Segment
 
-NUM_SLOTS, SLOT_BYTES = 5, 8192
+NUM_CELLS, CELL_BYTES = 5, 8192
 
-#: Sends the bytes of the second slot back, and fills the first with sevens.
+#: Sends the bytes of the second cell back, and fills the first with sevens.
 OTHER_PROCESS = f"""
 import mmap, sys
-memory = mmap.mmap(int(sys.argv[1]), {NUM_SLOTS * SLOT_BYTES})
-sys.stdout.buffer.write(memory[{SLOT_BYTES}:{2 * SLOT_BYTES}])
-memory[:{SLOT_BYTES}] = bytes([7]) * {SLOT_BYTES}
+memory = mmap.mmap(int(sys.argv[1]), {NUM_CELLS * CELL_BYTES})
+sys.stdout.buffer.write(memory[{CELL_BYTES}:{2 * CELL_BYTES}])
+memory[:{CELL_BYTES}] = bytes([7]) * {CELL_BYTES}
 """
 
 
 @pytest.fixture
 def segment() -> Iterator[Segment]:
-    segment = Segment.create(NUM_SLOTS, SLOT_BYTES)
+    segment = Segment.create(NUM_CELLS, CELL_BYTES)
     yield segment
     segment.close()
 
 
-def test_slots_do_not_overlap(segment: Segment) -> None:
-    for slot in range(NUM_SLOTS):
-        segment.tensor(slot, SLOT_BYTES).fill_(slot + 1)
-    filled = [bytes(segment.memory(slot, SLOT_BYTES)) for slot in range(NUM_SLOTS)]
-    assert filled == [bytes([slot + 1]) * SLOT_BYTES for slot in range(NUM_SLOTS)]
+def test_cells_do_not_overlap(segment: Segment) -> None:
+    for cell in range(NUM_CELLS):
+        segment.tensor(cell, CELL_BYTES).fill_(cell + 1)
+    filled = [bytes(segment.memory(cell, CELL_BYTES)) for cell in range(NUM_CELLS)]
+    assert filled == [bytes([cell + 1]) * CELL_BYTES for cell in range(NUM_CELLS)]
 
 
 def test_a_tensor_and_a_view_of_memory_are_the_same_bytes(segment: Segment) -> None:
@@ -43,14 +43,14 @@ def test_a_tensor_and_a_view_of_memory_are_the_same_bytes(segment: Segment) -> N
     assert segment.tensor(3, 50).tolist() == list(range(50))
 
 
-@pytest.mark.parametrize(("slot", "num_bytes"), [(-1, 1), (NUM_SLOTS, 1), (0, SLOT_BYTES + 1), (0, -1)])
-def test_there_is_nothing_outside_a_slot(segment: Segment, slot: int, num_bytes: int) -> None:
-    with pytest.raises(AssertionError, match="slot"):
-        segment.tensor(slot, num_bytes)
+@pytest.mark.parametrize(("cell", "num_bytes"), [(-1, 1), (NUM_CELLS, 1), (0, CELL_BYTES + 1), (0, -1)])
+def test_there_is_nothing_outside_a_cell(segment: Segment, cell: int, num_bytes: int) -> None:
+    with pytest.raises(AssertionError, match="cell"):
+        segment.tensor(cell, num_bytes)
 
 
-def test_slots_lie_on_pages_for_direct_reads(segment: Segment) -> None:
-    assert [segment.tensor(slot, 1).data_ptr() % 4096 for slot in range(NUM_SLOTS)] == [0] * NUM_SLOTS
+def test_cells_lie_on_pages_for_direct_reads(segment: Segment) -> None:
+    assert [segment.tensor(cell, 1).data_ptr() % 4096 for cell in range(NUM_CELLS)] == [0] * NUM_CELLS
 
 
 def test_memory_that_nobody_touched_costs_nothing() -> None:
@@ -60,8 +60,8 @@ def test_memory_that_nobody_touched_costs_nothing() -> None:
 
 
 def test_another_process_maps_the_same_bytes(segment: Segment) -> None:
-    written = torch.arange(SLOT_BYTES).to(torch.uint8)
-    segment.tensor(1, SLOT_BYTES).copy_(written)
+    written = torch.arange(CELL_BYTES).to(torch.uint8)
+    segment.tensor(1, CELL_BYTES).copy_(written)
     seen = subprocess.run(
         [sys.executable, "-c", OTHER_PROCESS, str(segment.fd)],
         pass_fds=[segment.fd],
@@ -69,21 +69,21 @@ def test_another_process_maps_the_same_bytes(segment: Segment) -> None:
         check=True,
     )
     assert seen.stdout == written.numpy().tobytes()
-    assert set(segment.tensor(0, SLOT_BYTES).tolist()) == {7}
+    assert set(segment.tensor(0, CELL_BYTES).tolist()) == {7}
 
 
 def test_a_view_outlives_the_segment() -> None:
-    segment = Segment.create(NUM_SLOTS, SLOT_BYTES)
-    tensor, memory = segment.tensor(2, SLOT_BYTES), segment.memory(2, SLOT_BYTES)
+    segment = Segment.create(NUM_CELLS, CELL_BYTES)
+    tensor, memory = segment.tensor(2, CELL_BYTES), segment.memory(2, CELL_BYTES)
     tensor.fill_(9)
     segment.close()
     del segment
-    assert bytes(memory) == bytes([9]) * SLOT_BYTES
-    assert int(tensor.sum()) == 9 * SLOT_BYTES
+    assert bytes(memory) == bytes([9]) * CELL_BYTES
+    assert int(tensor.sum()) == 9 * CELL_BYTES
 
 
 def test_closing_again_closes_nobody_elses_file() -> None:
-    segment = Segment.create(NUM_SLOTS, SLOT_BYTES)
+    segment = Segment.create(NUM_CELLS, CELL_BYTES)
     segment.close()
     spare = os.open(os.devnull, os.O_RDONLY)
     os.dup2(spare, segment.fd)
@@ -92,8 +92,8 @@ def test_closing_again_closes_nobody_elses_file() -> None:
         os.close(fd)  # fails if it is closed already
 
 
-def test_a_segment_without_slots_can_be_made() -> None:
-    segment = Segment.create(0, SLOT_BYTES)
+def test_a_segment_without_cells_can_be_made() -> None:
+    segment = Segment.create(0, CELL_BYTES)
     assert (segment.num_bytes, segment.pinned_bytes) == (0, 0)
     segment.close()
 

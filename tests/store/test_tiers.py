@@ -79,11 +79,11 @@ class TestDirectory:
         with pytest.raises(BadCheckpoint, match=r"no manifest\.json"):
             tiers.open(tmp_path)
 
-    def test_a_model_whose_chunks_fit_no_slot_is_refused_when_it_is_opened(
+    def test_a_model_whose_chunks_fit_no_cell_is_refused_when_it_is_opened(
         self, tmp_path: Path, source: Path
     ) -> None:
         refused = pytest.raises(StoreError, match=rf"`tiny` .*{CHUNK_BYTES} bytes.* 2048; convert it again")
-        with tiers_at(tmp_path / "root", num_slots=(16 << 20) // 2048) as tiers, refused:
+        with tiers_at(tmp_path / "root", num_cells=(16 << 20) // 2048) as tiers, refused:
             tiers.open(source)
 
 
@@ -164,7 +164,7 @@ class TestReport:
             consume(tiers.fetch(model, all_chunks(model)))
         host, disk = tiers.report()[Rung.HOST], tiers.report()[Rung.DISK]
         num_chunks = len(model.manifest.chunks)
-        assert host.used_bytes == num_chunks * tiers.segment.slot_bytes
+        assert host.used_bytes == num_chunks * tiers.segment.cell_bytes
         assert host.capacity_bytes == tiers.segment.num_bytes
         assert (host.counters["num_fills"], host.counters["num_hits"]) == (num_chunks, num_chunks)
         assert disk.counters["num_hits"] == num_chunks

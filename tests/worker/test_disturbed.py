@@ -214,7 +214,7 @@ def playing(kind: str, budget_bytes: int, root: Path, seed: int) -> Iterator[Pla
     setting = SETTINGS[kind]
     new_pool: NewPool = partial(setting.new_pool, setting, budget_bytes)
     with (
-        tiers_at(root, num_slots=(16 << 20) // max(setting.page_bytes, 256 << 10)) as tiers,
+        tiers_at(root, num_cells=(16 << 20) // max(setting.page_bytes, 256 << 10)) as tiers,
         working_at(tiers, new_pool, setting.device, CONFIG) as desk,
     ):
         yield Player(desk, setting, budget_bytes, random.Random(seed))

@@ -204,8 +204,8 @@ class Loan:
                 raise self._failure(message)
             self._num_yielded += 1
             self._is_over = self._num_yielded == self._num_chunks
-        data = self.segment.tensor(message.slot, message.num_bytes)
-        return HostChunk(message.index, data, message.slot, message.delivery, message.is_shared)
+        data = self.segment.tensor(message.cell, message.num_bytes)
+        return HostChunk(message.index, data, message.cell, message.delivery, message.is_shared)
 
     def _failure(self, message: Message | None) -> HearthError:
         if self._is_cancelled:
@@ -237,7 +237,7 @@ def _introduce(path: Path) -> tuple[socket.socket, Segment]:
         if not isinstance(hello, Hello) or len(fds) != 1:
             raise StoreError(f"`{path}` is no socket of a lender: {line[:80]!r}")
         try:
-            segment = Segment(fds[0], hello.num_slots, hello.slot_bytes)
+            segment = Segment(fds[0], hello.num_cells, hello.cell_bytes)
         except (OSError, ValueError) as error:
             raise StoreError(f"the host memory lent at `{path}` cannot be mapped: {error}") from error
         undo.pop_all()

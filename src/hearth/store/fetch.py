@@ -2,10 +2,10 @@
 
     wanted, in order         at most WINDOW of a load                taken, copied, released
     todo | 7 8 9 ...  --->  | 3 reading  4 reading | 5 ready  6 ready | --->  consumer
-                   a slot is taken in order,    readers fill slots,
+                   a cell is taken in order,    readers fill cells,
                    loads in turns               each on a chunk of its own
 
-A chunk that two loads want is read once. Slots are taken in the order of the load, so the chunk that a
+A chunk that two loads want is read once. Cells are taken in the order of the load, so the chunk that a
 consumer waits for always has one, and loads larger than the host memory run through it. The books are
 `policy/memory/chunk_book.py`, the reading is `climb.py`; nothing here touches a device.
 """
@@ -31,7 +31,7 @@ from hearth.store.record import Delivery
 from hearth.store.segment import Segment
 from hearth.types import Digest, Rung
 
-#: Chunks of one load that hold a slot at a time: being read, waiting to be copied, or being copied.
+#: Chunks of one load that hold a cell at a time: being read, waiting to be copied, or being copied.
 WINDOW = 32
 #: Disks want several requests at once; from memory, reading and hashing want all cores but two (of 16).
 NUM_READERS = 14
@@ -47,7 +47,7 @@ class HostChunk:
 
     index: int
     data: torch.Tensor  #: a view into the segment
-    slot: int
+    cell: int
     delivery: Delivery | None  #: None: this load has not caused it to be read
     is_shared: bool = False  #: another load was reading it, so it had to be waited for all the same
 
@@ -65,11 +65,11 @@ class HostCounters:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A load waits for a chunk in a slot."""
+    """A load waits for a chunk in a cell."""
 
     fetch: Fetch
     index: int
-    slot: int
+    cell: int
 
     @property
     def digest(self) -> Digest:
@@ -87,7 +87,7 @@ class Fetcher:
         self, segment: Segment, climber: Climber, prices: Prices, num_readers: int = NUM_READERS
     ) -> None:
         self.segment = segment
-        self.book = ChunkBook(segment.num_slots)
+        self.book = ChunkBook(segment.num_cells)
         self.counters = HostCounters()
         self._climber = climber
         self._prices = prices
@@ -110,9 +110,9 @@ class Fetcher:
 
     def fetch(self, model: StoredModel, chunks: Sequence[int]) -> Fetch:
         """Start bringing these chunks, in this order, into host memory."""
-        too_large = [i for i in chunks if model.manifest.chunks[i].num_bytes > self.segment.slot_bytes]
-        assert not too_large, f"chunks {too_large} are larger than a slot: {self.segment.slot_bytes}"
-        assert self.segment.num_slots or not chunks, "a segment without slots holds no chunk"
+        too_large = [i for i in chunks if model.manifest.chunks[i].num_bytes > self.segment.cell_bytes]
+        assert not too_large, f"chunks {too_large} are larger than a cell: {self.segment.cell_bytes}"
+        assert self.segment.num_cells or not chunks, "a segment without cells holds no chunk"
         assert len(set(chunks)) == len(chunks), f"a chunk is wanted twice: {sorted(chunks)}"
         self._prices.asked(model)
         fetch = Fetch(self, model, chunks)
@@ -142,7 +142,7 @@ class Fetcher:
             reader.join(max(0.0, until_s - time.monotonic()))
 
     def _pump(self) -> None:
-        """Give slots to loads, a chunk each in turns, while there are slots and windows are open."""
+        """Give cells to loads, a chunk each in turns, while there are cells and windows are open."""
         num_stuck = 0
         while self._turns and num_stuck < len(self._turns):
             fetch = self._turns[0]
@@ -154,19 +154,19 @@ class Fetcher:
             num_stuck = num_stuck + 1 if is_stuck else 0
 
     def _take(self, fetch: Fetch) -> bool:
-        """Schedule the load's next chunk; False if there is no slot for it now."""
+        """Schedule the load's next chunk; False if there is no cell for it now."""
         index = fetch.todo[0]
         digest = fetch.model.manifest.chunks[index].digest
         match self.book.take(digest, self._prices.of_host_chunk):
-            case Hit(slot):
+            case Hit(cell):
                 self.counters.num_hits += 1
-                self._hand_over(fetch, index, slot, None)
-            case Fill(slot, evicted):
+                self._hand_over(fetch, index, cell, None)
+            case Fill(cell, evicted):
                 self.counters.num_evictions += evicted is not None
-                self._waiting[digest] = [_Job(fetch, index, slot)]
+                self._waiting[digest] = [_Job(fetch, index, cell)]
                 self._jobs.put(self._waiting[digest][0])
             case Pending():
-                self._waiting[digest].append(_Job(fetch, index, self._waiting[digest][0].slot))
+                self._waiting[digest].append(_Job(fetch, index, self._waiting[digest][0].cell))
             case Full():
                 return False
         fetch.todo.popleft()
@@ -174,10 +174,10 @@ class Fetcher:
         return True
 
     def _hand_over(
-        self, fetch: Fetch, index: int, slot: int, delivery: Delivery | None, *, is_shared: bool = False
+        self, fetch: Fetch, index: int, cell: int, delivery: Delivery | None, *, is_shared: bool = False
     ) -> None:
-        data = self.segment.tensor(slot, fetch.model.manifest.chunks[index].num_bytes)
-        fetch.ready[index] = HostChunk(index, data, slot, delivery, is_shared)
+        data = self.segment.tensor(cell, fetch.model.manifest.chunks[index].num_bytes)
+        fetch.ready[index] = HostChunk(index, data, cell, delivery, is_shared)
         if fetch.awaited == index:  # waking the consumer costs more than all the rest of this
             fetch.arrived.notify_all()
 
@@ -194,7 +194,7 @@ class Fetcher:
                 self._fail(job, StoreError(f"reading chunk {job.index} broke: {error!r}"))
 
     def _read(self, job: _Job) -> None:
-        model, memory = job.fetch.model, self.segment.memory(job.slot, job.num_bytes)
+        model, memory = job.fetch.model, self.segment.memory(job.cell, job.num_bytes)
         delivery = self._climber.deliver(model, job.index, memory, lambda: self._has_takers(job.digest))
         is_kept = delivery.rung is Rung.OBJECT
         self._deliver(job, delivery, is_leased_on=is_kept)
@@ -209,7 +209,7 @@ class Fetcher:
             return any(not waiter.fetch.is_over for waiter in self._waiting[digest])
 
     def _is_wanted(self, digest: Digest) -> bool:
-        """False if all who waited have called off; the slot is free again then."""
+        """False if all who waited have called off; the cell is free again then."""
         with self._lock:
             if any(not waiter.fetch.is_over for waiter in self._waiting[digest]):
                 return True
@@ -230,13 +230,13 @@ class Fetcher:
                 self.counters.num_shared += waiter is not job
                 is_own = waiter is job
                 own = delivery if is_own else None
-                self._hand_over(waiter.fetch, waiter.index, job.slot, own, is_shared=not is_own)
+                self._hand_over(waiter.fetch, waiter.index, job.cell, own, is_shared=not is_own)
             if not is_leased_on:
                 self.book.release(job.digest)
             self._pump()
 
     def _fail(self, job: _Job, error: StoreError) -> None:
-        """The load that asked for it fails; the next that waits tries its own places, in the same slot."""
+        """The load that asked for it fails; the next that waits tries its own places, in the same cell."""
         with self._lock:
             self.counters.num_failures += 1
             self._end(job.fetch, error)

@@ -127,7 +127,7 @@ class _Session:
     def run(self) -> None:
         segment = self._tiers.segment
         try:
-            hello = encode(Hello(segment.num_slots, segment.slot_bytes))
+            hello = encode(Hello(segment.num_cells, segment.cell_bytes))
             socket.send_fds(self._connection, [hello], [segment.fd])
             for message in received(self._connection):
                 self._handle(message)
@@ -219,7 +219,7 @@ class _Session:
                 if chunk.delivery is not None:
                     deliveries.append(chunk.delivery)
                 size = len(chunk.data)
-                self._send(ChunkLent(chunk.index, chunk.slot, size, chunk.delivery, chunk.is_shared))
+                self._send(ChunkLent(chunk.index, chunk.cell, size, chunk.delivery, chunk.is_shared))
         except StoreError as error:
             with suppress(OSError):
                 self._send(refusal(error))

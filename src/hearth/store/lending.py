@@ -32,8 +32,8 @@ from hearth.types import Digest
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    num_slots: int
-    slot_bytes: int
+    num_cells: int
+    cell_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class FetchChunks:
 @dataclass(frozen=True, slots=True)
 class ChunkLent:
     index: int
-    slot: int
+    cell: int
     num_bytes: int
     delivery: Delivery | None
     is_shared: bool

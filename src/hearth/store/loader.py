@@ -169,7 +169,7 @@ class Load:
             position = self._position_behind(wanted)
             while self._num_queued < position and self._error is None:
                 self._progress.wait()
-            if self._error is not None:  # also for what was queued: its slot may be somebody else's by now
+            if self._error is not None:  # also for what was queued: its cell may be somebody else's by now
                 raise self._failure()
             event = self._events[position - 1] if self._events and position else None
         if event is not None:
@@ -230,7 +230,7 @@ class Load:
     def _give_back(self) -> None:
         """Give back each chunk once its copy has passed, while the other thread waits for the next one.
 
-        It needs a thread of its own: the slots that the copies hold may be all there are, and the next
+        It needs a thread of its own: the cells that the copies hold may be all there are, and the next
         chunk, or another load's, can come only into one of them.
         """
         while (copied := self._copied.get()) is not None:

@@ -1,10 +1,10 @@
-"""A segment of memory in equal slots that several processes map and pin. Does not know what lies in a slot.
+"""A segment of memory in equal cells that several processes map and pin. Does not know what lies in a cell.
 
-    fd (memfd)   | slot 0 | slot 1 | slot 2 | ...                      each process maps it for itself,
+    fd (memfd)   | cell 0 | cell 1 | cell 2 | ...                      each process maps it for itself,
     pinned by    |<----- region 0 ----->|<----- region 1 ----->| ...   registers it with its own device,
                                                                        and may lose it without harm to others
 
-A copy to the device must not cross the border of two registered regions, so regions hold whole slots.
+A copy to the device must not cross the border of two registered regions, so regions hold whole cells.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from hearth.errors import DeviceError
 
-#: Registered at once: small, so that the first slots are pinned early; larger ones are no faster.
+#: Registered at once: small, so that the first cells are pinned early; larger ones are no faster.
 REGION_BYTES = 256 << 20
 #: First touch of fresh memory is bound by the kernel clearing pages, on all cores.
 MAX_PIN_THREADS = 16
@@ -35,14 +35,14 @@ log = logging.getLogger(__name__)
 
 
 class Segment:
-    """Mutable only in how much of it is pinned; any thread may view slots."""
+    """Mutable only in how much of it is pinned; any thread may view cells."""
 
-    def __init__(self, fd: int, num_slots: int, slot_bytes: int) -> None:
+    def __init__(self, fd: int, num_cells: int, cell_bytes: int) -> None:
         """Map the file behind `fd`, which is closed with the segment."""
         self.fd = fd
-        self.num_slots = num_slots
-        self.slot_bytes = slot_bytes
-        #: With no slots there still is a page, because nothing cannot be mapped.
+        self.num_cells = num_cells
+        self.cell_bytes = cell_bytes
+        #: With no cells there still is a page, because nothing cannot be mapped.
         self._map = mmap.mmap(fd, max(self.num_bytes, _PAGE_BYTES))
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._pins: list[range] = []  #: registered, as byte ranges; guarded by the lock, threads append
@@ -51,7 +51,7 @@ class Segment:
         self._pinner: threading.Thread | None = None
 
     @staticmethod
-    def create(num_slots: int, slot_bytes: int) -> Segment:
+    def create(num_cells: int, cell_bytes: int) -> Segment:
         """New memory that nobody has touched, so it costs nothing yet.
 
         Raises:
@@ -59,46 +59,46 @@ class Segment:
         """
         fd = os.memfd_create("hearth-host", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(fd, max(num_slots * slot_bytes, _PAGE_BYTES))
-            return Segment(fd, num_slots, slot_bytes)
+            os.ftruncate(fd, max(num_cells * cell_bytes, _PAGE_BYTES))
+            return Segment(fd, num_cells, cell_bytes)
         except OSError as error:
             os.close(fd)
             raise DeviceError(
-                f"{num_slots * slot_bytes} bytes of host memory cannot be had: {error.strerror}; "
+                f"{num_cells * cell_bytes} bytes of host memory cannot be had: {error.strerror}; "
                 "lower `store.host_bytes`"
             ) from error
 
     @property
     def num_bytes(self) -> int:
-        return self.num_slots * self.slot_bytes
+        return self.num_cells * self.cell_bytes
 
     @property
     def pinned_bytes(self) -> int:
         with self._lock:
             return sum(len(pin) for pin in self._pins)
 
-    def tensor(self, slot: int, num_bytes: int) -> torch.Tensor:
-        """The first bytes of a slot, not copied."""
-        return self._bytes[self._span(slot, num_bytes)]
+    def tensor(self, cell: int, num_bytes: int) -> torch.Tensor:
+        """The first bytes of a cell, not copied."""
+        return self._bytes[self._span(cell, num_bytes)]
 
-    def memory(self, slot: int, num_bytes: int) -> memoryview:
-        return memoryview(self._map)[self._span(slot, num_bytes)]
+    def memory(self, cell: int, num_bytes: int) -> memoryview:
+        return memoryview(self._map)[self._span(cell, num_bytes)]
 
-    def _span(self, slot: int, num_bytes: int) -> slice:
-        assert 0 <= slot < self.num_slots, f"{slot=} {self.num_slots=}"
-        assert 0 <= num_bytes <= self.slot_bytes, f"{num_bytes=} {self.slot_bytes=}"
-        begin = slot * self.slot_bytes
+    def _span(self, cell: int, num_bytes: int) -> slice:
+        assert 0 <= cell < self.num_cells, f"{cell=} {self.num_cells=}"
+        assert 0 <= num_bytes <= self.cell_bytes, f"{num_bytes=} {self.cell_bytes=}"
+        begin = cell * self.cell_bytes
         return slice(begin, begin + num_bytes)
 
     def pin_in_background(self) -> None:
-        """Pin region by region, the first slots first; until then copies from them are slow, not wrong."""
-        if self._pinner is None and self.num_slots and torch.cuda.is_available():
+        """Pin region by region, the first cells first; until then copies from them are slow, not wrong."""
+        if self._pinner is None and self.num_cells and torch.cuda.is_available():
             self._pinner = threading.Thread(target=self._pin_all, name="hearth-pin", daemon=True)
             self._pinner.start()
 
     def touch_in_background(self) -> None:
         """Have the kernel find all pages, for others to pin: that is the longer part of pinning."""
-        if self._pinner is None and self.num_slots:
+        if self._pinner is None and self.num_cells:
             self._pinner = threading.Thread(target=self._touch_all, name="hearth-touch", daemon=True)
             self._pinner.start()
 
@@ -107,7 +107,7 @@ class Segment:
             self._pinner.join()
 
     def close(self) -> None:
-        """Unpin and let go. The memory lives on while another process or a view of a slot holds it.
+        """Unpin and let go. The memory lives on while another process or a view of a cell holds it.
 
         Closing again is harmless.
         """
@@ -122,7 +122,7 @@ class Segment:
         os.close(self.fd)
 
     def _in_regions(self, work: Callable[[range], int]) -> list[int]:
-        step = max(1, REGION_BYTES // self.slot_bytes) * self.slot_bytes
+        step = max(1, REGION_BYTES // self.cell_bytes) * self.cell_bytes
         regions = [range(at, min(at + step, self.num_bytes)) for at in range(0, self.num_bytes, step)]
         num_threads = min(MAX_PIN_THREADS, os.cpu_count() or 1)
         with ThreadPoolExecutor(num_threads, thread_name_prefix="hearth-pin") as pool:

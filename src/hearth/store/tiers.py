@@ -1,6 +1,6 @@
 """The rungs of one machine put together: models on disk, chunks in host memory, object storage behind them.
 
-One process owns it. What it holds is bounded: the host segment by its slots, the disk by its quota; what goes
+One process owns it. What it holds is bounded: the host segment by its cells, the disk by its quota; what goes
 first is decided by price (`prices.py`). It copies nothing to a device: that is `loader.py`.
 """
 
@@ -73,12 +73,12 @@ class _Opened:
 class Tiers:
     """Any thread may call it. Close it, or its readers and its memory stay."""
 
-    def __init__(self, config: StoreConfig, slot_bytes: int = CHUNK_BYTES, *, is_pinned: bool = True) -> None:
+    def __init__(self, config: StoreConfig, cell_bytes: int = CHUNK_BYTES, *, is_pinned: bool = True) -> None:
         """`is_pinned`: this process copies from host memory to a device, rather than only lends it."""
         self.disk = DiskTier(Path(config.path).expanduser(), config.disk_bytes)
         self.disk.collect()  # chunks of models that were replaced or deleted
         self.prices = Prices(is_on_disk=self.disk.holds)
-        self.segment = Segment.create(config.host_bytes // slot_bytes, slot_bytes)
+        self.segment = Segment.create(config.host_bytes // cell_bytes, cell_bytes)
         if is_pinned:
             self.segment.pin_in_background()
         #: Models that are open: reading a description takes milliseconds, which a cold start does not have.
@@ -109,10 +109,10 @@ class Tiers:
         return model
 
     def _admit(self, model: StoredModel) -> StoredModel:
-        if model.manifest.chunk_bytes > self.segment.slot_bytes:
+        if model.manifest.chunk_bytes > self.segment.cell_bytes:
             raise StoreError(
-                f"`{model.name}` has chunks of {model.manifest.chunk_bytes} bytes, a slot of host memory "
-                f"holds {self.segment.slot_bytes}; convert it again with smaller chunks"
+                f"`{model.name}` has chunks of {model.manifest.chunk_bytes} bytes, a cell of host memory "
+                f"holds {self.segment.cell_bytes}; convert it again with smaller chunks"
             )
         self.disk.register(model.directory, model.manifest)
         return model
@@ -159,7 +159,7 @@ class Tiers:
 
     def report(self) -> dict[Rung, TierReport]:
         book, remotes = self.fetcher.book, list(self._remotes.values())
-        host_bytes = (book.num_resident + book.num_filling) * self.segment.slot_bytes
+        host_bytes = (book.num_resident + book.num_filling) * self.segment.cell_bytes
         return {
             Rung.HOST: TierReport(
                 used_bytes=host_bytes,

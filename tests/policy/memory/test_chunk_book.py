@@ -29,7 +29,7 @@ def idle(book: ChunkBook, *digests: str) -> None:
         book.release(digest)
 
 
-def test_an_absent_chunk_gets_the_lowest_free_slot() -> None:
+def test_an_absent_chunk_gets_the_lowest_free_cell() -> None:
     book = ChunkBook(3)
     leased(book, "a", "b")
     book.release("a")
@@ -52,7 +52,7 @@ def test_who_asks_for_a_chunk_that_is_being_filled_has_to_wait() -> None:
     assert (book.num_filling, book.num_resident, book.num_free) == (1, 0, 1)
 
 
-def test_a_failed_fill_frees_the_slot_and_leaves_nothing() -> None:
+def test_a_failed_fill_frees_the_cell_and_leaves_nothing() -> None:
     book = ChunkBook(1)
     book.take("a", free_of_charge)
     book.failed("a")
@@ -88,14 +88,14 @@ def test_a_leased_chunk_is_not_evicted_however_cheap() -> None:
     assert book.take("c", {"a": 9.0, "b": 0.0}.__getitem__) == Fill(0, evicted="a")
 
 
-def test_is_full_when_every_slot_is_leased_or_being_filled() -> None:
+def test_is_full_when_every_cell_is_leased_or_being_filled() -> None:
     book = ChunkBook(2)
     leased(book, "a")
     book.take("b", free_of_charge)
     assert book.take("c", free_of_charge) == Full()
 
 
-def test_a_book_without_slots_is_always_full() -> None:
+def test_a_book_without_cells_is_always_full() -> None:
     assert ChunkBook(0).take("a", free_of_charge) == Full()
 
 
@@ -110,9 +110,9 @@ def test_drop_forgets_only_idle_chunks() -> None:
 
 
 def test_chunks_are_priced_once_for_many_evictions() -> None:
-    num_slots = 16 * EVICTIONS_PER_PRICING
-    book = ChunkBook(num_slots)
-    old = [f"old {number:04}" for number in range(num_slots)]
+    num_cells = 16 * EVICTIONS_PER_PRICING
+    book = ChunkBook(num_cells)
+    old = [f"old {number:04}" for number in range(num_cells)]
     idle(book, *old)
     priced: list[str] = []
 
@@ -123,7 +123,7 @@ def test_chunks_are_priced_once_for_many_evictions() -> None:
     takes = [book.take(f"new {number:03}", price) for number in range(EVICTIONS_PER_PRICING + 1)]
 
     assert [take.evicted for take in takes if isinstance(take, Fill)] == old[: EVICTIONS_PER_PRICING + 1]
-    assert len(priced) == num_slots + (num_slots - EVICTIONS_PER_PRICING)
+    assert len(priced) == num_cells + (num_cells - EVICTIONS_PER_PRICING)
 
 
 def test_a_dear_model_stays_while_a_larger_cheap_one_runs_through() -> None:
@@ -170,7 +170,7 @@ def test_a_chunk_nobody_took_cannot_be_given_back(call: Callable[[ChunkBook, str
         call(ChunkBook(1), "a")
 
 
-def test_check_names_a_slot_that_is_owned_twice() -> None:
+def test_check_names_a_cell_that_is_owned_twice() -> None:
     book = ChunkBook(2)
     leased(book, "a")
     book._free.append(0)
@@ -187,7 +187,7 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.book = ChunkBook(self.CAPACITY)
-        self.slots: dict[str, int] = {}
+        self.cells: dict[str, int] = {}
         self.filling: set[str] = set()
         self.leases: dict[str, int] = {}  #: of resident chunks, 0 included
 
@@ -195,27 +195,27 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
     def take(self, digest: str, prices: list[int]) -> None:
         idle = {name for name, count in self.leases.items() if count == 0}
         match self.book.take(digest, lambda name: prices["abcdefgh".index(name)]):
-            case Hit(slot):
-                assert self.slots[digest] == slot
+            case Hit(cell):
+                assert self.cells[digest] == cell
                 assert digest in self.leases
                 self.leases[digest] += 1
             case Pending():
                 assert digest in self.filling
             case Full():
-                assert digest not in self.slots
+                assert digest not in self.cells
                 assert not idle
-                assert len(self.slots) == self.CAPACITY
-            case Fill(slot, evicted):
-                assert digest not in self.slots
+                assert len(self.cells) == self.CAPACITY
+            case Fill(cell, evicted):
+                assert digest not in self.cells
                 if evicted is None:
-                    unused = set(range(self.CAPACITY)) - set(self.slots.values())
-                    assert slot == min(unused)
+                    unused = set(range(self.CAPACITY)) - set(self.cells.values())
+                    assert cell == min(unused)
                 else:
-                    assert len(self.slots) == self.CAPACITY
+                    assert len(self.cells) == self.CAPACITY
                     assert evicted in idle
-                    assert self.slots.pop(evicted) == slot
+                    assert self.cells.pop(evicted) == cell
                     del self.leases[evicted]
-                self.slots[digest] = slot
+                self.cells[digest] = cell
                 self.filling.add(digest)
 
     @precondition(lambda self: self.filling)
@@ -228,7 +228,7 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
             self.leases[digest] = 1
         else:
             self.book.failed(digest)
-            del self.slots[digest]
+            del self.cells[digest]
 
     @precondition(lambda self: any(self.leases.values()))
     @rule(data=st.data())
@@ -242,12 +242,12 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         is_idle = self.leases.get(digest) == 0
         assert self.book.drop(digest) == is_idle
         if is_idle:
-            del self.leases[digest], self.slots[digest]
+            del self.leases[digest], self.cells[digest]
 
     @invariant()
     def books_agree(self) -> None:
         self.book.check()
-        assert self.book.num_free == self.CAPACITY - len(self.slots)
+        assert self.book.num_free == self.CAPACITY - len(self.cells)
         assert self.book.num_filling == len(self.filling)
         assert self.book.num_resident == len(self.leases)
         assert self.book.num_leased == sum(count > 0 for count in self.leases.values())
@@ -256,14 +256,14 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
             assert self.book.leases(digest) == self.leases.get(digest, 0)
 
     def teardown(self) -> None:
-        """Once all have let go, every slot can be had."""
+        """Once all have let go, every cell can be had."""
         for digest in self.filling:
             self.book.failed(digest)
         for digest, count in self.leases.items():
             for _ in range(count):
                 self.book.release(digest)
         takes = [self.book.take(f"new {number}", free_of_charge) for number in range(self.CAPACITY)]
-        assert sorted(take.slot for take in takes if isinstance(take, Fill)) == list(range(self.CAPACITY))
+        assert sorted(take.cell for take in takes if isinstance(take, Fill)) == list(range(self.CAPACITY))
 
 
 TestAnyOrderOfCalls = AnyOrderOfCalls.TestCase

@@ -1,6 +1,6 @@
-"""The books of a tier of equal slots: which chunk is in which slot, and who needs it to stay there.
+"""The books of a tier of equal cells: which chunk is in which cell, and who needs it to stay there.
 
-Touches no memory: a slot is a number here, a chunk is a digest, and the bytes are the tier's.
+Touches no memory: a cell is a number here, a chunk is a digest, and the bytes are the tier's.
 """
 
 from __future__ import annotations
@@ -16,43 +16,43 @@ from hearth.policy.memory.eviction import EvictionOrder, Price
 class Hit:
     """The chunk is resident, and leased to the caller."""
 
-    slot: int
+    cell: int
 
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """The slot is the caller's, who fills it and then says `filled` or `failed`."""
+    """The cell is the caller's, who fills it and then says `filled` or `failed`."""
 
-    slot: int
-    evicted: str | None  #: the chunk that was in the slot until now
+    cell: int
+    evicted: str | None  #: the chunk that was in the cell until now
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Somebody else is filling a slot with that very chunk."""
+    """Somebody else is filling a cell with that very chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """Every slot is leased or being filled."""
+    """Every cell is leased or being filled."""
 
 
 class ChunkBook:
     """Mutable; one caller at a time: the tier that owns it holds its lock.
 
-    Every slot is free or holds one chunk, and every chunk in a slot is exactly one of
+    Every cell is free or holds one chunk, and every chunk in a cell is exactly one of
         filling  on its way in; belongs to whoever fills it
         leased   resident and in use, by one or several; never evicted
-        idle     resident and held by nobody; evicted when its slot is needed
+        idle     resident and held by nobody; evicted when its cell is needed
     """
 
-    def __init__(self, num_slots: int) -> None:
-        assert num_slots >= 0, f"{num_slots=}"
-        self.capacity = num_slots
-        #: Free slots, a heap.
-        self._free = list(range(num_slots))
+    def __init__(self, num_cells: int) -> None:
+        assert num_cells >= 0, f"{num_cells=}"
+        self.capacity = num_cells
+        #: Free cells, a heap.
+        self._free = list(range(num_cells))
         #: Of every chunk that is filling, leased or idle.
-        self._slot_by_digest: dict[str, int] = {}
+        self._cell_by_digest: dict[str, int] = {}
         self._filling: set[str] = set()
         #: How many hold each leased chunk; at least 1.
         self._leases: dict[str, int] = {}
@@ -77,43 +77,43 @@ class ChunkBook:
         return len(self._leases) + len(self._idle)
 
     def is_resident(self, digest: str) -> bool:
-        return digest in self._slot_by_digest and digest not in self._filling
+        return digest in self._cell_by_digest and digest not in self._filling
 
     def leases(self, digest: str) -> int:
         """How many hold the chunk; 0 for one that is idle, filling or absent."""
         return self._leases.get(digest, 0)
 
     def take(self, digest: str, price: Callable[[str], Price]) -> Hit | Fill | Pending | Full:
-        """Lease a chunk that is resident, or find a slot for it: the lowest free one, else that of the
+        """Lease a chunk that is resident, or find a cell for it: the lowest free one, else that of the
         idle chunk that is next in the `EvictionOrder`."""
         if digest in self._filling:
             return Pending()
-        if digest in self._slot_by_digest:
+        if digest in self._cell_by_digest:
             self._leave_idle(digest)
             self._leases[digest] = self.leases(digest) + 1
-            return Hit(self._slot_by_digest[digest])
+            return Hit(self._cell_by_digest[digest])
         evicted = None if self._free else self._evict(price)
         if not self._free:
             return Full()
-        slot = heapq.heappop(self._free)
-        self._slot_by_digest[digest] = slot
+        cell = heapq.heappop(self._free)
+        self._cell_by_digest[digest] = cell
         self._filling.add(digest)
-        return Fill(slot, evicted)
+        return Fill(cell, evicted)
 
     def filled(self, digest: str) -> None:
-        """The slot holds the chunk now. Whoever filled it has the first lease."""
-        assert digest in self._filling, f"nobody was filling a slot with chunk `{digest}`"
+        """The cell holds the chunk now. Whoever filled it has the first lease."""
+        assert digest in self._filling, f"nobody was filling a cell with chunk `{digest}`"
         self._filling.remove(digest)
         self._leases[digest] = 1
 
     def failed(self, digest: str) -> None:
-        """The bytes did not arrive: the slot is free again."""
-        assert digest in self._filling, f"nobody was filling a slot with chunk `{digest}`"
+        """The bytes did not arrive: the cell is free again."""
+        assert digest in self._filling, f"nobody was filling a cell with chunk `{digest}`"
         self._filling.remove(digest)
         self._vacate(digest)
 
     def release(self, digest: str) -> None:
-        """One lease less. After the last one the chunk stays until its slot is needed."""
+        """One lease less. After the last one the chunk stays until its cell is needed."""
         assert digest in self._leases, f"released more often than taken: chunk `{digest}`"
         self._leases[digest] -= 1
         if self._leases[digest] == 0:
@@ -129,13 +129,13 @@ class ChunkBook:
         return True
 
     def check(self) -> None:
-        """Raise if a slot is owned twice or lost, or a chunk is not exactly one of filling, leased, idle."""
-        owned = sorted([*self._free, *self._slot_by_digest.values()])
+        """Raise if a cell is owned twice or lost, or a chunk is not exactly one of filling, leased, idle."""
+        owned = sorted([*self._free, *self._cell_by_digest.values()])
         assert owned == list(range(self.capacity)), (
-            f"slots must be 0..{self.capacity - 1}, each once: {owned}"
+            f"cells must be 0..{self.capacity - 1}, each once: {owned}"
         )
         states = sorted([*self._filling, *self._leases, *self._idle])
-        assert states == sorted(self._slot_by_digest), f"{states=} {sorted(self._slot_by_digest)=}"
+        assert states == sorted(self._cell_by_digest), f"{states=} {sorted(self._cell_by_digest)=}"
         wrong = {digest: count for digest, count in self._leases.items() if count < 1}
         assert not wrong, f"leased chunks without a lease: {wrong}"
         lost = [digest for digest in self._order if digest not in self._idle]
@@ -152,4 +152,4 @@ class ChunkBook:
         self._order.discard(digest)
 
     def _vacate(self, digest: str) -> None:
-        heapq.heappush(self._free, self._slot_by_digest.pop(digest))
+        heapq.heappush(self._free, self._cell_by_digest.pop(digest))
