@@ -255,13 +255,13 @@ class _LoadedHost(HostedModel):
 def _random_weights(body: Body, space: Space) -> Weights:
     generator = torch.Generator(body.device).manual_seed(1)
     for spec in body.layout.tensors:
-        slot = space.slots[spec.name]
-        tensor = slot.base[slot.offset : slot.offset + spec.nbytes].view(body.spec.dtype)
+        place = space.places[spec.name]
+        tensor = place.base[place.offset : place.offset + spec.nbytes].view(body.spec.dtype)
         if "norm" in spec.name:
             tensor.fill_(1.0)
         else:
             tensor.normal_(std=0.02, generator=generator)
-    return bind(body.arch, body.layout, space.slots)
+    return bind(body.arch, body.layout, space.places)
 
 
 def _layout_of_bytes(num_bytes: int, unit_bytes: int) -> Layout:

@@ -13,7 +13,7 @@ from hearth.engine.assemble import ModelSpec, assemble
 from hearth.engine.engine import Engine
 from hearth.models.families import arch_from_config
 from hearth.models.layout import layout_of
-from hearth.models.weights import bind, contiguous_slots
+from hearth.models.weights import bind, contiguous_places
 from hearth.text.tokenizer import Tokenizer
 
 CONFIG: dict[str, object] = {
@@ -47,7 +47,7 @@ def new_engine(config: EngineConfig, *, seed: int | None) -> Engine:
                 tensor.fill_(1.0)
             else:
                 tensor.normal_(std=0.02, generator=generator)
-    weights = bind(ARCH, LAYOUT, contiguous_slots(LAYOUT, base))
+    weights = bind(ARCH, LAYOUT, contiguous_places(LAYOUT, base))
     model = ModelSpec(ARCH, torch.bfloat16, ARCH.max_positions, frozenset())
     return assemble(model, weights, config, device)
 

@@ -24,7 +24,7 @@ from hearth.kernels.prefill_attention import Span
 from hearth.models.angles import cos_sin_table
 from hearth.models.decoder import Decoder
 from hearth.models.step import StepInputs
-from hearth.models.weights import bind, contiguous_slots
+from hearth.models.weights import bind, contiguous_places
 from hearth.models.workspace import StepSize, Workspace
 from hearth.store.convert import convert
 from hearth.store.manifest import WEIGHTS, Manifest, read_manifest
@@ -68,7 +68,7 @@ def _open(directory: Path, manifest: Manifest) -> tuple[Decoder, torch.Tensor]:
     size = StepSize(max_tokens=MAX_TOKENS, max_samples=MAX_TOKENS, num_programs=1)
     memory = torch.empty(Workspace.num_bytes(arch, torch.float32, size), dtype=torch.uint8)
     cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, MAX_TOKENS_PER_QUESTION, cpu)
-    weights = bind(arch, manifest.layout, contiguous_slots(manifest.layout, base))
+    weights = bind(arch, manifest.layout, contiguous_places(manifest.layout, base))
     decoder = Decoder(arch, weights, Workspace.bind(arch, torch.float32, size, memory), cos_sin)
     kv = torch.empty(
         QUESTIONS_PER_STEP + 1, arch.num_layers, 2, MAX_TOKENS_PER_QUESTION, arch.num_kv_heads, arch.head_dim

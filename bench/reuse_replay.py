@@ -166,10 +166,10 @@ def num_missing(space: Space) -> int:
 def check_bytes(library: Library, model: HostedModel, space: Space) -> None:
     """Raise unless every tensor on the device is what the host has."""
     for spec in model.manifest.tensors:
-        slot = space.slots[spec.name]
+        place = space.places[spec.name]
         for stored in library.bytes_of(model, ByteRange(spec.offset, spec.offset + spec.nbytes)):
-            at = slot.offset + stored.begin - spec.offset
-            found = slot.base[at : at + len(stored.data)]
+            at = place.offset + stored.begin - spec.offset
+            found = place.base[at : at + len(stored.data)]
             if not torch.equal(found, stored.data.to(found.device)):
                 raise AssertionError(f"`{model.id}`: {spec.name} is not as stored, from {stored.begin} on")
 

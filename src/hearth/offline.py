@@ -22,7 +22,7 @@ from hearth.errors import DeviceError, ModelError
 from hearth.models.arch import Arch
 from hearth.models.layout import DTYPES, Layout, layout_of
 from hearth.models.pack import checkpoint_dtype, pack
-from hearth.models.weights import bind, contiguous_slots
+from hearth.models.weights import bind, contiguous_places
 from hearth.store.convert import open_source
 from hearth.store.loader import Load, Loader, LoadGate, whole
 from hearth.store.manifest import MANIFEST, Manifest
@@ -82,7 +82,7 @@ class _Packed:
         base = _allocate_weights(layout, self._device)
         with open_source(self._path) as source:
             pack(source.checkpoint, spec.arch, layout, base)
-        weights = bind(spec.arch, layout, contiguous_slots(layout, base))
+        weights = bind(spec.arch, layout, contiguous_places(layout, base))
         return assemble(spec, weights, self._config, self._device)
 
     def wait(self) -> None:
@@ -116,7 +116,7 @@ class _Stored:
         manifest, spec = self._model.manifest, self._spec
         layout = served_layout(manifest, self._dtype)
         base = _allocate_weights(layout, self._device)
-        weights = bind(spec.arch, layout, contiguous_slots(layout, base))
+        weights = bind(spec.arch, layout, contiguous_places(layout, base))
         engine = assemble(spec, weights, self._config, self._device)
         # Only now: whatever else goes to the device would have to queue behind the weights.
         load = self._start(landing(base, manifest))

@@ -16,7 +16,7 @@ from hearth.engine.assemble import Memory, ModelSpec, assemble
 from hearth.engine.engine import Engine
 from hearth.models.families import read_arch
 from hearth.models.layout import DTYPES, layout_of
-from hearth.models.weights import bind, contiguous_slots
+from hearth.models.weights import bind, contiguous_places
 from hearth.policy.batch.plan import Admission, EngineRequest, StepPlan
 from hearth.types import FinishReason, RequestId, SamplingParams
 from tests.models.zoo import build, pack_directory
@@ -61,7 +61,7 @@ def engine_over(
     layout = layout_of(arch, dtype)
     base = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
     pack_directory(directory, arch, layout, base)
-    weights = bind(arch, layout, contiguous_slots(layout, base))
+    weights = bind(arch, layout, contiguous_places(layout, base))
     spec = ModelSpec(arch, DTYPES[dtype], arch.max_positions, eos_ids, tokenizer_json)
     return assemble(spec, weights, config, torch.device(device), memory and memory(spec))
 

@@ -22,7 +22,7 @@ from hearth.engine.guide import GrammarGuide, Guides
 from hearth.errors import BadGuide, BadSampling
 from hearth.models.layout import layout_of
 from hearth.models.pack import pack
-from hearth.models.weights import bind, contiguous_slots
+from hearth.models.weights import bind, contiguous_places
 from hearth.policy.batch.plan import EngineRequest
 from hearth.store.convert import open_source
 from hearth.text.tokenizer import Tokenizer
@@ -357,7 +357,7 @@ def test_smollm2_answers_in_its_schema(parts: Parts) -> None:
         layout = layout_of(source.arch, "float32")
         base = torch.empty(layout.num_bytes, dtype=torch.uint8)
         pack(source.checkpoint, source.arch, layout, base)
-        weights = bind(source.arch, layout, contiguous_slots(layout, base))
+        weights = bind(source.arch, layout, contiguous_places(layout, base))
         spec = ModelSpec(source.arch, torch.float32, 1024, parts.tokenizer.eos_ids, parts.tokenizer_json)
     engine = assemble(spec, weights, EngineConfig(max_seqs=8, kv_bytes=256 << 20), torch.device("cpu"))
     question = [{"role": "user", "content": "Describe a cat as JSON with name, kind, legs, tags, place."}]

@@ -92,7 +92,7 @@ class Tenancy:
 
     def __init__(self, pool: Audited, holds: Holds, samples: Mapping[ModelId, Sample]) -> None:
         self.pool, self.holds, self.samples = pool, holds, dict(samples)
-        self.slots: dict[ModelId, Mapping[str, TensorPlace]] = {}  #: of placed models
+        self.places: dict[ModelId, Mapping[str, TensorPlace]] = {}  #: of placed models
         self.spaces: dict[ModelId, Space] = {}
         self.blocks: dict[ModelId, set[int]] = {}  #: that placed models were given, without the sink
         self.gaps: dict[ModelId, list[Gap]] = {}  #: of models that are being loaded, still to be filled
@@ -204,7 +204,7 @@ class Tenancy:
 
     def check(self) -> None:
         """Everything that has to be there is intact, and every byte is in one hand."""
-        self.slots.update(self.pool.take_moved())
+        self.places.update(self.pool.take_moved())
         self.pool.check()
         self._check_picture()
         for model, space in self.spaces.items():
@@ -221,7 +221,7 @@ class Tenancy:
     def _placed(self, model: ModelId, space: Space) -> None:
         if model not in self.spaces:
             self.blocks[model] = set()
-        self.spaces[model], self.slots[model] = space, space.slots
+        self.spaces[model], self.places[model] = space, space.places
         for before, after in pairwise(space.gaps):
             assert before.part.end <= after.part.begin, f"{space.gaps}"
         for gap in space.gaps:
@@ -237,8 +237,8 @@ class Tenancy:
         for part in parts:
             is_there[part.begin : part.end] = False
         for spec in self.samples[model].shape.served.tensors:
-            slot, where = self.slots[model][spec.name], slice(spec.offset, spec.offset + spec.nbytes)
-            found = slot.base[slot.offset : slot.offset + spec.nbytes]
+            place, where = self.places[model][spec.name], slice(spec.offset, spec.offset + spec.nbytes)
+            found = place.base[place.offset : place.offset + spec.nbytes]
             for run in _runs(is_there[where]):  # the rest may not be mapped
                 expected = content[where][run.start : run.stop]
                 assert torch.equal(found[run.start : run.stop].cpu(), expected), f"`{model}` at {spec} {run}"
@@ -262,7 +262,7 @@ class Tenancy:
         return False
 
     def _forget(self, model: ModelId) -> None:
-        for books in (self.spaces, self.slots, self.blocks):
+        for books in (self.spaces, self.places, self.blocks):
             books.pop(model, None)
 
     def _block(self, model: ModelId, block: int) -> torch.Tensor:

@@ -66,7 +66,7 @@ class World:
         self.loading: set[ModelId] = set()
         self.spaces: dict[ModelId, Space] = {}
         self.shapes: dict[ModelId, Shape] = {}
-        self.slots: dict[ModelId, dict[str, TensorPlace]] = {}
+        self.places: dict[ModelId, dict[str, TensorPlace]] = {}
         self.blocks: dict[ModelId, list[range]] = {}
         self.arena = ArenaPool(
             CPU,
@@ -85,7 +85,7 @@ class World:
         space = self.pool.place(model, wanted)
         missing = {gap.part.begin for gap in space.gaps}
         self.loading.add(model)
-        self.shapes[model], self.slots[model] = wanted, dict(space.slots)
+        self.shapes[model], self.places[model] = wanted, dict(space.places)
         for spec in wanted.stored.tensors:
             if spec.offset in missing:
                 self.tensor(model, spec).copy_(
@@ -114,7 +114,7 @@ class World:
         self.pool.drop(model)
 
     def forget(self, model: ModelId) -> None:
-        for known in (self.spaces, self.slots, self.blocks):
+        for known in (self.spaces, self.places, self.blocks):
             known.pop(model, None)
 
     def grow(self, model: ModelId, num_blocks: int) -> list[range]:
@@ -133,8 +133,8 @@ class World:
         self.pool.shrink(model, extent)
 
     def tensor(self, model: ModelId, spec: TensorSpec) -> torch.Tensor:
-        slot = self.slots[model][spec.name]
-        return slot.base[slot.offset : slot.offset + spec.nbytes]
+        place = self.places[model][spec.name]
+        return place.base[place.offset : place.offset + spec.nbytes]
 
     def block(self, model: ModelId, block: int) -> torch.Tensor:
         num_bytes = self.shapes[model].block_bytes
@@ -152,8 +152,8 @@ class World:
             + picture.lost_bytes
             + sum(one.weights_bytes + one.kv_bytes for one in picture.holdings)
         )
-        for model, slots in self.pool.take_moved().items():
-            self.slots[model] = dict(slots)
+        for model, places in self.pool.take_moved().items():
+            self.places[model] = dict(places)
         for model, space in self.spaces.items():
             space.workspace.fill_(0xAA)  # nobody else minds
             for block in (block for extent in self.blocks[model] for block in extent):
@@ -343,14 +343,14 @@ def test_narrow_bytes_land_at_the_end_of_the_wide_tensor() -> None:
     for gap, spec in zip(space.gaps, wanted.stored.tensors, strict=True):
         gap.destination.copy_(values[spec.name].view(torch.uint8))
     for spec in wanted.served.tensors:
-        slot = space.slots[spec.name]
-        wide = slot.base[slot.offset : slot.offset + spec.nbytes]
+        place = space.places[spec.name]
+        wide = place.base[place.offset : place.offset + spec.nbytes]
         wide.view(torch.float32).copy_(wide[spec.nbytes // 2 :].clone().view(torch.bfloat16))
     world.pool.landed(A, is_whole=True)
 
     for spec in wanted.served.tensors:
-        slot = space.slots[spec.name]
-        wide = slot.base[slot.offset : slot.offset + spec.nbytes].view(torch.float32)
+        place = space.places[spec.name]
+        wide = place.base[place.offset : place.offset + spec.nbytes].view(torch.float32)
         assert torch.equal(wide, values[spec.name].float())
 
 
@@ -360,7 +360,7 @@ def test_weights_that_are_in_the_way_move_and_are_told_once() -> None:
     for model in (A, B):
         world.load(model, small)
     world.drop(A)  # 2 free, 2 of B, 10 free, 2 sinks' pages of which one is free
-    moved = world.slots[B]["t0"].offset
+    moved = world.places[B]["t0"].offset
     world.place(C, shape([12], workspace_bytes=0))
     told = world.pool.take_moved()
 
@@ -369,7 +369,7 @@ def test_weights_that_are_in_the_way_move_and_are_told_once() -> None:
     assert told[B]["t0"].offset == 0
     assert world.pool.take_moved() == {}
     assert world.pool.picture().moved_bytes == 2 * PAGE
-    world.slots[B] = dict(told[B])
+    world.places[B] = dict(told[B])
     world.check()
 
 
@@ -427,7 +427,7 @@ def test_blocks_come_from_the_high_end_and_weights_from_the_low_one_behind_the_w
     grown = world.grow(A, 8)
 
     assert space.workspace.data_ptr() == space.kv.data_ptr()
-    assert [slot.offset for slot in space.slots.values()] == [3 * PAGE, 7 * PAGE]
+    assert [place.offset for place in space.places.values()] == [3 * PAGE, 7 * PAGE]
     assert space.sink == 63
     assert grown == [range(48, 56), range(56, 63)]
 

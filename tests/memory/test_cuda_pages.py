@@ -44,7 +44,7 @@ from tests.memory.steps import Step, carry_out, steps
 from tests.memory.tenancy import Holds, sample
 pool = MappedPool(CudaPages(torch.device("cuda", 0), 32 << 20, 2 << 20), Holds().regard)
 space = pool.place("a", sample([1, 2], 2 << 20, digest=0xABCDEF).shape)
-print(space.slots["t0"].base.data_ptr(), space.kv.data_ptr(), space.workspace.data_ptr())
+print(space.places["t0"].base.data_ptr(), space.kv.data_ptr(), space.workspace.data_ptr())
 pool.close()
 """
 

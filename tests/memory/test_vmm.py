@@ -81,7 +81,7 @@ def tenancy(pages: Watched) -> Iterator[Tenancy]:
 
 def addresses(tenancy: Tenancy, model: ModelId) -> tuple[int, ...]:
     space = tenancy.spaces[model]
-    weights = next(iter(space.slots.values())).base
+    weights = next(iter(space.places.values())).base
     return weights.data_ptr(), space.kv.data_ptr(), space.workspace.data_ptr()
 
 

@@ -16,7 +16,7 @@ from hearth.models.decoder import Decoder
 from hearth.models.families import read_arch
 from hearth.models.layout import layout_of
 from hearth.models.step import StepInputs
-from hearth.models.weights import NormWeights, bind, contiguous_slots
+from hearth.models.weights import NormWeights, bind, contiguous_places
 from hearth.models.workspace import StepSize, Workspace
 from tests.engine.harness import prompts_for, reference_logits
 from tests.models.zoo import VARIANTS, build, pack_directory
@@ -49,7 +49,7 @@ class Stage:
 
 
 def stage(name: str, layers: range | None = None) -> Stage:
-    """With slots for these layers only, so that it cannot read another's; KV starts as NaN."""
+    """With places for these layers only, so that it cannot read another's; KV starts as NaN."""
     directory = build(name).directory
     arch = read_arch(directory)
     layout = layout_of(arch, "float32")
@@ -57,8 +57,8 @@ def stage(name: str, layers: range | None = None) -> Stage:
     pack_directory(directory, arch, layout, base)
     chosen = range(arch.num_layers) if layers is None else layers
     others = tuple(f"layers.{i}." for i in range(arch.num_layers) if i not in chosen)
-    slots = {n: slot for n, slot in contiguous_slots(layout, base).items() if not n.startswith(others)}
-    weights = bind(arch, layout, slots, layers)
+    places = {n: place for n, place in contiguous_places(layout, base).items() if not n.startswith(others)}
+    weights = bind(arch, layout, places, layers)
     size = StepSize(max_tokens=NUM_ROWS, max_samples=NUM_ROWS, num_programs=1)
     run = torch.full((Workspace.num_bytes(arch, torch.float32, size),), 0xFF, dtype=torch.uint8)
     workspace = Workspace.bind(arch, torch.float32, size, run)

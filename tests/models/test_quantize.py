@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hearth.errors import BadCheckpoint
 from hearth.models.layout import layout_of
 from hearth.models.quantize import Quantized, dequantize, quantize
-from hearth.models.weights import Linear, Weights, bind, contiguous_slots
+from hearth.models.weights import Linear, Weights, bind, contiguous_places
 from tests.models.test_decoder import prefill, stage
 from tests.models.zoo import build, pack_directory
 
@@ -100,7 +100,7 @@ def test_decoder_gives_the_logits_of_the_dequantised_weights(name: str, quant: s
     layout = layout_of(arch, "float32", quant)
     base = torch.empty(layout.num_bytes, dtype=torch.uint8)
     pack_directory(build(name).directory, arch, layout, base)
-    quantised.decoder.rebind(bind(arch, layout, contiguous_slots(layout, base)))
+    quantised.decoder.rebind(bind(arch, layout, contiguous_places(layout, base)))
     plain.decoder.rebind(_dequantised(quantised.decoder.weights))
     expected = plain.decoder.logits(plain.run(plain.decoder.embed(step), step))
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Set
 import torch
 
 from hearth.errors import DeviceError
-from hearth.memory.arena_tenant import BATCH_BLOCKS, ArenaTenant, slots_of, space_of, wish_of
+from hearth.memory.arena_tenant import BATCH_BLOCKS, ArenaTenant, places_of, space_of, wish_of
 from hearth.memory.contiguous import ContiguousMemory
 from hearth.memory.placement import Packer, Wish, extent_span, plan_placement
 from hearth.memory.pool import EvictionTermsOf, Picture, Shape, Space
@@ -199,7 +199,7 @@ class ArenaPool:
         moved, self._moved = self._moved, set()
         tenants = {model: self._tenants[model] for model in sorted(moved)}
         return {
-            model: slots_of(tenant, self._regions, self._memory.bytes)
+            model: places_of(tenant, self._regions, self._memory.bytes)
             for model, tenant in tenants.items()
             if len(tenant.tensors(self._regions)) == len(tenant.shape.served.tensors)
         }

@@ -115,7 +115,7 @@ def tensor_owners(model: ModelId, shape: Shape) -> list[Owner]:
     return [Owner(model, Use.TENSOR, index) for index in range(len(shape.served.tensors))]
 
 
-def slots_of(tenant: ArenaTenant, regions: RegionList, memory: torch.Tensor) -> dict[str, TensorPlace]:
+def places_of(tenant: ArenaTenant, regions: RegionList, memory: torch.Tensor) -> dict[str, TensorPlace]:
     """Where its tensors are, all of which have a region."""
     specs = zip(tenant.shape.served.tensors, tensor_owners(tenant.model, tenant.shape), strict=True)
     return {spec.name: TensorPlace(memory, regions.span_of(owner).begin) for spec, owner in specs}
@@ -123,19 +123,19 @@ def slots_of(tenant: ArenaTenant, regions: RegionList, memory: torch.Tensor) -> 
 
 def space_of(tenant: ArenaTenant, regions: RegionList, memory: torch.Tensor) -> Space:
     """Of one that is placed."""
-    shape, slots = tenant.shape, slots_of(tenant, regions, memory)
+    shape, places = tenant.shape, places_of(tenant, regions, memory)
     gaps = []
     for index in sorted(tenant.landing):
         stored, served = shape.stored.tensors[index], shape.served.tensors[index]
         # At the end of its place: from there it can be widened towards the front.
-        end = slots[served.name].offset + served.nbytes
+        end = places[served.name].offset + served.nbytes
         part = ByteRange(stored.offset, stored.offset + stored.nbytes)
         gaps.append(Gap(part, memory[end - stored.nbytes : end]))
     begin = regions.span_of(tenant.own_workspace).begin if tenant.has_own_workspace(regions) else 0
     workspace = memory[begin : begin + shape.workspace_bytes]
     kv = memory[: len(memory) // shape.block_bytes * shape.block_bytes]
     sink, parts = next(iter(tenant.extents)), tuple(gap.part for gap in gaps)
-    return Space(slots, workspace, kv, sink, tuple(gaps), parts)
+    return Space(places, workspace, kv, sink, tuple(gaps), parts)
 
 
 def wish_of(model: ModelId, shape: Shape, tenant: ArenaTenant | None, regions: RegionList) -> Wish:

@@ -60,7 +60,7 @@ class Gap:
 class Space:
     """A model's memory. What it has not got yet holds arbitrary bits, or must not be touched at all."""
 
-    slots: Mapping[str, TensorPlace]  #: of every tensor, as served
+    places: Mapping[str, TensorPlace]  #: of every tensor, as served
     workspace: torch.Tensor  #: uint8; arbitrary bits between two steps
     #: uint8. Block `b` lies at `b * block_bytes`; those that the pool has not given must not be touched.
     kv: torch.Tensor

@@ -23,7 +23,7 @@ from hearth.memory.pages import Pages
 from hearth.memory.pool import EvictionTermsOf, Picture, Shape, Space
 from hearth.memory.spaces import Spaces
 from hearth.models.layout import ByteRange
-from hearth.models.weights import TensorPlace, contiguous_slots
+from hearth.models.weights import TensorPlace, contiguous_places
 from hearth.policy.memory.eviction import plan_takes
 from hearth.types import Hold, ModelId
 
@@ -167,7 +167,7 @@ class MappedPool:
         shape = tenant.shape
         if tenant.space is None:  # addresses never change, and looking at them takes its time
             tenant.space = Space(
-                slots=contiguous_slots(shape.served, tenant.weights),
+                places=contiguous_places(shape.served, tenant.weights),
                 workspace=self._pages.bytes_at(tenant.workspace_address, shape.workspace_bytes),
                 kv=self._pages.bytes_at(tenant.kv_address, shape.max_blocks * shape.block_bytes),
                 sink=0,

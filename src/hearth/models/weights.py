@@ -60,20 +60,20 @@ class Weights:
     head: Linear | None
 
 
-def contiguous_slots(layout: Layout, base: torch.Tensor) -> dict[str, TensorPlace]:
-    """Slots of a model whose bytes lie in one buffer, as the packer writes them."""
+def contiguous_places(layout: Layout, base: torch.Tensor) -> dict[str, TensorPlace]:
+    """Return the places of a model's tensors whose bytes lie in one buffer, as the packer writes them."""
     return {spec.name: TensorPlace(base, spec.offset) for spec in layout.tensors}
 
 
 def bind(
-    arch: Arch, layout: Layout, slots: Mapping[str, TensorPlace], layers: range | None = None
+    arch: Arch, layout: Layout, places: Mapping[str, TensorPlace], layers: range | None = None
 ) -> Weights:
-    """View the tensors that `layers`, or all of them, need; others need no slot."""
+    """View the tensors that `layers`, or all of them, need; others need no place."""
     layers = range(arch.num_layers) if layers is None else layers
     is_first, is_last = layers.start == 0, layers.stop == arch.num_layers
     has_projections = arch.embed_size != arch.hidden_size
     views = {
-        spec.name: _view(spec, slots[spec.name])
+        spec.name: _view(spec, places[spec.name])
         for spec in layout.tensors
         if _is_needed(spec.name, arch, layers)
     }
@@ -123,8 +123,8 @@ def _norm(views: Mapping[str, torch.Tensor], name: str) -> NormWeights:
     return NormWeights(views.get(f"{name}.weight"), views.get(f"{name}.bias"))
 
 
-def _view(spec: TensorSpec, slot: TensorPlace) -> torch.Tensor:
-    base, begin, end = slot.base, slot.offset, slot.offset + spec.nbytes
+def _view(spec: TensorSpec, place: TensorPlace) -> torch.Tensor:
+    base, begin, end = place.base, place.offset, place.offset + spec.nbytes
     assert (base.dtype, base.dim()) == (torch.uint8, 1), f"{spec.name}: {base.dtype=} {base.shape=}"
     assert 0 <= begin <= end <= len(base), f"{spec.name}: bytes {begin}:{end} of a base of {len(base)}"
     address = base.data_ptr() + begin

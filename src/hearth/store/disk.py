@@ -4,7 +4,7 @@
     root/models/NAME/weights.bin
     root/chunks/ab/abcdef0123...       one chunk, named by its digest; whole or absent
 
-Reads no chunk: whoever does finds out whether the bytes are right, and condemns the place if not.
+Reads no chunk: whoever does finds out whether the bytes are right, and condemns the location if not.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class DiskTier:
         self._lock = Lock()
         self._models: dict[Path, _Registered] = {}
         #: Places in files of weights, in the order of registration. No list is empty.
-        self._places: dict[Digest, list[Location]] = {}
+        self._locations: dict[Digest, list[Location]] = {}
         #: Bytes of every chunk file.
         self._files: dict[Digest, int] = {}
         #: Bytes of every chunk file that is being written. They count as used already, and as long as a
@@ -107,7 +107,7 @@ class DiskTier:
             if num_bytes is None:
                 return
             for (offset, digest), chunk in zip(digest_by_offset.items(), manifest.chunks, strict=True):
-                self._places.setdefault(digest, []).append(Location(weights, offset, chunk.num_bytes))
+                self._locations.setdefault(digest, []).append(Location(weights, offset, chunk.num_bytes))
 
     def forget(self, directory: Path) -> None:
         """The opposite of `register`. Deletes nothing."""
@@ -115,31 +115,31 @@ class DiskTier:
             self._forget(directory.resolve())
 
     def locate(self, digest: Digest) -> list[Location]:
-        """Every place that should hold the chunk: its own file, then weights in order of registration.
+        """Every location that should hold the chunk: its own file, then weights in order of registration.
 
         A chunk file may be evicted before it is opened.
         """
         with self._lock:
-            places = list(self._places.get(digest, ()))
+            locations = list(self._locations.get(digest, ()))
             if digest in self._files:
-                places.insert(0, Location(self._path(digest), 0, self._files[digest]))
+                locations.insert(0, Location(self._path(digest), 0, self._files[digest]))
                 self._order.discard(digest)
-            self.counters.num_hits += bool(places)
-            return places
+            self.counters.num_hits += bool(locations)
+            return locations
 
     def holds(self, digest: Digest) -> bool:
-        """Whether some place should hold the chunk. Counts nothing."""
+        """Whether some location should hold the chunk. Counts nothing."""
         with self._lock:
-            return digest in self._files or digest in self._places
+            return digest in self._files or digest in self._locations
 
     def keep(self, digest: Digest, data: memoryview, price: Callable[[str], Price]) -> bool:
         """Write a chunk file, evicting the cheapest ones where the quota demands it.
 
-        False if the chunk is on the disk in any place, or another thread is writing it. `price` is called
+        False if the chunk is on the disk in any location, or another thread is writing it. `price` is called
         with the lock held. Raises StoreFull; then nothing is left behind.
         """
         with self._lock:
-            if digest in self._files or digest in self._places or digest in self._writing:
+            if digest in self._files or digest in self._locations or digest in self._writing:
                 return False
             self._make_room(data.nbytes, price)
             self._writing[digest] = data.nbytes
@@ -157,7 +157,7 @@ class DiskTier:
         return True
 
     def condemn(self, location: Location) -> None:
-        """The bytes there are wrong or cannot be read: a chunk file is deleted, a place in a file of
+        """The bytes there are wrong or cannot be read: a chunk file is deleted, a location in a file of
         weights is left out until its model is registered again."""
         with self._lock:
             file, model = Digest(location.path.name), self._models.get(location.path.parent)
@@ -166,8 +166,8 @@ class DiskTier:
                 self.counters.num_condemned += 1
             elif model and location.offset in model.digest_by_offset:
                 digest = model.digest_by_offset[location.offset]
-                self.counters.num_condemned += location in self._places.get(digest, ())
-                self._remove_places(digest, lambda place: place == location)
+                self.counters.num_condemned += location in self._locations.get(digest, ())
+                self._remove_locations(digest, lambda other: other == location)
 
     def collect(self) -> int:
         """Delete the chunk files that no model refers to, registered or under the root; return the bytes."""
@@ -238,12 +238,12 @@ class DiskTier:
     def _forget(self, directory: Path) -> None:
         model = self._models.pop(directory, None)
         for digest in model.digest_by_offset.values() if model else ():
-            self._remove_places(digest, lambda place: place.path == directory / WEIGHTS)
+            self._remove_locations(digest, lambda location: location.path == directory / WEIGHTS)
 
-    def _remove_places(self, digest: Digest, is_gone: Callable[[Location], bool]) -> None:
-        places = [place for place in self._places.pop(digest, ()) if not is_gone(place)]
-        if places:
-            self._places[digest] = places
+    def _remove_locations(self, digest: Digest, is_gone: Callable[[Location], bool]) -> None:
+        locations = [location for location in self._locations.pop(digest, ()) if not is_gone(location)]
+        if locations:
+            self._locations[digest] = locations
 
 
 def _write(path: Path, data: memoryview) -> None:

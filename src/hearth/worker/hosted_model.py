@@ -163,7 +163,7 @@ class HostedModel:
         self.is_settling = True
         if self.engine is not None:
             if not self._pool.keeps_addresses:
-                self.rebind(space.slots)
+                self.rebind(space.places)
             if not space.parts:
                 return self.opened(Opened(is_whole=True))
         model, self._borrowed = self._borrowed, None
@@ -173,11 +173,11 @@ class HostedModel:
         self._start_thread(lambda: self._settle(plan, space, model, hosting))
         return None
 
-    def rebind(self, slots: Mapping[str, TensorPlace]) -> None:
+    def rebind(self, places: Mapping[str, TensorPlace]) -> None:
         """Its tensors are elsewhere now."""
         assert self.plan is not None, f"`{self.model}` was moved before it was found"
         if self.engine is not None:
-            self.engine.runner.rebind(bind(self.plan.spec.arch, self.plan.layout, slots))
+            self.engine.runner.rebind(bind(self.plan.spec.arch, self.plan.layout, places))
 
     def opened(self, news: Opened) -> ModelLoaded | None:
         """The engine is there. Returns the news if all bytes are as well."""
@@ -280,7 +280,7 @@ class HostedModel:
         if (
             engine is None and not self._is_dropped
         ):  # not under the lock: it takes its time, and touches none of the space
-            weights = bind(plan.spec.arch, plan.layout, space.slots)
+            weights = bind(plan.spec.arch, plan.layout, space.places)
             memory = Memory(space.workspace, space.kv, space.sink, plan.floor_blocks)
             engine = assemble(plan.spec, weights, shop.config, shop.device, memory)
         with self._lock:
@@ -302,7 +302,7 @@ class HostedModel:
     def _load(self, plan: HostingSpec, space: Space, model: BorrowedModel, hosting: int) -> WatchedLoad:
         post, shop = self._post, self._workshop
         assert self._groundwork is not None, f"`{self.model}` is loaded nowhere"
-        to = Destination(space.gaps, self._groundwork, space.slots, plan.layout)
+        to = Destination(space.gaps, self._groundwork, space.places, plan.layout)
         return WatchedLoad(model, to, shop.borrower, shop.loader, lambda news: post(hosting, news))
 
     def _borrow(self, order: HostModel) -> BorrowedModel:

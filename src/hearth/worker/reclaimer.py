@@ -242,9 +242,9 @@ class Reclaimer:
         return None
 
     def _follow_moves(self) -> None:
-        for model, slots in self.pool.take_moved().items():
+        for model, places in self.pool.take_moved().items():
             with _blaming(model):
-                self._hosts[model].rebind(slots)
+                self._hosts[model].rebind(places)
 
     def _shortage(self, model: ModelId, plan: HostingSpec, lack_bytes: int) -> str:
         picture, shape = self.pool.picture(), plan.shape
