@@ -16,7 +16,7 @@ from bench.report import arguments, emit
 from hearth.kernels import activation, decode_attention, linear, norm, prefill_attention, rotary
 from hearth.kernels.decode_attention import SplitScratch
 from hearth.kernels.paged import Heads, PagedRows
-from hearth.kernels.prefill_attention import Span
+from hearth.kernels.prefill_attention import PrefillSpan
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 INT32 = {"device": "cuda", "dtype": torch.int32}
@@ -109,7 +109,7 @@ def decode(heads: Heads, batch: int, context: int) -> dict[str, object]:
 def prefill(counts: list[int], heads: Heads = MULTI_HEAD) -> dict[str, object]:
     kv, table = _paged(counts, heads, 1)
     begins = [sum(counts[:at]) for at in range(len(counts) + 1)]
-    spans = [Span(begin, count, 0) for begin, count in zip(begins, counts, strict=False)]
+    spans = [PrefillSpan(begin, count, 0) for begin, count in zip(begins, counts, strict=False)]
     slots = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(**INT32)
     positions = torch.cat([torch.arange(count) for count in counts]).to(**INT32)
     rows = PagedRows(positions, slots, table)

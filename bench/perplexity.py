@@ -20,10 +20,10 @@ import torch
 
 from bench.report import HERE, arguments, emit
 from hearth.kernels.paged import PagedRows
-from hearth.kernels.prefill_attention import Span
-from hearth.models.angles import cos_sin_table
+from hearth.kernels.prefill_attention import PrefillSpan
 from hearth.models.decoder import Decoder
-from hearth.models.step import StepInputs
+from hearth.models.rope import cos_sin_table
+from hearth.models.step_inputs import StepInputs
 from hearth.models.weights import bind, contiguous_places
 from hearth.models.workspace import StepSize, Workspace
 from hearth.store.convert import convert
@@ -90,7 +90,7 @@ def _losses(decoder: Decoder, kv: torch.Tensor, prompts: Sequence[list[int]]) ->
         tokens=torch.tensor([token for prompt in prompts for token in prompt]),
         rows=rows,
         decode_rows=rows.first(0),
-        spans=tuple(Span(begin, length, 0) for begin, length in zip(begins, lengths, strict=False)),
+        spans=tuple(PrefillSpan(begin, length, 0) for begin, length in zip(begins, lengths, strict=False)),
         span_begins=torch.tensor(begins, dtype=torch.int32),
         sample_rows=None,
     )

@@ -20,7 +20,7 @@ from bench.reuse_replay import Looks, groundwork_of, make_room, synchronize
 from bench.reuse_setting import Aim, Part, Setting
 from hearth.memory.pool import Pool, Space
 from hearth.models.layout import ByteRange
-from hearth.store.loader import Piece, whole
+from hearth.store.loader import LoadPiece, whole
 from hearth.types import ModelId
 
 MAX_MAPPING = 1.02
@@ -88,7 +88,7 @@ def _take_turn(
     looks.running = model.id
     make_room(pool, model)
     space = pool.place(model.id, model.shape)
-    pieces = [Piece(gap.part, gap.destination) for gap in space.gaps]
+    pieces = [LoadPiece(gap.part, gap.destination) for gap in space.gaps]
     looks.is_loading = True
     for times in (mapping.fresh_s, mapping.again_s):
         begin = partial(_prepare, pool, model.id, space)
@@ -104,7 +104,7 @@ def _load_s(
     setting: Setting,
     shelf: Library,
     model: HostedModel,
-    pieces: Sequence[Piece],
+    pieces: Sequence[LoadPiece],
     begin: Callable[[], Callable[[ByteRange], None]],
 ) -> float:
     """`begin` starts to prepare, and says how to wait for it."""

@@ -16,7 +16,7 @@ from bench.reuse_models import HostedModel, Library
 from bench.reuse_workload import Asked
 from hearth.memory.pool import EvictionTerms, Pool, Space
 from hearth.models.layout import ByteRange
-from hearth.store.loader import Loader, Piece
+from hearth.store.loader import Loader, LoadPiece
 from hearth.types import Hold, ModelId
 from hearth.worker.map_ahead import MapAhead
 from hearth.worker.worth import Worth
@@ -118,7 +118,7 @@ class Replay:
     def load(self, model: HostedModel, space: Space) -> None:
         """What is missing, through the loader that workers have; nothing is started where nothing is."""
         if space.gaps:
-            pieces = [Piece(gap.part, gap.destination) for gap in space.gaps]
+            pieces = [LoadPiece(gap.part, gap.destination) for gap in space.gaps]
             self.looks.is_loading = True
             groundwork = groundwork_of(self.pool, model.id, space)
             self.loader.load(

@@ -21,7 +21,7 @@ from hearth.cli import app
 from hearth.config import EngineConfig, StoreConfig
 from hearth.errors import DeviceError
 from hearth.store.manifest import read_manifest
-from hearth.store.record import LoadRecord, RungUse
+from hearth.store.record import LoadRecord, RungTotals
 from hearth.types import FinishReason, Rung, SamplingParams
 from tests.cli.shell import Hearth
 from tests.models.zoo import build
@@ -68,7 +68,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
             calls.made = {"path": path, "device": device, "dtype": dtype, "engine": engine, "store": store}
 
         def wait_loaded(self) -> LoadRecord:
-            use = RungUse(num_chunks=2, num_bytes=30 << 20, seconds=0.5)
+            use = RungTotals(num_chunks=2, num_bytes=30 << 20, seconds=0.5)
             return LoadRecord("m", 30 << 20, {Rung.DISK: use}, 0.1, 0.1, 0.1, 0.1, 0.5, 0)
 
         def __enter__(self) -> FakeLLM:

@@ -22,7 +22,7 @@ from hearth.config import EngineConfig, StoreConfig
 from hearth.engine.engine import Engine, Output
 from hearth.engine.loop import Failed, Outbox, StepLoop
 from hearth.errors import BadPrompt, BadSampling, EngineFailed
-from hearth.offline import Opening, Wishes, open_model
+from hearth.offline import ModelOptions, OpenedModel, open_model
 from hearth.policy.batch.plan import EngineRequest
 from hearth.store.record import LoadRecord
 from hearth.store.tiers import Tiers
@@ -74,12 +74,12 @@ class LLM:
         completions have no text and generation does not stop by itself. Tiers that are given are shared and
         stay open.
         """
-        wishes = Wishes(device, dtype, max_context, skip_tokenizer, engine or EngineConfig())
-        opening = open_model(path, wishes, store or StoreConfig())
+        options = ModelOptions(device, dtype, max_context, skip_tokenizer, engine or EngineConfig())
+        opened = open_model(path, options, store or StoreConfig())
         try:
-            self._open(opening.build, opening.tokenizer, opening)
+            self._open(opened.build, opened.tokenizer, opened)
         except BaseException:
-            opening.close()
+            opened.close()
             raise
 
     @classmethod
@@ -90,21 +90,21 @@ class LLM:
         return llm
 
     def _open(
-        self, build: Callable[[], Engine], tokenizer: Tokenizer | None, opening: Opening | None
+        self, build: Callable[[], Engine], tokenizer: Tokenizer | None, opened: OpenedModel | None
     ) -> None:
         self._tokenizer = tokenizer
-        self._opening = opening
+        self._opened = opened
         self._numbers = count()
         self._open_loop: StepLoop | None = StepLoop(build)
         # The step thread holds the engine, so without this a forgotten LLM would keep its memory.
-        self._finalizer = weakref.finalize(self, _close_apart, self._open_loop, opening)
+        self._finalizer = weakref.finalize(self, _close_apart, self._open_loop, opened)
 
     def wait_loaded(self) -> LoadRecord | None:
         """Until all weights are on the device: what the load did; None if the model was not converted.
 
         Raises StoreError where they cannot be had.
         """
-        return None if self._opening is None else self._opening.wait()
+        return None if self._opened is None else self._opened.wait()
 
     @property
     def engine(self) -> Engine:
@@ -162,8 +162,8 @@ class LLM:
     def close(self) -> None:
         """End what is live, wait for the step thread and let the memory go. Closing again is harmless."""
         if self._open_loop is not None and self._finalizer.detach() is not None:
-            _close(self._open_loop, self._opening)
-        self._open_loop = self._opening = None
+            _close(self._open_loop, self._opened)
+        self._open_loop = self._opened = None
 
     def __enter__(self) -> Self:
         return self
@@ -255,18 +255,18 @@ class _Answer:
         return (TokenLogprobs(output.logprobs.logprob, output.logprobs.top[:wanted]),)
 
 
-def _close_apart(loop: StepLoop, opening: Opening | None) -> None:
+def _close_apart(loop: StepLoop, opened: OpenedModel | None) -> None:
     """Garbage is collected on any thread, also on one that closing would have to wait for."""
     try:
-        threading.Thread(target=_close, args=(loop, opening), name="hearth-close", daemon=True).start()
+        threading.Thread(target=_close, args=(loop, opened), name="hearth-close", daemon=True).start()
     except RuntimeError:  # the interpreter ends and starts no more threads
-        _close(loop, opening)
+        _close(loop, opened)
 
 
-def _close(loop: StepLoop, opening: Opening | None) -> None:
+def _close(loop: StepLoop, opened: OpenedModel | None) -> None:
     """The load goes first: the step thread may be waiting for it."""
-    if opening is not None:
-        opening.close()
+    if opened is not None:
+        opened.close()
     loop.close()
 
 

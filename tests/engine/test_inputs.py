@@ -5,7 +5,7 @@ import torch
 
 from hearth.engine.inputs import InputBuffers
 from hearth.engine.upload import Uploads
-from hearth.kernels.prefill_attention import Span
+from hearth.kernels.prefill_attention import PrefillSpan
 from hearth.policy.batch.plan import Admission, Row, StepPlan, TableWrite
 from hearth.types import RequestId, SamplingParams
 
@@ -58,7 +58,7 @@ def test_spans_say_the_same_on_the_host_and_on_the_device() -> None:
     view = inputs.view(MIXED)
 
     assert len(view.decode_rows.positions) == 2
-    assert view.spans == (Span(2, 3, 5), Span(5, 2, 0))
+    assert view.spans == (PrefillSpan(2, 3, 5), PrefillSpan(5, 2, 0))
     assert view.span_begins.tolist() == [2, 5, 7]
 
 

@@ -5,7 +5,7 @@ import torch
 
 from hearth.kernels.paged import Heads, PagedRows
 from hearth.kernels.prefill_attention import (
-    Span,
+    PrefillSpan,
     prefill_attention,
     prefill_attention_reference,
     prefill_attention_triton,
@@ -30,7 +30,7 @@ def test_kernel_equals_reference_for_chunks_and_prefixes(
     begins = [num_decode_rows]
     for count in counts:
         begins.append(begins[-1] + count)
-    spans = [Span(*span) for span in zip(begins, counts, starts, strict=False)]
+    spans = [PrefillSpan(*span) for span in zip(begins, counts, starts, strict=False)]
     slots = torch.zeros(begins[-1], dtype=torch.int32, device=device)
     positions = torch.zeros_like(slots)
     for span, slot in zip(spans, cache.slots, strict=True):
@@ -66,7 +66,7 @@ def test_long_fresh_prompts_through_the_library_equal_the_reference(
     dtype: torch.dtype, heads: Heads, counts: list[int]
 ) -> None:
     begins = [sum(counts[:at]) for at in range(len(counts) + 1)]
-    spans = [Span(begin, count, 0) for begin, count in zip(begins, counts, strict=False)]
+    spans = [PrefillSpan(begin, count, 0) for begin, count in zip(begins, counts, strict=False)]
     qkv = random(begins[-1], (heads.num_q + 2 * heads.num_kv) * heads.dim, device="cuda", dtype=dtype)
     cache = Paged.build(counts, heads, "cuda", dtype)
     slots = torch.repeat_interleave(cache.slots, torch.tensor(counts, device="cuda"))

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from hearth.kernels.paged import PagedRows
-from hearth.kernels.prefill_attention import Span
-from hearth.models.angles import cos_sin_table
+from hearth.kernels.prefill_attention import PrefillSpan
 from hearth.models.arch import Arch, Norm, Residual
 from hearth.models.decoder import Decoder
 from hearth.models.families import read_arch
 from hearth.models.layout import layout_of
-from hearth.models.step import StepInputs
+from hearth.models.rope import cos_sin_table
+from hearth.models.step_inputs import StepInputs
 from hearth.models.weights import NormWeights, bind, contiguous_places
 from hearth.models.workspace import StepSize, Workspace
 from tests.engine.harness import prompts_for, reference_logits
@@ -86,7 +86,7 @@ def prefill(name: str) -> StepInputs:
         tokens=torch.tensor([token for prompt in asked for token in prompt]),
         rows=rows,
         decode_rows=rows.first(0),
-        spans=tuple(Span(begin, length, 0) for begin, length in zip(begins, LENGTHS, strict=False)),
+        spans=tuple(PrefillSpan(begin, length, 0) for begin, length in zip(begins, LENGTHS, strict=False)),
         span_begins=torch.tensor(begins, dtype=torch.int32),
         sample_rows=None,
     )
@@ -187,7 +187,7 @@ def test_a_later_chunk_and_a_decode_row_give_the_logits_of_one_prefill(name: str
             tokens=torch.tensor(prompt[start:end]),
             rows=rows,
             decode_rows=rows.first(int(is_decode)),
-            spans=() if is_decode else (Span(0, end - start, start),),
+            spans=() if is_decode else (PrefillSpan(0, end - start, start),),
             span_begins=torch.tensor([0, end - start], dtype=torch.int32),
             sample_rows=None,
         )

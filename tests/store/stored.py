@@ -1,4 +1,4 @@
-"""Small stored models, and climbers whose strings a test holds. Asserts nothing."""
+"""Small stored models, and chunk readers whose strings a test holds. Asserts nothing."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hearth.config import StoreConfig
 from hearth.errors import ChunkMissing, StoreError
 from hearth.models.families import arch_from_config
 from hearth.models.layout import ByteRange, layout_of
-from hearth.store.backoff import Retry
-from hearth.store.climb import Climber
+from hearth.store.chunk_reader import ChunkReader
 from hearth.store.convert import convert
 from hearth.store.fetch import Fetch, Fetcher
 from hearth.store.manifest import MANIFEST, WEIGHTS, Chunk, Manifest, digest_of, read_manifest
 from hearth.store.model import StoredModel
 from hearth.store.prices import Prices
 from hearth.store.record import Delivery
+from hearth.store.remote import Retry
 from hearth.store.segment import Segment
 from hearth.store.tiers import Tiers
 from hearth.types import Digest, Rung
@@ -103,7 +103,7 @@ def converted(name: str, dtype: str = "float32", quant: str = "none", chunk_byte
     return dest
 
 
-class Shelf(Climber):
+class Shelf(ChunkReader):
     """Delivers from memory. Mutable: readers append to what was asked, tests say what is broken."""
 
     def __init__(self, *contents: Sequence[bytes], rung: Rung = Rung.DISK) -> None:
@@ -148,10 +148,10 @@ class Ask:
         self._reply.result()
 
 
-class Gated(Climber):
-    """Another climber behind a gate: each delivery waits for the test's leave, until all are let through."""
+class Gated(ChunkReader):
+    """A chunk reader behind a gate: each delivery waits for the test's leave, until all are let through."""
 
-    def __init__(self, behind: Climber) -> None:
+    def __init__(self, behind: ChunkReader) -> None:
         self._behind = behind
         self._arrived: SimpleQueue[Ask] = SimpleQueue()
         self._asks: list[Ask] = []
@@ -187,15 +187,15 @@ class Gated(Climber):
 
 
 @contextmanager
-def fetching(climber: Climber, num_cells: int, num_readers: int = 1) -> Iterator[Fetcher]:
+def fetching(chunk_reader: ChunkReader, num_cells: int, num_readers: int = 1) -> Iterator[Fetcher]:
     """A fetcher that is closed at the end, and whose books then must balance."""
     segment = Segment.create(num_cells, CHUNK_BYTES)
-    fetcher = Fetcher(segment, climber, Prices(), num_readers)
+    fetcher = Fetcher(segment, chunk_reader, Prices(), num_readers)
     try:
         yield fetcher
     finally:
-        if isinstance(climber, Gated):
-            climber.open()
+        if isinstance(chunk_reader, Gated):
+            chunk_reader.open()
         fetcher.close()
         segment.close()
     fetcher.book.check()
@@ -216,7 +216,7 @@ def gated_tiers(root: Path) -> Iterator[GatedTiers]:
     """Tiers whose one reader waits at a gate."""
     with tiers_at(root) as tiers:
         tiers.fetcher.close()
-        gate = Gated(Climber(tiers.disk, tiers.prices.of_disk_chunk))
+        gate = Gated(ChunkReader(tiers.disk, tiers.prices.of_disk_chunk))
         tiers.fetcher = Fetcher(tiers.segment, gate, tiers.prices, num_readers=1)
         try:
             yield GatedTiers(tiers, gate)

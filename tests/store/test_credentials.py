@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hearth.errors import ConfigError
-from hearth.store.credentials import Keys, find_s3_access
+from hearth.store.credentials import AccessKeys, find_s3_access
 
 CREDENTIALS = """
 [default]
@@ -48,13 +48,13 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 def test_the_default_profile_gives_keys_and_region(files: dict[str, str]) -> None:
     access = find_s3_access(files)
-    assert access.signer.keys == Keys("default-id", "secret%of/default", None)
+    assert access.signer.keys == AccessKeys("default-id", "secret%of/default", None)
     assert (access.region, access.endpoint) == ("eu-west-1", None)
 
 
 def test_a_named_profile_is_put_together_from_both_files(files: dict[str, str]) -> None:
     access = find_s3_access(files | {"AWS_PROFILE": "work"})
-    assert access.signer.keys == Keys("work-id", "work-secret", "work-token")
+    assert access.signer.keys == AccessKeys("work-id", "work-secret", "work-token")
     assert (access.region, access.endpoint) == ("eu-north-1", "http://127.0.0.1:9000")
 
 
@@ -62,12 +62,12 @@ def test_files_are_looked_for_in_the_home_directory(tmp_path: Path, monkeypatch:
     (tmp_path / ".aws").mkdir()
     (tmp_path / ".aws" / "credentials").write_text(CREDENTIALS, encoding="utf-8")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert find_s3_access({}).signer.keys == Keys("default-id", "secret%of/default", None)
+    assert find_s3_access({}).signer.keys == AccessKeys("default-id", "secret%of/default", None)
 
 
 def test_keys_of_the_environment_win_over_those_of_files_as_a_whole(files: dict[str, str]) -> None:
     environ = {"AWS_PROFILE": "work", "AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret"}
-    assert find_s3_access(files | environ).signer.keys == Keys("id", "secret", None)
+    assert find_s3_access(files | environ).signer.keys == AccessKeys("id", "secret", None)
 
 
 def test_region_and_endpoint_of_the_environment_win_over_those_of_files(files: dict[str, str]) -> None:

@@ -25,7 +25,7 @@ from hearth.store.borrower import Borrower, Loan
 from hearth.store.convert import convert
 from hearth.store.fetch import Fetch, HostChunk
 from hearth.store.lender import Lender
-from hearth.store.lending import CancelLoad, ChunkLent, Hello, ReleaseChunk, encode, received, send
+from hearth.store.lending import CancelLoad, ChunkLent, LenderHello, ReleaseChunk, encode, received, send
 from hearth.store.loader import Loader, whole
 from hearth.store.manifest import WEIGHTS, Manifest, read_manifest
 from hearth.store.prices import PRIORS
@@ -464,7 +464,7 @@ def test_a_lender_without_room_for_a_connection_serves_on(
     assert [record.msg.split()[0] for record in caplog.records] == ["borrower_not_accepted"]
 
 
-@pytest.mark.parametrize("line", [b"what?\n", encode(ReleaseChunk(0)), encode(Hello(1 << 40, 1 << 20))])
+@pytest.mark.parametrize("line", [b"what?\n", encode(ReleaseChunk(0)), encode(LenderHello(1 << 40, 1 << 20))])
 def test_a_borrower_leaves_nothing_open_after_a_greeting_that_is_none(path: Path, line: bytes) -> None:
     def greet(listener: socket.socket) -> None:
         connection, _ = listener.accept()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hearth.errors import ChunkCorrupt, ChunkMissing, LoadCancelled, StoreError
 from hearth.models.layout import ByteRange
 from hearth.store.fetch import HostChunk
-from hearth.store.loader import Load, Loader, LoadGate, Piece, chunks_of, whole
+from hearth.store.loader import Load, Loader, LoadGate, LoadPiece, chunks_of, whole
 from hearth.store.manifest import Manifest
 from hearth.store.record import LoadRecord
 from hearth.types import Rung
@@ -103,7 +103,7 @@ class TestPlaces:
     @given(spans=st.lists(st.tuples(*[st.integers(0, len(DATA))] * 2), max_size=6))
     def test_any_bytes_land_in_scattered_buffers(self, spans: list[tuple[int, int]]) -> None:
         parts = [ByteRange(min(span), max(span)) for span in spans]
-        pieces = [Piece(part, memory(part.end - part.begin)) for part in parts]
+        pieces = [LoadPiece(part, memory(part.end - part.begin)) for part in parts]
         hand = Hand()
         hand.give(*chunks_of(MANIFEST, pieces))
         CPU.load("m", MANIFEST, pieces, hand.opened).wait()
@@ -116,7 +116,7 @@ class TestPlaces:
 
     def test_only_chunks_that_hold_wanted_bytes_are_fetched(self) -> None:
         spans = [ByteRange(5 * CHUNK_BYTES - 1, 5 * CHUNK_BYTES + 1), ByteRange(10, 20)]
-        pieces = [Piece(span, memory(span.end - span.begin)) for span in spans]
+        pieces = [LoadPiece(span, memory(span.end - span.begin)) for span in spans]
         assert chunks_of(MANIFEST, pieces) == [0, 4, 5]
 
     def test_a_destination_of_the_wrong_size_is_a_bug(self) -> None:
@@ -146,7 +146,7 @@ class TestWaiting:
             load.cancel()
 
     def test_a_part_between_fetched_pieces_waits_for_what_comes_before_it(self) -> None:
-        pieces = [Piece(chunk_range(index), memory(CHUNK_BYTES)) for index in (1, 5)]
+        pieces = [LoadPiece(chunk_range(index), memory(CHUNK_BYTES)) for index in (1, 5)]
         hand = Hand()
         load = CPU.load("m", MANIFEST, pieces, hand.opened)
         hand.give(1)
@@ -290,7 +290,7 @@ class TestRecord:
         span = ByteRange(CHUNK_BYTES + 5, 3 * CHUNK_BYTES + 5)
         with fetching(Shelf(PARTS), num_cells=8) as fetcher:
             consume(fetcher.fetch(MODEL, [1]))
-            piece = Piece(span, memory(span.end - span.begin))
+            piece = LoadPiece(span, memory(span.end - span.begin))
             record = CPU.load("m", MANIFEST, [piece], lambda chunks: fetcher.fetch(MODEL, chunks)).wait()
         assert record.num_bytes == span.end - span.begin
         uses = {rung: (use.num_chunks, use.num_bytes) for rung, use in record.rungs.items()}

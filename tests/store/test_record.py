@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hearth.store.record import Delivery, RungUse, Tally, uses_of
+from hearth.store.record import Delivery, RungTotals, Tally, totals_by_rung
 from hearth.types import Rung
 
 BEGAN_S = 100.0
@@ -19,14 +19,14 @@ def test_readers_side_by_side_count_once_and_rests_do_not_count() -> None:
     for began_s in (103.0, 101.0, 101.5):
         tally.took(delivery(Rung.DISK, began_s), 4096)
     record = tally.record("m", 110.0)
-    assert record.rungs == {Rung.DISK: RungUse(3, 3 * 4096, 1.75 + 1.25)}
+    assert record.rungs == {Rung.DISK: RungTotals(3, 3 * 4096, 1.75 + 1.25)}
     assert (record.read_s, record.verify_s) == (3.0, 0.75)
 
 
 def test_a_short_delivery_within_a_long_one_adds_no_time() -> None:
     long, short = delivery(Rung.DISK, 101.0, read_s=8.0), delivery(Rung.DISK, 102.0)
     after = delivery(Rung.DISK, 109.0)
-    assert uses_of([long, short, after])[Rung.DISK].seconds == 9.25
+    assert totals_by_rung([long, short, after])[Rung.DISK].seconds == 9.25
 
 
 def test_each_rung_has_its_own_sums() -> None:
@@ -39,9 +39,9 @@ def test_each_rung_has_its_own_sums() -> None:
     tally.took(None, 4096)
     record = tally.record("m", 110.0)
     assert record.rungs == {
-        Rung.DISK: RungUse(1, 4096, 1.25),
-        Rung.OBJECT: RungUse(1, 4096, 6.25),
-        Rung.HOST: RungUse(2, 6144, 6.0 * 6144 / (2 * 4096 + 6144)),
+        Rung.DISK: RungTotals(1, 4096, 1.25),
+        Rung.OBJECT: RungTotals(1, 4096, 6.25),
+        Rung.HOST: RungTotals(2, 6144, 6.0 * 6144 / (2 * 4096 + 6144)),
     }
     assert (record.total_s, record.wait_s, record.num_failures) == (10.0, 4.0, 2)
 
@@ -52,7 +52,7 @@ def test_a_chunk_that_another_load_was_reading_is_no_use_of_a_rung() -> None:
     tally.took(None, 4096)
     tally.took(None, 3 * 4096, is_shared=True)
     record = tally.record("m", 110.0)
-    assert record.rungs == {Rung.HOST: RungUse(1, 4096, 8.0 / 4)}
+    assert record.rungs == {Rung.HOST: RungTotals(1, 4096, 8.0 / 4)}
     assert (record.num_shared_chunks, record.shared_bytes) == (1, 3 * 4096)
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from hearth.errors import ChunkMissing, ConfigError, Unreachable
-from hearth.store.backoff import Retry
-from hearth.store.remote import RemoteModel
+from hearth.store.remote import RemoteModel, Retry
 from tests.store import bad_server
 from tests.store.bad_server import BadServer, Behaviour
 from tests.store.s3_server import S3Server, free_ports

@@ -12,7 +12,7 @@ import pytest
 
 from hearth.errors import BadCheckpoint, ChunkCorrupt, StoreError, Unreachable
 from hearth.store.manifest import MANIFEST, TextFile, digest_of
-from hearth.store.record import LoadRecord, RungUse
+from hearth.store.record import LoadRecord, RungTotals
 from hearth.store.tiers import Tiers
 from hearth.types import Rung
 from tests.store import bad_server
@@ -171,7 +171,7 @@ class TestReport:
         assert (disk.used_bytes, disk.capacity_bytes) == (0, None)  # the model is not under the root
 
     def test_a_load_teaches_how_fast_its_rungs_are(self, tiers: Tiers) -> None:
-        use = RungUse(num_chunks=2, num_bytes=1000, seconds=4.0)
+        use = RungTotals(num_chunks=2, num_bytes=1000, seconds=4.0)
         tiers.loaded(LoadRecord("m", 1000, {Rung.DISK: use}, 4.0, 1.0, 0.0, 1.0, 5.0, 0))
         assert tiers.report()[Rung.DISK].bytes_per_s == pytest.approx(250.0)
 

@@ -20,9 +20,9 @@ from hearth.engine.sampler import Sampler
 from hearth.engine.upload import Uploads
 from hearth.errors import DeviceError
 from hearth.kernels.jit import HAS_TRITON
-from hearth.models.angles import cos_sin_table
 from hearth.models.arch import Arch
 from hearth.models.decoder import Decoder
+from hearth.models.rope import cos_sin_table
 from hearth.models.weights import Weights
 from hearth.models.workspace import StepSize, Workspace
 from hearth.policy.batch.batcher import Batcher, BatchLimits

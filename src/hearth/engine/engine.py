@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from hearth.engine.guide import Guides
-from hearth.engine.runner import Pending, Runner, StepResult
+from hearth.engine.runner import PendingStep, Runner, StepResult
 from hearth.errors import BadPrompt, BadSampling
 from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.elastic import Elastic, KvUse
@@ -45,9 +45,9 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _LaunchedStep:
     plan: StepPlan
-    pending: Pending
+    pending: PendingStep
 
 
 class Intake:
@@ -108,7 +108,7 @@ class Engine:
         self.elastic = Elastic(batcher.blocks.block_tokens)
         self.intake = Intake(batcher, guides, vocab_size, eos_ids)
         self.request = self.intake.request
-        self._flight: _Flight | None = None
+        self._flight: _LaunchedStep | None = None
 
     @property
     def has_work(self) -> bool:
@@ -188,11 +188,11 @@ class Engine:
         self._flight = None
         self.runner.synchronize()  # also for a step that broke half-way, whose inputs are still being read
 
-    def _launch(self, plan: StepPlan) -> _Flight:
+    def _launch(self, plan: StepPlan) -> _LaunchedStep:
         # One touch of unmapped memory would kill the context, and with it every model in the worker.
         written = [block for write in plan.table_writes for block in write.blocks]
         assert self.batcher.blocks.has_all(written), f"blocks that are not there: {plan.table_writes}"
-        return _Flight(plan, self.runner.launch(plan))
+        return _LaunchedStep(plan, self.runner.launch(plan))
 
     def _commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
         outputs = []

@@ -17,8 +17,8 @@ import torch
 from hearth.engine.upload import Uploads
 from hearth.kernels.host_read import read_host
 from hearth.kernels.paged import PagedRows
-from hearth.kernels.prefill_attention import Span
-from hearth.models.step import StepInputs
+from hearth.kernels.prefill_attention import PrefillSpan
+from hearth.models.step_inputs import StepInputs
 from hearth.policy.batch.plan import Row, StepPlan, TableWrite
 
 
@@ -59,7 +59,7 @@ class InputBuffers:
         self._device = _Fields.of(self._packed, max_tokens, max_seqs)
         is_cuda = device.type == "cuda"
         self._hosts = [torch.zeros(length, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)]
-        self._turn = 0
+        self._next_host = 0
         self._max_tokens, self._max_seqs = max_tokens, max_seqs
         self._dummy_slot = max_seqs
         self._last_tokens = last_tokens
@@ -75,8 +75,8 @@ class InputBuffers:
     def fill(self, plan: StepPlan, num_padded_rows: int = 0) -> None:
         """Send a plan to the device, with padding rows behind its own if it has decode rows only."""
         self._write_table([admission.slot for admission in plan.admissions], plan.table_writes)
-        host = self._hosts[self._turn]
-        self._turn = 1 - self._turn
+        host = self._hosts[self._next_host]
+        self._next_host = 1 - self._next_host
         fields = _Fields.of(host, self._max_tokens, self._max_seqs)
         num_decode = plan.num_decode_rows
         decode, prefill = plan.rows[:num_decode], plan.rows[num_decode:]
@@ -119,7 +119,7 @@ class InputBuffers:
         prefill = plan.rows[num_decode:]
         begins = _begins(num_decode, prefill)
         spans = tuple(
-            Span(begin, row.num_tokens, row.start) for begin, row in zip(begins, prefill, strict=False)
+            PrefillSpan(begin, row.num_tokens, row.start) for begin, row in zip(begins, prefill, strict=False)
         )
         num_samples = sum(row.samples for row in plan.rows)
         sample_rows = self._sample_rows[:num_samples]
@@ -127,7 +127,7 @@ class InputBuffers:
         return self._view(plan.num_tokens, num_decode, spans, sample_rows)
 
     def _view(
-        self, num_rows: int, num_decode: int, spans: tuple[Span, ...], sample_rows: torch.Tensor | None
+        self, num_rows: int, num_decode: int, spans: tuple[PrefillSpan, ...], sample_rows: torch.Tensor | None
     ) -> StepInputs:
         rows = PagedRows(self._device.positions[:num_rows], self._device.slots[:num_rows], self.block_table)
         return StepInputs(
@@ -141,19 +141,19 @@ class InputBuffers:
 
     def _write_table(self, admitted: Sequence[int], writes: Sequence[TableWrite]) -> None:
         """`admitted` are slots with new owners: of what their rows held before nothing stays."""
-        width, blocks_by_cell = self.block_table.shape[1], dict[int, int]()
+        width, block_by_entry = self.block_table.shape[1], dict[int, int]()
         for slot in admitted:
             first = slot * width
-            blocks_by_cell.update(dict.fromkeys(range(first, first + self._num_written[slot]), self.sink))
+            block_by_entry.update(dict.fromkeys(range(first, first + self._num_written[slot]), self.sink))
             self._num_written[slot] = 0
         for write in writes:
             first = write.slot * width + write.index
-            blocks_by_cell.update(enumerate(write.blocks, start=first))
+            block_by_entry.update(enumerate(write.blocks, start=first))
             end = write.index + len(write.blocks)
             self._num_written[write.slot] = max(self._num_written[write.slot], end)
-        if blocks_by_cell:
-            # Each cell once: of two writes to one, either could win.
-            at, blocks = self._uploads.ints(list(blocks_by_cell), list(blocks_by_cell.values()))
+        if block_by_entry:
+            # Each entry once: of two writes to one, either could win.
+            at, blocks = self._uploads.ints(list(block_by_entry), list(block_by_entry.values()))
             self.block_table.view(-1).index_copy_(0, at, blocks.int())
 
 

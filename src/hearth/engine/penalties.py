@@ -65,5 +65,5 @@ class Penalties:
         self._count(self._num_sampled, slots * self._vocab_size + tokens)
 
     @staticmethod
-    def _count(table: torch.Tensor, cells: torch.Tensor) -> None:
-        table.view(-1).scatter_add_(0, cells, torch.ones_like(cells, dtype=torch.int32))
+    def _count(table: torch.Tensor, entries: torch.Tensor) -> None:
+        table.view(-1).scatter_add_(0, entries, torch.ones_like(entries, dtype=torch.int32))

@@ -12,9 +12,8 @@ from hearth.engine.inputs import InputBuffers
 from hearth.engine.sampler import Sampler, SampleRow, Samples
 from hearth.engine.upload import Uploads
 from hearth.models.decoder import Decoder
-from hearth.models.gate import Gate
-from hearth.models.step import StepInputs
-from hearth.models.weights import Weights
+from hearth.models.step_inputs import StepInputs
+from hearth.models.weights import WeightGate, Weights
 from hearth.policy.batch.blocks import BlockMove
 from hearth.policy.batch.plan import StepPlan
 from hearth.types import TokenLogprob, TokenLogprobs
@@ -31,7 +30,7 @@ class StepResult:
     logprobs: list[TokenLogprobs] | None  #: None if no row asked for them
 
 
-class Pending:
+class PendingStep:
     """A step that the device may still be computing."""
 
     def __init__(self, samples: Samples) -> None:
@@ -82,7 +81,7 @@ class Runner:
         Only blocks that a plan names, and the sink, are ever touched: there may be no memory behind others.
         """
         self.decoder = decoder
-        self._gate: Gate | None = None
+        self._gate: WeightGate | None = None
         self.kv = kv
         self._inputs = inputs
         self._sampler = sampler
@@ -100,7 +99,7 @@ class Runner:
             self._inputs.park(self.graphs.sizes[-1])
             self.graphs.capture_all(self.decode)
 
-    def follow(self, gate: Gate | None) -> None:
+    def follow(self, gate: WeightGate | None) -> None:
         """The weights are only now arriving: steps run layer by layer behind them, until the gate is open.
 
         None: they are not arriving any more.
@@ -135,13 +134,13 @@ class Runner:
             self.kv.index_copy_(0, targets[piece], self.kv.index_select(0, sources[piece]))
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Pending:
+    def launch(self, plan: StepPlan) -> PendingStep:
         """Queue a step on the device and return without waiting for it."""
         self._uploads.next_step()
         self._sampler.admit(plan.admissions)
         logits = self._forward(plan)
         rows = [SampleRow(row.slot, row.start + row.num_tokens, row.mask) for row in plan.rows if row.samples]
-        return Pending(self._sampler.sample(logits[: len(rows)], rows))
+        return PendingStep(self._sampler.sample(logits[: len(rows)], rows))
 
     def _forward(self, plan: StepPlan) -> torch.Tensor:
         num_decode = plan.num_decode_rows

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hearth.engine.bias import LogitBias, is_biased
-from hearth.engine.mask import apply_masks
+from hearth.engine.logit_bias import LogitBias, is_biased
 from hearth.engine.noise import gumbel, noise_key
 from hearth.engine.penalties import Penalties, is_penalised
-from hearth.engine.truncation import rank_cutoff
+from hearth.engine.top_k_top_p import rank_cutoff
 from hearth.engine.upload import Uploads
 from hearth.policy.batch.plan import Admission
 
@@ -228,6 +227,17 @@ def _knobs(admission: Admission, vocab_size: int) -> tuple[float, float, float, 
         sampling.top_p if sampling.top_p < 1.0 else math.inf,
         math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf,
     )
+
+
+def apply_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+    """Forbid in `logits[rows]`, in place, the tokens whose bit is 0. `masks`: int32 [rows, words].
+
+    What is allowed becomes finite, so that whatever a model computes the choice is an allowed token.
+    """
+    bits = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
+    is_forbidden = (masks.view(torch.uint8).unsqueeze(-1) & bits == 0).view(len(masks), -1)
+    scores = logits[rows].nan_to_num_().masked_fill_(is_forbidden[:, : logits.shape[1]], -math.inf)
+    logits.index_copy_(0, rows, scores)
 
 
 def _with_logprobs(tokens: torch.Tensor, logits: torch.Tensor, num_top: int | None) -> Samples:

@@ -23,7 +23,7 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class Cells:
+class KvTargets:
     """Where k and v of each row are written."""
 
     blocks: torch.Tensor  #: int64 [rows]
@@ -48,13 +48,13 @@ class Context:
     seen: torch.Tensor | None  #: bool [rows, 1, 1, tokens]; None if every row looks at all tokens
     unseen: torch.Tensor | None  #: where `seen` is false, counted through all blocks
 
-    def read(self, cells: torch.Tensor) -> torch.Tensor:
+    def read(self, kv: torch.Tensor) -> torch.Tensor:
         """k or v as [rows, kv_heads, tokens, dim], out of all cells [blocks, block_tokens, kv_heads, dim]."""
-        gathered = cells.index_select(0, self.blocks)
+        gathered = kv.index_select(0, self.blocks)
         if self.unseen is not None:
             # What lies in unwritten or recycled memory may be NaN, and 0 times NaN is NaN.
             gathered.flatten(0, 1).index_fill_(0, self.unseen, 0)
-        return gathered.view(self.num_rows, -1, *cells.shape[2:])[:, : self.num_tokens].transpose(1, 2)
+        return gathered.view(self.num_rows, -1, *kv.shape[2:])[:, : self.num_tokens].transpose(1, 2)
 
 
 @dataclass(slots=True, eq=False)
@@ -64,25 +64,26 @@ class PagedRows:
     positions: torch.Tensor  #: int32 [rows], of the token in its sequence
     slots: torch.Tensor  #: int32 [rows], the sequence's row of the block table
     block_table: torch.Tensor  #: int32 [slots, blocks]
-    _cells: Cells | None = None
-    _turns: RotaryFactors | None = None
+    _kv_targets: KvTargets | None = None
+    _rotary_factors: RotaryFactors | None = None
     _contexts: dict[int | None, Context] = field(default_factory=dict)  #: by window
 
     def first(self, count: int) -> PagedRows:
         return PagedRows(self.positions[:count], self.slots[:count], self.block_table)
 
-    def cells(self, block_tokens: int) -> Cells:
-        if self._cells is None:
+    def kv_targets(self, block_tokens: int) -> KvTargets:
+        if self._kv_targets is None:
             at = self.positions.long()
-            self._cells = Cells(self.block_table[self.slots, at // block_tokens].long(), at % block_tokens)
-        return self._cells
+            blocks = self.block_table[self.slots, at // block_tokens].long()
+            self._kv_targets = KvTargets(blocks, at % block_tokens)
+        return self._kv_targets
 
-    def turns(self, cos_sin: torch.Tensor) -> RotaryFactors:
+    def rotary_factors(self, cos_sin: torch.Tensor) -> RotaryFactors:
         """`cos_sin` is [positions, 2, rotary_dim / 2]."""
-        if self._turns is None:
+        if self._rotary_factors is None:
             cos, sin = cos_sin[self.positions].unsqueeze(2).unbind(1)
-            self._turns = RotaryFactors(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
-        return self._turns
+            self._rotary_factors = RotaryFactors(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
+        return self._rotary_factors
 
     def context(self, block_tokens: int, window: int | None) -> Context:
         if window not in self._contexts:

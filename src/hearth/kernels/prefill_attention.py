@@ -20,7 +20,7 @@ _LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PrefillSpan:
     """A run of consecutive tokens of one sequence among the rows of a step."""
 
     begin: int  #: first row
@@ -36,7 +36,7 @@ def prefill_attention(
     qkv: torch.Tensor,
     heads: Heads,
     rows: PagedRows,
-    spans: Sequence[Span],
+    spans: Sequence[PrefillSpan],
     span_begins: torch.Tensor,
     kv: torch.Tensor,
     *,
@@ -65,7 +65,7 @@ def prefill_attention_reference(
     qkv: torch.Tensor,
     heads: Heads,
     rows: PagedRows,
-    spans: Sequence[Span],
+    spans: Sequence[PrefillSpan],
     kv: torch.Tensor,
     *,
     window: int | None,
@@ -95,7 +95,7 @@ def _suits_library(qkv: torch.Tensor, heads: Heads) -> bool:
     return qkv.dtype != torch.float32 and heads.dim % 8 == 0 and heads.dim <= 256
 
 
-def _is_fresh(span: Span, window: int | None) -> bool:
+def _is_fresh(span: PrefillSpan, window: int | None) -> bool:
     """A long run without a cached prefix and without an effective window: the library's own case."""
     fits_window = window is None or span.num_tokens <= window
     return span.start == 0 and span.num_tokens >= _FRESH_TOKENS and fits_window
@@ -119,7 +119,7 @@ def prefill_attention_triton(
     qkv: torch.Tensor,
     heads: Heads,
     rows: PagedRows,
-    spans: Sequence[Span],
+    spans: Sequence[PrefillSpan],
     span_begins: torch.Tensor,
     kv: torch.Tensor,
     *,

@@ -56,10 +56,10 @@ def rotate_and_store_reference(
         _norm_heads(x[:, : heads.num_q], norms.q_weight, norms.eps)
         _norm_heads(x[:, heads.num_q : num_qk], norms.k_weight, norms.eps)
     if cos_sin is not None:
-        _rotate(x[:, :num_qk], rows.turns(cos_sin))
-    cells = rows.cells(block_tokens=kv.shape[2])
+        _rotate(x[:, :num_qk], rows.rotary_factors(cos_sin))
+    targets = rows.kv_targets(block_tokens=kv.shape[2])
     written = x[:, heads.num_q :].unflatten(1, (2, heads.num_kv))
-    kv.transpose(1, 2).index_put_((cells.blocks, cells.offsets), written)
+    kv.transpose(1, 2).index_put_((targets.blocks, targets.offsets), written)
 
 
 def _norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
@@ -68,12 +68,12 @@ def _norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
     x.copy_(y * weight.float())
 
 
-def _rotate(x: torch.Tensor, turns: RotaryFactors) -> None:
+def _rotate(x: torch.Tensor, factors: RotaryFactors) -> None:
     """(a, b) becomes (a * cos - b * sin, b * cos + a * sin)."""
-    size = turns.cos.shape[-1]
+    size = factors.cos.shape[-1]
     x = x[..., :size]
     y = x.float()
-    x.copy_((y * turns.cos).addcmul_(y.roll(size // 2, -1), turns.sin))
+    x.copy_((y * factors.cos).addcmul_(y.roll(size // 2, -1), factors.sin))
 
 
 _HEADS_PER_PROGRAM = 8

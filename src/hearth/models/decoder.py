@@ -22,9 +22,8 @@ from hearth.kernels.prefill_attention import prefill_attention
 from hearth.kernels.quantized import quantized_linear
 from hearth.kernels.rotary import HeadNorms, rotate_and_store
 from hearth.models.arch import Arch, Norm, Residual
-from hearth.models.gate import Gate
-from hearth.models.step import StepInputs
-from hearth.models.weights import LayerWeights, Linear, NormWeights, Weights
+from hearth.models.step_inputs import StepInputs
+from hearth.models.weights import LayerWeights, Linear, NormWeights, WeightGate, Weights
 from hearth.models.workspace import Workspace
 
 
@@ -67,7 +66,7 @@ class Decoder:
         return hidden
 
     def run(
-        self, hidden: torch.Tensor, step: StepInputs, kv: torch.Tensor, gate: Gate | None = None
+        self, hidden: torch.Tensor, step: StepInputs, kv: torch.Tensor, gate: WeightGate | None = None
     ) -> torch.Tensor:
         """Hidden states after the layers, given those before, which are overwritten.
 

@@ -1,7 +1,7 @@
 """Model families as data: a row says how a Hugging Face config fills in an `Arch`. Reads no weights.
 
-A new family is a row in `FAMILIES` and a name map in `names.py`. What the decoder cannot represent is refused
-by field and value: for all families in `refusals.py`, for one in its reader.
+A new family is a row in `FAMILIES` and a name map in `tensor_names.py`. What the decoder cannot represent is
+refused by field and value: for all families in `unsupported.py`, for one in its reader.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from hearth.errors import BadCheckpoint, UnsupportedModel
 from hearth.models import readers
 from hearth.models.arch import Arch
-from hearth.models.fields import Fields
-from hearth.models.refusals import refuse_unsupported
+from hearth.models.config_fields import Fields
+from hearth.models.unsupported import refuse_unsupported
 
 
 @dataclass(frozen=True, slots=True)

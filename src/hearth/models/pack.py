@@ -13,8 +13,8 @@ import torch
 from hearth.errors import BadCheckpoint
 from hearth.models.arch import Arch
 from hearth.models.layout import DTYPES, QUANTS, STORED_DTYPES, Layout, Shape, TensorSpec
-from hearth.models.names import Part, Source, head_copy, sources_of
 from hearth.models.quantize import Quantized, quantize
+from hearth.models.tensor_names import Part, TensorSource, head_copy, sources_of
 
 #: Rows that are converted at a time: a vocabulary's worth of them in float32 would be large.
 SLAB_ROWS = 4096
@@ -82,7 +82,7 @@ def checkpoint_dtype(checkpoint: Checkpoint) -> str:
     return most
 
 
-def _pieces(arch: Arch, source: Source, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
+def _pieces(arch: Arch, source: TensorSource, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
     """What makes up a canonical tensor, to be stacked by rows; a part is read when its turn comes."""
     for part in source.parts:
         piece = _read(part.name, checkpoint)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hearth.errors import BadCheckpoint
 from hearth.models.arch import Activation, Arch, Norm, Residual
-from hearth.models.fields import Fields
+from hearth.models.config_fields import Fields
 from hearth.models.rope import read_partial_rope, read_rope
 
 ACTIVATIONS = {

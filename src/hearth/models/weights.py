@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -58,6 +59,22 @@ class Weights:
     final_norm: NormWeights | None
     embed_out: Linear | None
     head: Linear | None
+
+
+class WeightGate(Protocol):
+    """Weights that are still arriving: each wait makes the current stream wait for some of them.
+
+    A wait raises if its weights will never come.
+    """
+
+    def is_open(self) -> bool:
+        """Return True once all weights are in place and nobody has to wait any more."""
+
+    def embed(self) -> None: ...
+
+    def layer(self, layer: int) -> None: ...
+
+    def head(self) -> None: ...
 
 
 def contiguous_places(layout: Layout, base: torch.Tensor) -> dict[str, TensorPlace]:

@@ -16,7 +16,7 @@ from hearth.store.lending import (
     CancelLoad,
     ChunkLent,
     FetchChunks,
-    Hello,
+    LenderHello,
     Message,
     ModelOpened,
     OpenModel,
@@ -124,7 +124,7 @@ class Borrower:
             return connection, self.segment
 
     def _close_old(self) -> None:
-        self._loans = [loan for loan in self._loans if not loan.is_settled]
+        self._loans = [loan for loan in self._loans if not loan.is_finished]
         lent = {id(loan.segment) for loan in self._loans}
         for segment in self._old:
             if id(segment) not in lent:
@@ -162,7 +162,7 @@ class Loan:
         self._hang_up_if_done()
 
     @property
-    def is_settled(self) -> bool:
+    def is_finished(self) -> bool:
         """Nothing more comes, and all that came was given back."""
         with self._lock:
             return self._is_over and self._num_released == self._num_yielded
@@ -234,7 +234,7 @@ def _introduce(path: Path) -> tuple[socket.socket, Segment]:
         for fd in fds:
             undo.callback(os.close, fd)
         hello = parse(line)
-        if not isinstance(hello, Hello) or len(fds) != 1:
+        if not isinstance(hello, LenderHello) or len(fds) != 1:
             raise StoreError(f"`{path}` is no socket of a lender: {line[:80]!r}")
         try:
             segment = Segment(fds[0], hello.num_cells, hello.cell_bytes)

@@ -11,7 +11,7 @@ from hearth.models.layout import layout_of
 from hearth.models.pack import checkpoint_dtype, iter_tensors
 from hearth.store.hf import open_directory
 from hearth.store.manifest import CHUNK_BYTES, MANIFEST, Manifest
-from hearth.store.source import Source
+from hearth.store.source import ModelSource
 from hearth.store.writer import OnProgress, staged
 
 GGUF_MAGIC = b"GGUF"
@@ -50,7 +50,7 @@ def convert(
 
 
 @contextmanager
-def open_source(path: Path) -> Iterator[Source]:
+def open_source(path: Path) -> Iterator[ModelSource]:
     if (path / MANIFEST).is_file():
         raise BadCheckpoint(f"`{path}` is a Hearth model already; convert what it was made from")
     if path.is_dir():

@@ -34,7 +34,7 @@ OBTAINED = ("credential_process", "role_arn", "sso_session", "sso_start_url")
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class AccessKeys:
     access_key_id: str
     secret_access_key: str = field(repr=False)
     session_token: str | None = field(repr=False)
@@ -43,7 +43,7 @@ class Keys:
 @dataclass(frozen=True, slots=True)
 class Signer:
     who: str  #: as a message names it that says who was refused
-    keys: Keys | None = None  #: None: the client fetches them itself, or needs none
+    keys: AccessKeys | None = None  #: None: the client fetches them itself, or needs none
     is_anonymous: bool = False
 
 
@@ -113,20 +113,20 @@ def _sections(path: str) -> dict[str, dict[str, str]]:
     return {name: dict(parser.items(name)) for name in parser.sections()}
 
 
-def _keys_of_environment(environ: Mapping[str, str]) -> Keys:
+def _keys_of_environment(environ: Mapping[str, str]) -> AccessKeys:
     key_id, secret = environ.get("AWS_ACCESS_KEY_ID"), environ.get("AWS_SECRET_ACCESS_KEY")
     if not key_id or not secret:
         raise ConfigError(
             "only one of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY is set; set both or neither"
         )
-    return Keys(key_id, secret, environ.get("AWS_SESSION_TOKEN"))
+    return AccessKeys(key_id, secret, environ.get("AWS_SESSION_TOKEN"))
 
 
-def _keys_of_profile(profile: _Profile) -> Keys:
+def _keys_of_profile(profile: _Profile) -> AccessKeys:
     secret = profile.entries.get("aws_secret_access_key")
     if not secret:
         raise ConfigError(f"{profile.where} has `aws_access_key_id` and no `aws_secret_access_key`; add it")
-    return Keys(profile.entries["aws_access_key_id"], secret, profile.entries.get("aws_session_token"))
+    return AccessKeys(profile.entries["aws_access_key_id"], secret, profile.entries.get("aws_session_token"))
 
 
 def _first(environ: Mapping[str, str], *names: str) -> str | None:

@@ -7,7 +7,7 @@
 
 A chunk that two loads want is read once. Cells are taken in the order of the load, so the chunk that a
 consumer waits for always has one, and loads larger than the host memory run through it. The books are
-`policy/memory/chunk_book.py`, the reading is `climb.py`; nothing here touches a device.
+`policy/memory/chunk_book.py`, the reading is `chunk_reader.py`; nothing here touches a device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 from hearth.errors import LoadCancelled, StoreError
 from hearth.policy.memory.chunk_book import ChunkBook, Fill, Full, Hit, Pending
-from hearth.store.climb import Climber
+from hearth.store.chunk_reader import ChunkReader
 from hearth.store.model import StoredModel
 from hearth.store.prices import Prices
 from hearth.store.record import Delivery
@@ -84,18 +84,18 @@ class Fetcher:
     """Owns the host memory's books; any thread may call it. One per segment."""
 
     def __init__(
-        self, segment: Segment, climber: Climber, prices: Prices, num_readers: int = NUM_READERS
+        self, segment: Segment, chunk_reader: ChunkReader, prices: Prices, num_readers: int = NUM_READERS
     ) -> None:
         self.segment = segment
         self.book = ChunkBook(segment.num_cells)
         self.counters = HostCounters()
-        self._climber = climber
+        self._chunk_reader = chunk_reader
         self._prices = prices
         #: Loads that want more chunks, the next one to be served first.
-        self._turns: deque[Fetch] = deque()
+        self._round_robin: deque[Fetch] = deque()
         #: Loads that wait for a chunk that is being read; the first of them asked for the reading.
         self._waiting: dict[Digest, list[_Job]] = {}
-        #: Guards the books, the turns and every fetch: consumers and readers meet here.
+        #: Guards the books, the order of loads and every fetch: consumers and readers meet here.
         self._lock = threading.Lock()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         #: Loads that have not ended: to be told when this is closed.
@@ -120,7 +120,7 @@ class Fetcher:
             if self._is_closed:
                 raise StoreError(f"`{model.name}` cannot be fetched: these tiers are closed; open new ones")
             self._live.add(fetch)
-            self._turns.append(fetch)
+            self._round_robin.append(fetch)
             self._pump()
         return fetch
 
@@ -144,12 +144,12 @@ class Fetcher:
     def _pump(self) -> None:
         """Give cells to loads, a chunk each in turns, while there are cells and windows are open."""
         num_stuck = 0
-        while self._turns and num_stuck < len(self._turns):
-            fetch = self._turns[0]
+        while self._round_robin and num_stuck < len(self._round_robin):
+            fetch = self._round_robin[0]
             if not fetch.todo:
-                self._turns.popleft()
+                self._round_robin.popleft()
                 continue
-            self._turns.rotate(-1)
+            self._round_robin.rotate(-1)
             is_stuck = fetch.num_open >= WINDOW or not self._take(fetch)
             num_stuck = num_stuck + 1 if is_stuck else 0
 
@@ -195,12 +195,12 @@ class Fetcher:
 
     def _read(self, job: _Job) -> None:
         model, memory = job.fetch.model, self.segment.memory(job.cell, job.num_bytes)
-        delivery = self._climber.deliver(model, job.index, memory, lambda: self._has_takers(job.digest))
+        delivery = self._chunk_reader.deliver(model, job.index, memory, lambda: self._has_takers(job.digest))
         is_kept = delivery.rung is Rung.OBJECT
         self._deliver(job, delivery, is_leased_on=is_kept)
         if is_kept:
             try:
-                self._climber.keep(model, job.index, memory)
+                self._chunk_reader.keep(model, job.index, memory)
             finally:
                 self._release(job.digest)
 

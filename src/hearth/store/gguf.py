@@ -17,13 +17,13 @@ from gguf.quants import dequantize
 
 from hearth.errors import BadCheckpoint
 from hearth.models.arch import Arch
+from hearth.models.config_fields import Fields
 from hearth.models.families import arch_from_config
-from hearth.models.fields import Fields
 from hearth.models.layout import Shape
 from hearth.models.pack import StoredTensor
 from hearth.store.gguf_config import architecture, config_of
 from hearth.store.gguf_tokenizer import text_files
-from hearth.store.source import Source
+from hearth.store.source import ModelSource
 
 #: Dequantised at a time, in float32: gguf needs the memory of its result several times over.
 SLAB_BYTES = 8 << 20
@@ -61,7 +61,7 @@ _FLOATS = {
 
 
 @contextmanager
-def open_gguf(path: Path) -> Iterator[Source]:
+def open_gguf(path: Path) -> Iterator[ModelSource]:
     """The file is mapped, and each tensor dequantised on its own when it is read."""
     with _naming(path):
         reader = GGUFReader(path)
@@ -71,7 +71,7 @@ def open_gguf(path: Path) -> Iterator[Source]:
     metadata = Fields("GGUF", values, where=f"`{path}`")
     _refuse_part(metadata)
     tensors = {
-        tensor.name: _Stored(tensor.data, tensor.tensor_type, tuple(reversed(tensor.shape.tolist())))
+        tensor.name: _GgufTensor(tensor.data, tensor.tensor_type, tuple(reversed(tensor.shape.tolist())))
         for tensor in reader.tensors
     }
     shapes = {name: stored.shape for name, stored in tensors.items()}
@@ -79,11 +79,11 @@ def open_gguf(path: Path) -> Iterator[Source]:
     arch = arch_from_config(config_of(metadata, shapes, factors))
     heads = _interleaved_heads(arch) if architecture(metadata) == "llama" else {}
     checkpoint = {_transformers_name(name): _in_order(name, tensors[name], heads) for name in tensors}
-    yield Source(arch, checkpoint, lambda: text_files(metadata))
+    yield ModelSource(arch, checkpoint, lambda: text_files(metadata))
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _GgufTensor:
     """A tensor in the mapped file."""
 
     data: npt.NDArray[np.generic]  #: values of F32 and F16, bytes of all other kinds
@@ -118,7 +118,7 @@ class _Interleaved:
     """Queries or keys whose rows llama.cpp has reordered: the halves of a head, which the rotary positions
     turn as pairs, alternate row by row, where transformers has one half after the other."""
 
-    stored: _Stored
+    stored: _GgufTensor
     num_heads: int
 
     @property
@@ -176,7 +176,7 @@ def _interleaved_heads(arch: Arch) -> dict[str, int]:
     return {"attn_q": arch.num_heads, "attn_k": arch.num_kv_heads}
 
 
-def _in_order(name: str, stored: _Stored, heads: Mapping[str, int]) -> StoredTensor:
+def _in_order(name: str, stored: _GgufTensor, heads: Mapping[str, int]) -> StoredTensor:
     *_, module, _ = ("", *name.split("."))
     return _Interleaved(stored, heads[module]) if module in heads else stored
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from hearth.errors import BadCheckpoint, UnsupportedModel
-from hearth.models.fields import Fields
+from hearth.models.config_fields import Fields
 from hearth.models.layout import Shape
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -147,8 +147,8 @@ def _llama3(metadata: Fields, theta: float, dim: int, factors: Sequence[float]) 
 
 def _llama3_factors(theta: float, dim: int, factor: float) -> Iterator[float]:
     for i in range(0, dim, 2):
-        turns = _ORIGINAL_POSITIONS * theta ** (-i / dim) / (2 * math.pi)
-        share = min(max((turns - _LOW_FREQ) / (_HIGH_FREQ - _LOW_FREQ), 0.0), 1.0)
+        rotations = _ORIGINAL_POSITIONS * theta ** (-i / dim) / (2 * math.pi)
+        share = min(max((rotations - _LOW_FREQ) / (_HIGH_FREQ - _LOW_FREQ), 0.0), 1.0)
         yield 1.0 / (share + (1.0 - share) / factor)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from hearth.errors import BadTokenizer
-from hearth.models.fields import Fields
+from hearth.models.config_fields import Fields
 
 _PREFIX = "tokenizer.ggml."
 #: Kinds of tokens, by `tokenizer.ggml.token_type`; plain ones, bytes and unused ones need no treatment.

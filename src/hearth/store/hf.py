@@ -21,7 +21,7 @@ from hearth.errors import BadCheckpoint, BadTokenizer
 from hearth.models.families import read_arch
 from hearth.models.layout import Shape
 from hearth.models.pack import Checkpoint
-from hearth.store.source import Source
+from hearth.store.source import ModelSource
 
 SAFETENSORS = "model.safetensors"
 PICKLE = "pytorch_model.bin"
@@ -43,8 +43,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 
 @contextmanager
-def open_directory(directory: Path) -> Iterator[Source]:
-    yield Source(read_arch(directory), read_checkpoint(directory), lambda: _text_files(directory))
+def open_directory(directory: Path) -> Iterator[ModelSource]:
+    yield ModelSource(read_arch(directory), read_checkpoint(directory), lambda: _text_files(directory))
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
@@ -65,7 +65,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _HfTensor:
     """A tensor in a file of either kind."""
 
     name: str
@@ -78,13 +78,13 @@ class _Stored:
         return self.load(self.path, self.name)
 
 
-def _safetensors(path: Path) -> dict[str, _Stored]:
+def _safetensors(path: Path) -> dict[str, _HfTensor]:
     stored = {}
     with _open_safetensors(path) as file:
         for name in file.keys():  # type: ignore[no-untyped-call] # noqa: SIM118 - an untyped library's
             header = file.get_slice(name)  # type: ignore[no-untyped-call] # untyped library
             dtype, shape = header.get_dtype(), tuple(header.get_shape())
-            stored[name] = _Stored(name, path, STORED.get(dtype, dtype), shape, _load_safetensors)
+            stored[name] = _HfTensor(name, path, STORED.get(dtype, dtype), shape, _load_safetensors)
     return stored
 
 
@@ -105,7 +105,7 @@ def _open_safetensors(path: Path) -> Iterator[safe_open]:
         ) from error
 
 
-def _pickled(path: Path) -> dict[str, _Stored]:
+def _pickled(path: Path) -> dict[str, _HfTensor]:
     with _naming(path), path.open("rb") as file:
         can_map = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
     tensors = _open_pickled(path, can_map=can_map)
@@ -113,7 +113,7 @@ def _pickled(path: Path) -> dict[str, _Stored]:
     stored = {}
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
-        stored[name] = _Stored(name, path, dtype, tuple(tensor.shape), load)
+        stored[name] = _HfTensor(name, path, dtype, tuple(tensor.shape), load)
     return stored
 
 

@@ -19,8 +19,8 @@ import msgspec
 from hearth.config import StoreConfig
 from hearth.errors import HearthError
 from hearth.messages import KeeperSetup
+from hearth.store.die_with_parent import die_with_parent
 from hearth.store.lender import Lender
-from hearth.store.lifeline import die_with_parent
 from hearth.store.tiers import Tiers
 
 

@@ -20,7 +20,7 @@ from hearth.store.lending import (
     CountBytes,
     FetchChunks,
     ForgetModel,
-    Hello,
+    LenderHello,
     Message,
     ModelBytes,
     ModelForgotten,
@@ -33,7 +33,7 @@ from hearth.store.lending import (
     send,
 )
 from hearth.store.model import StoredModel
-from hearth.store.record import Delivery, uses_of
+from hearth.store.record import Delivery, totals_by_rung
 from hearth.store.tiers import Tiers
 from hearth.types import Digest, Rung
 
@@ -127,7 +127,7 @@ class _Session:
     def run(self) -> None:
         segment = self._tiers.segment
         try:
-            hello = encode(Hello(segment.num_cells, segment.cell_bytes))
+            hello = encode(LenderHello(segment.num_cells, segment.cell_bytes))
             socket.send_fds(self._connection, [hello], [segment.fd])
             for message in received(self._connection):
                 self._handle(message)
@@ -226,7 +226,7 @@ class _Session:
         except OSError:
             fetch.cancel()  # the borrower listens no more; it may still have chunks to give back
         else:
-            for rung, use in uses_of(deliveries).items():
+            for rung, use in totals_by_rung(deliveries).items():
                 self._tiers.prices.moved(rung, use.num_bytes, use.seconds)
 
     def _release(self, index: int) -> None:

@@ -1,7 +1,7 @@
 """What the owner of a host segment and the processes that borrow from it say to each other. Opens no socket.
 
     borrower                              lender
-    (connects)                            Hello, with the segment's file descriptor
+    (connects)                            LenderHello, with the segment's file descriptor
     OpenModel                             ModelOpened | Refused
     FetchChunks                           ChunkLent, in order, as they are ready; Refused ends it
     ReleaseChunk, one for each            ...
@@ -25,13 +25,13 @@ from typing import get_args
 
 from hearth import errors
 from hearth.errors import BadCheckpoint, HearthError, StoreError
+from hearth.store.dataclass_json import decode
 from hearth.store.record import Delivery
-from hearth.store.schema import decode
 from hearth.types import Digest
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class LenderHello:
     num_cells: int
     cell_bytes: int
 
@@ -118,7 +118,7 @@ class Refused:
 
 _Load = OpenModel | ModelOpened | FetchChunks | ChunkLent | ReleaseChunk | CancelLoad
 _Question = CountBytes | BytesCounted | ForgetModel | ModelForgotten
-Message = Hello | _Load | _Question | Refused
+Message = LenderHello | _Load | _Question | Refused
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 
 

@@ -48,19 +48,19 @@ class ChunkStream(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LoadPiece:
     """Bytes of the model and where they go: uint8 memory of that length."""
 
     part: ByteRange
     destination: torch.Tensor
 
 
-def whole(manifest: Manifest, base: torch.Tensor) -> list[Piece]:
+def whole(manifest: Manifest, base: torch.Tensor) -> list[LoadPiece]:
     """The whole model, as it lies in its file, into one buffer."""
-    return [Piece(ByteRange(0, manifest.num_bytes), base)]
+    return [LoadPiece(ByteRange(0, manifest.num_bytes), base)]
 
 
-def chunks_of(manifest: Manifest, pieces: Sequence[Piece]) -> list[int]:
+def chunks_of(manifest: Manifest, pieces: Sequence[LoadPiece]) -> list[int]:
     """What has to be fetched for these pieces, in forward order."""
     return sorted({index for piece in pieces for index in manifest.chunks_of(piece.part)})
 
@@ -86,7 +86,7 @@ class Loader:
         self,
         name: str,
         manifest: Manifest,
-        pieces: Sequence[Piece],
+        pieces: Sequence[LoadPiece],
         fetch: Callable[[Sequence[int]], ChunkStream],
         on_end: Callable[[LoadRecord], None] | None = None,
     ) -> Load:
@@ -98,7 +98,7 @@ class Loader:
 
 
 class LoadGate:
-    """A load of a whole model as whoever computes on it sees it: see `models/gate.py`."""
+    """A load of a whole model as whoever computes on it sees it: see `WeightGate`."""
 
     def __init__(self, load: Load, manifest: Manifest) -> None:
         self._load = load
@@ -125,7 +125,7 @@ class Load:
         self,
         name: str,
         manifest: Manifest,
-        pieces: Sequence[Piece],
+        pieces: Sequence[LoadPiece],
         fetch: Callable[[Sequence[int]], ChunkStream],
         stream: torch.cuda.Stream | None,
         on_end: Callable[[LoadRecord], None] | None,

@@ -29,7 +29,7 @@ import xxhash
 from hearth.errors import BadCheckpoint, DeviceError
 from hearth.models.arch import Arch
 from hearth.models.layout import ALIGNMENT_BYTES, ByteRange, Layout, TensorSpec, layout_of
-from hearth.store.schema import decode
+from hearth.store.dataclass_json import decode
 from hearth.types import Digest
 
 MANIFEST = "manifest.json"

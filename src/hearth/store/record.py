@@ -22,7 +22,7 @@ class Delivery:
 
 
 @dataclass(frozen=True, slots=True)
-class RungUse:
+class RungTotals:
     """What a rung gave, and for how long it was busy with it.
 
     Of disk and object storage, `seconds` is the time in which at least one reader was at work. What host
@@ -41,7 +41,7 @@ class LoadRecord:
 
     model: str
     num_bytes: int  #: that reached the device
-    rungs: Mapping[Rung, RungUse]
+    rungs: Mapping[Rung, RungTotals]
     read_s: float  #: summed over readers
     verify_s: float  #: summed over readers
     wait_s: float  #: with nothing to copy, because the next chunk was not in host memory yet
@@ -83,9 +83,9 @@ class Tally:
 
     def record(self, model: str, now_s: float) -> LoadRecord:
         total_s = now_s - self.began_s
-        rungs = uses_of(self.deliveries)
+        rungs = totals_by_rung(self.deliveries)
         if self.num_host_chunks:
-            rungs[Rung.HOST] = self._host_use(total_s)
+            rungs[Rung.HOST] = self._host_totals(total_s)
         return LoadRecord(
             model=model,
             num_bytes=self.num_bytes,
@@ -100,19 +100,19 @@ class Tally:
             shared_bytes=self.shared_bytes,
         )
 
-    def _host_use(self, total_s: float) -> RungUse:
+    def _host_totals(self, total_s: float) -> RungTotals:
         taken_bytes = self.host_bytes + self.shared_bytes + sum(d.num_bytes for d in self.deliveries)
         seconds = (total_s - self.wait_s) * self.host_bytes / taken_bytes
-        return RungUse(self.num_host_chunks, self.host_bytes, seconds)
+        return RungTotals(self.num_host_chunks, self.host_bytes, seconds)
 
 
-def uses_of(deliveries: Sequence[Delivery]) -> dict[Rung, RungUse]:
+def totals_by_rung(deliveries: Sequence[Delivery]) -> dict[Rung, RungTotals]:
     """By rung, those that gave nothing left out."""
     by_rung: dict[Rung, list[Delivery]] = {}
     for delivery in deliveries:
         by_rung.setdefault(delivery.rung, []).append(delivery)
     return {
-        rung: RungUse(len(given), sum(d.num_bytes for d in given), _busy_s(given))
+        rung: RungTotals(len(given), sum(d.num_bytes for d in given), _busy_s(given))
         for rung, given in by_rung.items()
     }
 

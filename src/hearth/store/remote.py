@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -19,7 +20,6 @@ from obstore.store import HTTPStore, S3Store
 
 from hearth.errors import ChunkMissing, ConfigError, LoadCancelled, Unreachable
 from hearth.models.layout import ByteRange
-from hearth.store.backoff import Retry
 from hearth.store.credentials import find_s3_access
 from hearth.store.manifest import WEIGHTS
 
@@ -29,12 +29,34 @@ if TYPE_CHECKING:  # the client library offers these to the type checker only
 
 log = logging.getLogger(__name__)
 
-PATIENT = Retry()
 #: Refusals by the server that are about the moment, not about the request
 PASSING = (408, 425, 429)
 RANGE_NOT_SATISFIABLE = 416
 #: The client library's own retries: none, or they would multiply with ours.
 NO_RETRY: RetryConfig = {"max_retries": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """A request ends within `timeout_s`, a read within `num_tries` requests and the pauses between them."""
+
+    num_tries: int = 4
+    first_delay_s: float = 0.1
+    max_delay_s: float = 5.0
+    stall_s: float = 10.0  #: longest silence: connecting, before the answer, between two pieces of its body
+    timeout_s: float = 600.0  #: for one whole request, which a server that trickles would stretch for ever
+
+    def delays_s(self) -> Iterator[float]:
+        """The pause before each further try: twice as long each time, less a random part.
+
+        The random part spreads readers that failed at the same moment: they do not come back at the same one.
+        """
+        for retry in range(self.num_tries - 1):
+            longest_s = min(self.first_delay_s * 2**retry, self.max_delay_s)
+            yield random.uniform(longest_s / 2, longest_s)
+
+
+PATIENT = Retry()
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from hearth.models.pack import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ModelSource:
     """Open: its tensors can be read while the context that yielded it lasts."""
 
     arch: Arch

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hearth.config import StoreConfig
 from hearth.errors import ChunkCorrupt, StoreError, Unreachable
-from hearth.store.climb import Climber
+from hearth.store.chunk_reader import ChunkReader
 from hearth.store.disk import DiskTier
 from hearth.store.fetch import Fetch, Fetcher
 from hearth.store.manifest import (
@@ -51,7 +51,7 @@ class TierReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Version:
+class _FileStamp:
     """Of a file: differs when it was replaced or written to."""
 
     inode: int
@@ -61,13 +61,13 @@ class _Version:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    versions: Mapping[str, _Version | None]  #: by file name, of all files that make up the model
+    stamps: Mapping[str, _FileStamp | None]  #: by file name, of all files that make up the model
     model: StoredModel
 
     @property
     def is_current(self) -> bool:
         directory = self.model.directory
-        return all(_version_of(directory / name) == version for name, version in self.versions.items())
+        return all(_stamp_of(directory / name) == stamp for name, stamp in self.stamps.items())
 
 
 class Tiers:
@@ -85,7 +85,7 @@ class Tiers:
         #: Single operations of a dict are atomic and opening twice does no harm, so it needs no lock.
         self._opened: dict[Path, _Opened] = {}
         self._remotes: dict[str, RemoteModel] = {}
-        self.fetcher = Fetcher(self.segment, Climber(self.disk, self.prices.of_disk_chunk), self.prices)
+        self.fetcher = Fetcher(self.segment, ChunkReader(self.disk, self.prices.of_disk_chunk), self.prices)
 
     def open(self, where: str | Path, weight: float = 1.0) -> StoredModel:
         """A converted model: its directory, or its URL in object storage. `weight`: see `StoredModel`.
@@ -98,14 +98,14 @@ class Tiers:
         known = self._opened.get(directory)
         if known is not None and known.is_current and known.model.weight == weight:
             return known.model
-        versions = {name: _version_of(directory / name) for name in (MANIFEST, WEIGHTS)}
+        stamps = {name: _stamp_of(directory / name) for name in (MANIFEST, WEIGHTS)}
         manifest = read_manifest(directory)
-        versions |= {file.name: _version_of(directory / file.name) for file in manifest.files}
+        stamps |= {file.name: _stamp_of(directory / file.name) for file in manifest.files}
         for file in manifest.files:
             if damage := damage_of(file, directory):
                 raise ChunkCorrupt(f"`{directory / file.name}` {damage}; convert or fetch the model again")
         model = self._admit(StoredModel(directory.name, manifest, directory, weight=weight))
-        self._opened[directory] = _Opened(versions, model)
+        self._opened[directory] = _Opened(stamps, model)
         return model
 
     def _admit(self, model: StoredModel) -> StoredModel:
@@ -235,9 +235,9 @@ def _is_fresh(directory: Path, text: bytes, manifest: Manifest) -> bool:
     return is_same and not any(damage_of(file, directory) for file in manifest.files)
 
 
-def _version_of(path: Path) -> _Version | None:
+def _stamp_of(path: Path) -> _FileStamp | None:
     try:
         found = path.stat()
     except OSError:
         return None
-    return _Version(found.st_ino, found.st_mtime_ns, found.st_size)
+    return _FileStamp(found.st_ino, found.st_mtime_ns, found.st_size)

@@ -19,7 +19,7 @@ from hearth.config import EngineConfig
 from hearth.errors import HearthError
 from hearth.messages import WorkerSetup
 from hearth.store.borrower import Borrower
-from hearth.store.lifeline import die_with_parent
+from hearth.store.die_with_parent import die_with_parent
 from hearth.store.loader import Loader
 from hearth.worker.hosted_model import Workshop
 from hearth.worker.link import GatewayLink, Introduction, connect, greet

@@ -15,7 +15,7 @@ from hearth.messages import HostModel
 from hearth.models.layout import DTYPES, Layout
 from hearth.store.borrower import BorrowedModel
 from hearth.store.manifest import Manifest
-from hearth.store.widen import served_layout
+from hearth.store.widen_dtype import served_layout
 
 TOKENIZER = "tokenizer.json"
 

@@ -15,15 +15,14 @@ from itertools import accumulate
 
 from hearth.errors import LoadCancelled
 from hearth.memory.pool import Gap
-from hearth.models.gate import Gate
 from hearth.models.layout import ByteRange, Layout
-from hearth.models.weights import TensorPlace
+from hearth.models.weights import TensorPlace, WeightGate
 from hearth.store.borrower import BorrowedModel, Borrower
 from hearth.store.fetch import HostChunk
-from hearth.store.loader import ChunkStream, Load, Loader, LoadGate, Piece, chunks_of
+from hearth.store.loader import ChunkStream, Load, Loader, LoadGate, LoadPiece, chunks_of
 from hearth.store.manifest import Manifest
 from hearth.store.record import LoadRecord
-from hearth.store.widen import tell_widening, widen_in_place
+from hearth.store.widen_dtype import tell_widening, widen_in_place
 from hearth.worker.failure import Failure, failure_of
 from hearth.worker.map_ahead import MapAhead
 
@@ -91,7 +90,7 @@ class WatchedLoad:
         self._manifest, self._to, self._post = manifest, to, post
         self._is_widened = is_widened = to.layout != manifest.layout
         self._is_called_off = threading.Event()
-        pieces = [Piece(gap.part, gap.destination) for gap in to.gaps]
+        pieces = [LoadPiece(gap.part, gap.destination) for gap in to.gaps]
         watch = _Watch(manifest, chunks_of(manifest, pieces), model.is_in_host)
 
         def tell(news: Progressed | Near) -> None:
@@ -110,7 +109,7 @@ class WatchedLoad:
         self._thread = threading.Thread(target=self._wait, name="hearth-arrival", daemon=True)
         self._thread.start()
 
-    def gate(self) -> Gate | None:
+    def gate(self) -> WeightGate | None:
         """What the device has to wait for; None if nothing runs before all is there."""
         if self._is_widened:
             return None
@@ -146,7 +145,7 @@ class WatchedLoad:
 
 
 class _GroundedGate:
-    """A `Gate` that also waits for bytes that need not come, but have to be mapped."""
+    """A `WeightGate` that also waits for bytes that need not come, but have to be mapped."""
 
     def __init__(self, load: LoadGate, groundwork: MapAhead, manifest: Manifest) -> None:
         self._load, self._groundwork, self._manifest = load, groundwork, manifest

@@ -13,7 +13,7 @@ import pytest
 
 from hearth.errors import ChunkCorrupt, ChunkMissing, Unreachable
 from hearth.policy.memory.eviction import Price
-from hearth.store.climb import MAX_WRONG_ANSWERS, Climber
+from hearth.store.chunk_reader import MAX_WRONG_ANSWERS, ChunkReader
 from hearth.store.disk import DiskTier
 from hearth.store.manifest import WEIGHTS
 from hearth.store.model import StoredModel
@@ -72,7 +72,7 @@ class TestFromDisk:
         self, disk: DiskTier, remote: StoredModel, server: BadServer
     ) -> None:
         buffer = memory()
-        delivery = Climber(disk, no_price).deliver(remote, AT, buffer, always)
+        delivery = ChunkReader(disk, no_price).deliver(remote, AT, buffer, always)
         assert bytes(buffer) == stored(remote)
         assert (delivery.rung, delivery.num_bytes, delivery.num_failures) == (Rung.DISK, CHUNK_BYTES, 0)
         assert server.asked == []
@@ -85,7 +85,7 @@ class TestFromDisk:
         disk.register(copy.directory, copy.manifest)
         flip(local.directory / WEIGHTS, AT * CHUNK_BYTES)
         buffer = memory()
-        delivery = Climber(disk, no_price).deliver(local, AT, buffer, always)
+        delivery = ChunkReader(disk, no_price).deliver(local, AT, buffer, always)
         assert bytes(buffer) == stored(copy)
         assert delivery.num_failures == disk.counters.num_condemned == 1
         assert [place.path.parent for place in disk.locate(local.manifest.chunks[AT].digest)] == [
@@ -100,11 +100,11 @@ class TestFromDisk:
         with pytest.raises(
             ChunkCorrupt, match=rf"chunk {AT} of `tiny` \(`{tensors[0]}`.*weights.bin`.*hearth verify"
         ):
-            Climber(disk, no_price).deliver(local, AT, memory(), always)
+            ChunkReader(disk, no_price).deliver(local, AT, memory(), always)
 
     def test_a_model_that_is_known_nowhere_is_missing(self, tmp_path: Path, local: StoredModel) -> None:
         with pytest.raises(ChunkMissing, match="is known to be good, and it came from no URL"):
-            Climber(DiskTier(tmp_path / "empty"), no_price).deliver(local, AT, memory(), always)
+            ChunkReader(DiskTier(tmp_path / "empty"), no_price).deliver(local, AT, memory(), always)
 
     def test_a_place_that_cannot_even_be_deleted_does_not_stand_in_the_way(
         self, tmp_path: Path, remote: StoredModel
@@ -112,7 +112,7 @@ class TestFromDisk:
         digest = remote.manifest.chunks[AT].digest
         (tmp_path / "cache" / "chunks" / digest[:2] / digest / "in the way").mkdir(parents=True)
         buffer = memory()
-        delivery = Climber(DiskTier(tmp_path / "cache"), no_price).deliver(remote, AT, buffer, always)
+        delivery = ChunkReader(DiskTier(tmp_path / "cache"), no_price).deliver(remote, AT, buffer, always)
         assert delivery.rung is Rung.OBJECT
         assert bytes(buffer) == stored(remote)
 
@@ -124,7 +124,7 @@ class TestFromObjectStorage:
         whole = stored(remote)
         os.truncate(remote.directory / WEIGHTS, AT * CHUNK_BYTES + 1)
         buffer = memory()
-        delivery = Climber(disk, no_price).deliver(remote, AT, buffer, always)
+        delivery = ChunkReader(disk, no_price).deliver(remote, AT, buffer, always)
         assert bytes(buffer) == whole
         assert (delivery.rung, delivery.num_failures) == (Rung.OBJECT, 1)
         assert server.asked == [f"bytes={AT * CHUNK_BYTES}-{(AT + 1) * CHUNK_BYTES - 1}"]
@@ -134,7 +134,7 @@ class TestFromObjectStorage:
     ) -> None:
         server.plan.extend([bad_server.flips_a_bit] * (MAX_WRONG_ANSWERS - 1))
         buffer = memory()
-        delivery = Climber(DiskTier(tmp_path / "empty"), no_price).deliver(remote, AT, buffer, always)
+        delivery = ChunkReader(DiskTier(tmp_path / "empty"), no_price).deliver(remote, AT, buffer, always)
         assert bytes(buffer) == stored(remote)
         assert delivery.num_failures == MAX_WRONG_ANSWERS - 1
 
@@ -143,7 +143,7 @@ class TestFromObjectStorage:
     ) -> None:
         server.plan.extend([bad_server.flips_a_bit] * 10)
         with pytest.raises(ChunkCorrupt, match=rf"chunk {AT} of `tiny` .*sent bytes that hash to"):
-            Climber(DiskTier(tmp_path / "empty"), no_price).deliver(remote, AT, memory(), always)
+            ChunkReader(DiskTier(tmp_path / "empty"), no_price).deliver(remote, AT, memory(), always)
         assert len(server.asked) == MAX_WRONG_ANSWERS
 
     def test_a_server_that_always_fails_is_unreachable(
@@ -151,25 +151,25 @@ class TestFromObjectStorage:
     ) -> None:
         server.plan.extend([bad_server.says(500)] * 10)
         with pytest.raises(Unreachable, match=rf"chunk {AT} of `tiny` .*tries: {QUICK.num_tries}"):
-            Climber(DiskTier(tmp_path / "empty"), no_price).deliver(remote, AT, memory(), always)
+            ChunkReader(DiskTier(tmp_path / "empty"), no_price).deliver(remote, AT, memory(), always)
 
 
 class TestKeeping:
     def test_what_was_kept_is_found_on_disk(self, tmp_path: Path, local: StoredModel) -> None:
         disk = DiskTier(tmp_path / "cache")
-        climber = Climber(disk, no_price)
-        climber.keep(local, AT, memoryview(stored(local)))
+        chunk_reader = ChunkReader(disk, no_price)
+        chunk_reader.keep(local, AT, memoryview(stored(local)))
         buffer = memory()
-        assert climber.deliver(local, AT, buffer, always).rung is Rung.DISK
+        assert chunk_reader.deliver(local, AT, buffer, always).rung is Rung.DISK
         assert bytes(buffer) == stored(local)
 
     def test_a_full_disk_is_told_once_and_harms_nobody(
         self, tmp_path: Path, local: StoredModel, caplog: pytest.LogCaptureFixture
     ) -> None:
-        climber = Climber(DiskTier(tmp_path / "cache", quota_bytes=0), no_price)
+        chunk_reader = ChunkReader(DiskTier(tmp_path / "cache", quota_bytes=0), no_price)
         with caplog.at_level(logging.WARNING):
-            climber.keep(local, AT, memoryview(stored(local)))
-            climber.keep(local, AT + 1, memoryview(stored(local)))
+            chunk_reader.keep(local, AT, memoryview(stored(local)))
+            chunk_reader.keep(local, AT + 1, memoryview(stored(local)))
         assert [record.message.partition(" ")[0] for record in caplog.records] == ["chunks_not_kept"]
         assert not list((tmp_path / "cache").rglob("*"))
 
@@ -178,7 +178,7 @@ class TestKeeping:
     ) -> None:
         (tmp_path / "cache").mkdir()
         (tmp_path / "cache" / "chunks").write_text("a file where a directory should be")
-        climber = Climber(DiskTier(tmp_path / "cache"), no_price)
+        chunk_reader = ChunkReader(DiskTier(tmp_path / "cache"), no_price)
         with caplog.at_level(logging.WARNING):
-            climber.keep(local, AT, memoryview(stored(local)))
+            chunk_reader.keep(local, AT, memoryview(stored(local)))
         assert "chunks_not_kept model=tiny reason=a chunk of 4096 bytes cannot be written" in caplog.text

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hearth.kernels.paged import PagedRows
-from hearth.kernels.prefill_attention import Span
+from hearth.kernels.prefill_attention import PrefillSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,6 @@ class StepInputs:
     tokens: torch.Tensor  #: int64 [rows]
     rows: PagedRows
     decode_rows: PagedRows  #: the first of `rows`
-    spans: tuple[Span, ...]
+    spans: tuple[PrefillSpan, ...]
     span_begins: torch.Tensor  #: int32 [spans + 1]
     sample_rows: torch.Tensor | None  #: int64: the rows to sample after; None: all of them

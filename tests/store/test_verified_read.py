@@ -15,7 +15,7 @@ import pytest
 
 from hearth.errors import ChunkCorrupt, ChunkMissing, StoreError
 from hearth.store.manifest import digest_of
-from hearth.store.reading import DIRECT_PIECE_BYTES, ReadTimes, read_verified
+from hearth.store.verified_read import DIRECT_PIECE_BYTES, ReadTimes, read_verified
 from tests.store.stored import flip
 
 CHUNK_BYTES = DIRECT_PIECE_BYTES + (64 << 10)  # more than one request to the disk, and a rest

@@ -16,8 +16,8 @@ from hearth.policy.memory.eviction import Price
 from hearth.store.disk import DiskTier, Location
 from hearth.store.manifest import WEIGHTS, digest_of
 from hearth.store.model import StoredModel
-from hearth.store.reading import read_verified
 from hearth.store.record import Delivery
+from hearth.store.verified_read import read_verified
 from hearth.types import Digest, Rung
 
 #: How often object storage may send wrong bytes for one chunk; lost answers are retried below this level.
@@ -26,7 +26,7 @@ MAX_WRONG_ANSWERS = 3
 log = logging.getLogger(__name__)
 
 
-class Climber:
+class ChunkReader:
     """Any thread may call it."""
 
     def __init__(self, disk: DiskTier, price: Callable[[str], Price]) -> None:

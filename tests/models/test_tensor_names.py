@@ -5,7 +5,7 @@ import pytest
 from hearth.errors import BadCheckpoint
 from hearth.models.families import read_arch
 from hearth.models.layout import layout_of
-from hearth.models.names import Source, sources_of
+from hearth.models.tensor_names import TensorSource, sources_of
 from tests.models.zoo import VARIANTS, build
 
 FIRST = {"llama": "model.", "opt": "model.decoder.", "gpt_neox": "gpt_neox.", "falcon": "transformer."}
@@ -18,7 +18,7 @@ def _shapes(name: str) -> dict[str, tuple[int, ...]]:
         return {key: tuple(shard.get_slice(key).get_shape()) for key in shard.keys()}  # noqa: SIM118
 
 
-def _resolve(name: str, found: dict[str, tuple[int, ...]]) -> dict[str, Source]:
+def _resolve(name: str, found: dict[str, tuple[int, ...]]) -> dict[str, TensorSource]:
     arch = read_arch(build(name).directory)
     return sources_of(arch, layout_of(arch, "float32"), found)
 

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.engine.mask import apply_masks
-from hearth.engine.sampler import Sampler, SampleRow
+from hearth.engine.sampler import Sampler, SampleRow, apply_masks
 from hearth.engine.upload import Uploads
 from hearth.policy.batch.plan import Admission
 from hearth.types import RequestId, SamplingParams

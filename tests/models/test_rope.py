@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from hearth.models.angles import cos_sin_table
 from hearth.models.arch import Llama3Scaling, Rope
+from hearth.models.rope import cos_sin_table
 
 CPU = torch.device("cpu")
 #: As in Llama-3.1-8B.

@@ -7,7 +7,7 @@ import torch
 
 from hearth.models.layout import STORED_DTYPES
 from hearth.store.manifest import WEIGHTS, read_manifest
-from hearth.store.widen import landing, served_layout, widen
+from hearth.store.widen_dtype import landing, served_layout, widen
 from tests.models.zoo import VARIANTS
 from tests.store.stored import converted
 

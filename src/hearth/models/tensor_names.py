@@ -31,7 +31,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TensorSource:
     """The parts of a canonical tensor, to be stacked by rows; an interleaved one is sorted into q, k, v."""
 
     parts: tuple[Part, ...]
@@ -115,7 +115,7 @@ NAMES: Mapping[str, NameMap] = {
 }
 
 
-def sources_of(arch: Arch, layout: Layout, found: Mapping[str, Shape]) -> dict[str, Source]:
+def sources_of(arch: Arch, layout: Layout, found: Mapping[str, Shape]) -> dict[str, TensorSource]:
     """Resolve every canonical tensor against a checkpoint's names and shapes.
 
     Raises BadCheckpoint for a tensor that is missing, has a wrong shape, or is left over.
@@ -154,7 +154,9 @@ def _prefix(names: NameMap, found: Mapping[str, Shape]) -> str:
     return next((p for p in names.prefixes if f"{p}{embed}.weight" in found), names.prefixes[0])
 
 
-def _source(arch: Arch, spec: TensorSpec, names: NameMap, prefix: str, found: Mapping[str, Shape]) -> Source:
+def _source(
+    arch: Arch, spec: TensorSpec, names: NameMap, prefix: str, found: Mapping[str, Shape]
+) -> TensorSource:
     path = spec.name.split(".")
     module, kind = path[-2], path[-1]
     layer = path[1] if len(path) == 4 else ""
@@ -170,7 +172,7 @@ def _source(arch: Arch, spec: TensorSpec, names: NameMap, prefix: str, found: Ma
             raise BadCheckpoint(
                 f"`{part.name}` has shape {list(found[part.name])}, config.json says {list(part.shape)}"
             )
-    return Source(tuple(parts), is_interleaved=module == "qkv" and names.interleaved_qkv)
+    return TensorSource(tuple(parts), is_interleaved=module == "qkv" and names.interleaved_qkv)
 
 
 def _rows(arch: Arch, spec: TensorSpec, module: str, num_parts: int) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ class LogitBias:
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Write the rows anew, whoever held the slots before."""
         vocab_size = self._bias.shape[1]
-        free, masked, cells = [], [], []
+        free, masked, entries = [], [], []
         values: list[float] = []
         for admission in admissions:
             sampling = admission.sampling
@@ -38,9 +38,9 @@ class LogitBias:
                 masked.append(admission.slot)
                 bias = {token: bias.get(token, 0.0) for token in sampling.allowed_token_ids}
             assert all(0 <= token < vocab_size for token in bias), f"{vocab_size=} {bias=}"
-            cells += [admission.slot * vocab_size + token for token in bias]
+            entries += [admission.slot * vocab_size + token for token in bias]
             values += bias.values()
-        free_slots, masked_slots, where = self._uploads.ints(free, masked, cells)
+        free_slots, masked_slots, where = self._uploads.ints(free, masked, entries)
         self._bias.index_fill_(0, free_slots, 0.0).index_fill_(0, masked_slots, -math.inf)
         self._bias.view(-1).index_copy_(0, where, self._uploads.floats(values))
 
