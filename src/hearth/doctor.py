@@ -1,4 +1,4 @@
-"""What this machine offers and which kernels run on it. It repairs nothing and loads no model."""
+"""Examines what this machine offers and which kernels run on it. Repairs nothing, loads no model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ import torch
 from hearth.config import StoreConfig
 from hearth.kernels.jit import HAS_TRITON
 
-#: With fewer descriptors a service that has many streams open would run out of them.
+#: Open files that a service should be allowed; with fewer, one that has many streams would run out of them.
 MANY_OPEN_FILES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
+    """A device and its memory."""
+
     name: str
     total_bytes: int
     free_bytes: int
@@ -29,24 +31,28 @@ class DeviceReport:
 
 @dataclass(frozen=True, slots=True)
 class StoreReport:
+    """The disk and the host memory that the store would use."""
+
     path: str
     free_bytes: int
-    has_direct_reads: bool  #: past the page cache, which is faster for what is not in it
+    has_direct_reads: bool  #: reads past the page cache, which are faster for what is not in it
     locked_bytes: int | None  #: how much host memory may be pinned; None: all of it
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
+    """All that was found on this machine."""
+
     python: str
     platform: str
     torch: str
     cuda: str | None  #: the version that torch was built for
     triton: str | None
     kernels: str
-    max_open_files: int  #: of one process; every connection takes one
+    max_open_files: int  #: files that one process may open; every connection takes one
     store: StoreReport
     devices: tuple[DeviceReport, ...]
-    notes: tuple[str, ...]  #: what has to be done without, and the remedy
+    notes: tuple[str, ...]  #: each says what is missing, and the remedy
 
 
 def examine(store: StoreConfig) -> Report:

@@ -42,7 +42,7 @@ from collections.abc import Callable
 
 
 class HearthError(Exception):
-    """Root of the tree. `http_status` and `label` are what the API and the metrics show."""
+    """The root of all errors. `http_status` and `label` are what the API and the metrics show."""
 
     http_status = 500
     label = "internal"
@@ -125,7 +125,7 @@ class ServiceError(HearthError):
 
 
 class Overloaded(ServiceError):
-    """Admission refused: the queue is full."""
+    """The queue is full; try again after `retry_s`."""
 
     http_status, label = 429, "overloaded"
 
@@ -179,7 +179,7 @@ class LoadCancelled(StoreError):
 
 
 def error_of(label: str, message: str) -> HearthError:
-    """The error that another process met, made again from what it said of it."""
+    """Return the error that another process met, made again from its label and message."""
     return _by_label().get(label, HearthError)(message)
 
 

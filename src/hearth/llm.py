@@ -36,7 +36,7 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step adds to an answer."""
+    """The text and tokens that one step adds to an answer."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -46,6 +46,8 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
+    """The whole answer to one prompt."""
+
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str  #: empty if the model has no tokenizer
@@ -84,7 +86,7 @@ class LLM:
 
     @classmethod
     def over(cls, engine: Engine, tokenizer: Tokenizer | None) -> Self:
-        """An LLM over an engine that was assembled elsewhere, which it then owns."""
+        """Return an LLM over an engine that was assembled elsewhere, which it then owns."""
         llm = cls.__new__(cls)
         llm._open(lambda: engine, tokenizer, None)
         return llm
@@ -100,7 +102,7 @@ class LLM:
         self._finalizer = weakref.finalize(self, _close_apart, self._open_loop, opened)
 
     def wait_loaded(self) -> LoadRecord | None:
-        """Until all weights are on the device: what the load did; None if the model was not converted.
+        """Wait until all weights are on the device; return the load's record, None if there was no load.
 
         Raises StoreError where they cannot be had.
         """
@@ -121,7 +123,7 @@ class LLM:
         return self._tokenizer is not None and self._tokenizer.has_chat_template
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation in the model's chat format, ready for the answer."""
+        """Return the token ids of a conversation in the model's chat format, ready for the answer."""
         return self._text().chat_prompt(messages)
 
     def generate(
@@ -160,7 +162,7 @@ class LLM:
             loop.cancel(request.request_id)
 
     def close(self) -> None:
-        """End what is live, wait for the step thread and let the memory go. Closing again is harmless."""
+        """End live requests, wait for the step thread and let the memory go. Closing again is harmless."""
         if self._open_loop is not None and self._finalizer.detach() is not None:
             _close(self._open_loop, self._opened)
         self._open_loop = self._opened = None
@@ -176,7 +178,7 @@ class LLM:
     def _collect(
         self, requests: Sequence[EngineRequest], answers: Mapping[RequestId, _Answer], outbox: Outbox
     ) -> Iterator[None]:
-        """Run the requests; yields at the end of each. Whatever happens, none stays behind."""
+        """Run the requests and yield at the end of each. Whatever happens, none stays behind."""
         loop = self._loop
         for request in requests:
             loop.add(request, outbox)
@@ -216,7 +218,7 @@ class LLM:
 
 @dataclass(slots=True)
 class _Answer:
-    """What has been received of one request. Mutable; written by the thread that asked."""
+    """The answer to one request as far as it was received. Mutable; written by the thread that asked."""
 
     request: EngineRequest
     transcript: Transcript | None
@@ -248,7 +250,7 @@ class _Answer:
         )
 
     def _own_logprobs(self, output: Output) -> tuple[TokenLogprobs, ...] | None:
-        """As many as this request asked for; a step computes as many as the most demanding one."""
+        """Return as many logprobs as this request asked for; a step may have computed more."""
         wanted = self.request.sampling.logprobs
         if wanted is None or output.logprobs is None:
             return None
@@ -256,7 +258,7 @@ class _Answer:
 
 
 def _close_apart(loop: StepLoop, opened: OpenedModel | None) -> None:
-    """Garbage is collected on any thread, also on one that closing would have to wait for."""
+    """Close on a new thread, for garbage is collected on any, also one that closing would wait for."""
     try:
         threading.Thread(target=_close, args=(loop, opened), name="hearth-close", daemon=True).start()
     except RuntimeError:  # the interpreter ends and starts no more threads
@@ -264,7 +266,7 @@ def _close_apart(loop: StepLoop, opened: OpenedModel | None) -> None:
 
 
 def _close(loop: StepLoop, opened: OpenedModel | None) -> None:
-    """The load goes first: the step thread may be waiting for it."""
+    """Close the load, then the loop: the step thread may be waiting for the load."""
     if opened is not None:
         opened.close()
     loop.close()

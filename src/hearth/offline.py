@@ -1,9 +1,9 @@
-"""How a path becomes an engine in this process: what is there, and how its weights get to the device.
+"""Makes an engine in this process from a path: finds what is there and brings its weights to the device.
 
     a converted model, or its URL   loaded chunk by chunk; the engine runs behind it, layer by layer
     a Hugging Face directory, GGUF  read and packed tensor by tensor; the engine starts when that is done
 
-It answers no requests: that is `llm.py`.
+Answers no requests: that is `llm.py`.
 """
 
 from __future__ import annotations
@@ -35,32 +35,35 @@ from hearth.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """What the caller wants of a model."""
+    """The options under which the caller wants a model."""
 
     device: str = "auto"
     dtype: str = "auto"
-    max_context: int | None = None  #: None: what it was made for
+    max_context: int | None = None  #: None: the context that the model was made for
     skip_tokenizer: bool = False
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 
 class OpenedModel(Protocol):
-    """A model that was found and checked, and can be built."""
+    """A model that was found and checked, and can be built into an engine."""
 
     tokenizer: Tokenizer | None
 
     def build(self) -> Engine:
-        """Runs on the thread that will own the engine."""
+        """Build the engine, on the thread that will own it."""
 
     def wait(self) -> LoadRecord | None:
-        """Until all weights are on the device; None if they were not loaded by chunks."""
+        """Wait until all weights are on the device; return None if they were not loaded by chunks."""
 
     def close(self) -> None:
-        """End what is still under way. Closing again is harmless."""
+        """End a load that is still under way. Closing again is harmless."""
 
 
 def open_model(path: str | Path, options: ModelOptions, store: StoreConfig | Tiers) -> OpenedModel:
-    """Tiers that are given stay open; those of a StoreConfig are closed once the model is loaded."""
+    """Find and check the model at a path or URL.
+
+    Tiers that are given stay open; those of a StoreConfig are closed once the model is loaded.
+    """
     device = _device(options.device)
     if "://" in str(path) or (Path(path) / MANIFEST).is_file():
         return _ConvertedModel(path, options, store, device)
@@ -68,7 +71,7 @@ def open_model(path: str | Path, options: ModelOptions, store: StoreConfig | Tie
 
 
 class _PackedModel:
-    """A checkpoint that is not converted: it is packed straight into device memory."""
+    """A checkpoint that is not converted, and is packed straight into device memory."""
 
     def __init__(self, path: Path, options: ModelOptions, device: torch.device) -> None:
         self._path, self._config, self._device = path, options.engine, device
@@ -86,10 +89,10 @@ class _PackedModel:
         return assemble(spec, weights, self._config, self._device)
 
     def wait(self) -> None:
-        """It was packed while it was built."""
+        """Return at once: the model was packed while it was built."""
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Do nothing: no file is left open."""
 
 
 class _ConvertedModel:
@@ -187,7 +190,7 @@ def _device(name: str) -> torch.device:
 
 
 def _packed_dtype(wanted: str, source: ModelSource, device: torch.device) -> str:
-    """`auto`: on a CPU float32, the fastest there; elsewhere the checkpoint's, but bfloat16 for float32."""
+    """Return the dtype to pack to; `auto`: float32 on a CPU, else the checkpoint's, bfloat16 for float32."""
     if wanted != "auto":
         return wanted
     if device.type == "cpu":
@@ -197,7 +200,7 @@ def _packed_dtype(wanted: str, source: ModelSource, device: torch.device) -> str
 
 
 def _stored_dtype(wanted: str, manifest: Manifest, device: torch.device) -> str:
-    """`auto`: as it was converted, but on a CPU float32, the fastest there."""
+    """Return the dtype to serve in; `auto`: as it was converted, but on a CPU float32, the fastest there."""
     supported = {manifest.dtype, "float32"} if device.type == "cpu" else {manifest.dtype}
     if wanted == "auto":
         return "float32" if device.type == "cpu" else manifest.dtype

@@ -13,11 +13,11 @@ from hearth.errors import BadSampling
 RequestId = NewType("RequestId", str)
 ModelId = NewType("ModelId", str)  #: the name under which a model is deployed
 Digest = NewType("Digest", str)  #: xxh3-128 in hexadecimal: it names the bytes, whoever holds them
-WorkerId = NewType("WorkerId", str)  #: of one life of a worker: its replacement has another
+WorkerId = NewType("WorkerId", str)  #: one life of a worker: its replacement has another id
 
 
 class Rung(StrEnum):
-    """Where a chunk was found, nearest to the device first."""
+    """A place where a chunk may be found, nearest to the device first."""
 
     HOST = "host"
     DISK = "disk"
@@ -25,15 +25,17 @@ class Rung(StrEnum):
 
 
 class Hold(IntEnum):
-    """What keeps a model in memory, weakest first. A number, because books are indexed with it."""
+    """How firmly a model is held in memory, weakest first. A number, because books are indexed with it."""
 
     RETAINED = 0  #: idle past its keep_alive: its bytes stay until somebody needs the room
-    WARM = 1  #: idle within it: its bytes go only when nothing retained is left
+    WARM = 1  #: idle within its keep_alive: its bytes go only when nothing retained is left
     BUSY = 2  #: has requests
     PINNED = 3  #: never gives way
 
 
 class FinishReason(StrEnum):
+    """Why an output has ended."""
+
     STOP = "stop"  #: a stop token, a stop string or the end-of-sequence token
     LENGTH = "length"  #: `max_tokens` or the context is used up
     CANCELLED = "cancelled"  #: the caller gave up
@@ -41,7 +43,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GuideSpec:
-    """What an output is held to."""
+    """A schema or grammar that an output must follow."""
 
     kind: Literal["json_object", "json_schema", "lark"]
     text: str = ""  #: the schema as JSON, or the grammar; nothing for `json_object`
@@ -55,9 +57,9 @@ class SamplingParams:
     top_k: int = 0  #: 0 or -1 keeps every token
     top_p: float = 1.0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0  #: over prompt and output
-    presence_penalty: float = 0.0  #: over output
-    frequency_penalty: float = 0.0  #: over output
+    repetition_penalty: float = 1.0  #: counts tokens of prompt and output
+    presence_penalty: float = 0.0  #: counts tokens of the output
+    frequency_penalty: float = 0.0  #: counts tokens of the output
     seed: int | None = None  #: None draws one per request
     max_tokens: int | None = 16  #: None: up to the end of the context
     min_tokens: int = 0  #: stop tokens are forbidden before
@@ -66,7 +68,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    logprobs: int | None = None  #: 0: of the chosen token; n: also of the n best
+    logprobs: int | None = None  #: 0: only of the chosen token; n: also of the n best
     logit_bias: Mapping[int, float] | None = field(default_factory=dict, hash=False)
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
 
@@ -141,7 +143,7 @@ def _whole(name: str, value: int, low: float, high: float) -> None:
 
 
 def _in_range(name: str, value: float, low: float, high: float, *, above: bool = False) -> None:
-    """`above`: the lower bound itself is refused. NaN is always refused."""
+    """Raise BadSampling unless the value is in range; with `above` not at the lower bound. NaN never is."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadSampling(f"`{name}` must be a number, given: {value!r}")
     is_inside = (low < value if above else low <= value) and value <= high and not math.isinf(value)
@@ -154,13 +156,15 @@ def _in_range(name: str, value: float, low: float, high: float, *, above: bool =
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
+    """A token and its logprob."""
+
     token_id: int
     logprob: float
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of one sampled token: its own logprob and those of the most likely ones, best first."""
+    """The logprob of one sampled token, and those of the most likely tokens, best first."""
 
     logprob: float
     top: tuple[TokenLogprob, ...]

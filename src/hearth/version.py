@@ -1,4 +1,4 @@
-"""Which Hearth this is. Reads what the installer has noted and nothing else."""
+"""The version of the installed Hearth. Reads what the installer has noted and nothing else."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from importlib import metadata
 
 
 def hearth_version() -> str:
+    """Return the installed version, or a text that says there is none."""
     try:
         return metadata.version("hearth")
     except metadata.PackageNotFoundError:  # it runs from its sources

@@ -1,4 +1,4 @@
-"""Frames between gateway and workers: their encoding, and the proof that both know one secret. No sockets.
+"""Frames between gateway and workers: encoding, and the proof that both know one secret. No sockets.
 
     | length, 4 bytes, little-endian | one message in msgpack |
 
@@ -22,9 +22,9 @@ from hearth.types import WorkerId
 T = TypeVar("T")
 
 HEADER = struct.Struct("<I")
-#: Longer frames are a fault of the other side, or somebody else's protocol.
+#: The longest frame; a longer one is a fault of the other side, or somebody else's protocol.
 MAX_FRAME_BYTES = 64 << 20
-#: Until the secret is proven, nobody may have more than this read.
+#: The longest frame that is read before the secret is proven.
 MAX_GREETING_BYTES = 4096
 
 _encoder = msgspec.msgpack.Encoder()
@@ -39,7 +39,7 @@ def frame(message: Challenge | Order | Fact) -> bytes:
 
 
 def length_of(header: bytes, limit_bytes: int = MAX_FRAME_BYTES) -> int:
-    """Raises ServiceError for a frame beyond the limit."""
+    """Return the length of a frame's body. Raises ServiceError for a frame beyond the limit."""
     (length,) = HEADER.unpack(header)
     if length > limit_bytes:
         raise ServiceError(
@@ -50,12 +50,12 @@ def length_of(header: bytes, limit_bytes: int = MAX_FRAME_BYTES) -> int:
 
 
 def order_of(body: bytes) -> Order:
-    """Raises ServiceError for what is no order."""
+    """Decode an order. Raises ServiceError for anything else."""
     return _decoded(_orders, body)
 
 
 def fact_of(body: bytes) -> Fact:
-    """Raises ServiceError for what is no fact."""
+    """Decode a fact. Raises ServiceError for anything else."""
     return _decoded(_facts, body)
 
 
@@ -72,7 +72,7 @@ def proof(secret: bytes, nonce: bytes, worker: WorkerId) -> bytes:
 
 
 def check_hello(hello: Hello, secret: bytes, nonce: bytes) -> Welcome:
-    """The gateway's answer to a worker that knows the secret.
+    """Return the gateway's answer to a worker that knows the secret.
 
     Raises:
         ServiceError: another version, or no proof of the secret.
@@ -88,13 +88,13 @@ def check_challenge(challenge: Challenge) -> None:
 
 
 def check_welcome(welcome: Welcome, secret: bytes, nonce: bytes, worker: WorkerId) -> None:
-    """Raises ServiceError if the gateway does not know the secret."""
+    """Raise ServiceError if the gateway does not know the secret."""
     if not hmac.compare_digest(welcome.proof, _answer(secret, nonce, worker)):
         raise ServiceError("the gateway does not know the secret of this worker")
 
 
 def _answer(secret: bytes, nonce: bytes, worker: WorkerId) -> bytes:
-    """Differs from a worker's proof, so that nobody gets one by asking for the other."""
+    """Return the gateway's proof, unlike a worker's, so that nobody gets one by asking for the other."""
     return proof(secret, b"gateway" + nonce, worker)
 
 

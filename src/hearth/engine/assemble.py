@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What an engine needs to know of a model besides its weights."""
+    """The facts of a model that an engine needs besides its weights."""
 
     arch: Arch
     dtype: torch.dtype
@@ -75,10 +75,10 @@ def assemble(
     device: torch.device,
     memory: Memory | None = None,
 ) -> Engine:
-    """An engine over weights that have their place on the device.
+    """Return an engine over weights that have their place on the device.
 
-    Of memory that was set aside for it KV has no blocks yet: `Engine.add_blocks` gives them. Without such
-    memory it takes its own, and what is left on the device goes to KV, for good.
+    In `memory` that was set aside KV has no blocks yet: `Engine.add_blocks` gives them. Without such memory
+    the engine takes its own, and what is left on the device goes to KV, for good.
     """
     arch, dtype = spec.arch, spec.dtype
     is_elastic = memory is not None
@@ -108,7 +108,7 @@ def assemble(
 
 
 def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:
-    """Plain bytes, not initialised.
+    """Allocate bytes that are not initialised.
 
     Raises:
         DeviceError: the device has no such room.

@@ -27,33 +27,37 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What one call of `Engine.step` has brought."""
+    """The result of one call of `Engine.step`."""
 
-    outputs: Sequence[Output]  #: of the step that was taken in
-    admitted: Sequence[Admission]  #: to the step that was launched, for the first time or again
-    preempted: Sequence[RequestId]  #: to make room for it; they will be admitted again
+    outputs: Sequence[Output]  #: tokens of the step that was taken in
+    admitted: Sequence[Admission]  #: requests that the launched step admits, for the first time or again
+    preempted: Sequence[RequestId]  #: requests that made room for that step; they will be admitted again
     has_run: bool = True  #: a step was launched or taken in; False: KV is short of all that is wanted
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """How many requests an engine has, and how many blocks of KV they take."""
+
     num_running: int
     num_waiting: int
     kv_used_blocks: int  #: held by running requests
     kv_cached_blocks: int  #: prefixes that nobody reads at the moment, free to be overwritten
-    kv_blocks: int  #: that it has now
+    kv_blocks: int  #: blocks that the engine has now
 
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedStep:
+    """A step that was launched and not yet taken in."""
+
     plan: StepPlan
     pending: PendingStep
 
 
 class Intake:
-    """Where requests are checked and resolved. Any thread may call it.
+    """Checks and resolves requests before an engine gets them. Any thread may call it.
 
-    It holds no tensor: a request that takes its time here keeps no memory of an engine that is dropped.
+    No tensor is held: a request that takes its time here keeps no memory of an engine that is dropped.
     """
 
     def __init__(self, batcher: Batcher, guides: Guides, vocab_size: int, eos_ids: frozenset[int]) -> None:
@@ -71,7 +75,7 @@ class Intake:
     ) -> EngineRequest:
         """Check and resolve a request. Touches no state.
 
-        `output` is what an engine that is gone has sampled of it; it goes on as if nothing had happened.
+        `output` is what an engine that is gone has sampled; the request goes on as if nothing had happened.
         A guide is compiled here, which takes milliseconds, and a third of a second for the first of a model.
         """
         _check_tokens("prompt", prompt, self._vocab_size, BadPrompt)
@@ -98,7 +102,7 @@ class Intake:
 
 
 class Engine:
-    """Mutable; one thread calls it."""
+    """One model's batcher and runner, stepped together. Mutable; one thread calls it."""
 
     def __init__(
         self, batcher: Batcher, runner: Runner, guides: Guides, vocab_size: int, eos_ids: frozenset[int]
@@ -128,7 +132,7 @@ class Engine:
         return self.batcher.cancel(request_id)
 
     def kv_use(self) -> KvUse:
-        """What `elastic` decides by, between two steps."""
+        """Return how KV is used between two steps, for `elastic` to decide by."""
         batcher, blocks = self.batcher, self.batcher.blocks
         return KvUse(
             num_blocks=blocks.num_blocks,
@@ -139,7 +143,7 @@ class Engine:
         )
 
     def add_blocks(self, extent: range) -> None:
-        """Blocks of KV that have memory from now on; what they hold does not matter."""
+        """Add blocks of KV that have memory from now on; what they hold does not matter."""
         num_blocks = len(self.runner.kv)
         assert 0 <= extent.start < extent.stop <= num_blocks, f"{extent=} of {num_blocks=}"
         assert self.runner.sink not in extent, f"the sink is nobody's: {extent=}"
@@ -147,14 +151,14 @@ class Engine:
 
     @property
     def reserve_blocks(self) -> int:
-        """Of KV, that running requests will fill next."""
+        """The blocks of KV that running requests will fill next."""
         return self.elastic.reserve_blocks(self.batcher.num_running)
 
     def clear(self, extent: range, *, may_move: bool, may_preempt: bool) -> bool:
-        """Stop using blocks: no step launched from now on touches them. False, and nothing has changed, if
-        that is not possible.
+        """Stop using blocks: no step launched from now on touches them.
 
-        Steps in flight still do, and so do copies that are queued behind them on the current stream.
+        Returns False, and nothing has changed, if that is not possible. Steps in flight still touch them, and
+        so do copies that are queued behind them on the current stream.
         """
         moves = self.batcher.clear(extent, may_move=may_move, may_preempt=may_preempt)
         if moves is None:
@@ -165,7 +169,7 @@ class Engine:
     def step(self) -> StepOutcome:
         """Launch the next step, then take in the one before it.
 
-        Nothing comes of it where there is work but an elastic KV has less than it is promised.
+        No step runs where there is work but an elastic KV has fewer blocks than it is promised.
         """
         plan = self.batcher.plan()
         launched = None if plan is None else self._launch(plan)
@@ -179,12 +183,12 @@ class Engine:
         return StepOutcome(outputs, plan.admissions if plan else (), self.batcher.take_preempted(), has_run)
 
     def rest(self) -> None:
-        """It has no requests, and will have none for a while: keep no more than it takes to go on then."""
+        """Drop what an engine without requests does not need until the next one comes."""
         assert not self.has_work, f"there is work: {self.usage}"
         self.runner.rest()
 
     def close(self) -> None:
-        """Wait for what the device still computes, so that the memory it uses may go. Nothing may follow."""
+        """Wait for what the device still computes, so that its memory may go. No other call may follow."""
         self._flight = None
         self.runner.synchronize()  # also for a step that broke half-way, whose inputs are still being read
 
@@ -205,7 +209,7 @@ class Engine:
 def _check_tokens(
     name: str, tokens: Collection[int], vocab_size: int, error: type[BadPrompt] | type[BadSampling]
 ) -> None:
-    """Raise `error` at the first that is no token of the vocabulary."""
+    """Raise `error` at the first id that is no token of the vocabulary."""
     # The common case at the speed of C: this stands between a prompt and its first token.
     if (
         set(map(type, tokens)) <= {int}

@@ -15,26 +15,27 @@ GRAPH_SIZES: tuple[int, ...] = (1, 2, 4, *range(8, 257, 8))
 _CAPTURE = threading.Lock()
 
 
-#: Runs a decode step of that many rows on static buffers and returns its logits.
+#: A function that runs a decode step of so many rows on static buffers and returns its logits.
 Forward = Callable[[int], torch.Tensor]
 
 
 class DecodeGraphs:
-    """Mutable; written only by the runner. All graphs share one memory pool, for they run in turns.
+    """Captured decode steps by batch size. Mutable; written only by the runner.
 
-    `Forward` is given with each call and not kept: it belongs to the runner, which owns the graphs, and the
-    two would keep each other and all their memory alive.
+    All graphs share one memory pool, for they run one after the other. `Forward` is given with each call and
+    not kept: it belongs to the runner, which owns the graphs, and the two would keep each other and all their
+    memory alive.
     """
 
     def __init__(self, max_size: int) -> None:
-        #: `max_size` itself is one of them: that many rows are what full load runs.
+        #: The sizes; `max_size` itself is one of them, for that many rows are what full load runs.
         self.sizes = (*(size for size in GRAPH_SIZES if size < max_size), max_size)
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch leaves it untyped
 
     def size_for(self, num_rows: int) -> int | None:
-        """The smallest size that holds so many rows; None if there is none."""
+        """Return the smallest size that holds so many rows; None if there is none."""
         at = bisect_left(self.sizes, num_rows)
         return self.sizes[at] if at < len(self.sizes) else None
 
@@ -47,7 +48,7 @@ class DecodeGraphs:
         return logits
 
     def capture(self, size: int, forward: Forward) -> None:
-        """Capture a size. The inputs in place are run once before, which compiles what is missing."""
+        """Capture a size. The inputs in place are run once before, which compiles missing kernels."""
         forward(size)
         graph = torch.cuda.CUDAGraph()
         # Other threads go on using the device meanwhile, such as a second model's step thread.

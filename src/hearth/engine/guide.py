@@ -1,4 +1,4 @@
-"""Guided decoding: what a schema or grammar allows to come next, by llguidance. Samples nothing.
+"""Guided decoding: which tokens a schema or grammar allows next, by llguidance. Samples nothing.
 
 A guide goes by the tokens that were committed, so preemption does not touch it, and a request that is
 resumed elsewhere gets a new one that takes the tokens of the old.
@@ -26,17 +26,17 @@ class Guides:
     """Makes the guides of one model. Any thread may ask."""
 
     def __init__(self, tokenizer_json: Path | None, vocab_size: int, eos_ids: frozenset[int]) -> None:
-        """`vocab_size` is the model's, which may be padded beyond the tokenizer's."""
+        """Build no tokenizer yet. `vocab_size` is the model's, which may be padded beyond the tokenizer's."""
         self._path = tokenizer_json
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
-        #: Built for the first guided request: it takes a third of a second, and most models never need it.
+        #: Built for the first guided request: a tokenizer takes a third of a second, and few models need it.
         self._tokenizer: LLTokenizer | None = None
         #: Keeps two first requests on two threads from building it twice.
         self._building = threading.Lock()
 
     def guide(self, spec: GuideSpec, ignore_eos: bool) -> GrammarGuide:
-        """A guide at the start of an output. With `ignore_eos` it ends only where nothing else can follow.
+        """Return a guide at the start of an output. With `ignore_eos` the output ends only where it must.
 
         Raises:
             BadGuide: the model has no tokenizer to go by, or the schema or grammar is wrong.
@@ -74,10 +74,10 @@ class Guides:
 
 
 class GrammarGuide:
-    """A `policy.plan.Guide`. Its output ends with an end token. Mutable; one thread at a time calls it."""
+    """A `plan.Guide` of an output that ends with an end token. Mutable; one thread at a time calls it."""
 
     def __init__(self, matcher: LLMatcher, end_ids: Sequence[int], *, avoids_end: bool) -> None:
-        """`avoids_end`: an end token is allowed only where nothing else is."""
+        """Begin an output. `avoids_end`: an end token is allowed only where nothing else is."""
         self._matcher = matcher
         self._end_ids = end_ids
         self._avoids_end = avoids_end
@@ -90,7 +90,7 @@ class GrammarGuide:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the grammar led nowhere, or became too costly to follow further."""
+        """True if the grammar led nowhere, or became too costly to follow further."""
         return self._matcher.is_error() or not _allows_any(self._mask)
 
     def take(self, token: int) -> FinishReason | None:
@@ -133,6 +133,6 @@ def _allows_any(mask: bytes | bytearray) -> bool:
 
 
 def _said(matcher: LLMatcher) -> str:
-    """Why it goes no further, without the dump behind it, which quotes the output."""
+    """Return why a matcher goes no further, without the dump behind that, which quotes the output."""
     error = matcher.get_error() or f"no token is allowed, {matcher.stop_reason()}"
     return error.partition("<state>")[0].strip()

@@ -4,7 +4,7 @@ One packed int32 array per step, written on the host and sent whole:
 
     | tokens | positions | slots | span begins | sample rows |
 
-Two host copies take turns, because the one of the step in flight may still be read by the device.
+There are two host copies, because that of the step in flight may still be read by the device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Fields:
 
 
 class InputBuffers:
-    """Mutable; written only by the runner, in step order."""
+    """The device buffers of a step's inputs. Mutable; written only by the runner, in step order."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class InputBuffers:
         uploads: Uploads,
         sink: int,
     ) -> None:
-        """`last_tokens` int64 [slots + 1]: what each slot sampled last, the last row being a dummy.
+        """Allocate the buffers. `last_tokens`, int64 [slots + 1], holds each slot's last sample and a dummy.
 
         `sink` is a block that is always there and that nobody reads.
         """
@@ -66,10 +66,10 @@ class InputBuffers:
         self._tokens = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self._sample_rows = torch.zeros(max_seqs, dtype=torch.int64, device=device)
         self.sink = sink
-        #: Row of a slot: its blocks in order, and behind them the sink, for blocks that somebody had before
-        #: may be gone. The dummy slot's row names the sink alone.
+        #: The row of a slot holds its blocks in order, and behind them the sink, for blocks that somebody had
+        #: before may be gone. The dummy slot's row names the sink alone.
         self.block_table = torch.full((max_seqs + 1, max_blocks), sink, dtype=torch.int32, device=device)
-        #: Of each slot: leading entries of its row that may name blocks.
+        #: For each slot, how many leading entries of its row may name blocks.
         self._num_written = [0] * max_seqs
 
     def fill(self, plan: StepPlan, num_padded_rows: int = 0) -> None:
@@ -102,7 +102,7 @@ class InputBuffers:
         self._device.slots[:num_rows] = self._dummy_slot
 
     def gather_tokens(self, num_decode_rows: int, num_rows: int) -> None:
-        """On the device: decode rows take what their slot sampled last, the others what the host sent."""
+        """Gather on the device the last samples of decode rows and the sent tokens of the others."""
         decode, rest = slice(num_decode_rows), slice(num_decode_rows, num_rows)
         slots, tokens = self._device.slots[decode], self._tokens[decode]
         torch.index_select(self._last_tokens, 0, slots, out=tokens)
@@ -110,11 +110,11 @@ class InputBuffers:
             self._tokens[rest].copy_(self._device.tokens[rest])
 
     def decode_view(self, num_rows: int) -> StepInputs:
-        """A step of decode rows only, which all sample."""
+        """Return the inputs of a step of decode rows only, which all sample."""
         return self._view(num_rows, num_rows, (), None)
 
     def view(self, plan: StepPlan) -> StepInputs:
-        """The step that was filled in last, of any rows."""
+        """Return the inputs of the step that was filled in last, of any rows."""
         num_decode = plan.num_decode_rows
         prefill = plan.rows[num_decode:]
         begins = _begins(num_decode, prefill)
@@ -140,7 +140,7 @@ class InputBuffers:
         )
 
     def _write_table(self, admitted: Sequence[int], writes: Sequence[TableWrite]) -> None:
-        """`admitted` are slots with new owners: of what their rows held before nothing stays."""
+        """Write to the block table; rows of `admitted` slots, which have new owners, are cleared before."""
         width, block_by_entry = self.block_table.shape[1], dict[int, int]()
         for slot in admitted:
             first = slot * width
@@ -158,7 +158,7 @@ class InputBuffers:
 
 
 def _begins(first: int, rows: Sequence[Row]) -> list[int]:
-    """Where each row's tokens begin, and behind the last where they end."""
+    """Return where each row's tokens begin, and behind the last where they end."""
     begins = [first]
     for row in rows:
         begins.append(begins[-1] + row.num_tokens)

@@ -17,15 +17,15 @@ def is_biased(sampling: SamplingParams) -> bool:
 
 
 class LogitBias:
-    """Mutable; only slots with a biased request hold meaningful rows."""
+    """The bias of every slot. Mutable; only slots with a biased request hold meaningful rows."""
 
     def __init__(self, num_slots: int, vocab_size: int, uploads: Uploads) -> None:
         self._uploads = uploads
-        #: What is added to the logits; minus infinity forbids a token.
+        #: The number added to each logit; minus infinity forbids a token.
         self._bias = torch.zeros(num_slots, vocab_size, device=uploads.device)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Write the rows anew, whoever held the slots before."""
+        """Write the rows of these requests' slots anew, whoever held them before."""
         vocab_size = self._bias.shape[1]
         free, masked, entries = [], [], []
         values: list[float] = []

@@ -1,4 +1,4 @@
-"""The thread that steps an engine, and how other threads talk to it. Turns no token into text.
+"""The thread that steps an engine, and the queues by which others talk to it. Turns no token into text.
 
 The thread owns the engine; others post commands and read the outputs of their requests from a queue of
 their own. With nothing to do it sleeps on its inbox. Every request that was added ends exactly once: by an
@@ -31,7 +31,7 @@ class Failed:
 
 
 class Outbox(SimpleQueue[Output | Failed]):
-    """Where the outputs of one or more requests arrive, in the order of the steps."""
+    """A queue in which the outputs of one or more requests arrive, in the order of the steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +51,15 @@ class _Stop:
 
 
 class StepLoop:
-    """Any thread may call `add`, `cancel` and `close`."""
+    """An engine on a thread of its own. Any thread may call `add`, `cancel` and `close`."""
 
     def __init__(self, build: Callable[[], Engine]) -> None:
-        """`build` runs on the step thread, which then owns the engine; what it raises is raised here.
+        """Run `build` on the step thread, which then owns the engine; what it raises is raised here.
 
-        So one thread alone computes, and a CPU's library keeps one team of threads rather than two.
+        This way one thread alone computes, and a CPU's library keeps one team of threads rather than two.
         """
         self._inbox: SimpleQueue[_Add | _Cancel | _Stop] = SimpleQueue()
-        #: Of live requests. Written by the step thread alone, as is the engine.
+        #: The outboxes of live requests. Written by the step thread alone, as is the engine.
         self._outboxes: dict[RequestId, Outbox] = {}
         #: Keeps `add` and `close` apart: what was posted stands before the stop, so nobody waits in vain.
         self._gate = threading.Lock()
@@ -84,7 +84,7 @@ class StepLoop:
         self._inbox.put(_Cancel(request_id))
 
     def close(self) -> None:
-        """Stop after the step under way and wait for the thread. What is live ends as failed."""
+        """Stop after the step under way and wait for the thread. Live requests end as failed."""
         with self._gate:
             if not self._is_closed:
                 self._is_closed = True
@@ -116,7 +116,7 @@ class StepLoop:
         engine.close()
 
     def _take_commands(self, engine: Engine) -> bool:
-        """Carry out what was posted, sleeping while the engine is idle; False once it should stop."""
+        """Carry out posted commands, sleeping while the engine is idle; return False once it should stop."""
         while not engine.has_work or not self._inbox.empty():
             match self._inbox.get():
                 case _Add(request, outbox):
@@ -141,7 +141,7 @@ class StepLoop:
             outbox.put(Failed(request_id, cause))
 
     def _refuse_commands(self, cause: BaseException) -> None:
-        """A broken engine computes nothing more, but whoever asks is told so."""
+        """Answer every further request of a broken engine with `Failed`, until it is closed."""
         while not isinstance(command := self._inbox.get(), _Stop):
             if isinstance(command, _Add):
                 command.outbox.put(Failed(command.request.request_id, cause))

@@ -13,13 +13,13 @@ _MASK64 = (1 << 64) - 1
 
 
 def noise_key(seed: int, position: int) -> int:
-    """A signed 64-bit key for the token at `position`; neighbouring seeds or positions share nothing."""
+    """Return a signed 64-bit key for the token at `position`; neighbouring keys share nothing."""
     key = _mix64(_mix64(seed + _GOLDEN) + position * _GOLDEN)
     return key - (1 << 64) if key >> 63 else key
 
 
 def gumbel(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Standard Gumbel noise for every token under each key: float32 [keys, vocab_size], always finite."""
+    """Return Gumbel noise for every token under each key: float32 [keys, vocab_size], always finite."""
     low, high = keys.contiguous().view(torch.int32).view(-1, 2, 1).unbind(1)
     bits = torch.arange(vocab_size, dtype=torch.int32, device=keys.device) ^ low
     _mix32_(bits).bitwise_xor_(high)
@@ -32,7 +32,7 @@ def gumbel(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def _mix64(x: int) -> int:
-    """The finaliser of splitmix64."""
+    """Return the finaliser of splitmix64."""
     x &= _MASK64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -40,7 +40,7 @@ def _mix64(x: int) -> int:
 
 
 def _mix32_(x: torch.Tensor) -> torch.Tensor:
-    """The hash lowbias32 in place. int32 products wrap; shifts of int32 copy the sign, hence the masks."""
+    """Hash by lowbias32 in place. int32 products wrap; shifts of int32 copy the sign, hence the masks."""
     x ^= (x >> 16).bitwise_and_(0xFFFF)
     x *= 0x7FEB352D
     x ^= (x >> 15).bitwise_and_(0x1FFFF)

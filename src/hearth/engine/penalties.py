@@ -23,17 +23,17 @@ def is_penalised(sampling: SamplingParams) -> bool:
 
 
 class Penalties:
-    """Mutable; only slots with a penalised request hold meaningful rows."""
+    """Token counts of every slot. Mutable; only slots with a penalised request hold meaningful rows."""
 
     def __init__(self, num_slots: int, vocab_size: int, uploads: Uploads) -> None:
         self._vocab_size = vocab_size
         self._uploads = uploads
         device = uploads.device
-        #: Does the prompt hold the token?
+        #: Whether the prompt of a slot holds a token.
         self._in_prompt = torch.zeros(num_slots, vocab_size, dtype=torch.bool, device=device)
-        #: How often has the token been sampled?
+        #: How often a slot has sampled a token.
         self._num_sampled = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
-        #: Repetition, presence and frequency penalty.
+        #: Repetition, presence and frequency penalty of each slot.
         self._weights = torch.zeros(num_slots, 3, device=device)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
@@ -61,7 +61,7 @@ class Penalties:
         logits.index_copy_(0, rows, scores)
 
     def record(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Each slot has sampled one more token."""
+        """Count one more sampled token for each slot."""
         self._count(self._num_sampled, slots * self._vocab_size + tokens)
 
     @staticmethod

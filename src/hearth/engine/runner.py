@@ -18,13 +18,13 @@ from hearth.policy.batch.blocks import BlockMove
 from hearth.policy.batch.plan import StepPlan
 from hearth.types import TokenLogprob, TokenLogprobs
 
-#: Blocks that move are copied in pieces of at most this, or one by one: it comes on top of all other memory.
+#: Blocks that move are copied in pieces of at most this, or one by one: the copy takes memory of its own.
 _COPY_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One entry per sampling row of the plan, in order."""
+    """The tokens that a step has sampled: one entry per sampling row of the plan, in order."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs] | None  #: None if no row asked for them
@@ -65,7 +65,7 @@ def _to_host(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class Runner:
-    """Mutable through its buffers; one thread calls it, in step order."""
+    """Runs step plans on one device. Mutable through its buffers; one thread calls it, in step order."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Runner:
         uploads: Uploads,
         max_graph_size: int,
     ) -> None:
-        """`kv` as in `Decoder.run`; `max_graph_size` 0 runs every step eagerly.
+        """Take `kv` as in `Decoder.run`; with a `max_graph_size` of 0 every step runs eagerly.
 
         Only blocks that a plan names, and the sink, are ever touched: there may be no memory behind others.
         """
@@ -100,18 +100,18 @@ class Runner:
             self.graphs.capture_all(self.decode)
 
     def follow(self, gate: WeightGate | None) -> None:
-        """The weights are only now arriving: steps run layer by layer behind them, until the gate is open.
+        """Run steps layer by layer behind weights that are still arriving, until the gate is open.
 
-        None: they are not arriving any more.
+        None: no weights are arriving any more.
         """
         self._gate = gate
 
     def rest(self) -> None:
-        """No slot has a request."""
+        """Drop the sampler's tables, now that no slot has a request."""
         self._sampler.forget()
 
     def synchronize(self) -> None:
-        """Wait for all that was launched."""
+        """Wait for all steps that were launched."""
         if self.kv.is_cuda:
             torch.cuda.current_stream(self.kv.device).synchronize()
 
@@ -123,7 +123,7 @@ class Runner:
 
     @torch.inference_mode()
     def copy_blocks(self, moves: Sequence[BlockMove]) -> None:
-        """Queue copies of whole blocks, behind all that was launched. No source is a target."""
+        """Queue copies of whole blocks behind all launched steps. No source is a target."""
         if not moves:
             return
         # To be sent as one, and kept on the host until the device has read it, as a step's numbers are.

@@ -28,16 +28,16 @@ _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """A row of logits."""
+    """A row of logits, and the token that is to be sampled from it."""
 
     slot: int
-    position: int  #: of the token to be sampled: its index in the sequence
-    mask: bytes | None = None  #: what its guide allows, as in `policy.plan.Guide`; None: no guide
+    position: int  #: index in the sequence of the token to be sampled
+    mask: bytes | None = None  #: the tokens that its guide allows, as in `plan.Guide`; None: no guide
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """One entry per row, on the device. If one row wants logprobs, all rows get them."""
+    """Sampled tokens on the device, one per row. If one row wants logprobs, all rows get them."""
 
     tokens: torch.Tensor  #: int64 [n]
     logprobs: torch.Tensor | None  #: [n], of the sampled tokens
@@ -47,7 +47,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """What the host keeps of the request in a slot."""
+    """The rules of sampling for the request in a slot, as the host keeps them."""
 
     is_penalised: bool
     is_biased: bool
@@ -63,7 +63,7 @@ class _Rules:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Which rows need which part. The host knows how long a tensor is, so `len` waits for nothing."""
+    """Which rows need which part of sampling. The host knows a tensor's length: `len` waits for nothing."""
 
     num_logprobs: int | None
     has_min_p: bool
@@ -80,7 +80,7 @@ class _Work:
 
 
 class Sampler:
-    """Mutable; one thread calls `admit` and `sample`, in the order of the steps."""
+    """Samples the tokens of one engine. Mutable; one thread calls it, in the order of the steps."""
 
     def __init__(self, num_slots: int, vocab_size: int, uploads: Uploads) -> None:
         self._num_slots = num_slots
@@ -92,7 +92,7 @@ class Sampler:
         self._rules_by_slot: dict[int, _Rules] = {}
         #: Temperature, top-k, top-p, log of min-p; meaningful in slots with a random request.
         self._knobs = torch.zeros(num_slots, 4, device=device)
-        #: [slots, vocabulary] each, so they wait for the first request that needs them.
+        #: Tables of [slots, vocabulary], so they wait for the first request that needs them.
         self._penalties: Penalties | None = None
         self._bias: LogitBias | None = None
 
@@ -114,7 +114,7 @@ class Sampler:
             self._bias.admit(biased)
 
     def forget(self) -> None:
-        """No slot has a request: drop the tables, which take some hundreds of MB."""
+        """Drop the tables, which take some hundreds of MB, now that no slot has a request."""
         self._rules_by_slot.clear()
         self._penalties = self._bias = None
 
@@ -167,7 +167,7 @@ class Sampler:
         )
 
     def _process(self, logits: torch.Tensor, work: _Work) -> None:
-        """Every rule that shapes the distribution before temperature, in place."""
+        """Apply every rule that shapes the distribution before temperature, in place."""
         if len(work.penalised):
             assert self._penalties is not None
             self._penalties.apply(logits, work.penalised, work.slots[work.penalised])
@@ -180,7 +180,7 @@ class Sampler:
             logits.view(-1).index_fill_(0, work.banned, -math.inf)
 
     def _draw(self, logits: torch.Tensor, work: _Work) -> torch.Tensor:
-        """A token for each random row, given the processed logits of just these rows."""
+        """Draw a token for each random row, given the processed logits of just these rows."""
         slots = work.slots[work.random]
         temperature, top_k, top_p, log_min_p = self._knobs[slots].unsqueeze(-1).unbind(1)
         # With the best at 0, min-p is a cutoff as it stands, and no temperature makes the best infinite.
@@ -232,7 +232,7 @@ def _knobs(admission: Admission, vocab_size: int) -> tuple[float, float, float, 
 def apply_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
     """Forbid in `logits[rows]`, in place, the tokens whose bit is 0. `masks`: int32 [rows, words].
 
-    What is allowed becomes finite, so that whatever a model computes the choice is an allowed token.
+    Logits of allowed tokens become finite, so that whatever a model computes an allowed one is chosen.
     """
     bits = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
     is_forbidden = (masks.view(torch.uint8).unsqueeze(-1) & bits == 0).view(len(masks), -1)

@@ -14,7 +14,7 @@ _FIRST_WIDTHS = (1024, 8192)
 def rank_cutoff(
     logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, top_ks: Sequence[int]
 ) -> torch.Tensor:
-    """The lowest logit that top-k and then top-p keep in each row: [n, 1].
+    """Return the lowest logit that top-k and then top-p keep in each row: [n, 1].
 
     Logits that tie with it are kept too, so the outcome does not hang on how a sort orders equals.
     `top_k` and `top_p` are [n, 1], the vocabulary size and infinity where they are off; `top_ks` is what
@@ -36,7 +36,7 @@ def rank_cutoff(
 
 
 def _widths(top_ks: Sequence[int], vocab_size: int, device: torch.device) -> tuple[int, ...]:
-    """How many logits to rank, in turn, until the last one ranked is not kept.
+    """Return how many logits to rank at the first try and each further one, until the last is not kept.
 
     A row without top-k may keep every token. The CPU tries few at first; elsewhere a look at the result
     would wait for the device, so all are ranked at once.

@@ -12,7 +12,7 @@ from hearth.kernels.host_read import read_host
 
 
 class Uploads:
-    """Of one engine, all on one stream. Mutable; one thread calls it, `next_step` before each step.
+    """Sends an engine's numbers to its device. Mutable; one thread calls it, `next_step` before each step.
 
     The device reads host memory by itself, at a time that torch does not know of. So what was sent is kept
     until an event behind the step that read it has passed.
@@ -21,13 +21,13 @@ class Uploads:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._is_cuda = device.type == "cuda"
-        #: Sent since `next_step`.
+        #: Host memory that was sent since `next_step`.
         self._sent: list[torch.Tensor] = []
-        #: Sent by the steps before, oldest first, each with the event behind its step.
+        #: Host memory that steps before sent, oldest first, each with the event behind its step.
         self._kept: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
 
     def next_step(self) -> None:
-        """All that reads what was sent so far has been queued; let go of what has been read."""
+        """Begin a step: let go of host memory that the device has read. Its readers so far are all queued."""
         if self._sent:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch leaves it untyped
             event.record()
@@ -37,7 +37,7 @@ class Uploads:
             self._kept.popleft()
 
     def ints(self, *columns: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """Each column as an int64 tensor on the device; all of them travel together."""
+        """Return each column as an int64 tensor on the device; all of them travel together."""
         values = list(chain.from_iterable(columns))
         packed = self._send(torch.tensor(values, dtype=torch.int64, pin_memory=self._is_cuda))
         return packed.split_with_sizes([len(column) for column in columns])
@@ -46,7 +46,7 @@ class Uploads:
         return self._send(torch.tensor(values, dtype=torch.float32, pin_memory=self._is_cuda))
 
     def words(self, rows: Sequence[bytes]) -> torch.Tensor:
-        """Rows of equally many bytes, whole words each, as an int32 tensor [rows, words]."""
+        """Return rows of equally many bytes, whole words each, as an int32 tensor [rows, words]."""
         words = torch.frombuffer(bytearray().join(rows), dtype=torch.int32).view(len(rows), -1)
         return self._send(words.pin_memory() if self._is_cuda else words)
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from hearth.kernels.jit import runs_triton, tl, triton
 
-#: Names are the values of `models.arch.Activation`.
+#: Activations by the values of `models.arch.Activation`.
 _TORCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -19,7 +19,7 @@ _TORCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def activate(x: torch.Tensor, kind: str, *, gated: bool, out: torch.Tensor) -> None:
-    """`out = f(x)`, or `out = f(gate) * up` where a row of `x` is gate, then up."""
+    """Compute `out = f(x)`, or `out = f(gate) * up` where a row of `x` is gate, then up."""
     impl = activate_triton if runs_triton(x) else activate_reference
     impl(x, kind, gated=gated, out=out)
 

@@ -21,7 +21,7 @@ _LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class SplitScratch:
-    """Where splits leave their partial results. Counters are zero between launches."""
+    """Memory in which splits leave partial results. Counters are zero between launches."""
 
     num_programs: int  #: splits are added until this many programs run
     partial: torch.Tensor  #: float32, flat: [row][q head][split][dim]
@@ -39,7 +39,7 @@ def decode_attention(
     scratch: SplitScratch | None,
     out: torch.Tensor,
 ) -> None:
-    """Each row attends to its sequence up to and including itself, or the last `window` tokens of that.
+    """Attend from each row to its sequence up to itself, or to the last `window` tokens of that.
 
     q is the head of each row of `qkv`; k and v are read from `kv` [blocks, 2, block_tokens, kv_heads, dim].
     """
@@ -67,7 +67,7 @@ def decode_attention_reference(
 
 
 def choose_splits(num_rows: int, num_kv_heads: int, num_programs: int) -> int:
-    """As many as `num_programs` allow: with more than one, rows * kv heads * splits never exceed it."""
+    """Return the most splits such that rows * kv heads * splits is within `num_programs`; at least one."""
     return max(1, min(_MAX_SPLITS, num_programs // (num_rows * num_kv_heads)))
 
 

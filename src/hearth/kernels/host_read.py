@@ -1,4 +1,4 @@
-"""Pinned host memory read by a kernel, for numbers that a step needs at once. Not for bulk.
+"""Reads pinned host memory by a kernel, for numbers that a step needs at once. Not for bulk.
 
 All copies from the host share one engine of the device and wait there for each other, so a copy of a few
 bytes may stand behind megabytes of another model's weights. A kernel reads the host's memory by itself.
@@ -15,7 +15,7 @@ READS_HOST = True
 
 
 def read_host(out: torch.Tensor, pinned: torch.Tensor) -> None:
-    """`out = pinned`, in stream order and without waiting; both contiguous, of numbers of 4 or 8 bytes.
+    """Set `out = pinned` in stream order, without waiting; both contiguous, of numbers of 4 or 8 bytes.
 
     What lies in `pinned` must stay until the device has read it. Torch does not know of this read: it would
     give the memory of a tensor that is let go to the next one at once.

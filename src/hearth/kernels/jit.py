@@ -19,7 +19,7 @@ except ImportError:
     if not TYPE_CHECKING:
 
         class triton:
-            """Decorates kernels that cannot run here; only CUDA tensors ever reach a launcher."""
+            """Decorate kernels that cannot run here; only CUDA tensors ever reach a launcher."""
 
             @staticmethod
             def jit(kernel=None, **options):
@@ -31,5 +31,5 @@ __all__ = ["HAS_TRITON", "runs_triton", "tl", "triton"]
 
 
 def runs_triton(x: torch.Tensor) -> bool:
-    """CUDA tensors take the Triton kernels, all others the torch references."""
+    """Return True for CUDA tensors, which take the Triton kernels; all others take the torch references."""
     return x.is_cuda and HAS_TRITON

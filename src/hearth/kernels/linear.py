@@ -8,7 +8,7 @@ from hearth.kernels.jit import runs_triton, tl, triton
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor) -> None:
-    """`out = x @ weight.T + bias` for x [rows, k] and weight [n, k]."""
+    """Compute `out = x @ weight.T + bias` for x [rows, k] and weight [n, k]."""
     rows = x.shape[0]
     if rows <= MAX_SKINNY_ROWS and runs_triton(x) and x.dtype != torch.float32:
         skinny_linear_triton(x, weight, bias, out=out)
@@ -27,20 +27,20 @@ def linear_reference(
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-#: Where a CPU's library (OpenBLAS) is faster with the factors swapped: 1.4 times at 16 rows, 1.05 at 64.
+#: Rows at which a CPU's library (OpenBLAS) is faster with factors swapped: 1.4 times at 16, 1.05 at 64.
 FLIPPED_ROWS = range(9, 65)
 
 
 def flipped_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor
 ) -> None:
-    """The same as `(weight @ x.T).T`."""
+    """Compute the product as `(weight @ x.T).T`."""
     out.copy_(torch.mm(weight, x.t()).t())
     if bias is not None:
         out.add_(bias)
 
 
-#: Up to here our kernel beats cuBLAS (bench/kernels.py).
+#: Up to so many rows our kernel beats cuBLAS (bench/kernels.py).
 MAX_SKINNY_ROWS = 1
 
 

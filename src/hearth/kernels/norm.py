@@ -18,7 +18,7 @@ def add_norm(
     is_rms: bool,
     out: torch.Tensor,
 ) -> None:
-    """`residual += delta`, then `out = norm(residual)`. `out` may be `residual` itself (post-norm).
+    """Compute `residual += delta`, then `out = norm(residual)`; `out` may be `residual` itself (post-norm).
 
     The sum is rounded to the tensors' dtype before it is normalised, so a layer range that hands its
     hidden states on gives the same bits as one that runs through.

@@ -1,9 +1,9 @@
-"""Where the rows of a step stand: each is a token of a sequence whose KV lies in blocks. Attends to nothing.
+"""The rows of a step: each is a token of a sequence whose KV lies in blocks. Attends to nothing.
 
     one KV layer:  [block][k|v][token][kv head][dim]      blocks `stride(0)` elements apart
 
 The Triton kernels follow the block table as they go. The torch references would find the same in every
-layer, so it is found once and kept with the rows, which last for one step.
+layer, so this is derived once and kept with the rows, which last for one step.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from hearth.kernels.jit import tl, triton
 
 @dataclass(frozen=True, slots=True)
 class Heads:
+    """The numbers and the size of attention heads."""
+
     num_q: int
     num_kv: int
     dim: int
@@ -24,7 +26,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class KvTargets:
-    """Where k and v of each row are written."""
+    """The block and the offset in it that k and v of each row are written to."""
 
     blocks: torch.Tensor  #: int64 [rows]
     offsets: torch.Tensor  #: int64 [rows], in the block
@@ -32,7 +34,7 @@ class KvTargets:
 
 @dataclass(frozen=True, slots=True)
 class RotaryFactors:
-    """By how much each row is rotated."""
+    """The cosines and sines by which each row is rotated."""
 
     cos: torch.Tensor  #: [rows, 1, rotary_dim]: both halves alike
     sin: torch.Tensor  #: the same, with the first half negated
@@ -40,7 +42,7 @@ class RotaryFactors:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What each row looks at, if it looks back over its sequence."""
+    """The tokens that each row attends to, back over its sequence."""
 
     num_rows: int
     num_tokens: int  #: of the longest row
@@ -49,7 +51,7 @@ class Context:
     unseen: torch.Tensor | None  #: where `seen` is false, counted through all blocks
 
     def read(self, kv: torch.Tensor) -> torch.Tensor:
-        """k or v as [rows, kv_heads, tokens, dim], out of all cells [blocks, block_tokens, kv_heads, dim]."""
+        """Gather k or v as [rows, kv_heads, tokens, dim] from `kv` [blocks, block_tokens, kv_heads, dim]."""
         gathered = kv.index_select(0, self.blocks)
         if self.unseen is not None:
             # What lies in unwritten or recycled memory may be NaN, and 0 times NaN is NaN.
@@ -59,7 +61,10 @@ class Context:
 
 @dataclass(slots=True, eq=False)
 class PagedRows:
-    """Mutable only in that it keeps what it has found; all layers of a step share table and block size."""
+    """The rows of a step and where they stand in paged KV.
+
+    Mutable only in that derived tensors are kept: all layers of a step share table and block size.
+    """
 
     positions: torch.Tensor  #: int32 [rows], of the token in its sequence
     slots: torch.Tensor  #: int32 [rows], the sequence's row of the block table
@@ -79,7 +84,7 @@ class PagedRows:
         return self._kv_targets
 
     def rotary_factors(self, cos_sin: torch.Tensor) -> RotaryFactors:
-        """`cos_sin` is [positions, 2, rotary_dim / 2]."""
+        """Return each row's cosines and sines; `cos_sin` is [positions, 2, rotary_dim / 2]."""
         if self._rotary_factors is None:
             cos, sin = cos_sin[self.positions].unsqueeze(2).unbind(1)
             self._rotary_factors = RotaryFactors(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))

@@ -43,7 +43,7 @@ def prefill_attention(
     window: int | None,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Each row of a span attends to its sequence up to itself, or the last `window` tokens of that.
+    """Attend from each row of a span to its sequence up to itself, or to the last `window` tokens of that.
 
     `spans` say on the host what `span_begins` (int32 [spans + 1], rows) and `rows` say on the device. Rows
     outside of all spans are left alone. Returns `out`, or the library's own buffer where one span is all
@@ -91,12 +91,12 @@ _FRESH_TOKENS = 1024
 
 
 def _suits_library(qkv: torch.Tensor, heads: Heads) -> bool:
-    """cuDNN and flash attention take these; for anything else torch would build the whole matrix."""
+    """Return True if cuDNN or flash attention take these; else torch would build the whole matrix."""
     return qkv.dtype != torch.float32 and heads.dim % 8 == 0 and heads.dim <= 256
 
 
 def _is_fresh(span: PrefillSpan, window: int | None) -> bool:
-    """A long run without a cached prefix and without an effective window: the library's own case."""
+    """Return True for a long run without a cached prefix and without an effective window."""
     fits_window = window is None or span.num_tokens <= window
     return span.start == 0 and span.num_tokens >= _FRESH_TOKENS and fits_window
 
@@ -105,7 +105,7 @@ _LIBRARY = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
 
 def attend_fresh(qkv: torch.Tensor, heads: Heads) -> torch.Tensor:
-    """Plain causal attention of a whole prompt over its own q, k and v, through cuDNN or flash attention."""
+    """Return causal attention of a whole prompt over its own q, k, v, through cuDNN or flash attention."""
     sizes = [heads.num_q, heads.num_kv, heads.num_kv]
     q, k, v = qkv.view(1, len(qkv), -1, heads.dim).transpose(1, 2).split_with_sizes(sizes, dim=1)
     with sdpa_kernel(_LIBRARY, set_priority=True):

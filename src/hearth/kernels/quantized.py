@@ -14,7 +14,7 @@ import torch
 
 from hearth.kernels.jit import runs_triton, tl, triton
 
-#: Up to here a program for each row beats tensor cores.
+#: Up to so many rows a program for each row beats tensor cores.
 MAX_SKINNY_ROWS = 1
 
 
@@ -26,7 +26,7 @@ def quantized_linear(
     *,
     out: torch.Tensor,
 ) -> None:
-    """`out = (x @ weight.T) * scale + bias` for x [rows, k], weight [n, k] and scale [n]."""
+    """Compute `out = (x @ weight.T) * scale + bias` for x [rows, k], weight [n, k] and scale [n]."""
     if not runs_triton(x):
         quantized_linear_reference(x, weight, scale, bias, out=out)
     elif x.shape[0] <= MAX_SKINNY_ROWS:
@@ -43,7 +43,7 @@ def quantized_linear_reference(
     *,
     out: torch.Tensor,
 ) -> None:
-    """In float32, because sums that are not yet scaled may pass float16's largest number."""
+    """Compute in float32, because sums that are not yet scaled may pass float16's largest number."""
     product = torch.mm(x.float(), weight.float().t()).mul_(scale)
     out.copy_(product if bias is None else product.add_(bias))
 
@@ -157,7 +157,7 @@ def _widened(w, AS_MANTISSAS: tl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program computes, and how: [block_m, block_n] of the output, in steps of block_k."""
+    """The part of the output that one program computes: [block_m, block_n], in steps of block_k."""
 
     block_m: int
     block_n: int
@@ -166,7 +166,7 @@ class Tile:
     num_stages: int
 
 
-#: By the most rows that a tile is meant for; the last serves all that are larger.
+#: Tiles by the most rows that they are meant for; the last serves all that are larger.
 TILES = {
     16: Tile(16, 32, 256, num_warps=4, num_stages=4),
     32: Tile(32, 64, 128, num_warps=4, num_stages=4),
@@ -175,10 +175,10 @@ TILES = {
     1 << 31: Tile(256, 128, 64, num_warps=8, num_stages=4),
 }
 
-#: Tensor cores would round float32.
+#: The tile for float32, which tensor cores would round.
 FLOAT32_TILE = Tile(16, 32, 32, num_warps=4, num_stages=2)
 
-#: Weight tiles that are in the L2 cache at a time while all rows pass over them.
+#: How many weight tiles are in the L2 cache at a time while all rows pass over them.
 GROUP_N = 8
 
 

@@ -22,11 +22,15 @@ from enum import StrEnum
 
 
 class Norm(StrEnum):
+    """How hidden states are normalised."""
+
     RMS = "rms"
     LAYER = "layer"
 
 
 class Activation(StrEnum):
+    """The nonlinearity of an MLP."""
+
     SILU = "silu"
     GELU = "gelu"  #: the exact one, by erf
     GELU_TANH = "gelu_tanh"
@@ -34,6 +38,8 @@ class Activation(StrEnum):
 
 
 class Residual(StrEnum):
+    """How attention and MLP are added to the residual stream."""
+
     PRE = "pre"  #: x += attn(norm(x)); x += mlp(norm(x))
     POST = "post"  #: x = norm(x + attn(x)); x = norm(x + mlp(x))
     PARALLEL = "parallel"  #: x += attn(norm(x)) + mlp(norm'(x))
@@ -61,6 +67,8 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Arch:
+    """The architecture of a model: all that the decoder needs to know of it."""
+
     family: str
     vocab_size: int
     hidden_size: int

@@ -11,7 +11,7 @@ from hearth.errors import BadCheckpoint, UnsupportedModel
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """A family's fields, with defaults filled in; `where` is how messages call a field's place."""
+    """The fields of a config, with a family's defaults filled in; `where` is how messages call the config."""
 
     family: str
     values: Mapping[str, object]
@@ -38,7 +38,7 @@ class Fields:
         return float(value)
 
     def flag(self, name: str) -> bool:
-        """A flag that is null counts as unset, as in transformers."""
+        """Return a flag; one that is null counts as unset, as in transformers."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, bool):
             raise BadCheckpoint(f"{self.where}: `{name}` must be true or false, given: {value!r}")
@@ -59,14 +59,14 @@ class Fields:
         return [str(item) for item in value]
 
     def section(self, name: str) -> Fields:
-        """The mapping called `name`; empty where it is absent or null."""
+        """Return the fields of the object called `name`; none where it is absent or null."""
         value = self.values.get(name) or {}
         if not isinstance(value, Mapping):
             raise BadCheckpoint(f"{self.where}: `{name}` must be an object, given: {value!r}")
         return Fields(self.family, value, where=f"{self.where}: `{name}`")
 
     def unsupported(self, name: str, why: str) -> UnsupportedModel:
-        """The error for a field whose value the decoder cannot follow."""
+        """Return the error for a field whose value the decoder cannot follow."""
         return UnsupportedModel(f"{self.where}: `{name}` is {self.values.get(name)!r}: {why}")
 
     def _required(self, name: str) -> object:

@@ -1,4 +1,4 @@
-"""The forward pass of every family: it follows an `Arch` over weights, KV and buffers that it does not own.
+"""The forward pass of every family, which follows an `Arch` over weights, KV and buffers of others.
 
 Hidden states travel as a residual stream and the delta that is not yet added to it, because adding and
 the next normalisation are one kernel. Between layer ranges only their sum is handed on.
@@ -52,7 +52,7 @@ class Decoder:
         self.weights = weights
 
     def embed(self, step: StepInputs) -> torch.Tensor:
-        """Hidden states before the first layer."""
+        """Return the hidden states before the first layer."""
         weights, ws = self.weights, self._cut(step.tokens.shape[0])
         assert weights.embed is not None, f"no embedding before layer {self.layers.start}"
         hidden = ws.residual
@@ -68,7 +68,7 @@ class Decoder:
     def run(
         self, hidden: torch.Tensor, step: StepInputs, kv: torch.Tensor, gate: WeightGate | None = None
     ) -> torch.Tensor:
-        """Hidden states after the layers, given those before, which are overwritten.
+        """Return the hidden states after the layers, given those before, which are overwritten.
 
         `kv` is [blocks, layers, 2, block_tokens, kv_heads, head_dim] over this decoder's layers only.
         Behind the model's last layer there are just the rows of `step.sample_rows`, in that order.
@@ -88,13 +88,13 @@ class Decoder:
         return residual if delta is None else residual.add_(delta)
 
     def project(self, weights: LayerWeights, normed: torch.Tensor) -> torch.Tensor:
-        """Fused q, k and v, as the projections leave them."""
+        """Return fused q, k and v, as the projections leave them."""
         return _linear(normed, weights.qkv, self._cut(normed.shape[0]).qkv)
 
     def attend(
         self, layer: int, weights: LayerWeights, qkv: torch.Tensor, step: StepInputs, kv: torch.Tensor
     ) -> torch.Tensor:
-        """Attention's output for each row; rotates q and k and writes k and v to this layer's `kv`."""
+        """Rotate q and k, write k and v to this layer's `kv`, and return attention's output for each row."""
         ws, heads, window, norms = self._cut(qkv.shape[0]), self._heads, self.arch.windows[layer], None
         if weights.q_norm is not None and weights.k_norm is not None:
             norms = HeadNorms(weights.q_norm, weights.k_norm, self.arch.norm_eps)
@@ -111,7 +111,7 @@ class Decoder:
     def absorb(
         self, weights: LayerWeights, residual: torch.Tensor, normed: torch.Tensor, attended: torch.Tensor
     ) -> torch.Tensor | None:
-        """Output projection and MLP: the next delta, or None where it is in the residual already."""
+        """Run output projection and MLP; return the next delta, or None where it is in the residual."""
         arch, ws = self.arch, self._cut(attended.shape[0])
         delta = _linear(attended, weights.o, ws.delta)
         match arch.residual:
@@ -127,7 +127,7 @@ class Decoder:
                 return None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 logits of each row, given the hidden states behind the last layer."""
+        """Return float32 logits of each row, given the hidden states behind the last layer."""
         weights, ws = self.weights, self._cut(hidden.shape[0])
         assert weights.head is not None, f"no head behind layer {self.layers.stop - 1}"
         if weights.final_norm is not None:
@@ -148,7 +148,7 @@ class Decoder:
     def _keep(
         self, rows: torch.Tensor, residual: torch.Tensor, normed: torch.Tensor, attended: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Behind the last attention nobody reads the other rows, so nothing more is computed for them."""
+        """Keep only the rows that are sampled: behind the last attention nobody reads the others."""
         ws = self._cut(rows.shape[0])
         return (
             torch.index_select(residual, 0, rows, out=ws.kept_residual),

@@ -20,6 +20,8 @@ from hearth.models.unsupported import refuse_unsupported
 
 @dataclass(frozen=True, slots=True)
 class Family:
+    """How configs of one family are read."""
+
     architecture: str  #: transformers' class; decides where a config has no `model_type`
     read: Callable[[Fields], Arch]
     defaults: Mapping[str, object]  #: transformers' values for absent fields

@@ -1,4 +1,4 @@
-"""Where each canonical tensor lies in a model's bytes, in forward order. Holds no bytes.
+"""The layout of a model's bytes: each canonical tensor's offset, in forward order. Holds no bytes.
 
 offset 0                  4 KiB aligned       4 KiB aligned
 | embed.weight | padding | layers.0.attn_norm.weight | padding | layers.0.qkv.weight | ...
@@ -19,13 +19,13 @@ from hearth.models.arch import Arch
 
 ALIGNMENT_BYTES = 4096
 
-#: What a model may be computed in.
+#: The dtypes that a model may be computed in.
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-#: What the weights of linears are stored as where they are quantised.
+#: The dtypes that weights of linears are stored as where they are quantised, by the name of the option.
 QUANTS: Mapping[str, str | None] = {"none": None, "int8": "int8", "fp8": "float8_e4m3fn"}
 
-#: What a tensor may be stored as.
+#: The dtypes that a tensor may be stored as.
 STORED_DTYPES = {**DTYPES, "int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 #: Modules that multiply by their weight. An embedding is looked up, also where it serves as a tied head.
@@ -36,6 +36,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
+    """A canonical tensor and its offset in a model's bytes."""
+
     name: str
     dtype: str
     shape: Shape
@@ -47,23 +49,27 @@ class TensorSpec:
 
     @property
     def end(self) -> int:
-        """Where the next tensor may begin: padding included."""
+        """The offset at which the next tensor may begin, behind the padding."""
         return _align(self.offset + self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
+    """The bytes of a model from `begin` up to `end`."""
+
     begin: int
     end: int
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
+    """All canonical tensors of a model, in forward order."""
+
     tensors: tuple[TensorSpec, ...]
     num_bytes: int
 
     def layer_range(self, layer: int) -> ByteRange:
-        """The bytes of one layer, padding included, so that the ranges of all layers touch."""
+        """Return the bytes of one layer, padding included, so that the ranges of all layers touch."""
         specs = [spec for spec in self.tensors if spec.name.startswith(f"layers.{layer}.")]
         assert specs, f"no such layer: {layer}"
         return ByteRange(specs[0].offset, specs[-1].end)
@@ -93,7 +99,7 @@ def _stored(arch: Arch, dtype: str, quantised: str | None) -> Iterator[tuple[str
 
 
 def _shapes(arch: Arch) -> Iterator[tuple[str, Shape]]:
-    """Names and shapes in the order in which the forward pass needs them."""
+    """Yield names and shapes of tensors in the order in which the forward pass needs them."""
     hidden, embed = arch.hidden_size, arch.embed_size
     yield "embed.weight", (arch.vocab_size, embed)
     if arch.position_offset is not None:

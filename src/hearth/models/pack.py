@@ -1,4 +1,4 @@
-"""A checkpoint in, canonical tensors out: fused, converted, quantised, one at a time. Touches no files."""
+"""Packs a checkpoint into canonical tensors: fused, converted, quantised, one at a time. Touches no files."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ class StoredTensor(Protocol):
 
     @property
     def dtype(self) -> str:
-        """What to store it as: the one of `DTYPES` that it has or, where it is quantised otherwise, bfloat16,
-        though `read` gives its exact values. Any other text says why it cannot be read."""
+        """The dtype to store the tensor as: its own, one of `DTYPES`, or bfloat16 if it is quantised.
+
+        `read` gives exact values in any case. Any other text says why the tensor cannot be read.
+        """
 
     @property
     def shape(self) -> Shape: ...
@@ -34,12 +36,14 @@ class StoredTensor(Protocol):
     def read(self) -> torch.Tensor: ...
 
 
-#: By the names that transformers gives to parameters.
+#: Tensors by the names that transformers gives to parameters.
 Checkpoint: TypeAlias = Mapping[str, StoredTensor]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
+    """A canonical tensor, ready to be stored."""
+
     spec: TensorSpec
     tensor: torch.Tensor
 
@@ -54,7 +58,7 @@ def pack(checkpoint: Checkpoint, arch: Arch, layout: Layout, out: torch.Tensor) 
 
 
 def iter_tensors(checkpoint: Checkpoint, arch: Arch, layout: Layout) -> Iterator[PackedTensor]:
-    """The canonical tensors in the layout's order. All names and shapes are checked before the first."""
+    """Yield canonical tensors in the layout's order. All names and shapes are checked before the first."""
     shapes = {name: stored.shape for name, stored in checkpoint.items()}
     sources = sources_of(arch, layout, shapes)
     _check_head_copy(checkpoint, head_copy(arch, shapes), sources["embed.weight"].parts[0])
@@ -70,7 +74,7 @@ def iter_tensors(checkpoint: Checkpoint, arch: Arch, layout: Layout) -> Iterator
 
 
 def checkpoint_dtype(checkpoint: Checkpoint) -> str:
-    """The dtype in which most of the checkpoint's numbers are stored."""
+    """Return the dtype in which most of the checkpoint's numbers are stored."""
     counts: Counter[str] = Counter()
     for stored in checkpoint.values():
         counts[stored.dtype] += prod(stored.shape)
@@ -83,7 +87,7 @@ def checkpoint_dtype(checkpoint: Checkpoint) -> str:
 
 
 def _pieces(arch: Arch, source: TensorSource, checkpoint: Checkpoint) -> Iterator[torch.Tensor]:
-    """What makes up a canonical tensor, to be stacked by rows; a part is read when its turn comes."""
+    """Yield the tensors that are stacked by rows to a canonical one; each is read when it is asked for."""
     for part in source.parts:
         piece = _read(part.name, checkpoint)
         if source.is_interleaved:
@@ -109,7 +113,7 @@ def _stack(spec: TensorSpec, pieces: Iterator[torch.Tensor]) -> torch.Tensor:
 
 
 def _quantize(spec: TensorSpec, pieces: Iterator[torch.Tensor]) -> Quantized:
-    """Row by row is as good as at once: every row has a scale of its own."""
+    """Quantise a tensor slab by slab, which is as good as at once: every row has a scale of its own."""
     quant = next(quant for quant, stored in QUANTS.items() if stored == spec.dtype)
     values = torch.empty(spec.shape, dtype=STORED_DTYPES[spec.dtype])
     scale = torch.empty(spec.shape[0])

@@ -9,23 +9,23 @@ import torch
 from hearth.errors import BadCheckpoint
 from hearth.models.layout import QUANTS, STORED_DTYPES
 
-#: What the largest weight of a row becomes.
+#: The number that the largest weight of a row becomes.
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 
-#: A smaller scale would be subnormal and too coarse to divide by; rows of zeros get it too.
+#: The smallest scale; a smaller one would be subnormal and too coarse to divide by. Rows of zeros get it too.
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A weight [n, k] is about `values * scale[:, None]`."""
+    """A quantised weight [n, k], which is about `values * scale[:, None]`."""
 
     values: torch.Tensor  #: [n, k] in int8 or float8_e4m3fn
     scale: torch.Tensor  #: [n] in float32
 
 
 def quantize(weight: torch.Tensor, quant: str) -> Quantized:
-    """`quant` is one of QUANTS but "none". Raises BadCheckpoint for a weight that is not finite."""
+    """Quantise a weight; `quant` is one of QUANTS but "none". Raises BadCheckpoint if it is not finite."""
     stored, largest = QUANTS[quant], _LARGEST[quant]
     assert stored is not None, f"{quant=}"
     low, high = torch.aminmax(weight, dim=1)

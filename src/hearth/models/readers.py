@@ -1,4 +1,4 @@
-"""One reader per family: the fields of a Hugging Face config in, an `Arch` out. Reads no files."""
+"""Readers of Hugging Face configs, one per family: fields in, an `Arch` out. Reads no files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _gated(
     o_bias: bool = False,
     mlp_bias: bool = False,
 ) -> Arch:
-    """Llama and its kin: RMS norms, a gated MLP, rotary positions, grouped heads of any size."""
+    """Read Llama and its kin: RMS norms, a gated MLP, rotary positions, grouped heads of any size."""
     head_dim = f.maybe_integer("head_dim") or _head_dim(f)
     plain = _plain(f, head_dim, windows, intermediate="intermediate_size", activation="hidden_act")
     return replace(
@@ -123,7 +123,7 @@ def falcon(f: Fields) -> Arch:
 def _plain(
     f: Fields, head_dim: int, windows: tuple[int | None, ...], *, intermediate: str | None, activation: str
 ) -> Arch:
-    """A pre-norm decoder with LayerNorm, as many key-value heads as heads, and no positions or biases yet."""
+    """Read a pre-norm decoder with LayerNorm, as many kv heads as heads, no positions and no biases yet."""
     hidden_size, num_heads = f.integer("hidden_size"), f.integer("num_attention_heads")
     return Arch(
         family=f.family,
@@ -194,7 +194,7 @@ def _activation(f: Fields, name: str) -> Activation:
 
 
 def _qwen_windows(f: Fields) -> tuple[int | None, ...]:
-    """The first `max_window_layers` layers see everything, unless `layer_types` says otherwise."""
+    """Read Qwen's windows: the first `max_window_layers` see everything, unless `layer_types` differ."""
     window = f.maybe_integer("sliding_window") if f.flag("use_sliding_window") else None
     return _windows(f, window, num_full=f.integer("max_window_layers", least=0))
 
@@ -206,7 +206,7 @@ def _no_windows(f: Fields) -> tuple[int | None, ...]:
 
 
 def _windows(f: Fields, window: int | None, num_full: int = 0) -> tuple[int | None, ...]:
-    """Per layer: a token sees itself and `window - 1` tokens before it, which is transformers' reading."""
+    """Return each layer's window: a token sees itself and `window - 1` before it, as in transformers."""
     num_layers = f.integer("num_hidden_layers")
     by_depth = [
         "sliding_attention" if window and i >= num_full else "full_attention" for i in range(num_layers)

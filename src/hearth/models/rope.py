@@ -14,7 +14,7 @@ KINDS = ("default", "linear", "llama3")
 
 
 def read_rope(fields: Fields, head_dim: int) -> Rope:
-    """Every head is rotated whole; `rope_theta` stands at the top or among the parameters."""
+    """Read the settings of whole rotated heads; `rope_theta` is at the top or among the parameters."""
     for place in (fields, _parameters(fields)):
         if place.has("partial_rotary_factor") and place.number("partial_rotary_factor") != 1.0:
             raise place.unsupported(
@@ -24,7 +24,7 @@ def read_rope(fields: Fields, head_dim: int) -> Rope:
 
 
 def read_partial_rope(fields: Fields, head_dim: int) -> Rope:
-    """GPT-NeoX: the first part of each head is rotated, under names of its own."""
+    """Read GPT-NeoX's settings: the first part of each head is rotated, under names of its own."""
     parameters = _parameters(fields)
     has_factor = parameters.has("partial_rotary_factor")
     share = parameters.number("partial_rotary_factor") if has_factor else fields.number("rotary_pct")
@@ -32,7 +32,7 @@ def read_partial_rope(fields: Fields, head_dim: int) -> Rope:
 
 
 def _parameters(fields: Fields) -> Fields:
-    """transformers 4 says `rope_scaling`, 5 says `rope_parameters`; the older one wins where both stand."""
+    """Return `rope_scaling` of transformers 4 or `rope_parameters` of 5; the older wins where both stand."""
     return fields.section("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
 
 
@@ -70,7 +70,7 @@ def _llama3(fields: Fields, parameters: Fields) -> Llama3Scaling:
 
 
 def cos_sin_table(rope: Rope, num_positions: int, device: torch.device) -> torch.Tensor:
-    """float32 [positions, 2, rope.dim / 2]: cosines, then sines."""
+    """Return the table float32 [positions, 2, rope.dim / 2]: cosines, then sines."""
     steps = torch.arange(0, rope.dim, 2, dtype=torch.int64).float()
     frequencies = 1.0 / rope.theta ** (steps / rope.dim)
     if rope.llama3 is not None:
@@ -81,7 +81,7 @@ def cos_sin_table(rope: Rope, num_positions: int, device: torch.device) -> torch
 
 
 def _stretch(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
-    """High frequencies stay, low ones are divided by the factor, those between are blended."""
+    """Stretch frequencies: high ones stay, low ones are divided by the factor, others are blended."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     rotations = scaling.original_max_positions * frequencies / (2 * math.pi)
     share = ((rotations - low) / (high - low)).clamp(0.0, 1.0)

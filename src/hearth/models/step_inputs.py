@@ -1,8 +1,8 @@
-"""What the decoder reads of one step: which tokens, where in their sequences, where their KV lies.
+"""The inputs of one step: which tokens, where in their sequences, where their KV lies.
 
     rows:   | decode, one token each | span | span | ...        a span is a run of one sequence's prompt
 
-It holds device tensors and the few host values that shape launches, and knows no requests.
+They are device tensors and the few host values that shape launches. Knows no requests.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from hearth.kernels.prefill_attention import PrefillSpan
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
+    """The inputs of one step, as the decoder reads them."""
+
     tokens: torch.Tensor  #: int64 [rows]
     rows: PagedRows
     decode_rows: PagedRows  #: the first of `rows`

@@ -17,6 +17,8 @@ from hearth.models.layout import Layout, Shape, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
+    """How a family names its tensors."""
+
     prefixes: tuple[str, ...]  #: before every name but the head's; the first that fits the checkpoint
     modules: Mapping[str, tuple[str, ...]]
     head: str = "lm_head"
@@ -26,6 +28,8 @@ class NameMap:
 
 @dataclass(frozen=True, slots=True)
 class Part:
+    """A tensor of a checkpoint, with the shape that it must have."""
+
     name: str
     shape: Shape
 
@@ -116,7 +120,7 @@ NAMES: Mapping[str, NameMap] = {
 
 
 def sources_of(arch: Arch, layout: Layout, found: Mapping[str, Shape]) -> dict[str, TensorSource]:
-    """Resolve every canonical tensor against a checkpoint's names and shapes.
+    """Find the parts of every canonical tensor among a checkpoint's names and shapes.
 
     Raises BadCheckpoint for a tensor that is missing, has a wrong shape, or is left over.
     """
@@ -141,7 +145,7 @@ def sources_of(arch: Arch, layout: Layout, found: Mapping[str, Shape]) -> dict[s
 
 
 def head_copy(arch: Arch, found: Mapping[str, Shape]) -> str | None:
-    """The name of a tied head that the checkpoint stores all the same."""
+    """Return the name of a tied head that the checkpoint stores all the same."""
     if not arch.tied_head:
         return None
     return next(

@@ -1,4 +1,4 @@
-"""Fields of a config that no family can follow. What only one family refuses is in its reader."""
+"""Refuses configs with fields that no family can follow. Fields that one family refuses are in its reader."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ REFUSALS = (
 
 
 def refuse_unsupported(config: Mapping[str, object]) -> None:
+    """Raise UnsupportedModel at the first field that no family can follow."""
     for refusal in REFUSALS:
         for key, value in config.items():
             if re.fullmatch(refusal.pattern, key) and value is not None and value not in refusal.harmless:

@@ -11,13 +11,13 @@ import torch
 from hearth.models.arch import Arch
 from hearth.models.layout import STORED_DTYPES, Layout, TensorSpec
 
-#: widest load of a kernel; a tensor that begins elsewhere would be read slowly or not at all
+#: The widest load of a kernel: a tensor that begins elsewhere would be read slowly or not at all.
 VECTOR_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a tensor's bytes begin: `offset` into `base`, which is one-dimensional and uint8."""
+    """The place of a tensor's bytes: from `offset` on in `base`, which is one-dimensional and uint8."""
 
     base: torch.Tensor
     offset: int
@@ -25,6 +25,8 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
+    """The weights of a linear layer."""
+
     weight: torch.Tensor
     scale: torch.Tensor | None  #: of each row of a quantised weight
     bias: torch.Tensor | None
@@ -32,12 +34,16 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
+    """The weights of a norm, if it has any."""
+
     weight: torch.Tensor | None
     bias: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
+    """The weights of one layer."""
+
     attn_norm: NormWeights
     qkv: Linear
     q_norm: torch.Tensor | None
@@ -50,7 +56,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Of a range of layers. What stands before the first layer or behind the last is None elsewhere."""
+    """The weights of a range of layers; embedding and head are None where the range does not reach them."""
 
     embed: torch.Tensor | None
     positions: torch.Tensor | None
@@ -85,7 +91,7 @@ def contiguous_places(layout: Layout, base: torch.Tensor) -> dict[str, TensorPla
 def bind(
     arch: Arch, layout: Layout, places: Mapping[str, TensorPlace], layers: range | None = None
 ) -> Weights:
-    """View the tensors that `layers`, or all of them, need; others need no place."""
+    """View the tensors that `layers`, or all layers, need; other tensors need no place."""
     layers = range(arch.num_layers) if layers is None else layers
     is_first, is_last = layers.start == 0, layers.stop == arch.num_layers
     has_projections = arch.embed_size != arch.hidden_size

@@ -29,6 +29,8 @@ class StepSize:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
+    """The buffers of a forward pass."""
+
     embedded: torch.Tensor  #: [tokens, embed]
     residual: torch.Tensor  #: [tokens, hidden], as are the next three
     delta: torch.Tensor
@@ -47,7 +49,7 @@ class Workspace:
     scratch: SplitScratch
 
     def cut(self, rows: int) -> Workspace:
-        """The same buffers, each with just so many rows, or all that it has."""
+        """Return the same buffers, each cut to so many rows, or all that it has."""
         names = [f.name for f in fields(self) if f.name != "scratch"]
         return replace(self, **{name: getattr(self, name)[:rows] for name in names})
 

@@ -32,24 +32,26 @@ from hearth.store.segment import Segment
 from hearth.types import Digest
 
 MAX_HELLO_BYTES = 4096
-#: Descriptions that are kept, some 100 KB each.
+#: How many models' descriptions are kept, some 100 KB each.
 MAX_MANIFESTS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class BorrowedModel:
+    """A model as the lender has opened it, with its description read here."""
+
     opened: ModelOpened
     manifest: Manifest
 
     @property
     def is_in_host(self) -> bool:
-        """Whether all of it was in host memory when it was opened."""
+        """True if all of the model was in host memory when it was opened."""
         distinct = {chunk.digest: chunk.num_bytes for chunk in self.manifest.chunks}
         return self.opened.host_bytes >= sum(distinct.values())
 
 
 class Borrower:
-    """Maps the segment of the lender at a socket and pins it for this process's device. Any thread may ask.
+    """The lender's segment, mapped and pinned for this process's device. Any thread may ask.
 
     A lender that died and was started again lends from another segment, which is then mapped as well.
     """
@@ -59,12 +61,12 @@ class Borrower:
         connection, self.segment = _introduce(path)
         connection.close()
         self.segment.pin_in_background()
-        #: By digest. Single operations of a dict are atomic, so it needs no lock.
+        #: Descriptions of models by digest. Single operations of a dict are atomic, so it needs no lock.
         self._manifests: dict[Digest, Manifest] = {}
-        #: Of lenders that are gone. They stay mapped while a loan of theirs may still be copied from.
+        #: Segments of lenders that are gone, mapped while a loan of theirs may still be copied from.
         self._old: list[Segment] = []
-        self._loans: list[Loan] = []  #: those that are not over, and some that are
-        self._lock = threading.Lock()  #: guards the three: models are opened on threads of their own
+        self._loans: list[Loan] = []  #: loans that are not over, and some that are
+        self._lock = threading.Lock()  #: guards segments and loans: models are opened on many threads
 
     def open(self, where: str | Path, weight: float = 1.0) -> BorrowedModel:
         """Have the lender open a converted model; its description is read here.
@@ -84,7 +86,7 @@ class Borrower:
         return BorrowedModel(opened, self._description(opened))
 
     def _description(self, opened: ModelOpened) -> Manifest:
-        """Read once: it takes milliseconds, which a switch between models does not have."""
+        """Return the manifest, read once: that takes milliseconds, which a switch of models does not have."""
         known = self._manifests.get(opened.digest)
         if known is None:
             known = read_manifest(Path(opened.directory))
@@ -145,9 +147,9 @@ class Borrower:
 
 
 class Loan:
-    """The chunks of one load, in order: a `ChunkStream`. One thread iterates, one releases, any cancels.
+    """The borrowed chunks of one load: a `ChunkStream`. One thread iterates, one releases, any cancels.
 
-    However it ends, what was yielded stays lent until it is released, for it may still be copied from.
+    However the loan ends, what was yielded stays lent until released, for it may still be copied from.
     """
 
     def __init__(self, segment: Segment, connection: socket.socket, name: str, num_chunks: int) -> None:
@@ -163,12 +165,15 @@ class Loan:
 
     @property
     def is_finished(self) -> bool:
-        """Nothing more comes, and all that came was given back."""
+        """True if no more chunks come and all that came were given back."""
         with self._lock:
             return self._is_over and self._num_released == self._num_yielded
 
     def __iter__(self) -> Iterator[HostChunk]:
-        """Raises what the lender met, LoadCancelled after `cancel`, StoreError if the lender is gone."""
+        """Yield the chunks in order.
+
+        Raises what the lender met, LoadCancelled after `cancel`, StoreError if the lender is gone.
+        """
         with closing(received(self._connection)) as messages:
             for _ in range(self._num_chunks):
                 try:
@@ -185,7 +190,7 @@ class Loan:
             self._hang_up_if_done()
 
     def cancel(self) -> None:
-        """Ask for no more, and wake the thread that iterates."""
+        """Ask for no more chunks, and wake the thread that iterates."""
         with self._lock:
             if self._is_over:
                 return
@@ -196,7 +201,7 @@ class Loan:
             self._hang_up_if_done()
 
     def _accept(self, message: Message | None) -> HostChunk:
-        """The chunk that is yielded next; or the load is over."""
+        """Return the chunk that the lender's message names; raise if the load is over."""
         with self._lock:
             if self._is_over or not isinstance(message, ChunkLent):
                 self._is_over = True
@@ -223,7 +228,7 @@ class Loan:
 
 
 def _introduce(path: Path) -> tuple[socket.socket, Segment]:
-    """A connection to the lender, and its segment, mapped."""
+    """Return a connection to the lender, and its segment, mapped."""
     with ExitStack() as undo:
         connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:

@@ -1,4 +1,4 @@
-"""One chunk, from the nearest rung that has it whole, into a buffer. It schedules nothing and keeps no books.
+"""Reads one chunk from the nearest rung that has it whole into a buffer. Schedules nothing, keeps no books.
 
 The order is disk, then object storage. Bytes that do not match their hash never leave this module: the place
 they came from is struck off, the next one is tried, and object storage is asked again, for its errors pass.
@@ -27,19 +27,19 @@ log = logging.getLogger(__name__)
 
 
 class ChunkReader:
-    """Any thread may call it."""
+    """Reads chunks from disk, then from object storage. Any thread may call it."""
 
     def __init__(self, disk: DiskTier, price: Callable[[str], Price]) -> None:
-        """`price` says what a chunk on disk is worth, should another need its room."""
+        """Read from `disk` first; `price` says what a chunk there is worth, should another need its room."""
         self._disk = disk
         self._price = price
         self._is_full_known = False  #: a full or broken disk is worth one line, not one per chunk
-        self._telling = threading.Lock()  #: guards it: readers find out at the same moment
+        self._telling = threading.Lock()  #: guards `_is_full_known`: readers find out at the same moment
 
     def deliver(
         self, model: StoredModel, index: int, buffer: memoryview, is_wanted: Callable[[], bool]
     ) -> Delivery:
-        """Fill `buffer` with a chunk of the model, verified; when nobody wants it any more, it gives up.
+        """Fill `buffer` with a verified chunk of the model; give up when nobody wants the chunk any more.
 
         Raises:
             StoreError: no rung has it; the message says what was tried.
@@ -54,7 +54,7 @@ class ChunkReader:
         return delivery
 
     def keep(self, model: StoredModel, index: int, data: memoryview) -> None:
-        """Write a chunk that came from object storage to disk, if it takes it: no load depends on that."""
+        """Write a chunk from object storage to disk, if the disk takes it: no load depends on that."""
         digest = model.manifest.chunks[index].digest
         failure = None
         try:
@@ -117,7 +117,7 @@ class ChunkReader:
 
 
 def _nobody_has_it(model: StoredModel, index: int, failures: list[StoreError]) -> StoreError:
-    """The last failure decides the kind; all of them are told."""
+    """Return the error of a chunk that no rung has: the last failure's kind, the text of all failures."""
     tensors = model.manifest.tensors_in(index)
     tensors = tensors if len(tensors) < 3 else [tensors[0], tensors[-1]]
     nowhere = f"no {WEIGHTS} in `{model.directory}` is known to be good, and it came from no URL"

@@ -1,4 +1,4 @@
-"""A model from anywhere to a directory that loads by copying, one tensor at a time. Decides no placement."""
+"""Converts a model from any source to a directory that loads by copying. Decides no placement."""
 
 from __future__ import annotations
 

@@ -35,6 +35,8 @@ OBTAINED = ("credential_process", "role_arn", "sso_session", "sso_start_url")
 
 @dataclass(frozen=True, slots=True)
 class AccessKeys:
+    """The keys that requests to S3 are signed with."""
+
     access_key_id: str
     secret_access_key: str = field(repr=False)
     session_token: str | None = field(repr=False)
@@ -42,20 +44,27 @@ class AccessKeys:
 
 @dataclass(frozen=True, slots=True)
 class Signer:
-    who: str  #: as a message names it that says who was refused
+    """Who signs requests to S3."""
+
+    who: str  #: for messages that say who was refused
     keys: AccessKeys | None = None  #: None: the client fetches them itself, or needs none
     is_anonymous: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class S3Access:
+    """Where S3 is and who asks there."""
+
     signer: Signer
     region: str | None
     endpoint: str | None
 
 
 def find_s3_access(environ: Mapping[str, str]) -> S3Access:
-    """Raises ConfigError where the files of profiles, or the keys that they should give, are incomplete."""
+    """Return where S3 is and who asks there, from the environment and the files of profiles.
+
+    Raises ConfigError where these files, or the keys that they should give, are incomplete.
+    """
     profile = _read_profile(environ)
     region = _first(environ, "AWS_REGION", "AWS_DEFAULT_REGION")
     endpoint = _first(environ, "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")

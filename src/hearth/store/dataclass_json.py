@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def decode(kind: type[T], value: object, where: str) -> T:
-    """`value`, as JSON gives it, as a `kind`. Raises BadCheckpoint at the first field that does not fit."""
+    """Return a value from JSON as a `kind`. Raises BadCheckpoint at the first field that does not fit."""
     decoded = _decode(kind, value, where)
     assert isinstance(decoded, kind), f"{where}: {decoded!r} is no {kind}"
     return decoded
@@ -61,7 +61,7 @@ def _decode_fields(kind: type, value: object, where: str) -> object:
 
 @cache
 def _hints_of(kind: type) -> dict[str, object]:
-    """Of its fields. Kept, because a manifest has thousands of instances of a few classes."""
+    """Return the types of a class's fields, cached: a manifest has thousands of instances of few classes."""
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in fields(kind)}
 

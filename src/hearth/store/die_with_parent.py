@@ -1,4 +1,4 @@
-"""How a process that another one started ends with it, whatever happens to either. Starts no process."""
+"""Ends a process together with the one that started it, whatever happens to either. Starts no process."""
 
 from __future__ import annotations
 

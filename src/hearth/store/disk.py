@@ -33,6 +33,8 @@ TEMPORARY_MAX_AGE_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Location:
+    """Where in a file a chunk lies."""
+
     path: Path
     offset: int
     num_bytes: int
@@ -40,7 +42,7 @@ class Location:
 
 @dataclass(slots=True)
 class DiskCounters:
-    """Mutable; written only by the `DiskTier` that owns it."""
+    """Counts of what a disk tier has done. Mutable; written only by the `DiskTier` that owns them."""
 
     num_hits: int = 0
     num_kept: int = 0
@@ -53,14 +55,14 @@ class DiskCounters:
 
 @dataclass(frozen=True, slots=True)
 class _Registered:
-    """A model that is known."""
+    """A model that the disk tier knows."""
 
     digest_by_offset: Mapping[int, Digest]
     weights_bytes: int  #: what its weights.bin takes of the quota
 
 
 class DiskTier:
-    """Mutable; owned by one process, which may call it from any thread.
+    """Chunks on the local disk, within a quota. Mutable; owned by one process, any thread of it may call.
 
     The quota covers chunk files and the weights.bin of models under the root. Only chunk files are
     evicted: a weights.bin may be the only copy. A reader that has an evicted file open reads it to its
@@ -75,14 +77,14 @@ class DiskTier:
         #: with the lock held, so that books and disk agree, and written without it.
         self._lock = Lock()
         self._models: dict[Path, _Registered] = {}
-        #: Places in files of weights, in the order of registration. No list is empty.
+        #: Where files of weights hold each chunk, in the order of registration. No list is empty.
         self._locations: dict[Digest, list[Location]] = {}
-        #: Bytes of every chunk file.
+        #: Size in bytes of every chunk file.
         self._files: dict[Digest, int] = {}
-        #: Bytes of every chunk file that is being written. They count as used already, and as long as a
-        #: digest is in here nobody else touches its file.
+        #: Size in bytes of every chunk file that is being written. It counts as used already, and as long as
+        #: a digest is in here nobody else touches its file.
         self._writing: dict[Digest, int] = {}
-        #: Some of the chunk files.
+        #: Some of the chunk files, the first to be evicted first.
         self._order = EvictionOrder()
         self._scan()
 
@@ -92,8 +94,10 @@ class DiskTier:
             return self._used_bytes()
 
     def register(self, directory: Path, manifest: Manifest) -> None:
-        """Know the model in a directory, under the root or not: its chunks are no garbage, and can be
-        located in its weights.bin if it has one. Looks at no byte of it."""
+        """Know the model in a directory, under the root or not, so that its chunks are no garbage.
+
+        They can be located in its weights.bin if it has one. No byte of the weights is looked at.
+        """
         directory = directory.resolve()
         weights = directory / WEIGHTS
         num_bytes = weights.stat().st_size if weights.is_file() else None
@@ -110,12 +114,12 @@ class DiskTier:
                 self._locations.setdefault(digest, []).append(Location(weights, offset, chunk.num_bytes))
 
     def forget(self, directory: Path) -> None:
-        """The opposite of `register`. Deletes nothing."""
+        """Know the model in a directory no longer: the opposite of `register`. Deletes nothing."""
         with self._lock:
             self._forget(directory.resolve())
 
     def locate(self, digest: Digest) -> list[Location]:
-        """Every location that should hold the chunk: its own file, then weights in order of registration.
+        """Return all locations that should hold a chunk: its own file, then weights as they were registered.
 
         A chunk file may be evicted before it is opened.
         """
@@ -128,15 +132,15 @@ class DiskTier:
             return locations
 
     def holds(self, digest: Digest) -> bool:
-        """Whether some location should hold the chunk. Counts nothing."""
+        """True if some location should hold the chunk. Counts no hit."""
         with self._lock:
             return digest in self._files or digest in self._locations
 
     def keep(self, digest: Digest, data: memoryview, price: Callable[[str], Price]) -> bool:
         """Write a chunk file, evicting the cheapest ones where the quota demands it.
 
-        False if the chunk is on the disk in any location, or another thread is writing it. `price` is called
-        with the lock held. Raises StoreFull; then nothing is left behind.
+        Returns False if the chunk is on the disk in any location, or another thread is writing it. `price` is
+        called with the lock held. Raises StoreFull; then nothing is left behind.
         """
         with self._lock:
             if digest in self._files or digest in self._locations or digest in self._writing:
@@ -157,8 +161,11 @@ class DiskTier:
         return True
 
     def condemn(self, location: Location) -> None:
-        """The bytes there are wrong or cannot be read: a chunk file is deleted, a location in a file of
-        weights is left out until its model is registered again."""
+        """Give up a location whose bytes are wrong or cannot be read.
+
+        A chunk file is deleted; a location in a file of weights is left out until its model is registered
+        again.
+        """
         with self._lock:
             file, model = Digest(location.path.name), self._models.get(location.path.parent)
             if file in self._files and location.path == self._path(file):
@@ -247,7 +254,7 @@ class DiskTier:
 
 
 def _write(path: Path, data: memoryview) -> None:
-    """Under a temporary name, to the disk for certain, then renamed: the file is whole or absent."""
+    """Write a file under a temporary name, to the disk for certain, and rename it: it is whole or absent."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

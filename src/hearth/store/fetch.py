@@ -3,7 +3,7 @@
     wanted, in order         at most WINDOW of a load                taken, copied, released
     todo | 7 8 9 ...  --->  | 3 reading  4 reading | 5 ready  6 ready | --->  consumer
                    a cell is taken in order,    readers fill cells,
-                   loads in turns               each on a chunk of its own
+                   loads in rotation            each on a chunk of its own
 
 A chunk that two loads want is read once. Cells are taken in the order of the load, so the chunk that a
 consumer waits for always has one, and loads larger than the host memory run through it. The books are
@@ -54,7 +54,7 @@ class HostChunk:
 
 @dataclass(slots=True)
 class HostCounters:
-    """Mutable; written only by the fetcher, under its lock."""
+    """Counts of what the host tier has done. Mutable; written only by the fetcher, under its lock."""
 
     num_hits: int = 0
     num_fills: int = 0
@@ -65,7 +65,7 @@ class HostCounters:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A load waits for a chunk in a cell."""
+    """A load that waits for a chunk to be read into a cell."""
 
     fetch: Fetch
     index: int
@@ -81,7 +81,7 @@ class _Job:
 
 
 class Fetcher:
-    """Owns the host memory's books; any thread may call it. One per segment."""
+    """Fills a segment with the chunks that loads want; owns its books. Any thread may call it."""
 
     def __init__(
         self, segment: Segment, chunk_reader: ChunkReader, prices: Prices, num_readers: int = NUM_READERS
@@ -91,14 +91,14 @@ class Fetcher:
         self.counters = HostCounters()
         self._chunk_reader = chunk_reader
         self._prices = prices
-        #: Loads that want more chunks, the next one to be served first.
+        #: Loads that want more chunks; the one to be served next stands first.
         self._round_robin: deque[Fetch] = deque()
         #: Loads that wait for a chunk that is being read; the first of them asked for the reading.
         self._waiting: dict[Digest, list[_Job]] = {}
         #: Guards the books, the order of loads and every fetch: consumers and readers meet here.
         self._lock = threading.Lock()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        #: Loads that have not ended: to be told when this is closed.
+        #: Loads that have not ended; they are told when the fetcher is closed.
         self._live: set[Fetch] = set()
         self._is_closed = False
         self._readers = [
@@ -125,12 +125,12 @@ class Fetcher:
         return fetch
 
     def resident(self, digests: Iterable[Digest]) -> list[Digest]:
-        """Those that are in host memory now."""
+        """Return those of the digests whose chunks are in host memory now."""
         with self._lock:
             return [digest for digest in digests if self.book.is_resident(digest)]
 
     def close(self) -> None:
-        """Call off what is under way and stop the readers. One that waits for a server may outlive this."""
+        """Call off the loads under way and stop the readers. One that waits for a server may outlive this."""
         with self._lock:
             self._is_closed = True
             for fetch in list(self._live):
@@ -142,7 +142,7 @@ class Fetcher:
             reader.join(max(0.0, until_s - time.monotonic()))
 
     def _pump(self) -> None:
-        """Give cells to loads, a chunk each in turns, while there are cells and windows are open."""
+        """Give cells to loads, a chunk of each after the other, while there are cells and open windows."""
         num_stuck = 0
         while self._round_robin and num_stuck < len(self._round_robin):
             fetch = self._round_robin[0]
@@ -154,7 +154,7 @@ class Fetcher:
             num_stuck = num_stuck + 1 if is_stuck else 0
 
     def _take(self, fetch: Fetch) -> bool:
-        """Schedule the load's next chunk; False if there is no cell for it now."""
+        """Schedule the load's next chunk; return False if there is no cell for it now."""
         index = fetch.todo[0]
         digest = fetch.model.manifest.chunks[index].digest
         match self.book.take(digest, self._prices.of_host_chunk):
@@ -209,7 +209,7 @@ class Fetcher:
             return any(not waiter.fetch.is_over for waiter in self._waiting[digest])
 
     def _is_wanted(self, digest: Digest) -> bool:
-        """False if all who waited have called off; the cell is free again then."""
+        """Return False, and free the cell, if all loads that waited for the chunk are over."""
         with self._lock:
             if any(not waiter.fetch.is_over for waiter in self._waiting[digest]):
                 return True
@@ -236,7 +236,7 @@ class Fetcher:
             self._pump()
 
     def _fail(self, job: _Job, error: StoreError) -> None:
-        """The load that asked for it fails; the next that waits tries its own places, in the same cell."""
+        """Fail the load that had a chunk read; the next that waits tries its own rungs, in the same cell."""
         with self._lock:
             self.counters.num_failures += 1
             self._end(job.fetch, error)
@@ -256,7 +256,7 @@ class Fetcher:
             self._pump()
 
     def _end(self, fetch: Fetch, error: StoreError | None) -> None:
-        """No more chunks for this load. What its consumer has taken it still has to release."""
+        """End a load: no more chunks come. Its consumer still has to release those that it has taken."""
         if fetch.is_over:
             return
         fetch.is_over, fetch.error = True, error
@@ -269,18 +269,18 @@ class Fetcher:
 
 
 class Fetch:
-    """The chunks of one load, in order. One thread iterates; any may release and cancel.
+    """The chunks of one load, in order: a `ChunkStream`. One thread iterates; any may release and cancel.
 
     The fields are the fetcher's, guarded by its lock.
     """
 
     def __init__(self, fetcher: Fetcher, model: StoredModel, chunks: Sequence[int]) -> None:
         self.model = model
-        #: Not scheduled yet, in order.
+        #: Chunks that are not scheduled yet, in order.
         self.todo = deque(chunks)
-        #: Scheduled and not released: being read, ready, or taken.
+        #: How many chunks are scheduled and not released: being read, ready, or taken.
         self.num_open = 0
-        #: Leased for the consumer, who has not taken them yet.
+        #: Chunks that are leased for the consumer, who has not taken them yet.
         self.ready: dict[int, HostChunk] = {}
         #: The chunk that the consumer sleeps for.
         self.awaited: int | None = None
@@ -292,7 +292,7 @@ class Fetch:
         self._fetcher = fetcher
 
     def __iter__(self) -> Iterator[HostChunk]:
-        """Raises StoreError if a chunk cannot be had, LoadCancelled after `cancel`."""
+        """Yield the chunks in order. Raises StoreError if one cannot be had, LoadCancelled after `cancel`."""
         taken: deque[HostChunk] = deque()
         try:
             for index in self._order:
@@ -305,7 +305,7 @@ class Fetch:
             self.release(*taken)
 
     def _wait_for(self, index: int) -> Iterator[HostChunk]:
-        """The chunk, and what is ready behind it: while readers are busy, the lock is not cheap."""
+        """Yield the chunk, and what is ready behind it: while readers are busy, the lock is not cheap."""
         at = self._position[index]
         with self.arrived:
             self.awaited = index
@@ -317,7 +317,7 @@ class Fetch:
                 at += 1
 
     def release(self, *chunks: HostChunk) -> None:
-        """These chunks' bytes are no longer needed by this load."""
+        """Give chunks back whose bytes this load no longer needs."""
         if not chunks:
             return
         with self.arrived:
@@ -329,7 +329,7 @@ class Fetch:
             self._fetcher._pump()
 
     def cancel(self) -> None:
-        """Ask for no more. What is being read is read to its end, for others may want it."""
+        """Ask for no more chunks. One that is being read is read to its end, for others may want it."""
         with self.arrived:
             self._fetcher._end(self, None)
             self._fetcher._pump()

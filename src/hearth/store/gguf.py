@@ -1,4 +1,4 @@
-"""A GGUF file as a source: it looks like the Hugging Face checkpoint it was made from. Converts nothing."""
+"""A GGUF file as a source that looks like the Hugging Face checkpoint it was made from. Converts nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hearth.store.gguf_config import architecture, config_of
 from hearth.store.gguf_tokenizer import text_files
 from hearth.store.source import ModelSource
 
-#: Dequantised at a time, in float32: gguf needs the memory of its result several times over.
+#: Bytes of float32 that are dequantised at a time: gguf needs the memory of its result several times over.
 SLAB_BYTES = 8 << 20
 
 #: What gguf raises, by accident or on purpose, for a file that is no GGUF or ends early.
@@ -62,7 +62,7 @@ _FLOATS = {
 
 @contextmanager
 def open_gguf(path: Path) -> Iterator[ModelSource]:
-    """The file is mapped, and each tensor dequantised on its own when it is read."""
+    """Open a GGUF file by mapping it; each tensor is dequantised on its own when it is read."""
     with _naming(path):
         reader = GGUFReader(path)
         values = {name: _value(field) for name, field in reader.fields.items()}
@@ -92,14 +92,16 @@ class _GgufTensor:
 
     @property
     def dtype(self) -> str:
-        """Quantised kinds count as bfloat16: it rounds what they stand for, but by less than they did."""
+        """The dtype to store; bfloat16 for quantised kinds: it rounds their values by less than they did."""
         if self.kind in _FLOATS:
             return _FLOATS[self.kind]
         return "bfloat16" if _can_dequantise(self.kind) else self.kind.name
 
     def read(self) -> torch.Tensor:
-        """Quantised values come in float32, so that whoever rounds them rounds once. Takes little more memory
-        than the tensor itself."""
+        """Return the values, quantised ones in float32, so that whoever rounds them rounds once.
+
+        Takes little more memory than the tensor itself.
+        """
         if self.kind == GGMLQuantizationType.BF16:
             return torch.from_numpy(np.array(self.data)).view(torch.bfloat16)
         if self.kind in _FLOATS:
@@ -156,7 +158,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _value(field: ReaderField) -> object:
-    """float32 values by their shortest decimals: 1e-05 was meant, not 9.999999747378752e-06."""
+    """Return a field's value, float32 by its shortest decimals: 1e-05, not 9.999999747378752e-06."""
     value: object = field.contents()
     if field.types == [GGUFValueType.FLOAT32] and isinstance(value, float):
         return float(str(np.float32(value)))
@@ -182,7 +184,7 @@ def _in_order(name: str, stored: _GgufTensor, heads: Mapping[str, int]) -> Store
 
 
 def _transformers_name(name: str) -> str:
-    """A name that llama.cpp's other architectures have stays as it is, and finds no place in the model."""
+    """Return transformers' name of a tensor. One of llama.cpp's other architectures stays as it is."""
     found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if found is None:
         return name

@@ -39,7 +39,10 @@ _LOW_FREQ, _HIGH_FREQ, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
 def config_of(
     metadata: Fields, shapes: Mapping[str, Shape], rope_factors: Sequence[float] | None
 ) -> dict[str, object]:
-    """`shapes` are the file's tensors under their own names, `rope_factors` its `rope_freqs.weight`."""
+    """Return the config that the file was made from.
+
+    `shapes` are those of the file's tensors under their own names, `rope_factors` its `rope_freqs.weight`.
+    """
     family = architecture(metadata)
     if EMBEDDING not in shapes:
         raise BadCheckpoint(f"{metadata.where} has no tensor `{EMBEDDING}`; fetch or convert it again")
@@ -83,7 +86,7 @@ def _head_dim(metadata: Fields, family: str) -> int:
 
 
 def _window(metadata: Fields, family: str) -> dict[str, object]:
-    """A `llama` file with a window is a Mistral; other files do not say which of their layers have one."""
+    """Return the fields of a sliding window: a `llama` file with one is a Mistral, others are refused."""
     key = f"{family}.attention.sliding_window"
     if not metadata.has(key) or metadata.values[key] == 0:
         return {}
@@ -115,7 +118,7 @@ def _rope(metadata: Fields, family: str, head_dim: int, factors: Sequence[float]
 
 
 def _scaling(metadata: Fields, family: str) -> dict[str, object]:
-    """A factor without a type is a linear one, and a factor of 0 is none, as llama.cpp reads them."""
+    """Return the scaling as llama.cpp reads it: a factor without a type is linear, a factor of 0 is none."""
     kind, factor = f"{family}.rope.scaling.type", f"{family}.rope.scaling.factor"
     if not metadata.has(factor):
         factor = f"{family}.rope.scale_linear"
@@ -127,7 +130,7 @@ def _scaling(metadata: Fields, family: str) -> dict[str, object]:
 
 
 def _llama3(metadata: Fields, theta: float, dim: int, factors: Sequence[float]) -> dict[str, object]:
-    """The scaling whose divisors these are: its factor is that of the lowest frequency."""
+    """Return Llama 3's scaling that has these divisors; its factor is that of the lowest frequency."""
     factor = round(max(factors), 4)
     expected = list(_llama3_factors(theta, dim, factor))
     if len(factors) != len(expected) or not all(map(_is_close, factors, expected)):

@@ -31,7 +31,7 @@ class _Splitter:
 
     patterns: tuple[str, ...]  #: each cuts what the one before it has left
     ignores_merges: bool = False  #: a word that is a token is taken whole, whatever the merges say
-    adds_bos: bool = False  #: where the file does not say
+    adds_bos: bool = False  #: prompts begin with it where the file does not say
 
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -42,7 +42,7 @@ _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _Splitter((_CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _TAIL,), ignores_merges=True, adds_bos=True)
 _QWEN2 = _Splitter((_CONTRACTIONS + _WORDS + r"\p{N}" + _TAIL,))
 
-#: By `tokenizer.ggml.pre`.
+#: Splitters by the value of `tokenizer.ggml.pre`.
 _SPLITTERS: Mapping[str, _Splitter] = {
     "default": _Splitter((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "gpt-2": _Splitter((_GPT2,)),
@@ -57,6 +57,8 @@ _SPLITTERS: Mapping[str, _Splitter] = {
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
+    """The tokens of a file and the roles that some of them have."""
+
     tokens: Sequence[str]
     ids: Mapping[str, int]
     special: Sequence[str]  #: matched whole in the text, and not part of an output's text
@@ -66,14 +68,14 @@ class _Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A value of `tokenizer.ggml.model`."""
+    """How the tokenizer is built for a value of `tokenizer.ggml.model`."""
 
     build: Callable[[Fields, _Vocabulary], Tokenizer]
     default_roles: Mapping[str, int] = field(default_factory=dict)
 
 
 def text_files(metadata: Fields) -> dict[str, bytes]:
-    """By file name, as transformers would have saved them."""
+    """Return the tokenizer's files by name, as transformers would have saved them."""
     name = metadata.text(_PREFIX + "model")
     if name not in _KINDS:
         raise BadTokenizer(
@@ -122,7 +124,7 @@ def _byte_level(metadata: Fields, vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _sentence_piece(metadata: Fields, vocabulary: _Vocabulary) -> Tokenizer:
-    """The prefix space goes before every piece of text between special tokens, as llama.cpp does it."""
+    """Build a SentencePiece tokenizer; a space precedes all text between special tokens, as in llama.cpp."""
     unknown = vocabulary.roles.get("unknown")
     model = models.BPE(
         vocab=dict(vocabulary.ids),
@@ -204,7 +206,7 @@ def _stored_merges(metadata: Fields, ids: Mapping[str, int]) -> list[tuple[str, 
 
 
 def _scored_merges(metadata: Fields, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """SentencePiece stores scores only: any two tokens that make a token merge, the best score first."""
+    """Return the pairs of tokens that make a token, best score first: SentencePiece stores scores only."""
     ids, scores = vocabulary.ids, _numbers(metadata, "scores", len(vocabulary.tokens))
     merges = [
         (token[:cut], token[cut:])
@@ -248,7 +250,7 @@ def _texts(metadata: Fields, name: str) -> list[str]:
 
 
 def _numbers(metadata: Fields, name: str, num_tokens: int) -> list[float]:
-    """One per token."""
+    """Return the numbers of an array that must have one per token."""
     values = metadata.values.get(_PREFIX + name)
     numbers = [v for v in values if isinstance(v, int | float)] if isinstance(values, list) else []
     if len(numbers) != num_tokens:

@@ -29,7 +29,7 @@ PICKLE = "pytorch_model.bin"
 #: How a file begins that torch can map.
 ZIP_MAGIC = b"PK\x03\x04"
 
-#: safetensors' names of the dtypes that can be read
+#: safetensors' names of the dtypes that can be read, and torch's.
 STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 #: What torch raises for a file that ends early or holds something else.
@@ -38,7 +38,7 @@ _UNREADABLE = (
     *(LookupError, AttributeError, TypeError, AssertionError),
 )
 
-#: taken over as they are; what else the tokenizer reads is `generation_config.json`
+#: Files that are taken over as they are; what else the tokenizer reads is `generation_config.json`.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -48,7 +48,7 @@ def open_directory(directory: Path) -> Iterator[ModelSource]:
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """The headers of safetensors files or, where there are none, of PyTorch's."""
+    """Read the headers of safetensors files or, where there are none, of PyTorch's."""
     for whole, read_headers in ((SAFETENSORS, _safetensors), (PICKLE, _pickled)):
         index = directory / f"{whole}.index.json"
         if (directory / whole).is_file():
@@ -66,7 +66,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class _HfTensor:
-    """A tensor in a file of either kind."""
+    """A tensor in a safetensors or PyTorch file."""
 
     name: str
     path: Path
@@ -122,7 +122,7 @@ def _load_mapped(path: Path, name: str) -> torch.Tensor:
 
 
 def _open_pickled(path: Path, *, can_map: bool) -> dict[str, torch.Tensor]:
-    """Tensors that are read, if the file can be mapped, where they are touched. No code of it is run."""
+    """Return a PyTorch file's tensors, mapped if they can be. No code in the file is run."""
     try:
         content = torch.load(path, weights_only=True, map_location="cpu", mmap=can_map)
     except _UNREADABLE as error:
@@ -183,7 +183,7 @@ def _text_files(directory: Path) -> Mapping[str, bytes]:
 
 
 def _generation_config(directory: Path) -> dict[str, object]:
-    """With the ids of config.json behind its own: a converted model has no config.json to look into."""
+    """Read the generation config with the ids of config.json added, which a converted model lacks."""
     generation = _read_object(directory / "generation_config.json")
     config = _read_object(directory / "config.json")
     for key in ("bos_token_id", "eos_token_id"):

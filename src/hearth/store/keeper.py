@@ -3,7 +3,7 @@
     python -m hearth.store.keeper     a `KeeperSetup` comes as a line on standard input; a line of JSON on
                                       standard output says `ready`, or what is wrong
 
-It ends when its standard input does. It copies nothing to a device and so never touches one.
+The process ends when its standard input does. It copies nothing to a device and so never touches one.
 """
 
 from __future__ import annotations

@@ -20,20 +20,23 @@ from hearth.store.lending import (
 )
 from hearth.types import Digest, Rung
 
-#: Of one answer: some hundred bytes for each of thousands of models.
+#: The longest answer: some hundred bytes for each of thousands of models.
 MAX_LINE_BYTES = 16 << 20
-#: For an answer.
+#: How long an answer may take.
 ANSWER_S = 10.0
 
 
 class KeeperClient:
-    """A connection for each question: they are rare, and the keeper may be another one by the next."""
+    """Asks the keeper at a socket, over a connection for each question.
+
+    Questions are rare, and the keeper may be another process by the next.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     async def count(self, digests: Sequence[str]) -> dict[str, Mapping[Rung, int]]:
-        """Bytes by rung of each model that the keeper has opened so far; a chunk counts on every rung it is.
+        """Return bytes by rung of each model that the keeper has opened; a chunk counts on each of its rungs.
 
         Raises:
             StoreError: nobody answers.
@@ -45,7 +48,7 @@ class KeeperClient:
                 raise self._failure(other)
 
     async def forget(self, where: str) -> None:
-        """The model is no longer deployed. Raises StoreError as `count`."""
+        """Tell the keeper that a model is no longer deployed. Raises StoreError as `count`."""
         match await self._ask(ForgetModel(where)):
             case ModelForgotten():
                 return

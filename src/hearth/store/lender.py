@@ -44,13 +44,13 @@ log = logging.getLogger(__name__)
 
 
 class Lender:
-    """Serves until it is closed; the tiers stay open. The socket's permissions are the owner's alone."""
+    """Lends at a socket until it is closed; the tiers stay open. Only the socket's owner may connect."""
 
     def __init__(self, tiers: Tiers, path: Path) -> None:
-        """Raises StoreError if somebody lends at the path, or what lies there is no socket."""
+        """Listen at `path`. Raises StoreError if somebody lends there, or what lies there is no socket."""
         self._tiers = tiers
         self._path = path
-        #: Opened by anyone so far. A dict's single operations are atomic, so it needs no lock.
+        #: Models that any borrower has opened. A dict's single operations are atomic, so it needs no lock.
         self._models: dict[Digest, StoredModel] = {}
         self._threads: dict[_Session, threading.Thread] = {}
         self._lock = threading.Lock()  #: guards the threads: sessions end on their own
@@ -66,7 +66,7 @@ class Lender:
             return len(self._threads)
 
     def close(self) -> None:
-        """Take everything back and tell the borrowers by closing their connections. Again is harmless."""
+        """Take all chunks back and tell borrowers by closing their connections. Closing again is harmless."""
         if self._is_closing.is_set():
             return
         self._is_closing.set()
@@ -113,13 +113,13 @@ class Lender:
 
 
 class _Session:
-    """One connection. Its own thread receives; while a load is under way another one sends."""
+    """One borrower's connection. Its own thread receives; while a load is under way another one sends."""
 
     def __init__(self, tiers: Tiers, models: dict[Digest, StoredModel], connection: socket.socket) -> None:
         self._tiers, self._models, self._connection = tiers, models, connection
         self._sending = threading.Lock()  #: both threads send: answers the one, chunks the other
         self._fetch: Fetch | None = None
-        #: Sent and not released yet. Guarded by the lock: one thread adds, another takes away.
+        #: Chunks that were sent and not released. Guarded by the lock: one thread adds, another takes away.
         self._lent: dict[int, HostChunk] = {}
         self._lock = threading.Lock()
         self._sender: threading.Thread | None = None
@@ -187,7 +187,7 @@ class _Session:
         return BytesCounted(tuple(counted))
 
     def _forget(self, where: str) -> ModelForgotten:
-        """A load of it that is under way keeps what it needs."""
+        """Forget a model that is no longer deployed; a load of it that is under way keeps what it needs."""
         directory = self._tiers.forget(where)
         for digest, model in list(self._models.items()):
             if model.directory == directory:
@@ -237,7 +237,7 @@ class _Session:
         self._fetch.release(chunk)
 
     def _end(self) -> None:
-        """Whatever the borrower still had is taken back, whether it closed or died."""
+        """Take back what the borrower still had, whether it closed or died."""
         if self._fetch is not None and self._sender is not None:
             self._fetch.cancel()
             self.hang_up()
@@ -247,7 +247,7 @@ class _Session:
 
 
 def _listen(path: Path) -> socket.socket:
-    """At a socket of ours, in the place of one whose owner is gone."""
+    """Listen at a new socket, in the place of one whose owner is gone."""
     _make_way(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     mask = os.umask(0o177)

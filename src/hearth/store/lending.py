@@ -1,4 +1,4 @@
-"""What the owner of a host segment and the processes that borrow from it say to each other. Opens no socket.
+"""Messages between the owner of a host segment and the processes that borrow from it. Opens no socket.
 
     borrower                              lender
     (connects)                            LenderHello, with the segment's file descriptor
@@ -32,32 +32,42 @@ from hearth.types import Digest
 
 @dataclass(frozen=True, slots=True)
 class LenderHello:
+    """The shape of the segment whose file descriptor comes along."""
+
     num_cells: int
     cell_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class OpenModel:
+    """Open a converted model and say where its description lies."""
+
     where: str  #: a directory or a URL
-    weight: float = 1.0  #: how much a second of its start matters (T2's alpha)
+    weight: float = 1.0  #: see `StoredModel`
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOpened:
+    """The answer to `OpenModel`."""
+
     name: str
     directory: str  #: holds its manifest and the files of its tokenizer
     digest: Digest
-    host_bytes: int  #: of it that are in host memory now
+    host_bytes: int  #: bytes of the model that are in host memory now
 
 
 @dataclass(frozen=True, slots=True)
 class FetchChunks:
+    """Begin a load: lend these chunks, in this order."""
+
     model: Digest  #: of a model that was opened before, on this connection or another
     chunks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkLent:
+    """A chunk of the load, which lies in a cell of the segment until it is released."""
+
     index: int
     cell: int
     num_bytes: int
@@ -67,24 +77,26 @@ class ChunkLent:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseChunk:
+    """The borrower no longer needs a chunk."""
+
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class CancelLoad:
-    """No more chunks are wanted."""
+    """The load wants no more chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class CountBytes:
-    """How much of these models lies on which rung?"""
+    """Say how much of these models lies on which rung."""
 
     models: tuple[Digest, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelBytes:
-    """A chunk that lies on both rungs counts on both."""
+    """How much of a model lies on which rung; a chunk that lies on both counts on both."""
 
     model: Digest
     host_bytes: int
@@ -93,26 +105,28 @@ class ModelBytes:
 
 @dataclass(frozen=True, slots=True)
 class BytesCounted:
-    """Of those that were opened so far; the others are left out."""
+    """The answer to `CountBytes`; models that were not opened so far are left out."""
 
     models: tuple[ModelBytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetModel:
-    """It is no longer deployed: its chunks are worth nothing of their own any more."""
+    """A model is no longer deployed: its chunks are worth nothing of their own any more."""
 
     where: str  #: as it was opened
 
 
 @dataclass(frozen=True, slots=True)
 class ModelForgotten:
-    pass
+    """The answer to `ForgetModel`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    error: str  #: its class
+    """The lender cannot do what was asked."""
+
+    error: str  #: the class of the error
     reason: str
 
 
@@ -123,7 +137,7 @@ _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Mes
 
 
 def send(connection: socket.socket, *messages: Message) -> None:
-    """Whole, if no other thread sends on the connection meanwhile: threads that share one share a lock."""
+    """Send messages; threads that share a connection share a lock, for a message may go out in parts."""
     connection.sendall(b"".join(map(encode, messages)))
 
 
@@ -132,7 +146,7 @@ def encode(message: Message) -> bytes:
 
 
 def received(connection: socket.socket) -> Generator[Message]:
-    """Messages until the other side closes. Raises StoreError for what is none."""
+    """Yield messages until the other side closes. Raises StoreError for a line that is no message."""
     with connection.makefile("rb") as lines:
         for line in lines:
             yield parse(line)
@@ -143,7 +157,7 @@ def refusal(error: HearthError) -> Refused:
 
 
 def error_of(refused: Refused) -> HearthError:
-    """The error that the lender met, for the borrower to raise."""
+    """Return the error that the lender met, for the borrower to raise."""
     kind = getattr(errors, refused.error, None)
     if isinstance(kind, type) and issubclass(kind, HearthError):
         return kind(refused.reason)

@@ -27,7 +27,7 @@ from hearth.store.fetch import HostChunk
 from hearth.store.manifest import Manifest
 from hearth.store.record import LoadRecord, Tally
 
-#: Copies of one load that are queued at a time. Behind them the step's inputs and other loads get their turn,
+#: Copies of one load that are queued at a time. Behind them the step's inputs and other loads get in,
 #: for all copies to a device pass one engine; with fewer, the engine would run dry when this thread is late.
 MAX_QUEUED_COPIES = 16
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class ChunkStream(Protocol):
-    """Chunks in host memory, in the order that was asked for: of this process, or of another's segment.
+    """The chunks of a load in host memory, in the order asked for: in this process's segment or another's.
 
     One thread iterates, another releases.
     """
@@ -49,19 +49,19 @@ class ChunkStream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadPiece:
-    """Bytes of the model and where they go: uint8 memory of that length."""
+    """A byte range of a model and the uint8 memory of that length that it is copied to."""
 
     part: ByteRange
     destination: torch.Tensor
 
 
 def whole(manifest: Manifest, base: torch.Tensor) -> list[LoadPiece]:
-    """The whole model, as it lies in its file, into one buffer."""
+    """Return the one piece of a model that goes to a buffer as it lies in its file."""
     return [LoadPiece(ByteRange(0, manifest.num_bytes), base)]
 
 
 def chunks_of(manifest: Manifest, pieces: Sequence[LoadPiece]) -> list[int]:
-    """What has to be fetched for these pieces, in forward order."""
+    """Return the chunks that hold bytes of these pieces, in forward order."""
     return sorted({index for piece in pieces for index in manifest.chunks_of(piece.part)})
 
 
@@ -74,7 +74,7 @@ class _Copied:
 
 
 class Loader:
-    """Copies to one device. Any thread may call it."""
+    """Starts loads to one device, all on one copy stream. Any thread may call it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -98,7 +98,7 @@ class Loader:
 
 
 class LoadGate:
-    """A load of a whole model as whoever computes on it sees it: see `WeightGate`."""
+    """The `WeightGate` of a load of a whole model."""
 
     def __init__(self, load: Load, manifest: Manifest) -> None:
         self._load = load
@@ -155,11 +155,11 @@ class Load:
 
     @property
     def is_done(self) -> bool:
-        """All bytes are on the device; nobody needs to wait any more."""
+        """True if all bytes are on the device and nobody needs to wait any more."""
         return self._record is not None
 
     def wait_for(self, part: ByteRange) -> None:
-        """Have the current stream wait for these bytes, and this thread until that can be said.
+        """Make the current stream wait for these bytes, and this thread until their copies are queued.
 
         Raises:
             StoreError: a chunk cannot be had, or the load was cancelled.
@@ -176,19 +176,19 @@ class Load:
             torch.cuda.current_stream(event.device).wait_event(event)
 
     def wait(self) -> LoadRecord:
-        """Until all bytes are on the device. Raises StoreError as `wait_for`."""
+        """Wait until all bytes are on the device. Raises StoreError as `wait_for`."""
         self._thread.join()
         if self._record is None:
             raise self._failure()
         return self._record
 
     def cancel(self) -> None:
-        """Call it off and wait until nothing more is written to its destinations."""
+        """Call the load off and wait until nothing more is written to its destinations."""
         self._source.cancel()
         self._thread.join()
 
     def _position_behind(self, wanted: range) -> int:
-        """How many of `_chunks` have to be queued until all of `wanted` are."""
+        """Return how many of `_chunks` have to be queued until all of `wanted` are."""
         return bisect_left(self._chunks, wanted.stop)
 
     def _failure(self) -> StoreError:

@@ -47,7 +47,7 @@ def digest_of(data: bytes | bytearray | memoryview) -> Digest:
 
 
 def mismatch(data: bytes | bytearray, wanted: Digest) -> str | None:
-    """Why the bytes are not those that were stored; None if they are."""
+    """Return why the bytes are not those that were stored; None if they are."""
     found = digest_of(data)
     return None if found == wanted else f"its hash is {found}, the manifest says {wanted}"
 
@@ -58,13 +58,15 @@ def is_digest(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
+    """A piece of weights.bin: the unit that is read, hashed and moved."""
+
     digest: Digest
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """A file that lies beside the weights."""
+    """A file of the tokenizer, which lies beside the weights."""
 
     name: str
     digest: Digest
@@ -73,10 +75,12 @@ class TextFile:
 
 @dataclass(frozen=True)  # no slots: what is derived is kept
 class Manifest:
+    """The description of a stored model, as manifest.json holds it."""
+
     format: str
     version: int
     arch: Arch
-    dtype: str  #: of the weights that are not quantised, and of what is computed
+    dtype: str  #: of weights that are not quantised, and of activations
     quant: str  #: one of models.layout.QUANTS
     num_bytes: int
     chunk_bytes: int
@@ -115,7 +119,7 @@ class Manifest:
 
     @cached_property
     def digest(self) -> Digest:
-        """The identity of the model: of everything that this description says, chunk hashes included."""
+        """The identity of the model: a hash of all that this description says, chunk hashes included."""
         return _digest_of_fields(_fields(self))
 
     def to_json(self) -> str:
@@ -126,11 +130,11 @@ class Manifest:
         return ByteRange(begin, begin + self.chunks[index].num_bytes)
 
     def chunks_of(self, wanted: ByteRange) -> range:
-        """Indices of the chunks that hold these bytes."""
+        """Return the indices of the chunks that hold these bytes."""
         return range(wanted.begin // self.chunk_bytes, -(-wanted.end // self.chunk_bytes))
 
     def tensors_in(self, chunk: int) -> list[str]:
-        """Names of the tensors that have bytes in a chunk."""
+        """Return the names of the tensors that have bytes in a chunk."""
         part = self.chunk_range(chunk)
         return [s.name for s in self.tensors if s.offset < part.end and s.offset + s.nbytes > part.begin]
 
@@ -149,7 +153,10 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def parse_manifest(text: str, where: str) -> Manifest:
-    """Raises BadCheckpoint for JSON that is broken, changed, of another version, or contradicts itself."""
+    """Parse and check a manifest.
+
+    Raises BadCheckpoint for JSON that is broken, changed, of another version, or contradicts itself.
+    """
     try:
         raw = json.loads(text)
         digest = _take_digest(raw, where)
@@ -164,7 +171,7 @@ def parse_manifest(text: str, where: str) -> Manifest:
 
 
 def damage_of(file: TextFile, directory: Path) -> str | None:
-    """Why the file in the directory is not the one that was stored; None if it is."""
+    """Return why the file in the directory is not the one that was stored; None if it is."""
     try:
         data = (directory / file.name).read_bytes()
     except OSError as error:
@@ -173,18 +180,18 @@ def damage_of(file: TextFile, directory: Path) -> str | None:
 
 
 def _fields(item: object) -> dict[str, object]:
-    """Of a dataclass, for JSON; unlike `asdict` it copies nothing, of which there is much."""
+    """Return a dataclass's fields for JSON; unlike `asdict` this copies nothing, of which there is much."""
     assert is_dataclass(item), f"{item!r} has no place in a manifest"
     return {field.name: getattr(item, field.name) for field in fields(item)}
 
 
 def _digest_of_fields(content: Mapping[str, object]) -> Digest:
-    """Of the fields in one fixed form, however they are laid out in the file."""
+    """Return the hash of the fields in one fixed form, however they are laid out in the file."""
     return digest_of(json.dumps(content, default=_fields, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _layer_ranges(layout: Layout) -> tuple[ByteRange, ...]:
-    """The same as `layout.layer_range` of every layer, in one pass over the tensors."""
+    """Return `layout.layer_range` of every layer, in one pass over the tensors."""
     inner = (spec for spec in layout.tensors if spec.name.startswith("layers."))
     groups = (list(specs) for _, specs in groupby(inner, lambda spec: spec.name.split(".")[1]))
     return tuple(ByteRange(specs[0].offset, specs[-1].end) for specs in groups)

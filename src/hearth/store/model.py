@@ -11,8 +11,10 @@ from hearth.store.remote import RemoteModel
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
+    """A converted model that a tier has opened."""
+
     name: str
     manifest: Manifest
     directory: Path  #: holds its files, and weights.bin unless it is remote
     remote: RemoteModel | None = None
-    weight: float = 1.0  #: how much a second of its start matters against other models' (T2's alpha)
+    weight: float = 1.0  #: how much a second of its start matters against other models'

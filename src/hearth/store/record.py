@@ -1,4 +1,4 @@
-"""What a load did: bytes and seconds per rung and per phase. Measures nothing itself."""
+"""The record of a load: bytes and seconds per rung and per phase. Measures nothing itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hearth.types import Rung
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """How a chunk was obtained."""
+    """How a chunk came into host memory."""
 
     rung: Rung
     num_bytes: int
@@ -23,9 +23,9 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class RungTotals:
-    """What a rung gave, and for how long it was busy with it.
+    """How much a rung gave to a load, and for how long it was busy with that.
 
-    Of disk and object storage, `seconds` is the time in which at least one reader was at work. What host
+    For disk and object storage, `seconds` is the time in which at least one reader was at work. What host
     memory takes for a chunk cannot be seen, for copies are queued: it gets its share, by bytes, of the time
     in which the load did not wait.
     """
@@ -37,24 +37,24 @@ class RungTotals:
 
 @dataclass(frozen=True, slots=True)
 class LoadRecord:
-    """All times count from the beginning of the load."""
+    """How a load went. All times count from its beginning."""
 
     model: str
-    num_bytes: int  #: that reached the device
+    num_bytes: int  #: bytes that reached the device
     rungs: Mapping[Rung, RungTotals]
     read_s: float  #: summed over readers
     verify_s: float  #: summed over readers
-    wait_s: float  #: with nothing to copy, because the next chunk was not in host memory yet
-    first_layer_s: float  #: until the first layer could run
+    wait_s: float  #: time with nothing to copy, because the next chunk was not in host memory yet
+    first_layer_s: float  #: time until the first layer could run
     total_s: float
     num_failures: int  #: places or answers that were no good; others made up for them
-    num_shared_chunks: int = 0  #: that another load was reading already; they are in no rung's use
+    num_shared_chunks: int = 0  #: chunks that another load was reading already; no rung counts them
     shared_bytes: int = 0
 
 
 @dataclass(slots=True)
 class Tally:
-    """A record in the making. Mutable; written by the thread of one load."""
+    """The record of a load in the making. Mutable; written by the thread of that load."""
 
     began_s: float
     num_bytes: int = 0
@@ -67,7 +67,7 @@ class Tally:
     deliveries: list[Delivery] = field(default_factory=list)
 
     def took(self, delivery: Delivery | None, num_bytes: int, *, is_shared: bool = False) -> None:
-        """A chunk: this load had it read, another one did (`is_shared`), or it was in host memory."""
+        """Count a chunk: this load had it read, another one did (`is_shared`), or it was in host memory."""
         if is_shared:
             self.num_shared_chunks += 1
             self.shared_bytes += num_bytes
@@ -78,7 +78,7 @@ class Tally:
             self.host_bytes += num_bytes
 
     def waited(self, seconds: float) -> None:
-        """For a chunk, whatever its rung."""
+        """Count time that was spent waiting for a chunk, whatever its rung."""
         self.wait_s += seconds
 
     def record(self, model: str, now_s: float) -> LoadRecord:
@@ -107,7 +107,7 @@ class Tally:
 
 
 def totals_by_rung(deliveries: Sequence[Delivery]) -> dict[Rung, RungTotals]:
-    """By rung, those that gave nothing left out."""
+    """Sum deliveries by rung; rungs that gave nothing are left out."""
     by_rung: dict[Rung, list[Delivery]] = {}
     for delivery in deliveries:
         by_rung.setdefault(delivery.rung, []).append(delivery)
@@ -118,7 +118,7 @@ def totals_by_rung(deliveries: Sequence[Delivery]) -> dict[Rung, RungTotals]:
 
 
 def _busy_s(deliveries: Sequence[Delivery]) -> float:
-    """The length of the union of their intervals: readers work side by side, and may rest between."""
+    """Return the length of the union of the deliveries' intervals: readers work side by side, or rest."""
     busy_s, until_s = 0.0, -math.inf
     for delivery in sorted(deliveries, key=lambda d: d.began_s):
         ended_s = delivery.began_s + delivery.read_s + delivery.verify_s

@@ -1,4 +1,4 @@
-"""One model in object storage, read in ranges, with retries. It neither verifies bytes nor keeps them."""
+"""One model in object storage, read in ranges, with retries. Neither verifies bytes nor keeps them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ NO_RETRY: RetryConfig = {"max_retries": 0}
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """A request ends within `timeout_s`, a read within `num_tries` requests and the pauses between them."""
+    """How long and how often a server is asked for one read.
+
+    A request ends within `timeout_s`, a read within `num_tries` requests and the pauses between them.
+    """
 
     num_tries: int = 4
     first_delay_s: float = 0.1
@@ -47,7 +50,7 @@ class Retry:
     timeout_s: float = 600.0  #: for one whole request, which a server that trickles would stretch for ever
 
     def delays_s(self) -> Iterator[float]:
-        """The pause before each further try: twice as long each time, less a random part.
+        """Yield the pause before each further try: twice as long each time, less a random part.
 
         The random part spreads readers that failed at the same moment: they do not come back at the same one.
         """
@@ -61,11 +64,11 @@ PATIENT = Retry()
 
 @dataclass(slots=True)
 class Counters:
-    """Written only by its RemoteModel, under a lock."""
+    """Counts of requests to a remote model. Written only by its RemoteModel, under a lock."""
 
     num_requests: int = 0
     num_retries: int = 0
-    num_bytes: int = 0  #: of answers that were usable
+    num_bytes: int = 0  #: bytes of answers that were usable
 
 
 def _always() -> bool:
@@ -73,7 +76,7 @@ def _always() -> bool:
 
 
 class RemoteModel:
-    """The files below `s3://bucket/prefix` or `http(s)://host/prefix`. Many threads may read at once."""
+    """A model's files below `s3://bucket/prefix` or `http(s)://host/prefix`. Many threads may read."""
 
     def __init__(self, url: str, retry: Retry = PATIENT) -> None:
         self.url = url.rstrip("/")
@@ -84,11 +87,11 @@ class RemoteModel:
         self._counting = threading.Lock()
 
     def read_file(self, name: str) -> bytes:
-        """A small file, whole. Raises ChunkMissing where there is none, Unreachable where nobody answers."""
+        """Read a small file. Raises ChunkMissing where there is none, Unreachable where nobody answers."""
         return self._read(name, None).to_bytes()
 
     def read_into(self, offset: int, buffer: memoryview, is_wanted: Callable[[], bool] = _always) -> None:
-        """Fill the buffer from weights.bin; it is untouched until all bytes are here. It blocks.
+        """Fill the buffer from weights.bin, and wait for that; it is untouched until all bytes are here.
 
         Raises ChunkMissing where the file ends before, Unreachable where nobody answers, and LoadCancelled
         where another try would be for nobody.
@@ -123,7 +126,7 @@ class RemoteModel:
                 raise LoadCancelled(f"nobody waits for `{self.url}/{name}` any more, tries: {num_tries}")
 
     def _request(self, name: str, part: ByteRange | None) -> obstore.Bytes:
-        """One request. Raises _Passing where another may fare better, and otherwise what ends the reading."""
+        """Send one request. Raises _Passing where another may fare better, else what ends the reading."""
         url = f"{self.url}/{name}"
         options: GetOptions = {"range": (part.begin, part.end)} if part else {}
         self._count(num_requests=1)
@@ -167,7 +170,7 @@ class RemoteModel:
 
 
 class _Passing(Exception):
-    """What another try may not meet: nobody listens, silence, a server's trouble, a body cut short."""
+    """A failure that may pass: nobody listens, silence, a server's trouble, a body cut short."""
 
 
 def _ends_early(url: str, part: ByteRange, reason: str) -> ChunkMissing:
@@ -177,13 +180,13 @@ def _ends_early(url: str, part: ByteRange, reason: str) -> ChunkMissing:
 
 
 def _status(error: Exception) -> int | None:
-    """The client library has no field for it, only its text: `... non-2xx status code: 500 Internal ...`"""
+    """Return the HTTP status, which the client library gives in its text only: `... status code: 500 ...`"""
     found = re.search(r"status code: (\d{3})", str(error))
     return int(found[1]) if found else None
 
 
 def _reason(error: Exception) -> str:
-    """The part that matters of the client library's report, which is long and repeats the server's page."""
+    """Return what matters of the client library's report, which is long and repeats the server's page."""
     text = str(error)
     if status := re.search(r"status code: (\d{3}[^:\n]*)", text):
         code = re.search(r"<Code>(\w+)</Code>", text)  # what S3 says beyond the status
@@ -195,12 +198,14 @@ def _reason(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Endpoint:
+    """A client of object storage, and who asks."""
+
     store: HTTPStore | S3Store
     asker: str  #: for messages: whom the server would refuse
 
 
 def _open(url: str, retry: Retry) -> _Endpoint:
-    """Sends nothing yet. Raises ConfigError for a URL or credentials that cannot be used."""
+    """Make a client, which sends nothing yet. Raises ConfigError for a URL or credentials that are no use."""
     try:
         parts = urlsplit(url)
         if parts.scheme not in ("s3", "http", "https") or not parts.netloc:

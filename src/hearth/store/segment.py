@@ -22,9 +22,9 @@ import torch
 
 from hearth.errors import DeviceError
 
-#: Registered at once: small, so that the first cells are pinned early; larger ones are no faster.
+#: Bytes that are registered at once: few, so that the first cells are pinned early; more are no faster.
 REGION_BYTES = 256 << 20
-#: First touch of fresh memory is bound by the kernel clearing pages, on all cores.
+#: Threads that pin: the first touch of fresh memory is bound by the kernel clearing pages, on all cores.
 MAX_PIN_THREADS = 16
 
 _PAGE_BYTES = mmap.PAGESIZE
@@ -35,24 +35,24 @@ log = logging.getLogger(__name__)
 
 
 class Segment:
-    """Mutable only in how much of it is pinned; any thread may view cells."""
+    """Shared memory in equal cells. Mutable only in how much is pinned; any thread may view cells."""
 
     def __init__(self, fd: int, num_cells: int, cell_bytes: int) -> None:
         """Map the file behind `fd`, which is closed with the segment."""
         self.fd = fd
         self.num_cells = num_cells
         self.cell_bytes = cell_bytes
-        #: With no cells there still is a page, because nothing cannot be mapped.
+        #: With no cells there still is a page, because an empty range cannot be mapped.
         self._map = mmap.mmap(fd, max(self.num_bytes, _PAGE_BYTES))
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._pins: list[range] = []  #: registered, as byte ranges; guarded by the lock, threads append
+        self._pins: list[range] = []  #: byte ranges that are registered; guarded by the lock, threads append
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._pinner: threading.Thread | None = None
 
     @staticmethod
     def create(num_cells: int, cell_bytes: int) -> Segment:
-        """New memory that nobody has touched, so it costs nothing yet.
+        """Make a segment of new memory that nobody has touched, so it costs nothing yet.
 
         Raises:
             DeviceError: the machine has no such room.
@@ -78,7 +78,7 @@ class Segment:
             return sum(len(pin) for pin in self._pins)
 
     def tensor(self, cell: int, num_bytes: int) -> torch.Tensor:
-        """The first bytes of a cell, not copied."""
+        """View the first bytes of a cell."""
         return self._bytes[self._span(cell, num_bytes)]
 
     def memory(self, cell: int, num_bytes: int) -> memoryview:
@@ -97,7 +97,7 @@ class Segment:
             self._pinner.start()
 
     def touch_in_background(self) -> None:
-        """Have the kernel find all pages, for others to pin: that is the longer part of pinning."""
+        """Have the kernel find all pages, which is the longer part of pinning, for other processes to pin."""
         if self._pinner is None and self.num_cells:
             self._pinner = threading.Thread(target=self._touch_all, name="hearth-touch", daemon=True)
             self._pinner.start()
@@ -107,7 +107,7 @@ class Segment:
             self._pinner.join()
 
     def close(self) -> None:
-        """Unpin and let go. The memory lives on while another process or a view of a cell holds it.
+        """Unpin and unmap. The memory lives on while another process or a view of a cell holds it.
 
         Closing again is harmless.
         """
@@ -141,7 +141,7 @@ class Segment:
             )
 
     def _pin(self, region: range) -> int:
-        """CUDA's error code; 0 if the region is pinned, or nobody wants it any more."""
+        """Pin a region and return CUDA's error code: 0 if it is pinned, or the segment is closed."""
         if self._touch(region):
             return 0
         address = self._bytes.data_ptr() + region.start
@@ -152,7 +152,7 @@ class Segment:
         return code
 
     def _touch(self, region: range) -> bool:
-        """Have the kernel find the pages, on this core; what is written in them stays. True: it is closed."""
+        """Have the kernel find a region's pages, which keep their bytes. Returns True if already closed."""
         if self._is_closed.is_set():
             return True
         address = ctypes.c_void_p(self._bytes.data_ptr() + region.start)

@@ -1,4 +1,4 @@
-"""What a model is converted from: an architecture, tensors, the files of its tokenizer. Reads nothing."""
+"""The source that a model is converted from: architecture, tensors, tokenizer's files. Reads nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hearth.models.pack import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Open: its tensors can be read while the context that yielded it lasts."""
+    """A source whose tensors can be read while the context that yielded it lasts."""
 
     arch: Arch
     checkpoint: Checkpoint

@@ -1,7 +1,7 @@
 """The rungs of one machine put together: models on disk, chunks in host memory, object storage behind them.
 
-One process owns it. What it holds is bounded: the host segment by its cells, the disk by its quota; what goes
-first is decided by price (`prices.py`). It copies nothing to a device: that is `loader.py`.
+One process owns them. They are bounded: the host segment by its cells, the disk by its quota; what goes first
+is decided by price (`prices.py`). Nothing is copied to a device here: that is `loader.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """What a tier holds and has done, for people and metrics."""
+    """How full a tier is and what it has done, for people and metrics."""
 
     used_bytes: int
     capacity_bytes: int | None  #: None: as much as there is
@@ -52,7 +52,7 @@ class TierReport:
 
 @dataclass(frozen=True, slots=True)
 class _FileStamp:
-    """Of a file: differs when it was replaced or written to."""
+    """The state of a file, which differs once it is replaced or written to."""
 
     inode: int
     mtime_ns: int
@@ -61,20 +61,26 @@ class _FileStamp:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
+    """A model in a directory and the state of its files when it was opened."""
+
     stamps: Mapping[str, _FileStamp | None]  #: by file name, of all files that make up the model
     model: StoredModel
 
     @property
     def is_current(self) -> bool:
+        """True if no file of the model has changed since it was opened."""
         directory = self.model.directory
         return all(_stamp_of(directory / name) == stamp for name, stamp in self.stamps.items())
 
 
 class Tiers:
-    """Any thread may call it. Close it, or its readers and its memory stay."""
+    """The tiers of one machine. Any thread may call them. Unless closed, their readers and memory stay."""
 
     def __init__(self, config: StoreConfig, cell_bytes: int = CHUNK_BYTES, *, is_pinned: bool = True) -> None:
-        """`is_pinned`: this process copies from host memory to a device, rather than only lends it."""
+        """Open the disk and make the host segment.
+
+        `is_pinned`: this process copies from host memory to a device, rather than only lends it.
+        """
         self.disk = DiskTier(Path(config.path).expanduser(), config.disk_bytes)
         self.disk.collect()  # chunks of models that were replaced or deleted
         self.prices = Prices(is_on_disk=self.disk.holds)
@@ -88,9 +94,9 @@ class Tiers:
         self.fetcher = Fetcher(self.segment, ChunkReader(self.disk, self.prices.of_disk_chunk), self.prices)
 
     def open(self, where: str | Path, weight: float = 1.0) -> StoredModel:
-        """A converted model: its directory, or its URL in object storage. `weight`: see `StoredModel`.
+        """Open a converted model: its directory, or its URL in object storage. `weight`: see `StoredModel`.
 
-        Of the latter, all but the weights is kept on disk; opening it again asks for the manifest alone.
+        All but the weights of a remote model is kept on disk; opening it again asks for the manifest alone.
         """
         if "://" in str(where):
             return self._admit(self._open_remote(str(where), weight))
@@ -121,7 +127,7 @@ class Tiers:
         return self.fetcher.fetch(model, chunks)
 
     def resident_bytes(self, model: StoredModel) -> dict[Rung, int]:
-        """How much of it lies in host memory and on disk; a chunk that lies in both counts in both."""
+        """Return how much of a model lies in host memory and on disk; a chunk in both counts in both."""
         chunks = {chunk.digest: chunk.num_bytes for chunk in model.manifest.chunks}
         on_host = self.fetcher.resident(chunks)
         return {
@@ -130,9 +136,9 @@ class Tiers:
         }
 
     def forget(self, where: str | Path) -> Path:
-        """The model is no longer deployed; the directory that described it is returned.
+        """Forget a model that is no longer deployed, and return the directory that described it.
 
-        Of a model in object storage, all that is kept on disk is deleted; another's files are its owner's.
+        Whatever the disk keeps of a remote model is deleted; the files of a local one are its owner's.
         """
         if is_url := "://" in str(where):
             self._remotes.pop(str(where), None)
@@ -202,12 +208,12 @@ class Tiers:
         return StoredModel(name, manifest, directory, remote, weight)
 
     def _directory_of(self, url: str) -> Path:
-        """Where its description is kept."""
+        """Return the directory in which a remote model's description is kept."""
         url = url.rstrip("/")
         return self.disk.root / "models" / f"{url.rpartition('/')[2]}-{digest_of(url.encode())[:8]}"
 
     def _refresh(self, remote: RemoteModel, directory: Path) -> Manifest:
-        """Have everything but the weights in the directory, as the URL has it now."""
+        """Bring all but the weights into the directory, as the URL has it now, and return the manifest."""
         text = remote.read_file(MANIFEST)
         manifest = parse_manifest(text.decode(errors="replace"), f"{remote.url}/{MANIFEST}")
         if _is_fresh(directory, text, manifest):

@@ -1,4 +1,4 @@
-"""Chunks out of files, hashed as they are read. It trusts nothing on disk and writes nothing.
+"""Reads chunks out of files and hashes them meanwhile. Trusts nothing on disk and writes nothing.
 
 What the page cache holds is copied from there, at 40 GB/s with 16 readers. The rest is read past it
 (O_DIRECT): a read through the cache copies every byte once more and pushes out what others need, 2.2 GB/s
@@ -21,8 +21,9 @@ import xxhash
 from hearth.errors import ChunkCorrupt, ChunkMissing, StoreError
 from hearth.types import Digest
 
-#: One request to the disk. What the page cache holds comes in one piece: with as many readers as cores, every
-#: call that ends has to wait for the interpreter, so few calls beat hashing what a core's cache still holds.
+#: Bytes of one request to the disk. What the page cache holds comes in one piece: with as many readers as
+#: cores, every call that ends has to wait for the interpreter, so few calls beat hashing what a core's cache
+#: still holds.
 DIRECT_PIECE_BYTES = 4 << 20
 #: Direct reads begin and end on a block. One that ends elsewhere has met the end of the file.
 _BLOCK_BYTES = 4096
@@ -30,6 +31,8 @@ _BLOCK_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class ReadTimes:
+    """How long reading and hashing a chunk took."""
+
     read_s: float
     verify_s: float
 
@@ -84,7 +87,7 @@ def _read(path: Path, offset: int, buffer: memoryview, digest: Digest, *, may_be
 
 @contextmanager
 def _opened(path: Path, offset: int, num_bytes: int, may_be_direct: bool) -> Iterator[tuple[int, int]]:
-    """A descriptor for the way that is faster for this part of the file, and how much to read at a time."""
+    """Yield a descriptor for the faster way to read this part, and how many bytes to read at a time."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         piece_bytes = num_bytes
@@ -108,7 +111,7 @@ def _open_direct(path: Path) -> int | None:
 
 
 def is_cached(fd: int, offset: int, num_bytes: int) -> bool:
-    """Whether the page cache holds all of it; False where the kernel cannot or will not say.
+    """Return True if the page cache holds all of a part; False where the kernel cannot or will not say.
 
     Asking by a read that must not wait (RWF_NOWAIT) would start reading ahead.
     """

@@ -1,4 +1,4 @@
-"""The bytes of a stored model against the hashes of its manifest. Repairs nothing."""
+"""Checks the bytes of a stored model against the hashes of its manifest. Repairs nothing."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ NUM_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class BadChunk:
+    """A chunk that is not what the manifest says."""
+
     index: int
     reason: str
-    tensors: tuple[str, ...]  #: that have bytes in it
+    tensors: tuple[str, ...]  #: tensors that have bytes in the chunk
 
 
 @dataclass(frozen=True, slots=True)
 class BadFile:
+    """A file that is not what the manifest says."""
+
     name: str
     reason: str
 
@@ -70,7 +74,7 @@ def _check_weights(
 
 
 def _check_chunk(file: int, manifest: Manifest, index: int) -> str | None:
-    """What is wrong with a chunk."""
+    """Return what is wrong with a chunk; None if nothing is."""
     part, wanted = manifest.chunk_range(index), manifest.chunks[index]
     data = bytearray()
     try:

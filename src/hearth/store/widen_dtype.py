@@ -1,4 +1,4 @@
-"""A stored model as it is computed on a device: in another dtype where the stored one would be slow there.
+"""Widens stored weights to the dtype that a device computes in, where the stored one would be slow there.
 
 A CPU is slow in anything narrower than float32, so there the weights are widened, in the place that they are
 loaded into:
@@ -7,7 +7,7 @@ loaded into:
     |                         | narrow bytes, as they lie in the file, at the end    |
 
 No tensor becomes smaller, so the front never runs into a tensor that has not been read. Where each tensor has
-a place of its own, it lands at the end of that. It loads nothing.
+a place of its own, it lands at the end of that. Loads nothing.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ log = logging.getLogger(__name__)
 
 
 def served_layout(manifest: Manifest, dtype: str) -> Layout:
-    """Where the tensors lie once they are in `dtype`. What is quantised stays so."""
+    """Return the layout of a model whose tensors are in `dtype`. Quantised weights stay quantised."""
     return manifest.layout if dtype == manifest.dtype else layout_of(manifest.arch, dtype, manifest.quant)
 
 
 def landing(base: torch.Tensor, manifest: Manifest) -> torch.Tensor:
-    """Where in the memory of a served model its stored bytes are loaded: the whole, or its end."""
+    """Return the part of a served model's memory that its stored bytes are loaded to: all, or the end."""
     return base[len(base) - manifest.num_bytes :]
 
 
 def widen(base: torch.Tensor, manifest: Manifest, layout: Layout) -> None:
-    """From the stored dtype, at the landing, to that of the layout. Nothing to do if they are the same."""
+    """Convert weights at the landing from the stored dtype to the layout's, if they differ."""
     if layout == manifest.layout:
         return
     tell_widening(manifest)
@@ -52,7 +52,7 @@ def tell_widening(manifest: Manifest) -> None:
 
 
 def widen_in_place(base: torch.Tensor, stored: TensorSpec, served: TensorSpec) -> None:
-    """One tensor that has landed, narrow, at the end of its own wide bytes."""
+    """Widen one tensor that has landed, narrow, at the end of its own wide bytes."""
     if stored.dtype != served.dtype:
         _widen(base[len(base) - stored.nbytes :].clone(), base, stored, served)
 

@@ -1,4 +1,4 @@
-"""A model's directory, written so that it is whole or not there at all. Reads no checkpoint.
+"""Writes a model's directory so that it is whole or not there at all. Reads no checkpoint.
 
 .NAME.converting   everything is written here, manifest.json last; a lock tells the living from the dead
 NAME               the same directory, renamed when all of it is on the disk
@@ -42,13 +42,15 @@ KNOWN_FILES = frozenset(
 #: Found in every description that Hearth has written, whatever its version and however damaged.
 _FORMAT_FIELD = re.compile(rb'"format"\s*:\s*"' + FORMAT.encode() + rb'"')
 
-#: Of Linux' renameat2: relative to the working directory; swap the two.
+#: Flags of Linux' renameat2: relative to the working directory; swap the two.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
+    """How far writing or verifying a model has come."""
+
     done_bytes: int
     total_bytes: int
 
@@ -61,7 +63,7 @@ class Staging:
     """A directory that becomes a model when it is complete."""
 
     directory: Path
-    num_bytes: int  #: of all files that will be in it
+    num_bytes: int  #: bytes of all files that will be in it
 
     def write_weights(
         self,
@@ -70,7 +72,7 @@ class Staging:
         chunk_bytes: int,
         on_progress: OnProgress | None = None,
     ) -> tuple[Chunk, ...]:
-        """Write the tensors, given in the order of their layout, to their offsets. Hashes what it writes."""
+        """Write the tensors, given in the order of their layout, to their offsets; return the chunks."""
         assert chunk_bytes >= ALIGNMENT_BYTES, f"{chunk_bytes=}"
         assert chunk_bytes % ALIGNMENT_BYTES == 0, f"{chunk_bytes=}"
         chunks: list[Chunk] = []
@@ -95,7 +97,7 @@ class Staging:
 
     @contextmanager
     def _create(self, name: str) -> Iterator[int]:
-        """A file descriptor; what was written to it is on the disk afterwards."""
+        """Yield a file descriptor; what was written to it is on the disk afterwards."""
         with self._translated():
             file = os.open(self.directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
@@ -130,7 +132,7 @@ class Staging:
 
 @contextmanager
 def staged(dest: Path, num_bytes: int, *, overwrite: bool = False, wait: bool = False) -> Iterator[Staging]:
-    """Room to write a model in, which becomes `dest` at the end and is gone if the end is not reached.
+    """Yield a directory to write a model in, which becomes `dest` at the end or is gone.
 
     Raises StoreError where `dest` is taken, or another writes it and `wait` is False; StoreFull where
     `num_bytes` do not fit.
@@ -158,7 +160,7 @@ def staged(dest: Path, num_bytes: int, *, overwrite: bool = False, wait: bool = 
 
 
 def _padded(tensors: Iterable[PackedTensor]) -> Iterator[memoryview]:
-    """Bytes of each tensor, then the zeros before the next."""
+    """Yield the bytes of each tensor, then the zeros before the next."""
     for packed in tensors:
         spec = packed.spec
         yield packed.tensor.view(torch.uint8).flatten().numpy().data
@@ -167,7 +169,7 @@ def _padded(tensors: Iterable[PackedTensor]) -> Iterator[memoryview]:
 
 
 def _cut(pieces: Iterable[memoryview], chunk_bytes: int) -> Iterator[memoryview]:
-    """The same bytes in chunks. Each is valid until the next one is asked for."""
+    """Yield the bytes in chunks. Each is valid until the next one is asked for."""
     buffer = memoryview(bytearray(chunk_bytes))
     filled = 0
     for piece in pieces:
@@ -185,7 +187,7 @@ def _cut(pieces: Iterable[memoryview], chunk_bytes: int) -> Iterator[memoryview]
 
 @contextmanager
 def _locked(directory: Path, *, wait: bool) -> Iterator[None]:
-    """The directory exists and belongs to this process until the end; the lock of a dead one is free."""
+    """Make the directory and keep it locked for this process; the lock of a dead process is free."""
     with _translated(f"cannot write `{directory}`"):
         lock = _lock(directory, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     try:
@@ -234,13 +236,16 @@ def _refuse_taken(dest: Path, overwrite: bool) -> None:
 
 
 def _is_model(directory: Path) -> bool:
-    """By the format that its description names: a damaged model may be replaced, others' may not."""
+    """Return True if the directory's manifest names our format, damaged or not: others are never replaced."""
     path = directory / MANIFEST
     return path.is_file() and _FORMAT_FIELD.search(path.read_bytes()) is not None
 
 
 def _publish(directory: Path, dest: Path) -> None:
-    """The lock comes along, for without it another conversion could take the directory for a dead one's."""
+    """Put the directory to `dest`.
+
+    Its lock comes along, for without it another conversion could take the directory for a dead one's.
+    """
     try:
         _sync(directory)
         if not (dest / MANIFEST).is_file():
@@ -258,7 +263,7 @@ def _publish(directory: Path, dest: Path) -> None:
 
 
 def _exchange(directory: Path, dest: Path) -> bool:
-    """Swap the two at once, so that there is a model at `dest` at any time. False where that cannot be."""
+    """Swap two directories at once, so that `dest` is always there; return False where that cannot be."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:  # a C library without it
@@ -282,7 +287,7 @@ def _rename_both(directory: Path, dest: Path) -> None:
 
 
 def _recover(dest: Path) -> None:
-    """What a conversion has left that ended while it replaced a model."""
+    """Put in order what a conversion has left that ended while it replaced a model."""
     replaced = _replaced(dest)
     if replaced.exists():
         with _locked(replaced, wait=True):  # its owner may be about to remove it
@@ -305,7 +310,7 @@ def _clear(directory: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """The lock goes last: whoever gets it next finds nothing of ours. What stays, the next one clears."""
+    """Remove a directory, its lock last: whoever gets it next finds nothing of ours, or clears what stays."""
     with suppress(OSError):
         _clear(directory)
         (directory / LOCK).unlink()

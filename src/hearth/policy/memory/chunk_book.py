@@ -21,7 +21,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """The cell is the caller's, who fills it and then says `filled` or `failed`."""
+    """The chunk is absent; the caller fills the cell and then says `filled` or `failed`."""
 
     cell: int
     evicted: str | None  #: the chunk that was in the cell until now
@@ -29,16 +29,16 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Somebody else is filling a cell with that very chunk."""
+    """Another caller is filling a cell with that very chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """Every cell is leased or being filled."""
+    """The chunk is absent, and every cell is leased or being filled."""
 
 
 class ChunkBook:
-    """Mutable; one caller at a time: the tier that owns it holds its lock.
+    """Which chunk is in which cell. Mutable; one caller at a time: the tier that owns it holds its lock.
 
     Every cell is free or holds one chunk, and every chunk in a cell is exactly one of
         filling  on its way in; belongs to whoever fills it
@@ -51,13 +51,13 @@ class ChunkBook:
         self.capacity = num_cells
         #: Free cells, a heap.
         self._free = list(range(num_cells))
-        #: Of every chunk that is filling, leased or idle.
+        #: The cell of every chunk that is filling, leased or idle.
         self._cell_by_digest: dict[str, int] = {}
         self._filling: set[str] = set()
         #: How many hold each leased chunk; at least 1.
         self._leases: dict[str, int] = {}
         self._idle: set[str] = set()
-        #: Some of the idle chunks.
+        #: Some of the idle chunks, the first to be evicted first.
         self._order = EvictionOrder()
 
     @property
@@ -80,12 +80,14 @@ class ChunkBook:
         return digest in self._cell_by_digest and digest not in self._filling
 
     def leases(self, digest: str) -> int:
-        """How many hold the chunk; 0 for one that is idle, filling or absent."""
+        """Return how many hold the chunk; 0 for one that is idle, filling or absent."""
         return self._leases.get(digest, 0)
 
     def take(self, digest: str, price: Callable[[str], Price]) -> Hit | Fill | Pending | Full:
-        """Lease a chunk that is resident, or find a cell for it: the lowest free one, else that of the
-        idle chunk that is next in the `EvictionOrder`."""
+        """Lease a chunk that is resident, or find a cell for it.
+
+        That is the lowest free cell, else that of the idle chunk that is next in the `EvictionOrder`.
+        """
         if digest in self._filling:
             return Pending()
         if digest in self._cell_by_digest:
@@ -101,19 +103,19 @@ class ChunkBook:
         return Fill(cell, evicted)
 
     def filled(self, digest: str) -> None:
-        """The cell holds the chunk now. Whoever filled it has the first lease."""
+        """Note that the cell holds the chunk now. Whoever filled it has the first lease."""
         assert digest in self._filling, f"nobody was filling a cell with chunk `{digest}`"
         self._filling.remove(digest)
         self._leases[digest] = 1
 
     def failed(self, digest: str) -> None:
-        """The bytes did not arrive: the cell is free again."""
+        """Free the cell of a chunk whose bytes did not arrive."""
         assert digest in self._filling, f"nobody was filling a cell with chunk `{digest}`"
         self._filling.remove(digest)
         self._vacate(digest)
 
     def release(self, digest: str) -> None:
-        """One lease less. After the last one the chunk stays until its cell is needed."""
+        """Give a lease back. After the last one the chunk stays until its cell is needed."""
         assert digest in self._leases, f"released more often than taken: chunk `{digest}`"
         self._leases[digest] -= 1
         if self._leases[digest] == 0:
@@ -121,7 +123,7 @@ class ChunkBook:
             self._idle.add(digest)
 
     def drop(self, digest: str) -> bool:
-        """Forget an idle chunk. False if it is leased, filling or absent."""
+        """Forget an idle chunk. Returns False if it is leased, filling or absent."""
         if digest not in self._idle:
             return False
         self._leave_idle(digest)
