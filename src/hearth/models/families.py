@@ -1,12 +1,13 @@
 """Model families as data: a row says how a Hugging Face config fills in an `Arch`. Reads no weights.
 
 A new family is a row in `FAMILIES` and a name map in `tensor_names.py`. What the decoder cannot represent is
-refused by field and value: for all families in `unsupported.py`, for one in its reader.
+refused by field and value: for all families in `REFUSALS`, for one in its reader.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,6 @@ from hearth.errors import BadCheckpoint, UnsupportedModel
 from hearth.models import readers
 from hearth.models.arch import Arch
 from hearth.models.config_fields import Fields
-from hearth.models.unsupported import refuse_unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def read_arch(directory: Path) -> Arch:
 
 
 def arch_from_config(config: Mapping[str, object]) -> Arch:
-    refuse_unsupported(config)
+    _refuse_unsupported(config)
     name = _family_name(config)
     family = FAMILIES[name]
     aliased = {family.aliases[key]: config[key] for key in family.aliases.keys() & config.keys()}
@@ -53,6 +53,14 @@ def arch_from_config(config: Mapping[str, object]) -> Arch:
             f"heads, given: {arch.num_heads} and {arch.num_kv_heads}"
         )
     return arch
+
+
+def _refuse_unsupported(config: Mapping[str, object]) -> None:
+    """Raise UnsupportedModel at the first field that no family can follow."""
+    for refusal in REFUSALS:
+        for key, value in config.items():
+            if re.fullmatch(refusal.pattern, key) and value is not None and value not in refusal.harmless:
+                raise UnsupportedModel(f"config.json: `{key}` is {value!r}: {refusal.why}")
 
 
 def _family_name(config: Mapping[str, object]) -> str:
@@ -171,3 +179,39 @@ FAMILIES: Mapping[str, Family] = {
         },
     ),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Fields, in any family, that change the forward pass unless their value is harmless or null."""
+
+    pattern: str
+    why: str
+    harmless: tuple[object, ...] = (False, 0)
+
+
+REFUSALS = (
+    Refusal(r".*experts?(_.*)?", "mixtures of experts are not supported; use a dense model", (0, 1, False)),
+    Refusal(r".*soft_?cap(ping)?", "soft caps on logits are not supported"),
+    Refusal(r"(use_)?alibi", "ALiBi positions are not supported; rotary and learned ones are"),
+    Refusal(r".*sinks?(_.*)?", "attention sinks are not supported"),
+    Refusal(
+        r"(quantization|compression)_config",
+        "quantized checkpoints (AWQ, GPTQ, ...) are not supported; use the float16 or bfloat16 original",
+        ({},),
+    ),
+    Refusal(r"is_encoder_decoder|add_cross_attention", "only decoders are supported"),
+    Refusal(r"scale_attn_weights", "attention scores are always scaled by head_dim ** -0.5", (True,)),
+    Refusal(
+        r"scale_attn_by_inverse_layer_idx|query_pre_attn_scalar|attn_scale|attention_multiplier",
+        "attention scores are always scaled by head_dim ** -0.5",
+    ),
+    Refusal(
+        r"(embedding|residual)_multiplier|logits_scaling|logit_scale",
+        "scaled embeddings, residuals and logits are not supported",
+        (1.0,),
+    ),
+    Refusal(
+        r"clip_qkv|(use_)?qk_(layer)?norm", "it changes queries and keys in a way the decoder does not have"
+    ),
+)
