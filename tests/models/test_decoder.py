@@ -17,7 +17,8 @@ from hearth.models.families import read_arch
 from hearth.models.layout import layout_of
 from hearth.models.step import StepInputs
 from hearth.models.weights import NormWeights, bind, contiguous_slots
-from hearth.models.workspace import StepSize, Workspace
+from hearth.models.workspace import Workspace
+from hearth.sizes import StepSize
 from tests.engine.harness import prompts_for, reference_logits
 from tests.models.zoo import VARIANTS, build, pack_directory
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hearth.models.families import read_arch
-from hearth.models.workspace import StepSize, Workspace
+from hearth.models.workspace import Workspace
+from hearth.sizes import StepSize
 from tests.models.zoo import build
 
 SIZES = [StepSize(1, 1, 1), StepSize(7, 3, 5), StepSize(64, 8, 132)]

@@ -21,7 +21,9 @@ from hearth.engine.noise import gumbel, noise_key
 from hearth.engine.penalties import Penalties, is_penalised
 from hearth.engine.truncation import rank_cutoff
 from hearth.engine.upload import Uploads
+from hearth.models.buffers import zeros
 from hearth.policy.batch.plan import Admission
+from hearth.sizes import sampler_buffers
 
 #: Beyond these a temperature is as good as greedy or uniform, and float32 quotients would not stay finite.
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
@@ -87,12 +89,12 @@ class Sampler:
         self._num_slots = num_slots
         self._vocab_size = vocab_size
         self._uploads = uploads
-        device = uploads.device
+        buffers = sampler_buffers(num_slots)
         #: The token that each slot sampled last, at a fixed address. The last row is a dummy for padding.
-        self.tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self.tokens = zeros(buffers["tokens"], uploads.device)
         self._rules_by_slot: dict[int, _Rules] = {}
         #: Temperature, top-k, top-p, log of min-p; meaningful in slots with a random request.
-        self._knobs = torch.zeros(num_slots, 4, device=device)
+        self._knobs = zeros(buffers["knobs"], uploads.device)
         #: [slots, vocabulary] each, so they wait for the first request that needs them.
         self._penalties: Penalties | None = None
         self._bias: LogitBias | None = None
