@@ -31,6 +31,7 @@ from hearth.sizes import (
     workspace_buffers,
     workspace_bytes,
 )
+from hearth.types import RequestId, SamplingParams
 from tests.engine.harness import ask, engine_for, greedy
 from tests.models.zoo import VARIANTS, build
 
@@ -80,6 +81,99 @@ def test_an_engine_allocates_exactly_what_is_told(name: str) -> None:
     assert memory_beside_weights_and_kv(engine) == told_bytes + staged_bytes
     ask(engine, [[5, 6, 7], [8, 9]], greedy(3))
     assert memory_beside_weights_and_kv(engine) == told_bytes + staged_bytes
+
+
+PENALISED = replace(greedy(4), presence_penalty=0.5)
+BIASED = replace(greedy(4), logit_bias={7: 2.0})
+#: What 3 slots and a vocabulary of 160 take: a flag and a count for each token, and 3 weights; a bias.
+PENALTIES_BYTES, BIAS_BYTES = 3 * (160 * (1 + 4) + 3 * 4), 3 * 160 * 4
+
+
+@pytest.mark.parametrize(
+    ("params", "num_bytes"),
+    [
+        (greedy(4), 0),
+        (PENALISED, PENALTIES_BYTES),
+        (replace(greedy(4), repetition_penalty=1.2), PENALTIES_BYTES),
+        (BIASED, BIAS_BYTES),
+        (replace(greedy(4), allowed_token_ids=(3, 4)), BIAS_BYTES),
+        (replace(PENALISED, logit_bias={7: 2.0}), PENALTIES_BYTES + BIAS_BYTES),
+    ],
+)
+def test_tables_that_only_some_requests_need_are_there_while_one_needs_them(
+    params: SamplingParams, num_bytes: int
+) -> None:
+    engine = engine_for("llama-gqa", CONFIG)
+    before_bytes = memory_beside_weights_and_kv(engine)
+    assert engine.optional_table_bytes == 0
+
+    engine.add(engine.request(RequestId("one"), [5, 6, 7], params))
+    assert engine.optional_table_bytes == num_bytes, "known before the step that admits it"
+    assert memory_beside_weights_and_kv(engine) == before_bytes
+    engine.step()
+    assert engine.optional_table_bytes == num_bytes
+    assert held_tables_bytes(engine) == num_bytes
+    while engine.has_work:
+        engine.step()
+    assert engine.optional_table_bytes == held_tables_bytes(engine) == 0
+
+
+def held_tables_bytes(engine: Engine) -> int:
+    """Tables that the sampler of an engine has now; a step in flight has tensors besides."""
+    sampler = engine.runner._sampler
+    tables = [vars(table) for table in (sampler._penalties, sampler._bias) if table is not None]
+    tensors = [value for table in tables for value in table.values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def test_a_table_goes_with_the_last_who_needs_it_and_no_other_table_with_it() -> None:
+    engine = engine_for("llama-gqa", CONFIG)
+    asked = {"short": PENALISED, "long": replace(PENALISED, max_tokens=20), "biased": BIASED}
+    for name, params in asked.items():
+        engine.add(engine.request(RequestId(name), [5, 6, 7], params))
+    ended: set[str] = set()
+    while engine.has_work:
+        ended |= {one.request_id for one in engine.step().outputs if one.finish_reason is not None}
+        penalties_bytes = 0 if {"short", "long"} <= ended else PENALTIES_BYTES
+        bias_bytes = 0 if "biased" in ended else BIAS_BYTES
+        assert engine.optional_table_bytes == penalties_bytes + bias_bytes == held_tables_bytes(engine)
+    assert ended == asked.keys()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_a_table_goes_when_its_request_is_cancelled_wherever_that_is(num_steps: int) -> None:
+    engine = engine_for("llama-gqa", CONFIG)
+    engine.add(engine.request(RequestId("other"), [5, 6, 7], greedy(8)))
+    engine.add(engine.request(RequestId("one"), [5, 6, 7], replace(PENALISED, logit_bias={7: 2.0})))
+    for _ in range(num_steps):
+        engine.step()
+
+    assert engine.cancel(RequestId("one"))
+
+    assert engine.optional_table_bytes == held_tables_bytes(engine) == 0
+    while engine.has_work:
+        engine.step()
+
+
+def test_a_request_answers_the_same_with_tables_that_went_and_came_back() -> None:
+    used, fresh = engine_for("llama-gqa", CONFIG), engine_for("llama-gqa", CONFIG)
+    params = replace(PENALISED, frequency_penalty=0.7, repetition_penalty=1.3, max_tokens=20)
+    ask(used, [[5, 6, 7], [8, 9, 8]], params)
+    assert ask(used, [[3, 4], [5, 5, 5]], params) == ask(fresh, [[3, 4], [5, 5, 5]], params)
+
+
+def test_preempted_requests_keep_their_tables_and_their_outputs() -> None:
+    params = replace(PENALISED, frequency_penalty=0.7, logit_bias={7: 2.0}, max_tokens=30)
+    prompts = [[5, 6, 7], [8, 9, 8], [3, 3, 4]]
+    tight = engine_for("llama-gqa", replace(CONFIG, kv_bytes=8 * block_bytes()))
+    roomy = engine_for("llama-gqa", CONFIG)
+    assert ask(tight, prompts, params) == ask(roomy, prompts, params)
+    assert tight.optional_table_bytes == held_tables_bytes(tight) == 0
+
+
+def block_bytes() -> int:
+    dimensions = dimensions_of("llama-gqa")
+    return block_buffer(dimensions, dimensions.layers, "float32", LIMITS.block_tokens).num_bytes
 
 
 @pytest.mark.parametrize("name", VARIANTS)

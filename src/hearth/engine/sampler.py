@@ -100,7 +100,10 @@ class Sampler:
         self._bias: LogitBias | None = None
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Give each slot to a request, forgetting the one before. Greedy requests alone cost no copy."""
+        """Give each slot to a request, forgetting the one before. Greedy requests alone cost no copy.
+
+        The first that is penalised or biased has the table allocated that its rule needs, for all slots.
+        """
         rules = [_rules(admission, self._vocab_size) for admission in admissions]
         self._rules_by_slot.update((a.slot, r) for a, r in zip(admissions, rules, strict=True))
         if random := [a for a, r in zip(admissions, rules, strict=True) if r.is_random]:
@@ -116,10 +119,15 @@ class Sampler:
                 self._bias = LogitBias(self._num_slots, self._vocab_size, self._uploads)
             self._bias.admit(biased)
 
-    def forget(self) -> None:
-        """No slot has a request: drop the tables, which take some hundreds of MB."""
-        self._rules_by_slot.clear()
-        self._penalties = self._bias = None
+    def drop_tables(self, *, of_penalties: bool, of_bias: bool) -> None:
+        """Let go of tables, which take some hundreds of MB, because no row that needs one will be sampled.
+
+        Steps in flight may still read them: whoever gets their memory next is queued behind those.
+        """
+        if of_penalties:
+            self._penalties = None
+        if of_bias:
+            self._bias = None
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Samples:
         """Choose a token for each row of float32 `logits`, which are overwritten, and note it in `tokens`."""
