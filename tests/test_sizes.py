@@ -67,14 +67,15 @@ def memory_beside_weights_and_kv(engine: Engine) -> int:
     return sum(memory.values())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_an_engine_allocates_exactly_what_is_told(name: str) -> None:
-    engine, dimensions = engine_for(name, CONFIG), dimensions_of(name)
+def test_an_engine_allocates_exactly_what_is_told(name: str, dtype: str) -> None:
+    engine, dimensions = engine_for(name, CONFIG, dtype=dtype), dimensions_of(name)
     context = engine.batcher.limits.max_context
 
     tables_bytes = bytes_of(table_buffers(dimensions, LIMITS, context))
     size = StepSize.of(LIMITS, "cpu")
-    told_bytes = tables_bytes + workspace_bytes(dimensions, dimensions.layers, "float32", size)
+    told_bytes = tables_bytes + workspace_bytes(dimensions, dimensions.layers, dtype, size)
     # The host has two copies of a step's inputs, whatever the device is.
     staged_bytes = 2 * input_buffers(LIMITS, context)["packed"].num_bytes
 
@@ -241,6 +242,23 @@ def test_stages_of_a_model_have_all_of_its_kv_and_no_more_workspace_each(
         workspace = workspace_buffers(dimensions, stage, dtype, size)
         for name, buffer in workspace_buffers(dimensions, whole, dtype, size).items():
             assert workspace[name] == buffer or workspace[name].num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "without_rows"),
+    [
+        ("llama-gqa", "bfloat16", {"embedded", "mlp_out", "head_in"}),
+        ("llama-gqa", "float32", {"embedded", "mlp_out", "head_in", "head_out"}),
+        ("neox-parallel", "bfloat16", {"embedded", "head_in"}),
+        ("opt-350m", "bfloat16", {"mlp_out"}),
+    ],
+)
+def test_a_buffer_that_nothing_is_written_to_has_no_rows(
+    name: str, dtype: str, without_rows: set[str]
+) -> None:
+    dimensions = dimensions_of(name)
+    buffers = workspace_buffers(dimensions, dimensions.layers, dtype, StepSize(7, 3, 5))
+    assert {name for name, buffer in buffers.items() if buffer.num_bytes == 0} == without_rows
 
 
 def test_only_the_ends_of_a_model_embed_and_sample() -> None:

@@ -119,11 +119,14 @@ def workspace_buffers(
 ) -> Mapping[str, Buffer]:
     """The buffers of a forward pass through the layers, in the order in which they lie in a workspace.
 
-    Only whoever runs the last layer has samples: elsewhere their buffers have no rows.
+    A buffer that nothing is written to, by these layers of this architecture, has no rows.
     """
     tokens, hidden = size.max_tokens, dimensions.hidden_size
-    embedded = size.max_tokens if layers.start == 0 else 0
     samples = size.max_samples if layers.stop == dimensions.num_layers else 0
+    is_projected = dimensions.embed_size != hidden
+    embedded = tokens if layers.start == 0 and is_projected else 0
+    # The head writes float32 logits in their place, others beside it, to be widened.
+    narrow = 0 if dtype == "float32" else samples
     # More than one split is used only while rows * kv heads * splits stay within num_programs.
     partials = size.num_programs * (dimensions.num_heads // dimensions.num_kv_heads)
     return {
@@ -131,7 +134,7 @@ def workspace_buffers(
         "residual": Buffer((tokens, hidden), dtype),
         "delta": Buffer((tokens, hidden), dtype),
         "normed": Buffer((tokens, hidden), dtype),
-        "mlp_out": Buffer((tokens, hidden), dtype),
+        "mlp_out": Buffer((tokens if dimensions.is_parallel else 0, hidden), dtype),
         "qkv": Buffer((tokens, dimensions.qkv_size), dtype),
         "attended": Buffer((tokens, dimensions.q_size), dtype),
         "up": Buffer((tokens, dimensions.up_size), dtype),
@@ -139,8 +142,8 @@ def workspace_buffers(
         "kept_residual": Buffer((samples, hidden), dtype),
         "kept_normed": Buffer((samples, hidden), dtype),
         "kept_attended": Buffer((samples, dimensions.q_size), dtype),
-        "head_in": Buffer((samples, dimensions.embed_size), dtype),
-        "head_out": Buffer((samples, dimensions.vocab_size), dtype),
+        "head_in": Buffer((samples if is_projected else 0, dimensions.embed_size), dtype),
+        "head_out": Buffer((narrow, dimensions.vocab_size), dtype),
         "logits": Buffer((samples, dimensions.vocab_size), "float32"),
         "partial": Buffer((partials * dimensions.head_dim,), "float32"),
         "stats": Buffer((partials * 2,), "float32"),

@@ -31,6 +31,7 @@ def bound(name: str, dtype: torch.dtype, size: StepSize) -> tuple[torch.Tensor, 
 def test_buffers_lie_in_the_bytes_aligned_and_apart(name: str, size: StepSize, dtype: torch.dtype) -> None:
     base, buffers = bound(name, dtype, size)
     del buffers["counters"]
+    buffers = {name: buffer for name, buffer in buffers.items() if buffer.nbytes}
 
     end = 0
     for buffer in sorted(buffers.values(), key=torch.Tensor.data_ptr):

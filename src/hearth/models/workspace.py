@@ -19,6 +19,8 @@ from hearth.sizes import StepSize, counter_buffer, padded_bytes, workspace_buffe
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
+    """The buffers of one engine. One that nothing is written to has no rows."""
+
     embedded: torch.Tensor  #: [tokens, embed]
     residual: torch.Tensor  #: [tokens, hidden], as are the next three
     delta: torch.Tensor
