@@ -25,6 +25,7 @@ from hearth.policy.fleet.footprint import (
     fitted_context,
     fixed_bytes_of,
     footprint,
+    tables_bytes_of,
     workspace_bytes_of,
 )
 from hearth.sizes import Dimensions, StepLimits, StepSize
@@ -213,6 +214,28 @@ def test_the_least_is_never_more_than_the_most(
     taken = footprint(model, kind, limits, context)
     assert 0 < taken.min_kv_bytes <= taken.max_kv_bytes
     assert taken.fixed_bytes > model.num_bytes
+
+
+@given(MODELS, KINDS, SIZES, CONTEXTS)
+def test_what_is_fixed_is_weights_workspace_and_tables(
+    model: Facts, kind: str, limits: StepLimits, context: int | None
+) -> None:
+    taken = footprint(model, kind, limits, context)
+    assert taken.fixed_bytes == taken.weights_bytes + taken.workspace_bytes + taken.tables_bytes
+    assert taken.weights_bytes >= model.num_bytes
+    assert taken.workspace_bytes == workspace_bytes_of(model, kind, limits) > 0
+    assert taken.tables_bytes == tables_bytes_of(model, kind, limits, context or model.max_positions) > 0
+
+
+@given(MODELS, KINDS, SIZES)
+def test_penalties_and_biases_are_not_promised_to_anybody(
+    model: Facts, kind: str, limits: StepLimits
+) -> None:
+    """A larger vocabulary takes more logits, and nothing else."""
+    larger = shaped(model, vocab_size=4 * model.dimensions.vocab_size)
+    one, other = footprint(model, kind, limits), footprint(larger, kind, limits)
+    assert one.tables_bytes == other.tables_bytes
+    assert one.workspace_bytes <= other.workspace_bytes
 
 
 @given(MODELS, KINDS, SIZES, CONTEXTS)

@@ -94,7 +94,13 @@ def footprint(
                 "`memory_ceiling_bytes` or lower `context`, `engine.max_batch_tokens` or `engine.max_seqs`"
             )
         most_bytes = min(most_bytes, room_bytes)
-    return Footprint(fixed_bytes, least_bytes, most_bytes)
+    return Footprint(
+        fixed_bytes=fixed_bytes,
+        min_kv_bytes=least_bytes,
+        max_kv_bytes=most_bytes,
+        workspace_bytes=workspace_bytes_of(facts, kind, limits),
+        tables_bytes=tables_bytes_of(facts, kind, limits, context),
+    )
 
 
 def context_of(facts: Facts, wanted: int | None) -> int:
