@@ -25,7 +25,8 @@ from hearth.models.decoder import Decoder
 from hearth.models.rope import cos_sin_table
 from hearth.models.step_inputs import StepInputs
 from hearth.models.weights import bind, contiguous_places
-from hearth.models.workspace import StepSize, Workspace
+from hearth.models.workspace import Workspace
+from hearth.sizes import StepSize
 from hearth.store.convert import convert
 from hearth.store.manifest import WEIGHTS, Manifest, read_manifest
 from hearth.text.tokenizer import Tokenizer

@@ -21,6 +21,7 @@ from hearth.memory.pool import Shape
 from hearth.models.arch import Arch
 from hearth.models.families import arch_from_config
 from hearth.models.layout import ByteRange, layout_of
+from hearth.sizes import block_buffer
 from hearth.store.fetch import HostChunk
 from hearth.store.manifest import Chunk, Manifest, digest_of
 from hearth.store.segment import Segment
@@ -198,7 +199,8 @@ class Library:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             chunks = tuple(pool.map(self._chunk, cells, sizes))
         manifest = Manifest.of(arch, "bfloat16", "none", chunks, chunk_bytes, files={})
-        block_bytes = BLOCK_TOKENS * arch.num_layers * 2 * arch.kv_size * ITEM_BYTES
+        sizes = arch.dimensions
+        block_bytes = block_buffer(sizes, sizes.layers, "bfloat16", BLOCK_TOKENS).num_bytes
         shape = Shape(
             digest=manifest.digest,
             stored=layout,

@@ -42,7 +42,8 @@ from hearth.cli.waterfall import waterfall
 from hearth.control.datadir import DataDir
 from hearth.control.registry import Registry
 from hearth.control.views import Explanation
-from hearth.policy.fleet.footprint import StepLimits, footprint
+from hearth.policy.fleet.footprint import footprint
+from hearth.sizes import StepLimits
 from hearth.store.manifest import CHUNK_BYTES
 
 MODELS = ("m1", "m2", "m3")

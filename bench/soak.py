@@ -34,7 +34,8 @@ from bench.soak_watch import Watch
 from hearth.control.datadir import DataDir
 from hearth.control.journal import replay
 from hearth.control.registry import Registry
-from hearth.policy.fleet.footprint import StepLimits, footprint
+from hearth.policy.fleet.footprint import footprint
+from hearth.sizes import StepLimits
 
 NUM_MODELS = 20
 NUM_WORKERS = 2

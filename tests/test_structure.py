@@ -8,7 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "src" / "hearth"
 
-BASE = {"types", "errors", "version"}
+BASE = {"types", "errors", "version", "sizes"}
 EXECUTION = BASE | {"config", "policy", "kernels", "models"}
 COMPOSITION = EXECUTION | {
     *("text", "messages", "engine", "memory", "store", "snapshot"),
@@ -19,6 +19,7 @@ COMPOSITION = EXECUTION | {
 ARROWS: dict[str, set[str]] = {
     "version": set(),
     "errors": set(),
+    "sizes": set(),
     "types": {"errors"},
     "config": BASE,
     "messages": BASE,
@@ -47,6 +48,7 @@ ARROWS: dict[str, set[str]] = {
 #: Modules from outside that a room must do without; "*" is every room.
 FORBIDDEN: dict[str, set[str]] = {
     "*": {"transformers"},
+    "sizes": {"torch"},
     "policy": {"asyncio", "logging", "os", "random", "socket", "subprocess", "threading", "time", "torch"},
     "text": {"torch"},
 }

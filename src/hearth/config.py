@@ -21,6 +21,7 @@ from types import NoneType
 from typing import Annotated, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from hearth.errors import ConfigError
+from hearth.sizes import StepLimits
 
 T = TypeVar("T")
 
@@ -59,6 +60,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _settle(self, "engine")
+
+    @property
+    def step_limits(self) -> StepLimits:
+        """The limits that the size of an engine's memory follows from."""
+        return StepLimits(self.max_batch_tokens, self.max_seqs, self.block_tokens)
 
 
 @dataclass(frozen=True, slots=True)

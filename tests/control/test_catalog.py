@@ -13,15 +13,14 @@ from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
 from hearth.control.registry import Deployed, Registry
 from hearth.errors import ConfigError
-from hearth.policy.fleet.footprint import StepLimits, fixed_bytes_of
+from hearth.policy.fleet.footprint import fixed_bytes_of
 from hearth.types import ModelId
 from tests.policy.fleet.test_footprint import LARGE
 
 BIG = "big"
 ENGINE = EngineConfig()
-LIMITS = StepLimits(ENGINE.max_batch_tokens, ENGINE.max_seqs, ENGINE.block_tokens)
 FITTING_BYTES = 40 << 30  #: for all of its context on a GPU, which takes a gibibyte of KV
-TIGHT_BYTES = fixed_bytes_of(LARGE, "cuda", LIMITS, LARGE.max_positions) + (600 << 20)
+TIGHT_BYTES = fixed_bytes_of(LARGE, "cuda", ENGINE.step_limits, LARGE.max_positions) + (600 << 20)
 
 
 @pytest.fixture

@@ -20,6 +20,13 @@ from tests.policy.fleet.test_footprint import LARGE
 
 TINY = Deployed("tiny", "/source", "/models/tiny", "/models/tiny", "0" * 32, LARGE, 1.5)
 OTHER = replace(TINY, name="Other-1.0", source="hf:org/other")
+#: What was stored before facts had dimensions: nothing tells how large the workspace of such a model is now.
+EARLIER_FACTS = """
+{"num_bytes": 4096, "wide_bytes": 4096, "dtype": "float32", "quant": "none", "num_parameters": 9,
+"num_layers": 3, "num_kv_heads": 2, "head_dim": 16, "vocab_size": 160, "max_positions": 128,
+"token_width": 880, "sample_width": 416, "split_width": 36, "rope_dim": 16, "eos_ids": [1],
+"has_chat_template": true, "largest_bytes": 1024}
+"""
 
 #: Adds models until it is killed, and says which are in.
 WRITER = """
@@ -99,14 +106,15 @@ def test_a_file_that_is_no_registry_is_refused(data_dir: DataDir) -> None:
         Registry.open(data_dir)
 
 
+@pytest.mark.parametrize("facts", ["{}", EARLIER_FACTS])
 def test_a_row_that_cannot_be_read_hides_no_other_and_can_go(
-    data_dir: DataDir, caplog: pytest.LogCaptureFixture
+    data_dir: DataDir, caplog: pytest.LogCaptureFixture, facts: str
 ) -> None:
     with Registry.open(data_dir) as registry:
         registry.add(TINY)
         registry.add(OTHER)
         connection = sqlite3.connect(data_dir.registry_path)
-        connection.execute("update models set facts = '{}' where name = 'tiny'")
+        connection.execute("update models set facts = ? where name = 'tiny'", (facts,))
         connection.commit()
         connection.close()
         assert registry.all() == [OTHER]

@@ -7,9 +7,11 @@ from hearth.engine.inputs import InputBuffers
 from hearth.engine.upload import Uploads
 from hearth.kernels.prefill_attention import PrefillSpan
 from hearth.policy.batch.plan import Admission, Row, StepPlan, TableWrite
+from hearth.sizes import StepLimits
 from hearth.types import RequestId, SamplingParams
 
 MAX_TOKENS, MAX_SEQS, MAX_BLOCKS = 12, 4, 3
+LIMITS = StepLimits(MAX_TOKENS, MAX_SEQS, block_tokens=4)
 DUMMY = MAX_SEQS
 SINK = 77
 
@@ -17,7 +19,7 @@ SINK = 77
 def buffers() -> InputBuffers:
     """Slot s has sampled 100 + s last."""
     last_tokens = torch.arange(100, 100 + MAX_SEQS + 1)
-    return InputBuffers(MAX_TOKENS, MAX_SEQS, MAX_BLOCKS, last_tokens, Uploads(torch.device("cpu")), SINK)
+    return InputBuffers(LIMITS, 4 * MAX_BLOCKS, last_tokens, Uploads(torch.device("cpu")), SINK)
 
 
 def decode(slot: int, start: int) -> Row:

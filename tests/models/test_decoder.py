@@ -17,7 +17,8 @@ from hearth.models.layout import layout_of
 from hearth.models.rope import cos_sin_table
 from hearth.models.step_inputs import StepInputs
 from hearth.models.weights import NormWeights, bind, contiguous_places
-from hearth.models.workspace import StepSize, Workspace
+from hearth.models.workspace import Workspace
+from hearth.sizes import StepSize
 from tests.engine.harness import prompts_for, reference_logits
 from tests.models.zoo import VARIANTS, build, pack_directory
 

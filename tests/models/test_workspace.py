@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hearth.models.families import read_arch
-from hearth.models.workspace import StepSize, Workspace
+from hearth.models.workspace import Workspace
+from hearth.sizes import StepSize
 from tests.models.zoo import build
 
 SIZES = [StepSize(1, 1, 1), StepSize(7, 3, 5), StepSize(64, 8, 132)]
@@ -30,6 +31,7 @@ def bound(name: str, dtype: torch.dtype, size: StepSize) -> tuple[torch.Tensor, 
 def test_buffers_lie_in_the_bytes_aligned_and_apart(name: str, size: StepSize, dtype: torch.dtype) -> None:
     base, buffers = bound(name, dtype, size)
     del buffers["counters"]
+    buffers = {name: buffer for name, buffer in buffers.items() if buffer.nbytes}
 
     end = 0
     for buffer in sorted(buffers.values(), key=torch.Tensor.data_ptr):

@@ -12,7 +12,7 @@ from hearth.control.registry import Deployed, Names, Registry
 from hearth.control.views import ModelView
 from hearth.messages import HostModel
 from hearth.policy.fleet.events import ModelProfile
-from hearth.policy.fleet.footprint import StepLimits, context_of, fitted_context, footprint
+from hearth.policy.fleet.footprint import context_of, fitted_context, footprint
 from hearth.types import ModelId
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Catalog:
             ConfigError: the configuration of a model contradicts the model.
         """
         self._registry, self._configs = registry, configs
-        self._limits = StepLimits(engine.max_batch_tokens, engine.max_seqs, engine.block_tokens)
+        self._limits = engine.step_limits
         self._keep_alive_s, self._kind, self._budget_bytes = keep_alive_s, kind, budget_bytes
         #: Contexts that were cut, as they have been logged.
         self._cuts: dict[str, int] = {}

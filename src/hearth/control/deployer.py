@@ -97,25 +97,17 @@ def facts_of(manifest: Manifest, tokenizer: Tokenizer) -> Facts:
     # A description of the same model in float32 knows how many bytes that takes.
     wide = Manifest.of(arch, "float32", manifest.quant, (), manifest.chunk_bytes, {})
     weights = [spec.shape for spec in manifest.tensors if not spec.name.endswith(".scale")]
-    per_token = (arch.embed_size, 4 * arch.hidden_size, arch.qkv_size, arch.q_size, arch.up_size)
     return Facts(
         num_bytes=manifest.num_bytes,
         wide_bytes=wide.num_bytes,
         dtype=manifest.dtype,
         quant=manifest.quant,
         num_parameters=sum(map(prod, weights)),
-        num_layers=arch.num_layers,
-        num_kv_heads=arch.num_kv_heads,
-        head_dim=arch.head_dim,
-        vocab_size=arch.vocab_size,
+        largest_bytes=max(spec.nbytes for spec in manifest.tensors),
+        dimensions=arch.dimensions,
         max_positions=arch.max_positions,
-        token_width=sum(per_token) + arch.intermediate_size,
-        sample_width=2 * arch.hidden_size + arch.q_size + arch.embed_size + arch.vocab_size,
-        split_width=arch.num_heads // arch.num_kv_heads * (arch.head_dim + 2),
-        rope_dim=0 if arch.rope is None else arch.rope.dim,
         eos_ids=tuple(sorted(tokenizer.eos_ids)),
         has_chat_template=tokenizer.has_chat_template,
-        largest_bytes=max(spec.nbytes for spec in manifest.tensors),
     )
 
 

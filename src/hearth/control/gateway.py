@@ -263,7 +263,7 @@ class Gateway:
 
 
 def _check_prompt(entry: Entry, prompt: tuple[int, ...]) -> None:
-    vocab_size, name = entry.deployed.facts.vocab_size, entry.deployed.name
+    vocab_size, name = entry.deployed.facts.dimensions.vocab_size, entry.deployed.name
     if not prompt:
         raise BadPrompt("prompt has 0 tokens, at least 1 is needed; give a token to continue from")
     if len(prompt) + 1 > entry.max_context:
@@ -277,7 +277,7 @@ def _check_prompt(entry: Entry, prompt: tuple[int, ...]) -> None:
 
 
 def _check_tokens(entry: Entry, sampling: SamplingParams) -> None:
-    vocab_size, name = entry.deployed.facts.vocab_size, entry.deployed.name
+    vocab_size, name = entry.deployed.facts.dimensions.vocab_size, entry.deployed.name
     named = {
         "logit_bias": sampling.bias_by_token,
         "stop_token_ids": sampling.stop_ids,

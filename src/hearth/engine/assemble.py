@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +20,15 @@ from hearth.engine.upload import Uploads
 from hearth.errors import DeviceError
 from hearth.kernels.jit import HAS_TRITON
 from hearth.models.arch import Arch
+from hearth.models.buffers import name_of
 from hearth.models.decoder import Decoder
 from hearth.models.rope import cos_sin_table
 from hearth.models.weights import Weights
-from hearth.models.workspace import StepSize, Workspace
+from hearth.models.workspace import Workspace
 from hearth.policy.batch.batcher import Batcher, BatchLimits
 from hearth.policy.batch.blocks import SINK_BLOCK, BlockBook
+from hearth.sizes import Buffer, StepSize, block_buffer
 
-#: Programs per multiprocessor that a decode attention may be split into.
-_PROGRAMS_PER_PROCESSOR = 4
 #: The KV of a CPU engine takes at most this share of the machine's memory; what is not written costs nothing.
 _CPU_SHARE = 0.25
 
@@ -64,8 +63,8 @@ def workspace_bytes(spec: ModelSpec, config: EngineConfig, device: torch.device)
 
 
 def block_bytes(spec: ModelSpec, config: EngineConfig) -> int:
-    """Of one block of KV, all layers of it."""
-    return math.prod(_block_shape(spec, config)) * spec.dtype.itemsize
+    """The bytes of one block of KV, all layers of it."""
+    return _block(spec, config).num_bytes
 
 
 def assemble(
@@ -87,10 +86,7 @@ def assemble(
     cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, spec.max_context, device)
     uploads = Uploads(device)
     sampler = Sampler(config.max_seqs, arch.vocab_size, uploads)
-    max_blocks = -(-spec.max_context // config.block_tokens)
-    inputs = InputBuffers(
-        config.max_batch_tokens, config.max_seqs, max_blocks, sampler.tokens, uploads, memory.sink
-    )
+    inputs = InputBuffers(config.step_limits, spec.max_context, sampler.tokens, uploads, memory.sink)
     kv = _bind_kv(spec, config, memory.kv)
     decoder = Decoder(arch, weights, workspace, cos_sin)
     runner = Runner(decoder, kv, inputs, sampler, uploads, _max_graph_size(config, device))
@@ -132,15 +128,11 @@ def _max_graph_size(config: EngineConfig, device: torch.device) -> int:
     return min(config.max_seqs, config.max_batch_tokens, GRAPH_SIZES[-1])
 
 
-def _num_programs(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    num_processors: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return _PROGRAMS_PER_PROCESSOR * num_processors
-
-
 def _step_size(config: EngineConfig, device: torch.device) -> StepSize:
-    return StepSize(config.max_batch_tokens, config.max_seqs, _num_programs(device))
+    if device.type != "cuda":
+        return StepSize.of(config.step_limits, device.type)
+    num_processors: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return StepSize.of(config.step_limits, device.type, num_processors)
 
 
 def _own_memory(spec: ModelSpec, config: EngineConfig, device: torch.device) -> Memory:
@@ -155,7 +147,7 @@ def _own_memory(spec: ModelSpec, config: EngineConfig, device: torch.device) -> 
 def _num_blocks(spec: ModelSpec, config: EngineConfig, limit_bytes: int) -> int:
     """As many blocks as the limit allows and running sequences can fill, the sink among them."""
     size_bytes = block_bytes(spec, config)
-    blocks_per_seq = -(-spec.max_context // config.block_tokens)
+    blocks_per_seq = config.step_limits.num_blocks(spec.max_context)
     num_blocks = min(limit_bytes // size_bytes, 1 + config.max_seqs * blocks_per_seq)
     if num_blocks < 2:
         raise DeviceError(
@@ -167,13 +159,14 @@ def _num_blocks(spec: ModelSpec, config: EngineConfig, limit_bytes: int) -> int:
 
 def _bind_kv(spec: ModelSpec, config: EngineConfig, base: torch.Tensor) -> torch.Tensor:
     """`base` (uint8) as blocks; what is left over at its end is not used."""
-    size_bytes = block_bytes(spec, config)
-    return base[: len(base) // size_bytes * size_bytes].view(spec.dtype).view(-1, *_block_shape(spec, config))
+    block = _block(spec, config)
+    num_bytes = len(base) // block.num_bytes * block.num_bytes
+    return base[:num_bytes].view(spec.dtype).view(-1, *block.shape)
 
 
-def _block_shape(spec: ModelSpec, config: EngineConfig) -> tuple[int, ...]:
-    arch = spec.arch
-    return (arch.num_layers, 2, config.block_tokens, arch.num_kv_heads, arch.head_dim)
+def _block(spec: ModelSpec, config: EngineConfig) -> Buffer:
+    sizes = spec.arch.dimensions
+    return block_buffer(sizes, sizes.layers, name_of(spec.dtype), config.block_tokens)
 
 
 def _spare_bytes(config: EngineConfig, device: torch.device) -> int:

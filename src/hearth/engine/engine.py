@@ -7,11 +7,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from hearth.engine.guide import Guides
+from hearth.engine.logit_bias import is_biased
+from hearth.engine.penalties import is_penalised
 from hearth.engine.runner import PendingStep, Runner, StepResult
 from hearth.errors import BadPrompt, BadSampling
 from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.elastic import Elastic, KvUse
 from hearth.policy.batch.plan import Admission, EngineRequest, Guide, StepPlan
+from hearth.sizes import bias_buffers, bytes_of, penalty_buffers
 from hearth.types import FinishReason, GuideSpec, RequestId, SamplingParams, TokenLogprobs
 
 
@@ -113,6 +116,10 @@ class Engine:
         self.intake = Intake(batcher, guides, vocab_size, eos_ids)
         self.request = self.intake.request
         self._flight: _LaunchedStep | None = None
+        self._vocab_size = vocab_size
+        #: Live requests that need a table of the sampler, which is there from the first one's step on.
+        self._penalised: set[RequestId] = set()
+        self._biased: set[RequestId] = set()
 
     @property
     def has_work(self) -> bool:
@@ -125,10 +132,29 @@ class Engine:
             batcher.num_running, batcher.num_waiting, blocks.num_live, blocks.num_cached, blocks.num_blocks
         )
 
+    @property
+    def optional_table_bytes(self) -> int:
+        """Device memory for the penalties and biases of all requests that are here, running or waiting.
+
+        `step` allocates it when the first of them is admitted, outside of any pool; it goes with the last of
+        them. So whoever keeps books of the device asks before each step, and after.
+        """
+        max_seqs, num_bytes = self.batcher.limits.max_seqs, 0
+        if self._penalised:
+            num_bytes += bytes_of(penalty_buffers(max_seqs, self._vocab_size))
+        if self._biased:
+            num_bytes += bytes_of(bias_buffers(max_seqs, self._vocab_size))
+        return num_bytes
+
     def add(self, request: EngineRequest) -> None:
         self.batcher.add(request)
+        if is_penalised(request.sampling):
+            self._penalised.add(request.request_id)
+        if is_biased(request.sampling):
+            self._biased.add(request.request_id)
 
     def cancel(self, request_id: RequestId) -> bool:
+        self._needs_no_tables(request_id)
         return self.batcher.cancel(request_id)
 
     def kv_use(self) -> KvUse:
@@ -182,11 +208,6 @@ class Engine:
         has_run = launched is not None or landed is not None
         return StepOutcome(outputs, plan.admissions if plan else (), self.batcher.take_preempted(), has_run)
 
-    def rest(self) -> None:
-        """Drop what an engine without requests does not need until the next one comes."""
-        assert not self.has_work, f"there is work: {self.usage}"
-        self.runner.rest()
-
     def close(self) -> None:
         """Wait for what the device still computes, so that its memory may go. No other call may follow."""
         self._flight = None
@@ -203,7 +224,16 @@ class Engine:
         for emission in self.batcher.commit(plan, result.tokens):
             logprobs = None if result.logprobs is None else result.logprobs[emission.sample_index]
             outputs.append(Output(emission.request_id, emission.token, logprobs, emission.finish_reason))
+            if emission.finish_reason is not None:
+                self._needs_no_tables(emission.request_id)
         return outputs
+
+    def _needs_no_tables(self, request_id: RequestId) -> None:
+        """A request has ended: no plan has a row of it any more."""
+        if request_id in self._penalised or request_id in self._biased:
+            self._penalised.discard(request_id)
+            self._biased.discard(request_id)
+            self.runner.drop_tables(of_penalties=not self._penalised, of_bias=not self._biased)
 
 
 def _check_tokens(

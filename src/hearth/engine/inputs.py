@@ -18,8 +18,10 @@ from hearth.engine.upload import Uploads
 from hearth.kernels.host_read import read_host
 from hearth.kernels.paged import PagedRows
 from hearth.kernels.prefill_attention import PrefillSpan
+from hearth.models.buffers import filled, zeros
 from hearth.models.step_inputs import StepInputs
 from hearth.policy.batch.plan import Row, StepPlan, TableWrite
+from hearth.sizes import StepLimits, input_buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +44,8 @@ class InputBuffers:
 
     def __init__(
         self,
-        max_tokens: int,
-        max_seqs: int,
-        max_blocks: int,
+        limits: StepLimits,
+        context: int,
         last_tokens: torch.Tensor,
         uploads: Uploads,
         sink: int,
@@ -53,22 +54,23 @@ class InputBuffers:
 
         `sink` is a block that is always there and that nobody reads.
         """
-        length, device = 3 * max_tokens + 2 * max_seqs + 1, uploads.device
+        max_tokens, max_seqs, device = limits.max_batch_tokens, limits.max_seqs, uploads.device
+        buffers = input_buffers(limits, context)
         self._uploads = uploads
-        self._packed = torch.zeros(length, dtype=torch.int32, device=device)
+        self._packed = zeros(buffers["packed"], device)
         self._device = _Fields.of(self._packed, max_tokens, max_seqs)
         is_cuda = device.type == "cuda"
-        self._hosts = [torch.zeros(length, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)]
+        self._hosts = [torch.zeros_like(self._packed, device="cpu", pin_memory=is_cuda) for _ in range(2)]
         self._next_host = 0
         self._max_tokens, self._max_seqs = max_tokens, max_seqs
         self._dummy_slot = max_seqs
         self._last_tokens = last_tokens
-        self._tokens = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        self._sample_rows = torch.zeros(max_seqs, dtype=torch.int64, device=device)
+        self._tokens = zeros(buffers["tokens"], device)
+        self._sample_rows = zeros(buffers["sample_rows"], device)
         self.sink = sink
         #: The row of a slot holds its blocks in order, and behind them the sink, for blocks that somebody had
         #: before may be gone. The dummy slot's row names the sink alone.
-        self.block_table = torch.full((max_seqs + 1, max_blocks), sink, dtype=torch.int32, device=device)
+        self.block_table = filled(buffers["block_table"], sink, device)
         #: For each slot, how many leading entries of its row may name blocks.
         self._num_written = [0] * max_seqs
 

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from hearth.engine.upload import Uploads
+from hearth.models.buffers import zeros
 from hearth.policy.batch.plan import Admission
+from hearth.sizes import bias_buffers
 from hearth.types import SamplingParams
 
 
@@ -22,7 +24,7 @@ class LogitBias:
     def __init__(self, num_slots: int, vocab_size: int, uploads: Uploads) -> None:
         self._uploads = uploads
         #: The number added to each logit; minus infinity forbids a token.
-        self._bias = torch.zeros(num_slots, vocab_size, device=uploads.device)
+        self._bias = zeros(bias_buffers(num_slots, vocab_size)["bias"], uploads.device)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Write the rows of these requests' slots anew, whoever held them before."""

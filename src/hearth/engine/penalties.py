@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import torch
 
 from hearth.engine.upload import Uploads
+from hearth.models.buffers import zeros
 from hearth.policy.batch.plan import Admission
+from hearth.sizes import penalty_buffers
 from hearth.types import SamplingParams
 
 
@@ -28,13 +30,13 @@ class Penalties:
     def __init__(self, num_slots: int, vocab_size: int, uploads: Uploads) -> None:
         self._vocab_size = vocab_size
         self._uploads = uploads
-        device = uploads.device
+        buffers, device = penalty_buffers(num_slots, vocab_size), uploads.device
         #: Whether the prompt of a slot holds a token.
-        self._in_prompt = torch.zeros(num_slots, vocab_size, dtype=torch.bool, device=device)
+        self._in_prompt = zeros(buffers["in_prompt"], device)
         #: How often a slot has sampled a token.
-        self._num_sampled = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
+        self._num_sampled = zeros(buffers["num_sampled"], device)
         #: Repetition, presence and frequency penalty of each slot.
-        self._weights = torch.zeros(num_slots, 3, device=device)
+        self._weights = zeros(buffers["weights"], device)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Count anew from the tokens of the admissions, whoever held the slots before."""

@@ -106,9 +106,9 @@ class Runner:
         """
         self._gate = gate
 
-    def rest(self) -> None:
-        """Drop the sampler's tables, now that no slot has a request."""
-        self._sampler.forget()
+    def drop_tables(self, *, of_penalties: bool, of_bias: bool) -> None:
+        """Let go of sampling tables, because no plan from now on has a row that needs one."""
+        self._sampler.drop_tables(of_penalties=of_penalties, of_bias=of_bias)
 
     def synchronize(self) -> None:
         """Wait for all steps that were launched."""

@@ -20,7 +20,9 @@ from hearth.engine.noise import gumbel, noise_key
 from hearth.engine.penalties import Penalties, is_penalised
 from hearth.engine.top_k_top_p import rank_cutoff
 from hearth.engine.upload import Uploads
+from hearth.models.buffers import zeros
 from hearth.policy.batch.plan import Admission
+from hearth.sizes import sampler_buffers
 
 #: Beyond these a temperature is as good as greedy or uniform, and float32 quotients would not stay finite.
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
@@ -86,18 +88,21 @@ class Sampler:
         self._num_slots = num_slots
         self._vocab_size = vocab_size
         self._uploads = uploads
-        device = uploads.device
+        buffers = sampler_buffers(num_slots)
         #: The token that each slot sampled last, at a fixed address. The last row is a dummy for padding.
-        self.tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self.tokens = zeros(buffers["tokens"], uploads.device)
         self._rules_by_slot: dict[int, _Rules] = {}
         #: Temperature, top-k, top-p, log of min-p; meaningful in slots with a random request.
-        self._knobs = torch.zeros(num_slots, 4, device=device)
+        self._knobs = zeros(buffers["knobs"], uploads.device)
         #: Tables of [slots, vocabulary], so they wait for the first request that needs them.
         self._penalties: Penalties | None = None
         self._bias: LogitBias | None = None
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Give each slot to a request, forgetting the one before. Greedy requests alone cost no copy."""
+        """Give each slot to a request, forgetting the one before. Greedy requests alone cost no copy.
+
+        The first that is penalised or biased has the table allocated that its rule needs, for all slots.
+        """
         rules = [_rules(admission, self._vocab_size) for admission in admissions]
         self._rules_by_slot.update((a.slot, r) for a, r in zip(admissions, rules, strict=True))
         if random := [a for a, r in zip(admissions, rules, strict=True) if r.is_random]:
@@ -113,10 +118,15 @@ class Sampler:
                 self._bias = LogitBias(self._num_slots, self._vocab_size, self._uploads)
             self._bias.admit(biased)
 
-    def forget(self) -> None:
-        """Drop the tables, which take some hundreds of MB, now that no slot has a request."""
-        self._rules_by_slot.clear()
-        self._penalties = self._bias = None
+    def drop_tables(self, *, of_penalties: bool, of_bias: bool) -> None:
+        """Let go of tables, which take some hundreds of MB, because no row that needs one will be sampled.
+
+        Steps in flight may still read them: whoever gets their memory next is queued behind those.
+        """
+        if of_penalties:
+            self._penalties = None
+        if of_bias:
+            self._bias = None
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Samples:
         """Choose a token for each row of float32 `logits`, which are overwritten, and note it in `tokens`."""

@@ -20,6 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from hearth.sizes import Dimensions
+
 
 class Norm(StrEnum):
     """How hidden states are normalised."""
@@ -98,17 +100,18 @@ class Arch:
     windows: tuple[int | None, ...]  #: per layer: how many tokens back a token sees, itself included
 
     @property
-    def q_size(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def qkv_size(self) -> int:
-        return self.q_size + 2 * self.kv_size
-
-    @property
-    def up_size(self) -> int:
-        return (2 if self.gated else 1) * self.intermediate_size
+    def dimensions(self) -> Dimensions:
+        """The numbers that its memory follows from."""
+        return Dimensions(
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            hidden_size=self.hidden_size,
+            embed_size=self.embed_size,
+            intermediate_size=self.intermediate_size,
+            vocab_size=self.vocab_size,
+            rope_dim=0 if self.rope is None else self.rope.dim,
+            is_gated=self.gated,
+            is_parallel=self.residual is Residual.PARALLEL,
+        )

@@ -106,8 +106,9 @@ def _shapes(arch: Arch) -> Iterator[tuple[str, Shape]]:
         yield "positions.weight", (arch.max_positions + arch.position_offset, hidden)
     if embed != hidden:
         yield "embed_in.weight", (hidden, embed)
+    inner = list(_layer_shapes(arch))
     for layer in range(arch.num_layers):
-        for name, shape in _layer_shapes(arch):
+        for name, shape in inner:
             yield f"layers.{layer}.{name}", shape
     if arch.has_final_norm:
         yield from _norm_shapes(arch, "final_norm")
@@ -118,15 +119,16 @@ def _shapes(arch: Arch) -> Iterator[tuple[str, Shape]]:
 
 
 def _layer_shapes(arch: Arch) -> Iterator[tuple[str, Shape]]:
+    sizes = arch.dimensions
     yield from _norm_shapes(arch, "attn_norm")
-    yield from _linear_shapes("qkv", arch.qkv_size, arch.hidden_size, has_bias=arch.qkv_bias)
+    yield from _linear_shapes("qkv", sizes.qkv_size, arch.hidden_size, has_bias=arch.qkv_bias)
     if arch.qk_norm:
         yield "q_norm.weight", (arch.head_dim,)
         yield "k_norm.weight", (arch.head_dim,)
-    yield from _linear_shapes("o", arch.hidden_size, arch.q_size, has_bias=arch.o_bias)
+    yield from _linear_shapes("o", arch.hidden_size, sizes.q_size, has_bias=arch.o_bias)
     if not arch.shares_norm:
         yield from _norm_shapes(arch, "mlp_norm")
-    yield from _linear_shapes("up", arch.up_size, arch.hidden_size, has_bias=arch.mlp_bias)
+    yield from _linear_shapes("up", sizes.up_size, arch.hidden_size, has_bias=arch.mlp_bias)
     yield from _linear_shapes("down", arch.hidden_size, arch.intermediate_size, has_bias=arch.mlp_bias)
 
 

@@ -181,7 +181,8 @@ def _source(
 
 def _rows(arch: Arch, spec: TensorSpec, module: str, num_parts: int) -> tuple[int, ...]:
     if module == "qkv" and num_parts == 3:
-        return (arch.q_size, arch.kv_size, arch.kv_size)
+        sizes = arch.dimensions
+        return (sizes.q_size, sizes.kv_size, sizes.kv_size)
     return (spec.shape[0] // num_parts,) * num_parts
 
 

@@ -1,35 +1,25 @@
 """Static buffers for everything a forward pass computes, cut from one run of bytes that someone else owns.
 
-Sized once for the largest step, so captured graphs see stable addresses; models that take turns on a
-device may share one such run. Only the counters of split attention mean anything between steps, so they
-are not part of it.
+`hearth/sizes.py` says which buffers there are, sized once for the largest step, so captured graphs see
+stable addresses; models that take turns on a device may share one such run. Only the counters of split
+attention mean anything between steps, so they are not part of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from math import prod
 
 import torch
 
 from hearth.kernels.decode_attention import SplitScratch
 from hearth.models.arch import Arch
-
-_ALIGNMENT_BYTES = 256
-
-
-@dataclass(frozen=True, slots=True)
-class StepSize:
-    """The largest step that a workspace must hold."""
-
-    max_tokens: int
-    max_samples: int
-    num_programs: int  #: of a decode attention launch; see SplitScratch
+from hearth.models.buffers import name_of, view, zeros
+from hearth.sizes import StepSize, counter_buffer, padded_bytes, workspace_buffers, workspace_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """The buffers of a forward pass."""
+    """The buffers of a forward pass; one that nothing is written to has no rows."""
 
     embedded: torch.Tensor  #: [tokens, embed]
     residual: torch.Tensor  #: [tokens, hidden], as are the next three
@@ -54,48 +44,25 @@ class Workspace:
         return replace(self, **{name: getattr(self, name)[:rows] for name in names})
 
     @staticmethod
-    def num_bytes(arch: Arch, dtype: torch.dtype, size: StepSize) -> int:
-        return sum(_nbytes(shape, kind) for shape, kind in _buffers(arch, dtype, size).values())
+    def num_bytes(arch: Arch, dtype: torch.dtype, size: StepSize, layers: range | None = None) -> int:
+        """The bytes that a workspace for these layers takes; None: for all layers."""
+        return workspace_bytes(arch.dimensions, _layers(arch, layers), name_of(dtype), size)
 
     @staticmethod
-    def bind(arch: Arch, dtype: torch.dtype, size: StepSize, base: torch.Tensor) -> Workspace:
+    def bind(
+        arch: Arch, dtype: torch.dtype, size: StepSize, base: torch.Tensor, layers: range | None = None
+    ) -> Workspace:
         """View `base` (uint8, of `num_bytes`) as the buffers."""
+        buffers = workspace_buffers(arch.dimensions, _layers(arch, layers), name_of(dtype), size)
         views: dict[str, torch.Tensor] = {}
         offset = 0
-        for name, (shape, kind) in _buffers(arch, dtype, size).items():
-            views[name] = base[offset : offset + prod(shape) * kind.itemsize].view(kind).view(shape)
-            offset += _nbytes(shape, kind)
-        counters = torch.zeros(size.max_samples * arch.num_kv_heads, dtype=torch.int32, device=base.device)
+        for name, buffer in buffers.items():
+            views[name] = view(buffer, base, offset)
+            offset += padded_bytes(buffer)
+        counters = zeros(counter_buffer(arch.dimensions, size.max_samples), base.device)
         scratch = SplitScratch(size.num_programs, views.pop("partial"), views.pop("stats"), counters)
         return Workspace(**views, scratch=scratch)
 
 
-def _buffers(
-    arch: Arch, dtype: torch.dtype, size: StepSize
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    tokens, samples, hidden = size.max_tokens, size.max_samples, arch.hidden_size
-    # More than one split is used only while rows * kv heads * splits stay within num_programs.
-    partials = size.num_programs * (arch.num_heads // arch.num_kv_heads)
-    return {
-        "embedded": ((tokens, arch.embed_size), dtype),
-        "residual": ((tokens, hidden), dtype),
-        "delta": ((tokens, hidden), dtype),
-        "normed": ((tokens, hidden), dtype),
-        "mlp_out": ((tokens, hidden), dtype),
-        "qkv": ((tokens, arch.qkv_size), dtype),
-        "attended": ((tokens, arch.q_size), dtype),
-        "up": ((tokens, arch.up_size), dtype),
-        "activated": ((tokens, arch.intermediate_size), dtype),
-        "kept_residual": ((samples, hidden), dtype),
-        "kept_normed": ((samples, hidden), dtype),
-        "kept_attended": ((samples, arch.q_size), dtype),
-        "head_in": ((samples, arch.embed_size), dtype),
-        "head_out": ((samples, arch.vocab_size), dtype),
-        "logits": ((samples, arch.vocab_size), torch.float32),
-        "partial": ((partials * arch.head_dim,), torch.float32),
-        "stats": ((partials * 2,), torch.float32),
-    }
-
-
-def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return -(-prod(shape) * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+def _layers(arch: Arch, layers: range | None) -> range:
+    return arch.dimensions.layers if layers is None else layers

@@ -146,7 +146,6 @@ class HostedModels:
         host.call_off()
         self.steward.retire(host)
         if host.engine is not None and self.steward.pool.keeps_addresses:
-            host.engine.rest()
             self._dormant[model] = host
             if len(self._dormant) > MAX_DORMANT:
                 self._dormant.pop(next(iter(self._dormant))).close()

@@ -13,6 +13,7 @@ from hearth.errors import ModelError
 from hearth.memory.pool import Shape
 from hearth.messages import HostModel
 from hearth.models.layout import DTYPES, Layout
+from hearth.sizes import computed_dtype
 from hearth.store.borrower import BorrowedModel
 from hearth.store.manifest import Manifest
 from hearth.store.widen_dtype import served_layout
@@ -41,7 +42,7 @@ def hosting_spec(
 ) -> HostingSpec:
     """Raises ModelError where the order asks for what the model was not made for."""
     manifest = model.manifest
-    dtype = "float32" if device.type == "cpu" else manifest.dtype
+    dtype = computed_dtype(manifest.dtype, device.type)
     layout = served_layout(manifest, dtype)
     spec = ModelSpec(
         arch=manifest.arch,

@@ -16,9 +16,16 @@ from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
 class Footprint:
     """Device memory that a model takes on one kind of device."""
 
-    fixed_bytes: int  #: weights and workspace
+    fixed_bytes: int  #: weights, workspace and tables: all but KV
     min_kv_bytes: int  #: promised to it, however much others want; below this it cannot be served
     max_kv_bytes: int  #: it never has more; what is between is lent out by its worker
+    workspace_bytes: int = 0  #: of `fixed_bytes`, what all models of a worker see, one after the other
+    tables_bytes: int = 0  #: of `fixed_bytes`, what its engine has besides, always
+
+    @property
+    def weights_bytes(self) -> int:
+        """Weights, with what is lost to them while they are loaded and where they lie."""
+        return self.fixed_bytes - self.workspace_bytes - self.tables_bytes
 
     @property
     def least_bytes(self) -> int:

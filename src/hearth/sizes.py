@@ -1,0 +1,225 @@
+"""What a model takes on a device besides its weights, buffer by buffer. Allocates nothing and needs no torch.
+
+Whoever allocates a buffer takes its shape from here, and whoever promises memory adds up the same buffers:
+
+    workspace    `models/workspace.py` cuts it from bytes that all models of a worker have in common
+    tables       the inputs of a step, sampler state, rotary table: each engine has its own, always
+    optional     the tables of penalties and of biases: an engine has them while a request needs them
+    blocks       of KV, as many as a pool gives
+
+Workspace and blocks are those of a range of layers, for an engine need not run all of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+ITEM_BYTES = {"bool": 1, "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
+#: Buffers of a workspace begin at multiples of it.
+WORKSPACE_ALIGNMENT_BYTES = 256
+#: Programs of a decode attention launch for each multiprocessor, of which at most so many are used.
+_PROGRAMS_PER_PROCESSOR, _MAX_PROCESSORS = 4, 192
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A tensor as somebody will allocate it."""
+
+    shape: tuple[int, ...]
+    dtype: str  #: one of ITEM_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Dimensions:
+    """The numbers of an architecture that its memory follows from. Becomes JSON."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    embed_size: int  #: width of the embedding, which some models project to `hidden_size`
+    intermediate_size: int
+    vocab_size: int
+    rope_dim: int  #: leading dimensions of a head that are rotated; 0: no rotary positions
+    is_gated: bool  #: the MLP computes a gate beside its activation
+    is_parallel: bool  #: attention and MLP read the same hidden states
+
+    @property
+    def layers(self) -> range:
+        """All layers of the model."""
+        return range(self.num_layers)
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        return self.q_size + 2 * self.kv_size
+
+    @property
+    def up_size(self) -> int:
+        return (2 if self.is_gated else 1) * self.intermediate_size
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What an engine is built for."""
+
+    max_batch_tokens: int  #: of one step
+    max_seqs: int  #: slots: sequences that run at the same time
+    block_tokens: int  #: of KV
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks of KV that so many tokens of one sequence take."""
+        return -(-num_tokens // self.block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """The largest step that a workspace must hold."""
+
+    max_tokens: int
+    max_samples: int
+    num_programs: int  #: of a decode attention launch; see SplitScratch
+
+    @staticmethod
+    def of(limits: StepLimits, kind: str, num_processors: int = _MAX_PROCESSORS) -> StepSize:
+        """The largest step on a `kind` of device, "cpu" or "cuda"; by default on the largest of that kind."""
+        num_programs = _PROGRAMS_PER_PROCESSOR * min(num_processors, _MAX_PROCESSORS) if kind == "cuda" else 1
+        return StepSize(limits.max_batch_tokens, limits.max_seqs, num_programs)
+
+
+def computed_dtype(stored: str, kind: str) -> str:
+    """The dtype that a kind of device computes in: a CPU takes float32, whatever is stored."""
+    return "float32" if kind == "cpu" else stored
+
+
+def bytes_of(buffers: Mapping[str, Buffer]) -> int:
+    """The bytes of buffers that are allocated one by one."""
+    return sum(buffer.num_bytes for buffer in buffers.values())
+
+
+# Workspace.
+
+
+def workspace_buffers(
+    dimensions: Dimensions, layers: range, dtype: str, size: StepSize
+) -> Mapping[str, Buffer]:
+    """The buffers of a forward pass through the layers, in the order in which they lie in a workspace.
+
+    A buffer that nothing is written to, by these layers of this architecture, has no rows.
+    """
+    tokens, hidden = size.max_tokens, dimensions.hidden_size
+    samples = size.max_samples if layers.stop == dimensions.num_layers else 0
+    is_projected = dimensions.embed_size != hidden
+    embedded = tokens if layers.start == 0 and is_projected else 0
+    # The head writes float32 logits in their place, others beside it, to be widened.
+    narrow = 0 if dtype == "float32" else samples
+    # More than one split is used only while rows * kv heads * splits stay within num_programs.
+    partials = size.num_programs * (dimensions.num_heads // dimensions.num_kv_heads)
+    return {
+        "embedded": Buffer((embedded, dimensions.embed_size), dtype),
+        "residual": Buffer((tokens, hidden), dtype),
+        "delta": Buffer((tokens, hidden), dtype),
+        "normed": Buffer((tokens, hidden), dtype),
+        "mlp_out": Buffer((tokens if dimensions.is_parallel else 0, hidden), dtype),
+        "qkv": Buffer((tokens, dimensions.qkv_size), dtype),
+        "attended": Buffer((tokens, dimensions.q_size), dtype),
+        "up": Buffer((tokens, dimensions.up_size), dtype),
+        "activated": Buffer((tokens, dimensions.intermediate_size), dtype),
+        "kept_residual": Buffer((samples, hidden), dtype),
+        "kept_normed": Buffer((samples, hidden), dtype),
+        "kept_attended": Buffer((samples, dimensions.q_size), dtype),
+        "head_in": Buffer((samples if is_projected else 0, dimensions.embed_size), dtype),
+        "head_out": Buffer((narrow, dimensions.vocab_size), dtype),
+        "logits": Buffer((samples, dimensions.vocab_size), "float32"),
+        "partial": Buffer((partials * dimensions.head_dim,), "float32"),
+        "stats": Buffer((partials * 2,), "float32"),
+    }
+
+
+def workspace_bytes(dimensions: Dimensions, layers: range, dtype: str, size: StepSize) -> int:
+    """The bytes that the buffers of a workspace take, each at its aligned place."""
+    return sum(map(padded_bytes, workspace_buffers(dimensions, layers, dtype, size).values()))
+
+
+def padded_bytes(buffer: Buffer) -> int:
+    """How far a buffer of a workspace is from the next one."""
+    return -(-buffer.num_bytes // WORKSPACE_ALIGNMENT_BYTES) * WORKSPACE_ALIGNMENT_BYTES
+
+
+# Tables.
+
+
+def table_buffers(dimensions: Dimensions, limits: StepLimits, context: int) -> Mapping[str, Buffer]:
+    """All that an engine always has besides weights, workspace and KV, whichever layers it runs."""
+    parts = {
+        "inputs": input_buffers(limits, context),
+        "sampler": sampler_buffers(limits.max_seqs),
+        "attention": {"counters": counter_buffer(dimensions, limits.max_seqs)},
+        "rotary": {"cos_sin": rotary_buffer(dimensions.rope_dim, context)},
+    }
+    return {f"{part}.{name}": buffer for part, buffers in parts.items() for name, buffer in buffers.items()}
+
+
+def input_buffers(limits: StepLimits, context: int) -> Mapping[str, Buffer]:
+    """The inputs of a step (`engine/inputs.py`)."""
+    max_tokens, max_seqs = limits.max_batch_tokens, limits.max_seqs
+    return {
+        "packed": Buffer((3 * max_tokens + 2 * max_seqs + 1,), "int32"),
+        "tokens": Buffer((max_tokens,), "int64"),
+        "sample_rows": Buffer((max_seqs,), "int64"),
+        "block_table": Buffer((max_seqs + 1, limits.num_blocks(context)), "int32"),
+    }
+
+
+def sampler_buffers(max_seqs: int) -> Mapping[str, Buffer]:
+    """The state that a sampler has of every slot (`engine/sampler.py`)."""
+    return {"tokens": Buffer((max_seqs + 1,), "int64"), "knobs": Buffer((max_seqs, 4), "float32")}
+
+
+def counter_buffer(dimensions: Dimensions, max_samples: int) -> Buffer:
+    """Counters of split attention, which mean something between steps."""
+    return Buffer((max_samples * dimensions.num_kv_heads,), "int32")
+
+
+def rotary_buffer(rope_dim: int, context: int) -> Buffer:
+    """The table of rotary cosines and sines (`models/angles.py`)."""
+    return Buffer((context, 2, rope_dim // 2), "float32")
+
+
+# Optional tables.
+
+
+def penalty_buffers(max_seqs: int, vocab_size: int) -> Mapping[str, Buffer]:
+    """The counts that penalties go by (`engine/penalties.py`)."""
+    return {
+        "in_prompt": Buffer((max_seqs, vocab_size), "bool"),
+        "num_sampled": Buffer((max_seqs, vocab_size), "int32"),
+        "weights": Buffer((max_seqs, 3), "float32"),
+    }
+
+
+def bias_buffers(max_seqs: int, vocab_size: int) -> Mapping[str, Buffer]:
+    """The rows that are added to logits (`engine/bias.py`)."""
+    return {"bias": Buffer((max_seqs, vocab_size), "float32")}
+
+
+# KV.
+
+
+def block_buffer(dimensions: Dimensions, layers: range, dtype: str, block_tokens: int) -> Buffer:
+    """One block of KV: k and v of all the layers."""
+    return Buffer((len(layers), 2, block_tokens, dimensions.num_kv_heads, dimensions.head_dim), dtype)

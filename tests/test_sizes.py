@@ -1,0 +1,320 @@
+"""Sizes against what engines really allocate, over every family, and what must hold for any dimensions."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import fields, replace
+from types import FunctionType, ModuleType
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hearth.config import EngineConfig
+from hearth.engine.engine import Engine
+from hearth.kernels.decode_attention import choose_splits
+from hearth.models.buffers import name_of, zeros
+from hearth.models.families import read_arch
+from hearth.models.workspace import Workspace
+from hearth.sizes import (
+    ITEM_BYTES,
+    WORKSPACE_ALIGNMENT_BYTES,
+    Buffer,
+    Dimensions,
+    StepLimits,
+    StepSize,
+    block_buffer,
+    bytes_of,
+    input_buffers,
+    table_buffers,
+    workspace_buffers,
+    workspace_bytes,
+)
+from hearth.types import RequestId, SamplingParams
+from tests.engine.harness import ask, engine_for, greedy
+from tests.models.zoo import VARIANTS, build
+
+CPU = torch.device("cpu")
+CONFIG = EngineConfig(max_batch_tokens=48, max_seqs=3, block_tokens=8, kv_bytes=1 << 20)
+LIMITS = CONFIG.step_limits
+
+
+def dimensions_of(name: str) -> Dimensions:
+    return read_arch(build(name).directory).dimensions
+
+
+def memory_of(engine: Engine) -> dict[int, int]:
+    """Bytes of each piece of memory that any tensor of an engine lies in, by its address."""
+    found: dict[int, int] = {}
+    seen, todo = {id(engine)}, [engine]
+    while todo:
+        for one in gc.get_referents(todo.pop()):
+            if id(one) in seen or isinstance(one, type | ModuleType | FunctionType):
+                continue
+            seen.add(id(one))
+            todo.append(one)
+            if isinstance(one, torch.Tensor):
+                storage = one.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def memory_beside_weights_and_kv(engine: Engine) -> int:
+    memory = memory_of(engine)
+    for tensor in (engine.runner.kv, engine.runner.decoder.weights.layers[0].qkv.weight):
+        del memory[tensor.untyped_storage().data_ptr()]
+    return sum(memory.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_an_engine_allocates_exactly_what_is_told(name: str, dtype: str) -> None:
+    engine, dimensions = engine_for(name, CONFIG, dtype=dtype), dimensions_of(name)
+    context = engine.batcher.limits.max_context
+
+    tables_bytes = bytes_of(table_buffers(dimensions, LIMITS, context))
+    size = StepSize.of(LIMITS, "cpu")
+    told_bytes = tables_bytes + workspace_bytes(dimensions, dimensions.layers, dtype, size)
+    # The host has two copies of a step's inputs, whatever the device is.
+    staged_bytes = 2 * input_buffers(LIMITS, context)["packed"].num_bytes
+
+    assert memory_beside_weights_and_kv(engine) == told_bytes + staged_bytes
+    ask(engine, [[5, 6, 7], [8, 9]], greedy(3))
+    assert memory_beside_weights_and_kv(engine) == told_bytes + staged_bytes
+
+
+PENALISED = replace(greedy(4), presence_penalty=0.5)
+BIASED = replace(greedy(4), logit_bias={7: 2.0})
+#: What 3 slots and a vocabulary of 160 take: a flag and a count for each token, and 3 weights; a bias.
+PENALTIES_BYTES, BIAS_BYTES = 3 * (160 * (1 + 4) + 3 * 4), 3 * 160 * 4
+
+
+@pytest.mark.parametrize(
+    ("params", "num_bytes"),
+    [
+        (greedy(4), 0),
+        (PENALISED, PENALTIES_BYTES),
+        (replace(greedy(4), repetition_penalty=1.2), PENALTIES_BYTES),
+        (BIASED, BIAS_BYTES),
+        (replace(greedy(4), allowed_token_ids=(3, 4)), BIAS_BYTES),
+        (replace(PENALISED, logit_bias={7: 2.0}), PENALTIES_BYTES + BIAS_BYTES),
+    ],
+)
+def test_tables_that_only_some_requests_need_are_there_while_one_needs_them(
+    params: SamplingParams, num_bytes: int
+) -> None:
+    engine = engine_for("llama-gqa", CONFIG)
+    before_bytes = memory_beside_weights_and_kv(engine)
+    assert engine.optional_table_bytes == 0
+
+    engine.add(engine.request(RequestId("one"), [5, 6, 7], params))
+    assert engine.optional_table_bytes == num_bytes, "known before the step that admits it"
+    assert memory_beside_weights_and_kv(engine) == before_bytes
+    engine.step()
+    assert engine.optional_table_bytes == num_bytes
+    assert held_tables_bytes(engine) == num_bytes
+    while engine.has_work:
+        engine.step()
+    assert engine.optional_table_bytes == held_tables_bytes(engine) == 0
+
+
+def held_tables_bytes(engine: Engine) -> int:
+    """Tables that the sampler of an engine has now; a step in flight has tensors besides."""
+    sampler = engine.runner._sampler
+    tables = [vars(table) for table in (sampler._penalties, sampler._bias) if table is not None]
+    tensors = [value for table in tables for value in table.values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def test_a_table_goes_with_the_last_who_needs_it_and_no_other_table_with_it() -> None:
+    engine = engine_for("llama-gqa", CONFIG)
+    asked = {"short": PENALISED, "long": replace(PENALISED, max_tokens=20), "biased": BIASED}
+    for name, params in asked.items():
+        engine.add(engine.request(RequestId(name), [5, 6, 7], params))
+    ended: set[str] = set()
+    while engine.has_work:
+        ended |= {one.request_id for one in engine.step().outputs if one.finish_reason is not None}
+        penalties_bytes = 0 if {"short", "long"} <= ended else PENALTIES_BYTES
+        bias_bytes = 0 if "biased" in ended else BIAS_BYTES
+        assert engine.optional_table_bytes == penalties_bytes + bias_bytes == held_tables_bytes(engine)
+    assert ended == asked.keys()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_a_table_goes_when_its_request_is_cancelled_wherever_that_is(num_steps: int) -> None:
+    engine = engine_for("llama-gqa", CONFIG)
+    engine.add(engine.request(RequestId("other"), [5, 6, 7], greedy(8)))
+    engine.add(engine.request(RequestId("one"), [5, 6, 7], replace(PENALISED, logit_bias={7: 2.0})))
+    for _ in range(num_steps):
+        engine.step()
+
+    assert engine.cancel(RequestId("one"))
+
+    assert engine.optional_table_bytes == held_tables_bytes(engine) == 0
+    while engine.has_work:
+        engine.step()
+
+
+def test_a_request_answers_the_same_with_tables_that_went_and_came_back() -> None:
+    used, fresh = engine_for("llama-gqa", CONFIG), engine_for("llama-gqa", CONFIG)
+    params = replace(PENALISED, frequency_penalty=0.7, repetition_penalty=1.3, max_tokens=20)
+    ask(used, [[5, 6, 7], [8, 9, 8]], params)
+    assert ask(used, [[3, 4], [5, 5, 5]], params) == ask(fresh, [[3, 4], [5, 5, 5]], params)
+
+
+def test_preempted_requests_keep_their_tables_and_their_outputs() -> None:
+    params = replace(PENALISED, frequency_penalty=0.7, logit_bias={7: 2.0}, max_tokens=30)
+    prompts = [[5, 6, 7], [8, 9, 8], [3, 3, 4]]
+    tight = engine_for("llama-gqa", replace(CONFIG, kv_bytes=8 * block_bytes()))
+    roomy = engine_for("llama-gqa", CONFIG)
+    assert ask(tight, prompts, params) == ask(roomy, prompts, params)
+    assert tight.optional_table_bytes == held_tables_bytes(tight) == 0
+
+
+def block_bytes() -> int:
+    dimensions = dimensions_of("llama-gqa")
+    return block_buffer(dimensions, dimensions.layers, "float32", LIMITS.block_tokens).num_bytes
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_block_of_kv_is_as_large_as_is_told(name: str) -> None:
+    engine, dimensions = engine_for(name, CONFIG), dimensions_of(name)
+    block = block_buffer(dimensions, dimensions.layers, "float32", LIMITS.block_tokens)
+    assert engine.runner.kv.shape[1:] == block.shape
+    assert engine.runner.kv[0].nbytes == block.num_bytes
+
+
+@pytest.mark.parametrize("dtype", ITEM_BYTES)
+def test_a_tensor_has_the_shape_and_the_bytes_of_its_buffer(dtype: str) -> None:
+    tensor = zeros(Buffer((3, 5), dtype), CPU)
+    assert (tensor.shape, name_of(tensor.dtype)) == ((3, 5), dtype)
+    assert tensor.nbytes == Buffer((3, 5), dtype).num_bytes
+
+
+COUNTS = st.integers(1, 300)
+DIMENSIONS = st.builds(
+    lambda group, num_kv_heads, rope_dim, projected, **others: Dimensions(
+        num_heads=group * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        rope_dim=2 * rope_dim,
+        embed_size=projected or others["hidden_size"],
+        **others,
+    ),
+    group=st.integers(1, 8),
+    num_kv_heads=st.integers(1, 8),
+    rope_dim=st.integers(0, 32),
+    projected=st.none() | COUNTS,
+    num_layers=st.integers(1, 40),
+    head_dim=COUNTS,
+    hidden_size=COUNTS,
+    intermediate_size=COUNTS,
+    vocab_size=COUNTS,
+    is_gated=st.booleans(),
+    is_parallel=st.booleans(),
+)
+STEP_LIMITS = st.builds(StepLimits, COUNTS, COUNTS, st.integers(1, 64))
+STEP_SIZES = st.builds(StepSize, COUNTS, COUNTS, st.integers(1, 768))
+DTYPES = st.sampled_from(["float32", "float16", "bfloat16"])
+
+
+@given(DIMENSIONS, STEP_SIZES, DTYPES)
+def test_a_workspace_is_its_buffers_and_a_little_padding(
+    dimensions: Dimensions, size: StepSize, dtype: str
+) -> None:
+    buffers = workspace_buffers(dimensions, dimensions.layers, dtype, size)
+    lost_bytes = workspace_bytes(dimensions, dimensions.layers, dtype, size) - bytes_of(buffers)
+    assert 0 <= lost_bytes < len(buffers) * WORKSPACE_ALIGNMENT_BYTES
+    assert {*buffers} == {f.name for f in fields(Workspace)} - {"scratch"} | {"partial", "stats"}
+
+
+@given(DIMENSIONS, STEP_SIZES, DTYPES, st.data())
+def test_stages_of_a_model_have_all_of_its_kv_and_no_more_workspace_each(
+    dimensions: Dimensions, size: StepSize, dtype: str, data: st.DataObject
+) -> None:
+    cut = data.draw(st.integers(0, dimensions.num_layers))
+    stages = range(cut), range(cut, dimensions.num_layers)
+    whole = dimensions.layers
+
+    blocks = [block_buffer(dimensions, stage, dtype, 16).num_bytes for stage in stages]
+    assert sum(blocks) == block_buffer(dimensions, whole, dtype, 16).num_bytes
+    for stage in stages:
+        workspace = workspace_buffers(dimensions, stage, dtype, size)
+        for name, buffer in workspace_buffers(dimensions, whole, dtype, size).items():
+            assert workspace[name] == buffer or workspace[name].num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "without_rows"),
+    [
+        ("llama-gqa", "bfloat16", {"embedded", "mlp_out", "head_in"}),
+        ("llama-gqa", "float32", {"embedded", "mlp_out", "head_in", "head_out"}),
+        ("neox-parallel", "bfloat16", {"embedded", "head_in"}),
+        ("opt-350m", "bfloat16", {"mlp_out"}),
+    ],
+)
+def test_a_buffer_that_nothing_is_written_to_has_no_rows(
+    name: str, dtype: str, without_rows: set[str]
+) -> None:
+    dimensions = dimensions_of(name)
+    buffers = workspace_buffers(dimensions, dimensions.layers, dtype, StepSize(7, 3, 5))
+    assert {name for name, buffer in buffers.items() if buffer.num_bytes == 0} == without_rows
+
+
+def test_only_the_ends_of_a_model_embed_and_sample() -> None:
+    dimensions = dimensions_of("opt-350m")  # has an embedding of its own width
+
+    def without_rows(layers: range) -> set[str]:
+        buffers = workspace_buffers(dimensions, layers, "bfloat16", StepSize(7, 3, 5))
+        return {name for name, buffer in buffers.items() if buffer.num_bytes == 0}
+
+    at_whole = without_rows(range(3))
+    samples = {"kept_residual", "kept_normed", "kept_attended", "head_in", "head_out", "logits"}
+    assert without_rows(range(2)) - at_whole == samples
+    assert without_rows(range(1, 2)) - at_whole == {"embedded", *samples}
+    assert without_rows(range(1, 3)) - at_whole == {"embedded"}
+
+
+@given(DIMENSIONS, STEP_LIMITS, st.integers(1, 4096), st.data())
+def test_a_larger_limit_never_takes_less(
+    dimensions: Dimensions, limits: StepLimits, context: int, data: st.DataObject
+) -> None:
+    name = data.draw(st.sampled_from(["max_batch_tokens", "max_seqs"]))
+    larger = replace(limits, **{name: getattr(limits, name) + data.draw(COUNTS)})
+
+    def told(limits: StepLimits, context: int) -> tuple[int, int]:
+        size = StepSize.of(limits, "cuda")
+        workspace = workspace_bytes(dimensions, dimensions.layers, "bfloat16", size)
+        return workspace, bytes_of(table_buffers(dimensions, limits, context))
+
+    assert told(limits, context) <= told(larger, context)
+    assert told(limits, context)[1] < told(larger, context)[1]
+    assert told(limits, context)[1] <= told(limits, context + 1)[1]
+
+
+@given(STEP_LIMITS, st.integers(1, 1000))
+def test_the_largest_device_of_a_kind_is_what_an_unknown_one_is_counted_as(
+    limits: StepLimits, num_processors: int
+) -> None:
+    most, real = StepSize.of(limits, "cuda"), StepSize.of(limits, "cuda", num_processors)
+    assert 1 <= real.num_programs <= most.num_programs
+    assert StepSize.of(limits, "cpu").num_programs == 1
+
+
+@given(DIMENSIONS, STEP_SIZES, st.integers(1, 300))
+def test_partial_results_of_split_attention_have_room(
+    dimensions: Dimensions, size: StepSize, num_rows: int
+) -> None:
+    """More than one split is used only where all programs leave a partial result."""
+    num_splits = choose_splits(num_rows, dimensions.num_kv_heads, size.num_programs)
+    if num_splits > 1:
+        left = num_rows * dimensions.num_heads * num_splits
+        buffers = workspace_buffers(dimensions, dimensions.layers, "bfloat16", size)
+        assert left * dimensions.head_dim <= buffers["partial"].shape[0]
+        assert left * 2 <= buffers["stats"].shape[0]
+
+
+@given(st.integers(1, 4096), st.integers(1, 64))
+def test_blocks_of_a_sequence_hold_it_with_less_than_one_to_spare(num_tokens: int, block_tokens: int) -> None:
+    num_blocks = StepLimits(1, 1, block_tokens).num_blocks(num_tokens)
+    assert 0 <= num_blocks * block_tokens - num_tokens < block_tokens
