@@ -120,7 +120,11 @@ class Simulation:
     def state(self) -> dict[str, int]:
         fleet = self._fleet
         residents = fleet.residents(fleet.now_s)
-        return {"resident": len(residents), "running": fleet.num_running, "waiting": fleet.num_waiting}
+        return {
+            "resident": len(residents),
+            "running": fleet.queues.num_running,
+            "waiting": fleet.queues.num_waiting,
+        }
 
     def _go_on(self, now_s: float, event: Event, actions: Sequence[Action]) -> None:
         match event:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from hearth.policy.fleet.audit import audit
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import (
     Action,
@@ -140,9 +141,9 @@ class World:
             # A request that was sent in this very turn may have unpinned its model.
             pinned = {name for name, model in self.fleet.models.items() if model.is_pinned}
             assert not [model for model, _ in gone & untouchable if model in pinned], f"{gone & untouchable}"
-        self.fleet.check()
+        audit(self.fleet)
         self._check_holds()
-        assert self.fleet.num_running + self.fleet.num_waiting == len(self.requests)
+        assert self.fleet.queues.num_running + self.fleet.queues.num_waiting == len(self.requests)
         return actions
 
     def _carry_out(self, action: Action) -> None:
