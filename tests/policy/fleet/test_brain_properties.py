@@ -136,9 +136,9 @@ def test_whatever_happens_the_books_are_right_and_every_request_ends_once(
     config: BrainConfig, moves: Moves
 ) -> None:
     world = played(config, moves)
-    world.settle_down()
-    assert not world.requests, "somebody waits for ever"
-    assert world.num_accepted == world.num_ended
+    world.come_to_rest()
+    assert not world.cluster.requests, "somebody waits for ever"
+    assert world.cluster.num_arrived == world.cluster.num_ended
     assert not world.fleet.queues.patient
 
 
@@ -148,8 +148,8 @@ def test_long_lives_end_well_too(seed: int) -> None:
     choose = random.Random(seed)
     config = BrainConfig(max_queue=choose.choice([2, 512]), patience_s=choose.choice([0.0, 2.0]))
     world = played(config, [(choose.choice(KINDS), choose.randrange(10_000)) for _ in range(400)])
-    world.settle_down()
-    assert not world.requests, "somebody waits for ever"
+    world.come_to_rest()
+    assert not world.cluster.requests, "somebody waits for ever"
 
 
 @settings(max_examples=50, deadline=None)
