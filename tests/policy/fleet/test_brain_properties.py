@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import example, given, settings
@@ -24,30 +23,11 @@ from hearth.policy.fleet.records import Model, Worker
 from hearth.policy.fleet.routing import ReplicaPlace, ReservedWorkers, choose_place
 from hearth.policy.fleet.serving import reserve_room
 from hearth.types import Hold, ModelId, RequestId, WorkerId
-from tests.policy.fleet.world import MOVES, World, profile
-
-#: What happens often comes more often.
-KINDS = [*MOVES, *["arrive"] * 6, *["finish"] * 3, *["ready"] * 3, *["wait"] * 2]
-MANY_MOVES = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 10_000)), max_size=150)
-CONFIGS = st.builds(
-    BrainConfig,
-    max_queue=st.sampled_from([0, 2, 512]),
-    patience_s=st.sampled_from([0.0, 2.0]),
-    max_resumes=st.sampled_from([0, 3]),
-)
-Moves = Sequence[tuple[str, int]]
+from tests.policy.fleet.world import CONFIGS, KINDS, MANY_MOVES, Moves, World, begun, profile
 
 
-def begun(config: BrainConfig) -> World:
-    world = World(config)
-    for number in (0, 1, 9):
-        world.join(number)
-    for number in (1, 32, 135, 61, 88, 5):  # Models of 10 to 45 bytes, and one that is pinned.
-        world.deploy(number)
-    return world
-
-
-def played(config: BrainConfig, moves: Moves) -> World:
+def checked(config: BrainConfig, moves: Moves) -> World:
+    """A world after some moves, each of which was followed by all checks."""
     world = begun(config)
     for kind, number in moves:
         world.move(kind, number)
@@ -135,7 +115,7 @@ def check_the_cheapest_place_is_chosen(fleet: Fleet, model: Model, place: Replic
 def test_whatever_happens_the_books_are_right_and_every_request_ends_once(
     config: BrainConfig, moves: Moves
 ) -> None:
-    world = played(config, moves)
+    world = checked(config, moves)
     world.come_to_rest()
     assert not world.cluster.requests, "somebody waits for ever"
     assert world.cluster.num_arrived == world.cluster.num_ended
@@ -147,7 +127,7 @@ def test_long_lives_end_well_too(seed: int) -> None:
     """Rare meetings, of a pin, a loss and a new version, that short lists of moves hardly contain."""
     choose = random.Random(seed)
     config = BrainConfig(max_queue=choose.choice([2, 512]), patience_s=choose.choice([0.0, 2.0]))
-    world = played(config, [(choose.choice(KINDS), choose.randrange(10_000)) for _ in range(400)])
+    world = checked(config, [(choose.choice(KINDS), choose.randrange(10_000)) for _ in range(400)])
     world.come_to_rest()
     assert not world.cluster.requests, "somebody waits for ever"
 
@@ -155,7 +135,7 @@ def test_long_lives_end_well_too(seed: int) -> None:
 @settings(max_examples=50, deadline=None)
 @given(CONFIGS, MANY_MOVES)
 def test_the_same_events_always_lead_to_the_same_actions(config: BrainConfig, moves: Moves) -> None:
-    world = played(config, moves)
+    world = checked(config, moves)
     fleet = Fleet(config)
     assert [step(fleet, event) for event in world.events] == world.actions
 
@@ -178,7 +158,7 @@ def test_of_equal_workers_the_one_with_most_bytes_of_a_model_gets_it(bytes_there
 @settings(max_examples=50, deadline=None)
 @given(CONFIGS, MANY_MOVES)
 def test_a_plan_of_evictions_needs_every_one_of_its_victims(config: BrainConfig, moves: Moves) -> None:
-    fleet = played(config, moves).fleet
+    fleet = checked(config, moves).fleet
     for model in fleet.models.values():
         for worker in fleet.workers.values():
             if model.profile is None or model.name in worker.replicas:

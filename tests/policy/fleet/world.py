@@ -7,8 +7,10 @@ choose what happens: `move` is told, by a kind of event and a number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
+
+from hypothesis import strategies as st
 
 from hearth.policy.fleet.audit import audit
 from hearth.policy.fleet.brain import step
@@ -277,3 +279,32 @@ MOVES: dict[str, Callable[[World, int], None]] = {
     "stop": World.stop,
     "lag": World.lag,
 }
+
+#: What happens often comes more often.
+KINDS = [*MOVES, *["arrive"] * 6, *["finish"] * 3, *["ready"] * 3, *["wait"] * 2]
+MANY_MOVES = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 10_000)), max_size=150)
+CONFIGS = st.builds(
+    BrainConfig,
+    max_queue=st.sampled_from([0, 2, 512]),
+    patience_s=st.sampled_from([0.0, 2.0]),
+    max_resumes=st.sampled_from([0, 3]),
+)
+Moves = Sequence[tuple[str, int]]
+
+
+def begun(config: BrainConfig) -> World:
+    """A world with three workers and six models."""
+    world = World(config)
+    for number in (0, 1, 9):
+        world.join(number)
+    for number in (1, 32, 135, 61, 88, 5):  # Models of 10 to 45 bytes, and one that is pinned.
+        world.deploy(number)
+    return world
+
+
+def played(config: BrainConfig, moves: Moves) -> World:
+    """The same after some moves."""
+    world = begun(config)
+    for kind, number in moves:
+        world.move(kind, number)
+    return world
