@@ -1,10 +1,10 @@
 """How many events per second the brain decides, and how the cost of one grows with the number of models.
 
-A thousand workers, as a simulation drives them: requests arrive at random, run or are cancelled, loads take
-time and report their progress, workers are lost and replaced. Whenever a load ends, its worker reports what
-lies in its memory: also what is left of models that were evicted, until others need their bytes. The number
-of models grows; workers and the rate of requests stay the same. Only `step` is timed, by the processor time
-of its thread, so that other programs on the machine do not count.
+A thousand workers, as `hearth.sim` simulates them: requests arrive at random, run or are cancelled, loads
+take time and report their progress, workers are lost and replaced. Whenever a load ends, its worker reports
+what lies in its memory: also what is left of models that were evicted, until others need their bytes, by the
+worker's own policy. The number of models grows; workers and the rate of requests stay the same. Only `step`
+is timed, by the processor time of its thread, so that other programs on the machine do not count.
 
 Models are asked for by Zipf's law: a few are popular. The aims are for that. Beside it stands `overloaded`:
 all models are asked for alike and more often than they can be loaded and served, so that the queue is full.
@@ -13,41 +13,31 @@ all models are asked for alike and more often than they can be loaded and served
 from __future__ import annotations
 
 import gc
-import heapq
 import math
 import random
 import time
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count
 
 from bench.report import arguments, emit, percentiles
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import (
     Action,
     BrainConfig,
-    DeviceReported,
-    Dispatch,
     Event,
     Footprint,
-    LoadModel,
-    LoadProgressed,
     ModelDeployed,
     ModelProfile,
-    ModelReady,
     RequestArrived,
-    RequestCancelled,
-    RequestFinished,
-    ResidencyReported,
-    RungUse,
-    SetTimer,
-    TimerFired,
     WorkerJoined,
     WorkerLost,
 )
 from hearth.policy.fleet.fleet import Fleet
+from hearth.sim.costs import CostModel
+from hearth.sim.simulator import Simulator
 from hearth.types import ModelId, RequestId, Rung, WorkerId
 
 NUM_MODELS = (100, 1_000, 10_000)
@@ -58,7 +48,7 @@ MODEL_BYTES = (2 * 10**9, 30 * 10**9)
 REQUESTS_PER_S = 2_000.0
 MEAN_RUN_S = 2.0
 CANCELLED_SHARE = 0.05
-LOAD_BYTES_PER_S = 5e9
+LOAD_BYTES_PER_S = {Rung.HOST: 10e9, Rung.DISK: 3.3e9}
 WORKERS_LOST_PER_S = 0.05
 ZIPF = 1.0
 UNIFORM = 0.0
@@ -76,123 +66,76 @@ class Timing:
     seconds: float
 
 
-class Simulation:
-    """Mutable. Turns actions into later events; `run` times the brain."""
+class TimedBrain:
+    """The brain, with the time that each of its decisions took. Mutable; the simulator calls it."""
 
-    def __init__(self, num_models: int, zipf: float, requests_per_s: float) -> None:
-        self._requests_per_s = requests_per_s
-        self._random = random.Random(num_models)
-        self._fleet = Fleet(BrainConfig())
-        self._names = [ModelId(f"model-{n}") for n in range(num_models)]
-        self._popularity = list(accumulate(1 / (n + 1) ** zipf for n in range(num_models)))
-        self._bytes_by_model = {name: self._random.randrange(*MODEL_BYTES) for name in self._names}
-        self._footprints = {
-            n: Footprint(b + 10**9, 10**9, b // 4 + 10**9) for n, b in self._bytes_by_model.items()
-        }
-        #: By worker: bytes of models on its device, those first that have been there longest.
-        self._devices: dict[WorkerId, dict[ModelId, int]] = defaultdict(dict)
-        self._timer_s: float | None = None
-        #: (time, number, event); equal times go by number.
-        self._events: list[tuple[float, int, Event]] = []
-        self._num_events = self._num_requests = self._num_workers = 0
-        for name in self._names:
-            footprints = {"cuda": self._footprints[name]}
-            keep_alive_s = self._random.choice((5.0, 60.0, 300.0))
-            profile = ModelProfile(name, self._bytes_by_model[name], footprints, keep_alive_s)
-            self._post(ModelDeployed(0.0, profile))
-        for _ in range(NUM_WORKERS):
-            self._join(0.0)
-        self._post(self._arrival(0.0))
-        self._post(self._loss(0.0))
+    def __init__(self) -> None:
+        self.fleet = Fleet(BrainConfig())
+        self.timings: list[Timing] = []
 
-    def run(self, num_events: int) -> list[Timing]:
-        timings: list[Timing] = []
-        while len(timings) < num_events:
-            now_s, _, event = heapq.heappop(self._events)
-            if isinstance(event, TimerFired) and now_s != self._timer_s:
-                continue  # A later order has replaced it.
-            begin = time.thread_time()
-            actions = step(self._fleet, event)
-            timings.append(Timing(type(event).__name__, time.thread_time() - begin))
-            self._go_on(now_s, event, actions)
-        return timings
+    def __call__(self, event: Event) -> list[Action]:
+        begin = time.thread_time()
+        actions = step(self.fleet, event)
+        self.timings.append(Timing(type(event).__name__, time.thread_time() - begin))
+        return actions
 
-    def state(self) -> dict[str, int]:
-        fleet = self._fleet
+    def describe_state(self) -> dict[str, int]:
+        """Return how full the service is."""
+        fleet = self.fleet
         residents = fleet.residents(fleet.now_s)
-        return {"resident": len(residents), "running": fleet.num_running, "waiting": fleet.num_waiting}
+        return {
+            "resident": len(residents),
+            "running": fleet.queues.num_running,
+            "waiting": fleet.queues.num_waiting,
+        }
 
-    def _go_on(self, now_s: float, event: Event, actions: Sequence[Action]) -> None:
-        match event:
-            case RequestArrived():
-                self._post(self._arrival(now_s))
-            case WorkerLost():
-                self._join(now_s)
-                self._post(self._loss(now_s))
-            case _:
-                pass
-        for action in actions:
-            match action:
-                case Dispatch(request_id):
-                    self._post(self._end(now_s, request_id))
-                case LoadModel(model, worker):
-                    self._load(now_s, model, worker)
-                case SetTimer(at_s):
-                    self._timer_s = at_s
-                    self._post(TimerFired(at_s))
-                case _:
-                    pass
 
-    def _arrival(self, now_s: float) -> RequestArrived:
-        self._num_requests += 1
-        at = bisect(self._popularity, self._random.random() * self._popularity[-1])
-        at_s = now_s + self._random.expovariate(self._requests_per_s)
-        return RequestArrived(at_s, RequestId(f"request-{self._num_requests}"), self._names[at], 500, 200)
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What arrives: models once, requests and losses of workers at random."""
 
-    def _end(self, now_s: float, request_id: RequestId) -> Event:
-        at_s = now_s + self._random.expovariate(1 / MEAN_RUN_S)
-        if self._random.random() < CANCELLED_SHARE:
-            return RequestCancelled(at_s, request_id)
-        return RequestFinished(at_s, request_id, 100)
+    chooser: random.Random
+    num_models: int
+    zipf: float
+    requests_per_s: float
 
-    def _load(self, now_s: float, model: ModelId, worker: WorkerId) -> None:
-        num_bytes = self._bytes_by_model[model]
-        load_s = num_bytes / LOAD_BYTES_PER_S
-        use = RungUse(self._random.choice((Rung.HOST, Rung.DISK)), num_bytes, load_s)
-        self._post(LoadProgressed(now_s + load_s / 2, worker, model, num_bytes // 2))
-        self._post(ModelReady(now_s + load_s, worker, model, (use,), load_s))
-        self._post(
-            ResidencyReported(now_s + load_s, model, {Rung.HOST: num_bytes // 2, Rung.DISK: num_bytes})
-        )
-        self._post(DeviceReported(now_s + load_s, worker, self._fill_device(worker, model, num_bytes)))
+    def deploy(self) -> Iterator[Event]:
+        """Yield models of random sizes, then workers."""
+        for number in range(self.num_models):
+            num_bytes = self.chooser.randrange(*MODEL_BYTES)
+            footprint = Footprint(num_bytes + 10**9, 10**9, num_bytes // 4 + 10**9)
+            keep_alive_s = self.chooser.choice((5.0, 60.0, 300.0))
+            profile = ModelProfile(_model(number), num_bytes, {"cuda": footprint}, keep_alive_s)
+            yield ModelDeployed(0.0, profile)
+        for number in range(NUM_WORKERS):
+            yield WorkerJoined(0.0, _worker(number), "cuda", WORKER_BYTES, MAX_SEQS)
 
-    def _fill_device(self, worker: WorkerId, model: ModelId, num_bytes: int) -> Mapping[ModelId, int]:
-        """All of the model is on the device; what does not fit beside it leaves, the oldest first."""
-        there = self._devices[worker]
-        there.pop(model, None)
-        there[model] = num_bytes
-        lacking_bytes = sum(there.values()) - WORKER_BYTES
-        for oldest in list(there):
-            taken_bytes = max(0, min(lacking_bytes, there[oldest]))
-            lacking_bytes -= taken_bytes
-            there[oldest] -= taken_bytes
-            if not there[oldest]:
-                del there[oldest]
-        return dict(there)
+    def arrive(self) -> Iterator[Event]:
+        """Yield requests for ever."""
+        popularity = list(accumulate(1 / (number + 1) ** self.zipf for number in range(self.num_models)))
+        now_s = 0.0
+        for number in count():
+            now_s += self.chooser.expovariate(self.requests_per_s)
+            model = _model(bisect(popularity, self.chooser.random() * popularity[-1]))
+            yield RequestArrived(now_s, RequestId(f"request-{number}"), model, 500, 200)
 
-    def _join(self, now_s: float) -> None:
-        self._num_workers += 1
-        worker = WorkerId(f"worker-{self._num_workers}")
-        self._post(WorkerJoined(now_s, worker, "cuda", WORKER_BYTES, MAX_SEQS))
+    def lose(self) -> Iterator[Event]:
+        """Yield losses of workers, each of which is replaced at once."""
+        now_s, names = 0.0, [_worker(number) for number in range(NUM_WORKERS)]
+        for number in count(NUM_WORKERS):
+            now_s += self.chooser.expovariate(WORKERS_LOST_PER_S)
+            at = self.chooser.randrange(len(names))
+            yield WorkerLost(now_s, names[at])
+            names[at] = _worker(number)
+            yield WorkerJoined(now_s, names[at], "cuda", WORKER_BYTES, MAX_SEQS)
 
-    def _loss(self, now_s: float) -> WorkerLost:
-        number = 1 + self._random.randrange(self._num_workers)
-        at_s = now_s + self._random.expovariate(WORKERS_LOST_PER_S)
-        return WorkerLost(at_s, WorkerId(f"worker-{number}"))
 
-    def _post(self, event: Event) -> None:
-        self._num_events += 1
-        heapq.heappush(self._events, (event.now_s, self._num_events, event))
+def _model(number: int) -> ModelId:
+    return ModelId(f"model-{number}")
+
+
+def _worker(number: int) -> WorkerId:
+    return WorkerId(f"worker-{number}")
 
 
 def main() -> None:
@@ -239,13 +182,20 @@ def main() -> None:
 
 
 def measured(num_models: int, zipf: float, requests_per_s: float) -> dict[str, object]:
-    simulation = Simulation(num_models, zipf, requests_per_s)
-    simulation.run(num_models + NUM_WORKERS + NUM_WARM_UP)
+    chooser = random.Random(num_models)
+    workload = Workload(chooser, num_models, zipf, requests_per_s)
+    brain = TimedBrain()
+    simulator = Simulator(brain, CostModel(chooser, LOAD_BYTES_PER_S, MEAN_RUN_S, CANCELLED_SHARE))
+    for events in (workload.deploy(), workload.arrive(), workload.lose()):
+        simulator.feed(events)
+    simulator.run(num_models + NUM_WORKERS + NUM_WARM_UP)
+    brain.timings.clear()
     # The collector would walk over the simulation's own millions of objects, which a gateway does not have.
     gc.collect()
     gc.freeze()
-    timings = simulation.run(NUM_EVENTS)
+    simulator.run(NUM_EVENTS)
     gc.unfreeze()
+    timings = brain.timings
     total_s = sum(timing.seconds for timing in timings)
     by_kind: dict[str, list[float]] = defaultdict(list)
     for timing in timings:
@@ -255,7 +205,7 @@ def measured(num_models: int, zipf: float, requests_per_s: float) -> dict[str, o
         "meets_aim": len(timings) / total_s >= AIM_EVENTS_PER_S,
         "mean_us": total_s / len(timings) * 1e6,
         "us": _in_us(percentiles([timing.seconds for timing in timings])),
-        "state": simulation.state(),
+        "state": brain.describe_state(),
         "us_by_kind": {kind: _in_us(percentiles(seconds)) for kind, seconds in sorted(by_kind.items())},
     }
 

@@ -50,6 +50,7 @@ FORBIDDEN: dict[str, set[str]] = {
     "*": {"transformers"},
     "sizes": {"torch"},
     "policy": {"asyncio", "logging", "os", "random", "socket", "subprocess", "threading", "time", "torch"},
+    "sim": {"asyncio", "logging", "os", "socket", "subprocess", "threading", "time", "torch"},
     "text": {"torch"},
 }
 
@@ -145,6 +146,11 @@ def test_the_check_catches_effects_in_policy(tmp_path: Path) -> None:
         "policy/batch/batcher.py:2 policy -> torch.nn",
         "policy/batch/batcher.py:3 policy -> os",
     ]
+
+
+def test_the_check_catches_a_clock_in_the_simulator(tmp_path: Path) -> None:
+    plant(tmp_path, "sim/simulator.py", "import heapq\nimport random\nfrom time import monotonic\n")
+    assert wrong_arrows(tmp_path) == ["sim/simulator.py:3 sim -> time"]
 
 
 def test_the_check_catches_transformers_anywhere(tmp_path: Path) -> None:

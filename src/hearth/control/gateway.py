@@ -156,7 +156,7 @@ class Gateway:
         fleet, now_s = self._driver.fleet, self._driver.now_s
         residents = resident_views(fleet.residents(now_s), self._driver.pools.pongs, now_s)
         workers = tuple(self._worker_views(residents, now_s))
-        return ProcessView(workers, residents, fleet.num_waiting, fleet.num_running)
+        return ProcessView(workers, residents, fleet.queues.num_waiting, fleet.queues.num_running)
 
     def explain(self, request_id: str) -> Explanation | None:
         timeline = self._timelines.get(request_id)
@@ -184,8 +184,12 @@ class Gateway:
 
     def _watch(self) -> None:
         fleet, pools, watch = self._driver.fleet, self._driver.pools, self._metrics.watch
-        watch("hearth_requests_running", "Requests on workers.", lambda: fleet.num_running)
-        watch("hearth_requests_waiting", "Requests that wait for a slot or room.", lambda: fleet.num_waiting)
+        watch("hearth_requests_running", "Requests on workers.", lambda: fleet.queues.num_running)
+        watch(
+            "hearth_requests_waiting",
+            "Requests that wait for a slot or room.",
+            lambda: fleet.queues.num_waiting,
+        )
         watch(
             "hearth_workers_ready", "Workers that can take requests.", lambda: self.health().num_ready_workers
         )

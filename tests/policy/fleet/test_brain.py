@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import pytest
 
+from hearth.policy.fleet.audit import audit
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import (
     Action,
@@ -59,7 +60,7 @@ class Desk:
         actions: list[Action] = []
         for event in events:
             actions += step(self.fleet, event)
-            self.fleet.check()
+            audit(self.fleet)
         return actions
 
     def deploy(self, *profiles: ModelProfile) -> list[Action]:
@@ -459,21 +460,21 @@ def test_a_report_replaces_the_one_before_and_ends_with_its_worker() -> None:
     desk = desk_with("a", "b", workers=2, config=SLOW)
     desk.has("w2", a=1000, unknown=5)
     model = desk.fleet.models[ModelId("a")]
-    assert model.resident == {"w2": 30}, "no more than there is of it"
+    assert model.resident_bytes == {"w2": 30}, "no more than there is of it"
     desk.has("w2", b=10)
-    assert model.resident == {}
+    assert model.resident_bytes == {}
     desk.has("w2", a=10)
     desk.lose("w2")
-    assert model.resident == {}
+    assert model.resident_bytes == {}
     assert desk.has("w2", a=10) == []
-    assert model.resident == {}
+    assert model.resident_bytes == {}
 
 
 def test_a_report_changes_no_promise() -> None:
     desk = desk_with("a", "b")
     desk.serve("r1", "a")
     desk.has("w1", a=0, b=30)
-    assert desk.fleet.workers[WorkerId("w1")].free_bytes == 65
+    assert desk.fleet.workers[WorkerId("w1")].promises.free_bytes == 65
 
 
 def test_bytes_of_another_version_count_for_nothing_and_are_freed() -> None:
@@ -490,7 +491,7 @@ def test_a_replica_of_an_older_version_says_nothing_of_the_new_one() -> None:
     desk.ready("a", "w1")
     desk.deploy(profile("a", digest="other"))
     desk.has("w1", a=30)
-    assert desk.fleet.models[ModelId("a")].resident == {}
+    assert desk.fleet.models[ModelId("a")].resident_bytes == {}
 
 
 def test_a_model_of_the_same_bytes_that_is_promised_more_reuses_them() -> None:
@@ -684,7 +685,7 @@ def test_requests_wait_for_a_slot_in_order() -> None:
         desk.ask(f"r{number}", "a")
     assert sent(desk.finish("r2")) == {"r3": "w1"}
     assert sent(desk.cancel("r1")) == {"r4": "w1"}
-    assert desk.fleet.num_waiting == 1
+    assert desk.fleet.queues.num_waiting == 1
 
 
 def test_beyond_the_queue_a_request_is_refused_and_told_when_to_come_again() -> None:
@@ -695,7 +696,7 @@ def test_beyond_the_queue_a_request_is_refused_and_told_when_to_come_again() -> 
     assert reject.reason is RejectReason.QUEUE_FULL
     assert reject.retry_s is not None
     assert reject.retry_s >= 1.0
-    assert desk.fleet.num_waiting == 1
+    assert desk.fleet.queues.num_waiting == 1
 
 
 def test_a_queue_of_none_still_serves_what_can_run() -> None:
@@ -937,7 +938,7 @@ def test_stop_with_free_frees_the_bytes_of_hosted_and_of_evicted_replicas() -> N
     desk.has("w2", a=10)
     evicts = of(Evict, desk.stop("a", is_freed=True))
     assert [(evict.worker, evict.is_freed) for evict in evicts] == [("w2", True), ("w1", True)]
-    assert desk.fleet.models[ModelId("a")].resident == {}
+    assert desk.fleet.models[ModelId("a")].resident_bytes == {}
 
 
 # What workers are told of idle models.
@@ -1026,7 +1027,7 @@ def test_a_request_ends_when_too_many_workers_were_lost_under_it() -> None:
     desk.join("w2")
     (reject,) = of(Reject, desk.lose("w2"))
     assert reject.reason is RejectReason.WORKERS_LOST
-    assert desk.fleet.num_waiting == 0
+    assert desk.fleet.queues.num_waiting == 0
 
 
 def test_a_failed_load_ends_its_requests_and_those_that_wait_for_the_model() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hearth.policy.fleet.brain import step
-from hearth.policy.fleet.capacity import plan_evictions
 from hearth.policy.fleet.events import (
     BrainConfig,
     DeviceReported,
@@ -19,35 +17,17 @@ from hearth.policy.fleet.events import (
     RequestArrived,
     WorkerJoined,
 )
+from hearth.policy.fleet.evictions import plan_evictions
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.queues import reserve
-from hearth.policy.fleet.replica import Model, Worker
-from hearth.policy.fleet.routing import Place, Reserved, choose_place, could_fit
+from hearth.policy.fleet.records import Model, Worker
+from hearth.policy.fleet.routing import ReplicaPlace, ReservedWorkers, choose_place
+from hearth.policy.fleet.serving import reserve_room
 from hearth.types import Hold, ModelId, RequestId, WorkerId
-from tests.policy.fleet.world import MOVES, World, profile
-
-#: What happens often comes more often.
-KINDS = [*MOVES, *["arrive"] * 6, *["finish"] * 3, *["ready"] * 3, *["wait"] * 2]
-MANY_MOVES = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 10_000)), max_size=150)
-CONFIGS = st.builds(
-    BrainConfig,
-    max_queue=st.sampled_from([0, 2, 512]),
-    patience_s=st.sampled_from([0.0, 2.0]),
-    max_resumes=st.sampled_from([0, 3]),
-)
-Moves = Sequence[tuple[str, int]]
+from tests.policy.fleet.world import CONFIGS, KINDS, MANY_MOVES, Moves, World, begun, profile
 
 
-def begun(config: BrainConfig) -> World:
-    world = World(config)
-    for number in (0, 1, 9):
-        world.join(number)
-    for number in (1, 32, 135, 61, 88, 5):  # Models of 10 to 45 bytes, and one that is pinned.
-        world.deploy(number)
-    return world
-
-
-def played(config: BrainConfig, moves: Moves) -> World:
+def checked(config: BrainConfig, moves: Moves) -> World:
+    """A world after some moves, each of which was followed by all checks."""
     world = begun(config)
     for kind, number in moves:
         world.move(kind, number)
@@ -63,7 +43,8 @@ def can_take(worker: Worker, model: Model, *holds: Hold) -> bool:
         return False
     if model.usable and worker.name in model.failed_on:
         return False
-    free_bytes = worker.free_bytes + sum(worker.held_bytes[hold] for hold in holds)
+    promises = worker.promises
+    free_bytes = promises.free_bytes + sum(promises.held_bytes[hold] for hold in holds)
     return model.profile.footprints[worker.kind].least_bytes <= free_bytes
 
 
@@ -71,20 +52,20 @@ def check_nobody_waits_in_vain(fleet: Fleet) -> None:
     """Who waits for room has none on any worker that is not kept for somebody before it. Who has waited too
     long for a slot has no room for a second replica.
     """
-    reserved, workers = Reserved(), list(fleet.workers.values())
-    for model in [fleet.models[name] for name in fleet.room_queue]:
+    reserved, workers = ReservedWorkers(), list(fleet.workers.values())
+    for model in [fleet.models[name] for name in fleet.queues.for_room]:
         assert model.profile is not None
-        if could_fit(fleet, model.profile):
+        if fleet.capacity.could_fit(model.profile):
             open_ = [worker for worker in workers if worker not in reserved]
             assert not any(can_take(worker, model, Hold.RETAINED, Hold.WARM) for worker in open_)
-            reserve(fleet, model, reserved)
+            reserve_room(fleet, model, reserved)
         else:
             assert not fleet.is_complete, f"`{model.name}` waits, but cannot have room"
     open_ = [worker for worker in workers if worker not in reserved]
-    for model in [fleet.models[name] for name in fleet.slot_queue]:
-        head = model.head
-        assert head is not None
-        if not model.loading and fleet.now_s >= head.queued_s + fleet.config.patience_s:
+    for model in [fleet.models[name] for name in fleet.queues.for_slot]:
+        first = model.first_waiting
+        assert first is not None
+        if not model.loading and fleet.now_s >= first.queued_s + fleet.config.patience_s:
             assert not any(can_take(worker, model, Hold.RETAINED, Hold.WARM) for worker in open_)
 
 
@@ -107,20 +88,20 @@ def check_places(fleet: Fleet) -> None:
             check_the_cheapest_place_is_chosen(fleet, model, place)
 
 
-def check_warm_models_go_last(fleet: Fleet, model: Model, place: Place) -> None:
+def check_warm_models_go_last(fleet: Fleet, model: Model, place: ReplicaPlace) -> None:
     """Unless the worker has bytes of the model, and having them back would cost more."""
     others = [worker for worker in fleet.workers.values() if worker.name not in model.failed_on]
-    if any(victim.replica.hold is Hold.WARM for victim in place.room.victims) and any(
+    if any(victim.replica.hold is Hold.WARM for victim in place.evictions.victims) and any(
         can_take(worker, model, Hold.RETAINED) for worker in others
     ):
         assert model.profile is not None
-        bytes_there = model.resident.get(place.worker.name, 0)
+        bytes_there = model.resident_bytes.get(place.worker.name, 0)
         all_s = fleet.estimates.load_s(model.profile.num_bytes, model.bytes_by_rung)
         rest_s = fleet.estimates.load_s(model.profile.num_bytes - bytes_there, model.bytes_by_rung)
-        assert place.room.evict_s < all_s - rest_s
+        assert place.evictions.evict_s < all_s - rest_s
 
 
-def check_the_cheapest_place_is_chosen(fleet: Fleet, model: Model, place: Place) -> None:
+def check_the_cheapest_place_is_chosen(fleet: Fleet, model: Model, place: ReplicaPlace) -> None:
     """Workers that have bytes of a model and free room for it are always among those that are compared."""
     cost_by_worker = {option.worker: option.cost_s for option in place.options if option.obstacle is None}
     assert cost_by_worker[place.worker.name] == min(cost_by_worker.values())
@@ -134,11 +115,11 @@ def check_the_cheapest_place_is_chosen(fleet: Fleet, model: Model, place: Place)
 def test_whatever_happens_the_books_are_right_and_every_request_ends_once(
     config: BrainConfig, moves: Moves
 ) -> None:
-    world = played(config, moves)
-    world.settle_down()
-    assert not world.requests, "somebody waits for ever"
-    assert world.num_accepted == world.num_ended
-    assert not world.fleet.patient
+    world = checked(config, moves)
+    world.come_to_rest()
+    assert not world.cluster.requests, "somebody waits for ever"
+    assert world.cluster.num_arrived == world.cluster.num_ended
+    assert not world.fleet.queues.patient
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -146,15 +127,15 @@ def test_long_lives_end_well_too(seed: int) -> None:
     """Rare meetings, of a pin, a loss and a new version, that short lists of moves hardly contain."""
     choose = random.Random(seed)
     config = BrainConfig(max_queue=choose.choice([2, 512]), patience_s=choose.choice([0.0, 2.0]))
-    world = played(config, [(choose.choice(KINDS), choose.randrange(10_000)) for _ in range(400)])
-    world.settle_down()
-    assert not world.requests, "somebody waits for ever"
+    world = checked(config, [(choose.choice(KINDS), choose.randrange(10_000)) for _ in range(400)])
+    world.come_to_rest()
+    assert not world.cluster.requests, "somebody waits for ever"
 
 
 @settings(max_examples=50, deadline=None)
 @given(CONFIGS, MANY_MOVES)
 def test_the_same_events_always_lead_to_the_same_actions(config: BrainConfig, moves: Moves) -> None:
-    world = played(config, moves)
+    world = checked(config, moves)
     fleet = Fleet(config)
     assert [step(fleet, event) for event in world.events] == world.actions
 
@@ -176,17 +157,17 @@ def test_of_equal_workers_the_one_with_most_bytes_of_a_model_gets_it(bytes_there
 
 @settings(max_examples=50, deadline=None)
 @given(CONFIGS, MANY_MOVES)
-def test_room_needs_every_one_of_its_victims(config: BrainConfig, moves: Moves) -> None:
-    fleet = played(config, moves).fleet
+def test_a_plan_of_evictions_needs_every_one_of_its_victims(config: BrainConfig, moves: Moves) -> None:
+    fleet = checked(config, moves).fleet
     for model in fleet.models.values():
         for worker in fleet.workers.values():
             if model.profile is None or model.name in worker.replicas:
                 continue
             footprint = model.profile.footprints[worker.kind]
-            room = plan_evictions(worker, footprint, fleet.estimates, fleet.now_s)
-            if room is None or not room.victims:
+            plan = plan_evictions(worker, footprint, fleet.estimates, fleet.now_s)
+            if plan is None or not plan.victims:
                 continue
-            freed_bytes = sum(victim.replica.num_bytes for victim in room.victims)
-            smallest = min(victim.replica.num_bytes for victim in room.victims)
-            without = worker.free_bytes + freed_bytes - smallest
+            freed_bytes = sum(victim.replica.num_bytes for victim in plan.victims)
+            smallest = min(victim.replica.num_bytes for victim in plan.victims)
+            without = worker.promises.free_bytes + freed_bytes - smallest
             assert without < footprint.least_bytes

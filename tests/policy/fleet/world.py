@@ -1,28 +1,28 @@
-"""A little world for the brain to govern: workers that load, run and die, and models that come and go.
+"""Anything that may happen to a service with simulated workers, chosen by numbers and checked each time.
 
-It carries out orders as the service does and raises if one of them is impossible. It does not choose what
-happens: `move` is told, by a kind of event and a number.
+The workers are those of `hearth.sim`, which carry out orders and raise if one is impossible. A world does not
+choose what happens: `move` is told, by a kind of event and a number.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from hypothesis import strategies as st
+
+from hearth.policy.fleet.audit import audit
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import (
     Action,
     BrainConfig,
-    CancelRun,
     DeviceReported,
     Dispatch,
     End,
     Event,
     Evict,
     Footprint,
-    LoadModel,
     LoadProgressed,
     ModelDeployed,
     ModelFailed,
@@ -30,56 +30,23 @@ from hearth.policy.fleet.events import (
     ModelReady,
     ModelRemoved,
     ModelStopped,
-    Reject,
     RequestArrived,
     RequestCancelled,
     RequestFinished,
     ResidencyReported,
     RungUse,
-    SetHold,
-    SetTimer,
     State,
     TimerFired,
     WorkerJoined,
     WorkerLost,
 )
 from hearth.policy.fleet.fleet import Fleet
+from hearth.sim.cluster import SimulatedCluster
 from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
 
 T = TypeVar("T")
 KEEP_ALIVES_S = (None, None, None, 0.0, 5.0, math.inf)
 MODELS = tuple(ModelId(f"m{n}") for n in range(6))
-
-
-@dataclass(slots=True)
-class HostedModel:
-    """Mutable; written only by `World`."""
-
-    num_bytes: int  #: promised
-    version: int
-    is_ready: bool = False
-    hold: Hold = Hold.WARM  #: as the worker sees it while it has no requests
-
-
-@dataclass(slots=True)
-class HostWorker:
-    """Mutable; written only by `World`."""
-
-    kind: str
-    budget_bytes: int
-    max_seqs: int
-    models: dict[ModelId, HostedModel] = field(default_factory=dict)
-    #: Evicted, but nobody has needed their bytes yet.
-    retired: set[ModelId] = field(default_factory=set)
-    #: By request: its model.
-    runs: dict[RequestId, ModelId] = field(default_factory=dict)
-
-    def num_running(self, model: ModelId) -> int:
-        return sum(running == model for running in self.runs.values())
-
-    @property
-    def used_bytes(self) -> int:
-        return sum(model.num_bytes for model in self.models.values())
 
 
 def profile(
@@ -99,121 +66,56 @@ def profile(
 
 
 class World:
-    """Mutable. `events` and `actions` keep what was said, turn by turn."""
+    """Mutable. `events` and `actions` keep what was said, step by step."""
 
     def __init__(self, config: BrainConfig) -> None:
         self.fleet = Fleet(config)
+        self.cluster = SimulatedCluster(self._decide)
         self.now_s = 0.0
-        self.workers: dict[WorkerId, HostWorker] = {}
-        self.profiles: dict[ModelId, ModelProfile] = {}
-        self.versions: dict[ModelId, int] = {}
-        #: Accepted and not ended, by request: its model.
-        self.requests: dict[RequestId, ModelId] = {}
-        #: By request: the digest of the model that it was meant for.
-        self.digests: dict[RequestId, str] = {}
-        self.num_accepted = 0
-        self.num_ended = 0
-        self.timer_s: float | None = None
         self.events: list[Event] = []
         self.actions: list[list[Action]] = []
         self._num_ids = 0
 
     def tell(self, event: Event) -> list[Action]:
-        """One turn: the brain hears of it, and its orders are carried out and checked."""
-        untouchable = {
+        """Have an event happen, and check all that must be true after it."""
+        pinned = {
             (resident.model, resident.worker)
             for resident in self.fleet.residents(event.now_s)
             if resident.state is State.PINNED
         }
-        if isinstance(event, RequestArrived):
-            self.requests[event.request_id] = event.model
-            deployed = self.profiles.get(event.model)
-            self.digests[event.request_id] = "" if deployed is None else deployed.digest
-            self.num_accepted += 1
+        actions = self.cluster.tell(event)
+        if not isinstance(event, ModelDeployed | ModelRemoved | ModelStopped):
+            self._check_pinned_stay(pinned, actions)
+        for action in actions:
+            if isinstance(action, Dispatch):
+                _check_options(action)
+        audit(self.fleet)
+        self.cluster.check()
+        self._check_holds()
+        assert self.fleet.queues.num_running + self.fleet.queues.num_waiting == len(self.cluster.requests)
+        return actions
+
+    def _decide(self, event: Event) -> list[Action]:
         actions = step(self.fleet, event)
         self.events.append(event)
         self.actions.append(actions)
-        for action in actions:
-            self._carry_out(action)
-        if not isinstance(event, ModelDeployed | ModelRemoved | ModelStopped):
-            gone = {(action.model, action.worker) for action in actions if isinstance(action, Evict)}
-            # A request that was sent in this very turn may have unpinned its model.
-            pinned = {name for name, model in self.fleet.models.items() if model.is_pinned}
-            assert not [model for model, _ in gone & untouchable if model in pinned], f"{gone & untouchable}"
-        self.fleet.check()
-        self._check_holds()
-        assert self.fleet.num_running + self.fleet.num_waiting == len(self.requests)
         return actions
 
-    def _carry_out(self, action: Action) -> None:
-        match action:
-            case LoadModel(model, name, kv_floor_bytes, max_kv_bytes):
-                worker = self.workers[name]
-                footprint = self.profiles[model].footprints[worker.kind]
-                assert model not in worker.models, f"loaded twice on one worker: {action}"
-                assert footprint.min_kv_bytes == kv_floor_bytes <= max_kv_bytes, f"{action} {footprint}"
-                assert max_kv_bytes <= footprint.max_kv_bytes, f"{action} {footprint}"
-                self._check_no_other_load(model)
-                worker.models[model] = HostedModel(footprint.least_bytes, self.versions[model])
-                worker.retired.discard(model)
-                assert worker.used_bytes <= worker.budget_bytes, f"beyond the budget: {action}"
-            case Evict(model, name, cost_s, is_freed):
-                worker = self.workers[name]
-                assert worker.num_running(model) == 0, f"evicted while busy: {action}"
-                assert cost_s >= 0.0, f"{cost_s=}"
-                assert is_freed or model in worker.models, f"evicted twice: {action}"
-                worker.models.pop(model, None)
-                if is_freed:
-                    worker.retired.discard(model)
-                else:
-                    worker.retired.add(model)
-            case SetHold(model, name, hold):
-                hosted = self.workers[name].models[model]
-                assert hold not in (Hold.BUSY, hosted.hold), f"needless: {action}"
-                hosted.hold = hold
-            case Dispatch(request_id, model, name, _, waited_s, options):
-                worker = self.workers[name]
-                assert self.requests[request_id] == model, f"not a request for it: {action}"
-                assert not any(request_id in other.runs for other in self.workers.values()), (
-                    f"twice: {action}"
-                )
-                assert worker.models[model].version == self.versions[model], f"old version: {action}"
-                assert self.digests[request_id] == self.profiles[model].digest, f"another model: {action}"
-                assert worker.num_running(model) < worker.max_seqs, f"no slot: {action}"
-                assert waited_s >= 0.0, f"{waited_s=}"
-                assert name in [option.worker for option in options if option.obstacle is None], f"{action}"
-                assert len({option.worker for option in options}) == len(options) <= 8, f"{action}"
-                worker.runs[request_id] = model
-                if worker.models[model].hold is Hold.RETAINED:
-                    worker.models[model].hold = Hold.WARM
-            case Reject(request_id):
-                for worker in self.workers.values():
-                    worker.runs.pop(request_id, None)
-                self.end(request_id)
-            case CancelRun(request_id, name):
-                del self.workers[name].runs[request_id]
-            case SetTimer(at_s):
-                assert at_s > self.now_s, f"{at_s=} {self.now_s=}"
-                self.timer_s = at_s
+    def _check_pinned_stay(self, pinned: set[tuple[ModelId, WorkerId]], actions: list[Action]) -> None:
+        gone = {(action.model, action.worker) for action in actions if isinstance(action, Evict)}
+        # A request that was sent in this very step may have unpinned its model.
+        still_pinned = {name for name, model in self.fleet.models.items() if model.is_pinned}
+        assert not [model for model, _ in gone & pinned if model in still_pinned], f"{gone & pinned}"
 
     def _check_holds(self) -> None:
-        """Every worker sees its idle models as the brain does."""
-        for name, worker in self.workers.items():
-            for model, hosted in worker.models.items():
-                hold = self.fleet.workers[name].replicas[model].hold
-                assert hold in (Hold.BUSY, hosted.hold), f"{model} on {name}: {hold=} {hosted.hold=}"
-
-    def _check_no_other_load(self, model: ModelId) -> None:
-        for worker in self.workers.values():
-            hosted = worker.models.get(model)
-            is_loading = hosted is not None and not hosted.is_ready
-            assert not (is_loading and hosted is not None and hosted.version == self.versions[model]), (
-                f"loaded twice at a time: {model}"
-            )
-
-    def end(self, request_id: RequestId) -> None:
-        del self.requests[request_id]  # Raises at the second end.
-        self.num_ended += 1
+        """Every worker holds its idle models as the brain does, and runs what the brain thinks it runs."""
+        for name, worker in self.cluster.workers.items():
+            known = self.fleet.workers[name].replicas
+            assert worker.replicas.keys() == known.keys(), f"{worker.replicas.keys()=} {known.keys()=}"
+            for model, replica in worker.replicas.items():
+                hold = known[model].hold
+                assert hold in (Hold.BUSY, replica.hold), f"{model} on {name}: {hold=} {replica.hold=}"
+                assert replica.running.keys() == known[model].running.keys(), f"{model} on {name}"
 
     def new_id(self, what: str) -> str:
         self._num_ids += 1
@@ -231,33 +133,23 @@ class World:
         fixed_bytes = (10, 30, 45, 90, 120)[number // 28 % 5]
         digest = f"digest {number // 140 % 2}"
         deployed = profile(model, fixed_bytes, keep_alive_s=keep_alive_s, is_pinned=is_pinned, digest=digest)
-        before = self.profiles.get(model)
-        is_same = before is not None and (before.digest, before.footprints) == (digest, deployed.footprints)
-        if not is_same:
-            self.versions[model] = self.versions.get(model, 0) + 1
-        self.profiles[model] = deployed
         self.tell(ModelDeployed(self.now_s, deployed))
 
     def remove(self, number: int) -> None:
-        model = MODELS[number % len(MODELS)]
-        self.profiles.pop(model, None)
-        self.tell(ModelRemoved(self.now_s, model))
+        self.tell(ModelRemoved(self.now_s, MODELS[number % len(MODELS)]))
 
     def stop(self, number: int) -> None:
         self.tell(ModelStopped(self.now_s, MODELS[number % len(MODELS)], is_freed=number % 2 == 0))
 
     def join(self, number: int) -> None:
-        if len(self.workers) < 4:
+        if len(self.cluster.workers) < 4:
             name = WorkerId(self.new_id("w"))
             kind = ("cuda", "cuda", "cpu")[number % 3]
             budget_bytes = (100, 100, 60)[number // 3 % 3]
-            self.workers[name] = HostWorker(kind, budget_bytes, max_seqs=1 + number // 9 % 3)
-            worker = self.workers[name]
-            self.tell(WorkerJoined(self.now_s, name, kind, budget_bytes, worker.max_seqs))
+            self.tell(WorkerJoined(self.now_s, name, kind, budget_bytes, max_seqs=1 + number // 9 % 3))
 
     def lose(self, number: int) -> None:
-        if name := _pick(sorted(self.workers), number):
-            del self.workers[name]
+        if name := _pick(sorted(self.cluster.workers), number):
             self.tell(WorkerLost(self.now_s, name))
 
     def arrive(self, number: int) -> None:
@@ -267,26 +159,19 @@ class World:
         self.tell(RequestArrived(self.now_s, request_id, model, 10, None, keep_alive_s))
 
     def finish(self, number: int) -> None:
-        runs = sorted((run, name) for name, worker in self.workers.items() for run in worker.runs)
-        if chosen := _pick(runs, number):
-            request_id, name = chosen
+        if request_id := _pick(self._running(), number):
             how = (End.DONE, End.DONE, End.FAILED, End.STOPPED)[number % 4]
-            if how is not End.STOPPED:
-                del self.workers[name].runs[request_id]
-            self.end(request_id)
             self.tell(RequestFinished(self.now_s, request_id, 5, how))
 
     def cancel(self, number: int) -> None:
-        if request_id := _pick(sorted(self.requests), number):
-            self.end(request_id)
+        if request_id := _pick(sorted(self.cluster.requests), number):
             self.tell(RequestCancelled(self.now_s, request_id))
 
     def ready(self, number: int) -> None:
         if chosen := _pick(self._loading(), number):
             model, name = chosen
-            hosted = self.workers[name].models[model]
-            hosted.is_ready = True
-            use = RungUse((Rung.HOST, Rung.DISK)[number % 2], hosted.num_bytes, 0.5 + number % 3)
+            num_bytes = self.cluster.workers[name].replicas[model].missing_bytes
+            use = RungUse((Rung.HOST, Rung.DISK)[number % 2], num_bytes, 0.5 + number % 3)
             self.tell(ModelReady(self.now_s, name, model, (use,), 1.0))
 
     def progress(self, number: int) -> None:
@@ -294,38 +179,38 @@ class World:
             self.tell(LoadProgressed(self.now_s, chosen[1], chosen[0], number % 40))
 
     def fail(self, number: int) -> None:
-        hosted = sorted((model, name) for name, worker in self.workers.items() for model in worker.models)
-        if chosen := _pick(hosted, number):
-            model, name = chosen
-            worker = self.workers[name]
-            del worker.models[model]
-            worker.runs = {run: running for run, running in worker.runs.items() if running != model}
-            self.tell(ModelFailed(self.now_s, name, model, "broken"))
+        workers = self.cluster.workers.items()
+        if chosen := _pick(sorted((model, name) for name, one in workers for model in one.replicas), number):
+            self.tell(ModelFailed(self.now_s, chosen[1], chosen[0], "broken"))
 
     def report(self, number: int) -> None:
         bytes_by_rung = {Rung.HOST: number % 50, Rung.DISK: number // 50 % 100}
         self.tell(ResidencyReported(self.now_s, MODELS[number % len(MODELS)], bytes_by_rung))
 
     def report_device(self, number: int) -> None:
-        """Of every model that a worker has or had, some part is still there; and of one that it never had."""
-        if name := _pick(sorted(self.workers), number):
-            worker = self.workers[name]
+        """A worker says what it has, or anything else of what it has or had, and of a model it never had."""
+        if name := _pick(sorted(self.cluster.workers), number):
+            worker = self.cluster.workers[name]
+            if number % 2:
+                self.tell(DeviceReported(self.now_s, name, worker.count_device_bytes()))
+                return
             shares = {model: (number * (at + 7)) % 60 for at, model in enumerate(MODELS)}
-            there = sorted({*worker.models, *worker.retired, MODELS[number % len(MODELS)]})
+            there = sorted({*worker.replicas, *worker.device.weights, MODELS[number % len(MODELS)]})
             bytes_by_model = {model: shares[model] for model in there if shares[model] % 5}
             self.tell(DeviceReported(self.now_s, name, bytes_by_model))
 
     def wait(self, number: int) -> None:
         """Time passes, at most until the timer."""
         until_s = self.now_s + (0.1, 1.0, 4.0)[number % 3]
-        if self.timer_s is not None and self.timer_s <= until_s:
+        timer_s = self.cluster.timer_s
+        if timer_s is not None and timer_s <= until_s:
             self.fire()
         else:
             self.now_s = until_s
 
     def fire(self) -> None:
-        assert self.timer_s is not None
-        self.now_s, self.timer_s = self.timer_s, None
+        assert self.cluster.timer_s is not None
+        self.now_s = self.cluster.timer_s
         self.tell(TimerFired(self.now_s))
 
     def lag(self, _: int) -> None:
@@ -337,16 +222,16 @@ class World:
         self.tell(WorkerLost(self.now_s, WorkerId("w0")))
         self.tell(DeviceReported(self.now_s, WorkerId("w0"), {MODELS[0]: 5, ModelId("gone"): 5}))
 
-    def settle_down(self) -> None:
+    def come_to_rest(self) -> None:
         """Lost workers are replaced, loads end, requests finish, timers fire, until nothing can happen."""
         for _ in range(1000):
             if not self.fleet.is_complete:
                 self.join(0)
             elif self._loading():
                 self.ready(0)
-            elif any(worker.runs for worker in self.workers.values()):
+            elif self._running():
                 self.finish(0)
-            elif self.timer_s is not None:
+            elif self.cluster.timer_s is not None:
                 self.fire()
             else:
                 return
@@ -355,10 +240,22 @@ class World:
     def _loading(self) -> list[tuple[ModelId, WorkerId]]:
         return sorted(
             (model, name)
-            for name, worker in self.workers.items()
-            for model, hosted in worker.models.items()
-            if not hosted.is_ready
+            for name, worker in self.cluster.workers.items()
+            for model, replica in worker.replicas.items()
+            if replica.is_loading
         )
+
+    def _running(self) -> list[RequestId]:
+        requests = self.cluster.requests.items()
+        return sorted(request_id for request_id, request in requests if request.worker is not None)
+
+
+def _check_options(action: Dispatch) -> None:
+    """A request goes to one of the workers that were considered, which are few and named once."""
+    names = [option.worker for option in action.options]
+    possible = [option.worker for option in action.options if option.obstacle is None]
+    assert action.worker in possible, f"{action}"
+    assert len(set(names)) == len(names) <= 8, f"{action}"
 
 
 def _pick(choices: list[T], number: int) -> T | None:
@@ -382,3 +279,32 @@ MOVES: dict[str, Callable[[World, int], None]] = {
     "stop": World.stop,
     "lag": World.lag,
 }
+
+#: What happens often comes more often.
+KINDS = [*MOVES, *["arrive"] * 6, *["finish"] * 3, *["ready"] * 3, *["wait"] * 2]
+MANY_MOVES = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 10_000)), max_size=150)
+CONFIGS = st.builds(
+    BrainConfig,
+    max_queue=st.sampled_from([0, 2, 512]),
+    patience_s=st.sampled_from([0.0, 2.0]),
+    max_resumes=st.sampled_from([0, 3]),
+)
+Moves = Sequence[tuple[str, int]]
+
+
+def begun(config: BrainConfig) -> World:
+    """A world with three workers and six models."""
+    world = World(config)
+    for number in (0, 1, 9):
+        world.join(number)
+    for number in (1, 32, 135, 61, 88, 5):  # Models of 10 to 45 bytes, and one that is pinned.
+        world.deploy(number)
+    return world
+
+
+def played(config: BrainConfig, moves: Moves) -> World:
+    """The same after some moves."""
+    world = begun(config)
+    for kind, number in moves:
+        world.move(kind, number)
+    return world

@@ -1,4 +1,4 @@
-"""Which busy models give way to one that has waited too long for room. Plans only; `brain.py` carries it out.
+"""Which busy models give way to one that has waited too long for room. `serving.py` ends what is begun here.
 
 A request that has waited for its patience gets the cheapest set of models on one worker drained: they take
 no new requests, and when the last of their running ones has ended there is room. It contains idle models too,
@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from hearth.policy.fleet.capacity import Victim, fewest, victim
 from hearth.policy.fleet.events import Footprint
+from hearth.policy.fleet.evictions import Victim, choose_fewest, price_victim
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.replica import Drain, Model, Replica, Worker
+from hearth.policy.fleet.records import Drain, Model, Replica, Worker
 from hearth.types import Hold
 
 #: Workers that are compared: those that lack the least.
@@ -23,62 +23,80 @@ MAX_WORKERS = 8
 
 
 def plan_drain(fleet: Fleet, model: Model) -> Drain | None:
-    """None: it would help on no worker, or there is room already and the model waits for its turn only."""
+    """Return the cheapest drain that gives a model room.
+
+    None if a drain would help on no worker, or there is room already and the model only waits behind others.
+    """
     assert model.profile is not None, f"nobody can wait for a removed model: `{model.name}`"
     plans: list[tuple[Victim, ...]] = []
-    for kind, rooms in fleet.capacity_by_kind.items():
-        footprint = model.profile.footprints.get(kind)
-        if footprint is not None:
-            workers = (fleet.workers[name] for name in rooms.idle.down_to_rank(0))
-            suited = (worker for worker in workers if _is_suited(worker, model, footprint))
-            plans += [_plan(fleet, worker, model, footprint) for worker in islice(suited, MAX_WORKERS)]
-    if not plans or not all(_is_needed(plan) for plan in plans):
+    for index, footprint in fleet.capacity.find_suited(model.profile):
+        workers = (fleet.workers[name] for name in index.idle.down_to_rank(0))
+        suited = (worker for worker in workers if _is_suited(worker, model, footprint))
+        plans += [_choose_victims(fleet, worker, model, footprint) for worker in islice(suited, MAX_WORKERS)]
+    if not plans or not all(_has_busy(plan) for plan in plans):
         return None
     best = min(plans, key=lambda plan: (sum(victim.cost_s for victim in plan), plan[0].replica.worker.name))
     return Drain(model, best[0].replica.worker, tuple(victim.replica for victim in best))
 
 
+def begin_drain(fleet: Fleet, drain: Drain) -> None:
+    """Have the victims of a drain take no new requests."""
+    fleet.drains[drain.model.name] = drain.worker.drain = drain
+    for replica in drain.victims:
+        replica.drain = drain
+        fleet.reindex(replica)
+
+
 def is_done(drain: Drain) -> bool:
+    """True if no victim runs a request any more."""
     return not any(replica.running for replica in drain.victims)
 
 
-def is_spoilt(drain: Drain) -> bool:
-    """One of those that were to go has been pinned meanwhile, or must serve somebody earlier first."""
-    return not all(_may_go(replica, drain.model) for replica in drain.victims)
+def is_needless(fleet: Fleet, drain: Drain) -> bool:
+    """True if the model does not wait for room any more, or a victim can no longer give way to it.
+
+    A victim cannot if it has been pinned meanwhile, or must serve somebody earlier first.
+    """
+    return drain.model.name not in fleet.queues.for_room or not all(
+        _may_go(replica, drain.model) for replica in drain.victims
+    )
 
 
 def _is_suited(worker: Worker, model: Model, footprint: Footprint) -> bool:
+    """True if a worker would have room for a model without its drainable replicas."""
     if worker.drain is not None or model.name in worker.replicas:
         return False
-    drainable_bytes = sum(replica.num_bytes for replica in _drainable(worker, model))
-    return worker.free_bytes + drainable_bytes >= footprint.least_bytes
+    promises = worker.promises.copy()
+    for replica in _find_drainable(worker, model):
+        promises.release(replica.num_bytes, replica.booked_hold)
+    return promises.has_room(footprint)
 
 
-def _drainable(worker: Worker, model: Model) -> Iterator[Replica]:
+def _find_drainable(worker: Worker, model: Model) -> Iterator[Replica]:
     for replica in worker.replicas.values():
         if _may_go(replica, model) and (replica.is_ready or not replica.running):
             yield replica
 
 
 def _may_go(replica: Replica, model: Model) -> bool:
-    """Whether the replica may give way to the model at all."""
-    own, other = replica.model.head, model.head
+    """True if a replica may give way to a model at all."""
+    own, other = replica.model.first_waiting, model.first_waiting
     is_earlier = own is not None and other is not None and own.number < other.number
     return replica.hold is not Hold.PINNED and not is_earlier
 
 
-def _is_needed(plan: tuple[Victim, ...]) -> bool:
+def _has_busy(plan: tuple[Victim, ...]) -> bool:
     return any(victim.replica.running for victim in plan)
 
 
-def _plan(fleet: Fleet, worker: Worker, model: Model, footprint: Footprint) -> tuple[Victim, ...]:
-    victims = [_priced(fleet, replica) for replica in _drainable(worker, model)]
-    return fewest(victims, footprint.least_bytes - worker.free_bytes)
+def _choose_victims(fleet: Fleet, worker: Worker, model: Model, footprint: Footprint) -> tuple[Victim, ...]:
+    victims = [_price(fleet, replica) for replica in _find_drainable(worker, model)]
+    return choose_fewest(worker, victims, footprint)
 
 
-def _priced(fleet: Fleet, replica: Replica) -> Victim:
-    """T2's cost to have it back, and the time until its requests have ended."""
-    priced = victim(replica, fleet.estimates, fleet.now_s)
+def _price(fleet: Fleet, replica: Replica) -> Victim:
+    """Return a replica with its reload cost and the time until its requests have ended."""
+    priced = price_victim(replica, fleet.estimates, fleet.now_s)
     if not replica.running:
         return priced
     return Victim(replica, priced.cost_s + fleet.estimates.run_s(replica.model.name))

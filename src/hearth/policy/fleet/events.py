@@ -1,6 +1,6 @@
-"""What the brain is told and what it orders. Events are facts and carry their time; actions are orders.
+"""Events that the brain is told and actions that it orders. Events are facts and carry their time.
 
-It decides nothing: that is `policy/fleet/brain.py`.
+Decides nothing: that is `policy/fleet/brain.py`.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class Footprint:
 
     @property
     def least_bytes(self) -> int:
-        """What a worker must promise to host the model."""
+        """Bytes that a worker must promise to host the model."""
         return self.fixed_bytes + self.min_kv_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ModelProfile:
-    """What placement has to know of a deployed model."""
+    """The facts of a deployed model that placement has to know."""
 
     model: ModelId
     num_bytes: int  #: to be loaded
     footprints: Mapping[str, Footprint]  #: by kind of device
     keep_alive_s: float  #: idle for longer, it is only retained
     is_pinned: bool = False
-    weight: float = 1.0  #: how much a second of its start matters (T2's alpha)
+    weight: float = 1.0  #: how much a second of its start matters, in its reload cost
     digest: str = ""  #: another one means other bytes under the same name
 
 
@@ -51,7 +51,7 @@ class ModelProfile:
 
 @dataclass(frozen=True, slots=True)
 class ModelDeployed:
-    """Also when the profile of a known one has changed."""
+    """A model was deployed, or the profile of a known one has changed."""
 
     now_s: float
     profile: ModelProfile
@@ -59,13 +59,15 @@ class ModelDeployed:
 
 @dataclass(frozen=True, slots=True)
 class ModelRemoved:
+    """A model is no longer deployed."""
+
     now_s: float
     model: ModelId
 
 
 @dataclass(frozen=True, slots=True)
 class ModelStopped:
-    """A user wants it idle: retained, or with `is_freed` out of memory. What runs may finish."""
+    """A user wants a model idle: retained, or with `is_freed` out of memory. What runs may finish."""
 
     now_s: float
     model: ModelId
@@ -74,6 +76,8 @@ class ModelStopped:
 
 @dataclass(frozen=True, slots=True)
 class WorkerJoined:
+    """A worker is up, and its device is empty."""
+
     now_s: float
     worker: WorkerId
     kind: str
@@ -83,7 +87,7 @@ class WorkerJoined:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """Its requests go on elsewhere."""
+    """A worker is gone; its requests go on elsewhere."""
 
     now_s: float
     worker: WorkerId
@@ -91,6 +95,8 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class RequestArrived:
+    """A client wants an answer from a model."""
+
     now_s: float
     request_id: RequestId
     model: ModelId
@@ -110,6 +116,8 @@ class End(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
+    """A request that was dispatched has ended."""
+
     now_s: float
     request_id: RequestId
     num_output_tokens: int
@@ -118,7 +126,7 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True)
 class RequestCancelled:
-    """Whoever asked is gone."""
+    """The client of a request is gone."""
 
     now_s: float
     request_id: RequestId
@@ -126,6 +134,8 @@ class RequestCancelled:
 
 @dataclass(frozen=True, slots=True)
 class LoadProgressed:
+    """A load has brought some more bytes to a worker."""
+
     now_s: float
     worker: WorkerId
     model: ModelId
@@ -134,6 +144,8 @@ class LoadProgressed:
 
 @dataclass(frozen=True, slots=True)
 class RungUse:
+    """What one rung delivered to a load."""
+
     rung: Rung
     num_bytes: int
     seconds: float
@@ -141,6 +153,8 @@ class RungUse:
 
 @dataclass(frozen=True, slots=True)
 class ModelReady:
+    """All bytes of a model are on a worker, at its first load or after others had taken some."""
+
     now_s: float
     worker: WorkerId
     model: ModelId
@@ -150,7 +164,7 @@ class ModelReady:
 
 @dataclass(frozen=True, slots=True)
 class ModelFailed:
-    """It could not be loaded, or broke when it was ready. It has left the worker's memory."""
+    """A model could not be loaded, or broke when it was ready. It has left the worker's memory."""
 
     now_s: float
     worker: WorkerId
@@ -181,6 +195,8 @@ class DeviceReported:
 
 @dataclass(frozen=True, slots=True)
 class TimerFired:
+    """The time of the last `SetTimer` has come."""
+
     now_s: float
 
 
@@ -207,7 +223,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What it would cost to serve a request on one worker (F7)."""
+    """One worker for a request, with the parts of its routing cost."""
 
     worker: WorkerId
     queue_s: float
@@ -215,7 +231,7 @@ class Option:
     utilisation: float  #: from 0 to 1
     cost_s: float
     obstacle: str | None = None  #: why it is out of the question; then the numbers say nothing
-    evict_s: float = 0.0  #: T2's cost of those that would have to go, summed
+    evict_s: float = 0.0  #: the reload costs of those that would have to go, summed
     missing_bytes: int = 0  #: of its weights, not in that worker's device memory: what `load_s` is for
 
 
@@ -253,23 +269,23 @@ class LoadModel:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """An idle model is promised nothing any more. Comes before what is promised its room.
+    """Host an idle model no longer. Comes before what is promised its room.
 
-    Its bytes stay until somebody needs theirs, unless it `is_freed`; that may also come for what is left of a
-    model that was evicted before.
+    Its bytes stay until somebody needs their place, unless it `is_freed`; that may also come for what is left
+    of a model that was evicted before.
     """
 
     model: ModelId
     worker: WorkerId
-    cost_s: float  #: T2's: what it is expected to cost to have it back
+    cost_s: float  #: the reload cost of its weights
     is_freed: bool  #: its bytes have to go now: nobody wants them, or a user wants them gone
 
 
 @dataclass(frozen=True, slots=True)
 class SetHold:
-    """How a worker has to look at a hosted model while it has no requests: retained, warm or pinned.
+    """Hold a hosted model so while it has no requests: retained, warm or pinned.
 
-    A new one is warm, and so is a retained one that gets a request: nobody has to say so.
+    A new model is warm, and so is a retained one that gets a request: nobody has to say so.
     """
 
     model: ModelId
@@ -278,6 +294,8 @@ class SetHold:
 
 
 class RejectReason(StrEnum):
+    """Why a request was refused."""
+
     UNKNOWN_MODEL = "unknown_model"
     QUEUE_FULL = "queue_full"
     NEVER_FITS = "never_fits"
@@ -289,7 +307,7 @@ class RejectReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """The request ends here."""
+    """End a request that was not served to its end, and tell its client why."""
 
     request_id: RequestId
     reason: RejectReason
@@ -299,7 +317,7 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class CancelRun:
-    """A request that a worker has is no longer wanted."""
+    """Stop a request that a worker has and nobody wants any more."""
 
     request_id: RequestId
     worker: WorkerId
@@ -315,10 +333,12 @@ class SetTimer:
 Action = Dispatch | LoadModel | Evict | SetHold | Reject | CancelRun | SetTimer
 
 
-# What others may see of the brain's state.
+# The brain's state, as others may see it.
 
 
 class State(StrEnum):
+    """The state of a model on a worker, for people."""
+
     LOADING = "loading"
     BUSY = "busy"
     WARM = "warm"
@@ -328,7 +348,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """A model on a worker."""
+    """A model on a worker, for people."""
 
     model: ModelId
     worker: WorkerId
@@ -342,12 +362,14 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class BrainConfig:
+    """The constants of the brain's decisions."""
+
     max_queue: int = 512  #: requests that wait for a slot or for room
     patience_s: float = 2.0  #: waiting for longer, a request has a busy model drained for its own
     max_resumes: int = 3  #: workers that may be lost under one request
-    queue_weight: float = 1.0  #: F7's a
-    load_weight: float = 1.0  #: F7's b
-    packing_s: float = 0.05  #: F7's c: what an idle worker costs against a full one
+    queue_weight: float = 1.0  #: of `queue_s` in the routing cost
+    load_weight: float = 1.0  #: of `load_s` in the routing cost
+    packing_s: float = 0.05  #: what an idle worker costs against a full one, in the routing cost
     priors: Mapping[Rung, float] = field(
         default_factory=lambda: {Rung.HOST: 20e9, Rung.DISK: 2e9, Rung.OBJECT: 0.2e9}
     )  #: bytes per second, until a rung has shown its own

@@ -1,4 +1,4 @@
-"""Ids in the order of a number that each has. Knows nothing of what the numbers mean."""
+"""Ids in the order of a number that each has, its rank. Knows nothing of what the numbers mean."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Id = TypeVar("Id", bound=str)
 
 
 class Ranking(Generic[Id]):
-    """Mutable; one owner. Equal ranks go by id, so the order is always the same.
+    """Ids sorted by rank. Equal ranks go by id, so the order is always the same. Mutable; one owner.
 
     A sorted list: finding a place takes the logarithm of its length, and moving what is behind it a few
     hundred nanoseconds for the thousand workers of a large fleet.
@@ -30,30 +30,33 @@ class Ranking(Generic[Id]):
         return id_ in self._rank_by_id
 
     def __iter__(self) -> Iterator[Id]:
-        """Lowest rank first, of those that are there now, whatever changes meanwhile."""
+        """Iterate over the ids that are there now, lowest rank first, whatever changes meanwhile."""
         return (id_ for _, id_ in self._ranked.copy())
 
     def from_rank(self, rank: int) -> Iterator[Id]:
-        """Those of at least this rank, lowest first. Not to be continued after a change."""
+        """Iterate over ids of at least this rank, lowest first. Not to be continued after a change."""
         return (self._ranked[at][1] for at in range(self._first(rank), len(self._ranked)))
 
     def down_to_rank(self, rank: int) -> Iterator[Id]:
-        """Those of at least this rank, highest first. Not to be continued after a change."""
+        """Iterate over ids of at least this rank, highest first. Not to be continued after a change."""
         return (self._ranked[at][1] for at in range(len(self._ranked) - 1, self._first(rank) - 1, -1))
 
     @property
     def lowest(self) -> int | None:
+        """The lowest rank that an id has; None if there is no id."""
         return self._ranked[0][0] if self._ranked else None
 
     @property
     def highest(self) -> int | None:
+        """The highest rank that an id has; None if there is no id."""
         return self._ranked[-1][0] if self._ranked else None
 
     def rank(self, id_: Id) -> int | None:
+        """Return the rank of an id; None if it is not there."""
         return self._rank_by_id.get(id_)
 
     def put(self, id_: Id, rank: int) -> None:
-        """Also to change the rank of one that is there."""
+        """Add an id, or change the rank of one that is there."""
         if self._rank_by_id.get(id_) == rank:
             return
         self.drop(id_)
@@ -61,7 +64,7 @@ class Ranking(Generic[Id]):
         insort(self._ranked, (rank, id_))
 
     def drop(self, id_: Id) -> None:
-        """Nothing happens if it is not there."""
+        """Remove an id, if it is there."""
         rank = self._rank_by_id.pop(id_, None)
         if rank is not None:
             del self._ranked[bisect_left(self._ranked, (rank, id_))]

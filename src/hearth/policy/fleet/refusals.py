@@ -1,50 +1,138 @@
-"""Requests that end before they were served: who cannot be, and what they are told. Places nobody."""
+"""Why a request or a worker is refused, in sentences for people, and the requests that end by it.
+
+Places nobody.
+"""
 
 from __future__ import annotations
 
-from hearth.policy.fleet.events import Action, Reject, RejectReason
+from collections.abc import Sequence
+
+from hearth.policy.fleet.events import Action, Footprint, ModelProfile, Reject, RejectReason
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.replica import Model, Request
-from hearth.policy.fleet.routing import misfit, pinned_out
+from hearth.policy.fleet.records import Model, Request, Worker
+from hearth.types import Hold
 
-
-def refuse_hopeless(fleet: Fleet) -> list[Action]:
-    """Those who wait for room that no worker can ever have, or none beside what is pinned.
-
-    While a lost worker is being replaced, nobody is: they may have come from there.
-    """
-    if not fleet.is_complete:
-        return []
-    actions: list[Action] = []
-    for model in [fleet.models[name] for name in fleet.room_queue]:
-        if model.profile is None:
-            continue
-        reason, why_not = RejectReason.NEVER_FITS, misfit(fleet, model.profile)
-        if why_not is None:
-            reason, why_not = RejectReason.PINNED_OUT, pinned_out(fleet, model.profile)
-        if why_not is not None:
-            actions += [reject(fleet, request, reason, why_not) for request in list(model.waiting.values())]
-    return actions
-
-
-def outdated(request: Request) -> str | None:
-    """Why a request cannot go on, for people: its model is gone, or not the one that it was accepted for."""
-    profile = request.model.profile
-    if profile is None:
-        return gone(request.model)
-    return None if profile.digest == request.digest else replaced(request.model)
-
-
-def gone(model: Model) -> str:
-    return f"model `{model.name}` was removed before the request was done"
-
-
-def replaced(model: Model) -> str:
-    return f"model `{model.name}` was replaced by another version before the request was done; ask again"
+#: Names in a sentence for people.
+MAX_NAMES = 3
 
 
 def reject(
     fleet: Fleet, request: Request, reason: RejectReason, message: str, retry_s: float | None = None
 ) -> Reject:
+    """End an accepted request, and return the order that says so."""
     fleet.end(request)
     return Reject(request.request_id, reason, message, retry_s)
+
+
+def refuse_hopeless(fleet: Fleet) -> list[Action]:
+    """Reject requests that wait for room which no worker can ever have, or none beside what is pinned.
+
+    While a lost worker is being replaced nobody is rejected: the room may come back with it.
+    """
+    if not fleet.is_complete:
+        return []
+    actions: list[Action] = []
+    for model in [fleet.models[name] for name in fleet.queues.for_room]:
+        if model.profile is None:
+            continue
+        reason, why_not = RejectReason.NEVER_FITS, explain_misfit(fleet, model.profile)
+        if why_not is None:
+            reason, why_not = RejectReason.PINNED_OUT, explain_pinned_out(fleet, model.profile)
+        if why_not is not None:
+            actions += [reject(fleet, request, reason, why_not) for request in list(model.waiting.values())]
+    return actions
+
+
+# Why a model has no room.
+
+
+def explain_misfit(fleet: Fleet, profile: ModelProfile) -> str | None:
+    """Say why no worker could ever hold a model; None if one could, or there is no worker yet."""
+    if not fleet.workers:
+        return None
+    texts = []
+    for kind, index in fleet.capacity.by_kind.items():
+        budget_bytes = index.budget.highest or 0
+        footprint = profile.footprints.get(kind)
+        if footprint is None:
+            texts.append(f"it cannot run on `{kind}`")
+        elif footprint.least_bytes <= budget_bytes:
+            return None
+        else:
+            texts.append(
+                f"on `{kind}` it needs {_format_bytes(footprint.least_bytes)} "
+                f"({_format_bytes(footprint.fixed_bytes)} for weights and workspace, "
+                f"{_format_bytes(footprint.min_kv_bytes)} for KV), the largest budget of a worker: "
+                f"{_format_bytes(budget_bytes)}"
+            )
+    advice = "give workers more memory, or deploy it quantised or with a shorter context"
+    return f"model `{profile.model}` fits no worker: {'; '.join(texts)}; {advice}"
+
+
+def explain_pinned_out(fleet: Fleet, profile: ModelProfile) -> str | None:
+    """Say why pinned models leave no room for a model; None if a worker could make some."""
+    if fleet.capacity.could_fit(profile):
+        return None
+    texts = []
+    for index, footprint in fleet.capacity.find_suited(profile):
+        roomiest = next(index.unpinned.down_to_rank(0), None)
+        if roomiest is not None:
+            worker = fleet.workers[roomiest]
+            budget_bytes = worker.promises.budget_bytes
+            freeable_bytes = worker.promises.freeable_bytes(Hold.BUSY)
+            texts.append(
+                f"it needs {_format_bytes(footprint.least_bytes)}, at most {_format_bytes(freeable_bytes)} "
+                f"of {_format_bytes(budget_bytes)} can be freed, on worker `{roomiest}`{_name_pinned(worker)}"
+            )
+    advice = "unpin a model with `hearth stop NAME` or a finite keep_alive, or give workers more memory"
+    return f"model `{profile.model}` has no room beside pinned ones: {'; '.join(texts)}; {advice}"
+
+
+def explain_shortage(worker: Worker, footprint: Footprint) -> str | None:
+    """Say why a worker has no room for a model now; None if it has, or could evict idle ones."""
+    freeable_bytes = worker.promises.freeable_bytes(Hold.WARM)
+    if freeable_bytes >= footprint.least_bytes:
+        return None
+    busy = [replica.model.name for replica in worker.replicas.values() if replica.hold is Hold.BUSY]
+    text = f"needs {_format_bytes(footprint.least_bytes)}, {_format_bytes(freeable_bytes)} can be freed"
+    return text + _name_some("busy", busy) + _name_pinned(worker)
+
+
+def _name_pinned(worker: Worker) -> str:
+    """Return the end of a sentence that names the pinned models of a worker; empty if it has none."""
+    pinned = [replica.model.name for replica in worker.replicas.values() if replica.hold is Hold.PINNED]
+    return _name_some("pinned", pinned)
+
+
+def _name_some(what: str, names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    rest = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return f"; {what}: {', '.join(names[:MAX_NAMES])}{rest}"
+
+
+def _format_bytes(num_bytes: int) -> str:
+    if num_bytes >= 10**9:
+        return f"{num_bytes / 1e9:.2f} GB"
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 10**6 else f"{num_bytes} bytes"
+
+
+# Why a request cannot go on with its model.
+
+
+def explain_outdated(request: Request) -> str | None:
+    """Say why a request cannot go on: its model was removed or replaced. None if it can."""
+    profile = request.model.profile
+    if profile is None:
+        return explain_removed(request.model)
+    return None if profile.digest == request.digest else explain_replaced(request.model)
+
+
+def explain_removed(model: Model) -> str:
+    """Say that a model was removed under a request."""
+    return f"model `{model.name}` was removed before the request was done"
+
+
+def explain_replaced(model: Model) -> str:
+    """Say that another version of a model took the place of the one that a request was meant for."""
+    return f"model `{model.name}` was replaced by another version before the request was done; ask again"

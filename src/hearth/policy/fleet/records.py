@@ -1,7 +1,7 @@
-"""The nouns of the fleet: requests, models, workers, and replicas, which are models on workers.
+"""The records of the fleet: requests, models, workers, and replicas, which are models on workers.
 
 Plain mutable records that refer to each other; they keep no books. Only `step` and what it calls writes them,
-and whatever changes a replica is followed by `Fleet.settle`.
+and whatever changes a replica is followed by `Fleet.reindex`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.events import ModelProfile
 from hearth.policy.fleet.ranking import Ranking
 from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
@@ -20,7 +21,7 @@ SPARE_KEEP_ALIVE_S = 300.0
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Accepted and not ended: it waits in its model's queue, or runs on a replica."""
+    """A request that was accepted and has not ended: it waits in its model's queue, or runs on a replica."""
 
     request_id: RequestId
     model: Model
@@ -28,9 +29,9 @@ class Request:
     keep_alive_s: float | None
     digest: str  #: of the version that it was accepted for; no other continues it
     num_resumes: int = 0
-    #: Since when it waits, or waited last, and in which turn of the brain that began.
+    #: Since when it waits, or waited last, and in which step of the brain that began.
     queued_s: float = 0.0
-    queued_turn: int = 0
+    queued_step: int = 0
     #: None while it waits.
     replica: Replica | None = None
     started_s: float = 0.0
@@ -38,15 +39,17 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
-    """A load failed on every worker that could hold the model."""
+    """A model's loads failed on every worker that could hold it."""
 
     message: str
     delay_s: float
-    until_s: float  #: before that it is not tried again
+    until_s: float  #: before that no load is tried again
 
 
 @dataclass(slots=True, eq=False)
 class Model:
+    """A deployed model, or a removed one that still has replicas."""
+
     name: ModelId
     #: None: removed; what still runs may finish.
     profile: ModelProfile | None = None
@@ -59,55 +62,73 @@ class Model:
     #: None: its last load did not fail, or may do better elsewhere.
     failure: LoadFailure | None = None
     bytes_by_rung: Mapping[Rung, int] | None = None
-    #: Of its weights, in the device memory of workers that have any. Written by `policy/fleet/affinity.py`.
-    resident: dict[WorkerId, int] = field(default_factory=dict)
-    #: Those of `resident` without a replica, by how many bytes: where it was evicted and something is left.
+    #: Of its weights, in the device memory of workers that have any. Written only by `device_bytes.py`.
+    resident_bytes: dict[WorkerId, int] = field(default_factory=dict)
+    #: Workers of `resident_bytes` without a replica, by how many bytes: it was evicted, and some are left.
     retired: Ranking[WorkerId] = field(default_factory=Ranking)
     replicas: dict[WorkerId, Replica] = field(default_factory=dict)
     #: Those of `replicas` that new requests may go to; of these, those still loading.
     usable: dict[WorkerId, Replica] = field(default_factory=dict)
     loading: dict[WorkerId, Replica] = field(default_factory=dict)
-    #: Those of `usable` with a free slot, by how many run there.
-    open: Ranking[WorkerId] = field(default_factory=Ranking)
+    #: Workers of `usable` replicas that have a free slot, by how many requests run there.
+    with_free_slot: Ranking[WorkerId] = field(default_factory=Ranking)
     #: Workers on which it failed and has not been ready since. They are tried again only where it has no
     #: replica and no other worker has room: one broken device must not use up the requests of a model.
     failed_on: dict[WorkerId, Worker] = field(default_factory=dict)
-    #: By number, ascending. Empty while any replica is open.
+    #: By number, ascending. Empty while any replica has a free slot.
     waiting: dict[int, Request] = field(default_factory=dict)
     #: The queue of the fleet that it stands in; None exactly if nothing waits.
     queue: Ranking[ModelId] | None = None
 
     @property
     def keep_alive_s(self) -> float:
+        """How long an idle replica stays warm: as the last request said, else as the model is deployed."""
         if self.named_keep_alive_s is not None:
             return self.named_keep_alive_s
         return 0.0 if self.profile is None else self.profile.keep_alive_s
 
     @property
     def is_pinned(self) -> bool:
+        """True if one replica of the model is kept for ever."""
         return self.profile is not None and (self.profile.is_pinned or math.isinf(self.keep_alive_s))
 
     @property
     def pinned_replica(self) -> Replica | None:
-        """The oldest one that is wanted; the others come and go with the load."""
+        """The oldest replica of a pinned model that is wanted; the others come and go with the load."""
         if not self.is_pinned:
             return None
         return next((replica for replica in self.replicas.values() if not replica.is_unwanted), None)
 
     @property
     def num_running(self) -> int:
-        """On replicas that new requests may go to."""
+        """How many requests run on replicas that new ones may go to."""
         return sum(len(replica.running) for replica in self.usable.values())
 
     @property
-    def head(self) -> Request | None:
-        """The request that has waited longest."""
+    def first_waiting(self) -> Request | None:
+        """The waiting request that arrived first."""
         return next(iter(self.waiting.values()), None)
+
+    def record_failure(self, worker: Worker) -> None:
+        """Remember that the model failed on a worker."""
+        self.failed_on[worker.name], worker.failed[self.name] = worker, self
+
+    def clear_failure(self, worker: Worker) -> None:
+        """Forget that the model failed on a worker, where it is ready now."""
+        self.failure = None
+        self.failed_on.pop(worker.name, None)
+        worker.failed.pop(self.name, None)
+
+    def clear_failures(self) -> None:
+        """Forget all failures of a model that was deployed anew or removed."""
+        self.failure, self.num_deadly_loads = None, 0
+        for worker in list(self.failed_on.values()):
+            self.clear_failure(worker)
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A user wants the replica idle; requests that came later undo it."""
+    """A user's wish that a replica be idle; requests that came later undo it."""
 
     number: int  #: of the next request at that time
     is_freed: bool
@@ -115,6 +136,8 @@ class Stop:
 
 @dataclass(slots=True, eq=False)
 class Replica:
+    """A model on a worker, from the order to load it until it is evicted."""
+
     model: Model
     worker: Worker
     num_bytes: int  #: of device memory that it is promised, KV included
@@ -133,37 +156,46 @@ class Replica:
     drain: Drain | None = None
     #: As the books have it. None: in no books, because it was not entered yet or has left.
     hold: Hold | None = None
-    #: As its worker has it while the replica has no requests. Once a turn is over it is `hold`, unless busy.
-    told: Hold = Hold.WARM
-    #: The earliest entry for it in `policy/fleet/expiry.py`; infinite: none.
-    timed_s: float = math.inf
+    #: As its worker has it while the replica has no requests. Once a step is over it is `hold`, unless busy.
+    notified_hold: Hold = Hold.WARM
+    #: The time of the earliest entry for it in `Expiries`; infinite: none.
+    expiry_entry_s: float = math.inf
+
+    @property
+    def booked_hold(self) -> Hold:
+        """The hold of a replica that is in the books."""
+        assert self.hold is not None, f"in no books: `{self.model.name}` on worker `{self.worker.name}`"
+        return self.hold
 
     @property
     def is_leaving(self) -> bool:
+        """True if the replica is evicted as soon as it is idle."""
         return self.is_stale or (self.stop is not None and self.stop.is_freed)
 
     @property
     def is_outdated(self) -> bool:
-        """Its bytes are of no use any more; those of one that is only stale may be."""
+        """True if other bytes are deployed under the model's name; a stale replica may have the same."""
         profile = self.model.profile
         return profile is None or (profile.digest, profile.num_bytes) != (self.digest, self.total_bytes)
 
     @property
-    def is_freed(self) -> bool:
-        """Whether its bytes have to go with it."""
+    def must_free_bytes(self) -> bool:
+        """True if the replica's bytes have to leave the device with it."""
         return self.is_outdated or (self.stop is not None and self.stop.is_freed)
 
     @property
     def is_unwanted(self) -> bool:
+        """True if the replica is of an old version, or a user has stopped it."""
         return self.is_stale or self.stop is not None
 
     @property
     def expires_s(self) -> float:
-        """When an idle one is only retained."""
+        """When the replica, if it stays idle, is only retained."""
         keep_alive_s = self.model.keep_alive_s
         return self.idle_since_s + (SPARE_KEEP_ALIVE_S if math.isinf(keep_alive_s) else keep_alive_s)
 
     def hold_at(self, now_s: float) -> Hold:
+        """Return how the replica has to be held at that time, whatever the books say."""
         if self.model.pinned_replica is self:
             return Hold.PINNED
         if self.running:
@@ -173,31 +205,20 @@ class Replica:
 
 @dataclass(slots=True, eq=False)
 class Worker:
+    """One life of a worker process, which has one device."""
+
     name: WorkerId
     kind: str
-    budget_bytes: int
     max_seqs: int
+    promises: Promises
     replicas: dict[ModelId, Replica] = field(default_factory=dict)
-    #: Those with requests.
+    #: Those of `replicas` with requests.
     busy: dict[ModelId, Replica] = field(default_factory=dict)
-    #: By `Hold`: what the replicas held so are promised, together at most the budget.
-    held_bytes: list[int] = field(default_factory=lambda: [0] * len(Hold))
     drain: Drain | None = None
     #: Models that failed here and have not been ready since.
     failed: dict[ModelId, Model] = field(default_factory=dict)
-    #: Models that have bytes here, with a replica or without.
-    resident: dict[ModelId, Model] = field(default_factory=dict)
-
-    @property
-    def free_bytes(self) -> int:
-        """Promised to nobody; others may use it all the same."""
-        return self.budget_bytes - sum(self.held_bytes)
-
-    @property
-    def utilisation(self) -> float:
-        """Share of the budget in use by busy, warm and pinned models."""
-        used_bytes = sum(self.held_bytes) - self.held_bytes[Hold.RETAINED]
-        return used_bytes / self.budget_bytes if self.budget_bytes else 1.0
+    #: Models that have bytes here, with a replica or without. Written only by `device_bytes.py`.
+    resident_models: dict[ModelId, Model] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,83 @@
+"""Which idle replicas of a worker are evicted for a model that needs room. Evicts nothing itself.
+
+Retained replicas go before warm ones, busy and pinned ones are not touched, and no more go than have to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hearth.policy.fleet.estimates import Estimates
+from hearth.policy.fleet.events import Footprint
+from hearth.policy.fleet.records import Replica, Worker
+from hearth.types import Hold
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A replica that may have to go."""
+
+    replica: Replica
+    cost_s: float  #: the reload cost of its weights
+
+    @property
+    def rank(self) -> tuple[Hold | None, float, str]:
+        """A key for sorting: first goes what is held least, then what costs least per byte."""
+        replica = self.replica
+        return replica.hold, self.cost_s / max(1, replica.num_bytes), replica.model.name
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionPlan:
+    """The replicas that have to go before a model has room on a worker; none if it has room already."""
+
+    victims: tuple[Victim, ...]
+
+    @property
+    def evict_s(self) -> float:
+        """The reload costs of all victims together."""
+        return sum(victim.cost_s for victim in self.victims)
+
+
+def plan_evictions(
+    worker: Worker, footprint: Footprint, estimates: Estimates, now_s: float
+) -> EvictionPlan | None:
+    """Return who has to go for a model; None if there is no room even if every idle replica went."""
+    if not worker.promises.could_have_room(footprint, Hold.WARM):
+        return None
+    if worker.promises.has_room(footprint):
+        return EvictionPlan(())
+    idle = (replica for replica in worker.replicas.values() if replica.hold in (Hold.RETAINED, Hold.WARM))
+    victims = [price_victim(replica, estimates, now_s) for replica in idle]
+    return EvictionPlan(choose_fewest(worker, victims, footprint))
+
+
+def price_victim(replica: Replica, estimates: Estimates, now_s: float) -> Victim:
+    """Return a replica with its reload cost, which is 0 for an old version: nobody loads that again."""
+    model = replica.model
+    if model.profile is None or replica.is_stale:
+        return Victim(replica, 0.0)
+    load_s = estimates.load_s(replica.total_bytes, model.bytes_by_rung)
+    weight = model.profile.weight
+    return Victim(replica, estimates.eviction_cost_s(model.name, replica.total_bytes, load_s, weight, now_s))
+
+
+def choose_fewest(worker: Worker, victims: Iterable[Victim], footprint: Footprint) -> tuple[Victim, ...]:
+    """Return the victims of lowest rank that make room for a model, without those that turn out needless."""
+    promises = worker.promises.copy()
+    chosen: list[Victim] = []
+    for victim in sorted(victims, key=lambda victim: victim.rank):
+        if promises.has_room(footprint):
+            break
+        chosen.append(victim)
+        promises.release(victim.replica.num_bytes, victim.replica.booked_hold)
+    assert promises.has_room(footprint), f"the victims do not suffice: {promises=} {footprint=}"
+    spared = set()
+    for victim in reversed(chosen):
+        promises.add(victim.replica.num_bytes, victim.replica.booked_hold)
+        if promises.has_room(footprint):
+            spared.add(victim.replica)
+        else:
+            promises.release(victim.replica.num_bytes, victim.replica.booked_hold)
+    return tuple(victim for victim in chosen if victim.replica not in spared)

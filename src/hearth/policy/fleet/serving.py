@@ -1,0 +1,213 @@
+"""Who of those that wait is served next, and for whom others are drained. Hears no events.
+
+Room goes to the first model that waits for some; nobody behind it may take any on the workers that could
+ever hold it, so that it cannot starve. A model that could not fit even if everything unpinned went holds up
+nobody.
+
+Whoever has waited for room for `patience_s` has busy models of one worker drained (`drain.py`): so
+models that do not fit side by side alternate. From then on only that worker is kept for it.
+
+What is left goes to second replicas, where loading one takes less time than waiting for a slot and no warm
+model has to go. Who has waited for a slot for `patience_s` has shown the estimate wrong, and gets one anyway.
+Last come models that are deployed as pinned and on no worker: nobody has asked, so nothing warm goes.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hearth.policy.fleet.drain import begin_drain, is_done, is_needless, plan_drain
+from hearth.policy.fleet.events import Action, Dispatch, Evict, LoadModel, Option, SetTimer, Why
+from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.records import Drain, Model, Replica, Request
+from hearth.policy.fleet.routing import ReplicaPlace, ReservedWorkers, choose_place, choose_replica
+
+
+def serve_queues(fleet: Fleet) -> list[Action]:
+    """Give all room there is to those who wait, in their order; then see to those who wait too long."""
+    actions = _end_needless_drains(fleet) + _share_out(fleet)
+    while _drain_for_overdue(fleet):  # From now on only that worker is kept for it.
+        actions += _share_out(fleet)
+    fleet.queues.must_serve = False
+    return actions
+
+
+def _share_out(fleet: Fleet) -> list[Action]:
+    """Give room to those who wait for some, then to second replicas, then to pinned models."""
+    reserved = ReservedWorkers()
+    actions = _serve_room_queue(fleet, reserved)
+    if not reserved.has_all(fleet):
+        actions += _serve_slot_queue(fleet, reserved)
+        actions += _load_unasked(fleet, reserved)
+    return actions
+
+
+def _serve_room_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
+    """Load models that wait for room, and add to `reserved` what is kept for those who get none yet."""
+    actions: list[Action] = []
+    for name in fleet.queues.for_room:
+        model = fleet.models[name]
+        if name not in fleet.queues.for_room or not _could_fit(fleet, model):
+            continue  # A drain has ended and gave it its replica back; or no room would do for it.
+        if (place := choose_place(fleet, model, reserved=reserved)) is not None:
+            actions += _load(fleet, model, place) + _end_needless_drains(fleet)
+            continue
+        if (drain := fleet.drains.get(name)) is not None and is_done(drain):
+            actions += _end_drain(fleet, drain)  # Somebody else got its room: it needs another one.
+        reserve_room(fleet, model, reserved)
+        if reserved.has_all(fleet):
+            break
+    return actions
+
+
+def reserve_room(fleet: Fleet, model: Model, reserved: ReservedWorkers) -> None:
+    """Keep room for a model that waits for some: of the worker that is drained for it, else of all."""
+    if (drain := fleet.drains.get(model.name)) is not None:
+        reserved.names.add(drain.worker.name)
+    elif model.profile is not None:
+        reserved.add_suited(fleet.capacity, model.profile)
+
+
+def _serve_slot_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
+    """Load a second replica of models whose replicas are all full and none is on its way."""
+    actions: list[Action] = []
+    for name in fleet.queues.for_slot:
+        model = fleet.models[name]
+        if not is_second_worthwhile(fleet, model):
+            continue
+        is_overdue = _is_overdue(fleet, model)
+        place = choose_place(fleet, model, may_evict_warm=is_overdue, reserved=reserved)
+        if place is not None and (is_overdue or is_second_worthwhile(fleet, model, place.evictions.evict_s)):
+            actions += _load(fleet, model, place)
+    return actions
+
+
+def is_second_worthwhile(fleet: Fleet, model: Model, evict_s: float = 0.0) -> bool:
+    """True if another replica of a full model would be there before the last one who waits has a slot.
+
+    Also if so many wait that others will soon be refused.
+    """
+    if model.profile is None or model.loading or not model.usable or not model.waiting:
+        return False
+    is_queue_filling = 2 * fleet.queues.num_waiting >= fleet.config.max_queue
+    if is_queue_filling or _is_overdue(fleet, model):
+        return True
+    load_s = fleet.estimates.load_s(model.profile.num_bytes, model.bytes_by_rung)
+    run_s = fleet.estimates.run_s(model.name)
+    return load_s + evict_s < run_s * len(model.waiting) / max(1, model.num_running)
+
+
+def _load_unasked(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
+    """Load models deployed as pinned, which nobody need ask for, unless loading one has proved deadly."""
+    actions: list[Action] = []
+    for model in list(fleet.unplaced.values()):
+        is_failing = model.failure is not None and fleet.now_s < model.failure.until_s
+        if is_failing or model.num_deadly_loads > fleet.config.max_resumes:
+            continue
+        place = choose_place(fleet, model, may_evict_warm=False, reserved=reserved)
+        if place is not None:
+            actions += _load(fleet, model, place)
+    return actions
+
+
+def _load(fleet: Fleet, model: Model, place: ReplicaPlace) -> list[Action]:
+    """Evict, load, and send those who wait behind the load."""
+    assert model.profile is not None, f"removed: `{model.name}`"
+    actions: list[Action] = []
+    for victim in place.evictions.victims:
+        fleet.remove(victim.replica)
+        actions.append(Evict(victim.replica.model.name, place.worker.name, victim.cost_s, is_freed=False))
+    worker, footprint, profile = place.worker, place.footprint, model.profile
+    reused_bytes = model.resident_bytes.get(worker.name, 0)
+    replica = Replica(
+        *(model, worker, footprint.least_bytes, profile.num_bytes, profile.digest),
+        reused_bytes=reused_bytes,
+        loaded_bytes=reused_bytes,
+    )
+    fleet.add(replica)
+    max_kv_bytes = min(footprint.max_kv_bytes, worker.promises.budget_bytes - footprint.fixed_bytes)
+    actions.append(LoadModel(model.name, worker.name, footprint.min_kv_bytes, max_kv_bytes))
+    if (first := model.first_waiting) is not None:
+        why = Why.EVICTED if place.evictions.victims else Why.FREE_ROOM
+        actions.append(_dispatch(fleet, first, replica, why, place.options))
+    return actions + fill_slots(fleet, model)
+
+
+def fill_slots(fleet: Fleet, model: Model) -> list[Action]:
+    """Send those who wait for a model to its free slots."""
+    actions: list[Action] = []
+    while (first := model.first_waiting) is not None and (chosen := choose_replica(fleet, model)) is not None:
+        why = Why.RESIDENT if chosen.replica.is_ready else Why.LOADING
+        actions.append(_dispatch(fleet, first, chosen.replica, why, chosen.options))
+    return actions
+
+
+def _dispatch(
+    fleet: Fleet, request: Request, replica: Replica, why: Why, options: tuple[Option, ...]
+) -> Dispatch:
+    fleet.start(request, replica)
+    return Dispatch(
+        request_id=request.request_id,
+        model=request.model.name,
+        worker=replica.worker.name,
+        why=Why.WAITED if request.queued_step < fleet.step_number else why,
+        waited_s=fleet.now_s - request.queued_s,
+        options=options,
+    )
+
+
+def _could_fit(fleet: Fleet, model: Model) -> bool:
+    return model.profile is not None and fleet.capacity.could_fit(model.profile)
+
+
+def _drain_for_overdue(fleet: Fleet) -> bool:
+    """Begin a drain for the first who has none yet, if that one has waited too long. False: for nobody."""
+    for name in fleet.queues.for_room:
+        model = fleet.models[name]
+        if name in fleet.drains or not _could_fit(fleet, model):
+            continue
+        if not _is_overdue(fleet, model) or (drain := plan_drain(fleet, model)) is None:
+            return False
+        begin_drain(fleet, drain)
+        return True
+    return False
+
+
+def _end_needless_drains(fleet: Fleet) -> list[Action]:
+    """End drains that nobody needs any more. One may give a model its replica back, and so end another."""
+    actions: list[Action] = []
+    while (drain := next((d for d in fleet.drains.values() if is_needless(fleet, d)), None)) is not None:
+        actions += _end_drain(fleet, drain)
+    return actions
+
+
+def _end_drain(fleet: Fleet, drain: Drain) -> list[Action]:
+    """Have the victims of a drain serve everybody again, if they are still there."""
+    del fleet.drains[drain.model.name]
+    drain.worker.drain = None
+    actions: list[Action] = []
+    for replica in drain.victims:
+        replica.drain = None
+        if replica.hold is not None:
+            fleet.reindex(replica)
+            actions += fill_slots(fleet, replica.model)
+    return actions
+
+
+def set_timer(fleet: Fleet) -> list[Action]:
+    """Order a timer for the next one whose patience ends; an earlier one that is set already will do.
+
+    Also for the next warm model that ends being warm: its worker has to know.
+    """
+    at_s = min(fleet.expiries.next_s(), fleet.queues.next_overdue_s(fleet.now_s, fleet.config.patience_s))
+    if at_s >= (math.inf if fleet.timer_s is None else fleet.timer_s):
+        return []
+    fleet.timer_s = at_s
+    return [SetTimer(at_s)]
+
+
+def _is_overdue(fleet: Fleet, model: Model) -> bool:
+    """True if the first request that waits for a model has lost its patience."""
+    first = model.first_waiting
+    assert first is not None, f"nobody waits for `{model.name}`"
+    return fleet.now_s >= first.queued_s + fleet.config.patience_s

@@ -1,0 +1,185 @@
+"""A simulated worker: carries out the brain's orders on a device that is only numbers. Knows no clock.
+
+An order that no worker could carry out raises AssertionError: a model beyond the budget, one evicted under
+its requests, a request without a slot. Whose weights give way is decided as on a real worker, by the reload
+cost per byte and from the end (`policy/memory/eviction.py`); `_make_room` is the one place that asks. When a
+load ends or a request is done is for whoever drives the worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hearth.policy.fleet.estimates import HORIZON_S
+from hearth.policy.fleet.events import Evict, LoadModel, ModelProfile, SetHold
+from hearth.policy.memory.bandwidth import RunningRate
+from hearth.policy.memory.demand import Demand
+from hearth.policy.memory.eviction import Tail, plan_takes, reload_cost
+from hearth.sim.device import DeviceMemory
+from hearth.types import Hold, ModelId, RequestId, WorkerId
+
+#: Bytes per second at which a model is taken to come back until it was loaded here.
+PRIOR_BYTES_PER_S = 20e9
+
+
+@dataclass(slots=True)
+class SimulatedReplica:
+    """A hosted model. Mutable; written only by its worker."""
+
+    profile: ModelProfile
+    version: int  #: of the deployment that it was loaded for
+    promised_bytes: int
+    load_number: int  #: of its last load on this worker
+    missing_bytes: int  #: of its weights: their place is kept, and the load under way brings them
+    is_loading: bool = True
+    is_ready: bool = False  #: it was loaded once
+    hold: Hold = Hold.WARM  #: while it has no requests
+    running: dict[RequestId, None] = field(default_factory=dict)
+
+    @property
+    def current_hold(self) -> Hold:
+        """How the replica is held now, with its requests."""
+        return Hold.BUSY if self.running and self.hold is not Hold.PINNED else self.hold
+
+
+class SimulatedWorker:
+    """Hosted models on one device. Mutable; written only by whoever drives it."""
+
+    def __init__(self, name: WorkerId, kind: str, budget_bytes: int, max_seqs: int) -> None:
+        self.name = name
+        self.kind = kind
+        self.max_seqs = max_seqs
+        self.device = DeviceMemory(budget_bytes)
+        self.replicas: dict[ModelId, SimulatedReplica] = {}
+        self._demand = Demand()
+        self._rates: dict[ModelId, RunningRate] = {}
+        self._weights: dict[ModelId, float] = {}  #: of the reload cost
+        self._num_loads = 0
+
+    # Orders.
+
+    def load(self, order: LoadModel, profile: ModelProfile, version: int, now_s: float) -> SimulatedReplica:
+        """Host a model, and begin to load what is missing of it."""
+        model, footprint = order.model, profile.footprints[self.kind]
+        assert model not in self.replicas, f"loaded twice on one worker: {order}"
+        assert footprint.min_kv_bytes == order.kv_floor_bytes <= order.max_kv_bytes, f"{order} {footprint}"
+        assert order.max_kv_bytes <= footprint.max_kv_bytes, f"{order} {footprint}"
+        promised_bytes = footprint.least_bytes + sum(one.promised_bytes for one in self.replicas.values())
+        assert promised_bytes <= self.device.budget_bytes, f"beyond the budget: {order} {promised_bytes=}"
+        self._weights[model] = profile.weight
+        self.device.place_other(model, footprint.least_bytes - profile.num_bytes)
+        replica = SimulatedReplica(profile, version, footprint.least_bytes, load_number=0, missing_bytes=0)
+        self.replicas[model] = replica
+        self._begin_load(model, replica, now_s)
+        return replica
+
+    def evict(self, order: Evict) -> None:
+        """Host a model no longer; its weights stay until somebody needs their place, unless it is freed."""
+        replica = self.replicas.pop(order.model, None)
+        assert replica is not None or order.is_freed, f"evicted twice: {order}"
+        assert replica is None or not replica.running, f"evicted while busy: {order}"
+        assert order.cost_s >= 0.0, f"{order.cost_s=}"
+        if order.is_freed:
+            self._forget(order.model)
+        elif replica is not None:
+            self.device.free_other(order.model)
+            there_bytes = self.device.count_bytes(order.model) - replica.missing_bytes
+            self.device.truncate(order.model, there_bytes)
+
+    def set_hold(self, order: SetHold) -> None:
+        """Hold a model otherwise while it has no requests."""
+        replica = self.replicas[order.model]
+        assert order.hold not in (Hold.BUSY, replica.hold), f"needless: {order}"
+        replica.hold = order.hold
+
+    def run(self, request_id: RequestId, model: ModelId, now_s: float) -> SimulatedReplica:
+        """Give a request a slot; if others took weights of its model, load them again."""
+        replica = self.replicas[model]
+        assert len(replica.running) < self.max_seqs, f"no slot: {request_id=} {model=}"
+        replica.running[request_id] = None
+        if replica.hold is Hold.RETAINED:
+            replica.hold = Hold.WARM
+        self._demand.arrived(model, now_s)
+        if not replica.is_loading and self.device.count_bytes(model) < replica.profile.num_bytes:
+            self._begin_load(model, replica, now_s)
+        return replica
+
+    def cancel(self, request_id: RequestId, model: ModelId) -> None:
+        """Free the slot of a request that is no longer wanted."""
+        del self.replicas[model].running[request_id]
+
+    # Facts, at the times that the driver chooses.
+
+    def finish_load(self, model: ModelId, num_bytes: int, seconds: float) -> None:
+        """Have all weights of a model that is loading there."""
+        replica = self.replicas[model]
+        replica.is_loading, replica.is_ready, replica.missing_bytes = False, True, 0
+        self._rates.setdefault(model, RunningRate()).add(num_bytes, seconds)
+
+    def finish_run(self, request_id: RequestId, model: ModelId) -> None:
+        """Free the slot of a request that is done."""
+        del self.replicas[model].running[request_id]
+
+    def fail(self, model: ModelId) -> list[RequestId]:
+        """Lose a model with all its memory; return the requests that it had."""
+        replica = self.replicas.pop(model)
+        self._forget(model)
+        return list(replica.running)
+
+    def count_device_bytes(self) -> dict[ModelId, int]:
+        """Return how many bytes of each model are there, hosted or evicted, as a worker reports them."""
+        bytes_by_model = {}
+        for model in self.device.weights:
+            replica = self.replicas.get(model)
+            missing_bytes = 0 if replica is None else replica.missing_bytes
+            bytes_by_model[model] = self.device.count_bytes(model) - missing_bytes
+        return {model: num_bytes for model, num_bytes in bytes_by_model.items() if num_bytes}
+
+    def check(self) -> None:
+        """Raise AssertionError if more is promised, or lies on the device, than there is."""
+        promised_bytes = sum(replica.promised_bytes for replica in self.replicas.values())
+        assert promised_bytes <= self.device.budget_bytes, f"`{self.name}`: {promised_bytes=}"
+        assert self.device.free_bytes >= 0, f"`{self.name}`: {self.device.free_bytes=}"
+        for model, replica in self.replicas.items():
+            weights_bytes = self.device.count_bytes(model)
+            is_partial = weights_bytes < replica.profile.num_bytes
+            assert 0 <= replica.missing_bytes <= weights_bytes, f"`{model}` on `{self.name}`: {replica}"
+            assert not (is_partial and replica.is_loading), f"`{model}` on `{self.name}` lost what it loads"
+
+    def _begin_load(self, model: ModelId, replica: SimulatedReplica, now_s: float) -> None:
+        """Give all weights of a model a place, for which others may have to give way."""
+        profile = replica.profile
+        there_bytes = self.device.place_weights(model, profile.digest, profile.num_bytes)
+        self._num_loads += 1
+        replica.is_loading, replica.load_number = True, self._num_loads
+        replica.missing_bytes = profile.num_bytes - there_bytes
+        self._make_room(now_s)
+
+    def _make_room(self, now_s: float) -> None:
+        """Have idle models give way until everything has a place, by the worker's memory policy."""
+        lacking_bytes = -self.device.free_bytes
+        if lacking_bytes <= 0:
+            return
+        tails = []
+        for model, weights in self.device.weights.items():
+            replica = self.replicas.get(model)
+            hold = Hold.RETAINED if replica is None else replica.current_hold
+            if hold <= Hold.WARM and not (replica is not None and replica.is_loading):
+                tails.append(Tail(model, hold, self._cost_s_per_byte(model, now_s), weights.tail))
+        for take in plan_takes(tails, lacking_bytes):
+            self.device.take_units(take.model, take.num_units)
+        assert self.device.free_bytes >= 0, f"`{self.name}` cannot keep its promises: {lacking_bytes=}"
+
+    def _cost_s_per_byte(self, model: ModelId, now_s: float) -> float:
+        """Return the reload cost of one byte of a model, by what was asked and loaded on this worker."""
+        p_miss = self._demand.probability(model, now_s, HORIZON_S)
+        rate = self._rates.get(model)
+        bytes_per_s = (rate and rate.bytes_per_s) or PRIOR_BYTES_PER_S
+        return reload_cost(p_miss, 1, bytes_per_s, self._weights.get(model, 1.0))
+
+    def _forget(self, model: ModelId) -> None:
+        """Drop all bytes of a model, and what was learnt of it: another of its name may differ."""
+        self.device.drop(model)
+        self._demand.forget(model)
+        self._rates.pop(model, None)
+        self._weights.pop(model, None)

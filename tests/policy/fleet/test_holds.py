@@ -1,0 +1,66 @@
+"""When replicas expire, and whose workers are told, against a search through all of them."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hearth.policy.fleet.capacity import Promises
+from hearth.policy.fleet.holds import Expiries, HoldNotices
+from hearth.policy.fleet.records import Model, Replica, Worker
+from hearth.types import Hold, ModelId, WorkerId
+from tests.policy.fleet.world import profile
+
+KEEP_ALIVE_S = 10.0
+#: (which replica, its new hold, since when it is idle)
+CHANGES = st.lists(
+    st.tuples(st.integers(0, 3), st.none() | st.sampled_from(Hold), st.floats(0.0, 50.0)), max_size=30
+)
+
+
+def some_replicas() -> list[Replica]:
+    worker = Worker(WorkerId("w"), "cuda", 1, Promises(100))
+    models = [Model(ModelId(name), profile(name, keep_alive_s=KEEP_ALIVE_S)) for name in "abcd"]
+    return [Replica(model, worker, 10, 10, "") for model in models]
+
+
+@given(CHANGES, st.floats(0.0, 80.0))
+def test_every_warm_replica_expires_in_time_and_no_other(
+    changes: list[tuple[int, Hold | None, float]], now_s: float
+) -> None:
+    expiries, replicas = Expiries(), some_replicas()
+    for at, hold, idle_since_s in changes:
+        replicas[at].hold, replicas[at].idle_since_s = hold, idle_since_s
+        expiries.put(replicas[at])
+    warm = [replica for replica in replicas if replica.hold is Hold.WARM]
+    assert expiries.next_s() == min((replica.expires_s for replica in warm), default=math.inf)
+    due = []
+    while (replica := expiries.pop_due(now_s)) is not None:
+        assert replica.hold is Hold.WARM
+        due.append(replica)
+        if replica.expires_s <= now_s:
+            replica.hold = Hold.RETAINED
+        expiries.put(replica)
+    assert {replica for replica in warm if replica.expires_s <= now_s} <= set(due)
+    rest_s = (replica.expires_s for replica in replicas if replica.hold is Hold.WARM)
+    assert expiries.next_s() == min(rest_s, default=math.inf)
+
+
+@given(CHANGES)
+def test_workers_are_told_of_each_change_once_and_never_who_is_busy(
+    changes: list[tuple[int, Hold | None, float]],
+) -> None:
+    notices, replicas = HoldNotices(), some_replicas()
+    for at, hold, _ in changes:
+        replicas[at].hold = hold
+        notices.put(replicas[at])
+    due = [one for one in replicas if one.hold in (Hold.RETAINED, Hold.PINNED)]  # All begin as warm ones.
+    taken = notices.take()
+    assert set(taken) == set(due)
+    assert len(taken) == len(due)
+    assert all(one.notified_hold is one.hold for one in due)
+    for one in replicas:
+        notices.put(one)
+    assert notices.take() == []

@@ -1,0 +1,76 @@
+"""The queues against a plain list of requests that wait."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hearth.policy.fleet.capacity import Promises
+from hearth.policy.fleet.events import RequestArrived
+from hearth.policy.fleet.queues import RequestQueues
+from hearth.policy.fleet.records import Model, Replica, Request, Worker
+from hearth.types import ModelId, RequestId, WorkerId
+from tests.policy.fleet.world import profile
+
+PATIENCE_S = 5.0
+#: (accept, start, requeue or end; which request or model)
+CHANGES = st.lists(st.tuples(st.sampled_from(["accept", "start", "requeue", "end"]), st.integers(0, 50)))
+
+
+def new_models() -> list[Model]:
+    """Three models: one with a usable replica, which is full, and two with none."""
+    models = [Model(ModelId(name), profile(name)) for name in "abc"]
+    worker = Worker(WorkerId("w"), "cuda", 1, Promises(100))
+    models[0].usable[worker.name] = Replica(models[0], worker, 10, 10, "")
+    return models
+
+
+def change(
+    queues: RequestQueues, models: list[Model], requests: dict[Request, bool], kind: str, at: int
+) -> None:
+    """`requests`: whether each waits."""
+    now_s = float(queues.next_number)
+    if kind == "accept":
+        event = RequestArrived(now_s, RequestId(f"r{queues.next_number}"), ModelId("a"), 1, None)
+        request = queues.accept(event, models[at % len(models)])
+        queues.enqueue(request, now_s, 0)
+        requests[request] = True
+        return
+    chosen = [one for one, is_waiting in requests.items() if is_waiting is (kind == "start") or kind == "end"]
+    if not chosen:
+        return
+    request = chosen[at % len(chosen)]
+    if kind == "requeue":
+        queues.enqueue(request, now_s, 0)
+        requests[request] = True
+        return
+    if requests[request]:
+        queues.dequeue(request)
+        queues.line_up(request.model)
+    requests[request] = False
+    if kind == "end":
+        queues.remove(request)
+        del requests[request]
+
+
+@given(CHANGES, st.floats(0.0, 60.0))
+def test_models_stand_in_the_order_of_their_first_request(
+    changes: list[tuple[str, int]], now_s: float
+) -> None:
+    queues, models = RequestQueues(), new_models()
+    requests: dict[Request, bool] = {}
+    for kind, at in changes:
+        change(queues, models, requests, kind, at)
+    waiting = sorted((one for one, is_waiting in requests.items() if is_waiting), key=lambda one: one.number)
+    assert queues.num_waiting == len(waiting)
+    assert queues.num_running == len(requests) - len(waiting)
+    first = list(dict.fromkeys(request.model.name for request in waiting))
+    assert list(queues.for_room) == [name for name in first if name != "a"]
+    assert list(queues.for_slot) == [name for name in first if name == "a"]
+    for model in models:
+        assert list(model.waiting.values()) == [request for request in waiting if request.model is model]
+    ends_s = [request.queued_s + PATIENCE_S for request in waiting]
+    expected_s = min((end_s for end_s in ends_s if end_s > now_s), default=math.inf)
+    assert queues.next_overdue_s(now_s, PATIENCE_S) == expected_s

@@ -1,0 +1,45 @@
+"""Who is told why, against a search through all workers."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+
+from hearth.policy.fleet.events import BrainConfig
+from hearth.policy.fleet.refusals import (
+    explain_misfit,
+    explain_outdated,
+    explain_pinned_out,
+    explain_shortage,
+)
+from hearth.types import Hold
+from tests.policy.fleet.world import CONFIGS, MANY_MOVES, Moves, played
+
+
+@settings(max_examples=80, deadline=None)
+@given(CONFIGS, MANY_MOVES)
+def test_a_reason_is_given_exactly_if_there_is_one(config: BrainConfig, moves: Moves) -> None:
+    fleet = played(config, moves).fleet
+    for model in fleet.models.values():
+        if model.profile is None:
+            continue
+        needs = model.profile.footprints
+        workers = list(fleet.workers.values())
+        fits = [needs[one.kind].least_bytes <= one.promises.budget_bytes for one in workers]
+        could = [one.promises.could_have_room(needs[one.kind], Hold.BUSY) for one in workers]
+        assert (explain_misfit(fleet, model.profile) is None) == (any(fits) or not workers)
+        assert (explain_pinned_out(fleet, model.profile) is None) == any(could)
+        for worker in workers:
+            shortage = explain_shortage(worker, needs[worker.kind])
+            assert (shortage is None) == worker.promises.could_have_room(needs[worker.kind], Hold.WARM)
+            if shortage is not None:
+                busy = [r.model.name for r in worker.replicas.values() if r.hold is Hold.BUSY]
+                assert all(name in shortage for name in busy[:3])
+
+
+@settings(max_examples=80, deadline=None)
+@given(CONFIGS, MANY_MOVES)
+def test_nobody_waits_for_a_model_that_was_removed_or_replaced(config: BrainConfig, moves: Moves) -> None:
+    fleet = played(config, moves).fleet
+    for request in fleet.queues.requests.values():
+        if request.replica is None:
+            assert explain_outdated(request) is None
