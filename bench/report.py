@@ -6,8 +6,12 @@ import json
 import os
 import platform
 import subprocess
+import sys
+import time
 from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +20,19 @@ import torch
 
 HERE = Path(__file__).parent
 _PACKAGES = ("torch", "triton", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the table; see scripts/tables."""
+
+    measure: str
+    unit: str
+    value: float
+    bound: float | None = None
+    aim: str | None = None
+    peers: Mapping[str, float] = field(default_factory=dict)
+    is_comparable: bool = True
 
 
 def arguments(description: str | None) -> ArgumentParser:
@@ -44,6 +61,15 @@ def environment() -> dict[str, object]:
         "python": platform.python_version(),
         **{package: _version(package) for package in _PACKAGES},
     }
+
+
+@contextmanager
+def step(name: str) -> Iterator[None]:
+    """Tell people what goes on."""
+    print(f"{name} ...", file=sys.stderr, flush=True)
+    began_s = time.perf_counter()
+    yield
+    print(f"{name}: {time.perf_counter() - began_s:.1f} s", file=sys.stderr, flush=True)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:

@@ -153,3 +153,14 @@ def test_the_check_catches_transformers_anywhere(tmp_path: Path) -> None:
 def test_a_room_without_arrows_may_import_nothing(tmp_path: Path) -> None:
     plant(tmp_path, "utils.py", "import hearth.types\n")
     assert wrong_arrows(tmp_path) == ["utils.py:1 utils -> hearth.types"]
+
+
+def test_benchmarks_import_nothing_of_the_tests() -> None:
+    bench = PACKAGE.parents[1] / "bench"
+    found = [
+        f"{path.relative_to(bench)}:{line} {module}"
+        for path in sorted(bench.rglob("*.py"))
+        for line, module in imports(path, bench)
+        if module.split(".")[0] == "tests"
+    ]
+    assert found == []

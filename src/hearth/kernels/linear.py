@@ -40,7 +40,7 @@ def flipped_linear(
         out.add_(bias)
 
 
-#: Up to here our kernel beats cuBLAS (bench/kernels.py).
+#: Up to here our kernel beats cuBLAS (bench/engine/kernels.py).
 MAX_SKINNY_ROWS = 1
 
 
