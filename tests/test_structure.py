@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "hearth"
 BASE = {"types", "errors", "version"}
 EXECUTION = BASE | {"config", "policy", "kernels", "models"}
 COMPOSITION = EXECUTION | {
+    "cpus",
     *("text", "messages", "engine", "memory", "store", "snapshot"),
     *("transfer", "worker", "control", "forecast", "api", "sim"),
 }
@@ -21,6 +22,7 @@ ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
     "config": BASE,
+    "cpus": set(),
     "messages": BASE,
     "wire": BASE | {"messages"},
     "policy": BASE,
@@ -29,19 +31,19 @@ ARROWS: dict[str, set[str]] = {
     "models": BASE | {"kernels"},
     "engine": EXECUTION | {"text"},
     "memory": EXECUTION,
-    "store": EXECUTION | {"messages"},
+    "store": EXECUTION | {"cpus", "messages"},
     "snapshot": EXECUTION,
     "transfer": EXECUTION | {"messages"},
-    "worker": EXECUTION | {"engine", "memory", "store", "snapshot", "transfer", "messages", "wire"},
+    "worker": EXECUTION | {"cpus", "engine", "memory", "store", "snapshot", "transfer", "messages", "wire"},
     "forecast": BASE | {"policy"},
-    "control": BASE | {"config", "policy", "store", "messages", "wire", "forecast", "text"},
+    "control": BASE | {"config", "cpus", "policy", "store", "messages", "wire", "forecast", "text"},
     "api": BASE | {"config", "control", "messages", "policy", "text"},
     "sim": BASE | {"config", "policy", "snapshot"},
-    "doctor": BASE | {"config", "kernels"},
+    "doctor": BASE | {"config", "cpus", "kernels"},
     "offline": COMPOSITION,
     "llm": COMPOSITION | {"offline"},
     "cli": COMPOSITION | {"doctor", "llm", "offline"},
-    "__init__": BASE | {"llm"},
+    "__init__": BASE | {"cpus", "llm"},
 }
 
 #: Modules from outside that a room must do without; "*" is every room.

