@@ -33,7 +33,7 @@ class Done:
 
 
 class HostPages:
-    """Strict: what the driver of a GPU would refuse is refused here."""
+    """Pages of one anonymous file. Strict: what the driver of a GPU would refuse is refused here."""
 
     #: Far from where the system puts things by itself, on all the processors that tests run on.
     base_address = 0x18000000000

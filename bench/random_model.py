@@ -35,7 +35,7 @@ TINY: Mapping[str, object] = {
 def write_random(
     directory: Path, config: Mapping[str, object], dtype: str, seed: int, device: torch.device
 ) -> Path:
-    """A converted model; the same one for the same seed on the same device. One that is there is kept."""
+    """Write a converted model, the same for one seed and device; one that is there is kept."""
     if (directory / MANIFEST).exists():
         return directory
     directory.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def _fill(base: torch.Tensor, spec: TensorSpec, generator: torch.Generator) -> N
 
 
 def tokenizer_json(vocab_size: int) -> str:
-    """Byte-level. Each token adds whole characters, so that each is an event of its own in a stream."""
+    """Return a byte-level tokenizer; each token adds whole characters, so each is an event of a stream."""
     printable = [chr(code) for code in range(33, 127)]  # which byte-level spelling leaves as they are
     words = [f"\u0120w{number}" for number in range(vocab_size - len(printable))]
     backend = Backend(models.BPE(vocab={token: at for at, token in enumerate(printable + words)}, merges=[]))

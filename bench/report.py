@@ -36,7 +36,7 @@ class Row:
 
 
 def arguments(description: str | None) -> ArgumentParser:
-    """A parser with the flags that all benchmarks share."""
+    """Return a parser with the flags that all benchmarks share."""
     parser = ArgumentParser(description=description)
     parser.add_argument("--save", action="store_true", help="also write the result under bench/results")
     return parser
@@ -63,30 +63,35 @@ def environment() -> dict[str, object]:
     }
 
 
+def tell(text: str) -> None:
+    """Tell people what goes on; standard output is the result's alone."""
+    print(text, file=sys.stderr, flush=True)
+
+
 @contextmanager
 def step(name: str) -> Iterator[None]:
-    """Tell people what goes on."""
-    print(f"{name} ...", file=sys.stderr, flush=True)
+    """Tell people that a step begins, and how long it took."""
+    tell(f"{name} ...")
     began_s = time.perf_counter()
     yield
-    print(f"{name}: {time.perf_counter() - began_s:.1f} s", file=sys.stderr, flush=True)
+    tell(f"{name}: {time.perf_counter() - began_s:.1f} s")
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Each percentile is the smallest value that so many percent of them do not exceed."""
+    """Return percentiles, each the smallest value that so many percent do not exceed, and the extremes."""
     ranked = sorted(values)
     at = {p: ranked[max(0, -(-p * len(ranked) // 100) - 1)] for p in (50, 90, 99)}
     return {**{f"p{p}": v for p, v in at.items()}, "min": ranked[0], "max": ranked[-1], "n": len(ranked)}
 
 
 def peers() -> Mapping[str, object]:
-    """What other systems reached, as measured on the same machines."""
+    """Return what other systems reached, as measured on the same machines."""
     figures: Mapping[str, object] = json.loads((HERE / "peers.json").read_text())
     return figures
 
 
 def _commit() -> str | None:
-    """Of the sources; where they came without their history, or an older one, a note beside them says it."""
+    """Return the sources' commit; without their history, or with an older one, from a note beside them."""
     note = HERE.parent / ".carry" / "COMMIT"
     carried = note.read_text().strip() if note.exists() else None
     revision = _output_of("git", "rev-parse", "--short", "HEAD")
@@ -110,7 +115,7 @@ def _version(package: str) -> str | None:
 
 
 def _output_of(*command: str) -> str | None:
-    """None if there is no such command here, or it fails."""
+    """Return what a command prints; None if there is no such command here, or it fails."""
     try:
         done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True)
     except (FileNotFoundError, subprocess.CalledProcessError):

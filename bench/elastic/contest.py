@@ -33,14 +33,14 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """Where arms are compared."""
+    """A stage on which arms run the same load, and the prompts for it."""
 
     stage: Stage
     prompts: Prompts
     maps: Callable[[], Maps]  #: so far
 
     def measure(self, arm: Arm, load: Load, *, is_pressed: bool = False) -> Measured:
-        """One run, from KV as the arm begins with it."""
+        """Run a load once, from KV as the arm begins with it."""
         stage = self.stage
         stage.set_up(arm)
         engine = stage.engine_of(arm)
@@ -48,7 +48,7 @@ class Contest:
         outside, taken_bytes = Maps(), 0
 
         def between() -> None:
-            """Others come, which is no part of what is measured."""
+            """Let other models come, which is no part of what is measured."""
             nonlocal outside, taken_bytes
             before, left_bytes = self.maps(), stage.filler_bytes
             if is_pressed and arm is Arm.ELASTIC:
@@ -71,7 +71,7 @@ class Contest:
 
 
 def in_turns(arms: Sequence[Arm], num_rounds: int) -> Iterator[Arm]:
-    """Every other round the other way round, so that no drift favours one of them."""
+    """Yield the arms round by round, every other round backwards, so that no drift favours one of them."""
     for number in range(num_rounds):
         yield from arms if number % 2 == 0 else reversed(arms)
 
@@ -80,23 +80,23 @@ Rate = Callable[[Run], float]  #: tokens per second
 
 
 def of_all(run: Run) -> float:
-    """From the first request to the last token."""
+    """Return the throughput from the first request to the last token."""
     return run.tokens_per_s
 
 
 def of_decode(num_requests: int) -> Rate:
-    """While all requests decode."""
+    """Return a rate that counts only while all requests decode."""
     return lambda run: run.decode_tokens_per_s(num_requests)
 
 
 def paired_ratio(results: Mapping[Arm, Sequence[Measured]], base: Arm, rate: Rate) -> float:
-    """Median over the rounds of the elastic run's throughput over that of the base in the same round."""
+    """Return the median over the rounds of elastic throughput over the base's in the same round."""
     pairs = zip(results[Arm.ELASTIC], results[base], strict=True)
     return median(rate(ours.run) / rate(theirs.run) for ours, theirs in pairs)
 
 
 def compared(results: Mapping[Arm, Sequence[Measured]], rates: Mapping[str, Rate]) -> dict[str, object]:
-    """`rates`: by what they are called."""
+    """Return the arms' runs as JSON, with the ratio of each rate to that of every other arm."""
     others = [arm for arm in results if arm is not Arm.ELASTIC]
     return {
         **{

@@ -24,7 +24,7 @@ class Load:
 
     @staticmethod
     def alike(num_requests: int, prompt_tokens: int, new_tokens: int) -> Load:
-        """One wave of requests that are all as long."""
+        """Return one wave of requests that are all of one length."""
         return Load((num_requests,), _only(prompt_tokens), _only(new_tokens))
 
 
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def num_grown(self) -> int:
-        """Steps before which KV grew."""
+        """Count the steps before which KV grew."""
         return sum(later.kv_blocks > mark.kv_blocks for mark, later in pairwise(self.marks))
 
     @property
@@ -62,12 +62,12 @@ class Run:
         return max(mark.kv_blocks for mark in self.marks)
 
     def decode_tokens_per_s(self, num_requests: int) -> float:
-        """While all of them decode and nobody's prompt is computed."""
+        """Return the throughput while all requests decode and nobody's prompt is computed."""
         gaps_ms = self.decode_gaps_ms(num_requests)
         return 1e3 * num_requests * len(gaps_ms) / sum(gaps_ms)
 
     def decode_gaps_ms(self, num_requests: int) -> list[float]:
-        """Between the tokens of one request while all of them decode and nobody's prompt is computed."""
+        """Return the gaps between tokens of one request while all decode and nobody's prompt is computed."""
         full = [mark.num_tokens == num_requests for mark in self.marks]
         pairs = zip(pairwise(self.marks), pairwise(full), strict=True)
         return [1e3 * (later.at_s - mark.at_s) for (mark, later), are_full in pairs if all(are_full)]
@@ -80,7 +80,7 @@ class Prompts:
         self._vocab_size, self._random, self._num_taken = vocab_size, Random(1), 0
 
     def requests(self, engine: Engine, load: Load) -> list[list[EngineRequest]]:
-        """Those of each wave. Their lengths depend on the load alone."""
+        """Return the requests of each wave; their lengths depend on the load alone."""
         lengths = Random(0)
         return [[self._request(engine, load, lengths) for _ in range(size)] for size in load.waves]
 
@@ -109,7 +109,7 @@ class Drive:
         between: Callable[[], None] | None = None,
         watch: Callable[[Mark], None] | None = None,
     ) -> Run:
-        """Have all of them answered. `between` comes before each wave and `watch` after each step; what the
+        """Have all requests answered. `between` comes before each wave and `watch` after each step; what the
         former takes does not count."""
         elapsed_s = 0.0
         for wave, is_last in zip(waves, [*[False] * (len(waves) - 1), True], strict=True):

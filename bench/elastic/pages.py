@@ -13,7 +13,7 @@ from hearth.memory.pages import Mark, Pages
 
 @dataclass(frozen=True, slots=True)
 class Maps:
-    """Calls of the driver so far."""
+    """How often the driver was called so far."""
 
     num_maps: int = 0
     num_unmaps: int = 0

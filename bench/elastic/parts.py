@@ -33,7 +33,7 @@ PARTS = ("shares", "throughput", "saturation")
 def answers(
     contest: Contest, scale: Scale, device_bytes: int, parts: Sequence[str] = PARTS
 ) -> dict[str, object]:
-    """The sections of the result."""
+    """Measure the parts and return the sections of the result."""
     by_name: Mapping[str, Callable[[], Part]] = {
         "shares": lambda: shares(contest, scale, device_bytes),
         "throughput": lambda: throughput(contest, scale),
@@ -64,7 +64,7 @@ def answers(
 
 
 def merged(result: Mapping[str, object], earlier: Path) -> dict[str, object]:
-    """With parts that were not measured now as they were in an earlier result, if there is any."""
+    """Add the parts of an earlier result, if there is any, that were not measured now."""
     kept = json.loads(earlier.read_text(encoding="utf-8")) if earlier.is_file() else {}
     now: dict[str, Any] = dict(result)
     parts = {**kept.get("results", {}), **now["results"]}
@@ -75,7 +75,7 @@ def merged(result: Mapping[str, object], earlier: Path) -> dict[str, object]:
 
 
 def throughput(contest: Contest, scale: Scale) -> Part:
-    """Elastic KV beside reserved KV, batch by batch, and the gaps between tokens at one of them."""
+    """Compare elastic with reserved KV, batch by batch, and the gaps between tokens at one of them."""
     aims, rows = [], []
     batches: dict[int, object] = {}
     for batch in scale.batches:
@@ -98,7 +98,7 @@ def throughput(contest: Contest, scale: Scale) -> Part:
 
 
 def saturation(contest: Contest, scale: Scale) -> Part:
-    """Both arms have the same KV, too little for the load."""
+    """Compare the arms when both have the same KV, too little for the load."""
     kv_blocks = blocks_for(scale.num_fitting, scale.seq_tokens, contest.stage.body.config)
     contest.stage.limit_kv(kv_blocks)
     aims, rows, details = [], [], []
@@ -156,5 +156,5 @@ def _gaps(runs: Sequence[Measured], num_requests: int) -> dict[str, float]:
 
 
 def _around(num_tokens: int) -> range:
-    """Lengths from half to one and a half of it."""
+    """Return lengths from half to one and a half of a number of tokens."""
     return range(num_tokens // 2, num_tokens * 3 // 2 + 1)

@@ -1,4 +1,4 @@
-"""What the parts of `bench.elastic` share: how large everything is, what an answer looks like."""
+"""Settings that the parts of `bench.elastic` share: how large everything is, what an answer looks like."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Surge:
-    """Load beyond what KV can hold."""
+    """A load beyond what KV can hold."""
 
     factor: float  #: requests of a wave over those that fit
     num_waves: int
@@ -54,7 +54,7 @@ class Aim:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one question has found."""
+    """The findings of one question."""
 
     aims: list[Aim]
     rows: list[dict[str, object]]  #: of the table in the documents

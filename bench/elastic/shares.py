@@ -20,7 +20,7 @@ TANGRAM_GAIN_PERCENT = (2.3, 41.0)
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """After one step."""
+    """A look at KV and maps after one step."""
 
     at_s: float
     num_tokens: int  #: that came out of it
@@ -29,7 +29,7 @@ class _Sample:
 
 
 def shares(contest: Contest, scale: Scale, device_bytes: int) -> Part:
-    """Points of the device's memory that are left for weights of idle models, and maps that a step awaits."""
+    """Measure which share of the device is left for weights of idle models, and maps that a step awaits."""
     batches = {
         batch.num_requests: _share(contest, scale, batch.num_requests, device_bytes)
         for batch in scale.batches
@@ -59,7 +59,7 @@ def shares(contest: Contest, scale: Scale, device_bytes: int) -> Part:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Points are hundredths of the device that weights, workspace and KV of this model leave."""
+    """Shares of the device that weights, workspace and KV of this model leave, in hundredths of it."""
 
     kv_peak_bytes: int
     kv_mean_bytes: float
@@ -96,7 +96,7 @@ def _share(contest: Contest, scale: Scale, num_requests: int, device_bytes: int)
 
 
 def _sample(contest: Contest, load: Load, samples: list[_Sample]) -> None:
-    """An elastic run with one sample per step."""
+    """Make an elastic run and take one sample per step."""
     stage = contest.stage
     stage.set_up(Arm.ELASTIC)
     waves = contest.prompts.requests(stage.engine, load)
@@ -108,12 +108,12 @@ def _sample(contest: Contest, load: Load, samples: list[_Sample]) -> None:
 
 
 def _mean_bytes(samples: Sequence[_Sample]) -> float:
-    """Over the time, not over the steps."""
+    """Return the mean of KV's bytes over the time, not over the steps."""
     spans = [(later.at_s - sample.at_s, later.kv_bytes) for sample, later in pairwise(samples)]
     return sum(seconds * kv_bytes for seconds, kv_bytes in spans) / sum(seconds for seconds, _ in spans)
 
 
 def _awaited_while_decoding(samples: Sequence[_Sample], num_requests: int) -> int:
-    """From the first step that brought a token of each request to the last such one."""
+    """Count awaited maps from the first to the last step that brought a token of each request."""
     full = [sample.num_awaited for sample in samples if sample.num_tokens == num_requests]
     return full[-1] - full[0]

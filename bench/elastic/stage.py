@@ -1,6 +1,6 @@
 """One model in a pool, its KV elastic or reserved, and others that fill the rest of the memory.
 
-The model is stepped as a worker steps it, with the worker's own steward. Measures nothing.
+The model is stepped as a worker steps it, with the worker's own reclaimer. Measures nothing.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Body:
 
     @property
     def margin_bytes(self) -> int:
-        """What rounding may take."""
+        """Return what rounding may take."""
         return 2 * max(self.page_bytes, self.block_bytes)
 
     @property
@@ -84,7 +84,7 @@ class Body:
         )
 
     def shape(self, name: str, layout: Layout, workspace_bytes: int) -> Shape:
-        """Of this model, or of another one beside it."""
+        """Return the shape of this model, or of another one beside it."""
         starts = range(0, layout.num_bytes, self.page_bytes)
         return Shape(
             digest=digest_of(name.encode()),
@@ -99,17 +99,17 @@ class Body:
 
 
 class Stage:
-    """Mutable; one thread calls it."""
+    """A pool with one model that is served, and others that come and go. Mutable; one thread calls it."""
 
     def __init__(self, body: Body, new_pool: Callable[[EvictionTermsOf], Pool]) -> None:
         self.body = body
         self._hosts: dict[ModelId, HostedModel] = {}
-        self._steward = Reclaimer(new_pool, self._hosts)
-        self.pool = self._steward.pool
+        self._reclaimer = Reclaimer(new_pool, self._hosts)
+        self.pool = self._reclaimer.pool
         self._fillers: set[ModelId] = set()
         self._num_fillers = 0
         plan = body.plan
-        space = self._steward.place(SERVED, plan)
+        space = self._reclaimer.place(SERVED, plan)
         for gap in space.gaps:
             self.pool.prepare(SERVED, gap.part)
         weights = _random_weights(body, space)
@@ -122,13 +122,13 @@ class Stage:
 
     @property
     def kv_bytes(self) -> int:
-        """That the served model has of the pool, pages that lie ready included."""
+        """Return the bytes of the pool that KV of the served model has, pages that lie ready included."""
         (holding,) = (one for one in self.pool.picture().holdings if one.model == SERVED)
         return holding.kv_bytes
 
     @property
     def filler_bytes(self) -> int:
-        """Weights of others that are still there."""
+        """Return the bytes of other models' weights that are still there."""
         return sum(one.weights_bytes for one in self.pool.picture().holdings if one.model in self._fillers)
 
     def engine_of(self, arm: Arm) -> Engine:
@@ -152,7 +152,7 @@ class Stage:
         return self._step_elastic if arm is Arm.ELASTIC else self.engine_of(arm).step
 
     def set_up(self, arm: Arm) -> None:
-        """Before a run: KV is as the arm begins with it, and pages are no longer where they were."""
+        """Prepare a run: KV is as the arm begins with it, and pages are no longer where they were."""
         if arm is Arm.PLAIN:
             return
         assert not self.engine.has_work, "a run is still under way"
@@ -166,7 +166,7 @@ class Stage:
                     self.engine.add_blocks(extent)
 
     def fill_with_weights(self, num_models: int = 4) -> None:
-        """Other models come and go: the weights they leave take all memory that nobody computes with."""
+        """Let other models come and go: their weights take all memory that nobody computes with."""
         lent_bytes = self.engine.kv_use().num_blocks * self.body.block_bytes
         num_bytes = self.pool.picture().free_bytes + lent_bytes - self.body.margin_bytes
         num_pages = num_bytes // self.body.page_bytes
@@ -177,7 +177,7 @@ class Stage:
 
     def drop_fillers(self) -> None:
         for filler in self._fillers:
-            self._steward.drop(filler)
+            self._reclaimer.drop(filler)
         self._fillers.clear()
 
     def limit_kv(self, num_blocks: int) -> None:
@@ -199,7 +199,7 @@ class Stage:
         self.engine.close()
 
     def _give_back_kv(self) -> None:
-        """All that the pool takes back. The engine is told of many pages at once, which is faster."""
+        """Give the pool all KV that it takes; the engine is told of many pages at once, which is faster."""
         begin = end = 0
         while extents := self.pool.extents(SERVED):
             extent = extents[0]
@@ -216,9 +216,9 @@ class Stage:
             assert is_clear, f"somebody reads {run}"
 
     def _step_elastic(self) -> StepOutcome:
-        self._steward.before_step(self._host)
+        self._reclaimer.before_step(self._host)
         outcome = self.engine.step()
-        self._steward.after_step(self._host, outcome)
+        self._reclaimer.after_step(self._host, outcome)
         return outcome
 
     def _host_of(self, model: ModelId, engine: Engine | None) -> HostedModel:
@@ -227,21 +227,21 @@ class Stage:
         return _LoadedHost(order, self.pool, plan, engine)
 
     def _fill(self, num_bytes: int) -> ModelId:
-        """Weights of a model that was hosted and is not any more."""
+        """Leave the weights of a model that was hosted and is not any more."""
         self._num_fillers += 1
         model = ModelId(f"filler{self._num_fillers}")
         layout = _layout_of_bytes(num_bytes, self.body.page_bytes)
         plan = replace(self.body.plan, layout=layout, shape=self.body.shape(model, layout, ALIGNMENT_BYTES))
-        for gap in self._steward.place(model, plan).gaps:
+        for gap in self._reclaimer.place(model, plan).gaps:
             self.pool.prepare(model, gap.part)
         self.pool.landed(model, is_whole=True)
         self.pool.vacate(model)
-        self._steward.changed()
+        self._reclaimer.changed()
         return model
 
 
 class _LoadedHost(HostedModel):
-    """As the steward sees a host once its model is loaded: how one gets there needs a keeper."""
+    """A hosted model as the reclaimer sees it once it is loaded: how one gets there needs a keeper."""
 
     def __init__(self, order: HostModel, pool: Pool, plan: HostingSpec, engine: Engine | None) -> None:
         super().__init__(order, None, pool, lambda *_: None)  # type: ignore[arg-type] # nothing is made there
@@ -265,7 +265,7 @@ def _random_weights(body: Body, space: Space) -> Weights:
 
 
 def _layout_of_bytes(num_bytes: int, unit_bytes: int) -> Layout:
-    """Of a model that nobody computes: so many bytes in tensors of one size."""
+    """Return the layout of a model that nobody computes: so many bytes in tensors of one size."""
     unit_bytes = -(-unit_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return Layout(tuple(_units(num_bytes, unit_bytes)), num_bytes)
 
@@ -276,5 +276,5 @@ def _units(num_bytes: int, unit_bytes: int) -> Iterator[TensorSpec]:
 
 
 def blocks_for(num_seqs: int, num_tokens: int, config: EngineConfig) -> int:
-    """That so many sequences of so many tokens fill."""
+    """Return the blocks that so many sequences of so many tokens fill."""
     return num_seqs * -(-num_tokens // config.block_tokens)

@@ -53,7 +53,7 @@ SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=NEW_TOKENS, ign
 def throughput(
     llm: LLM, prompts: Prompts, num_requests: int, num_runs: int, params: SamplingParams = GREEDY
 ) -> dict[str, object]:
-    """Output tokens per second of requests that arrive at once, prompts included in the time."""
+    """Measure output tokens per second of requests that arrive at once, prompts included in the time."""
     rates = []
     for run in range(num_runs + 1):
         asked = prompts.take(num_requests, PROMPT_TOKENS)
@@ -78,7 +78,7 @@ def time_to_first_token(llm: LLM, prompts: Prompts, length: int, num_runs: int) 
 
 
 def profile(llm: LLM, prompts: Prompts, num_requests: int) -> dict[str, object]:
-    """Where the device's time goes while so many requests decode: by kernel, and idle."""
+    """Find where the device's time goes while so many requests decode: by kernel, and idle."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         llm.generate(prompts.take(num_requests, PROMPT_TOKENS), GREEDY)
@@ -108,7 +108,7 @@ def profile(llm: LLM, prompts: Prompts, num_requests: int) -> dict[str, object]:
 
 
 def step_times(engine: Engine, num_requests: int) -> dict[str, float]:
-    """A decode graph alone, replayed back to back: what a step costs without host and sampling."""
+    """Replay a decode graph back to back: what a step costs without host and sampling."""
     graphs = engine.runner.graphs
     assert graphs is not None
     size = graphs.size_for(num_requests)
@@ -125,7 +125,7 @@ def step_times(engine: Engine, num_requests: int) -> dict[str, float]:
 
 
 def start() -> dict[str, float]:
-    """The parts of an engine start, weights left out, in this process, which should be new."""
+    """Time the parts of an engine start, weights left out, in this process, which should be new."""
     marks = {"import_torch_s": TORCH_S, "import_hearth_s": HEARTH_S}
     at = time.perf_counter()
 

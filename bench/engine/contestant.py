@@ -1,4 +1,4 @@
-"""One system that answers prompts on this CPU, in a process of its own; the other side of a pipe asks it.
+"""A system that answers prompts on this CPU in a process of its own, asked through a pipe.
 
 python -m bench.engine.contestant hearth|transformers DIRECTORY NUM_THREADS
 

@@ -26,7 +26,7 @@ NUM_PROGRAMS = 4 * 132
 
 
 def microseconds(launches: list[Callable[[], object]]) -> float:
-    """Median over replays of the time per launch."""
+    """Return the median over replays of the time per launch."""
     for launch in launches[:2]:
         launch()
     torch.cuda.synchronize()
@@ -66,7 +66,7 @@ def _one_row_product(n: int, k: int) -> dict[str, float]:
 
 
 def _paged(counts: list[int], heads: Heads, layers: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """KV of sequences in shuffled blocks, and their block table."""
+    """Return KV of sequences in shuffled blocks, and their block table."""
     blocks = [-(-count // 16) for count in counts]
     kv = torch.randn(sum(blocks) + 1, layers, 2, 16, heads.num_kv, heads.dim, **BF16)
     order = (torch.randperm(sum(blocks)) + 1).tolist()
@@ -135,7 +135,7 @@ def prefill(counts: list[int], heads: Heads = MULTI_HEAD) -> dict[str, object]:
 
 
 def element_wise(tokens: int) -> list[dict[str, object]]:
-    """Kernels that move each byte once, beside the same in torch."""
+    """Time kernels that move each byte once, beside the same in torch."""
     x, delta, weight = (
         torch.randn(*shape, **BF16) for shape in ((tokens, HIDDEN), (tokens, HIDDEN), (HIDDEN,))
     )

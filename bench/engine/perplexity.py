@@ -44,13 +44,13 @@ def smollm2_gguf() -> Path:
 
 
 def questions(count: int) -> list[str]:
-    """The first of GSM8K's test set."""
+    """Return the first questions of GSM8K's test set."""
     with gzip.open(HERE / "data" / "gsm8k" / "test.jsonl.gz", "rt", encoding="utf-8") as lines:
         return [json.loads(line)["question"] for line, _ in zip(lines, range(count), strict=False)]
 
 
 def perplexity(directory: Path, texts: Sequence[str]) -> float:
-    """Of a converted model in float32, over the tokens of each text but the first."""
+    """Return the perplexity of a converted model in float32, over the tokens of each text but the first."""
     manifest, tokenizer = read_manifest(directory), Tokenizer.load(directory)
     decoder, kv = _open(directory, manifest)
     total, count = 0.0, 0
@@ -78,7 +78,7 @@ def _open(directory: Path, manifest: Manifest) -> tuple[Decoder, torch.Tensor]:
 
 @torch.inference_mode()
 def _losses(decoder: Decoder, kv: torch.Tensor, prompts: Sequence[list[int]]) -> Iterator[torch.Tensor]:
-    """Of each prompt, given in one step; every sequence has one block of KV, block 0 is the sink."""
+    """Yield each prompt's losses, all of one step; a sequence has one block of KV, block 0 is the sink."""
     lengths = [len(prompt) for prompt in prompts]
     begins = [0, *accumulate(lengths)]
     rows = PagedRows(
@@ -101,7 +101,7 @@ def _losses(decoder: Decoder, kv: torch.Tensor, prompts: Sequence[list[int]]) ->
 
 
 def measure(num_questions: int) -> dict[str, float]:
-    """Perplexity by quantisation."""
+    """Return the perplexity by quantisation."""
     texts = questions(num_questions)
     found = {}
     for quant in ("none", "int8", "fp8"):

@@ -26,7 +26,7 @@ class Contest:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def peer_figures(self, setting: Setting, medium: str) -> dict[str, float]:
-        """Medians; of a peer that does not run here, what was measured on such a machine before."""
+        """Return peers' medians; where one does not run here, what was measured on such a machine before."""
         figures = {
             f"{name} {version}": percentiles(self.times[name])["p50"]
             for name, version in self.versions.items()
@@ -49,7 +49,7 @@ def contest(
     others: Mapping[str, Callable[[], float]],
     prepare: Callable[[], None],
 ) -> Contest:
-    """Hearth on its model, peers on the checkpoint and `others`, each in turn; a peer that fails is out."""
+    """Have Hearth load its model and peers the checkpoint, beside `others`; a peer that fails is out."""
     num_bytes = tensor_bytes(setting.scale.config)
     entrants: dict[str, Callable[[], float]] = {
         "Hearth": partial(_hearth_s, setting, directory, prepare),
@@ -73,7 +73,7 @@ def contest(
 
 
 def turns(names: list[str], num_rounds: int) -> Iterator[str]:
-    """Every round begins with another one and every second one goes backwards: neighbours change."""
+    """Yield names by rounds: each begins with another one, every second goes backwards; neighbours change."""
     for start in range(num_rounds):
         order = names[::-1] if start % 2 else names
         at = order.index(names[start % len(names)])
@@ -86,7 +86,7 @@ def _prepared(prepare: Callable[[], None], run: Callable[[], float]) -> float:
 
 
 def _hearth_s(setting: Setting, directory: Path, prepare: Callable[[], None]) -> float:
-    """Through a small host tier that holds nothing yet."""
+    """Return the seconds of a load through a small host tier that holds nothing yet."""
     with setting.tiers(setting.scale.ring_bytes) as tiers:
         prepare()
         return setting.open_and_load(tiers, directory).seconds

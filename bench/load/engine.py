@@ -27,7 +27,7 @@ QUANTS = ("int8", "fp8")
 
 @dataclass(frozen=True, slots=True)
 class ColdStart:
-    """All times count from the call of LLM, those of the load from its own beginning."""
+    """Times of one cold start, counted from the call of LLM; those of the load from its own beginning."""
 
     returned_s: float
     first_token_s: float
@@ -37,7 +37,7 @@ class ColdStart:
 
 
 def first_token(setting: Setting) -> Part:
-    """A cold model whose chunks are in the host tier, in a process that has run such a model before."""
+    """Time a cold model whose chunks are in the host tier, in a process that has run such a model before."""
     directory = setting.shelf.model(setting.device)
     bound_s = setting.bound_s(read_manifest(directory).num_bytes)
     with setting.tiers(setting.scale.host_bytes) as tiers:
@@ -68,7 +68,7 @@ def _cold_start(setting: Setting, tiers: Tiers, directory: Path, seed: int) -> C
 
 
 def quantised(setting: Setting) -> Part:
-    """Half the bytes: how much faster do they load and decode?"""
+    """Measure how much faster half the bytes load and decode."""
     plain = setting.shelf.model(setting.device)
     half_s = setting.bound_s(read_manifest(plain).num_bytes) / 2
     with step("quantised: converting"):
@@ -99,7 +99,7 @@ def _host_load_s(setting: Setting, directory: Path) -> dict[str, float]:
 
 
 def _decode_tokens_per_s(setting: Setting, directory: Path) -> dict[str, float]:
-    """One request at a time, prompt included in the time; graphs are warm."""
+    """Measure one request at a time, prompt included in the time; graphs are warm."""
     num_tokens = setting.scale.decode_tokens
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     rates = []
@@ -124,7 +124,7 @@ def _opened(setting: Setting, tiers: Tiers, directory: Path) -> Iterator[LLM]:
 
 
 def _prompt(setting: Setting, length: int, seed: int) -> list[int]:
-    """Never the same twice, so that no prefix is found."""
+    """Return a prompt that never comes twice, so that no prefix is found."""
     vocab_size = setting.scale.config["vocab_size"]
     assert isinstance(vocab_size, int)
     generator = torch.Generator().manual_seed(seed)

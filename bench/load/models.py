@@ -32,7 +32,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Peak memory counts everything, `import_bytes` is what it was before the first tensor."""
+    """Time and memory of a conversion: the peak, and `import_bytes` before the first tensor."""
 
     seconds: float
     num_bytes: int
@@ -50,7 +50,7 @@ class Shelf:
     chunk_bytes: int
 
     def checkpoint(self, device: torch.device) -> Path:
-        """Random safetensors in memory."""
+        """Return a checkpoint of random safetensors in memory."""
         directory = self.tmpfs / "checkpoint"
         if not (directory / INDEX).exists():
             write_checkpoint(directory, self.config, device)
@@ -60,7 +60,7 @@ class Shelf:
         return _copied(self.checkpoint(device), self.disk / "checkpoint", last=INDEX)
 
     def convert(self, device: torch.device) -> Conversion:
-        """From the disk to the disk, whether or not it has been done before."""
+        """Convert from the disk to the disk, whether or not it has been done before."""
         return convert_apart(self.checkpoint_on_disk(device), self.disk / "model", "none", self.chunk_bytes)
 
     def model_on_disk(self, device: torch.device) -> Path:
@@ -70,11 +70,11 @@ class Shelf:
         return directory
 
     def model(self, device: torch.device) -> Path:
-        """The converted model in memory."""
+        """Return the converted model in memory."""
         return _copied(self.model_on_disk(device), self.tmpfs / "model", last=MANIFEST)
 
     def quantised(self, device: torch.device, quants: tuple[str, ...]) -> dict[str, Path]:
-        """Quantised models in memory, converted side by side."""
+        """Return quantised models in memory, converted side by side."""
         source = self.checkpoint(device)
         paths = {quant: self.tmpfs / quant for quant in quants}
         missing = [quant for quant, path in paths.items() if not (path / MANIFEST).exists()]
@@ -83,7 +83,7 @@ class Shelf:
         return paths
 
     def recut(self, device: torch.device, chunk_bytes: int) -> Path:
-        """The model in memory once more, in chunks of another size; the weights are the same file."""
+        """Return the model in memory once more, in chunks of another size; the weights are the same file."""
         return recut(self.model(device), self.tmpfs / f"chunks-{chunk_bytes}", chunk_bytes)
 
     def clear(self) -> None:
@@ -92,7 +92,7 @@ class Shelf:
 
 
 def write_checkpoint(directory: Path, config: Mapping[str, object], device: torch.device) -> None:
-    """A random model in Hugging Face's format and names, a few files of about the same size."""
+    """Write a random model in Hugging Face's format and names, a few files of about the same size."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     shapes = list(tensor_shapes(config).items())
@@ -111,7 +111,7 @@ def write_checkpoint(directory: Path, config: Mapping[str, object], device: torc
 
 
 def tensor_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
-    """Of a Llama whose keys and values have as many heads as its queries."""
+    """Return the shapes of a Llama whose keys and values have as many heads as its queries."""
     sizes = {key: value for key, value in config.items() if isinstance(value, int)}
     hidden, inner, vocab = sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"]
     of_layer = {
@@ -132,7 +132,7 @@ def tensor_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
 
 
 def tensor_bytes(config: Mapping[str, object]) -> int:
-    """Of all tensors of the checkpoint."""
+    """Return the bytes of all tensors of the checkpoint."""
     return sum(torch.Size(shape).numel() * 2 for shape in tensor_shapes(config).values())
 
 
@@ -177,7 +177,7 @@ def hashed(path: Path, chunk_bytes: int) -> tuple[Chunk, ...]:
 
 
 def _copied(source: Path, dest: Path, last: str) -> Path:
-    """A copy of a directory, whose file `last` tells that it is whole."""
+    """Copy a directory, whose file `last` tells that it is whole, unless it is there already."""
     if not (dest / last).exists():
         dest.mkdir(parents=True, exist_ok=True)
         for path in sorted(source.iterdir(), key=lambda path: path.name == last):

@@ -100,11 +100,11 @@ class PeerProcess:
         )
 
     def wait_ready(self) -> str:
-        """The peer's version."""
+        """Wait until the peer is ready and return its version."""
         return str(self._answer(START_TIMEOUT_S)["version"])
 
     def load_s(self, directory: Path, num_bytes: int) -> float:
-        """Seconds to load all safetensors files of a directory, which hold so many bytes of tensors."""
+        """Return the seconds to load a directory's safetensors files, which hold so many bytes of tensors."""
         assert self._process.stdin is not None
         try:
             print(directory, file=self._process.stdin, flush=True)
@@ -136,7 +136,7 @@ class PeerProcess:
         return answer
 
     def _last_words(self) -> str:
-        """The last line that it wrote about its end."""
+        """Return the last line that the process wrote about its end."""
         code = self._process.wait()
         self._errors.seek(0)
         lines = [line for line in self._errors.read().splitlines() if line.strip()]
@@ -154,7 +154,7 @@ class Started:
 
 @contextmanager
 def started(device: str) -> Iterator[Started]:
-    """All peers, each in its process, until the context ends."""
+    """Start all peers, each in a process that ends with the context."""
     processes = {name: PeerProcess(name, device) for name in PEERS}
     versions, errors = {}, {}
     try:

@@ -34,7 +34,7 @@ class Reader:
         return f"{kind}, {self.num_threads} at once"
 
     def read_s(self, path: Path, target: memoryview, num_bytes: int) -> float:
-        """Seconds to read the beginning of a file, round and round into `target`, a request at a time."""
+        """Return the seconds to read the beginning of a file, round and round into `target`, by requests."""
         fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if self.is_direct else 0))
         num_slots = len(target) // REQUEST_BYTES
         requests = count()  # each number is given out once, whichever thread asks
@@ -59,7 +59,7 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class Caches:
-    """What the system may have kept in memory of some files."""
+    """Files of which the system may have kept something in memory."""
 
     paths: tuple[Path, ...]
     is_everything_dropped: bool  #: what others have cached, too; a surer way, where it is allowed
@@ -96,7 +96,7 @@ def _takes_direct_reads(path: Path) -> bool:
 
 
 def fastest_readers(path: Path, target: memoryview, num_bytes: int, caches: Caches) -> dict[Reader, float]:
-    """Bytes per second of every way to read, over the beginning of the file, the fastest first."""
+    """Return bytes per second of every way to read the beginning of a file, the fastest first."""
     rates: dict[Reader, float] = {}
     num_bytes = min(num_bytes, path.stat().st_size)
     for reader in readers_for(path):
@@ -106,7 +106,7 @@ def fastest_readers(path: Path, target: memoryview, num_bytes: int, caches: Cach
 
 
 def pinned(num_bytes: int) -> Segment:
-    """Memory of the host tier's kind, in one slot, pinned where there is a CUDA device."""
+    """Return memory of the host tier's kind, in one piece, pinned where there is a CUDA device."""
     segment = Segment.create(1, num_bytes)
     segment.pin_in_background()
     segment.wait_pinned()
@@ -115,7 +115,7 @@ def pinned(num_bytes: int) -> Segment:
 
 
 def to_device_bytes_per_s(source: torch.Tensor, device: torch.device, num_runs: int = 3) -> float:
-    """The best of a few copies of all of `source` at once."""
+    """Return the best rate of a few copies of all of `source` at once."""
     target = torch.empty(source.nbytes, dtype=torch.uint8, device=device)
     target.copy_(source)  # warms up
     times: list[float] = []

@@ -1,4 +1,4 @@
-"""What the parts of `bench.load` share: how large everything is, where the models are, a row of the result.
+"""Settings that the parts of `bench.load` share: how large everything is, and where the models are.
 
 Measures nothing but the rate to the device, against which the rest is held.
 """
@@ -85,7 +85,7 @@ QUICK = Scale(
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one part of the benchmark has found."""
+    """The findings of one part of the benchmark."""
 
     rows: list[Row]
     details: Mapping[str, object]
@@ -108,12 +108,12 @@ class Setting:
 
     @cached_property
     def buffer(self) -> Segment:
-        """Pinned, for raw reads and copies."""
+        """Return pinned memory for raw reads and copies."""
         return pinned(self.scale.pinned_bytes)
 
     @cached_property
     def bytes_per_s(self) -> float:
-        """From pinned memory to the device, in one copy."""
+        """Return the rate from pinned memory to the device, in one copy."""
         return to_device_bytes_per_s(self.buffer.tensor(0, self.scale.pinned_bytes), self.device)
 
     def bound_s(self, num_bytes: int) -> float:
@@ -123,7 +123,7 @@ class Setting:
     def tiers(
         self, host_bytes: int, slot_bytes: int | None = None, *, is_pinned: bool = True
     ) -> Iterator[Tiers]:
-        """New ones, which hold nothing yet. Unless `is_pinned`, pinning has only begun."""
+        """Open new tiers, which hold nothing yet. Unless `is_pinned`, pinning has only begun."""
         gc.collect()  # the memory of those before goes with the last reference to it
         config = StoreConfig(path=str(self.shelf.disk / "store"), host_bytes=host_bytes)
         tiers = Tiers(config, slot_bytes or self.scale.chunk_bytes)
@@ -135,7 +135,7 @@ class Setting:
             tiers.close()
 
     def load(self, tiers: Tiers, model: StoredModel, base: torch.Tensor) -> Timed:
-        """All of a model to the device."""
+        """Load all of a model to the device."""
         began_s = time.perf_counter()
         load = Loader(self.device).load(
             model.name, model.manifest, whole(model.manifest, base), lambda chunks: tiers.fetch(model, chunks)
@@ -145,7 +145,7 @@ class Setting:
         return Timed(time.perf_counter() - began_s, record)
 
     def open_and_load(self, tiers: Tiers, directory: Path) -> Timed:
-        """As the peers do it: from a path to tensors in new memory on the device."""
+        """Load as the peers do: from a path to tensors in new memory on the device."""
         began_s = time.perf_counter()
         model = tiers.open(directory)
         base = self.room_for(model)
@@ -156,7 +156,7 @@ class Setting:
         return Timed(seconds, record)
 
     def reload_s(self, tiers: Tiers, directory: Path) -> list[float]:
-        """Seconds of loads that find everything in the tiers, after one that brought it there."""
+        """Return the seconds of loads that find everything in the tiers, after one that brought it there."""
         model = tiers.open(directory)
         base = self.room_for(model)
         self.load(tiers, model, base)
@@ -174,14 +174,14 @@ class Setting:
             torch.cuda.synchronize(self.device)
 
     def forget(self) -> None:
-        """Give device memory that nobody uses back, so that the next one starts as this one did."""
+        """Give unused device memory back, so that the next run starts as this one did."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 @contextmanager
 def shelved(scale: Scale, options: Namespace) -> Iterator[Shelf]:
-    """Room for the models. What is kept is found again by the next run."""
+    """Make room for the models. What is kept is found again by the next run."""
     disk, memory = HERE.parent / "build" / "bench-load", SHM / "hearth-bench-load"
     if options.quick:
         disk, memory = (Path(tempfile.mkdtemp(dir=place)) for place in (None, SHM))

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 from bench.report import Row, step
 from bench.reuse.models import Library
-from bench.reuse.replay import Loaded, Looks, Replay
+from bench.reuse.replay import Loaded, Replay, ReplayTerms
 from bench.reuse.setting import ARMS, PRESSURES, Aim, Part, Setting
 from bench.reuse.workload import LEVELS, run_lengths, workload
 
@@ -27,7 +27,7 @@ TANGRAM_PRESSURE = 4.4
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Of all requests that count, of one workload in one arm."""
+    """Sums over all requests that count, of one workload in one arm."""
 
     num_requests: int
     num_loads: int  #: those that lacked something
@@ -70,7 +70,7 @@ class Point:
         return f"{self.level}, models {self.pressure:g} times the budget"
 
     def ratio(self, arm: str) -> float:
-        """Of its load time to that without reuse."""
+        """Return the arm's load time over that without reuse."""
         return self.arms[arm].load_s / self.arms["no_reuse"].load_s
 
 
@@ -82,11 +82,11 @@ class Curve:
 
     @property
     def bytes_per_s(self) -> float:
-        """The faster one makes the bounds."""
+        """Return the faster of the two rates, which makes the bounds."""
         return max(self.rates)
 
     def over_bound(self, sums: Sums) -> float:
-        """Load time over what the missing bytes take at the rate of plain copies."""
+        """Return the load time over what the missing bytes take at the rate of plain copies."""
         return sums.load_s * self.bytes_per_s / max(1, sums.missing_bytes)
 
 
@@ -115,7 +115,7 @@ def _points(setting: Setting, shelf: Library, total_bytes: int) -> Iterator[Poin
 def _replay(
     setting: Setting, shelf: Library, level: str, arms: Sequence[str], budget_bytes: int
 ) -> dict[str, Sums]:
-    """By arm. All have the same requests."""
+    """Return the sums by arm; all arms have the same requests."""
     scale, is_without = setting.scale, "no_reuse" in arms
     num_warm = scale.num_warm_runs
     asked = workload(LEVELS[level], run_lengths(), num_warm + scale.num_runs, seed=1)
@@ -128,9 +128,9 @@ def _replay(
     with ExitStack() as pools:
         replays, runs = {}, {}
         for arm in arms:
-            looks = Looks()
-            pool = pools.enter_context(setting.pool(arm, budget_bytes, looks))
-            replays[arm] = Replay(pool, looks, shelf, setting.loader, is_without, scale.verify_every)
+            terms = ReplayTerms()
+            pool = pools.enter_context(setting.pool(arm, budget_bytes, terms))
+            replays[arm] = Replay(pool, terms, shelf, setting.loader, is_without, scale.verify_every)
             runs[arm] = replays[arm].run(asked, kv_bytes)
         for at in range(len(asked)):
             for arm in arms if at % 2 == 0 else reversed(arms):

@@ -9,8 +9,8 @@ import time
 from dataclasses import dataclass
 
 from bench.report import Row, percentiles, step
-from bench.reuse.models import HostedModel
-from bench.reuse.replay import Looks, Replay, check_bytes, make_room, num_missing, synchronize
+from bench.reuse.models import LibraryModel
+from bench.reuse.replay import Replay, ReplayTerms, check_bytes, make_room, num_missing, synchronize
 from bench.reuse.setting import Aim, Part, Setting
 from hearth.memory.pool import Space
 from hearth.models.layout import ByteRange
@@ -30,15 +30,15 @@ class Cost:
 
 def finetunes(setting: Setting) -> Part:
     arch = setting.scale.whole_arch
-    looks = Looks()
+    terms = ReplayTerms()
     with setting.library({"base": arch}, spare_chunks=setting.scale.max_changed_chunks) as shelf:
         base = shelf.models[0]
         changed = changed_chunks(base.manifest)
         tuned = shelf.add_changed("tuned", base, changed)
         page_bytes, room_bytes = setting.scale.chunk_bytes, setting.scale.workspace_bytes
         num_pages = 2 * len(base.slots) + -(-room_bytes // page_bytes) + 8
-        with setting.pool("mapped", num_pages * page_bytes, looks) as pool, step("fine-tunes"):
-            replay = Replay(pool, looks, shelf, setting.loader)
+        with setting.pool("mapped", num_pages * page_bytes, terms) as pool, step("fine-tunes"):
+            replay = Replay(pool, terms, shelf, setting.loader)
             full = [_cost(replay, tuned) for _ in range(setting.scale.num_repeats + 1)][1:]
             pool.drop(tuned.id)
             first = _cost(replay, base)
@@ -73,7 +73,7 @@ def finetunes(setting: Setting) -> Part:
 
 
 def changed_chunks(manifest: Manifest) -> range:
-    """Those of some neighbouring layers, as many as the share allows, but at least of one."""
+    """Return the chunks of neighbouring layers, as many as the share allows, but at least of one."""
     layers, most = manifest.layers, CHANGED_SHARE * len(manifest.chunks)
     first = len(layers) // 2
     chunks = manifest.chunks_of(layers[first])
@@ -85,12 +85,12 @@ def changed_chunks(manifest: Manifest) -> range:
     return chunks
 
 
-def _cost(replay: Replay, model: HostedModel) -> Cost:
-    """Of having a model that is not there."""
-    pool, looks = replay.pool, replay.looks
+def _cost(replay: Replay, model: LibraryModel) -> Cost:
+    """Measure what it costs to have a model that is not there."""
+    pool, terms = replay.pool, replay.terms
     pool.drop(model.id)
     free_bytes = pool.picture().free_bytes + pool.picture().workspace_bytes
-    looks.running = model.id
+    terms.running = model.id
     synchronize(replay.loader.device)
     began_s = time.perf_counter()
     make_room(pool, model)
@@ -98,6 +98,6 @@ def _cost(replay: Replay, model: HostedModel) -> Cost:
     replay.load(model, space)
     load_s = time.perf_counter() - began_s
     picture = pool.picture()
-    looks.running = None
+    terms.running = None
     taken_bytes = free_bytes - picture.free_bytes - picture.workspace_bytes
     return Cost(taken_bytes, num_missing(space), load_s, space)

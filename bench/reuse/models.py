@@ -46,7 +46,7 @@ class Kind:
     is_tied: bool
 
     def arch(self, depth: float) -> Arch:
-        """Of that share of its layers, at least one."""
+        """Return the architecture with that share of its layers, at least one."""
         is_opt = self.model_type == "opt"
         return arch_from_config(
             {
@@ -106,7 +106,7 @@ def drawn(
     is_fitting: Callable[[list[int]], bool],
     seed: int,
 ) -> list[Kind]:
-    """Models at random, in any order; again and again until their sizes in bytes are `is_fitting`."""
+    """Draw models at random, in any order, again and again until their sizes in bytes are `is_fitting`."""
     draw = random.Random(seed)
     all_kinds = [kind for choice, _ in mix for kind in choice]
     sizes = {kind: layout_of(kind.arch(depth), "bfloat16").num_bytes for kind in all_kinds}
@@ -121,7 +121,7 @@ def drawn(
 
 
 @dataclass(frozen=True, slots=True)
-class HostedModel:
+class LibraryModel:
     """A model whose chunks lie in host memory."""
 
     id: ModelId
@@ -149,19 +149,19 @@ class Library:
         self, segment: Segment, device: torch.device, workspace_bytes: int, max_kv_bytes: int
     ) -> None:
         self.segment = segment
-        self.models: list[HostedModel] = []
+        self.models: list[LibraryModel] = []
         self._device, self._workspace_bytes, self._max_kv_bytes = device, workspace_bytes, max_kv_bytes
         self._num_used = 0
         self._generator = torch.Generator(device).manual_seed(7)
 
-    def add(self, name: str, arch: Arch) -> HostedModel:
-        """A new model of random bytes."""
+    def add(self, name: str, arch: Arch) -> LibraryModel:
+        """Add a new model of random bytes."""
         num_bytes, chunk_bytes = layout_of(arch, "bfloat16").num_bytes, self.segment.slot_bytes
         sizes = [min(chunk_bytes, num_bytes - at) for at in range(0, num_bytes, chunk_bytes)]
         return self._enter(name, arch, self._filled(sizes))
 
-    def add_changed(self, name: str, base: HostedModel, changed: Sequence[int]) -> HostedModel:
-        """A model that shares all chunks with another but these."""
+    def add_changed(self, name: str, base: LibraryModel, changed: Sequence[int]) -> LibraryModel:
+        """Add a model that shares all chunks with another but these."""
         fresh = self._filled([base.manifest.chunks[index].num_bytes for index in changed])
         slots = list(base.slots)
         for index, slot in zip(changed, fresh, strict=True):
@@ -169,12 +169,12 @@ class Library:
         return self._enter(name, base.manifest.arch, slots)
 
     def stream(
-        self, model: HostedModel, chunks: Sequence[int], prepare: Callable[[ByteRange], None]
+        self, model: LibraryModel, chunks: Sequence[int], prepare: Callable[[ByteRange], None]
     ) -> HostStream:
         return HostStream(self.segment, model, chunks, prepare)
 
-    def bytes_of(self, model: HostedModel, part: ByteRange) -> Iterator[Stored]:
-        """A part of a model, chunk by chunk."""
+    def bytes_of(self, model: LibraryModel, part: ByteRange) -> Iterator[Stored]:
+        """Yield the bytes of a part of a model, chunk by chunk."""
         for index in model.manifest.chunks_of(part):
             whole = model.manifest.chunk_range(index)
             low, high = max(part.begin, whole.begin), min(part.end, whole.end)
@@ -182,7 +182,7 @@ class Library:
             yield Stored(low, data[low - whole.begin : high - whole.begin])
 
     def _filled(self, sizes: Sequence[int]) -> list[int]:
-        """New slots with random bytes; made on the device, because that is faster."""
+        """Fill new places with random bytes; they are made on the device, because that is faster."""
         slots = [self._num_used + at for at in range(len(sizes))]
         self._num_used += len(sizes)
         assert self._num_used <= self.segment.num_slots, f"{self._num_used=} {self.segment.num_slots=}"
@@ -192,7 +192,7 @@ class Library:
             self.segment.tensor(slot, size).copy_(noise.view(torch.uint8)[:size])
         return slots
 
-    def _enter(self, name: str, arch: Arch, slots: Sequence[int]) -> HostedModel:
+    def _enter(self, name: str, arch: Arch, slots: Sequence[int]) -> LibraryModel:
         layout, chunk_bytes = layout_of(arch, "bfloat16"), self.segment.slot_bytes
         sizes = [min(chunk_bytes, layout.num_bytes - at) for at in range(0, layout.num_bytes, chunk_bytes)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -209,7 +209,7 @@ class Library:
             block_bytes=block_bytes,
             max_blocks=2 + self._max_kv_bytes // block_bytes,  # with the sink, and what rounding up adds
         )
-        model = HostedModel(ModelId(name), manifest, tuple(slots), shape)
+        model = LibraryModel(ModelId(name), manifest, tuple(slots), shape)
         self.models.append(model)
         return model
 
@@ -224,7 +224,7 @@ class HostStream:
     def __init__(
         self,
         segment: Segment,
-        model: HostedModel,
+        model: LibraryModel,
         chunks: Sequence[int],
         prepare: Callable[[ByteRange], None],
     ) -> None:
@@ -250,7 +250,7 @@ class HostStream:
 def library(
     num_bytes: Sequence[int], chunk_bytes: int, device: torch.device, workspace_bytes: int, max_kv_bytes: int
 ) -> Iterator[Library]:
-    """Pinned memory for models of these sizes."""
+    """Open pinned memory for models of these sizes."""
     num_slots = sum(-(-size // chunk_bytes) for size in num_bytes)
     segment = Segment.create(num_slots, chunk_bytes)
     try:

@@ -44,7 +44,7 @@ def measure(setting: Setting, names: Sequence[str]) -> dict[str, Part]:
 
 
 def document(parts: Mapping[str, Part], earlier: Path) -> dict[str, object]:
-    """The result. Parts that were not measured now are as they were in an earlier one, if there is any."""
+    """Return the result; parts that were not measured now are as in an earlier one, if there is any."""
     kept = json.loads(earlier.read_text(encoding="utf-8")) if earlier.is_file() else {}
     rows: dict[str, list[object]] = {name: [] for name in PARTS}
     aims: dict[str, list[object]] = {name: [] for name in PARTS}
@@ -64,7 +64,7 @@ def document(parts: Mapping[str, Part], earlier: Path) -> dict[str, object]:
 
 
 def describe(setting: Setting) -> dict[str, object]:
-    """What of the setting a reader has to know."""
+    """Return what a reader has to know of the setting."""
     scale = setting.scale
     return {
         "depth": scale.depth,

@@ -1,4 +1,4 @@
-"""What it costs to find a place for a model: bytes moved by each way of packing, and mapping of pages.
+"""The cost of finding a place for a model: bytes moved by each way of packing, and mapping of pages.
 
 Moves are those of the sequences that `bench/reuse/curve.py` ran; no other is run for them.
 """
@@ -14,8 +14,8 @@ import torch
 
 from bench.report import Row, percentiles, step
 from bench.reuse.curve import Curve
-from bench.reuse.models import HostedModel, Library
-from bench.reuse.replay import Looks, groundwork_of, make_room, synchronize
+from bench.reuse.models import Library, LibraryModel
+from bench.reuse.replay import ReplayTerms, make_room, map_ahead_of, synchronize
 from bench.reuse.setting import Aim, Part, Setting
 from hearth.memory.pool import Pool, Space
 from hearth.models.layout import ByteRange
@@ -58,41 +58,46 @@ def placing(setting: Setting, curve: Curve) -> Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Mapping:
-    """Seconds of loads of a whole model."""
+class MappingTimes:
+    """Seconds that loads of a whole model took, by how its pages were mapped."""
 
     fresh_s: list[float]  #: into pages that were another model's, mapped chunk by chunk
     again_s: list[float]  #: the same chunks once more, into the same pages
     plain_s: list[float]  #: the same into memory that torch has
 
 
-def measure_mapping(setting: Setting) -> Mapping:
-    """Two models take turns in memory for one, so that every page has to be unmapped and mapped."""
-    mapping, looks = Mapping([], [], []), Looks()
+def measure_mapping(setting: Setting) -> MappingTimes:
+    """Let two models take turns in memory for one, so that every page is unmapped and mapped."""
+    mapping, terms = MappingTimes([], [], []), ReplayTerms()
     arch = setting.scale.whole_arch
     with setting.library({"one": arch, "other": arch}) as shelf:
         room_bytes = setting.scale.workspace_bytes + setting.scale.max_kv_bytes
         num_pages = -(-(shelf.models[0].manifest.num_bytes + room_bytes) // setting.scale.chunk_bytes) + 2
-        with setting.pool("mapped", num_pages * setting.scale.chunk_bytes, looks) as pool:
+        with setting.pool("mapped", num_pages * setting.scale.chunk_bytes, terms) as pool:
             for turn in range(setting.scale.num_repeats + 1):
-                _take_turn(setting, shelf, pool, looks, mapping, shelf.models[turn % 2])
+                _take_turn(setting, shelf, pool, terms, mapping, shelf.models[turn % 2])
     for times in (mapping.fresh_s, mapping.again_s, mapping.plain_s):
         del times[0]  # it had no other to take pages from
     return mapping
 
 
 def _take_turn(
-    setting: Setting, shelf: Library, pool: Pool, looks: Looks, mapping: Mapping, model: HostedModel
+    setting: Setting,
+    shelf: Library,
+    pool: Pool,
+    terms: ReplayTerms,
+    mapping: MappingTimes,
+    model: LibraryModel,
 ) -> None:
-    looks.running = model.id
+    terms.running = model.id
     make_room(pool, model)
     space = pool.place(model.id, model.shape)
     pieces = [Piece(gap.part, gap.destination) for gap in space.gaps]
-    looks.is_loading = True
+    terms.is_loading = True
     for times in (mapping.fresh_s, mapping.again_s):
         begin = partial(_prepare, pool, model.id, space)
         times.append(_load_s(setting, shelf, model, pieces, begin))
-    looks.is_loading = False
+    terms.is_loading = False
     pool.landed(model.id, is_whole=True)
     pool.vacate(model.id)
     base = torch.empty(model.manifest.num_bytes, dtype=torch.uint8, device=setting.device)
@@ -102,11 +107,11 @@ def _take_turn(
 def _load_s(
     setting: Setting,
     shelf: Library,
-    model: HostedModel,
+    model: LibraryModel,
     pieces: Sequence[Piece],
     begin: Callable[[], Callable[[ByteRange], None]],
 ) -> float:
-    """`begin` starts to prepare, and says how to wait for it."""
+    """Return the seconds of a load; `begin` starts to prepare, and says how to wait for it."""
     synchronize(setting.device)
     began_s = time.perf_counter()
     prepare = begin()
@@ -117,7 +122,7 @@ def _load_s(
 
 
 def _prepare(pool: Pool, model: ModelId, space: Space) -> Callable[[ByteRange], None]:
-    return groundwork_of(pool, model, space).wait_for
+    return map_ahead_of(pool, model, space).wait_for
 
 
 def _nothing(part: ByteRange) -> None:

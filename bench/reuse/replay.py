@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bench.reuse.models import HostedModel, Library
+from bench.reuse.models import Library, LibraryModel
 from bench.reuse.workload import Asked
 from hearth.memory.pool import EvictionTerms, Pool, Space
 from hearth.models.layout import ByteRange
@@ -22,8 +22,8 @@ from hearth.worker.map_ahead import MapAhead
 from hearth.worker.worth import Worth
 
 
-class Looks:
-    """How models are regarded, at a time of the workload. Mutable; written by the replay.
+class ReplayTerms:
+    """On which terms models may be evicted, at a time of the workload. Mutable; written by the replay.
 
     As a worker does it, but that it never learns how fast loads were: what is taken then depends on the
     sequence alone, and is the same whoever runs it.
@@ -35,7 +35,7 @@ class Looks:
         self.running: ModelId | None = None
         self.is_loading = False
 
-    def regard(self, model: ModelId) -> EvictionTerms:
+    def of(self, model: ModelId) -> EvictionTerms:
         if model == self.running:
             return EvictionTerms(Hold.BUSY, 0.0, self.is_loading)
         return EvictionTerms(Hold.RETAINED, self.worth.cost_s_per_byte(model, self.now_s), is_loading=False)
@@ -43,7 +43,7 @@ class Looks:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What one request took until its model was there."""
+    """How long one request took until its model was there."""
 
     model: ModelId
     run: int
@@ -56,17 +56,17 @@ class Loaded:
     load_s: float  #: all of it
 
 
-def groundwork_of(pool: Pool, model: ModelId, space: Space) -> MapAhead:
-    """As a worker has it done, ahead of the copies."""
+def map_ahead_of(pool: Pool, model: ModelId, space: Space) -> MapAhead:
+    """Prepare memory as a worker has it done, ahead of the copies."""
     return MapAhead(lambda part: pool.prepare(model, part), space.parts)
 
 
 @dataclass(slots=True)
 class Replay:
-    """Mutable; one thread."""
+    """A workload on its way through a pool. Mutable; one thread calls it."""
 
     pool: Pool
-    looks: Looks
+    terms: ReplayTerms
     library: Library
     loader: Loader
     keeps_nothing: bool = False  #: every request finds an empty device
@@ -75,15 +75,15 @@ class Replay:
     _num_loads: int = field(default=0, init=False)
 
     def run(self, asked: Sequence[Asked], kv_bytes: Sequence[int]) -> Iterator[Loaded]:
-        """`kv_bytes`: what each request grows to while it runs."""
+        """Yield each request's load; `kv_bytes` is what each request's KV grows to while it runs."""
         for one, wanted_bytes in zip(asked, kv_bytes, strict=True):
             model = self.library.models[one.model]
             yield self.request(model, one.at_s, one.run, wanted_bytes)
 
-    def request(self, model: HostedModel, at_s: float, run: int, kv_bytes: int) -> Loaded:
-        looks, pool = self.looks, self.pool
-        looks.now_s, looks.running = at_s, model.id
-        looks.worth.asked(model.id, at_s)
+    def request(self, model: LibraryModel, at_s: float, run: int, kv_bytes: int) -> Loaded:
+        terms, pool = self.terms, self.pool
+        terms.now_s, terms.running = at_s, model.id
+        terms.worth.asked(model.id, at_s)
         moved_bytes = pool.picture().moved_bytes
         synchronize(self.loader.device)
         began_s = time.perf_counter()
@@ -100,7 +100,7 @@ class Replay:
         self._verify(model, space)
         self._use_kv(model, space, kv_bytes)
         pool.vacate(model.id)
-        looks.running = None
+        terms.running = None
         if self.keeps_nothing:
             pool.drop(model.id)
         return Loaded(
@@ -115,30 +115,30 @@ class Replay:
             load_s=load_s,
         )
 
-    def load(self, model: HostedModel, space: Space) -> None:
-        """What is missing, through the loader that workers have; nothing is started where nothing is."""
+    def load(self, model: LibraryModel, space: Space) -> None:
+        """Load what is missing, through the loader that workers have; where nothing is, none is started."""
         if space.gaps:
             pieces = [Piece(gap.part, gap.destination) for gap in space.gaps]
-            self.looks.is_loading = True
-            groundwork = groundwork_of(self.pool, model.id, space)
+            self.terms.is_loading = True
+            map_ahead = map_ahead_of(self.pool, model.id, space)
             self.loader.load(
                 model.id,
                 model.manifest,
                 pieces,
-                lambda chunks: self.library.stream(model, chunks, groundwork.wait_for),
+                lambda chunks: self.library.stream(model, chunks, map_ahead.wait_for),
             ).wait()
-            groundwork.wait()
-            self.looks.is_loading = False
+            map_ahead.wait()
+            self.terms.is_loading = False
         self.pool.landed(model.id, is_whole=True)
 
-    def _verify(self, model: HostedModel, space: Space) -> None:
+    def _verify(self, model: LibraryModel, space: Space) -> None:
         """Now and then compare all tensors on the device with the host's bytes."""
         self._num_loads += 1
         if self.verify_every and self._num_loads % self.verify_every == 0:
             check_bytes(self.library, model, space)
             self.num_verified += 1
 
-    def _use_kv(self, model: HostedModel, space: Space, kv_bytes: int) -> None:
+    def _use_kv(self, model: LibraryModel, space: Space, kv_bytes: int) -> None:
         wanted = kv_bytes // model.block_bytes
         extents = self.pool.grow(model.id, wanted)
         while (short := wanted - sum(map(len, extents))) > 0:
@@ -151,7 +151,7 @@ class Replay:
             space.kv[extent.start * model.block_bytes : extent.stop * model.block_bytes].fill_(0xFF)
 
 
-def make_room(pool: Pool, model: HostedModel) -> None:
+def make_room(pool: Pool, model: LibraryModel) -> None:
     while (lack_bytes := pool.lacks(model.id, model.shape)) > 0:
         if not pool.take(lack_bytes, Hold.RETAINED):
             raise RuntimeError(
@@ -163,7 +163,7 @@ def num_missing(space: Space) -> int:
     return sum(gap.part.end - gap.part.begin for gap in space.gaps)
 
 
-def check_bytes(library: Library, model: HostedModel, space: Space) -> None:
+def check_bytes(library: Library, model: LibraryModel, space: Space) -> None:
     """Raise unless every tensor on the device is what the host has."""
     for spec in model.manifest.tensors:
         slot = space.slots[spec.name]
@@ -180,7 +180,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class _Timer:
-    """Of what is queued on the current stream from here to `stop`; on a CPU, of what is done meanwhile."""
+    """A timer of what is queued on the current stream until `stop`; on a CPU, of what is done meanwhile."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -195,7 +195,7 @@ class _Timer:
             self._end.record()
 
     def seconds(self) -> float:
-        """What the device waits for this thread is in it, too."""
+        """Return the time that was measured, what the device waited for this thread included."""
         if not self._is_cuda:
             return self._ended_s - self._began_s
         self._end.synchronize()

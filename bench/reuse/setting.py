@@ -1,4 +1,4 @@
-"""What the parts of `bench.reuse` share: how large everything is, the pools, a row and an aim of the result.
+"""Settings that the parts of `bench.reuse` share: how large everything is, the pools, an aim of the result.
 
 Measures nothing but the rate to the device, against which the rest is held.
 """
@@ -17,7 +17,7 @@ import torch
 from bench.llama7b import CONFIG
 from bench.report import Row
 from bench.reuse.models import MIX, TINY_MIX, Kind, Library, drawn, library
-from bench.reuse.replay import Looks, synchronize
+from bench.reuse.replay import ReplayTerms, synchronize
 from bench.reuse.workload import LEVELS
 from hearth.config import EngineConfig
 from hearth.memory.arena import ArenaPool
@@ -130,7 +130,7 @@ class Aim:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one part of the benchmark has found."""
+    """The findings of one part of the benchmark."""
 
     rows: list[Row]
     aims: list[Aim]
@@ -146,7 +146,7 @@ class Setting:
     peers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def kinds(self) -> list[Kind]:
-        """The eight models. The largest has to fit into the smallest budget, with a request's KV."""
+        """Return the eight models. The largest has to fit into the smallest budget, with a request's KV."""
         return drawn(self.scale.mix, self.scale.depth, self._is_fitting, seed=1)
 
     def _is_fitting(self, sizes: list[int]) -> bool:
@@ -154,12 +154,12 @@ class Setting:
         return max(sizes) + room <= self.budget_bytes(sum(sizes), max(PRESSURES))
 
     def budget_bytes(self, total_bytes: int, pressure: float) -> int:
-        """In whole pages, so that all pools have the same."""
+        """Return a budget in whole pages, so that all pools have the same."""
         return int(total_bytes / pressure) // self.scale.chunk_bytes * self.scale.chunk_bytes
 
     @contextmanager
     def library(self, archs: Mapping[str, Arch], spare_chunks: int = 0) -> Iterator[Library]:
-        """These models in host memory, and room for so many chunks more."""
+        """Open host memory with these models, and room for so many chunks more."""
         scale = self.scale
         sizes = [layout_of(arch, "bfloat16").num_bytes for arch in archs.values()]
         sizes.append(spare_chunks * scale.chunk_bytes)
@@ -173,13 +173,13 @@ class Setting:
         self._collect()
 
     @contextmanager
-    def pool(self, arm: str, budget_bytes: int, looks: Looks) -> Iterator[Pool]:
-        """A new one, empty."""
+    def pool(self, arm: str, budget_bytes: int, terms: ReplayTerms) -> Iterator[Pool]:
+        """Open a new pool, which is empty."""
         if arm in ("arena", "merge_all"):
             packer = pack if arm == "arena" else merge_all
-            yield ArenaPool(self.device, budget_bytes, looks.regard, packer=packer)
+            yield ArenaPool(self.device, budget_bytes, terms.of, packer=packer)
         else:
-            mapped = MappedPool(self.new_pages(budget_bytes, self.scale.page_bytes), looks.regard)
+            mapped = MappedPool(self.new_pages(budget_bytes, self.scale.page_bytes), terms.of)
             try:
                 yield mapped
             finally:
@@ -188,14 +188,14 @@ class Setting:
 
     @contextmanager
     def worker_pool(self, budget_bytes: int) -> Iterator[Callable[[EvictionTermsOf], Pool]]:
-        """As a worker on such a device makes it."""
+        """Open what makes a pool as a worker on such a device does."""
         if self.device.type != "cuda":
             yield partial(ArenaPool, self.device, budget_bytes)
             return
         mapped: list[MappedPool] = []
 
-        def new_pool(regards: EvictionTermsOf) -> Pool:
-            mapped.append(MappedPool(self.new_pages(budget_bytes, self.scale.page_bytes), regards))
+        def new_pool(terms_of: EvictionTermsOf) -> Pool:
+            mapped.append(MappedPool(self.new_pages(budget_bytes, self.scale.page_bytes), terms_of))
             return mapped[-1]
 
         try:
@@ -205,13 +205,13 @@ class Setting:
                 pool.close()
 
     def _collect(self) -> None:
-        """Have memory go that nobody uses: tens of GB of it on a device, or pinned."""
+        """Let go of memory that nobody uses: tens of GB of it on a device, or pinned."""
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
 
     def bytes_per_s(self, segment: Segment) -> float:
-        """From host memory to the device: the best of a few plain loops over chunks, as fast as they go."""
+        """Return the rate to the device: the best of a few plain loops over chunks, as fast as they go."""
         chunk_bytes = min(self.scale.chunk_bytes, segment.slot_bytes)
         num_slots = min(segment.num_slots, -(-self.scale.copied_bytes // chunk_bytes))
         target = torch.empty(num_slots * chunk_bytes, dtype=torch.uint8, device=self.device)

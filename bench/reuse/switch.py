@@ -21,7 +21,7 @@ import torch
 from bench.random_model import write_random
 from bench.report import Row, percentiles, step
 from bench.reuse.setting import Aim, Part, Setting
-from bench.reuse.worker import Desk, working
+from bench.reuse.worker import WorkerClient, working
 from hearth.engine.assemble import ModelSpec, workspace_bytes
 from hearth.messages import DropModel, HostModel, ModelLoaded, RetireModel, StepDone
 from hearth.models.layout import DTYPES
@@ -53,15 +53,15 @@ def switch(setting: Setting) -> Part:
         with step("switch: writing models"):
             orders = _orders(setting, Path(place))
         budget_bytes = _budget_bytes(setting, orders)
-        with step("switch"), working(setting, Path(place), orders, budget_bytes) as desk:
-            desk.segment.wait_pinned()
-            bytes_per_s = setting.bytes_per_s(desk.segment)
-            measured = _measure(setting, desk)
+        with step("switch"), working(setting, Path(place), orders, budget_bytes) as worker:
+            worker.segment.wait_pinned()
+            bytes_per_s = setting.bytes_per_s(worker.segment)
+            measured = _measure(setting, worker)
     return _part(setting, measured, bytes_per_s)
 
 
 def _orders(setting: Setting, place: Path) -> dict[ModelId, HostModel]:
-    """Of the model and of its fillers, in the order in which they are hosted."""
+    """Return the orders to host the model and its fillers, in the order in which they are hosted."""
     scale = setting.scale
     depths = {MODEL: None, **{ModelId(f"filler-{n}"): depth for n, depth in enumerate(scale.filler_layers)}}
     orders = {}
@@ -83,7 +83,7 @@ def _orders(setting: Setting, place: Path) -> dict[ModelId, HostModel]:
 
 
 def _budget_bytes(setting: Setting, orders: Mapping[ModelId, HostModel]) -> int:
-    """Just what all fillers take, so that they leave nothing of the model; it needs no more with its KV."""
+    """Return just what all fillers take, so that they leave nothing of the model, and it fits with its KV."""
     scale, page_bytes = setting.scale, setting.scale.page_bytes
     manifests = {model: read_manifest(Path(order.where)) for model, order in orders.items()}
     pages = {model: -(-manifest.num_bytes // page_bytes) for model, manifest in manifests.items()}
@@ -95,46 +95,46 @@ def _budget_bytes(setting: Setting, orders: Mapping[ModelId, HostModel]) -> int:
     return num_pages * page_bytes
 
 
-def _measure(setting: Setting, desk: Desk) -> Measured:
-    """The first runs warm up."""
+def _measure(setting: Setting, worker: WorkerClient) -> Measured:
+    """Switch again and again; the first runs warm up."""
     prompts = _prompts(setting)
-    fillers = [model for model in desk.orders if model != MODEL]
+    fillers = [model for model in worker.orders if model != MODEL]
     for model in fillers:  # so that host memory has all of them, and has had them once
-        desk.load(model)
-        desk.send(DropModel(model))
-    desk.load(MODEL)
+        worker.load(model)
+        worker.send(DropModel(model))
+    worker.load(MODEL)
     prefill_s = []
     for _ in range(setting.scale.num_repeats + 2):
         began_s = time.perf_counter()
-        prefill_s.append(desk.first_token(desk.ask(MODEL, next(prompts))) - began_s)
-        desk.rest()
-    desk.send(RetireModel(MODEL))
+        prefill_s.append(worker.first_token(worker.ask(MODEL, next(prompts))) - began_s)
+        worker.rest()
+    worker.send(RetireModel(MODEL))
     switches: dict[int, list[Switch]] = {count: [] for count in range(len(fillers) + 1)}
     for _ in range(setting.scale.num_repeats + 1):
         for count, runs in switches.items():
-            runs.append(_switch(desk, fillers[:count], next(prompts)))
+            runs.append(_switch(worker, fillers[:count], next(prompts)))
     return Measured(prefill_s[2:], {count: runs[1:] for count, runs in switches.items()})
 
 
-def _switch(desk: Desk, fillers: Sequence[ModelId], prompt: Sequence[int]) -> Switch:
+def _switch(worker: WorkerClient, fillers: Sequence[ModelId], prompt: Sequence[int]) -> Switch:
     for model in fillers:  # hosted ones lose nothing to those who come after, so only the model does
-        desk.load(model)
-    desk.send(*(RetireModel(model) for model in fillers))
-    desk.rest()
+        worker.load(model)
+    worker.send(*(RetireModel(model) for model in fillers))
+    worker.rest()
     began_s = time.perf_counter()
-    desk.host(MODEL)
-    run = desk.ask(MODEL, prompt)
+    worker.host(MODEL)
+    run = worker.ask(MODEL, prompt)
     loaded: ModelLoaded | None = None
     first_s: float | None = None
     while loaded is None or first_s is None:  # either may come first
-        heard = desk.until(ModelLoaded, StepDone)
+        heard = worker.until(ModelLoaded, StepDone)
         if isinstance(heard.fact, ModelLoaded):
             loaded = heard.fact
         elif heard.has_token_of(run):
             first_s = heard.at_s
-    desk.send(RetireModel(MODEL), *(DropModel(model) for model in fillers))
-    desk.rest()
-    manifest = read_manifest(Path(desk.orders[MODEL].where))
+    worker.send(RetireModel(MODEL), *(DropModel(model) for model in fillers))
+    worker.rest()
+    manifest = read_manifest(Path(worker.orders[MODEL].where))
     tensor_bytes = sum(spec.nbytes for spec in manifest.tensors)
     return Switch(first_s - began_s, tensor_bytes - loaded.reused_bytes, tensor_bytes)
 
@@ -169,7 +169,7 @@ def _part(setting: Setting, measured: Measured, bytes_per_s: float) -> Part:
 
 
 def _prompts(setting: Setting) -> Iterator[list[int]]:
-    """Never the same twice, so that no prefix is found."""
+    """Yield prompts, never the same twice, so that no prefix is found."""
     vocab_size = setting.scale.whole_config["vocab_size"]
     assert isinstance(vocab_size, int)
     generator = torch.Generator().manual_seed(11)

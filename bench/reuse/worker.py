@@ -52,7 +52,9 @@ SWITCH_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
-class DecodedFact:
+class TimedFact:
+    """A fact of the worker, with its time."""
+
     at_s: float  #: when it was told
     fact: Fact
 
@@ -61,11 +63,11 @@ class DecodedFact:
 
 
 @dataclass(slots=True)
-class Desk:
+class WorkerClient:
     """The gateway's side of a step loop in this process. Mutable: facts are taken from it."""
 
     inbox: Inbox
-    facts: Queue[DecodedFact | None]  #: None: there will be no more
+    facts: Queue[TimedFact | None]  #: None: there will be no more
     orders: Mapping[ModelId, HostModel]  #: of all models that it may host
     segment: Segment  #: of host memory
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -77,7 +79,7 @@ class Desk:
         for order in orders:
             self.inbox.put(order)
 
-    def until(self, *kinds: type[Fact]) -> DecodedFact:
+    def until(self, *kinds: type[Fact]) -> TimedFact:
         while True:
             heard = self.facts.get(timeout=PATIENCE_S)
             if heard is None:
@@ -92,19 +94,19 @@ class Desk:
         self.until(ModelLoaded)
 
     def rest(self) -> None:
-        """Until everything that was ordered is done."""
+        """Wait until everything that was ordered is done."""
         self.send(Ping(next(self._numbers)))
         self.until(Pong)
 
     def ask(self, model: ModelId, prompt: Sequence[int]) -> int:
-        """For one token."""
+        """Ask a model for one token."""
         run = next(self._numbers)
         sampling = Sampling(seed=0, temperature=0.0, max_tokens=1, ignore_eos=True)
         self.send(StartRequest(run, model, tuple(prompt), (), sampling))
         return run
 
     def first_token(self, run: int) -> float:
-        """When it came."""
+        """Wait for the first token of a run and return when it came."""
         while True:
             heard = self.until(StepDone)
             if heard.has_token_of(run):
@@ -114,10 +116,10 @@ class Desk:
 @contextmanager
 def working(
     setting: Setting, place: Path, orders: Mapping[ModelId, HostModel], budget_bytes: int
-) -> Iterator[Desk]:
-    """A worker that can host these models; its files go to `place`."""
+) -> Iterator[WorkerClient]:
+    """Start a worker that can host these models; its files go to `place`."""
     inbox: Inbox = SimpleQueue()
-    facts: Queue[DecodedFact | None] = Queue()
+    facts: Queue[TimedFact | None] = Queue()
     interval_s = sys.getswitchinterval()
     with (
         _keeper(setting, place) as socket,
@@ -125,31 +127,31 @@ def working(
         setting.worker_pool(budget_bytes) as new_pool,
     ):
         workshop = Workshop(setting.device, setting.scale.engine, new_pool, borrower, Loader(setting.device))
-        worker = WorkerLoop(workshop, inbox, lambda fact: facts.put(DecodedFact(time.perf_counter(), fact)))
-        thread = threading.Thread(target=_run, args=(worker, facts), name="hearth-steps", daemon=True)
+        loop = WorkerLoop(workshop, inbox, lambda fact: facts.put(TimedFact(time.perf_counter(), fact)))
+        thread = threading.Thread(target=_run, args=(loop, facts), name="hearth-steps", daemon=True)
         sys.setswitchinterval(SWITCH_S)
         thread.start()
-        desk = Desk(inbox, facts, orders, borrower.segment)
+        worker = WorkerClient(inbox, facts, orders, borrower.segment)
         try:
-            yield desk
-            desk.send(*(DropModel(model) for model in orders))
-            desk.rest()
+            yield worker
+            worker.send(*(DropModel(model) for model in orders))
+            worker.rest()
         finally:
             sys.setswitchinterval(interval_s)
             inbox.put(Shutdown())
             thread.join(PATIENCE_S)
 
 
-def _run(worker: WorkerLoop, facts: Queue[DecodedFact | None]) -> None:
+def _run(loop: WorkerLoop, facts: Queue[TimedFact | None]) -> None:
     try:
-        worker.run()
+        loop.run()
     finally:
         facts.put(None)
 
 
 @contextmanager
 def _keeper(setting: Setting, place: Path) -> Iterator[Path]:
-    """Where chunks are lent: by a process of its own, or in this one where that does not matter."""
+    """Lend chunks at a socket: by a process of its own, or in this one where that does not matter."""
     socket, host_bytes = place / "keeper.sock", setting.scale.host_bytes
     config = StoreConfig(path=str(place / "store"), host_bytes=host_bytes)
     if setting.device.type != "cuda":

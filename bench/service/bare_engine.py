@@ -1,4 +1,4 @@
-"""The engine alone in a process of its own, asked through a pipe: what the service is held against."""
+"""The engine alone in a process of its own, asked through a pipe, to compare the service with."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Bare:
         self._pipe = pipe
 
     def generate(self, prompts: Tokens, num_new_tokens: int) -> Done:
-        """All prompts at once."""
+        """Have all prompts answered at once."""
         self._pipe.send(Job(prompts, num_new_tokens))
         done = self._pipe.recv()
         assert isinstance(done, Done), f"{done=}"
@@ -48,7 +48,7 @@ class Bare:
 
 @contextmanager
 def bare(directory: Path, config: EngineConfig, num_threads: int) -> Iterator[Bare]:
-    """A model that is loaded; its process ends with the context."""
+    """Load a model in a process that ends with the context."""
     here, there = get_context("spawn").Pipe()
     process = get_context("spawn").Process(
         target=_serve, args=(there, directory, config, num_threads), daemon=True

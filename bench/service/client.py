@@ -31,7 +31,7 @@ class Event:
 
 @dataclass(slots=True)
 class Reply:
-    """What came back, as it came. Mutable; written by its connection."""
+    """Bytes of a reply, as they came. Mutable; written by its connection."""
 
     asked_s: float
     reads: list[tuple[float, bytes]] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Reply:
 
     @property
     def body(self) -> bytes:
-        """As it is on the wire."""
+        """Return the body as it is on the wire."""
         return b"".join(data for _, data in self.reads).partition(_HEAD_END)[2]
 
     def header(self, name: str) -> str | None:
@@ -61,7 +61,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A stream, read."""
+    """A reply whose events have been read."""
 
     reply: Reply
     events: list[Event]  #: those with text
@@ -75,12 +75,12 @@ class Answer:
 
     @property
     def first_s(self) -> float:
-        """From the question to the first text."""
+        """Return the seconds from the question to the first text."""
         return self.events[0].at_s - self.reply.asked_s
 
 
 class Connection(asyncio.Protocol):
-    """Questions one after the other. Mutable; used on the event loop alone."""
+    """A connection for questions one after the other. Mutable; used on the event loop alone."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -97,11 +97,11 @@ class Connection(asyncio.Protocol):
 
     @property
     def num_reads(self) -> int:
-        """So far, of the reply that is coming."""
+        """Count the reads of the reply that is coming."""
         return 0 if self._reply is None else len(self._reply.reads)
 
     async def ask(self, question: bytes) -> Reply:
-        """The whole reply, or what there was of it when the connection ended."""
+        """Return the whole reply, or what there was of it when the connection ended."""
         assert self._transport is not None, "it was opened"
         reply = self._reply = Reply(time.perf_counter())
         done = self._done = asyncio.get_running_loop().create_future()
@@ -113,7 +113,7 @@ class Connection(asyncio.Protocol):
         return reply
 
     def close(self) -> None:
-        """Also in the middle of a reply: the service must see to it."""
+        """End the connection, also in the middle of a reply: the service must see to it."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -153,7 +153,7 @@ class Connection(asyncio.Protocol):
 
 
 def completion(model: str, prompt: list[int], max_tokens: int, **fields: object) -> bytes:
-    """A question for a stream, greedy unless said otherwise, that does not stop by itself."""
+    """Return a question for a stream, greedy unless said otherwise, that does not stop by itself."""
     body: Mapping[str, object] = {
         "model": model,
         "prompt": prompt,
@@ -174,7 +174,7 @@ def request(method: str, path: str, body: Mapping[str, object] | None = None) ->
 
 
 async def ask(port: int, question: bytes) -> Reply:
-    """On a connection of its own."""
+    """Ask on a connection of its own."""
     connection = await Connection.open(port)
     try:
         return await connection.ask(question)
@@ -183,7 +183,7 @@ async def ask(port: int, question: bytes) -> Reply:
 
 
 async def ask_all(port: int, questions: list[bytes]) -> list[Reply]:
-    """All at once, each on a connection of its own; all are open before the first question."""
+    """Ask all questions at once, each on its own connection; all are open before the first question."""
     connections = [await Connection.open(port) for _ in questions]
     try:
         asked = (each.ask(question) for each, question in zip(connections, questions, strict=True))
@@ -194,7 +194,7 @@ async def ask_all(port: int, questions: list[bytes]) -> list[Reply]:
 
 
 async def metrics_of(port: int) -> dict[str, float]:
-    """What the service counts, without its histograms' buckets and the times when counters began."""
+    """Return what the service counts, without histograms' buckets and the times when counters began."""
     reply = await ask(port, request("GET", "/metrics"))
     lines = reply.body.decode().splitlines()
     samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
@@ -202,7 +202,7 @@ async def metrics_of(port: int) -> dict[str, float]:
 
 
 def read(reply: Reply) -> Answer:
-    """What a reply says. A service sends whole lines, each in one piece of its stream."""
+    """Return what a reply says. A service sends whole lines, each in one piece of its stream."""
     if reply.status != 200:
         return Answer(reply, [], None, _code(reply), None)
     if reply.header("content-length") is not None:
@@ -229,7 +229,7 @@ def read(reply: Reply) -> Answer:
 
 
 def _read_at_once(reply: Reply) -> Answer:
-    """One that was no stream."""
+    """Return the answer of a reply that was no stream."""
     if not reply.is_whole:
         return Answer(reply, [], None, None, None)
     whole = json.loads(reply.body)

@@ -13,7 +13,7 @@ from bench.service.streams import good
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Between two events of one stream."""
+    """The time between two events of one stream."""
 
     begin_s: float
     end_s: float
@@ -25,7 +25,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """In which a model was loaded."""
+    """A span of time in which a model was loaded."""
 
     begin_s: float
     end_s: float
@@ -35,7 +35,7 @@ class Window:
 
 
 async def gaps(service: Service, model: str, prompts: Sequence[list[int]], num_tokens: int) -> list[Gap]:
-    """Of one stream for each prompt, from the moment when all of them run."""
+    """Return the gaps of one stream for each prompt, from the moment when all of them run."""
     asked = (ask(service.port, completion(model, prompt, num_tokens)) for prompt in prompts)
     answers = [good(reply) for reply in await asyncio.gather(*asked)]
     begin_s = max(answer.events[0].at_s for answer in answers)

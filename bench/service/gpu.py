@@ -17,7 +17,6 @@ import asyncio
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from argparse import RawDescriptionHelpFormatter
@@ -33,7 +32,7 @@ import torch
 from bench.llama7b import CONFIG
 from bench.load.raw_readers import pinned, to_device_bytes_per_s
 from bench.random_model import write_random
-from bench.report import arguments, emit, percentiles
+from bench.report import arguments, emit, percentiles, tell
 from bench.service.client import Answer, Connection, ask, completion, metrics_of
 from bench.service.gaps import Gap, Window, gaps, load_again_and_again
 from bench.service.process import Service, deploy, serving
@@ -100,13 +99,13 @@ class Asked:
 
 
 async def switches(service: Service, scale: Scale, bytes_per_s: float) -> Part:
-    """In turn, so that the one that is asked for is always the one that had to go."""
+    """Ask models in turn, so that the one that is asked for is always the one that had to go."""
     prompts = Prompts(vocab_size(scale), scale.prompt_tokens)
     rounds: list[list[Asked]] = []
     for number in range(scale.num_rounds):
         asked = [await one(service, model, prompts.take(1)[0], scale.new_tokens) for model in MODELS]
         rounds.append(asked)
-        step(f"switches: round {number}, first text after {[round(a.answer.first_s, 3) for a in asked]} s")
+        tell(f"switches: round {number}, first text after {[round(a.answer.first_s, 3) for a in asked]} s")
     first = rounds[0]
     later = [asked for each in rounds[1:] for asked in each if asked.explained.load_s is not None]
     num_bytes = median(sum(use.num_bytes for use in asked.explained.rungs) for asked in later)
@@ -131,7 +130,7 @@ async def switches(service: Service, scale: Scale, bytes_per_s: float) -> Part:
 
 
 async def kill(service: Service, scale: Scale, bytes_per_s: float) -> Part:
-    """The same question three times: to warm up, undisturbed, and with the worker killed."""
+    """Ask the same question three times: to warm up, undisturbed, and with the worker killed."""
     question = completion("m1", Prompts(vocab_size(scale), 64).take(1)[0], scale.kill_tokens)
     await ask(service.port, question)
     undisturbed = good(await ask(service.port, question))
@@ -161,7 +160,7 @@ async def kill(service: Service, scale: Scale, bytes_per_s: float) -> Part:
 
 
 async def beside(service: Service, scale: Scale, bytes_per_s: float) -> Part:
-    """Streams of the first model, while the second comes and goes."""
+    """Stream from the first model while the second comes and goes."""
     parts = [await _beside(service, scale, num_streams) for num_streams in scale.streams]
     details = {f"streams_{n}": part.details for n, part in zip(scale.streams, parts, strict=True)}
     return Part([line for part in parts for line in part.rows], details)
@@ -185,7 +184,7 @@ async def _beside(service: Service, scale: Scale, num_streams: int) -> Part:
     undisturbed_s = percentiles([gap.seconds for gap in alone])
     while_loading_s = percentiles([gap.seconds for gap in overlapping])
     ratio = while_loading_s["p99"] / undisturbed_s["p99"]
-    step(f"beside: {num_streams} streams, p99 while another loads {ratio:.3f} of undisturbed")
+    tell(f"beside: {num_streams} streams, p99 while another loads {ratio:.3f} of undisturbed")
     details = {
         "undisturbed_s": undisturbed_s,
         "while_loading_s": while_loading_s,
@@ -222,7 +221,7 @@ def vocab_size(scale: Scale) -> int:
 
 
 def budget_bytes(data_dir: Path, kind: str) -> int:
-    """Holds two of the models, with all the KV that they may have or hardly less room than a third needs."""
+    """Return a budget for two models with all KV they may have, or hardly less than a third would need."""
     with Registry.open(DataDir.open(data_dir)) as registry:
         (size, *_) = [footprint(deployed.facts, kind, LIMITS) for deployed in registry.all()]
     return min(2 * (size.fixed_bytes + size.max_kv_bytes), 3 * size.least_bytes - 1)
@@ -235,12 +234,8 @@ def flags(data_dir: Path, scale: Scale, model_bytes: int) -> list[str]:
 
 
 def row(measure: str, unit: str, value: float, bound: float | None) -> dict[str, object]:
-    """A line of the table in the documents."""
+    """Return a line of the table in the documents."""
     return {"measure": measure, "unit": unit, "value": value, "bound": bound, "peers": {}}
-
-
-def step(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def copy_rate(scale: Scale) -> float:
@@ -251,14 +246,14 @@ def copy_rate(scale: Scale) -> float:
 def measure(place: Path, scale: Scale, only: Sequence[str]) -> tuple[dict[str, Part], dict[str, float]]:
     data_dir = place / "data"
     for number, name in enumerate(MODELS):
-        step(f"model {name}")
+        tell(f"model {name}")
         directory = write_random(place / name, scale.config, scale.dtype, number, torch.device(scale.kind))
         deploy(data_dir, directory, name)
     model_bytes = (place / MODELS[0] / "weights.bin").stat().st_size
     bytes_per_s = copy_rate(scale)
     if scale.kind == "cuda":
         torch.cuda.empty_cache()
-    step("the service")
+    tell("the service")
     with serving(data_dir, flags(data_dir, scale, model_bytes)) as service:
         parts = {}
         for name in only:

@@ -35,7 +35,7 @@ class Service:
         return int(self.url.rpartition(":")[2])
 
     def pids(self) -> dict[str, int]:
-        """Of the processes that are there now, by what they are."""
+        """Return the processes that are there now, by what they are."""
         workers = {worker.worker: worker.pid for worker in self.client.ps().workers if worker.pid}
         others = [pid for pid in children(self.process.pid) if pid not in workers.values()]
         keepers = [pid for pid in others if "hearth.store.keeper" in _command(pid)]
@@ -46,7 +46,7 @@ class Service:
         return {name: cpu_s(pid) for name, pid in self.pids().items()}
 
     def wait_ready(self, num_workers: int = 1) -> None:
-        """Until so many workers can host models."""
+        """Wait until so many workers can host models."""
         deadline_s = time.monotonic() + START_S
         while self.client.health().num_ready_workers < num_workers:
             _give_up_after(deadline_s, self.data_dir)
@@ -57,7 +57,7 @@ class Service:
 def serving(
     data_dir: Path, flags: Sequence[str], *, num_workers: int = 1, command: Sequence[str] = ("hearth.cli",)
 ) -> Iterator[Service]:
-    """`hearth serve` on a free port, ready; it is told to end with the context. `command`: another module."""
+    """Run `hearth serve` on a free port until the context ends. `command`: another module that does."""
     process = subprocess.Popen(
         [sys.executable, "-m", *command, "serve", "--port", "0", "--data-dir", str(data_dir), *flags],
         cwd=ROOT,
@@ -87,7 +87,7 @@ def serving(
 
 
 def deploy(data_dir: Path, source: str | Path, name: str, *flags: str) -> None:
-    """`hearth deploy`, through a service where one runs on the directory."""
+    """Run `hearth deploy`, through a service where one runs on the directory."""
     command = ["deploy", str(source), "--name", name, "--data-dir", str(data_dir), *flags]
     done = subprocess.run(
         [sys.executable, "-m", "hearth.cli", *command], cwd=ROOT, capture_output=True, text=True, check=False
@@ -107,14 +107,14 @@ def cpu_s(pid: int) -> float:
 
 
 def machine_cpu_s() -> float:
-    """Processor time that all processes of the machine have taken."""
+    """Return the processor time that all processes of the machine have taken."""
     fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     idle = (3, 4)  # and waiting for a disk
     return sum(int(ticks) for at, ticks in enumerate(fields[:8]) if at not in idle) / _TICKS_PER_S
 
 
 def children(pid: int) -> list[int]:
-    """Processes that it has started and that still run, by any of its threads."""
+    """Return the processes that a process has started, by any of its threads, and that still run."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         try:

@@ -26,7 +26,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Sampler:
-    """Mutable; written by its own thread, which also reads standard input."""
+    """Looks at the process's threads. Mutable; written by its own thread, which also reads standard input."""
 
     def __init__(self) -> None:
         self._is_on = threading.Event()
@@ -36,7 +36,7 @@ class Sampler:
         self._cpu_s: dict[str, float] = {}
 
     def obey(self) -> None:
-        """Until standard input ends."""
+        """Carry out orders until standard input ends."""
         threading.Thread(target=self._look_on, name="bench-sampler", daemon=True).start()
         for line in sys.stdin:
             order, _, path = line.strip().partition(" ")
@@ -81,7 +81,7 @@ class Sampler:
 
 
 def thread_cpu_s() -> dict[str, float]:
-    """Of every thread that Python knows, and of all others together; in the kernel apart from elsewhere."""
+    """Return processor time by thread, of those Python does not know together; the kernel's apart."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     spent_s: defaultdict[str, float] = defaultdict(float)
     for task in Path("/proc/self/task").iterdir():
@@ -93,7 +93,7 @@ def thread_cpu_s() -> dict[str, float]:
 
 
 def _stack(frame: FrameType) -> list[str]:
-    """Places from the innermost out."""
+    """Return the places of a stack from the innermost out."""
     places = []
     at: FrameType | None = frame
     while at is not None:

@@ -41,12 +41,12 @@ class Round:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nobody else used the machine."""
+        """True if nobody else used the machine."""
         return max(self.alone.others_cores, self.served.others_cores) < QUIET_CORES
 
 
 def rounds(num_rounds: int, play: Callable[[], Round]) -> list[Round]:
-    """So many quiet ones; if others keep using the machine, after so many more the quietest of all."""
+    """Play so many quiet rounds; if others use the machine, up to twice as many, and keep the quietest."""
     played: list[Round] = []
     while sum(each.is_quiet for each in played) < num_rounds and len(played) < 2 * num_rounds:
         played.append(play())
@@ -100,7 +100,7 @@ class Steady:
 
 
 def steady(answers: Sequence[Answer], num_tokens: int) -> Steady:
-    """From the moment when all have begun until the first has ended; all of it where that is nothing."""
+    """Measure from when all streams have begun until the first ends; where that is nothing, all of it."""
     begin_s = max(answer.events[0].at_s for answer in answers)
     end_s = min(answer.events[-1].at_s for answer in answers)
     if end_s <= begin_s:
@@ -115,7 +115,7 @@ def steady(answers: Sequence[Answer], num_tokens: int) -> Steady:
 
 
 def is_shared(text: str) -> bool:
-    """Whether an event of a random model holds several tokens: a token is ` wNUMBER`, or one character."""
+    """True if an event of a random model holds several tokens: a token is ` wNUMBER`, or one character."""
     if len(text) == 1:
         return False
     return not (text.startswith(" w") and text[2:].isdigit())

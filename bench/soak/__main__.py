@@ -26,7 +26,7 @@ import torch
 import uvloop
 
 from bench.random_model import TINY, write_random
-from bench.report import arguments, emit
+from bench.report import arguments, emit, tell
 from bench.service.client import ask, metrics_of, request
 from bench.service.process import Service, deploy, serving
 from bench.soak.load import Load, Tally
@@ -69,7 +69,7 @@ class Trouble:
         self.counts: Counter[str] = Counter()
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Make trouble until this is cancelled."""
         await asyncio.gather(
             self._every(KILL_EVERY_S, self._kill),
             self._every(CHANGE_EVERY_S, self._unload),
@@ -94,7 +94,7 @@ class Trouble:
         await self._do("unload", "POST", f"/api/models/{name}/unload", {"free": is_freed})
 
     async def _redeploy(self) -> None:
-        """One of those that are seldom asked for goes and comes again."""
+        """Remove one of the models that are seldom asked for and deploy it again."""
         name = self._random.choice(list(self._sources)[-NUM_VOLATILE:])
         await self._do("remove", "DELETE", f"/api/models/{name}")
         await asyncio.sleep(self._random.uniform(0.0, 2.0))
@@ -118,10 +118,10 @@ class Trouble:
 async def soak(service: Service, sources: dict[str, Path], options: Options) -> Result:
     load = Load(service.port, list(sources), options.per_s, options.seed)
     load.volatile = set(list(sources)[-NUM_VOLATILE:])
-    step("the right answers")
+    tell("the right answers")
     num_close = await load.learn()
     trouble = Trouble(service, sources, load, options.seed)
-    step(f"{options.minutes:g} minutes")
+    tell(f"{options.minutes:g} minutes")
     began = await metrics_of(service.port)
     troubling = asyncio.create_task(trouble.run())
     await load.run(60 * options.minutes)
@@ -146,7 +146,7 @@ async def soak(service: Service, sources: dict[str, Path], options: Options) -> 
 
 
 async def at_rest(service: Service) -> dict[str, float]:
-    """The metrics when nothing runs or waits any more, or after the longest that this may take."""
+    """Return the metrics when nothing runs or waits any more, or after the longest that this may take."""
     for _ in range(int(IDLE_S)):
         metrics = await metrics_of(service.port)
         if not metrics["hearth_requests_running"] and not metrics["hearth_requests_waiting"]:
@@ -156,7 +156,7 @@ async def at_rest(service: Service) -> dict[str, float]:
 
 
 def books(began: Mapping[str, float], ended: Mapping[str, float], tally: Tally) -> list[str]:
-    """What the service counted, against what was asked of it."""
+    """Compare what the service counted with what was asked of it."""
     wrong = [
         f"{name} is {ended[name]:.0f} at the end, must be 0"
         for name in ("hearth_requests_running", "hearth_requests_waiting")
@@ -176,7 +176,7 @@ def books(began: Mapping[str, float], ended: Mapping[str, float], tally: Tally) 
 
 
 def budget_bytes(data_dir: Path) -> int:
-    """Holds so many of the models, with all the KV that they may have or hardly less room than one more."""
+    """Return a budget for so many models with all KV they may have, or hardly less than one more needs."""
     with Registry.open(DataDir.open(data_dir)) as registry:
         facts = [deployed.facts for deployed in registry.all()]
     sizes = [footprint(fact, "cpu", LIMITS) for fact in facts]
@@ -187,7 +187,7 @@ def budget_bytes(data_dir: Path) -> int:
 
 
 def leftovers(pids: Mapping[str, int]) -> list[str]:
-    """Processes of a service that has ended."""
+    """Name processes that outlived their service."""
     alive = {name: pid for name, pid in pids.items() if Path(f"/proc/{pid}").exists()}
     return [f"{name} ({pid}) outlived the service" for name, pid in alive.items()]
 
@@ -197,10 +197,6 @@ def journal_difference(data_dir: Path) -> list[str]:
     if found.first_difference is None:
         return []
     return [f"the event log does not give the same actions again: {found.first_difference}"]
-
-
-def step(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -213,7 +209,7 @@ def main() -> None:
     options = Options(given.minutes, given.seed, given.per_s)
     with tempfile.TemporaryDirectory(prefix="hearth-soak-") as place:
         data_dir = Path(place) / "data"
-        step(f"{NUM_MODELS} models")
+        tell(f"{NUM_MODELS} models")
         sources = {
             f"m{number:02}": write_random(
                 Path(place) / f"m{number:02}", CONFIG, "float32", number, torch.device("cpu")

@@ -40,7 +40,7 @@ class Question:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the questions. Mutable; written by `Load`."""
+    """Counts of what became of the questions. Mutable; written by `Load`."""
 
     asked: Counter[str] = field(default_factory=Counter)  #: by kind
     ended: Counter[str] = field(default_factory=Counter)  #: by kind and outcome
@@ -53,7 +53,7 @@ class Tally:
 
 
 class Load:
-    """Mutable; used on the event loop alone."""
+    """Random questions on their way to a service. Mutable; used on the event loop alone."""
 
     def __init__(self, port: int, models: Sequence[str], per_s: float, seed: int) -> None:
         """The first model is the most popular one, by Zipf's law. Questions come `per_s`, by Poisson's."""
@@ -67,7 +67,7 @@ class Load:
         self.volatile: set[str] = set()
 
     async def learn(self) -> int:
-        """Ask everything that will be checked once, alone; how many questions were too close to call."""
+        """Ask what will be checked once, alone; return how many questions were too close to call."""
         num_close = 0
         for model in self._models:
             for _ in range(NUM_REFERENCES):
@@ -148,7 +148,7 @@ class Load:
         self.tally.ended[f"{question.kind}: {outcome}"] += 1
 
     def _judge(self, question: Question, reply: Reply, has_left: bool) -> str:
-        """The outcome; what must not be is noted as a violation."""
+        """Return the outcome; what must not be is noted as a violation."""
         if has_left and question.leave_s is not None:
             return "left"
         answer = read(reply)
@@ -177,7 +177,7 @@ class Load:
 
 
 def margin_of(reply: Reply) -> float:
-    """The least distance between the two best of any of its tokens, in logarithms."""
+    """Return the least distance between the two best of any of a reply's tokens, in logarithms."""
     choice: Mapping[str, Mapping[str, list[Mapping[str, float]]]] = json.loads(reply.body)["choices"][0]
     ranked = [sorted(best.values(), reverse=True) for best in choice["logprobs"]["top_logprobs"]]
     return min(best[0] - best[1] for best in ranked)

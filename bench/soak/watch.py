@@ -27,7 +27,7 @@ class Sample:
 
 
 class Watch:
-    """Mutable; written by whoever samples."""
+    """Samples of processes over time. Mutable; written by whoever samples."""
 
     def __init__(self) -> None:
         #: By process; a worker that was replaced is another one.
@@ -40,7 +40,7 @@ class Watch:
                 self.samples[f"{name}:{pid}"].append(sample)
 
     def report(self) -> dict[str, object]:
-        """First and last quarter of every life that is long enough."""
+        """Return the first and the last quarter of every life that is long enough."""
         return {name: quarters(samples) for name, samples in self.samples.items() if is_long(samples)}
 
     def leaks(self) -> list[str]:
@@ -56,7 +56,7 @@ class Watch:
 
 
 def sampled(pid: int, num_tasks: int | None) -> Sample | None:
-    """None if the process is gone, or going."""
+    """Return a sample of a process; None if it is gone, or going."""
     process = Path(f"/proc/{pid}")
     try:
         resident_pages, shared_pages = map(int, (process / "statm").read_text().split()[1:3])
@@ -73,7 +73,7 @@ def is_long(samples: list[Sample]) -> bool:
 
 
 def quarters(samples: list[Sample]) -> dict[str, tuple[float, float]]:
-    """Medians of the first and the last quarter."""
+    """Return medians of the first and the last quarter of a life."""
     settled = [asdict(sample) for sample in samples[SETTLE_SAMPLES:]]
     size = max(1, len(settled) // 4)
     known = [what for what in SLACK if settled[0][what] is not None]
