@@ -19,6 +19,14 @@ ON_GPU := PYTHONPATH=src:.carry python3
 NOT_ON_GPU := tests/api tests/cli tests/control tests/service tests/engine/test_guide.py
 BENCHES := engine kernels load chunks service_gpu reuse elastic
 CPU_BENCHES := engine_cpu perplexity service brain elastic_cpu
+# The folder's other entries, beside its own (`python -m bench.load`): a benchmark is named as its result is.
+MODULE_engine_cpu := engine.cpu
+MODULE_kernels := engine.kernels
+MODULE_perplexity := engine.perplexity
+MODULE_chunks := load.chunks
+MODULE_service_gpu := service.gpu
+MODULE_elastic_cpu := elastic.cpu
+module = bench.$(or $(MODULE_$(1)),$(1))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check lint arrows format soak test-gpu bench-gpu bench-cpu clean
@@ -71,12 +79,12 @@ test-gpu: ## tests that need a CUDA device, with this machine's own python3
 bench-gpu: ## one benchmark on a CUDA device: make bench-gpu WHAT=engine; SAVE=1 keeps the result
 	@test -n "$(filter $(BENCHES),$(WHAT))" || \
 	  { echo "bench-gpu needs WHAT, one of: $(BENCHES); given: $(or $(WHAT),nothing)" >&2; exit 2; }
-	$(ON_GPU) -m bench.$(WHAT) $(if $(SAVE),--save)
+	$(ON_GPU) -m $(call module,$(WHAT)) $(if $(SAVE),--save)
 
 bench-cpu: $(READY) ## one benchmark on this CPU: WHAT=engine_cpu (the default), service, ...; SAVE=1 keeps it
 	@test -n "$(filter $(CPU_BENCHES),$(or $(WHAT),engine_cpu))" || \
 	  { echo "bench-cpu takes WHAT, one of: $(CPU_BENCHES); given: $(WHAT)" >&2; exit 2; }
-	$(BIN)/python -m bench.$(or $(WHAT),engine_cpu) $(if $(SAVE),--save)
+	$(BIN)/python -m $(call module,$(or $(WHAT),engine_cpu)) $(if $(SAVE),--save)
 
 clean: ## remove .venv, .carry, caches and build outputs
 	rm -rf .venv .carry .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -36,7 +36,7 @@ LAYOUT = layout_of(ARCH, "bfloat16")
 
 
 def new_engine(config: EngineConfig, *, seed: int | None) -> Engine:
-    """An engine over random weights; without a seed the weights are whatever the memory holds."""
+    """Return an engine over random weights; without a seed they are whatever the memory holds."""
     device = torch.device("cuda")
     base = torch.empty(LAYOUT.num_bytes, dtype=torch.uint8, device=device)
     if seed is not None:
@@ -53,7 +53,7 @@ def new_engine(config: EngineConfig, *, seed: int | None) -> Engine:
 
 
 def new_tokenizer(directory: Path) -> Tokenizer:
-    """Byte-level, 32,000 entries: detokenising costs what it costs with a real one."""
+    """Return a byte-level tokenizer of 32,000 entries: detokenising costs what it costs with a real one."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [f"Ġw{number}" for number in range(ARCH.vocab_size - len(alphabet))]
     backend = Backend(models.BPE(vocab={token: at for at, token in enumerate(alphabet + words)}, merges=[]))

@@ -6,8 +6,12 @@ import json
 import os
 import platform
 import subprocess
+import sys
+import time
 from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,8 +22,21 @@ HERE = Path(__file__).parent
 _PACKAGES = ("torch", "triton", "transformers")
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the table; see scripts/tables."""
+
+    measure: str
+    unit: str
+    value: float
+    bound: float | None = None
+    aim: str | None = None
+    peers: Mapping[str, float] = field(default_factory=dict)
+    is_comparable: bool = True
+
+
 def arguments(description: str | None) -> ArgumentParser:
-    """A parser with the flags that all benchmarks share."""
+    """Return a parser with the flags that all benchmarks share."""
     parser = ArgumentParser(description=description)
     parser.add_argument("--save", action="store_true", help="also write the result under bench/results")
     return parser
@@ -46,21 +63,35 @@ def environment() -> dict[str, object]:
     }
 
 
+def tell(text: str) -> None:
+    """Tell people what goes on; standard output is the result's alone."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def step(name: str) -> Iterator[None]:
+    """Tell people that a step begins, and how long it took."""
+    tell(f"{name} ...")
+    began_s = time.perf_counter()
+    yield
+    tell(f"{name}: {time.perf_counter() - began_s:.1f} s")
+
+
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Each percentile is the smallest value that so many percent of them do not exceed."""
+    """Return percentiles, each the smallest value that so many percent do not exceed, and the extremes."""
     ranked = sorted(values)
     at = {p: ranked[max(0, -(-p * len(ranked) // 100) - 1)] for p in (50, 90, 99)}
     return {**{f"p{p}": v for p, v in at.items()}, "min": ranked[0], "max": ranked[-1], "n": len(ranked)}
 
 
 def peers() -> Mapping[str, object]:
-    """What other systems reached, as measured on the same machines."""
+    """Return what other systems reached, as measured on the same machines."""
     figures: Mapping[str, object] = json.loads((HERE / "peers.json").read_text())
     return figures
 
 
 def _commit() -> str | None:
-    """Of the sources; where they came without their history, or an older one, a note beside them says it."""
+    """Return the sources' commit; without their history, or with an older one, from a note beside them."""
     note = HERE.parent / ".carry" / "COMMIT"
     carried = note.read_text().strip() if note.exists() else None
     revision = _output_of("git", "rev-parse", "--short", "HEAD")
@@ -84,7 +115,7 @@ def _version(package: str) -> str | None:
 
 
 def _output_of(*command: str) -> str | None:
-    """None if there is no such command here, or it fails."""
+    """Return what a command prints; None if there is no such command here, or it fails."""
     try:
         done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True)
     except (FileNotFoundError, subprocess.CalledProcessError):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hearth  # noqa: F401 - before torch, so that its threads sleep while they wait
+
+# isort: split
+
 import os
 import random
 

@@ -17,8 +17,10 @@ import torch
 from rich.console import Console
 from typer.main import get_group
 
+from hearth import doctor
 from hearth.cli import app
 from hearth.config import EngineConfig, StoreConfig
+from hearth.cpus import WaitPolicy
 from hearth.errors import DeviceError
 from hearth.store.manifest import read_manifest
 from hearth.store.record import LoadRecord, RungTotals
@@ -238,6 +240,18 @@ def test_doctor_says_what_falls_back(hearth: Hearth, monkeypatch: pytest.MonkeyP
     shown = hearth("doctor")
     assert "torch reference" in shown.out
     assert "note: no CUDA device" in shown.out
+
+
+def test_doctor_says_that_threads_spin_and_why(hearth: Hearth, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "wait_policy", lambda: WaitPolicy("`OMP_WAIT_POLICY=ACTIVE` is set"))
+    (note,) = [note for note in json.loads(hearth("doctor", "--json").out)["notes"] if "threads" in note]
+    assert "OMP_WAIT_POLICY=ACTIVE" in note
+
+
+def test_doctor_says_how_many_cores_may_be_used(hearth: Hearth, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "num_usable_cores", lambda: 3)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert json.loads(hearth("doctor", "--json").out)["devices"][0]["name"] == "cpu, 3 of 8 cores"
 
 
 def test_show_counts_parameters_without_weights(hearth: Hearth, tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
-from hearth import LLM, SamplingParams
+from hearth import LLM, SamplingParams, offline
 from hearth.config import EngineConfig, StoreConfig
 from hearth.errors import BadTokenizer, ChunkCorrupt, EngineFailed, LoadCancelled, ModelError
 from hearth.store.manifest import WEIGHTS, Manifest
@@ -97,6 +98,20 @@ def assert_waits(future: Future[list[int]]) -> None:
 
 def reader_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("hearth-read")]
+
+
+@pytest.mark.parametrize(("num_cores", "num_threads"), [(1, 1), (16, 2)])
+def test_torch_gets_no_more_threads_than_there_are_usable_cores(
+    num_cores: int, num_threads: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(2)
+    monkeypatch.setattr(offline, "num_usable_cores", lambda: num_cores)
+    try:
+        with open_llm(model, tiers_at(tmp_path)) as llm:
+            answer(llm)
+        assert torch.get_num_threads() == num_threads
+    finally:
+        torch.set_num_threads(2)
 
 
 class TestBehindTheLoad:

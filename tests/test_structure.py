@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "hearth"
 BASE = {"types", "errors", "version", "sizes"}
 EXECUTION = BASE | {"config", "policy", "kernels", "models"}
 COMPOSITION = EXECUTION | {
+    "cpus",
     *("text", "messages", "engine", "memory", "store", "snapshot"),
     *("transfer", "worker", "control", "forecast", "api", "sim"),
 }
@@ -22,6 +23,7 @@ ARROWS: dict[str, set[str]] = {
     "sizes": set(),
     "types": {"errors"},
     "config": BASE,
+    "cpus": set(),
     "messages": BASE,
     "wire": BASE | {"messages"},
     "policy": BASE,
@@ -30,19 +32,19 @@ ARROWS: dict[str, set[str]] = {
     "models": BASE | {"kernels"},
     "engine": EXECUTION | {"text"},
     "memory": EXECUTION,
-    "store": EXECUTION | {"messages"},
+    "store": EXECUTION | {"cpus", "messages"},
     "snapshot": EXECUTION,
     "transfer": EXECUTION | {"messages"},
-    "worker": EXECUTION | {"engine", "memory", "store", "snapshot", "transfer", "messages", "wire"},
+    "worker": EXECUTION | {"cpus", "engine", "memory", "store", "snapshot", "transfer", "messages", "wire"},
     "forecast": BASE | {"policy"},
-    "control": BASE | {"config", "policy", "store", "messages", "wire", "forecast", "text"},
+    "control": BASE | {"config", "cpus", "policy", "store", "messages", "wire", "forecast", "text"},
     "api": BASE | {"config", "control", "messages", "policy", "text"},
     "sim": BASE | {"config", "policy", "snapshot"},
-    "doctor": BASE | {"config", "kernels"},
+    "doctor": BASE | {"config", "cpus", "kernels"},
     "offline": COMPOSITION,
     "llm": COMPOSITION | {"offline"},
     "cli": COMPOSITION | {"doctor", "llm", "offline"},
-    "__init__": BASE | {"llm"},
+    "__init__": BASE | {"cpus", "llm"},
 }
 
 #: Modules from outside that a room must do without; "*" is every room.
@@ -161,3 +163,14 @@ def test_the_check_catches_transformers_anywhere(tmp_path: Path) -> None:
 def test_a_room_without_arrows_may_import_nothing(tmp_path: Path) -> None:
     plant(tmp_path, "utils.py", "import hearth.types\n")
     assert wrong_arrows(tmp_path) == ["utils.py:1 utils -> hearth.types"]
+
+
+def test_benchmarks_import_nothing_of_the_tests() -> None:
+    bench = PACKAGE.parents[1] / "bench"
+    found = [
+        f"{path.relative_to(bench)}:{line} {module}"
+        for path in sorted(bench.rglob("*.py"))
+        for line, module in imports(path, bench)
+        if module.split(".")[0] == "tests"
+    ]
+    assert found == []

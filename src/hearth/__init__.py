@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hearth.cpus import wait_policy
 from hearth.types import SamplingParams
 
 if TYPE_CHECKING:
     from hearth.llm import LLM, Completion
 
 __all__ = ["LLM", "Completion", "SamplingParams"]
+
+wait_policy()  # before anything here imports torch, which reads it once
 
 
 def __getattr__(name: str) -> object:

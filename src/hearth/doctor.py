@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from hearth.config import StoreConfig
+from hearth.cpus import num_usable_cores, wait_policy
 from hearth.kernels.jit import HAS_TRITON
 
 #: Open files that a service should be allowed; with fewer, one that has many streams would run out of them.
@@ -77,6 +78,10 @@ def examine(store: StoreConfig) -> Report:
             f"only {found.locked_bytes} bytes of host memory may be pinned, `store.host_bytes` is "
             f"{store.host_bytes}: copies from the rest are slow; raise `ulimit -l`"
         )
+    if (spin_reason := wait_policy().spin_reason) is not None:
+        notes.append(
+            f"threads spin while they wait, which is slow beside other busy processes: {spin_reason}"
+        )
     max_open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if max_open_files < MANY_OPEN_FILES:
         notes.append(
@@ -121,7 +126,13 @@ def _has_direct_reads(directory: Path) -> bool:
 def _cpu() -> DeviceReport:
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     return DeviceReport(
-        name=f"cpu, {os.cpu_count()} cores",
+        name=f"cpu, {_cores()}",
         total_bytes=os.sysconf("SC_PHYS_PAGES") * page_bytes,
         free_bytes=os.sysconf("SC_AVPHYS_PAGES") * page_bytes,
     )
+
+
+def _cores() -> str:
+    """Say how many cores this machine has, and how many of them this process may use if not all."""
+    num_usable, num_cores = num_usable_cores(), os.cpu_count()
+    return f"{num_cores} cores" if num_usable == num_cores else f"{num_usable} of {num_cores} cores"

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from hearth.config import EngineConfig, StoreConfig
+from hearth.cpus import log_if_threads_spin, num_usable_cores
 from hearth.engine.assemble import ModelSpec, allocate, assemble
 from hearth.engine.engine import Engine
 from hearth.errors import DeviceError, ModelError
@@ -65,9 +66,18 @@ def open_model(path: str | Path, options: ModelOptions, store: StoreConfig | Tie
     Tiers that are given stay open; those of a StoreConfig are closed once the model is loaded.
     """
     device = _device(options.device)
+    if device.type == "cpu":
+        log_if_threads_spin()
+        _keep_to_usable_cores()
     if "://" in str(path) or (Path(path) / MANIFEST).is_file():
         return _ConvertedModel(path, options, store, device)
     return _PackedModel(Path(path), options, device)
+
+
+def _keep_to_usable_cores() -> None:
+    """Lower torch's threads to the cores that this process may use: torch does not ask the cgroup."""
+    if torch.get_num_threads() > (num_cores := num_usable_cores()):
+        torch.set_num_threads(num_cores)
 
 
 class _PackedModel:

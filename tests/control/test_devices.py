@@ -54,10 +54,12 @@ def test_a_torch_without_cuda_means_the_cpu(
         resolve(ServiceConfig(device="cuda"))
 
 
-def test_workers_share_the_cores_and_each_has_one() -> None:
-    alone, crowd = Devices("cpu", (0,), 1), Devices("cpu", (0,), 1000)
-    assert alone.threads_per_worker >= 1
-    assert crowd.threads_per_worker == 1
+@pytest.mark.parametrize(("num_workers", "num_threads"), [(1, 7), (2, 3), (1000, 1)])
+def test_workers_share_the_usable_cores_and_each_has_one(
+    num_workers: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "num_usable_cores", lambda: 7)
+    assert Devices("cpu", (0,), num_workers).threads_per_worker == num_threads
 
 
 def test_none_of_what_the_gateway_imports_loads_torch() -> None:

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.host_pages import HostPages
 from hearth.errors import DeviceError
 from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import EvictionTermsOf
 from hearth.memory.vmm import MappedPool
 from hearth.types import Hold, ModelId
-from tests.memory.host_pages import HostPages
 from tests.memory.steps import Step, carry_out, steps
 from tests.memory.tenancy import Audited, Holds, Sample, Tenancy, sample, wipe
 

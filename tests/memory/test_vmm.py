@@ -12,13 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.host_pages import Done, HostPages
 from hearth.errors import DeviceError
 from hearth.memory.kv_range import KvRange
 from hearth.memory.pages import Mark
 from hearth.memory.vmm import MappedPool
 from hearth.models.layout import ByteRange
 from hearth.types import Hold, ModelId
-from tests.memory.host_pages import Done, HostPages
 from tests.memory.tenancy import Holds, Sample, Tenancy, sample, wipe
 
 PAGE = 4096

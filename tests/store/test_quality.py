@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.perplexity import measure
+from bench.engine.perplexity import measure
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.host_pages import HostPages
 from hearth.config import EngineConfig
 from hearth.engine.assemble import ModelSpec, block_bytes, workspace_bytes
 from hearth.memory.arena import ArenaPool
@@ -25,7 +26,6 @@ from hearth.memory.vmm import MappedPool
 from hearth.store.manifest import read_manifest
 from hearth.types import Hold
 from tests.engine.harness import assert_greedy, prompts_for
-from tests.memory.host_pages import HostPages
 from tests.models.zoo import WIDE
 from tests.store.stored import converted, tiers_at
 from tests.worker.desk import Answer, Desk, NewPool, working_at

@@ -12,6 +12,7 @@ from threading import Event
 import pytest
 import torch
 
+from bench.host_pages import HostPages
 from hearth.engine.engine import Engine, StepOutcome
 from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import EvictionTermsOf, Pool
@@ -22,7 +23,6 @@ from hearth.types import Hold, Rung
 from hearth.worker.hosted_model import HostedModel, HostingNews, Opened
 from hearth.worker.watched_load import Loaded
 from hearth.worker.worth import Worth
-from tests.memory.host_pages import HostPages
 from tests.store.stored import PATIENCE_S, Gated, converted, flip, gated_tiers
 from tests.worker.desk import Desk, working_at
 from tests.worker.harness import BUDGET_BYTES, greedy

@@ -8,12 +8,12 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from hearth.config import ServiceConfig
+from hearth.cpus import num_usable_cores
 from hearth.errors import DeviceError
 
 log = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ class Devices:
 
     @property
     def threads_per_worker(self) -> int:
-        """So that the workers together take the cores that this process may use."""
-        return max(1, len(os.sched_getaffinity(0)) // self.num_workers)
+        """Share the cores that this process may use evenly between its workers."""
+        return max(1, num_usable_cores() // self.num_workers)
 
 
 def resolve(service: ServiceConfig) -> Devices:

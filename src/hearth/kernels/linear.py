@@ -40,7 +40,7 @@ def flipped_linear(
         out.add_(bias)
 
 
-#: Up to so many rows our kernel beats cuBLAS (bench/kernels.py).
+#: Up to so many rows our kernel beats cuBLAS (bench/engine/kernels.py).
 MAX_SKINNY_ROWS = 1
 
 

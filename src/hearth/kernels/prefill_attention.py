@@ -86,7 +86,7 @@ def prefill_attention_reference(
         out[span.rows] = attended[0].transpose(0, 1).flatten(1)
 
 
-#: Under this many tokens one launch for all spans beats the library's launch per span (bench/kernels.py).
+#: Below this one launch for all spans beats the library's launch per span (bench/engine/kernels.py).
 _FRESH_TOKENS = 1024
 
 

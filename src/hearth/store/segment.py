@@ -20,6 +20,7 @@ from types import ModuleType
 
 import torch
 
+from hearth.cpus import num_usable_cores
 from hearth.errors import DeviceError
 
 #: Bytes that are registered at once: few, so that the first cells are pinned early; more are no faster.
@@ -124,7 +125,7 @@ class Segment:
     def _in_regions(self, work: Callable[[range], int]) -> list[int]:
         step = max(1, REGION_BYTES // self.cell_bytes) * self.cell_bytes
         regions = [range(at, min(at + step, self.num_bytes)) for at in range(0, self.num_bytes, step)]
-        num_threads = min(MAX_PIN_THREADS, os.cpu_count() or 1)
+        num_threads = min(MAX_PIN_THREADS, num_usable_cores())
         with ThreadPoolExecutor(num_threads, thread_name_prefix="hearth-pin") as pool:
             return list(pool.map(work, regions))
 

@@ -1,0 +1,280 @@
+"""One model in a pool, its KV elastic or reserved, and others that fill the rest of the memory.
+
+The model is stepped as a worker steps it, with the worker's own reclaimer. Measures nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+
+import torch
+
+from hearth.config import EngineConfig
+from hearth.engine.assemble import Memory, ModelSpec, assemble, block_bytes, workspace_bytes
+from hearth.engine.engine import Engine, StepOutcome
+from hearth.memory.pool import EvictionTermsOf, Pool, Shape, Space
+from hearth.messages import HostModel
+from hearth.models.arch import Arch
+from hearth.models.layout import ALIGNMENT_BYTES, DTYPES, Layout, TensorSpec, layout_of
+from hearth.models.weights import Weights, bind
+from hearth.store.manifest import Chunk, Manifest, digest_of
+from hearth.types import Hold, ModelId
+from hearth.worker.hosted_model import HostedModel
+from hearth.worker.hosting_spec import HostingSpec
+from hearth.worker.reclaimer import Reclaimer
+
+SERVED = ModelId("served")
+
+
+class Arm(StrEnum):
+    ELASTIC = "elastic"  #: KV is grown and shrunk around each step
+    FIXED = "fixed"  #: the same engine has all of it from the beginning
+    PLAIN = "plain"  #: another engine over the same weights, its KV one tensor of torch's own
+
+
+@dataclass(frozen=True)  # no slots: what is derived is kept
+class Body:
+    """A model and how much memory it is to have."""
+
+    arch: Arch
+    dtype: str
+    max_context: int  #: of which one is promised to it
+    config: EngineConfig
+    device: torch.device
+    kv_blocks: int  #: for which the pool has room, when nothing else is there
+    page_bytes: int  #: of the pool: it gives and takes memory by so much
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        return ModelSpec(self.arch, DTYPES[self.dtype], self.max_context, frozenset())
+
+    @cached_property
+    def layout(self) -> Layout:
+        return layout_of(self.arch, self.dtype)
+
+    @cached_property
+    def block_bytes(self) -> int:
+        return block_bytes(self.spec, self.config)
+
+    @cached_property
+    def workspace_bytes(self) -> int:
+        return workspace_bytes(self.spec, self.config, self.device)
+
+    @property
+    def margin_bytes(self) -> int:
+        """Return what rounding may take."""
+        return 2 * max(self.page_bytes, self.block_bytes)
+
+    @property
+    def budget_bytes(self) -> int:
+        sizes = (self.layout.num_bytes, self.workspace_bytes, (1 + self.kv_blocks) * self.block_bytes)
+        return sum(-(-size // self.page_bytes) * self.page_bytes for size in sizes)
+
+    @cached_property
+    def plan(self) -> HostingSpec:
+        sizes = range(0, self.layout.num_bytes, self.page_bytes)
+        chunks = tuple(Chunk(digest_of(f"{SERVED} {at}".encode()), self.page_bytes) for at in sizes)
+        manifest = Manifest.of(self.arch, self.dtype, "none", chunks, self.page_bytes, {})
+        shape = self.shape(manifest.digest, self.layout, self.workspace_bytes)
+        return HostingSpec(
+            manifest, self.spec, self.layout, shape, blocks_for(1, self.max_context, self.config)
+        )
+
+    def shape(self, name: str, layout: Layout, workspace_bytes: int) -> Shape:
+        """Return the shape of this model, or of another one beside it."""
+        starts = range(0, layout.num_bytes, self.page_bytes)
+        return Shape(
+            digest=digest_of(name.encode()),
+            stored=layout,
+            served=layout,
+            chunk_bytes=self.page_bytes,
+            chunks=tuple(digest_of(f"{name} {at}".encode()) for at in starts),
+            workspace_bytes=workspace_bytes,
+            block_bytes=self.block_bytes,
+            max_blocks=1 + self.kv_blocks,
+        )
+
+
+class Stage:
+    """A pool with one model that is served, and others that come and go. Mutable; one thread calls it."""
+
+    def __init__(self, body: Body, new_pool: Callable[[EvictionTermsOf], Pool]) -> None:
+        self.body = body
+        self._hosts: dict[ModelId, HostedModel] = {}
+        self._reclaimer = Reclaimer(new_pool, self._hosts)
+        self.pool = self._reclaimer.pool
+        self._fillers: set[ModelId] = set()
+        self._num_fillers = 0
+        plan = body.plan
+        space = self._reclaimer.place(SERVED, plan)
+        for gap in space.gaps:
+            self.pool.prepare(SERVED, gap.part)
+        weights = _random_weights(body, space)
+        self.pool.landed(SERVED, is_whole=True)
+        memory = Memory(space.workspace, space.kv, space.sink, plan.floor_blocks)
+        self.engine = assemble(body.spec, weights, body.config, body.device, memory)
+        self._host = self._hosts[SERVED] = self._host_of(SERVED, self.engine)
+        self._weights = weights
+        self._plain: Engine | None = None
+
+    @property
+    def kv_bytes(self) -> int:
+        """Return the bytes of the pool that KV of the served model has, pages that lie ready included."""
+        (holding,) = (one for one in self.pool.picture().holdings if one.model == SERVED)
+        return holding.kv_bytes
+
+    @property
+    def filler_bytes(self) -> int:
+        """Return the bytes of other models' weights that are still there."""
+        return sum(one.weights_bytes for one in self.pool.picture().holdings if one.model in self._fillers)
+
+    def engine_of(self, arm: Arm) -> Engine:
+        if arm is not Arm.PLAIN:
+            return self.engine
+        if self._plain is None:
+            body = self.body
+            own = replace(body.config, kv_bytes=(1 + body.kv_blocks) * body.block_bytes)
+            self._plain = assemble(body.spec, self._weights, own, body.device)
+        return self._plain
+
+    def drop_plain(self) -> None:
+        """Give back the memory of the plain engine."""
+        if self._plain is not None:
+            self._plain.close()
+            self._plain = None
+        if self.body.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def step_of(self, arm: Arm) -> Callable[[], StepOutcome]:
+        return self._step_elastic if arm is Arm.ELASTIC else self.engine_of(arm).step
+
+    def set_up(self, arm: Arm) -> None:
+        """Prepare a run: KV is as the arm begins with it, and pages are no longer where they were."""
+        if arm is Arm.PLAIN:
+            return
+        assert not self.engine.has_work, "a run is still under way"
+        self.drop_fillers()
+        self._give_back_kv()
+        self.fill_with_weights()
+        self.drop_fillers()
+        if arm is Arm.FIXED:
+            while extents := self.pool.grow(SERVED, self.body.kv_blocks):
+                for extent in extents:
+                    self.engine.add_blocks(extent)
+
+    def fill_with_weights(self, num_models: int = 4) -> None:
+        """Let other models come and go: their weights take all memory that nobody computes with."""
+        lent_bytes = self.engine.kv_use().num_blocks * self.body.block_bytes
+        num_bytes = self.pool.picture().free_bytes + lent_bytes - self.body.margin_bytes
+        num_pages = num_bytes // self.body.page_bytes
+        for number in range(num_models):
+            share = num_pages * (number + 1) // num_models - num_pages * number // num_models
+            self._fillers.add(self._fill(share * self.body.page_bytes))
+        self.synchronize()
+
+    def drop_fillers(self) -> None:
+        for filler in self._fillers:
+            self._reclaimer.drop(filler)
+        self._fillers.clear()
+
+    def limit_kv(self, num_blocks: int) -> None:
+        """Take all memory for good but what so many blocks need."""
+        self.set_up(Arm.ELASTIC)
+        lent_bytes = self.engine.kv_use().num_blocks * self.body.block_bytes
+        spare_bytes = self.pool.picture().free_bytes + lent_bytes - num_blocks * self.body.block_bytes
+        num_bytes = (spare_bytes - self.body.margin_bytes) // self.body.page_bytes * self.body.page_bytes
+        assert num_bytes > 0, f"{num_blocks=} are all there are: {self.pool.picture()}"
+        pinned = self._fill(num_bytes)
+        self._hosts[pinned] = self._host_of(pinned, None)
+
+    def synchronize(self) -> None:
+        if self.body.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def close(self) -> None:
+        self.drop_plain()
+        self.engine.close()
+
+    def _give_back_kv(self) -> None:
+        """Give the pool all KV that it takes; the engine is told of many pages at once, which is faster."""
+        begin = end = 0
+        while extents := self.pool.extents(SERVED):
+            extent = extents[0]
+            self.pool.shrink(SERVED, extent)
+            if extent.stop != begin:
+                self._forget_blocks(range(begin, end))
+                end = extent.stop
+            begin = extent.start
+        self._forget_blocks(range(begin, end))
+
+    def _forget_blocks(self, run: range) -> None:
+        if run:
+            is_clear = self.engine.clear(run, may_move=False, may_preempt=False)
+            assert is_clear, f"somebody reads {run}"
+
+    def _step_elastic(self) -> StepOutcome:
+        self._reclaimer.before_step(self._host)
+        outcome = self.engine.step()
+        self._reclaimer.after_step(self._host, outcome)
+        return outcome
+
+    def _host_of(self, model: ModelId, engine: Engine | None) -> HostedModel:
+        plan = self.body.plan
+        order = HostModel(model, 0, "", plan.manifest.digest, 1.0, plan.spec.max_context, 0, 0, ())
+        return _LoadedHost(order, self.pool, plan, engine)
+
+    def _fill(self, num_bytes: int) -> ModelId:
+        """Leave the weights of a model that was hosted and is not any more."""
+        self._num_fillers += 1
+        model = ModelId(f"filler{self._num_fillers}")
+        layout = _layout_of_bytes(num_bytes, self.body.page_bytes)
+        plan = replace(self.body.plan, layout=layout, shape=self.body.shape(model, layout, ALIGNMENT_BYTES))
+        for gap in self._reclaimer.place(model, plan).gaps:
+            self.pool.prepare(model, gap.part)
+        self.pool.landed(model, is_whole=True)
+        self.pool.vacate(model)
+        self._reclaimer.changed()
+        return model
+
+
+class _LoadedHost(HostedModel):
+    """A hosted model as the reclaimer sees it once it is loaded: how one gets there needs a keeper."""
+
+    def __init__(self, order: HostModel, pool: Pool, plan: HostingSpec, engine: Engine | None) -> None:
+        super().__init__(order, None, pool, lambda *_: None)  # type: ignore[arg-type] # nothing is made there
+        self.plan, self.engine, self.is_loaded = plan, engine, True
+        self.hold = Hold.PINNED  # none of its weights are ever taken
+
+    def _start_thread(self, act: Callable[[], None]) -> None:
+        """Nobody has to look for the model."""
+
+
+def _random_weights(body: Body, space: Space) -> Weights:
+    generator = torch.Generator(body.device).manual_seed(1)
+    for spec in body.layout.tensors:
+        place = space.places[spec.name]
+        tensor = place.base[place.offset : place.offset + spec.nbytes].view(body.spec.dtype)
+        if "norm" in spec.name:
+            tensor.fill_(1.0)
+        else:
+            tensor.normal_(std=0.02, generator=generator)
+    return bind(body.arch, body.layout, space.places)
+
+
+def _layout_of_bytes(num_bytes: int, unit_bytes: int) -> Layout:
+    """Return the layout of a model that nobody computes: so many bytes in tensors of one size."""
+    unit_bytes = -(-unit_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return Layout(tuple(_units(num_bytes, unit_bytes)), num_bytes)
+
+
+def _units(num_bytes: int, unit_bytes: int) -> Iterator[TensorSpec]:
+    for number, at in enumerate(range(0, num_bytes, unit_bytes)):
+        yield TensorSpec(f"layers.{number}.weight", "int8", (min(unit_bytes, num_bytes - at),), at)
+
+
+def blocks_for(num_seqs: int, num_tokens: int, config: EngineConfig) -> int:
+    """Return the blocks that so many sequences of so many tokens fill."""
+    return num_seqs * -(-num_tokens // config.block_tokens)

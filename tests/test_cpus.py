@@ -1,0 +1,184 @@
+"""Cores by affinity and cgroups, read from trees like the kernel's; how threads are told to wait."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from hearth import cpus
+from hearth.cpus import WaitPolicy, num_usable_cores, set_wait_policy
+
+PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+
+
+class Kernel:
+    """A `/proc/self` and the cgroups that its `mountinfo` names, under one directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.proc, self._root = root / "proc", root
+        self.proc.mkdir()
+
+    def has(self, cgroup: str, mountinfo: str) -> None:
+        """Write what the process would read of itself; `@` stands for the directory."""
+        (self.proc / "cgroup").write_text(cgroup)
+        (self.proc / "mountinfo").write_text(mountinfo.replace("@", str(self._root)))
+
+    def write(self, name: str, text: str) -> None:
+        path = self._root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+
+    @property
+    def num_cores(self) -> int:
+        return num_usable_cores(self.proc)
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    return Kernel(tmp_path)
+
+
+V2 = "30 23 0:26 / @/cgroup rw,nosuid - cgroup2 cgroup2 rw\n"
+V1 = (
+    "33 25 0:30 / @ rw - tmpfs tmpfs rw,mode=755\n"
+    "34 33 0:31 / @/cpuset rw - cgroup cgroup rw,cpuset\n"
+    "35 33 0:32 / @/cpu,cpuacct rw shared:9 - cgroup cgroup rw,cpu,cpuacct\n"
+)
+
+
+def test_without_cgroups_affinity_counts(kernel: Kernel) -> None:
+    assert kernel.num_cores == 16
+
+
+def test_a_limit_of_version_2_counts(kernel: Kernel) -> None:
+    kernel.has("0::/job\n", V2)
+    kernel.write("cgroup/job/cpu.max", "400000 100000")
+    assert kernel.num_cores == 4
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max", 16), ("150000", 2), ("1000", 1), ("9900000", 16)])
+def test_a_share_of_a_core_is_a_whole_one_and_no_limit_raises_the_affinity(
+    kernel: Kernel, quota: str, cores: int
+) -> None:
+    kernel.has("0::/job\n", V2)
+    kernel.write("cgroup/job/cpu.max", f"{quota} 100000")
+    assert kernel.num_cores == cores
+
+
+@pytest.mark.parametrize(("outer", "inner"), [("200000", "600000"), ("600000", "200000"), ("200000", "max")])
+def test_the_least_of_nested_limits_counts(kernel: Kernel, outer: str, inner: str) -> None:
+    kernel.has("0::/a/b/c\n", V2)
+    kernel.write("cgroup/a/cpu.max", f"{outer} 100000")
+    kernel.write("cgroup/a/b/c/cpu.max", f"{inner} 100000")
+    assert kernel.num_cores == 2
+
+
+def test_a_limit_of_another_cgroup_does_not_count(kernel: Kernel) -> None:
+    kernel.has("0::/a\n", V2)
+    kernel.write("cgroup/b/cpu.max", "100000 100000")
+    kernel.write("cgroup/a/below/cpu.max", "100000 100000")
+    assert kernel.num_cores == 16
+
+
+def test_limits_of_version_1_count_up_the_hierarchy(kernel: Kernel) -> None:
+    kernel.has("5:cpuset:/\n4:cpu,cpuacct:/a/b\n0::/\n", V1)
+    for cgroup, quota in (("a", 500_000), ("a/b", -1)):
+        kernel.write(f"cpu,cpuacct/{cgroup}/cpu.cfs_quota_us", str(quota))
+        kernel.write(f"cpu,cpuacct/{cgroup}/cpu.cfs_period_us", "200000")
+    assert kernel.num_cores == 3
+
+
+def test_a_container_that_sees_only_its_own_cgroup_has_its_limit(kernel: Kernel) -> None:
+    kernel.has("4:cpu,cpuacct:/docker/1f/job\n", V1.replace("0:32 / ", "0:32 /docker/1f "))
+    kernel.write("cpu,cpuacct/job/cpu.cfs_quota_us", "700000")
+    kernel.write("cpu,cpuacct/job/cpu.cfs_period_us", "100000")
+    kernel.write("cpu,cpuacct/cpu.cfs_quota_us", "200000")
+    kernel.write("cpu,cpuacct/cpu.cfs_period_us", "100000")
+    assert kernel.num_cores == 2
+
+
+@pytest.mark.parametrize("path", ["/docker/1f", "/../elsewhere"])
+def test_a_cgroup_that_is_not_seen_is_taken_for_the_one_that_is(kernel: Kernel, path: str) -> None:
+    kernel.has(f"0::{path}\n", V2)
+    kernel.write("cgroup/cpu.max", "300000 100000")
+    assert kernel.num_cores == 3
+
+
+def test_this_machine_lets_us_use_at_least_one_core_and_no_more_than_the_affinity() -> None:
+    assert 1 <= num_usable_cores() <= len(os.sched_getaffinity(0))
+
+
+def test_threads_are_told_to_sleep_before_torch_is_imported() -> None:
+    environment: dict[str, str] = {}
+    assert set_wait_policy(environment, {"numpy"}) == WaitPolicy(None)
+    assert environment == PASSIVE
+
+
+def test_where_torch_came_first_threads_spin_and_children_do_not() -> None:
+    environment: dict[str, str] = {}
+    policy = set_wait_policy(environment, {"torch"})
+    assert policy.spin_reason is not None
+    assert "import hearth first" in policy.spin_reason
+    assert environment == PASSIVE
+
+
+@pytest.mark.parametrize(
+    ("chosen", "sleeps"),
+    [
+        ({"OMP_WAIT_POLICY": "active"}, False),
+        ({"OMP_WAIT_POLICY": "passive"}, True),
+        ({"KMP_BLOCKTIME": "200"}, False),
+        ({"GOMP_SPINCOUNT": "0"}, True),
+        (PASSIVE, True),  # as a parent has set it
+    ],
+)
+def test_a_choice_of_the_user_stays(chosen: Mapping[str, str], sleeps: bool) -> None:
+    environment = dict(chosen)
+    policy = set_wait_policy(environment, set())
+    assert (policy.spin_reason is None, policy.is_chosen) == (sleeps, True)
+    assert environment == chosen
+
+
+@pytest.mark.parametrize(
+    ("policy", "num_lines"),
+    [
+        (WaitPolicy(None), 0),
+        (WaitPolicy("`OMP_WAIT_POLICY=ACTIVE` is set", is_chosen=True), 0),
+        (WaitPolicy("torch was imported before hearth"), 1),
+    ],
+)
+def test_spinning_that_nobody_chose_is_logged_once(
+    policy: WaitPolicy, num_lines: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpus, "wait_policy", lambda: policy)
+    cpus.log_if_threads_spin.cache_clear()
+    with caplog.at_level(logging.WARNING, "hearth.cpus"):
+        cpus.log_if_threads_spin()
+        cpus.log_if_threads_spin()
+    assert len(caplog.messages) == num_lines
+
+
+@pytest.mark.parametrize(
+    ("code", "sleeps"),
+    [("import hearth, torch", True), ("from hearth import LLM", True), ("import torch, hearth", False)],
+)
+def test_openmp_sleeps_in_a_process_that_imports_hearth_before_torch(code: str, sleeps: bool) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in PASSIVE}
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "OMP_DISPLAY_ENV": "VERBOSE"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told = [line for line in run.stderr.splitlines() if "GOMP_SPINCOUNT" in line]
+    if not told:
+        pytest.skip("this torch has an OpenMP that does not show how long its threads spin")
+    assert told[0].endswith("= '0'") == sleeps, told
