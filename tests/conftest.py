@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-torch.set_num_threads(2)
+# One process of the tests per core, and so one thread for each, and for the processes that they start.
+torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=60)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True)
