@@ -31,6 +31,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with long tests come first, or a process would be left with one of them when the others are done."""
+    long = {item.path for item in items for name in ("slow", "e2e") if item.get_closest_marker(name)}
+    items.sort(key=lambda item: item.path not in long)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Tests marked `gpu` run only when asked for, and asking without a device is a mistake, not a skip."""
     if any(item.get_closest_marker("gpu") for item in session.items) and not torch.cuda.is_available():
