@@ -17,6 +17,10 @@ CODE := src tests bench scripts/tables
 ON_GPU := PYTHONPATH=src:.carry python3
 # Tests that concern no device and need packages that are not carried there.
 NOT_ON_GPU := tests/api tests/cli tests/control tests/service tests/engine/test_guide.py
+# Processes for the tests: two are right for two cores, and few enough for the memory of any machine.
+TESTERS ?= 2
+# Types are checked beside the tests; what was said about them is shown after these.
+TYPES := .mypy_cache/said
 BENCHES := engine kernels load chunks service_gpu reuse elastic
 CPU_BENCHES := engine_cpu perplexity service brain elastic_cpu
 # The folder's other entries, beside its own (`python -m bench.load`): a benchmark is named as its result is.
@@ -29,7 +33,7 @@ MODULE_elastic_cpu := elastic.cpu
 module = bench.$(or $(MODULE_$(1)),$(1))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint arrows format soak test-gpu bench-gpu bench-cpu clean
+.PHONY: help demo test check style types arrows format soak test-gpu bench-gpu bench-cpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,14 +57,19 @@ demo: $(INSTALLED) ## a first answer and where its time went, then serve; DEMO_P
 	@$(BIN)/hearth demo $(if $(DEMO_PORT),--port $(DEMO_PORT)) \
 	  $(if $(DEMO_DATA_DIR),--data-dir '$(DEMO_DATA_DIR)') $(if $(filter-out 0,$(DEMO_ONCE)),--once)
 
-test: lint ## format check, lint, types and all CPU tests: what CI runs
-	$(BIN)/python -m pytest
+test: style ## format check, lint, types and all CPU tests: what CI runs
+	@mkdir -p $(dir $(TYPES))
+	$(BIN)/mypy >$(TYPES) 2>&1 & types=$$!; \
+	$(BIN)/python -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder; tested=$$?; \
+	wait $$types || { cat $(TYPES); exit 1; }; exit $$tested
 
-check: lint arrows ## the fast part: format check, lint, types, import arrows
+check: style types arrows ## the fast part: format check, lint, types, import arrows
 
-lint: $(READY)
+style: $(READY)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
+
+types: $(READY)
 	$(BIN)/mypy
 
 arrows: $(READY)
@@ -74,7 +83,7 @@ soak: $(READY) ## ten minutes of many models in little memory, with cancels and 
 	$(BIN)/python -m bench.soak
 
 test-gpu: ## tests that need a CUDA device, with this machine's own python3
-	$(ON_GPU) -m pytest -m gpu -n 8 -p no:benchmark $(NOT_ON_GPU:%=--ignore=%) tests
+	OMP_NUM_THREADS=2 $(ON_GPU) -m pytest -m gpu -n 8 -p no:benchmark $(NOT_ON_GPU:%=--ignore=%) tests
 
 bench-gpu: ## one benchmark on a CUDA device: make bench-gpu WHAT=engine; SAVE=1 keeps the result
 	@test -n "$(filter $(BENCHES),$(WHAT))" || \

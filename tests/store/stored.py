@@ -132,6 +132,7 @@ class Ask:
 
     model: str
     index: int
+    is_wanted: Callable[[], bool]
     _reply: Future[None] = field(default_factory=Future)
 
     @property
@@ -173,7 +174,7 @@ class Gated(ChunkReader):
     def deliver(
         self, model: StoredModel, index: int, buffer: memoryview, is_wanted: Callable[[], bool]
     ) -> Delivery:
-        ask = Ask(model.name, index)
+        ask = Ask(model.name, index, is_wanted)
         with self._lock:
             self._asks.append(ask)
             if self._is_open:

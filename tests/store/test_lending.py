@@ -62,7 +62,7 @@ def lending(root: Path, path: Path) -> Iterator[tuple[Tiers, Lender]]:
         tiers.close()
 
 
-def eventually(is_so: Callable[[], bool], within_s: float = 20.0) -> bool:
+def eventually(is_so: Callable[[], bool], within_s: float = PATIENCE_S) -> bool:
     """Whether a condition comes true soon: the other side acts on a thread of its own."""
     deadline_s = time.monotonic() + within_s
     while not is_so() and time.monotonic() < deadline_s:
@@ -241,12 +241,13 @@ def test_a_load_that_is_called_off_is_read_no_further(model: Path, tmp_path: Pat
         loan = borrower.fetch(borrowed, range(len(borrowed.manifest.chunks)))
         gated.gate.next().allow()
         held = next(iter(loan))
-        gated.gate.next()  # the second is being read
+        second = gated.gate.next()  # it is being read
 
         loan.cancel()
 
         book = gated.tiers.fetcher.book
-        assert eventually(lambda: book.num_leased == 1)
+        assert eventually(lambda: not second.is_wanted())
+        assert book.num_leased == 1
         gated.gate.open()
         assert eventually(lambda: book.num_filling == 0)
         assert gated.tiers.fetcher.counters.num_fills == 2
