@@ -45,7 +45,8 @@ def dimensions_of(name: str) -> Dimensions:
 
 
 def memory_of(engine: Engine) -> dict[int, int]:
-    """Bytes of each piece of memory that any tensor of an engine lies in, by its address."""
+    """Bytes of each piece of its device's memory that any tensor of an engine lies in, by its address."""
+    device = engine.runner.kv.device
     found: dict[int, int] = {}
     seen, todo = {id(engine)}, [engine]
     while todo:
@@ -54,7 +55,7 @@ def memory_of(engine: Engine) -> dict[int, int]:
                 continue
             seen.add(id(one))
             todo.append(one)
-            if isinstance(one, torch.Tensor):
+            if isinstance(one, torch.Tensor) and one.device == device:
                 storage = one.untyped_storage()
                 found[storage.data_ptr()] = storage.nbytes()
     return found
@@ -82,6 +83,23 @@ def test_an_engine_allocates_exactly_what_is_told(name: str, dtype: str) -> None
     assert memory_beside_weights_and_kv(engine) == told_bytes + staged_bytes
     ask(engine, [[5, 6, 7], [8, 9]], greedy(3))
     assert memory_beside_weights_and_kv(engine) == told_bytes + staged_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama-gqa", "opt-350m", "neox-parallel"])
+def test_an_engine_on_a_gpu_allocates_exactly_what_is_told(name: str) -> None:
+    engine, dimensions = engine_for(name, CONFIG, "cuda", dtype="bfloat16"), dimensions_of(name)
+    size = StepSize.of(LIMITS, "cuda", torch.cuda.get_device_properties(0).multi_processor_count)
+    tables_bytes = bytes_of(table_buffers(dimensions, LIMITS, engine.batcher.limits.max_context))
+    told_bytes = tables_bytes + workspace_bytes(dimensions, dimensions.layers, "bfloat16", size)
+
+    assert memory_beside_weights_and_kv(engine) == told_bytes
+    engine.add(engine.request(RequestId("one"), [5, 6, 7], replace(PENALISED, logit_bias={7: 2.0})))
+    engine.step()
+    assert held_tables_bytes(engine) == engine.optional_table_bytes == PENALTIES_BYTES + BIAS_BYTES
+    while engine.has_work:
+        engine.step()
+    assert held_tables_bytes(engine) == engine.optional_table_bytes == 0
 
 
 PENALISED = replace(greedy(4), presence_penalty=0.5)
