@@ -22,7 +22,7 @@ THREADS = (1, 2, 4, 8, 16)
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 
-@dataclass(frozen=True, cells=True)
+@dataclass(frozen=True, slots=True)
 class Reader:
     """A way to read a file."""
 
@@ -57,7 +57,7 @@ class Reader:
             os.close(fd)
 
 
-@dataclass(frozen=True, cells=True)
+@dataclass(frozen=True, slots=True)
 class Caches:
     """Files of which the system may have kept something in memory."""
 

