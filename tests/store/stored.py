@@ -20,12 +20,12 @@ from hearth.errors import ChunkMissing, StoreError
 from hearth.models.families import arch_from_config
 from hearth.models.layout import ByteRange, layout_of
 from hearth.store.backoff import Retry
+from hearth.store.chunk_prices import ChunkPrices
 from hearth.store.climb import Climber
 from hearth.store.convert import convert
 from hearth.store.fetch import Fetch, Fetcher
 from hearth.store.manifest import MANIFEST, WEIGHTS, Chunk, Manifest, digest_of, read_manifest
 from hearth.store.model import StoredModel
-from hearth.store.prices import Prices
 from hearth.store.record import Delivery
 from hearth.store.segment import Segment
 from hearth.store.tiers import Tiers
@@ -190,7 +190,7 @@ class Gated(Climber):
 def fetching(climber: Climber, num_slots: int, num_readers: int = 1) -> Iterator[Fetcher]:
     """A fetcher that is closed at the end, and whose books then must balance."""
     segment = Segment.create(num_slots, CHUNK_BYTES)
-    fetcher = Fetcher(segment, climber, Prices(), num_readers)
+    fetcher = Fetcher(segment, climber, ChunkPrices(), num_readers)
     try:
         yield fetcher
     finally:

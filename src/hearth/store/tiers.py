@@ -1,7 +1,7 @@
 """The rungs of one machine put together: models on disk, chunks in host memory, object storage behind them.
 
 One process owns it. What it holds is bounded: the host segment by its slots, the disk by its quota; what goes
-first is decided by price (`prices.py`). It copies nothing to a device: that is `loader.py`.
+first is decided by price (`chunk_prices.py`). It copies nothing to a device: that is `loader.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hearth.config import StoreConfig
 from hearth.errors import ChunkCorrupt, StoreError, Unreachable
+from hearth.store.chunk_prices import ChunkPrices
 from hearth.store.climb import Climber
 from hearth.store.disk import DiskTier
 from hearth.store.fetch import Fetch, Fetcher
@@ -29,7 +30,6 @@ from hearth.store.manifest import (
     read_manifest,
 )
 from hearth.store.model import StoredModel
-from hearth.store.prices import Prices
 from hearth.store.record import LoadRecord
 from hearth.store.remote import RemoteModel
 from hearth.store.segment import Segment
@@ -77,7 +77,7 @@ class Tiers:
         """`is_pinned`: this process copies from host memory to a device, rather than only lends it."""
         self.disk = DiskTier(Path(config.path).expanduser(), config.disk_bytes)
         self.disk.collect()  # chunks of models that were replaced or deleted
-        self.prices = Prices(is_on_disk=self.disk.holds)
+        self.prices = ChunkPrices(is_on_disk=self.disk.holds)
         self.segment = Segment.create(config.host_bytes // slot_bytes, slot_bytes)
         if is_pinned:
             self.segment.pin_in_background()

@@ -57,7 +57,7 @@ class Victim:
     """A replica that may have to go."""
 
     replica: Replica
-    cost_s: float  #: T2's: what it is expected to cost to have it back
+    cost_s: float  #: the reload cost of all of its weights
 
     @property
     def rank(self) -> tuple[Hold | None, float, str]:
@@ -102,7 +102,7 @@ def victim(replica: Replica, estimates: Estimates, now_s: float) -> Victim:
         return Victim(replica, 0.0)
     load_s = estimates.load_s(replica.total_bytes, model.bytes_by_rung)
     weight = model.profile.weight
-    return Victim(replica, estimates.eviction_cost_s(model.name, replica.total_bytes, load_s, weight, now_s))
+    return Victim(replica, estimates.reload.cost_s(model.name, load_s, weight, now_s))
 
 
 def fewest(victims: Iterable[Victim], num_bytes: int) -> tuple[Victim, ...]:
