@@ -11,6 +11,7 @@ from hearth.config import HearthConfig, ModelConfig
 from hearth.control.ask import Ask, Chat, Piece
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
+from hearth.control.demand_reports import DemandReports
 from hearth.control.deployments import Deployments
 from hearth.control.driver import Driver
 from hearth.control.fact_decoder import DecodedFact, DecodedToken
@@ -59,9 +60,12 @@ class Office:
         self.driver = Driver(Fleet(brain), self.journal, metrics, catalog.host_order, 4)
         nobody = KeeperSetup("", "cpu", "", None, 1 << 24, "info")
         self.supervisor = Supervisor(lambda *_: NotImplemented, nobody, 1, Vigilance(1.0, 1.0, 1), None)
-        stock = Deployments(self.registry, catalog, self.driver, KeeperClient(Path("/nowhere")), data_dir)
+        keeper = KeeperClient(Path("/nowhere"))
+        stock = Deployments(self.registry, catalog, self.driver, keeper, data_dir)
+        self.demand = DemandReports(keeper)
         self.gateway = Gateway(
             *(config.service, stock, catalog, self.texts, self.driver, self.supervisor, metrics),
+            demand=self.demand,
             keys=None,
             kind="cpu",
         )

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from hearth.policy.fleet.events import Evict, Footprint, LoadModel, ModelProfile, SetHold
+from hearth.policy.fleet.events import Evict, Footprint, LoadModel, ModelProfile, RungUse, SetHold
 from hearth.sim.worker import SimulatedWorker
-from hearth.types import Hold, ModelId, RequestId, WorkerId
+from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
 
 A, B, C = ModelId("a"), ModelId("b"), ModelId("c")
 R = RequestId("r")
@@ -22,7 +22,7 @@ def load(worker: SimulatedWorker, model: ModelId, num_bytes: int = 30, now_s: fl
     """Load a model of so many bytes, 5 of KV and none of workspace; return how many were missing."""
     profile = ModelProfile(model, num_bytes, {"cuda": Footprint(num_bytes, 5, 10)}, keep_alive_s=10.0)
     missing_bytes = worker.load(LoadModel(model, worker.name, 5, 10), profile, 1, now_s).missing_bytes
-    worker.finish_load(model, missing_bytes, 1.0)
+    worker.finish_load(model, [RungUse(Rung.HOST, missing_bytes, 1.0)])
     worker.check()
     return missing_bytes
 
@@ -98,7 +98,7 @@ def test_a_hosted_model_that_lost_weights_loads_them_for_its_next_request() -> N
     assert (replica.is_ready, replica.is_loading) == (True, True)
     assert replica.missing_bytes == 30 - there_bytes
     worker.check()
-    worker.finish_load(A, replica.missing_bytes, 1.0)
+    worker.finish_load(A, [RungUse(Rung.HOST, replica.missing_bytes, 1.0)])
     assert worker.count_device_bytes()[A] == 30
     worker.check()
 

@@ -19,12 +19,12 @@ from hearth.config import StoreConfig
 from hearth.errors import ChunkMissing, StoreError
 from hearth.models.families import arch_from_config
 from hearth.models.layout import ByteRange, layout_of
+from hearth.store.chunk_prices import ChunkPrices
 from hearth.store.chunk_reader import ChunkReader
 from hearth.store.convert import convert
 from hearth.store.fetch import Fetch, Fetcher
 from hearth.store.manifest import MANIFEST, WEIGHTS, Chunk, Manifest, digest_of, read_manifest
 from hearth.store.model import StoredModel
-from hearth.store.prices import Prices
 from hearth.store.record import Delivery
 from hearth.store.remote import Retry
 from hearth.store.segment import Segment
@@ -191,7 +191,7 @@ class Gated(ChunkReader):
 def fetching(chunk_reader: ChunkReader, num_cells: int, num_readers: int = 1) -> Iterator[Fetcher]:
     """A fetcher that is closed at the end, and whose books then must balance."""
     segment = Segment.create(num_cells, CHUNK_BYTES)
-    fetcher = Fetcher(segment, chunk_reader, Prices(), num_readers)
+    fetcher = Fetcher(segment, chunk_reader, ChunkPrices(), num_readers)
     try:
         yield fetcher
     finally:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hearth.errors import ChunkMissing, LoadCancelled, StoreError
+from hearth.store.chunk_prices import ChunkPrices
 from hearth.store.fetch import WINDOW, Fetch, Fetcher, HostChunk
 from hearth.store.model import StoredModel
-from hearth.store.prices import Prices
 from hearth.store.record import Delivery
 from hearth.store.segment import Segment
 from hearth.types import Rung
@@ -312,7 +312,7 @@ class FetchMachine(RuleBasedStateMachine):
         super().__init__()
         self.segment = Segment.create(3, CHUNK_BYTES)
         self.gated = Gated(Shelf(A, B, C, LONG))
-        self.fetcher = Fetcher(self.segment, self.gated, Prices(), num_readers=1)
+        self.fetcher = Fetcher(self.segment, self.gated, ChunkPrices(), num_readers=1)
         self.loads: list[_Consumer] = []
         self.ask: Ask | None = None  #: what the reader waits with
 

@@ -21,6 +21,7 @@ import torch
 
 from hearth.config import StoreConfig
 from hearth.errors import BadCheckpoint, ChunkMissing, LoadCancelled, StoreError
+from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
 from hearth.store.borrower import Borrower, Loan
 from hearth.store.convert import convert
 from hearth.store.fetch import Fetch, HostChunk
@@ -28,7 +29,6 @@ from hearth.store.lender import Lender
 from hearth.store.lending import CancelLoad, ChunkLent, LenderHello, ReleaseChunk, encode, received, send
 from hearth.store.loader import Loader, whole
 from hearth.store.manifest import WEIGHTS, Manifest, read_manifest
-from hearth.store.prices import PRIORS
 from hearth.store.segment import Segment
 from hearth.store.tiers import Tiers
 from hearth.types import Rung
@@ -357,8 +357,8 @@ def test_the_lender_learns_how_fast_its_disk_is(model: Path, tmp_path: Path, pat
         load(borrower, model)
 
         borrower.close()
-        assert eventually(lambda: tiers.prices.bytes_per_s(Rung.DISK) != PRIORS[Rung.DISK])
-        assert tiers.prices.bytes_per_s(Rung.HOST) == PRIORS[Rung.HOST]
+        assert eventually(lambda: tiers.prices.bytes_per_s(Rung.DISK) != PRIOR_BYTES_PER_S[Rung.DISK])
+        assert tiers.prices.bytes_per_s(Rung.HOST) == PRIOR_BYTES_PER_S[Rung.HOST]
 
 
 def test_a_path_that_no_file_can_have_is_refused(tmp_path: Path, path: Path) -> None:

@@ -16,6 +16,7 @@ from hearth.config import ServiceConfig
 from hearth.control.active_request import ActiveRequest
 from hearth.control.ask import Ask, Chat, Stream
 from hearth.control.catalog import Catalog, Entry
+from hearth.control.demand_reports import DemandReports
 from hearth.control.deploy import DeployOrder, DeployProgress
 from hearth.control.deployments import Deployments
 from hearth.control.driver import Driver
@@ -52,6 +53,7 @@ class Gateway:
         driver: Driver,
         supervisor: Supervisor,
         metrics: Metrics,
+        demand: DemandReports,
         keys: Keys | None,
         kind: str,
     ) -> None:
@@ -60,7 +62,7 @@ class Gateway:
         self._kind = kind
         self._timelines = Timelines()
         self._is_draining = False
-        self._metrics = metrics
+        self._metrics, self._demand = metrics, demand
         self.metrics = metrics.registry
         self.keys = keys
         self.admin_token = secrets.token_urlsafe(32)
@@ -104,6 +106,7 @@ class Gateway:
         self._driver.start(live, ask.sampling.max_tokens, ask.keep_alive_s)
         if stream.error is not None:
             raise stream.error
+        self._demand.request_came(entry.deployed.digest)
         self._metrics.prompt_tokens.inc(len(prompt))
         return stream
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from hearth.config import EngineConfig, HearthConfig, ServiceConfig
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
+from hearth.control.demand_reports import DemandReports
 from hearth.control.deploy import collect
 from hearth.control.deployments import Deployments
 from hearth.control.devices import Devices
@@ -99,9 +100,11 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         residency = Residency(keeper, catalog, driver)
         stack.push_async_callback(residency.close)
         driver.on_residency = residency.ask
+        demand = DemandReports(keeper)
+        stack.push_async_callback(demand.close)
         stock = Deployments(registry, catalog, driver, keeper, data_dir)
         gateway = Gateway(
-            *(service, stock, catalog, texts, driver, supervisor, metrics),
+            *(service, stock, catalog, texts, driver, supervisor, metrics, demand),
             keys=keys_of(service, data_dir),
             kind=devices.kind,
         )

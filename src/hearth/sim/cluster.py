@@ -111,8 +111,7 @@ class SimulatedCluster:
             case RequestCancelled(_, request_id) if request_id in self.requests:
                 self._end(request_id)
             case ModelReady(_, name, model, uses) if self.replica(name, model) is not None:
-                num_bytes, seconds = sum(use.num_bytes for use in uses), sum(use.seconds for use in uses)
-                self.workers[name].finish_load(model, num_bytes, seconds)
+                self.workers[name].finish_load(model, uses)
             case ModelFailed(_, name, model) if self.replica(name, model) is not None:
                 self._release(self.workers[name].fail(model))
             case TimerFired():

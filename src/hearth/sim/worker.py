@@ -8,18 +8,14 @@ load ends or a request is done is for whoever drives the worker.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hearth.policy.fleet.estimates import HORIZON_S
-from hearth.policy.fleet.events import Evict, LoadModel, ModelProfile, SetHold
-from hearth.policy.memory.bandwidth import RunningRate
-from hearth.policy.memory.demand import Demand
-from hearth.policy.memory.eviction import Tail, plan_takes, reload_cost
+from hearth.policy.fleet.events import Evict, LoadModel, ModelProfile, RungUse, SetHold
+from hearth.policy.memory.eviction import Tail, plan_takes
+from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.sim.device import DeviceMemory
 from hearth.types import Hold, ModelId, RequestId, WorkerId
-
-#: Bytes per second at which a model is taken to come back until it was loaded here.
-PRIOR_BYTES_PER_S = 20e9
 
 
 @dataclass(slots=True)
@@ -51,9 +47,7 @@ class SimulatedWorker:
         self.max_seqs = max_seqs
         self.device = DeviceMemory(budget_bytes)
         self.replicas: dict[ModelId, SimulatedReplica] = {}
-        self._demand = Demand()
-        self._rates: dict[ModelId, RunningRate] = {}
-        self._weights: dict[ModelId, float] = {}  #: of the reload cost
+        self._costs = DeviceReloadCosts()
         self._num_loads = 0
 
     # Orders.
@@ -66,7 +60,7 @@ class SimulatedWorker:
         assert order.max_kv_bytes <= footprint.max_kv_bytes, f"{order} {footprint}"
         promised_bytes = footprint.least_bytes + sum(one.promised_bytes for one in self.replicas.values())
         assert promised_bytes <= self.device.budget_bytes, f"beyond the budget: {order} {promised_bytes=}"
-        self._weights[model] = profile.weight
+        self._costs.hosted(model, profile.weight)
         self.device.place_other(model, footprint.least_bytes - profile.num_bytes)
         replica = SimulatedReplica(profile, version, footprint.least_bytes, load_number=0, missing_bytes=0)
         self.replicas[model] = replica
@@ -99,7 +93,7 @@ class SimulatedWorker:
         replica.running[request_id] = None
         if replica.hold is Hold.RETAINED:
             replica.hold = Hold.WARM
-        self._demand.arrived(model, now_s)
+        self._costs.asked(model, now_s)
         if not replica.is_loading and self.device.count_bytes(model) < replica.profile.num_bytes:
             self._begin_load(model, replica, now_s)
         return replica
@@ -110,11 +104,13 @@ class SimulatedWorker:
 
     # Facts, at the times that the driver chooses.
 
-    def finish_load(self, model: ModelId, num_bytes: int, seconds: float) -> None:
-        """Have all weights of a model that is loading there."""
+    def finish_load(self, model: ModelId, uses: Sequence[RungUse]) -> None:
+        """Have all weights of a model there, the missing ones from these rungs."""
         replica = self.replicas[model]
         replica.is_loading, replica.is_ready, replica.missing_bytes = False, True, 0
-        self._rates.setdefault(model, RunningRate()).add(num_bytes, seconds)
+        for use in uses:
+            self._costs.moved(use.rung, use.num_bytes, use.seconds)
+        self._costs.loaded(model, {use.rung: use.num_bytes for use in uses})
 
     def finish_run(self, request_id: RequestId, model: ModelId) -> None:
         """Free the slot of a request that is done."""
@@ -165,21 +161,12 @@ class SimulatedWorker:
             replica = self.replicas.get(model)
             hold = Hold.RETAINED if replica is None else replica.current_hold
             if hold <= Hold.WARM and not (replica is not None and replica.is_loading):
-                tails.append(Tail(model, hold, self._cost_s_per_byte(model, now_s), weights.tail))
+                tails.append(Tail(model, hold, self._costs.cost_s_per_byte(model, now_s), weights.tail))
         for take in plan_takes(tails, lacking_bytes):
             self.device.take_units(take.model, take.num_units)
         assert self.device.free_bytes >= 0, f"`{self.name}` cannot keep its promises: {lacking_bytes=}"
 
-    def _cost_s_per_byte(self, model: ModelId, now_s: float) -> float:
-        """Return the reload cost of one byte of a model, by what was asked and loaded on this worker."""
-        p_miss = self._demand.probability(model, now_s, HORIZON_S)
-        rate = self._rates.get(model)
-        bytes_per_s = (rate and rate.bytes_per_s) or PRIOR_BYTES_PER_S
-        return reload_cost(p_miss, 1, bytes_per_s, self._weights.get(model, 1.0))
-
     def _forget(self, model: ModelId) -> None:
         """Drop all bytes of a model, and what was learnt of it: another of its name may differ."""
         self.device.drop(model)
-        self._demand.forget(model)
-        self._rates.pop(model, None)
-        self._weights.pop(model, None)
+        self._costs.forget(model)

@@ -24,9 +24,9 @@ import torch
 
 from hearth.errors import LoadCancelled, StoreError
 from hearth.policy.memory.chunk_book import ChunkBook, Fill, Full, Hit, Pending
+from hearth.store.chunk_prices import ChunkPrices
 from hearth.store.chunk_reader import ChunkReader
 from hearth.store.model import StoredModel
-from hearth.store.prices import Prices
 from hearth.store.record import Delivery
 from hearth.store.segment import Segment
 from hearth.types import Digest, Rung
@@ -84,7 +84,7 @@ class Fetcher:
     """Fills a segment with the chunks that loads want; owns its books. Any thread may call it."""
 
     def __init__(
-        self, segment: Segment, chunk_reader: ChunkReader, prices: Prices, num_readers: int = NUM_READERS
+        self, segment: Segment, chunk_reader: ChunkReader, prices: ChunkPrices, num_readers: int = NUM_READERS
     ) -> None:
         self.segment = segment
         self.book = ChunkBook(segment.num_cells)
@@ -114,7 +114,7 @@ class Fetcher:
         assert not too_large, f"chunks {too_large} are larger than a cell: {self.segment.cell_bytes}"
         assert self.segment.num_cells or not chunks, "a segment without cells holds no chunk"
         assert len(set(chunks)) == len(chunks), f"a chunk is wanted twice: {sorted(chunks)}"
-        self._prices.asked(model)
+        self._prices.load_began(model)
         fetch = Fetch(self, model, chunks)
         with self._lock:
             if self._is_closed:

@@ -10,10 +10,13 @@ from hearth.errors import StoreError
 from hearth.store.lending import (
     BytesCounted,
     CountBytes,
+    CountRequests,
     ForgetModel,
     Message,
     ModelForgotten,
+    ModelRequests,
     Refused,
+    RequestsCounted,
     encode,
     error_of,
     parse,
@@ -44,6 +47,15 @@ class KeeperClient:
         match await self._ask(CountBytes(tuple(map(Digest, digests)))):
             case BytesCounted(models):
                 return {one.model: {Rung.HOST: one.host_bytes, Rung.DISK: one.disk_bytes} for one in models}
+            case other:
+                raise self._failure(other)
+
+    async def count_requests(self, num_by_digest: Mapping[str, int]) -> None:
+        """Tell how many requests have come for models since the last call. Raises StoreError as `count`."""
+        models = tuple(ModelRequests(Digest(digest), num) for digest, num in num_by_digest.items())
+        match await self._ask(CountRequests(models)):
+            case RequestsCounted():
+                return
             case other:
                 raise self._failure(other)
 

@@ -18,6 +18,7 @@ from hearth.store.lending import (
     CancelLoad,
     ChunkLent,
     CountBytes,
+    CountRequests,
     FetchChunks,
     ForgetModel,
     LenderHello,
@@ -25,8 +26,10 @@ from hearth.store.lending import (
     ModelBytes,
     ModelForgotten,
     ModelOpened,
+    ModelRequests,
     OpenModel,
     ReleaseChunk,
+    RequestsCounted,
     encode,
     received,
     refusal,
@@ -155,6 +158,8 @@ class _Session:
                     self._fetch.cancel()
             case CountBytes(digests):
                 self._send(self._count(digests))
+            case CountRequests(models):
+                self._send(self._count_requests(models))
             case ForgetModel(where):
                 self._send(self._answer(where, lambda: self._forget(where)))
             case _:
@@ -185,6 +190,14 @@ class _Session:
                 num_bytes = self._tiers.resident_bytes(model)
                 counted.append(ModelBytes(digest, num_bytes[Rung.HOST], num_bytes[Rung.DISK]))
         return BytesCounted(tuple(counted))
+
+    def _count_requests(self, models: Sequence[ModelRequests]) -> RequestsCounted:
+        for one in models:
+            if one.num_requests < 1:
+                given = f"{one.num_requests} for model {one.model}"
+                raise StoreError(f"a count of requests must be at least 1; given: {given}")
+            self._tiers.prices.requests_came(one.model, one.num_requests)
+        return RequestsCounted()
 
     def _forget(self, where: str) -> ModelForgotten:
         """Forget a model that is no longer deployed; a load of it that is under way keeps what it needs."""

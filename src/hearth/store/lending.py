@@ -7,6 +7,7 @@
     ReleaseChunk, one for each            ...
     CancelLoad                            sends no more; what is lent stays lent
     CountBytes                            BytesCounted
+    CountRequests                         RequestsCounted
     ForgetModel                           ModelForgotten
     (closes, or dies)                     takes back whatever was not released
 
@@ -111,6 +112,26 @@ class BytesCounted:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelRequests:
+    """How many requests have come for a model."""
+
+    model: Digest
+    num_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class CountRequests:
+    """Requests that came since the last message of this kind, loads or not: they price chunks."""
+
+    models: tuple[ModelRequests, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsCounted:
+    """The answer to `CountRequests`."""
+
+
+@dataclass(frozen=True, slots=True)
 class ForgetModel:
     """A model is no longer deployed: its chunks are worth nothing of their own any more."""
 
@@ -131,7 +152,7 @@ class Refused:
 
 
 _Load = OpenModel | ModelOpened | FetchChunks | ChunkLent | ReleaseChunk | CancelLoad
-_Question = CountBytes | BytesCounted | ForgetModel | ModelForgotten
+_Question = CountBytes | BytesCounted | CountRequests | RequestsCounted | ForgetModel | ModelForgotten
 Message = LenderHello | _Load | _Question | Refused
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 

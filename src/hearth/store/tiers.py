@@ -1,7 +1,7 @@
 """The rungs of one machine put together: models on disk, chunks in host memory, object storage behind them.
 
 One process owns them. They are bounded: the host segment by its cells, the disk by its quota; what goes first
-is decided by price (`prices.py`). Nothing is copied to a device here: that is `loader.py`.
+is decided by price (`chunk_prices.py`). Nothing is copied to a device here: that is `loader.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hearth.config import StoreConfig
 from hearth.errors import ChunkCorrupt, StoreError, Unreachable
+from hearth.store.chunk_prices import ChunkPrices
 from hearth.store.chunk_reader import ChunkReader
 from hearth.store.disk import DiskTier
 from hearth.store.fetch import Fetch, Fetcher
@@ -29,7 +30,6 @@ from hearth.store.manifest import (
     read_manifest,
 )
 from hearth.store.model import StoredModel
-from hearth.store.prices import Prices
 from hearth.store.record import LoadRecord
 from hearth.store.remote import RemoteModel
 from hearth.store.segment import Segment
@@ -83,7 +83,7 @@ class Tiers:
         """
         self.disk = DiskTier(Path(config.path).expanduser(), config.disk_bytes)
         self.disk.collect()  # chunks of models that were replaced or deleted
-        self.prices = Prices(is_on_disk=self.disk.holds)
+        self.prices = ChunkPrices(is_on_disk=self.disk.holds)
         self.segment = Segment.create(config.host_bytes // cell_bytes, cell_bytes)
         if is_pinned:
             self.segment.pin_in_background()

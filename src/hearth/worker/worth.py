@@ -5,10 +5,9 @@ Keeps no memory and takes none.
 
 from __future__ import annotations
 
-from hearth.policy.fleet.estimates import HORIZON_S
 from hearth.policy.memory.bandwidth import RunningRate
 from hearth.policy.memory.demand import Demand
-from hearth.policy.memory.eviction import reload_cost
+from hearth.policy.memory.reload_cost import HORIZON_S, reload_cost
 from hearth.types import ModelId
 
 #: Of host memory, until a model has been loaded.
@@ -43,4 +42,4 @@ class Worth:
         p_miss = self._demand.probability(model, now_s, HORIZON_S)
         rate = self._rates.get(model)
         bytes_per_s = (rate and rate.bytes_per_s) or PRIOR_BYTES_PER_S
-        return reload_cost(p_miss, 1, bytes_per_s, self._weights.get(model, 1.0))
+        return reload_cost(p_miss, 1 / bytes_per_s, self._weights.get(model, 1.0))

@@ -1,8 +1,7 @@
-"""What the brain expects of times, before and after it has seen some."""
+"""What the brain expects of times, before and after it has seen some. Loads: tests/policy/memory."""
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +10,6 @@ from hearth.types import ModelId, Rung
 
 A, B = ModelId("a"), ModelId("b")
 PRIORS = {Rung.HOST: 100.0, Rung.DISK: 10.0, Rung.OBJECT: 1.0}
-SIZES = st.integers(0, 1000)
 
 
 def test_a_model_that_has_not_run_is_taken_to_run_like_the_others() -> None:
@@ -21,26 +19,23 @@ def test_a_model_that_has_not_run_is_taken_to_run_like_the_others() -> None:
     assert (estimates.run_s(A), estimates.run_s(B), estimates.run_s()) == (4.0, 4.0, 4.0)
 
 
-def test_what_a_rung_has_shown_replaces_what_was_assumed() -> None:
+def test_loads_are_expected_from_the_brains_own_priors() -> None:
+    assert Estimates(PRIORS).load_s(50, None) == 5.0
+
+
+def test_a_removed_model_is_forgotten() -> None:
     estimates = Estimates(PRIORS)
-    assert estimates.load_s(50, None) == 5.0
-    estimates.moved(Rung.DISK, 100, 2.0)
-    assert estimates.load_s(50, None) == pytest.approx(1.0)
+    estimates.ran(A, 4.0)
+    estimates.ran(B, 1.0)
+    estimates.reload.asked(A, 0.0)
+    estimates.forget(A)
+    assert estimates.run_s(A) == estimates.run_s()
+    assert not estimates.reload.is_known(A)
 
 
-def test_nobody_asks_for_a_model_so_it_costs_nothing_to_have_it_back() -> None:
+@given(st.lists(st.floats(0.0, 1e6), min_size=1))
+def test_a_mean_run_lies_between_the_shortest_and_the_longest(runs_s: list[float]) -> None:
     estimates = Estimates(PRIORS)
-    assert estimates.eviction_cost_s(A, 100, 10.0, 1.0, now_s=5.0) == 0.0
-    estimates.demand.arrived(A, 5.0)
-    assert estimates.eviction_cost_s(A, 100, 10.0, 2.0, now_s=5.0) > 0.0
-
-
-@given(SIZES, SIZES, SIZES, SIZES)
-def test_more_on_a_near_rung_never_makes_a_load_longer(
-    num_bytes: int, host_bytes: int, disk_bytes: int, more_bytes: int
-) -> None:
-    estimates = Estimates(PRIORS)
-    load_s = estimates.load_s(num_bytes, {Rung.HOST: host_bytes, Rung.DISK: disk_bytes})
-    nearer = estimates.load_s(num_bytes, {Rung.HOST: host_bytes + more_bytes, Rung.DISK: disk_bytes})
-    assert 0.0 <= nearer <= load_s + 1e-9
-    assert num_bytes / 100.0 - 1e-9 <= load_s <= num_bytes / 1.0
+    for run_s in runs_s:
+        estimates.ran(A, run_s)
+    assert min(runs_s) * (1 - 1e-9) <= estimates.run_s(A) <= max(runs_s) * (1 + 1e-9)

@@ -40,7 +40,7 @@ def test_a_plan_makes_room_with_no_victim_too_many(
     estimates = Estimates(BrainConfig().priors)
     for at, (_, _, num_asked) in enumerate(replicas):
         for now_s in range(num_asked):
-            estimates.demand.arrived(ModelId(f"m{at}"), float(now_s))
+            estimates.reload.asked(ModelId(f"m{at}"), float(now_s))
     before = worker.promises.copy()
     plan = plan_evictions(worker, footprint, estimates, 10.0)
     assert worker.promises == before

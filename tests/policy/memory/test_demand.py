@@ -103,3 +103,24 @@ def test_one_more_request_never_makes_the_next_less_probable(
     before = demand.probability("model", now_s, horizon_s)
     demand.arrived("model", now_s)
     assert demand.probability("model", now_s, horizon_s) >= before - 1e-6
+
+
+@given(num=st.integers(1, 50), interval_s=st.floats(0.001, 1e3), horizon_s=st.floats(0.1, 1e4))
+def test_requests_told_together_count_as_if_evenly_spaced(
+    num: int, interval_s: float, horizon_s: float
+) -> None:
+    apart, together = asked(0.0), asked(0.0)
+    for at in range(1, num + 1):
+        apart.arrived("model", at * interval_s)
+    together.arrived("model", num * interval_s, num)
+    now_s = num * interval_s
+    expected = apart.probability("model", now_s, horizon_s)
+    assert together.probability("model", now_s, horizon_s) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_model_is_known_from_its_first_request_until_it_is_forgotten() -> None:
+    demand = asked(0.0)
+    assert demand.is_known("model")
+    assert not demand.is_known("another")
+    demand.forget("model")
+    assert not demand.is_known("model")

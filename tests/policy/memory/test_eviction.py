@@ -16,23 +16,9 @@ from hearth.policy.memory.eviction import (
     Take,
     cheapest_first,
     plan_takes,
-    reload_cost,
     tail_first,
 )
 from hearth.types import Hold, ModelId
-
-
-def test_the_cost_is_the_expected_seconds_of_a_reload() -> None:
-    assert reload_cost(p_miss=0.5, num_bytes=16 << 30, bytes_per_s=float(4 << 30), weight=3.0) == 6.0
-
-
-def test_what_is_never_wanted_again_costs_nothing() -> None:
-    assert reload_cost(p_miss=0.0, num_bytes=1 << 30, bytes_per_s=1e9, weight=1.0) == 0.0
-
-
-def test_a_rung_without_bandwidth_is_refused() -> None:
-    with pytest.raises(AssertionError, match=r"bytes_per_s=0\.0"):
-        reload_cost(p_miss=0.5, num_bytes=1, bytes_per_s=0.0, weight=1.0)
 
 
 def test_evicts_the_cheapest_reload_first() -> None:

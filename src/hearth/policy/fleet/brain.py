@@ -145,7 +145,7 @@ def _accept_request(fleet: Fleet, event: RequestArrived) -> list[Action]:
         return [Reject(event.request_id, RejectReason.NEVER_FITS, why_not)]
     if not model.usable and (refused := _refuse_unusable(fleet, event, model, model.profile)) is not None:
         return [refused]
-    fleet.estimates.demand.arrived(model.name, fleet.now_s)
+    fleet.estimates.reload.asked(model.name, fleet.now_s)
     request = fleet.accept(event, model)
     actions = fill_slots(fleet, model)
     # Behind others of its model it changes nothing, unless they are so many now that another replica pays.
@@ -234,7 +234,7 @@ def _record_progress(fleet: Fleet, worker: WorkerId, model: ModelId, num_bytes: 
 
 def _record_ready(fleet: Fleet, event: ModelReady) -> list[Action]:
     for use in event.rungs:
-        fleet.estimates.moved(use.rung, use.num_bytes, use.seconds)
+        fleet.estimates.reload.moved(use.rung, use.num_bytes, use.seconds)
     replica = _find_replica(fleet, event.worker, event.model)
     if replica is None:  # It was evicted meanwhile.
         return []

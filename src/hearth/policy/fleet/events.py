@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
 from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
 
 
@@ -370,6 +371,5 @@ class BrainConfig:
     queue_weight: float = 1.0  #: of `queue_s` in the routing cost
     load_weight: float = 1.0  #: of `load_s` in the routing cost
     packing_s: float = 0.05  #: what an idle worker costs against a full one, in the routing cost
-    priors: Mapping[Rung, float] = field(
-        default_factory=lambda: {Rung.HOST: 20e9, Rung.DISK: 2e9, Rung.OBJECT: 0.2e9}
-    )  #: bytes per second, until a rung has shown its own
+    #: Bytes per second of each rung until it has shown its own speed.
+    priors: Mapping[Rung, float] = field(default_factory=lambda: dict(PRIOR_BYTES_PER_S))

@@ -60,7 +60,7 @@ def price_victim(replica: Replica, estimates: Estimates, now_s: float) -> Victim
         return Victim(replica, 0.0)
     load_s = estimates.load_s(replica.total_bytes, model.bytes_by_rung)
     weight = model.profile.weight
-    return Victim(replica, estimates.eviction_cost_s(model.name, replica.total_bytes, load_s, weight, now_s))
+    return Victim(replica, estimates.reload.cost_s(model.name, load_s, weight, now_s))
 
 
 def choose_fewest(worker: Worker, victims: Iterable[Victim], footprint: Footprint) -> tuple[Victim, ...]:

@@ -14,14 +14,14 @@ PRIOR_INTERVAL_S = 3600.0
 
 @dataclass(slots=True)
 class _History:
-    """Mutable; written only by `Demand.arrived`."""
+    """When a model was asked for. Mutable; written only by `Demand.arrived`."""
 
     last_s: float
     mean_interval_s: float | None = None  #: None after one request
 
 
 class Demand:
-    """Mutable; one caller at a time.
+    """How often each model is asked for. Mutable; one caller at a time.
 
     Requests are taken to come at random with a mean interval, which is the exponentially weighted mean of
     those seen. While a model has been silent for longer than that, the silence is taken instead.
@@ -30,21 +30,29 @@ class Demand:
     def __init__(self) -> None:
         self._history_by_model: dict[str, _History] = {}
 
-    def arrived(self, model: str, now_s: float) -> None:
+    def arrived(self, model: str, now_s: float, num_requests: int = 1) -> None:
+        """Count requests that came for a model since the last call; several are taken to be evenly spaced."""
+        assert num_requests >= 1, f"{num_requests=}"
         history = self._history_by_model.get(model)
         if history is None:
             self._history_by_model[model] = _History(now_s)
             return
-        interval_s = max(0.0, now_s - history.last_s)
+        interval_s = max(0.0, now_s - history.last_s) / num_requests
         mean_s = interval_s if history.mean_interval_s is None else history.mean_interval_s
-        history.mean_interval_s = mean_s + NEWEST_WEIGHT * (interval_s - mean_s)
+        kept = (1 - NEWEST_WEIGHT) ** num_requests
+        history.mean_interval_s = interval_s + kept * (mean_s - interval_s)
         history.last_s = max(now_s, history.last_s)
 
+    def is_known(self, model: str) -> bool:
+        """True if a request for the model was ever counted."""
+        return model in self._history_by_model
+
     def forget(self, model: str) -> None:
+        """Drop the history of a model."""
         self._history_by_model.pop(model, None)
 
     def probability(self, model: str, now_s: float, horizon_s: float) -> float:
-        """Of at least one request within `horizon_s` from now; 0 for a model nobody has asked for."""
+        """Return how probable a request within `horizon_s` is; 0 for a model that nobody has asked for."""
         history = self._history_by_model.get(model)
         if history is None or horizon_s <= 0:
             return 0.0

@@ -19,16 +19,6 @@ EVICTIONS_PER_PRICING = 64
 ORDERED_SHARE = 1 / 16
 
 
-def reload_cost(p_miss: float, num_bytes: int, bytes_per_s: float, weight: float) -> float:
-    """Seconds that keeping these bytes is expected to save (T2 of the Tangram paper).
-
-    `p_miss`: how probable it is that they are wanted again; `bytes_per_s`: of the rung they would come
-    from; `weight`: how much a second of this model's start matters.
-    """
-    assert bytes_per_s > 0, f"a rung without bandwidth cannot be priced: {bytes_per_s=}"
-    return p_miss * num_bytes / bytes_per_s * weight
-
-
 def tail_first(cost: float, position: int) -> Price:
     """Of chunks that cost the same, the later one in its model goes first: what stays is needed first."""
     return (cost, -position)

@@ -1,0 +1,129 @@
+"""What it costs to have bytes back that were given up: the one price by which brain, worker and keeper evict.
+
+Whoever has to give up bytes gives up those that are cheapest to have back. All three estimate that in the
+same way, each from what it sees: how often a model is asked for, and how fast the rungs deliver. Evicts
+nothing, reads no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from hearth.policy.memory.bandwidth import RunningRate
+from hearth.policy.memory.demand import Demand
+from hearth.types import ModelId, Rung
+
+#: Bytes are worth keeping for requests that come within this time.
+HORIZON_S = 600.0
+#: Bytes per second that a rung is taken to deliver until it has shown its own speed.
+PRIOR_BYTES_PER_S: Mapping[Rung, float] = MappingProxyType(
+    {Rung.HOST: 20e9, Rung.DISK: 2e9, Rung.OBJECT: 0.2e9}
+)
+
+
+def reload_cost(p_wanted: float, load_s: float, weight: float) -> float:
+    """Seconds that keeping some bytes is expected to save (the minimal-cost eviction of Tangram, T2).
+
+    Args:
+        p_wanted: how probable it is that the bytes are wanted again within the horizon.
+        load_s: how long they would take from the rung that they would come from.
+        weight: how much a second of this model's start matters to its owner.
+    """
+    assert load_s >= 0, f"a load takes no negative time: {load_s=}"
+    return p_wanted * load_s * weight
+
+
+class ReloadCosts:
+    """The demand for models and the speed of rungs, and the reload cost that follows from both.
+
+    Mutable; one caller at a time. A model may be named by any string that is its own.
+    """
+
+    def __init__(self, priors: Mapping[Rung, float] = PRIOR_BYTES_PER_S) -> None:
+        self._demand = Demand()
+        self._priors = priors
+        self._rates = {rung: RunningRate() for rung in Rung}
+
+    def asked(self, model: str, now_s: float, num_requests: int = 1) -> None:
+        """Count requests that have come for a model since the last call for it."""
+        self._demand.arrived(model, now_s, num_requests)
+
+    def is_known(self, model: str) -> bool:
+        """True if a request for the model was ever counted."""
+        return self._demand.is_known(model)
+
+    def forget(self, model: str) -> None:
+        """Drop what is known of a model that was removed: another of the same name may be nothing like it."""
+        self._demand.forget(model)
+
+    def moved(self, rung: Rung, num_bytes: int, seconds: float) -> None:
+        """Learn from one transfer how fast a rung delivers."""
+        self._rates[rung].add(num_bytes, seconds)
+
+    def bytes_per_s(self, rung: Rung) -> float:
+        """Return the running average of what a rung delivered, or its prior before the first transfer."""
+        return self._rates[rung].bytes_per_s or self._priors[rung]
+
+    def load_s(self, num_bytes: int, bytes_by_rung: Mapping[Rung, int] | None) -> float:
+        """Return how long a load of some bytes takes: missing bytes per rung over its speed.
+
+        The nearest rung delivers what it has. What nobody has reported on is taken to be on disk.
+        """
+        if bytes_by_rung is None:
+            return num_bytes / self.bytes_per_s(Rung.DISK)
+        host_bytes = min(num_bytes, bytes_by_rung.get(Rung.HOST, 0))
+        disk_bytes = min(num_bytes - host_bytes, bytes_by_rung.get(Rung.DISK, 0))
+        object_bytes = num_bytes - host_bytes - disk_bytes
+        return (
+            host_bytes / self.bytes_per_s(Rung.HOST)
+            + disk_bytes / self.bytes_per_s(Rung.DISK)
+            + object_bytes / self.bytes_per_s(Rung.OBJECT)
+        )
+
+    def cost_s(self, model: str, load_s: float, weight: float, now_s: float) -> float:
+        """Return the reload cost of bytes of a model that would take `load_s` to come back."""
+        return reload_cost(self._demand.probability(model, now_s, HORIZON_S), load_s, weight)
+
+
+class DeviceReloadCosts:
+    """What a byte of each model is worth on one worker's device, from what was asked and loaded there.
+
+    Mutable; one caller at a time. A model's bytes are taken to come back from where they came last.
+    """
+
+    def __init__(self) -> None:
+        self._costs = ReloadCosts()
+        self._weights: dict[ModelId, float] = {}
+        #: By model that was ever loaded here: the shares of its last load by rung.
+        self._shares: dict[ModelId, Mapping[Rung, float]] = {}
+
+    def hosted(self, model: ModelId, weight: float) -> None:
+        """Note how much a second of this model's start matters."""
+        self._weights[model] = weight
+
+    def asked(self, model: ModelId, now_s: float) -> None:
+        """Count a request for the model."""
+        self._costs.asked(model, now_s)
+
+    def moved(self, rung: Rung, num_bytes: int, seconds: float) -> None:
+        """Learn from one transfer how fast a rung delivers."""
+        self._costs.moved(rung, num_bytes, seconds)
+
+    def loaded(self, model: ModelId, bytes_by_rung: Mapping[Rung, int]) -> None:
+        """Note from which rungs a load of the model took its bytes; one that took none says nothing."""
+        num_bytes = sum(bytes_by_rung.values())
+        if num_bytes > 0:
+            self._shares[model] = {rung: part / num_bytes for rung, part in bytes_by_rung.items()}
+
+    def forget(self, model: ModelId) -> None:
+        """Drop what is known of a model: another of the same name may be nothing like it."""
+        self._costs.forget(model)
+        self._weights.pop(model, None)
+        self._shares.pop(model, None)
+
+    def cost_s_per_byte(self, model: ModelId, now_s: float) -> float:
+        """Return the reload cost of one byte; that of an unloaded model as if it came from host memory."""
+        shares = self._shares.get(model, {Rung.HOST: 1.0})
+        byte_s = sum(share / self._costs.bytes_per_s(rung) for rung, share in shares.items())
+        return self._costs.cost_s(model, byte_s, self._weights.get(model, 1.0), now_s)

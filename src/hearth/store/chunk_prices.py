@@ -1,0 +1,136 @@
+"""What each chunk is worth to its tier: the reload costs of the models that it belongs to. Evicts nothing.
+
+Whose demand prices a chunk: that of *requests*, which the gateway tells. A model that is constantly busy on a
+device is never loaded, yet its chunks must not age in host memory: when its worker is lost, or the model is
+paused, they are wanted at once. Where nobody tells of requests, as in a process without a gateway, a load
+counts as one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+
+from hearth.policy.memory.eviction import Price, tail_first
+from hearth.policy.memory.reload_cost import ReloadCosts
+from hearth.store.model import StoredModel
+from hearth.types import Digest, Rung
+
+
+@dataclass(slots=True)
+class _PricedChunk:
+    """Where a chunk stands in its models. Mutable; written only by `ChunkPrices`, under its lock."""
+
+    num_bytes: int
+    #: The chunk's first position in each of the models that share it, by the models' digests.
+    positions: dict[Digest, int] = field(default_factory=dict)
+
+
+class ChunkPrices:
+    """The price of every chunk of the models that were loaded here. Mutable; any thread may call it.
+
+    A model is its manifest's digest: names and directories are reused.
+    """
+
+    def __init__(
+        self,
+        clock_s: Callable[[], float] = time.monotonic,
+        is_on_disk: Callable[[Digest], bool] = lambda _: False,
+    ) -> None:
+        """`is_on_disk` is called without this object's lock: the disk asks for prices under its own."""
+        self._clock_s = clock_s
+        self._is_on_disk = is_on_disk
+        #: By demand that was told, and by loads, which count for models that nobody tells of.
+        self._by_requests, self._by_loads = ReloadCosts(), ReloadCosts()
+        self._chunks: dict[Digest, _PricedChunk] = {}
+        #: As each was last loaded. Every model here is in `_digests`, and its chunks in `_chunks`.
+        self._models: dict[Digest, StoredModel] = {}
+        #: What each directory holds; copies of one model share a digest.
+        self._digests: dict[Path, Digest] = {}
+        #: Loads begin and end on several threads while tiers ask for prices.
+        self._lock = Lock()
+
+    def load_began(self, model: StoredModel) -> None:
+        """Price the chunks of a model from now on. Another that its directory held before is forgotten."""
+        digest = model.manifest.digest
+        with self._lock:
+            self._by_loads.asked(digest, self._clock_s())
+            is_known = digest in self._models
+            self._models[digest] = model
+            if not is_known:
+                self._enter(model)
+            before = self._digests.get(model.directory)
+            self._digests[model.directory] = digest
+            if before is not None and before != digest:
+                self._leave(before)
+
+    def requests_came(self, digest: Digest, num_requests: int) -> None:
+        """Count requests for a model since the last call; of one that was never loaded nothing is priced."""
+        with self._lock:
+            if digest in self._models:
+                self._by_requests.asked(digest, self._clock_s(), num_requests)
+
+    def forget(self, directory: Path) -> None:
+        """Forget the model of a directory that is no longer deployed; shared chunks keep others' prices."""
+        with self._lock:
+            digest = self._digests.pop(directory, None)
+            if digest is not None:
+                self._leave(digest)
+
+    def moved(self, rung: Rung, num_bytes: int, seconds: float) -> None:
+        """Learn from one transfer how fast a rung delivers."""
+        with self._lock:
+            self._by_requests.moved(rung, num_bytes, seconds)
+            self._by_loads.moved(rung, num_bytes, seconds)
+
+    def bytes_per_s(self, rung: Rung) -> float:
+        """Return the speed of a rung as it is priced."""
+        with self._lock:
+            return self._by_requests.bytes_per_s(rung)
+
+    def of_host_chunk(self, digest: str) -> Price:
+        """Return the price of a chunk in host memory: it would come from disk, or object storage, again."""
+        remote = Rung.DISK if self._is_on_disk(Digest(digest)) else Rung.OBJECT
+        return self._price(digest, lambda model: Rung.DISK if model.remote is None else remote)
+
+    def of_disk_chunk(self, digest: str) -> Price:
+        """Return the price of a chunk that lies on disk because it came from object storage."""
+        return self._price(digest, lambda _: Rung.OBJECT)
+
+    def _price(self, digest: str, below: Callable[[StoredModel], Rung]) -> Price:
+        with self._lock:
+            chunk = self._chunks.get(Digest(digest))
+            if chunk is None:
+                return tail_first(0.0, 0)
+            now_s = self._clock_s()
+            cost = 0.0
+            for member in chunk.positions:
+                model = self._models[member]
+                costs = self._by_requests if self._by_requests.is_known(member) else self._by_loads
+                load_s = costs.load_s(chunk.num_bytes, {below(model): chunk.num_bytes})
+                cost += costs.cost_s(member, load_s, model.weight, now_s)
+            return tail_first(cost, min(chunk.positions.values()))
+
+    # Below here the lock is held.
+
+    def _enter(self, model: StoredModel) -> None:
+        for position, chunk in enumerate(model.manifest.chunks):
+            entry = self._chunks.setdefault(chunk.digest, _PricedChunk(chunk.num_bytes))
+            entry.positions.setdefault(model.manifest.digest, position)
+
+    def _leave(self, digest: Digest) -> None:
+        """Forget a model that one directory no longer holds, unless another does."""
+        if digest in self._digests.values():
+            return
+        self._by_requests.forget(digest)
+        self._by_loads.forget(digest)
+        for chunk in self._models.pop(digest).manifest.chunks:
+            entry = self._chunks.get(chunk.digest)
+            if entry is None:  # it stands in the model twice
+                continue
+            entry.positions.pop(digest, None)
+            if not entry.positions:
+                del self._chunks[chunk.digest]

@@ -1,0 +1,129 @@
+"""What it costs to have bytes back: the formula, and the estimates that feed it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hearth.policy.memory.reload_cost import (
+    PRIOR_BYTES_PER_S,
+    DeviceReloadCosts,
+    ReloadCosts,
+    reload_cost,
+)
+from hearth.types import ModelId, Rung
+
+A, B = ModelId("a"), ModelId("b")
+PRIORS = {Rung.HOST: 100.0, Rung.DISK: 10.0, Rung.OBJECT: 1.0}
+SIZES = st.integers(0, 1000)
+SECONDS = st.floats(0.0, 1e6)
+SHARES = st.floats(0.0, 1.0)
+
+
+def test_the_reload_cost_is_probability_times_load_time_times_weight() -> None:
+    assert reload_cost(p_wanted=0.5, load_s=4.0, weight=3.0) == 6.0
+
+
+def test_bytes_that_nobody_wants_cost_nothing() -> None:
+    assert reload_cost(p_wanted=0.0, load_s=4.0, weight=3.0) == 0.0
+
+
+def test_a_load_of_negative_time_is_a_mistake() -> None:
+    with pytest.raises(AssertionError, match="negative"):
+        reload_cost(p_wanted=0.5, load_s=-1.0, weight=1.0)
+
+
+@given(SHARES, SECONDS, SECONDS, st.floats(0.0, 100.0))
+def test_what_takes_longer_to_come_back_never_costs_less(
+    p_wanted: float, load_s: float, more_s: float, weight: float
+) -> None:
+    assert reload_cost(p_wanted, load_s + more_s, weight) >= reload_cost(p_wanted, load_s, weight)
+
+
+def test_what_a_rung_has_shown_replaces_what_was_assumed() -> None:
+    costs = ReloadCosts(PRIORS)
+    assert costs.load_s(50, None) == 5.0
+    costs.moved(Rung.DISK, 100, 2.0)
+    assert costs.load_s(50, None) == pytest.approx(1.0)
+
+
+@given(SIZES, SIZES, SIZES, SIZES)
+def test_more_on_a_near_rung_never_makes_a_load_longer(
+    num_bytes: int, host_bytes: int, disk_bytes: int, more_bytes: int
+) -> None:
+    costs = ReloadCosts(PRIORS)
+    load_s = costs.load_s(num_bytes, {Rung.HOST: host_bytes, Rung.DISK: disk_bytes})
+    nearer = costs.load_s(num_bytes, {Rung.HOST: host_bytes + more_bytes, Rung.DISK: disk_bytes})
+    assert 0.0 <= nearer <= load_s + 1e-9
+    assert num_bytes / 100.0 - 1e-9 <= load_s <= num_bytes / 1.0
+
+
+def test_a_model_that_nobody_has_asked_for_costs_nothing_to_have_back() -> None:
+    costs = ReloadCosts(PRIORS)
+    assert costs.cost_s(A, 10.0, 1.0, now_s=5.0) == 0.0
+    assert not costs.is_known(A)
+    costs.asked(A, 5.0)
+    assert costs.cost_s(A, 10.0, 2.0, now_s=5.0) == 2 * costs.cost_s(A, 10.0, 1.0, now_s=5.0) > 0.0
+    costs.forget(A)
+    assert costs.cost_s(A, 10.0, 1.0, now_s=5.0) == 0.0
+
+
+@given(st.lists(st.floats(0.1, 1e4), min_size=1, max_size=8), SECONDS, SECONDS)
+def test_silence_never_makes_a_model_dearer(intervals_s: list[float], since_s: float, later_s: float) -> None:
+    costs, now_s = ReloadCosts(PRIORS), 0.0
+    for interval_s in intervals_s:
+        now_s += interval_s
+        costs.asked(A, now_s)
+    soon = costs.cost_s(A, 1.0, 1.0, now_s + since_s)
+    assert costs.cost_s(A, 1.0, 1.0, now_s + since_s + later_s) <= soon + 1e-12
+
+
+def device(*asked_s: float) -> DeviceReloadCosts:
+    costs = DeviceReloadCosts()
+    for now_s in asked_s:
+        costs.asked(A, now_s)
+        costs.asked(B, now_s)
+    return costs
+
+
+def test_a_byte_that_came_from_disk_is_dearer_on_a_device_than_one_from_host_memory() -> None:
+    costs = device(0.0)
+    costs.loaded(A, {Rung.DISK: 100})
+    costs.loaded(B, {Rung.HOST: 100})
+    ratio = costs.cost_s_per_byte(A, 1.0) / costs.cost_s_per_byte(B, 1.0)
+    assert ratio == pytest.approx(PRIOR_BYTES_PER_S[Rung.HOST] / PRIOR_BYTES_PER_S[Rung.DISK])
+
+
+def test_a_load_that_took_no_bytes_changes_no_price() -> None:
+    costs = device(0.0)
+    costs.loaded(A, {Rung.DISK: 100})
+    before = costs.cost_s_per_byte(A, 1.0)
+    costs.loaded(A, {})
+    costs.loaded(A, {Rung.HOST: 0})
+    assert costs.cost_s_per_byte(A, 1.0) == before
+
+
+def test_a_weighty_model_is_dearer_on_a_device() -> None:
+    costs = device(0.0)
+    costs.hosted(A, 3.0)
+    assert costs.cost_s_per_byte(A, 1.0) == pytest.approx(3 * costs.cost_s_per_byte(B, 1.0))
+
+
+def test_a_forgotten_model_is_worth_nothing_on_a_device() -> None:
+    costs = device(0.0)
+    costs.hosted(A, 3.0)
+    costs.loaded(A, {Rung.OBJECT: 10})
+    costs.forget(A)
+    assert costs.cost_s_per_byte(A, 1.0) == 0.0
+
+
+@given(st.dictionaries(st.sampled_from(list(Rung)), st.integers(0, 10**12)))
+def test_a_byte_costs_between_the_nearest_and_the_farthest_rung(bytes_by_rung: dict[Rung, int]) -> None:
+    costs, nearest, farthest = device(0.0), device(0.0), device(0.0)
+    costs.loaded(A, bytes_by_rung)
+    nearest.loaded(A, {Rung.HOST: 1})
+    farthest.loaded(A, {Rung.OBJECT: 1})
+    cost_s = costs.cost_s_per_byte(A, 1.0)
+    assert nearest.cost_s_per_byte(A, 1.0) * (1 - 1e-9) <= cost_s
+    assert cost_s <= farthest.cost_s_per_byte(A, 1.0) * (1 + 1e-9)
