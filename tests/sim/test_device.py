@@ -61,7 +61,7 @@ def test_an_evicted_model_keeps_its_weights_and_a_dropped_one_nothing() -> None:
     device = DeviceMemory(100)
     for model in (A, B):
         device.place_weights(model, "", 30)
-        device.place_other(model, 10)
+        device.place_other(model, 10, 0)
     assert device.free_bytes == 20
     device.free_other(A)
     assert (device.free_bytes, device.count_bytes(A)) == (30, 30)

@@ -1,6 +1,6 @@
 """The memory of a simulated device: how much of whose weights lies there. Chooses nobody who has to go.
 
-    | weights of hosted models | their workspace and least KV | weights of evicted models | free |
+    | weights of hosted models | their least KV | one workspace | weights of evicted models | free |
 
 Weights are some units, as layers are. They come in forward order and go from their end.
 """
@@ -40,14 +40,16 @@ class DeviceMemory:
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.weights: dict[ModelId, DeviceWeights] = {}
-        #: Workspace and least KV of hosted models.
+        #: Tables and least KV of hosted models; and the workspace of each, of which all see the largest.
         self._other_bytes: dict[ModelId, int] = {}
+        self._workspace_bytes: dict[ModelId, int] = {}
 
     @property
     def free_bytes(self) -> int:
         """Bytes that nobody has."""
         weights_bytes = sum(weights.num_bytes for weights in self.weights.values())
-        return self.budget_bytes - weights_bytes - sum(self._other_bytes.values())
+        workspace_bytes = max(self._workspace_bytes.values(), default=0)
+        return self.budget_bytes - weights_bytes - workspace_bytes - sum(self._other_bytes.values())
 
     def count_bytes(self, model: ModelId) -> int:
         """Return how many bytes the weights of a model take."""
@@ -63,9 +65,9 @@ class DeviceMemory:
         weights.num_units = len(weights.units)
         return there_bytes
 
-    def place_other(self, model: ModelId, num_bytes: int) -> None:
-        """Give a hosted model its workspace and its least KV."""
-        self._other_bytes[model] = num_bytes
+    def place_other(self, model: ModelId, own_bytes: int, workspace_bytes: int) -> None:
+        """Give a hosted model its least KV and all else but weights, and a workspace that others see too."""
+        self._other_bytes[model], self._workspace_bytes[model] = own_bytes, workspace_bytes
 
     def take_units(self, model: ModelId, num_units: int) -> None:
         """Take so many units from the end of a model's weights."""
@@ -83,6 +85,7 @@ class DeviceMemory:
     def free_other(self, model: ModelId) -> None:
         """Take the workspace and KV of a model that is hosted no longer; its weights stay."""
         self._other_bytes.pop(model, None)
+        self._workspace_bytes.pop(model, None)
 
     def drop(self, model: ModelId) -> None:
         """Take all that a model has."""

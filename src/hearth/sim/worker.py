@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hearth.policy.fleet.events import Evict, LoadModel, ModelProfile, RungUse, SetHold
+from hearth.policy.fleet.events import Evict, LoadModel, ModelProfile, Promise, RungUse, SetHold
 from hearth.policy.memory.eviction import Tail, plan_takes
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.sim.device import DeviceMemory
@@ -24,7 +24,7 @@ class SimulatedReplica:
 
     profile: ModelProfile
     version: int  #: of the deployment that it was loaded for
-    promised_bytes: int
+    promise: Promise
     load_number: int  #: of its last load on this worker
     missing_bytes: int  #: of its weights: their place is kept, and the load under way brings them
     is_loading: bool = True
@@ -50,20 +50,27 @@ class SimulatedWorker:
         self._costs = DeviceReloadCosts()
         self._num_loads = 0
 
+    @property
+    def promised_bytes(self) -> int:
+        """Bytes owed to all hosted models: what each has for itself, and the largest of what they share."""
+        promises = [replica.promise for replica in self.replicas.values()]
+        shared_bytes = max((promise.shared_bytes for promise in promises), default=0)
+        return shared_bytes + sum(promise.own_bytes for promise in promises)
+
     # Orders.
 
     def load(self, order: LoadModel, profile: ModelProfile, version: int, now_s: float) -> SimulatedReplica:
         """Host a model, and begin to load what is missing of it."""
         model, footprint = order.model, profile.footprints[self.kind]
+        promise = footprint.promise
         assert model not in self.replicas, f"loaded twice on one worker: {order}"
         assert footprint.min_kv_bytes == order.kv_floor_bytes <= order.max_kv_bytes, f"{order} {footprint}"
         assert order.max_kv_bytes <= footprint.max_kv_bytes, f"{order} {footprint}"
-        promised_bytes = footprint.least_bytes + sum(one.promised_bytes for one in self.replicas.values())
-        assert promised_bytes <= self.device.budget_bytes, f"beyond the budget: {order} {promised_bytes=}"
         self._costs.hosted(model, profile.weight)
-        self.device.place_other(model, footprint.least_bytes - profile.num_bytes)
-        replica = SimulatedReplica(profile, version, footprint.least_bytes, load_number=0, missing_bytes=0)
+        self.device.place_other(model, promise.own_bytes - profile.num_bytes, promise.shared_bytes)
+        replica = SimulatedReplica(profile, version, promise, load_number=0, missing_bytes=0)
         self.replicas[model] = replica
+        assert self.promised_bytes <= self.device.budget_bytes, f"beyond the budget: {order}"
         self._begin_load(model, replica, now_s)
         return replica
 
@@ -133,8 +140,7 @@ class SimulatedWorker:
 
     def check(self) -> None:
         """Raise AssertionError if more is promised, or lies on the device, than there is."""
-        promised_bytes = sum(replica.promised_bytes for replica in self.replicas.values())
-        assert promised_bytes <= self.device.budget_bytes, f"`{self.name}`: {promised_bytes=}"
+        assert self.promised_bytes <= self.device.budget_bytes, f"`{self.name}`: {self.promised_bytes=}"
         assert self.device.free_bytes >= 0, f"`{self.name}`: {self.device.free_bytes=}"
         for model, replica in self.replicas.items():
             weights_bytes = self.device.count_bytes(model)

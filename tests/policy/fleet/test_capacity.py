@@ -6,52 +6,75 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.policy.fleet.capacity import FleetCapacity, Promises
-from hearth.policy.fleet.events import Footprint, ModelProfile
+from hearth.policy.fleet.events import Footprint, ModelProfile, Promise
 from hearth.types import Hold, ModelId, WorkerId
 
 BUDGET_BYTES = 1000
-HELD = st.lists(st.tuples(st.integers(0, 100), st.sampled_from(Hold)), max_size=10)
+PROMISES = st.builds(Promise, st.integers(0, 100), st.sampled_from([0, 10, 30, 31, 60]))
+HELD = st.lists(st.tuples(PROMISES, st.sampled_from(Hold)), max_size=8)
 WORKERS = st.lists(st.tuples(st.sampled_from(["cpu", "cuda"]), HELD, st.integers(1, 1000)), max_size=6)
-NEEDS = st.dictionaries(st.sampled_from(["cpu", "cuda", "other"]), st.integers(0, 1000))
+NEEDS = st.dictionaries(st.sampled_from(["cpu", "cuda", "other"]), PROMISES.map(lambda p: footprint_of(p)))
 
 
-def promised(held: list[tuple[int, Hold]], budget_bytes: int = BUDGET_BYTES) -> Promises:
+def footprint_of(promise: Promise, more_bytes: int = 0) -> Footprint:
+    shared_bytes = promise.shared_bytes
+    all_bytes = promise.own_bytes + more_bytes + shared_bytes
+    return Footprint(all_bytes, 0, 0, shared_bytes, 0, shared_bytes)
+
+
+def promised(held: list[tuple[Promise, Hold]], budget_bytes: int = BUDGET_BYTES) -> Promises:
     promises = Promises(budget_bytes)
-    for num_bytes, hold in held:
-        promises.add(num_bytes, hold)
+    for promise, hold in held:
+        promises.add(promise, hold)
     return promises
 
 
-@given(HELD, st.sampled_from(Hold))
-def test_what_can_be_freed_is_all_but_what_is_held_more(held: list[tuple[int, Hold]], most: Hold) -> None:
+def owed_bytes(promises: list[Promise]) -> int:
+    """Add up promises as a person would: what each has for itself, and the largest of what they share."""
+    return sum(one.own_bytes for one in promises) + max((one.shared_bytes for one in promises), default=0)
+
+
+def test_models_share_one_workspace_as_large_as_the_largest_needs() -> None:
+    promises = promised([(Promise(100, 30), Hold.BUSY), (Promise(200, 60), Hold.WARM)])
+    assert promises.free_bytes == BUDGET_BYTES - 300 - 60
+    assert promises.freeable_bytes(Hold.WARM) == BUDGET_BYTES - 100 - 30
+    assert promises.has_room(footprint_of(Promise(640, 60)))
+    assert not promises.has_room(footprint_of(Promise(640, 61)))
+
+
+@given(HELD, st.sampled_from(Hold), PROMISES)
+def test_a_model_has_room_exactly_if_all_promises_together_fit(
+    held: list[tuple[Promise, Hold]], most: Hold, newcomer: Promise
+) -> None:
     promises = promised(held)
-    assert promises.free_bytes == BUDGET_BYTES - sum(num_bytes for num_bytes, _ in held)
-    kept_bytes = sum(num_bytes for num_bytes, hold in held if hold > most)
-    assert promises.freeable_bytes(most) == BUDGET_BYTES - kept_bytes
-    footprint = Footprint(promises.free_bytes, 0, 0)
-    assert promises.has_room(footprint)
-    assert not promises.has_room(Footprint(promises.free_bytes, 1, 1))
-    assert promises.could_have_room(Footprint(promises.freeable_bytes(most), 0, 0), most)
-    assert not promises.could_have_room(Footprint(promises.freeable_bytes(most), 1, 1), most)
+    kept = [promise for promise, hold in held if hold > most]
+    assert promises.free_bytes == BUDGET_BYTES - owed_bytes([promise for promise, _ in held])
+    assert promises.freeable_bytes(most) == BUDGET_BYTES - owed_bytes(kept)
+    for more_bytes in (0, BUDGET_BYTES - owed_bytes([*kept, newcomer]) + 1):
+        larger = Promise(newcomer.own_bytes + more_bytes, newcomer.shared_bytes)
+        fits = owed_bytes([*kept, larger]) <= BUDGET_BYTES
+        assert promises.could_have_room(footprint_of(larger), most) == fits
+    everybody = [*(promise for promise, _ in held), newcomer]
+    assert promises.has_room(footprint_of(newcomer)) == (owed_bytes(everybody) <= BUDGET_BYTES)
     assert 0.0 <= promises.utilisation <= 1.0
 
 
 @given(HELD, st.data())
 def test_what_is_released_is_free_again_and_a_copy_leaves_the_original_alone(
-    held: list[tuple[int, Hold]], data: st.DataObject
+    held: list[tuple[Promise, Hold]], data: st.DataObject
 ) -> None:
     promises = promised(held)
-    gone = data.draw(st.lists(st.sampled_from(held), unique_by=id) if held else st.just([]))
+    num_gone = data.draw(st.integers(0, len(held)))
     copy = promises.copy()
-    for num_bytes, hold in gone:
-        copy.release(num_bytes, hold)
-    assert copy.free_bytes == promises.free_bytes + sum(num_bytes for num_bytes, _ in gone)
+    for promise, hold in held[:num_gone]:
+        copy.release(promise, hold)
+    assert copy == promised(held[num_gone:])
     assert promises == promised(held)
 
 
 @given(WORKERS, NEEDS)
 def test_whether_a_model_fits_is_found_without_looking_at_every_worker(
-    workers: list[tuple[str, list[tuple[int, Hold]], int]], needs: dict[str, int]
+    workers: list[tuple[str, list[tuple[Promise, Hold]], int]], footprints: dict[str, Footprint]
 ) -> None:
     capacity = FleetCapacity()
     books = {
@@ -60,17 +83,25 @@ def test_whether_a_model_fits_is_found_without_looking_at_every_worker(
     }
     for name, (kind, promises) in books.items():
         capacity.put(kind, name, promises)
-    footprints = {kind: Footprint(num_bytes, 0, 0) for kind, num_bytes in needs.items()}
     profile = ModelProfile(ModelId("a"), 1, footprints, keep_alive_s=0.0)
 
-    def is_possible(most: Hold) -> bool:
-        return any(
-            kind in footprints and promises.could_have_room(footprints[kind], most)
-            for kind, promises in books.values()
-        )
+    def find_possible(most: Hold) -> set[WorkerId]:
+        return {
+            name
+            for name, (kind, promises) in books.items()
+            if kind in footprints and promises.could_have_room(footprints[kind], most)
+        }
 
-    assert capacity.can_fit_now(profile) == is_possible(Hold.WARM)
-    assert capacity.could_fit(profile) == is_possible(Hold.BUSY)
+    assert capacity.can_fit_now(profile) == bool(find_possible(Hold.WARM))
+    assert capacity.could_fit(profile) == bool(find_possible(Hold.BUSY))
+    for most in (Hold.RETAINED, Hold.WARM, Hold.BUSY):
+        found = [
+            name
+            for index, footprint in capacity.find_suited(profile)
+            for name in index.find_fitting(footprint, most)
+        ]
+        assert set(found) == find_possible(most)
+        assert len(found) == len(set(found))
     for name, (kind, _) in books.items():
         capacity.drop(kind, name)
     assert not capacity.by_kind

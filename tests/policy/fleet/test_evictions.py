@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.estimates import Estimates
-from hearth.policy.fleet.events import BrainConfig, Footprint
+from hearth.policy.fleet.events import BrainConfig, Footprint, Promise
 from hearth.policy.fleet.evictions import EvictionPlan, Victim, choose_fewest, plan_evictions
 from hearth.policy.fleet.records import Model, Replica, Worker
 from hearth.types import Hold, ModelId, WorkerId
@@ -22,14 +22,15 @@ def hosting(replicas: list[tuple[int, Hold, int]], spare_bytes: int) -> Worker:
     worker = Worker(WorkerId("w"), "cuda", 1, Promises(budget_bytes))
     for at, (num_bytes, hold, _) in enumerate(replicas):
         model = Model(ModelId(f"m{at}"), profile(f"m{at}", num_bytes))
-        replica = Replica(model, worker, num_bytes, num_bytes, "", hold=hold)
+        promise = Promise(num_bytes, 0)
+        replica = Replica(model, worker, promise, num_bytes, "", hold=hold)
         worker.replicas[model.name] = model.replicas[worker.name] = replica
-        worker.promises.add(num_bytes, hold)
+        worker.promises.add(promise, hold)
     return worker
 
 
 def idle_bytes(worker: Worker, *holds: Hold) -> int:
-    return sum(replica.num_bytes for replica in worker.replicas.values() if replica.hold in holds)
+    return sum(replica.promise.own_bytes for replica in worker.replicas.values() if replica.hold in holds)
 
 
 @given(REPLICAS, st.integers(0, 50), st.integers(0, 300))
@@ -52,7 +53,7 @@ def test_a_plan_makes_room_with_no_victim_too_many(
 
 
 def check_plan(worker: Worker, plan: EvictionPlan, spare_bytes: int, need_bytes: int) -> None:
-    sizes = [victim.replica.num_bytes for victim in plan.victims]
+    sizes = [victim.replica.promise.own_bytes for victim in plan.victims]
     assert spare_bytes + sum(sizes) >= need_bytes
     assert all(spare_bytes + sum(sizes) - size < need_bytes for size in sizes)
     holds = {victim.replica.hold for victim in plan.victims}

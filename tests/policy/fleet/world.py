@@ -59,9 +59,14 @@ def profile(
     is_pinned: bool = False,
     weight: float = 1.0,
     digest: str = "",
+    workspace_bytes: int = 0,
 ) -> ModelProfile:
-    footprint = Footprint(fixed_bytes, min_kv_bytes, max_kv_bytes)
-    footprints = {"cuda": footprint, "cpu": footprint}
+    """A model of so many bytes of weights; `workspace_bytes` come on top, and are shared on CUDA devices."""
+    all_bytes = fixed_bytes + workspace_bytes
+    footprints = {
+        "cuda": Footprint(all_bytes, min_kv_bytes, max_kv_bytes, workspace_bytes, 0, workspace_bytes),
+        "cpu": Footprint(all_bytes, min_kv_bytes, max_kv_bytes, workspace_bytes),
+    }
     return ModelProfile(ModelId(model), fixed_bytes, footprints, keep_alive_s, is_pinned, weight, digest)
 
 
@@ -132,7 +137,13 @@ class World:
         keep_alive_s = (0.0, 3.0, 20.0, math.inf)[number // 7 % 4]
         fixed_bytes = (10, 30, 45, 90, 120)[number // 28 % 5]
         digest = f"digest {number // 140 % 2}"
-        deployed = profile(model, fixed_bytes, keep_alive_s=keep_alive_s, is_pinned=is_pinned, digest=digest)
+        deployed = profile(
+            *(model, fixed_bytes),
+            keep_alive_s=keep_alive_s,
+            is_pinned=is_pinned,
+            digest=digest,
+            workspace_bytes=(0, 0, 8, 20)[number // 280 % 4],
+        )
         self.tell(ModelDeployed(self.now_s, deployed))
 
     def remove(self, number: int) -> None:

@@ -54,7 +54,7 @@ def _check_worker(fleet: Fleet, worker: Worker) -> None:
         assert replica.drain is None or replica.drain is worker.drain, f"lost drain: `{replica.model.name}`"
         notified = replica.notified_hold
         assert hold in (Hold.BUSY, notified), f"not notified: `{replica.model.name}`: {hold=} {notified=}"
-        promises.add(replica.num_bytes, hold)
+        promises.add(replica.promise, hold)
     assert promises == worker.promises, f"{promises=} {worker.promises=}"
     assert promises.free_bytes >= 0, f"worker `{worker.name}` is beyond its budget: {promises=}"
     for name, model in worker.resident_models.items():

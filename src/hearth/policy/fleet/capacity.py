@@ -1,15 +1,16 @@
 """The device memory that workers have promised to models, one worker at a time and ranked over all of a kind.
 
-A model is promised its weights, its workspace and the least KV that it can be served with. What it has beyond
-that is lent by its worker, so no model goes for more KV. Plans no evictions: that is `evictions.py`.
+A model is promised its weights, its tables, a workspace and the least KV that it can be served with. What it
+has beyond that is lent by its worker, so no model goes for more KV. Plans no evictions.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hearth.policy.fleet.events import Footprint, ModelProfile
+from hearth.policy.fleet.events import Footprint, ModelProfile, Promise
 from hearth.policy.fleet.ranking import Ranking
 from hearth.types import Hold, WorkerId
 
@@ -19,53 +20,76 @@ class Promises:
     """Bytes of one worker's budget, by how the replicas are held that they are promised to.
 
     Mutable; a worker's own are written only by `Fleet.reindex`, a copy by whoever made it. Nothing else adds
-    up what replicas take of a worker.
+    up what replicas take of a worker: what each has for itself, and the largest of what they share.
     """
 
     budget_bytes: int
-    #: By `Hold`; together at most the budget.
-    held_bytes: list[int] = field(default_factory=lambda: [0] * len(Hold))
+    #: By `Hold`; what replicas have for themselves.
+    own_bytes: list[int] = field(default_factory=lambda: [0] * len(Hold))
+    #: By `Hold`: how many replicas were promised each size of what all share.
+    shared_sizes: list[Counter[int]] = field(default_factory=lambda: [Counter() for _ in Hold])
 
-    def add(self, num_bytes: int, hold: Hold) -> None:
+    def add(self, promise: Promise, hold: Hold) -> None:
         """Promise bytes to a replica that is held so."""
-        self.held_bytes[hold] += num_bytes
+        self.own_bytes[hold] += promise.own_bytes
+        self.shared_sizes[hold][promise.shared_bytes] += 1
 
-    def release(self, num_bytes: int, hold: Hold) -> None:
+    def release(self, promise: Promise, hold: Hold) -> None:
         """Take back what a replica that is held so was promised."""
-        self.held_bytes[hold] -= num_bytes
+        self.own_bytes[hold] -= promise.own_bytes
+        sizes = self.shared_sizes[hold]
+        sizes[promise.shared_bytes] -= 1
+        if not sizes[promise.shared_bytes]:
+            del sizes[promise.shared_bytes]
 
     def copy(self) -> Promises:
         """Return the same promises, to try out what would be free without some of them."""
-        return Promises(self.budget_bytes, self.held_bytes.copy())
+        shared_sizes = [sizes.copy() for sizes in self.shared_sizes]
+        return Promises(self.budget_bytes, self.own_bytes.copy(), shared_sizes)
+
+    def shared_bytes(self, above: Hold | None = None) -> int:
+        """Return the largest of what replicas share, of those that are held more than `above`, or of all."""
+        first = 0 if above is None else above + 1
+        return max((size for sizes in self.shared_sizes[first:] for size in sizes), default=0)
 
     @property
     def free_bytes(self) -> int:
         """Bytes that are promised to nobody; models may use them all the same."""
-        return self.budget_bytes - sum(self.held_bytes)
+        return self.budget_bytes - sum(self.own_bytes) - self.shared_bytes()
 
     def freeable_bytes(self, most: Hold) -> int:
         """Return how many bytes are free once every replica that is held at most so is gone."""
-        return self.budget_bytes - sum(self.held_bytes[most + 1 :])
+        return self.budget_bytes - sum(self.own_bytes[most + 1 :]) - self.shared_bytes(most)
 
     def has_room(self, footprint: Footprint) -> bool:
         """True if a model can be promised its least without anybody going."""
-        return footprint.least_bytes <= self.free_bytes
+        return self._more_bytes(footprint, self.shared_bytes()) <= self.free_bytes
 
     def could_have_room(self, footprint: Footprint, most: Hold) -> bool:
         """True if a model can be promised its least once every replica that is held at most so is gone."""
-        return footprint.least_bytes <= self.freeable_bytes(most)
+        return self._more_bytes(footprint, self.shared_bytes(most)) <= self.freeable_bytes(most)
+
+    def _more_bytes(self, footprint: Footprint, shared_bytes: int) -> int:
+        """Return what a model would be promised beside replicas that share so much."""
+        promise = footprint.promise
+        return promise.own_bytes + max(0, promise.shared_bytes - shared_bytes)
 
     @property
     def utilisation(self) -> float:
         """Share of the budget that is promised to busy, warm and pinned replicas."""
-        used_bytes = sum(self.held_bytes) - self.held_bytes[Hold.RETAINED]
+        used_bytes = self.budget_bytes - self.freeable_bytes(Hold.RETAINED)
         return used_bytes / self.budget_bytes if self.budget_bytes else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityIndex:
-    """The workers of one kind of device, ranked by bytes."""
+    """The workers of one kind of device, ranked by bytes.
 
+    A worker with room for a model ranks at least as high as what the model has for itself; the converse does
+    not hold where the model shares more than the replicas that are there, so `find_fitting` looks again.
+    """
+
+    promises: dict[WorkerId, Promises] = field(default_factory=dict)
     free: Ranking[WorkerId] = field(default_factory=Ranking)
     #: Free once all retained replicas are gone.
     retained: Ranking[WorkerId] = field(default_factory=Ranking)
@@ -77,6 +101,7 @@ class CapacityIndex:
 
     def put(self, name: WorkerId, promises: Promises) -> None:
         """Rank a worker by what it has promised now."""
+        self.promises[name] = promises
         self.free.put(name, promises.free_bytes)
         self.retained.put(name, promises.freeable_bytes(Hold.RETAINED))
         self.idle.put(name, promises.freeable_bytes(Hold.WARM))
@@ -85,8 +110,24 @@ class CapacityIndex:
 
     def drop(self, name: WorkerId) -> None:
         """Forget a worker that was lost."""
+        del self.promises[name]
         for ranking in self.rankings:
             ranking.drop(name)
+
+    def find_fitting(
+        self, footprint: Footprint, most: Hold | None, *, roomiest_first: bool = False
+    ) -> Iterator[WorkerId]:
+        """Yield workers with room for a model once every replica that is held at most so is gone.
+
+        With `most` None nobody goes. Not to be continued after a change.
+        """
+        ranking = self.free if most is None else (self.retained, self.idle, self.unpinned)[most]
+        own_bytes = footprint.promise.own_bytes
+        names = ranking.down_to_rank(own_bytes) if roomiest_first else ranking.from_rank(own_bytes)
+        for name in names:
+            promises = self.promises[name]
+            if promises.has_room(footprint) if most is None else promises.could_have_room(footprint, most):
+                yield name
 
     @property
     def rankings(self) -> tuple[Ranking[WorkerId], ...]:
@@ -123,14 +164,14 @@ class FleetCapacity:
 
     def could_fit(self, profile: ModelProfile) -> bool:
         """True if some worker would have room for the model if everything unpinned went."""
-        return any(
-            footprint.least_bytes <= (index.unpinned.highest or 0)
-            for index, footprint in self.find_suited(profile)
-        )
+        return self._has_fitting(profile, Hold.BUSY)
 
     def can_fit_now(self, profile: ModelProfile) -> bool:
         """True if some worker would have room for the model if everything idle went."""
+        return self._has_fitting(profile, Hold.WARM)
+
+    def _has_fitting(self, profile: ModelProfile, most: Hold) -> bool:
         return any(
-            footprint.least_bytes <= (index.idle.highest or 0)
+            next(index.find_fitting(footprint, most, roomiest_first=True), None) is not None
             for index, footprint in self.find_suited(profile)
         )

@@ -68,7 +68,7 @@ def _is_suited(worker: Worker, model: Model, footprint: Footprint) -> bool:
         return False
     promises = worker.promises.copy()
     for replica in _find_drainable(worker, model):
-        promises.release(replica.num_bytes, replica.booked_hold)
+        promises.release(replica.promise, replica.booked_hold)
     return promises.has_room(footprint)
 
 

@@ -14,6 +14,14 @@ from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
 
 
 @dataclass(frozen=True, slots=True)
+class Promise:
+    """Device memory that a worker owes a model which it hosts."""
+
+    own_bytes: int  #: for the model alone
+    shared_bytes: int  #: that all models of the worker see: only the largest of them is owed
+
+
+@dataclass(frozen=True, slots=True)
 class Footprint:
     """Device memory that a model takes on one kind of device."""
 
@@ -22,6 +30,7 @@ class Footprint:
     max_kv_bytes: int  #: it never has more; what is between is lent out by its worker
     workspace_bytes: int = 0  #: of `fixed_bytes`, what all models of a worker see, one after the other
     tables_bytes: int = 0  #: of `fixed_bytes`, what its engine has besides, always
+    shared_bytes: int = 0  #: of `workspace_bytes`, what the models of a worker are sure to share
 
     @property
     def weights_bytes(self) -> int:
@@ -30,8 +39,13 @@ class Footprint:
 
     @property
     def least_bytes(self) -> int:
-        """Bytes that a worker must promise to host the model."""
+        """Bytes that a worker without other models must promise to host the model."""
         return self.fixed_bytes + self.min_kv_bytes
+
+    @property
+    def promise(self) -> Promise:
+        """The least that a worker must promise to host the model beside others."""
+        return Promise(self.least_bytes - self.shared_bytes, self.shared_bytes)
 
 
 @dataclass(frozen=True, slots=True)

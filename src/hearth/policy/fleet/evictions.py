@@ -25,7 +25,7 @@ class Victim:
     def rank(self) -> tuple[Hold | None, float, str]:
         """A key for sorting: first goes what is held least, then what costs least per byte."""
         replica = self.replica
-        return replica.hold, self.cost_s / max(1, replica.num_bytes), replica.model.name
+        return replica.hold, self.cost_s / max(1, replica.promise.own_bytes), replica.model.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +71,13 @@ def choose_fewest(worker: Worker, victims: Iterable[Victim], footprint: Footprin
         if promises.has_room(footprint):
             break
         chosen.append(victim)
-        promises.release(victim.replica.num_bytes, victim.replica.booked_hold)
+        promises.release(victim.replica.promise, victim.replica.booked_hold)
     assert promises.has_room(footprint), f"the victims do not suffice: {promises=} {footprint=}"
     spared = set()
     for victim in reversed(chosen):
-        promises.add(victim.replica.num_bytes, victim.replica.booked_hold)
+        promises.add(victim.replica.promise, victim.replica.booked_hold)
         if promises.has_room(footprint):
             spared.add(victim.replica)
         else:
-            promises.release(victim.replica.num_bytes, victim.replica.booked_hold)
+            promises.release(victim.replica.promise, victim.replica.booked_hold)
     return tuple(victim for victim in chosen if victim.replica not in spared)

@@ -169,9 +169,9 @@ class Fleet:
         """Move what a replica is promised to another hold; None: it is promised nothing any more."""
         worker, before = replica.worker, replica.hold
         if before is not None:
-            worker.promises.release(replica.num_bytes, before)
+            worker.promises.release(replica.promise, before)
         if hold is not None:
-            worker.promises.add(replica.num_bytes, hold)
+            worker.promises.add(replica.promise, hold)
         if hold is None or (before is not None and hold < before):
             self.queues.must_serve = True  # More can be freed than before.
         if hold is Hold.PINNED:
@@ -251,7 +251,7 @@ def _describe_resident(replica: Replica, now_s: float) -> Resident:
         model=replica.model.name,
         worker=replica.worker.name,
         state=state,
-        num_bytes=replica.num_bytes,
+        num_bytes=replica.promise.own_bytes + replica.promise.shared_bytes,
         loaded_bytes=replica.loaded_bytes,
         total_bytes=replica.total_bytes,
         num_running=len(replica.running),

@@ -5,6 +5,10 @@
 
 Tables of penalties and biases are not among them: they are there while a request needs them.
 
+The workspace is one for all models of a worker, as large as the largest of them needs, for they step one
+after the other. Mapped pages are always shared so. In an arena something that must not move may lie where the
+common workspace would have to grow: then a model gets one of its own, so there each is promised its own.
+
 The least KV holds one full context: whatever a request may ask for, every replica can serve it. So the
 context is cut to what the budget of a worker can hold, where nobody has named one.
 
@@ -30,8 +34,8 @@ from hearth.sizes import (
     bytes_of,
     computed_dtype,
     table_buffers,
-    workspace_bytes,
 )
+from hearth.sizes import workspace_bytes as bytes_of_workspace
 
 #: A conversation of this length is the least that makes sense.
 _MIN_CONTEXT = 2048
@@ -94,12 +98,14 @@ def footprint(
                 "`memory_ceiling_bytes` or lower `context`, `engine.max_batch_tokens` or `engine.max_seqs`"
             )
         most_bytes = min(most_bytes, room_bytes)
+    workspace_bytes = workspace_bytes_of(facts, kind, limits)
     return Footprint(
         fixed_bytes=fixed_bytes,
         min_kv_bytes=least_bytes,
         max_kv_bytes=most_bytes,
-        workspace_bytes=workspace_bytes_of(facts, kind, limits),
+        workspace_bytes=workspace_bytes,
         tables_bytes=tables_bytes_of(facts, kind, limits, context),
+        shared_bytes=workspace_bytes if kind == "cuda" else 0,
     )
 
 
@@ -159,7 +165,7 @@ def arena_loss_bytes(facts: Facts, limits: StepLimits) -> int:
 def workspace_bytes_of(facts: Facts, kind: str, limits: StepLimits) -> int:
     """The workspace on the largest device of the kind."""
     dimensions, dtype = facts.dimensions, computed_dtype(facts.dtype, kind)
-    num_bytes = workspace_bytes(dimensions, dimensions.layers, dtype, StepSize.of(limits, kind))
+    num_bytes = bytes_of_workspace(dimensions, dimensions.layers, dtype, StepSize.of(limits, kind))
     return _in_units(num_bytes, kind)
 
 

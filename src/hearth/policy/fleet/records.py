@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hearth.policy.fleet.capacity import Promises
-from hearth.policy.fleet.events import ModelProfile
+from hearth.policy.fleet.events import ModelProfile, Promise
 from hearth.policy.fleet.ranking import Ranking
 from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
 
@@ -140,7 +140,7 @@ class Replica:
 
     model: Model
     worker: Worker
-    num_bytes: int  #: of device memory that it is promised, KV included
+    promise: Promise
     total_bytes: int  #: of its weights
     digest: str  #: of its weights
     reused_bytes: int = 0  #: of `total_bytes`, those that were taken to be there already

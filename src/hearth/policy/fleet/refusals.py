@@ -91,7 +91,7 @@ def explain_pinned_out(fleet: Fleet, profile: ModelProfile) -> str | None:
 def explain_shortage(worker: Worker, footprint: Footprint) -> str | None:
     """Say why a worker has no room for a model now; None if it has, or could evict idle ones."""
     freeable_bytes = worker.promises.freeable_bytes(Hold.WARM)
-    if freeable_bytes >= footprint.least_bytes:
+    if worker.promises.could_have_room(footprint, Hold.WARM):
         return None
     busy = [replica.model.name for replica in worker.replicas.values() if replica.hold is Hold.BUSY]
     text = f"needs {_format_bytes(footprint.least_bytes)}, {_format_bytes(freeable_bytes)} can be freed"

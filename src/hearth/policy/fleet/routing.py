@@ -20,7 +20,6 @@ from hearth.policy.fleet.device_bytes import count_missing_bytes
 from hearth.policy.fleet.events import BrainConfig, Footprint, ModelProfile, Option
 from hearth.policy.fleet.evictions import EvictionPlan, plan_evictions
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.ranking import Ranking
 from hearth.policy.fleet.records import Model, Replica, Worker
 from hearth.policy.fleet.refusals import explain_shortage
 from hearth.types import Hold, WorkerId
@@ -78,15 +77,15 @@ class ReservedWorkers:
     """Workers whose room is for those who came before. Mutable; written by `serving.py`, within a step."""
 
     names: set[WorkerId] = field(default_factory=set)
-    #: By kind of device: workers are reserved that could free so many bytes, were all unpinned models gone.
-    bytes_by_kind: dict[str, int] = field(default_factory=dict)
+    #: By kind of device: workers are reserved that could have room for this, were all unpinned models gone.
+    least_by_kind: dict[str, Footprint] = field(default_factory=dict)
 
     def add_suited(self, capacity: FleetCapacity, profile: ModelProfile) -> None:
         """Reserve all workers that could ever hold a model."""
         for kind in capacity.by_kind:
             if (footprint := profile.footprints.get(kind)) is not None:
-                least = footprint.least_bytes
-                self.bytes_by_kind[kind] = min(least, self.bytes_by_kind.get(kind, least))
+                least = self.least_by_kind.get(kind, footprint)
+                self.least_by_kind[kind] = _smaller(footprint, least)
 
     def has_all(self, fleet: Fleet) -> bool:
         """True if no worker is left for anybody else."""
@@ -96,12 +95,20 @@ class ReservedWorkers:
 
     def has_kind(self, kind: str, index: CapacityIndex) -> bool:
         """True if no worker of a kind of device is left for anybody else."""
-        return kind in self.bytes_by_kind and self.bytes_by_kind[kind] <= (index.unpinned.lowest or 0)
+        least = self.least_by_kind.get(kind)
+        return least is not None and least.least_bytes <= (index.unpinned.lowest or 0)
 
     def __contains__(self, worker: Worker) -> bool:
-        num_bytes = self.bytes_by_kind.get(worker.kind)
-        is_suited = num_bytes is not None and num_bytes <= worker.promises.freeable_bytes(Hold.BUSY)
+        least = self.least_by_kind.get(worker.kind)
+        is_suited = least is not None and worker.promises.could_have_room(least, Hold.BUSY)
         return is_suited or worker.name in self.names
+
+
+def _smaller(one: Footprint, other: Footprint) -> Footprint:
+    """Return a footprint that fits wherever either of two does, and little else."""
+    own_bytes = min(one.promise.own_bytes, other.promise.own_bytes)
+    shared_bytes = min(one.shared_bytes, other.shared_bytes)
+    return Footprint(own_bytes + shared_bytes, 0, 0, shared_bytes, 0, shared_bytes)
 
 
 def choose_replica(fleet: Fleet, model: Model) -> FreeReplica | None:
@@ -138,7 +145,7 @@ def is_failed_everywhere(fleet: Fleet, model: Model) -> bool:
     if model.profile is None:
         return False
     for index, footprint in fleet.capacity.find_suited(model.profile):
-        suited = index.unpinned.from_rank(footprint.least_bytes)
+        suited = index.find_fitting(footprint, Hold.BUSY)
         if any(name not in model.failed_on for name in suited):
             return False
     return True
@@ -216,27 +223,29 @@ def _classify_workers(
     Each time with what may go on a worker that has bytes of the model: warm ones only if nobody has room
     without.
     """
-    pairs = [
-        (index, footprint.least_bytes)
+    suited = [
+        (index, footprint)
         for kind, index in fleet.capacity.by_kind.items()
         if (footprint := profile.footprints.get(kind)) is not None and not reserved.has_kind(kind, index)
     ]
 
-    def find_suited(needs: Iterable[tuple[Ranking[WorkerId], int]]) -> list[WorkerId]:
-        """Return a few that nobody bars, of at least the rank that is needed: tightest and roomiest ones."""
+    def find_few(most: Hold | None) -> list[WorkerId]:
+        """Return a few that nobody bars and that have room once those held at most so are gone.
+
+        The tightest and the roomiest ones.
+        """
         found: dict[WorkerId, None] = {}
-        for ranking, rank in needs:
-            if (ranking.highest or 0) < rank:
-                continue
-            for names in (ranking.from_rank(rank), ranking.down_to_rank(rank)):
+        for index, footprint in suited:
+            for roomiest_first in (False, True):
+                names = index.find_fitting(footprint, most, roomiest_first=roomiest_first)
                 others = (n for n in names if n not in barred and fleet.workers[n] not in reserved)
                 found.update(dict.fromkeys(islice(others, MAX_OPTIONS // 2)))
         return list(islice(found, MAX_OPTIONS))
 
-    yield find_suited((index.free, least) for index, least in pairs), Hold.RETAINED
-    yield find_suited((index.retained, least) for index, least in pairs), Hold.RETAINED
+    yield find_few(None), Hold.RETAINED
+    yield find_few(Hold.RETAINED), Hold.RETAINED
     if may_evict_warm:
-        yield find_suited((index.idle, least) for index, least in pairs), Hold.WARM
+        yield find_few(Hold.WARM), Hold.WARM
 
 
 def _price_option(

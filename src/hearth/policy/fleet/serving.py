@@ -120,7 +120,7 @@ def _load(fleet: Fleet, model: Model, place: ReplicaPlace) -> list[Action]:
     worker, footprint, profile = place.worker, place.footprint, model.profile
     reused_bytes = model.resident_bytes.get(worker.name, 0)
     replica = Replica(
-        *(model, worker, footprint.least_bytes, profile.num_bytes, profile.digest),
+        *(model, worker, footprint.promise, profile.num_bytes, profile.digest),
         reused_bytes=reused_bytes,
         loaded_bytes=reused_bytes,
     )
