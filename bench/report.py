@@ -37,7 +37,9 @@ class Row:
 
 def arguments(description: str | None) -> ArgumentParser:
     """Return a parser with the flags that all benchmarks share."""
-    parser = ArgumentParser(description=description)
+    spec = sys.modules["__main__"].__spec__
+    prog = None if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
+    parser = ArgumentParser(prog, description=description)
     parser.add_argument("--save", action="store_true", help="also write the result under bench/results")
     return parser
 

@@ -107,7 +107,7 @@ def test_torch_gets_no_more_threads_than_there_are_usable_cores(
     torch.set_num_threads(2)
     monkeypatch.setattr(offline, "num_usable_cores", lambda: num_cores)
     try:
-        with open_llm(model, tiers_at(tmp_path)) as llm:
+        with tiers_at(tmp_path) as tiers, open_llm(model, tiers) as llm:
             answer(llm)
         assert torch.get_num_threads() == num_threads
     finally:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hearth  # noqa: F401 - before torch, so that threads wait as a worker's do
+
+# isort: split
+
 import gc
 from collections.abc import Mapping
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import tempfile
 import time
 from argparse import RawDescriptionHelpFormatter
@@ -38,8 +37,9 @@ from bench.service.streams import Prompts, Round, in_turn, rounds, stream_all
 from hearth.config import EngineConfig
 from hearth.control.datadir import DataDir
 from hearth.control.registry import Registry
+from hearth.cpus import num_usable_cores
 
-NUM_THREADS = os.cpu_count() or 1
+NUM_THREADS = num_usable_cores()  #: as a worker takes them
 KV_BYTES = 512 << 20  #: of the engine alone, and the least of the service's tiny model
 AIM_OVERHEAD = 0.9
 AIM_TOKENS_PER_S = 10_000.0

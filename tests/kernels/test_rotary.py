@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hearth.kernels.paged import Heads
+from hearth.kernels.paged import Heads, PagedRows
 from hearth.kernels.rotary import HeadNorms, rotate_and_store_reference, rotate_and_store_triton
 from tests.kernels.cases import DTYPES, Paged, assert_close, random
 
@@ -51,3 +51,19 @@ def test_kernel_equals_reference(
     assert int(written.sum()) == 2 * len(lengths) * heads.num_kv * heads.dim
     assert torch.equal(written, ~found.kv.isnan()), "the kernel wrote elsewhere"
     assert_close(found.kv[written], expected.kv[written])
+
+
+def test_one_row_of_a_one_layer_model_is_stored_where_activations_lie_between_blocks() -> None:
+    """In an arena blocks of KV may lie anywhere, so a view of all of them covers the workspace too."""
+    heads, block_tokens = Heads(2, 1, 8), 4
+    kv = torch.zeros(3, 2, block_tokens, heads.num_kv, heads.dim)
+    qkv = (
+        kv[1].view(-1)[: (heads.num_q + 2 * heads.num_kv) * heads.dim].view(1, -1)
+    )  # no sequence has block 1
+    qkv.copy_(random(*qkv.shape, device="cpu"))
+    wanted = qkv.view(-1, heads.dim)[heads.num_q :].clone()
+    position, slot, table = (torch.tensor(value, dtype=torch.int32) for value in ([0], [0], [[2]]))
+
+    rotate_and_store_reference(qkv, heads, PagedRows(position, slot, table), kv, cos_sin=None, norms=None)
+
+    assert torch.equal(kv[2, :, 0].view(-1, heads.dim), wanted)

@@ -59,6 +59,9 @@ def rotate_and_store_reference(
         _rotate(x[:, :num_qk], rows.rotary_factors(cos_sin))
     targets = rows.kv_targets(block_tokens=kv.shape[2])
     written = x[:, heads.num_q :].unflatten(1, (2, heads.num_kv))
+    if kv.is_contiguous():
+        # With one layer torch takes all memory from the first block to the last for the target of the write.
+        written = written.clone()
     kv.transpose(1, 2).index_put_((targets.blocks, targets.offsets), written)
 
 
