@@ -9,11 +9,11 @@ from hearth.policy.fleet.events import BrainConfig
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.records import Drain, Model
 from hearth.types import Hold
-from tests.policy.fleet.world import MANY_MOVES, Moves, played
+from tests.policy.fleet.world import LONG_LIVES, Moves, played
 
 
-@settings(max_examples=150, deadline=None)
-@given(MANY_MOVES)
+@settings(max_examples=40, deadline=None)
+@given(LONG_LIVES)
 def test_a_drain_suffices_and_spares_pinned_models_loads_and_those_who_came_earlier(moves: Moves) -> None:
     fleet = played(BrainConfig(patience_s=3.0), moves).fleet
     for model in [fleet.models[name] for name in fleet.queues.for_room if name not in fleet.drains]:
