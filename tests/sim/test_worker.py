@@ -116,6 +116,18 @@ def test_a_load_that_is_evicted_leaves_what_was_there_before() -> None:
     assert worker.load(LoadModel(A, worker.name, 5, 10), other, 2, now_s=1.0).missing_bytes == 30
 
 
+def test_weights_that_are_loading_are_not_taken_however_idle_their_model_is() -> None:
+    worker = new_worker()
+    load(worker, C, 30)
+    evict(worker, C)
+    profile = ModelProfile(A, 40, {"cuda": Footprint(40, 5, 10)}, keep_alive_s=10.0)
+    worker.load(LoadModel(A, worker.name, 5, 10), profile, 1, now_s=0.0)
+    worker.set_hold(SetHold(A, worker.name, Hold.RETAINED))
+    load(worker, B, 40)
+    assert worker.device.count_bytes(A) == 40
+    assert worker.count_device_bytes()[C] <= 10
+
+
 def test_a_model_that_fails_takes_its_requests_with_it() -> None:
     worker = new_worker()
     load(worker, A)

@@ -50,7 +50,7 @@ A = TypeVar("A")
 
 
 class Desk:
-    """Tells the brain what happened, at a time that the test sets, and checks the books after each turn."""
+    """Tells the brain what happened, at a time that the test sets, and checks the books after each step."""
 
     def __init__(self, config: BrainConfig | None = None) -> None:
         self.fleet = Fleet(config or BrainConfig())
@@ -136,7 +136,7 @@ def evicted(actions: list[Action]) -> list[str]:
 
 
 def regards(actions: list[Action]) -> list[tuple[str, Hold]]:
-    return [(regard.model, regard.hold) for regard in of(SetHold, actions)]
+    return [(order.model, order.hold) for order in of(SetHold, actions)]
 
 
 def desk_with(*models: str, workers: int = 1, config: BrainConfig | None = None) -> Desk:
@@ -745,7 +745,7 @@ def test_two_models_that_do_not_fit_side_by_side_take_turns() -> None:
     desk.ready("b", "w1")
     desk.now_s = 4.0
     desk.fire()
-    assert sent(desk.ask("b2", "b")) == {}, "`a` has waited for its patience, so `b` is drained in turn"
+    assert sent(desk.ask("b2", "b")) == {}, "`a` has waited for its patience, so `b` is drained for it"
     assert sent(desk.finish("b1")) == {"a2": "w1"}
 
 

@@ -14,11 +14,11 @@ from hearth.policy.fleet.events import (
     ModelStopped,
 )
 from hearth.types import Hold, ModelId
-from tests.policy.fleet.world import CONFIGS, MANY_MOVES, MODELS, Moves, played, profile
+from tests.policy.fleet.world import CONFIGS, LONG_LIVES, MODELS, Moves, played, profile
 
 
-@settings(max_examples=60, deadline=None)
-@given(CONFIGS, MANY_MOVES, st.sampled_from(MODELS))
+@settings(max_examples=40, deadline=None)
+@given(CONFIGS, LONG_LIVES, st.sampled_from(MODELS))
 def test_of_a_removed_model_only_busy_replicas_stay(config: BrainConfig, moves: Moves, name: ModelId) -> None:
     world = played(config, moves)
     world.tell(ModelRemoved(world.now_s, name))
@@ -32,8 +32,8 @@ def test_of_a_removed_model_only_busy_replicas_stay(config: BrainConfig, moves: 
         assert not model.resident_bytes
 
 
-@settings(max_examples=60, deadline=None)
-@given(CONFIGS, MANY_MOVES, st.sampled_from(MODELS))
+@settings(max_examples=40, deadline=None)
+@given(CONFIGS, LONG_LIVES, st.sampled_from(MODELS))
 def test_of_a_replaced_model_only_busy_replicas_stay_and_its_old_bytes_count_for_nothing(
     config: BrainConfig, moves: Moves, name: ModelId
 ) -> None:
@@ -51,8 +51,8 @@ def test_of_a_replaced_model_only_busy_replicas_stay_and_its_old_bytes_count_for
     assert not world.fleet.models[name].resident_bytes
 
 
-@settings(max_examples=60, deadline=None)
-@given(CONFIGS, MANY_MOVES, st.sampled_from(MODELS), st.booleans())
+@settings(max_examples=40, deadline=None)
+@given(CONFIGS, LONG_LIVES, st.sampled_from(MODELS), st.booleans())
 def test_a_stopped_model_is_retained_or_freed_and_not_loaded_unasked(
     config: BrainConfig, moves: Moves, name: ModelId, is_freed: bool
 ) -> None:

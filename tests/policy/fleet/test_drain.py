@@ -4,22 +4,48 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 
+from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.drain import begin_drain, is_done, is_needless, plan_drain
-from hearth.policy.fleet.events import BrainConfig
+from hearth.policy.fleet.events import (
+    BrainConfig,
+    LoadModel,
+    ModelDeployed,
+    ModelReady,
+    RequestArrived,
+    RequestFinished,
+    TimerFired,
+    WorkerJoined,
+)
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.records import Drain, Model
-from hearth.types import Hold
-from tests.policy.fleet.world import MANY_MOVES, Moves, played
+from hearth.types import Hold, ModelId, RequestId, WorkerId
+from tests.policy.fleet.world import LONG_LIVES, Moves, played, profile
 
 
-@settings(max_examples=150, deadline=None)
-@given(MANY_MOVES)
+@settings(max_examples=40, deadline=None)
+@given(LONG_LIVES)
 def test_a_drain_suffices_and_spares_pinned_models_loads_and_those_who_came_earlier(moves: Moves) -> None:
     fleet = played(BrainConfig(patience_s=3.0), moves).fleet
     for model in [fleet.models[name] for name in fleet.queues.for_room if name not in fleet.drains]:
         drain = plan_drain(fleet, model)
         if drain is not None:
             check_drain(fleet, model, drain)
+
+
+def test_a_model_is_drained_only_when_nobody_waits_for_it_who_came_earlier() -> None:
+    fleet, a, b = Fleet(BrainConfig(patience_s=2.0)), ModelId("a"), ModelId("b")
+    for model in (a, b):
+        step(fleet, ModelDeployed(0.0, profile(model, fixed_bytes=60)))
+    step(fleet, WorkerJoined(0.0, WorkerId("w"), "cuda", 100, max_seqs=1))
+    for number, model in enumerate((b, b, a)):
+        step(fleet, RequestArrived(1.0, RequestId(f"r{number}"), model, 10, None))
+    step(fleet, ModelReady(2.0, WorkerId("w"), b, (), 1.0))
+    step(fleet, TimerFired(3.0))
+    assert not fleet.drains, "the second request for b came before the one for a"
+    step(fleet, RequestFinished(4.0, RequestId("r0"), 5))
+    assert list(fleet.drains) == [a]
+    actions = step(fleet, RequestFinished(5.0, RequestId("r1"), 5))
+    assert LoadModel(a, WorkerId("w"), 5, 10) in actions
 
 
 def check_drain(fleet: Fleet, model: Model, drain: Drain) -> None:

@@ -12,11 +12,11 @@ from hearth.policy.fleet.refusals import (
     explain_shortage,
 )
 from hearth.types import Hold
-from tests.policy.fleet.world import CONFIGS, MANY_MOVES, Moves, played
+from tests.policy.fleet.world import CONFIGS, LONG_LIVES, Moves, played
 
 
-@settings(max_examples=80, deadline=None)
-@given(CONFIGS, MANY_MOVES)
+@settings(max_examples=40, deadline=None)
+@given(CONFIGS, LONG_LIVES)
 def test_a_reason_is_given_exactly_if_there_is_one(config: BrainConfig, moves: Moves) -> None:
     fleet = played(config, moves).fleet
     for model in fleet.models.values():
@@ -36,8 +36,8 @@ def test_a_reason_is_given_exactly_if_there_is_one(config: BrainConfig, moves: M
                 assert all(name in shortage for name in busy[:3])
 
 
-@settings(max_examples=80, deadline=None)
-@given(CONFIGS, MANY_MOVES)
+@settings(max_examples=40, deadline=None)
+@given(CONFIGS, LONG_LIVES)
 def test_nobody_waits_for_a_model_that_was_removed_or_replaced(config: BrainConfig, moves: Moves) -> None:
     fleet = played(config, moves).fleet
     for request in fleet.queues.requests.values():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hearth.policy.fleet.events import BrainConfig
 from hearth.policy.fleet.routing import MAX_OPTIONS, choose_replica, is_failed_everywhere, routing_cost
 from hearth.types import Hold
-from tests.policy.fleet.world import CONFIGS, MANY_MOVES, Moves, played
+from tests.policy.fleet.world import CONFIGS, LONG_LIVES, Moves, played
 
 SECONDS = st.floats(0.0, 1e4)
 SHARES = st.floats(0.0, 1.0)
@@ -28,8 +28,8 @@ def test_waiting_loading_evicting_and_idle_workers_cost(
     assert cost_s <= queue_s + load_s + evict_s + config.packing_s + 1e-6
 
 
-@settings(max_examples=50, deadline=None)
-@given(CONFIGS, MANY_MOVES)
+@settings(max_examples=40, deadline=None)
+@given(CONFIGS, LONG_LIVES)
 def test_a_request_would_go_to_the_cheapest_replica_with_a_free_slot(
     config: BrainConfig, moves: Moves
 ) -> None:
@@ -48,8 +48,8 @@ def test_a_request_would_go_to_the_cheapest_replica_with_a_free_slot(
         assert options[chosen.replica.worker.name].cost_s == best_s
 
 
-@settings(max_examples=50, deadline=None)
-@given(CONFIGS, MANY_MOVES)
+@settings(max_examples=40, deadline=None)
+@given(CONFIGS, LONG_LIVES)
 def test_a_model_has_failed_everywhere_if_no_worker_that_could_hold_it_is_left(
     config: BrainConfig, moves: Moves
 ) -> None:

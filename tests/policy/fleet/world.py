@@ -7,6 +7,7 @@ choose what happens: `move` is told, by a kind of event and a number.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -301,6 +302,15 @@ CONFIGS = st.builds(
     max_resumes=st.sampled_from([0, 3]),
 )
 Moves = Sequence[tuple[str, int]]
+
+
+def draw_moves(seed: int) -> Moves:
+    """Moves of a life so long that most things have happened in it."""
+    choose = random.Random(seed)
+    return [(choose.choice(KINDS), choose.randrange(10_000)) for _ in range(120)]
+
+
+LONG_LIVES = st.builds(draw_moves, st.integers(0, 2**32))
 
 
 def begun(config: BrainConfig) -> World:

@@ -159,7 +159,7 @@ class LoadProgressed:
 
 @dataclass(frozen=True, slots=True)
 class RungUse:
-    """What one rung delivered to a load."""
+    """The part of a load that one rung delivered."""
 
     rung: Rung
     num_bytes: int

@@ -64,7 +64,7 @@ def price_victim(replica: Replica, estimates: Estimates, now_s: float) -> Victim
 
 
 def choose_fewest(worker: Worker, victims: Iterable[Victim], footprint: Footprint) -> tuple[Victim, ...]:
-    """Return the victims of lowest rank that make room for a model, without those that turn out needless."""
+    """Return the victims of lowest rank that make room for a model, without those not needed after all."""
     promises = worker.promises.copy()
     chosen: list[Victim] = []
     for victim in sorted(victims, key=lambda victim: victim.rank):

@@ -190,7 +190,7 @@ class Replica:
 
     @property
     def expires_s(self) -> float:
-        """When the replica, if it stays idle, is only retained."""
+        """The time from which the replica, if it stays idle, is only retained."""
         keep_alive_s = self.model.keep_alive_s
         return self.idle_since_s + (SPARE_KEEP_ALIVE_S if math.isinf(keep_alive_s) else keep_alive_s)
 
