@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hypothesis import given, settings
 
 from hearth.policy.fleet.brain import step
+from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.drain import begin_drain, is_done, is_needless, plan_drain
 from hearth.policy.fleet.events import (
     BrainConfig,
@@ -17,7 +20,7 @@ from hearth.policy.fleet.events import (
     WorkerJoined,
 )
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.records import Drain, Model
+from hearth.policy.fleet.records import Drain, Model, Replica, Worker
 from hearth.types import Hold, ModelId, RequestId, WorkerId
 from tests.policy.fleet.world import LONG_LIVES, Moves, played, profile
 
@@ -62,12 +65,21 @@ def check_drain(fleet: Fleet, model: Model, drain: Drain) -> None:
         assert replica.hold is not Hold.PINNED
         assert replica.is_ready or not replica.running
         assert other is None or other.number > first.number
-    freed_bytes = worker.promises.free_bytes + sum(replica.num_bytes for replica in victims)
-    least_bytes = model.profile.footprints[worker.kind].least_bytes
-    assert freed_bytes >= least_bytes
-    assert all(freed_bytes - replica.num_bytes < least_bytes for replica in victims)
+    footprint = model.profile.footprints[worker.kind]
+    assert without(worker, victims).has_room(footprint)
+    for needless in victims:
+        others = [replica for replica in victims if replica is not needless]
+        assert not without(worker, others).has_room(footprint), f"needless: {needless.model.name}"
     assert not is_done(drain)
     assert not is_needless(fleet, drain)
     begin_drain(fleet, drain)
     assert all(worker.name not in replica.model.usable for replica in victims)
     assert fleet.drains[model.name] is worker.drain is drain
+
+
+def without(worker: Worker, gone: Iterable[Replica]) -> Promises:
+    """What a worker would owe if some replicas were gone."""
+    promises = worker.promises.copy()
+    for replica in gone:
+        promises.release(replica.promise, replica.booked_hold)
+    return promises
