@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with long tests come first, or a process would be left with one of them when the others are done."""
+    """Files with long tests come first, so that no process is left with one when the others are done."""
     long = {item.path for item in items for name in ("slow", "e2e") if item.get_closest_marker(name)}
     items.sort(key=lambda item: item.path not in long)
 
