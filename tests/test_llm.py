@@ -50,7 +50,7 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}>{% endif %}"
 )
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def tokenizer() -> Backend:

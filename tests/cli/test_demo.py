@@ -51,7 +51,7 @@ def serving(
     def run_service(config: HearthConfig, on_ready: Callable[[str, object], None]) -> None:
         configs.append(config)
         on_ready(service.url, gateway)
-        assert told.wait(30)
+        assert told.wait(60)
 
     module = ModuleType("hearth.cli.serving")
     module.run_service = run_service  # type: ignore[attr-defined]  # a stand-in for the module

@@ -17,7 +17,7 @@ from hearth.policy.batch.plan import EngineRequest
 from hearth.types import FinishReason, RequestId
 from tests.engine.harness import engine_for, greedy
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 @pytest.fixture

@@ -5,10 +5,12 @@ On the CPU the Triton kernels run in Triton's interpreter, which is right in flo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from hearth.kernels.paged import Heads, PagedRows
 
@@ -21,6 +23,21 @@ DTYPES = [
     pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
 ]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+def crossed(
+    cases: Sequence[tuple[object, ...]], halves_on_cpu: Sequence[tuple[object, ...]]
+) -> list[ParameterSet]:
+    """Every case with every device and dtype, but float16 in the interpreter only with some of the cases.
+
+    There it takes seconds and differs from float32 in how numbers are rounded; a GPU runs all of them.
+    """
+    return [
+        pytest.param(*case, *dtype.values, marks=dtype.marks)
+        for case in cases
+        for dtype in DTYPES
+        if dtype.values != ("cpu", torch.float16) or case in halves_on_cpu
+    ]
 
 
 def random(*shape: int, device: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

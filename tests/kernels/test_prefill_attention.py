@@ -11,14 +11,16 @@ from hearth.kernels.prefill_attention import (
     prefill_attention_triton,
 )
 from hearth.kernels.rotary import rotate_and_store_reference
-from tests.kernels.cases import DTYPES, Paged, assert_close, random
+from tests.kernels.cases import Paged, assert_close, crossed, random
 
 HEADS = [Heads(2, 2, 64), Heads(6, 2, 80), Heads(5, 1, 96), Heads(2, 2, 128), Heads(9, 3, 20)]
+WINDOWS = [None, 33, 7]
 
 
-@pytest.mark.parametrize(("device", "dtype"), DTYPES)
+@pytest.mark.parametrize(
+    ("window", "device", "dtype"), crossed([(window,) for window in WINDOWS], halves_on_cpu=[(33,)])
+)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("window", [None, 33, 7])
 def test_kernel_equals_reference_for_chunks_and_prefixes(
     device: str, dtype: torch.dtype, heads: Heads, window: int | None
 ) -> None:

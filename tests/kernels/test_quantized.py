@@ -17,7 +17,7 @@ from hearth.kernels.quantized import (
     quantized_tiled_triton,
     tile_for,
 )
-from tests.kernels.cases import DEVICES, DTYPES, assert_close, random
+from tests.kernels.cases import DEVICES, DTYPES, assert_close, crossed, random
 
 KERNELS = [quantized_skinny_triton, quantized_tiled_triton]
 STORED = [torch.int8, torch.float8_e4m3fn]
@@ -93,9 +93,10 @@ def _guarded(tensor: torch.Tensor, device: str) -> tuple[torch.Tensor, torch.Ten
     return run[GUARD_BYTES : GUARD_BYTES + nbytes].view(tensor.dtype).view(tensor.shape), run
 
 
-@pytest.mark.parametrize(("device", "dtype"), DTYPES)
+@pytest.mark.parametrize(
+    ("has_bias", "device", "dtype"), crossed([(True,), (False,)], halves_on_cpu=[(True,)])
+)
 @pytest.mark.parametrize("stored", STORED, ids=str)
-@pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize(("kernel", "shape"), CASES)
 def test_kernel_equals_the_product_in_float64(
     kernel: Kernel,

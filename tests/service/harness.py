@@ -27,7 +27,7 @@ from hearth.control.journal import replay
 T = TypeVar("T")
 
 #: How long a test waits for something before it says that it will not happen. Others may use the machine too.
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 #: Between two looks at something that has no event to wait for.
 LOOK_S = 0.02
 #: Small engines: most of a tiny model's memory would otherwise be its workspace.
@@ -256,7 +256,7 @@ def run_hearth(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def assert_ended(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=15)
+    _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
     assert not alive, f"still running: {[_command(process) for process in alive]}"
 
 

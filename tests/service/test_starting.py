@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.service.harness import Service, run_hearth
+from tests.store.s3_server import free_ports
 
 pytestmark = pytest.mark.e2e
 
@@ -20,9 +21,7 @@ def serve(data_dir: Path, *flags: str) -> tuple[int, str]:
 
 
 def test_the_demo_answers_and_explains_itself(data_dir: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     done = run_hearth("demo", "--once", "--port", str(port), "--data-dir", str(data_dir))
     assert done.returncode == 0, done.stderr
     for word in ("load", "prefill", "decode", "█"):

@@ -7,10 +7,11 @@ import socket
 import subprocess
 import sysconfig
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from random import SystemRandom
 
 import pytest
 from obstore.exceptions import BaseError
@@ -18,9 +19,14 @@ from obstore.store import S3Store
 
 KEY_ID = "hearth-tests"
 SECRET = "not-a-secret/with+signs%"
-READY_S = 30.0
+READY_S = 60.0
 #: Every service of the server listens somewhere, on fixed ports unless told otherwise.
 PORTS = ("master.port", "volume.port", "filer.port", "s3.port")
+
+#: Below those that Linux gives out by itself, from 32768 on.
+PORT_RANGE = (12_000, 32_000)
+#: Not the generator that every test begins anew, in all processes with the same numbers.
+_chance = SystemRandom()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +94,17 @@ def command(directory: Path, ports: list[int]) -> list[str]:
 
 
 def free_ports(num_ports: int) -> list[int]:
-    """All held at once, so that they differ."""
+    """Ports that nobody listens on, all held at once, so that they differ.
+
+    None is one that the kernel gives to whoever asks for any port, or a test in another process might get it
+    before the server does.
+    """
+    ports: list[int] = []
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(num_ports)]
-        for held in sockets:
-            held.bind(("127.0.0.1", 0))
-        return [held.getsockname()[1] for held in sockets]
+        while len(ports) < num_ports:
+            held = stack.enter_context(socket.socket())
+            port = _chance.randrange(*PORT_RANGE)
+            with suppress(OSError):  # it is taken
+                held.bind(("127.0.0.1", port))
+                ports.append(port)
+    return ports

@@ -45,7 +45,7 @@ from hearth.types import FinishReason, ModelId, SamplingParams, WorkerId
 F = TypeVar("F", bound=Fact)
 
 #: How long a test waits for a process before it says that none will answer.
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 CONFIG = EngineConfig(max_batch_tokens=64, max_seqs=8, block_tokens=4, kv_bytes=1 << 20)
 SECRET = b"a secret of tests"
 KV_BYTES = 1 << 20
