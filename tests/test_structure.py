@@ -1,12 +1,15 @@
-"""The import arrows of the package: which room may import which, and what the pure rooms never touch."""
+"""The structure of the package: import arrows between rooms, class names, docstrings that stand alone."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 PACKAGE = Path(__file__).parents[1] / "src" / "hearth"
+
+Documented: TypeAlias = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 BASE = {"types", "errors", "version", "sizes"}
 EXECUTION = BASE | {"config", "policy", "kernels", "models"}
@@ -92,6 +95,38 @@ def imports(path: Path, package: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, module
 
 
+#: Words that refer to a noun elsewhere, so that no docstring can begin with one and be understood alone.
+LEANING = {"It", "Its", "Of", "Them", "They", "Those", "What"}
+
+
+def classes_defined_twice(package: Path) -> list[str]:
+    """One line per class name that several files, or one file, define more than once."""
+    places: dict[str, list[str]] = {}
+    for path, node in definitions(package):
+        if isinstance(node, ast.ClassDef):
+            places.setdefault(node.name, []).append(f"{path}:{node.lineno}")
+    return [f"{name}: {', '.join(found)}" for name, found in sorted(places.items()) if len(found) > 1]
+
+
+def leaning_docstrings(package: Path) -> list[str]:
+    """One line per docstring that begins with a word of `LEANING`, unless it is a question."""
+    leaning = []
+    for path, node in definitions(package):
+        first_line = (ast.get_docstring(node) or "").partition("\n")[0]
+        words = first_line.replace(",", " ").split()
+        if words and words[0] in LEANING and not first_line.endswith("?"):
+            leaning.append(f"{path}:{getattr(node, 'lineno', 1)} {first_line}")
+    return leaning
+
+
+def definitions(package: Path) -> Iterator[tuple[Path, Documented]]:
+    """Every module, class and function, with the path of its file."""
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield path.relative_to(package), node
+
+
 def plant(package: Path, name: str, code: str) -> Path:
     path = package / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -174,3 +209,25 @@ def test_benchmarks_import_nothing_of_the_tests() -> None:
         if module.split(".")[0] == "tests"
     ]
     assert found == []
+
+
+def test_no_class_name_is_defined_twice() -> None:
+    assert classes_defined_twice(PACKAGE) == []
+
+
+def test_the_check_catches_a_class_name_of_two_rooms(tmp_path: Path) -> None:
+    plant(tmp_path, "store/loader.py", "class Piece:\n    pass\n")
+    plant(tmp_path, "text/transcript.py", "class Piece:\n    class Mark:\n        pass\n")
+    assert classes_defined_twice(tmp_path) == ["Piece: store/loader.py:1, text/transcript.py:1"]
+
+
+def test_every_docstring_stands_alone() -> None:
+    assert leaning_docstrings(PACKAGE) == []
+
+
+def test_the_check_catches_docstrings_that_lean_on_another_noun(tmp_path: Path) -> None:
+    code = (
+        'def size():\n    """Of the file, on these pages."""\n\n\nclass Item:\n    """Items have a size."""\n'
+    )
+    plant(tmp_path, "store/pages.py", f'"""What is asked?"""\n\n{code}')
+    assert leaning_docstrings(tmp_path) == ["store/pages.py:3 Of the file, on these pages."]
