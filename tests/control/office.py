@@ -20,7 +20,7 @@ from hearth.control.metrics import Metrics
 from hearth.control.registry import Registry
 from hearth.control.supervisor import Supervisor, Vigilance
 from hearth.control.tokenization import PromptEncoder
-from hearth.messages import Fact, Hello, KeeperSetup, Order, StepDone
+from hearth.messages import Fact, KeeperSetup, Order, StepDone, WorkerHello
 from hearth.policy.fleet.events import BrainConfig
 from hearth.policy.fleet.fleet import Fleet
 from hearth.store.keeper_client import KeeperClient
@@ -68,7 +68,7 @@ class Office:
 
     def join(self, budget_bytes: int = 1 << 40) -> Wire:
         wire = Wire()
-        self.driver.joined(wire, Hello(1, WORKER, b"", b"", 1, "cpu", "a CPU", budget_bytes))  # type: ignore[arg-type] # as much of a link as is needed
+        self.driver.joined(wire, WorkerHello(1, WORKER, b"", b"", 1, "cpu", "a CPU", budget_bytes))  # type: ignore[arg-type] # as much of a link as is needed
         return wire
 
     def hear(self, wire: Wire, fact: Fact | None) -> None:

@@ -14,16 +14,16 @@ from hearth.control.registry import Deployed, Registry
 from hearth.control.views import Explanation
 from hearth.messages import (
     Admitted,
+    DeviceResidency,
     DropModel,
     HoldModel,
+    HostingFailed,
     HostModel,
-    LoadProgressed,
-    ModelFailed,
+    LoadProgress,
     ModelLoaded,
     ModelUse,
     Ping,
     Pong,
-    Residency,
     RetireModel,
     RungBytes,
     StartRequest,
@@ -44,7 +44,7 @@ def loaded(office: Office, wire: Wire, come_bytes: int = BYTES) -> None:
     """The model is whole; so many bytes had to come for that."""
     hosting = host_orders(wire)[-1].hosting
     rungs = (RungBytes(Rung.HOST, come_bytes, 0.1),) if come_bytes else ()
-    office.hear(wire, Residency({TINY: BYTES}))
+    office.hear(wire, DeviceResidency({TINY: BYTES}))
     office.hear(wire, ModelLoaded(TINY, hosting, rungs, BYTES - come_bytes, 0, 0.0, 0.0, 0.0, 0.1))
 
 
@@ -135,7 +135,7 @@ def test_a_request_shows_the_load_that_a_worker_does_unasked(data_dir: DataDir, 
         await answered(office, wire, BYTES)
         warm = await answered(office, wire)
         assert (warm.load_s, warm.rungs) == (None, ())
-        office.hear(wire, Residency({TINY: 600}))
+        office.hear(wire, DeviceResidency({TINY: 600}))
         again = await answered(office, wire, come_bytes=400)
         assert len(host_orders(wire)) == 1
         assert again.load_s is not None
@@ -151,7 +151,7 @@ def test_a_request_that_comes_between_the_end_of_a_load_and_word_of_the_bytes_wa
     async def scene(office: Office) -> None:
         wire = office.join()
         await answered(office, wire, BYTES)
-        office.hear(wire, Residency({TINY: 600}))
+        office.hear(wire, DeviceResidency({TINY: 600}))
         await office.gateway.submit(ask())
         rungs = (RungBytes(Rung.HOST, 400, 0.1),)
         office.hear(wire, ModelLoaded(TINY, host_orders(wire)[-1].hosting, rungs, 600, 0, 0.0, 0.0, 0.0, 0.1))
@@ -186,8 +186,8 @@ def test_weights_that_are_taken_while_a_request_is_on_its_way_are_shown_too(
         wire = office.join()
         await answered(office, wire, BYTES)
         stream = await office.gateway.submit(ask())
-        office.hear(wire, Residency({TINY: 600}))
-        office.hear(wire, LoadProgressed(TINY, host_orders(wire)[-1].hosting, 100, 1))
+        office.hear(wire, DeviceResidency({TINY: 600}))
+        office.hear(wire, LoadProgress(TINY, host_orders(wire)[-1].hosting, 100, 1))
         loaded(office, wire, come_bytes=400)
         spoken(office, wire, 5, finished=True)
         explained = office.gateway.explain(stream.request_id)
@@ -203,9 +203,11 @@ def test_a_load_that_fails_when_the_model_was_ready_before_moves_its_requests(
     async def scene(office: Office) -> None:
         wire = office.join()
         await answered(office, wire, BYTES)
-        office.hear(wire, Residency({TINY: 600}))
+        office.hear(wire, DeviceResidency({TINY: 600}))
         stream = await office.gateway.submit(ask())
-        office.hear(wire, ModelFailed(TINY, host_orders(wire)[-1].hosting, "store_error", "the disk is gone"))
+        office.hear(
+            wire, HostingFailed(TINY, host_orders(wire)[-1].hosting, "store_error", "the disk is gone")
+        )
         explained = office.gateway.explain(stream.request_id)
         assert explained is not None
         assert "worker_lost" in [mark.what for mark in explained.marks]
@@ -217,7 +219,7 @@ def test_a_load_that_fails_when_the_model_was_ready_before_moves_its_requests(
 def test_the_brain_learns_what_is_on_the_device(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(office: Office) -> None:
         wire = office.join()
-        office.hear(wire, Residency({TINY: 600}))
+        office.hear(wire, DeviceResidency({TINY: 600}))
         last = office.journal.path.read_text().splitlines()[-1]
         assert '"DeviceReported"' in last
         assert '"bytes_by_model":{"tiny":600}' in last

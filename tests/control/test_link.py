@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from hearth import wire
 from hearth.control import link as link_module
 from hearth.control.link import WorkerLink
-from hearth.messages import VERSION, Fact, Hello, Ping, Pong
+from hearth.messages import VERSION, Fact, Ping, Pong, WorkerHello
 from hearth.types import WorkerId
 
 SECRET = b"s" * 32
@@ -25,7 +25,7 @@ class Record:
         self.left_links: list[WorkerLink] = []
         self.changed = asyncio.Event()
 
-    def joined(self, link: WorkerLink, hello: Hello) -> None:
+    def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
         self.joined_links.append(link)
         self.changed.set()
 
@@ -55,7 +55,7 @@ class Peer:
     async def greet(self, secret: bytes = SECRET, worker: WorkerId = WORKER, version: int = VERSION) -> None:
         challenge = wire.challenge_of(await self.body())
         proof = wire.proof(secret, challenge.nonce, worker)
-        self.say(Hello(version, worker, b"n" * 32, proof, 1, "cpu", "a CPU", 1 << 30))
+        self.say(WorkerHello(version, worker, b"n" * 32, proof, 1, "cpu", "a CPU", 1 << 30))
 
     def say(self, fact: Fact) -> None:
         self.writer.write(wire.frame(fact))

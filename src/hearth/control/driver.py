@@ -23,7 +23,7 @@ from hearth.control.metrics import Metrics
 from hearth.control.pools import Pools
 from hearth.control.timeline import LoadLog
 from hearth.errors import HearthError
-from hearth.messages import Hello, HostModel, Ping, StartRequest
+from hearth.messages import HostModel, Ping, StartRequest, WorkerHello
 from hearth.policy.fleet import events
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import Action, Event, RejectReason
@@ -113,7 +113,7 @@ class Driver:
 
     # Workers.
 
-    def joined(self, link: WorkerLink, hello: Hello) -> None:
+    def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
         self._links[hello.worker] = link
         self.post(
             events.WorkerJoined(self.now_s, hello.worker, hello.kind, hello.budget_bytes, self._max_seqs)
@@ -153,16 +153,16 @@ class Driver:
                     self._broke(now_s, live)
             case messages.RunFailed():
                 self._run_failed(now_s, fact)
-            case messages.LoadProgressed() | messages.ModelLoaded() | messages.ModelFailed():
+            case messages.LoadProgress() | messages.ModelLoaded() | messages.HostingFailed():
                 load = self._loads.get(worker, fact.model)
                 if load is not None and load.hosting == fact.hosting:  # else it was evicted meanwhile
                     self._hear_of_load(now_s, worker, load, fact)
-            case messages.Residency(bytes_by_model):
+            case messages.DeviceResidency(bytes_by_model):
                 self._loads.told(worker, bytes_by_model)
                 self.post(events.DeviceReported(now_s, worker, bytes_by_model))
             case messages.Pong():
                 self.pools.told(worker, fact, now_s)
-            case messages.Hello():
+            case messages.WorkerHello():
                 heard.link.abort()
             case _:
                 assert_never(fact)
@@ -310,17 +310,17 @@ class Driver:
         now_s: float,
         worker: WorkerId,
         load: LoadLog,
-        fact: messages.LoadProgressed | messages.ModelLoaded | messages.ModelFailed,
+        fact: messages.LoadProgress | messages.ModelLoaded | messages.HostingFailed,
     ) -> None:
-        if load.ended_s is not None and not isinstance(fact, messages.ModelFailed):
+        if load.ended_s is not None and not isinstance(fact, messages.HostingFailed):
             load = self._loads_again(now_s, worker, fact.model)
         match fact:
-            case messages.LoadProgressed():
+            case messages.LoadProgress():
                 load.progressed(now_s, fact.num_layers)
                 self.post(events.LoadProgressed(now_s, worker, fact.model, fact.num_bytes))
             case messages.ModelLoaded():
                 self._loaded(now_s, worker, load, fact)
-            case messages.ModelFailed():
+            case messages.HostingFailed():
                 self._failed(now_s, worker, load, fact)
 
     def _loads_again(self, now_s: float, worker: WorkerId, model: ModelId) -> LoadLog:
@@ -345,7 +345,7 @@ class Driver:
         self.post(events.ModelReady(now_s, worker, loaded.model, rungs, loaded.total_s))
         self.on_residency()
 
-    def _failed(self, now_s: float, worker: WorkerId, load: LoadLog, failed: messages.ModelFailed) -> None:
+    def _failed(self, now_s: float, worker: WorkerId, load: LoadLog, failed: messages.HostingFailed) -> None:
         log.error("model_failed model=%s worker=%s reason=%s", failed.model, worker, failed.reason)
         self._failures[failed.model] = failed.label
         self._loads.end(worker, failed.model)

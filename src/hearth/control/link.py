@@ -12,7 +12,7 @@ from typing import Protocol, cast
 
 from hearth import wire
 from hearth.errors import ServiceError
-from hearth.messages import VERSION, Challenge, Hello, Order
+from hearth.messages import VERSION, Challenge, Order, WorkerHello
 from hearth.types import WorkerId
 
 #: What a worker may have sent and nobody has read; beyond it, TCP holds the worker back.
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 class Receiver(Protocol):
     """Who gets what links bring. Called on the event loop."""
 
-    def joined(self, link: WorkerLink, hello: Hello) -> None: ...
+    def joined(self, link: WorkerLink, hello: WorkerHello) -> None: ...
 
     def received(self, link: WorkerLink, body: bytes) -> None:
         """A frame; whoever is done with it says `link.consumed(len(body))`."""
@@ -117,8 +117,8 @@ class WorkerLink(asyncio.Protocol):
 
     def _greet(self, body: bytes) -> None:
         hello = wire.fact_of(body)
-        if not isinstance(hello, Hello):
-            raise ServiceError(f"a worker starts with Hello, given: {type(hello).__name__}")
+        if not isinstance(hello, WorkerHello):
+            raise ServiceError(f"a worker starts with WorkerHello, given: {type(hello).__name__}")
         welcome = wire.check_hello(hello, self._secret, self._nonce)
         if not self._expects(hello.worker):
             raise ServiceError(f"no worker `{hello.worker}` is expected")

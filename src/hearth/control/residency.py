@@ -16,7 +16,7 @@ from hearth.types import ModelId
 log = logging.getLogger(__name__)
 
 
-class Residency:
+class ResidencyReporter:
     """Mutable; used on the event loop alone. However often it is asked, one question is under way."""
 
     def __init__(self, keeper: KeeperClient, catalog: Catalog, driver: Driver) -> None:

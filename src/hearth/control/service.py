@@ -26,11 +26,11 @@ from hearth.control.keys import Keys, is_loopback
 from hearth.control.link import WorkerLink
 from hearth.control.metrics import Metrics
 from hearth.control.registry import LOOP_WAIT_S, Registry
-from hearth.control.residency import Residency
+from hearth.control.residency import ResidencyReporter
 from hearth.control.supervisor import Supervisor, Vigilance
 from hearth.control.tokenization import PromptEncoder
 from hearth.errors import ConfigError
-from hearth.messages import Hello, KeeperSetup, WorkerSetup
+from hearth.messages import KeeperSetup, WorkerHello, WorkerSetup
 from hearth.policy.fleet.events import BrainConfig, ModelDeployed
 from hearth.policy.fleet.fleet import Fleet
 from hearth.store.keeper_client import KeeperClient
@@ -96,7 +96,7 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         stack.push_async_callback(supervisor.close)
         await supervisor.start()
         keeper = KeeperClient(socket)
-        residency = Residency(keeper, catalog, driver)
+        residency = ResidencyReporter(keeper, catalog, driver)
         stack.push_async_callback(residency.close)
         driver.on_residency = residency.ask
         stock = Deployments(registry, catalog, driver, keeper, data_dir)
@@ -151,7 +151,7 @@ class _Switchboard:
     def expects(self, worker: WorkerId) -> bool:
         return self.supervisor is not None and self.supervisor.expects(worker)
 
-    def joined(self, link: WorkerLink, hello: Hello) -> None:
+    def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
         assert self.supervisor is not None, "nobody is expected before it is there"
         self.supervisor.joined(link, hello)
         for entry in self._catalog.fit(hello.budget_bytes):  # before anybody is sent there

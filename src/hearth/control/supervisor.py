@@ -24,7 +24,7 @@ import msgspec
 from hearth.control.crash import end_process
 from hearth.control.link import WorkerLink
 from hearth.errors import HearthError, error_of
-from hearth.messages import Hello, KeeperSetup, Ping, Shutdown, WorkerSetup
+from hearth.messages import KeeperSetup, Ping, Shutdown, WorkerHello, WorkerSetup
 from hearth.types import WorkerId
 
 #: A process that lived for less is started again only after a delay, which doubles up to the longest.
@@ -51,7 +51,7 @@ class Slot:
     worker: WorkerId
     process: Process | None = None
     link: WorkerLink | None = None
-    hello: Hello | None = None
+    hello: WorkerHello | None = None
     num_restarts: int = 0
     greeted: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -87,7 +87,7 @@ class Supervisor:
     def expects(self, worker: WorkerId) -> bool:
         return any(slot.worker == worker and slot.link is None for slot in self.slots)
 
-    def joined(self, link: WorkerLink, hello: Hello) -> None:
+    def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
         slot = self._slot(hello.worker)
         assert slot is not None, f"{hello.worker=} was not expected"
         slot.link, slot.hello = link, hello
