@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from hearth.control.ask import Chat
+from hearth.control.generation import ChatPrompt
 from hearth.errors import NoCapacity
 from hearth.text.tokenizer import Tokenizer
 from hearth.types import FinishReason
@@ -60,7 +60,7 @@ def test_messages_reach_the_template_as_it_knows_them(gateway: FakeGateway) -> N
     )
 
     asked = gateway.asks[0].prompt
-    assert isinstance(asked, Chat)
+    assert isinstance(asked, ChatPrompt)
     assert list(asked.messages) == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "a\nb", "name": "ann"},
@@ -279,7 +279,7 @@ def test_calls_are_told_as_such(hermes: FakeGateway) -> None:
     assert call == {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     assert (choice["message"]["content"], choice["finish_reason"]) == ("I look.", "tool_calls")
     asked = hermes.asks[0]
-    assert isinstance(asked.prompt, Chat)
+    assert isinstance(asked.prompt, ChatPrompt)
     assert (asked.prompt.tools, asked.guide) == ([WEATHER], None)
     assert not asked.sampling.skip_special_tokens, "the tags are special tokens of this model"
 
@@ -320,7 +320,7 @@ def test_tools_that_must_not_be_called_are_not_shown(hermes: FakeGateway) -> Non
     (choice,) = chat(hermes, tools=[WEATHER], tool_choice="none").json()["choices"]
 
     asked = hermes.asks[0].prompt
-    assert isinstance(asked, Chat)
+    assert isinstance(asked, ChatPrompt)
     assert asked.tools is None
     assert choice["message"]["content"] == f"I look.\n{CALL}"
 
@@ -332,7 +332,7 @@ def test_a_model_without_a_format_answers_in_text(gateway: FakeGateway) -> None:
 
     assert choice["message"] == {"role": "assistant", "content": CALL, "refusal": None}
     asked = gateway.asks[0].prompt
-    assert isinstance(asked, Chat)
+    assert isinstance(asked, ChatPrompt)
     assert asked.tools == [WEATHER]
 
 

@@ -14,14 +14,14 @@ import msgspec
 from hearth.control.views import (
     Explanation,
     Health,
-    Mark,
     ModelView,
     PartView,
     PoolView,
     ProcessView,
     ResidentView,
     RungView,
-    Span,
+    TimelineMark,
+    TimelineSpan,
     WorkerView,
 )
 from hearth.policy.fleet.events import Option
@@ -100,12 +100,16 @@ EXPLANATION = Explanation(
     num_preemptions=0,
     num_resumes=0,
     spans=(
-        Span("queue", 0.0, 0.001),
-        Span("load", 0.001, 0.4, "from disk"),
-        Span("prefill", 0.4, 0.5),
-        Span("decode", 0.5, 1.0),
+        TimelineSpan("queue", 0.0, 0.001),
+        TimelineSpan("load", 0.001, 0.4, "from disk"),
+        TimelineSpan("prefill", 0.4, 0.5),
+        TimelineSpan("decode", 0.5, 1.0),
     ),
-    marks=(Mark(0.0, "queued"), Mark(0.001, "placed", "on w0"), Mark(0.5, "first_token")),
+    marks=(
+        TimelineMark(0.0, "queued"),
+        TimelineMark(0.001, "placed", "on w0"),
+        TimelineMark(0.5, "first_token"),
+    ),
 )
 
 

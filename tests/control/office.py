@@ -8,15 +8,17 @@ from contextlib import closing
 from pathlib import Path
 
 from hearth.config import HearthConfig, ModelConfig
-from hearth.control.ask import Ask, Chat, Piece
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
 from hearth.control.deployments import Deployments
 from hearth.control.driver import Driver
 from hearth.control.fact_decoder import DecodedFact, DecodedToken
 from hearth.control.gateway import Gateway
+from hearth.control.generation import ChatPrompt, GenerationRequest, TokenDelta
 from hearth.control.journal import Journal
 from hearth.control.metrics import Metrics
+from hearth.control.observer import Observer
+from hearth.control.pool_reports import PoolReports
 from hearth.control.registry import Registry
 from hearth.control.supervisor import Supervisor, Vigilance
 from hearth.control.tokenization import PromptEncoder
@@ -52,16 +54,20 @@ class Office:
         config, brain = HearthConfig(), BrainConfig()
         self.registry = Registry.open(data_dir)
         self.journal = Journal(data_dir.journal_path(), brain, 1 << 30)
-        self.texts = PromptEncoder(2.0)
+        self.encoder = PromptEncoder(2.0)
         configs = {"tiny": ModelConfig(context=CONTEXT)}
         catalog = Catalog(self.registry, configs, config.engine, config.service.keep_alive)
-        metrics = Metrics()
-        self.driver = Driver(Fleet(brain), self.journal, metrics, catalog.host_order, 4)
+        metrics, pools = Metrics(), PoolReports()
+        observer = Observer(metrics)
+        self.driver = Driver(Fleet(brain), self.journal, observer, pools, catalog.host_order, 4)
         nobody = KeeperSetup("", "cpu", "", None, 1 << 24, "info")
         self.supervisor = Supervisor(lambda *_: NotImplemented, nobody, 1, Vigilance(1.0, 1.0, 1), None)
-        stock = Deployments(self.registry, catalog, self.driver, KeeperClient(Path("/nowhere")), data_dir)
+        deployments = Deployments(
+            self.registry, catalog, self.driver, KeeperClient(Path("/nowhere")), data_dir
+        )
         self.gateway = Gateway(
-            *(config.service, stock, catalog, self.texts, self.driver, self.supervisor, metrics),
+            *(config.service, deployments, catalog, self.encoder, self.driver, observer, pools),
+            *(self.supervisor, metrics),
             keys=None,
             kind="cpu",
         )
@@ -71,14 +77,14 @@ class Office:
         self.driver.joined(wire, WorkerHello(1, WORKER, b"", b"", 1, "cpu", "a CPU", budget_bytes))  # type: ignore[arg-type] # as much of a link as is needed
         return wire
 
-    def hear(self, wire: Wire, fact: Fact | None) -> None:
-        """A worker says something, or is gone."""
-        self.driver.hear(DecodedFact(wire, 0, fact))  # type: ignore[arg-type] # as much of a link as is needed
+    def receive(self, wire: Wire, fact: Fact | None) -> None:
+        """A worker sends a fact, or is gone."""
+        self.driver.receive(DecodedFact(wire, 0, fact))  # type: ignore[arg-type] # as much of a link as is needed
 
     def close(self) -> None:
         self.registry.close()
         self.journal.close()
-        self.texts.close()
+        self.encoder.close()
 
 
 def with_office(data_dir: DataDir, scene: Callable[[Office], Awaitable[None]]) -> None:
@@ -89,20 +95,21 @@ def with_office(data_dir: DataDir, scene: Callable[[Office], Awaitable[None]]) -
     asyncio.run(run())
 
 
-def ask(prompt: str | list[int] | Chat = "!!") -> Ask:
-    return Ask("tiny", prompt, SamplingParams())
+def ask(prompt: str | list[int] | ChatPrompt = "!!") -> GenerationRequest:
+    return GenerationRequest("tiny", prompt, SamplingParams())
 
 
-def spoken(office: Office, wire: Wire, *tokens: int, finished: bool = False) -> None:
-    """Every run of the worker says these tokens, as the text thread hands them on."""
+def emit(office: Office, wire: Wire, *tokens: int, finished: bool = False) -> None:
+    """Every run of the worker emits these tokens, as the text thread hands them on."""
     for token in tokens:
-        runs = {run: live for run, live in office.driver.runs.items() if live.worker == wire.worker}
+        by_run = office.driver.requests.by_run
+        runs = {run: request for run, request in by_run.items() if request.worker == wire.worker}
         is_last = finished and token == tokens[-1]
         reasons = dict.fromkeys(runs, FinishReason.STOP) if is_last else {}
-        said = []
-        for run, live in runs.items():
-            live.emitted.append(token)
-            piece = live.transcript.push(token, reasons.get(run))
-            said.append(DecodedToken(live, Piece(piece.text, token, None, piece.finish_reason)))
+        decoded = []
+        for run, request in runs.items():
+            request.emitted.append(token)
+            text = request.transcript.push(token, reasons.get(run))
+            decoded.append(DecodedToken(request, TokenDelta(text.text, token, None, text.finish_reason)))
         step = StepDone(ModelId("tiny"), list(runs), [token] * len(runs), reasons)
-        office.driver.hear(DecodedFact(wire, 0, step, said))  # type: ignore[arg-type] # as much of a link as is needed
+        office.driver.receive(DecodedFact(wire, 0, step, decoded))  # type: ignore[arg-type] # as much of a link as is needed

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hearth.config import HearthConfig, ModelConfig
-from hearth.control import deployments as stock_module
+from hearth.control import deployments as deployments_module
 from hearth.control.catalog import Catalog, Entry
 from hearth.control.datadir import DataDir
 from hearth.control.deploy import DeployOrder, remove_files
@@ -22,6 +22,8 @@ from hearth.control.deployments import Deployments
 from hearth.control.driver import Driver
 from hearth.control.journal import Journal
 from hearth.control.metrics import Metrics
+from hearth.control.observer import Observer
+from hearth.control.pool_reports import PoolReports
 from hearth.control.registry import Deployed, Place, Registry
 from hearth.errors import ConfigError, NameTaken, StoreError, UnknownModel
 from hearth.policy.fleet.events import BrainConfig
@@ -47,7 +49,7 @@ class Keeper(KeeperClient):
 
 
 class Shop:
-    """A stock and all it is made of."""
+    """Deployments and all that they are made of."""
 
     def __init__(self, data_dir: DataDir, models: dict[str, ModelConfig]) -> None:
         config, brain = HearthConfig(), BrainConfig()
@@ -55,15 +57,16 @@ class Shop:
         self.registry = Registry.open(data_dir)
         self.journal = Journal(data_dir.journal_path(), brain, 1 << 30)
         catalog = Catalog(self.registry, models, config.engine, config.service.keep_alive)
-        self.driver = Driver(Fleet(brain), self.journal, Metrics(), catalog.host_order, 4)
-        self.stock = Deployments(self.registry, catalog, self.driver, self.keeper, data_dir)
+        observer, pools = Observer(Metrics()), PoolReports()
+        self.driver = Driver(Fleet(brain), self.journal, observer, pools, catalog.host_order, 4)
+        self.deployments = Deployments(self.registry, catalog, self.driver, self.keeper, data_dir)
 
     def brain_knows(self) -> set[str]:
         return set(self.driver.fleet.models)
 
     async def deploy(self, source: Path, name: str, quant: str = "none", overwrite: bool = False) -> Entry:
         order = DeployOrder(str(source), name, quant=quant, overwrite=overwrite)
-        *_, entry = [event async for event in self.stock.deploy(order)]
+        *_, entry = [event async for event in self.deployments.deploy(order)]
         assert isinstance(entry, Entry)
         return entry
 
@@ -97,9 +100,9 @@ def test_a_model_is_replaced_at_once_and_its_old_files_go(data_dir: DataDir, che
     async def scene(shop: Shop) -> None:
         with pytest.raises(NameTaken):
             await shop.deploy(checkpoint, "tiny")
-        assert shop.stock.find("tiny").deployed == old
+        assert shop.deployments.find("tiny").deployed == old
         new = await shop.deploy(checkpoint, "tiny", quant="int8", overwrite=True)
-        assert shop.stock.find("tiny") == new
+        assert shop.deployments.find("tiny") == new
         assert new.deployed.digest != old.digest
         assert list(data_dir.models_path.iterdir()) == [Path(new.deployed.directory)]
         assert shop.keeper.forgotten == [old.where]
@@ -118,7 +121,7 @@ def test_a_model_that_the_configuration_forbids_leaves_everything_as_it_was(
     async def scene(shop: Shop) -> None:
         with pytest.raises(ConfigError, match="the alias `other` of model `tiny` means model `other` too"):
             await shop.deploy(converted if is_in_place else checkpoint, "other")
-        assert [entry.deployed for entry in shop.stock.entries()] == [old]
+        assert [entry.deployed for entry in shop.deployments.entries()] == [old]
         assert shop.registry.all() == [old]
         assert shop.brain_knows() == {"tiny"}
         assert list(data_dir.models_path.iterdir()) == [Path(old.directory)]
@@ -131,11 +134,11 @@ def test_a_removed_model_is_gone_and_its_files_too(data_dir: DataDir, checkpoint
     deployed = made(data_dir, checkpoint, "tiny")
 
     async def scene(shop: Shop) -> None:
-        await shop.stock.remove("small")
-        assert (shop.stock.entries(), shop.brain_knows()) == ([], set())
+        await shop.deployments.remove("small")
+        assert (shop.deployments.entries(), shop.brain_knows()) == ([], set())
         assert shop.keeper.forgotten == [deployed.where]
         with pytest.raises(UnknownModel):
-            await shop.stock.remove("tiny")
+            await shop.deployments.remove("tiny")
 
     with_shop(data_dir, scene, {"tiny": ModelConfig(aliases=("small",))})
     assert list(data_dir.models_path.iterdir()) == []
@@ -146,11 +149,11 @@ def test_a_keeper_that_does_not_answer_keeps_no_files(
     data_dir: DataDir, checkpoint: Path, failure: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made(data_dir, checkpoint, "tiny")
-    monkeypatch.setattr(stock_module, "FORGET_S", 0.01)
+    monkeypatch.setattr(deployments_module, "FORGET_S", 0.01)
 
     async def scene(shop: Shop) -> None:
         shop.keeper.failure, shop.keeper.is_silent = failure, failure is None
-        await shop.stock.remove("tiny")
+        await shop.deployments.remove("tiny")
 
     with_shop(data_dir, scene)
     assert list(data_dir.models_path.iterdir()) == []
@@ -163,10 +166,10 @@ def test_what_another_model_is_loaded_from_is_neither_forgotten_nor_removed(
     made(data_dir, Path(deployed.directory), "twin")
 
     async def scene(shop: Shop) -> None:
-        await shop.stock.remove("tiny")
+        await shop.deployments.remove("tiny")
         assert shop.keeper.forgotten == []
         assert (Path(deployed.directory) / "weights.bin").exists()
-        await shop.stock.remove("twin")
+        await shop.deployments.remove("twin")
         assert shop.keeper.forgotten == [deployed.where]
 
     with_shop(data_dir, scene)
@@ -194,7 +197,7 @@ def test_a_model_whose_files_went_meanwhile_is_not_registered(data_dir: DataDir,
 
     async def scene(shop: Shop) -> None:
         with pytest.raises(StoreError, match="the files of `tiny` were removed meanwhile; deploy it again"):
-            shop.stock._register(deployed, overwrite=False)
+            shop.deployments._register(deployed, overwrite=False)
         assert shop.registry.places() == []
 
     with_shop(data_dir, scene)
@@ -211,17 +214,17 @@ def test_files_are_deleted_away_from_the_event_loop_and_whoever_asked_may_leave(
         assert may_go_on.wait(60)
         remove_files(place, data_dir)
 
-    monkeypatch.setattr(stock_module, "remove_files", slow)
+    monkeypatch.setattr(deployments_module, "remove_files", slow)
 
     async def scene(shop: Shop) -> None:
-        removing = asyncio.create_task(shop.stock.remove("tiny"))
+        removing = asyncio.create_task(shop.deployments.remove("tiny"))
         await asyncio.to_thread(begun.wait, 60)
         removing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await removing
         assert list(data_dir.models_path.iterdir()) != []
         may_go_on.set()
-        await asyncio.gather(*shop.stock._clearing)
+        await asyncio.gather(*shop.deployments._clearing)
 
     with_shop(data_dir, scene)
     assert list(data_dir.models_path.iterdir()) == []
@@ -231,17 +234,17 @@ def test_models_that_come_and_go_without_the_service_are_followed(
     data_dir: DataDir, checkpoint: Path, converted: Path
 ) -> None:
     async def scene(shop: Shop) -> None:
-        assert shop.stock.entries() == []
+        assert shop.deployments.entries() == []
         deployed = made(data_dir, converted, "tiny")
-        assert shop.stock.find("tiny").deployed == deployed
+        assert shop.deployments.find("tiny").deployed == deployed
         assert shop.brain_knows() == {"tiny"}
         with Registry.open(data_dir) as other:
             other.replace(replace(deployed, digest="1" * 32))
-            assert shop.stock.find("tiny").deployed.digest == "1" * 32
+            assert shop.deployments.find("tiny").deployed.digest == "1" * 32
             assert shop.driver.fleet.models["tiny"].profile.digest == "1" * 32
             other.remove("tiny")
         with pytest.raises(UnknownModel):
-            shop.stock.find("tiny")
+            shop.deployments.find("tiny")
         assert shop.brain_knows() == set()
 
     with_shop(data_dir, scene)
@@ -252,8 +255,8 @@ def test_what_the_configuration_forbids_is_not_followed(data_dir: DataDir, conve
 
     async def scene(shop: Shop) -> None:
         made(data_dir, converted, "other")
-        assert [entry.deployed for entry in shop.stock.entries()] == [tiny]
-        assert shop.stock.find("tiny").deployed == tiny
+        assert [entry.deployed for entry in shop.deployments.entries()] == [tiny]
+        assert shop.deployments.find("tiny").deployed == tiny
 
     with_shop(data_dir, scene, {"tiny": ModelConfig(aliases=("other",))})
 
@@ -264,8 +267,8 @@ def test_a_row_that_cannot_be_read_can_be_removed(data_dir: DataDir, checkpoint:
         connection.execute("update models set facts = '{}'")
 
     async def scene(shop: Shop) -> None:
-        assert shop.stock.entries() == []
-        await shop.stock.remove("tiny")
+        assert shop.deployments.entries() == []
+        await shop.deployments.remove("tiny")
 
     with_shop(data_dir, scene)
     assert list(data_dir.models_path.iterdir()) == []

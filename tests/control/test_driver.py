@@ -30,7 +30,7 @@ from hearth.messages import (
     StepDone,
 )
 from hearth.types import Hold, ModelId, Rung
-from tests.control.office import Office, Wire, ask, spoken, with_office
+from tests.control.office import Office, Wire, ask, emit, with_office
 
 TINY = ModelId("tiny")
 BYTES = 1000
@@ -44,8 +44,8 @@ def loaded(office: Office, wire: Wire, come_bytes: int = BYTES) -> None:
     """The model is whole; so many bytes had to come for that."""
     hosting = host_orders(wire)[-1].hosting
     rungs = (RungBytes(Rung.HOST, come_bytes, 0.1),) if come_bytes else ()
-    office.hear(wire, DeviceResidency({TINY: BYTES}))
-    office.hear(wire, ModelLoaded(TINY, hosting, rungs, BYTES - come_bytes, 0, 0.0, 0.0, 0.0, 0.1))
+    office.receive(wire, DeviceResidency({TINY: BYTES}))
+    office.receive(wire, ModelLoaded(TINY, hosting, rungs, BYTES - come_bytes, 0, 0.0, 0.0, 0.0, 0.1))
 
 
 async def answered(office: Office, wire: Wire, come_bytes: int | None = None) -> Explanation:
@@ -53,7 +53,7 @@ async def answered(office: Office, wire: Wire, come_bytes: int | None = None) ->
     stream = await office.gateway.submit(ask())
     if come_bytes is not None:
         loaded(office, wire, come_bytes)
-    spoken(office, wire, 5, finished=True)
+    emit(office, wire, 5, finished=True)
     explained = office.gateway.explain(stream.request_id)
     assert explained is not None
     return explained
@@ -135,7 +135,7 @@ def test_a_request_shows_the_load_that_a_worker_does_unasked(data_dir: DataDir, 
         await answered(office, wire, BYTES)
         warm = await answered(office, wire)
         assert (warm.load_s, warm.rungs) == (None, ())
-        office.hear(wire, DeviceResidency({TINY: 600}))
+        office.receive(wire, DeviceResidency({TINY: 600}))
         again = await answered(office, wire, come_bytes=400)
         assert len(host_orders(wire)) == 1
         assert again.load_s is not None
@@ -151,10 +151,12 @@ def test_a_request_that_comes_between_the_end_of_a_load_and_word_of_the_bytes_wa
     async def scene(office: Office) -> None:
         wire = office.join()
         await answered(office, wire, BYTES)
-        office.hear(wire, DeviceResidency({TINY: 600}))
+        office.receive(wire, DeviceResidency({TINY: 600}))
         await office.gateway.submit(ask())
         rungs = (RungBytes(Rung.HOST, 400, 0.1),)
-        office.hear(wire, ModelLoaded(TINY, host_orders(wire)[-1].hosting, rungs, 600, 0, 0.0, 0.0, 0.0, 0.1))
+        office.receive(
+            wire, ModelLoaded(TINY, host_orders(wire)[-1].hosting, rungs, 600, 0, 0.0, 0.0, 0.0, 0.1)
+        )
         assert (await answered(office, wire)).load_s is None
 
     with_office(data_dir, scene)
@@ -167,9 +169,9 @@ def test_a_request_that_is_preempted_and_admitted_again_in_one_step_is_shown_so(
         wire = office.join()
         stream = await office.gateway.submit(ask())
         loaded(office, wire)
-        (run,) = office.driver.runs
-        office.hear(wire, StepDone(TINY, [], [], admitted=[Admitted(run, 1, 0.0)]))
-        office.hear(wire, StepDone(TINY, [], [], admitted=[Admitted(run, 9, 0.0)], preempted=[run]))
+        (run,) = office.driver.requests.by_run
+        office.receive(wire, StepDone(TINY, [], [], admitted=[Admitted(run, 1, 0.0)]))
+        office.receive(wire, StepDone(TINY, [], [], admitted=[Admitted(run, 9, 0.0)], preempted=[run]))
         explained = office.gateway.explain(stream.request_id)
         assert explained is not None
         assert [mark.what for mark in explained.marks][-2:] == ["preempted", "started"]
@@ -186,10 +188,10 @@ def test_weights_that_are_taken_while_a_request_is_on_its_way_are_shown_too(
         wire = office.join()
         await answered(office, wire, BYTES)
         stream = await office.gateway.submit(ask())
-        office.hear(wire, DeviceResidency({TINY: 600}))
-        office.hear(wire, LoadProgress(TINY, host_orders(wire)[-1].hosting, 100, 1))
+        office.receive(wire, DeviceResidency({TINY: 600}))
+        office.receive(wire, LoadProgress(TINY, host_orders(wire)[-1].hosting, 100, 1))
         loaded(office, wire, come_bytes=400)
-        spoken(office, wire, 5, finished=True)
+        emit(office, wire, 5, finished=True)
         explained = office.gateway.explain(stream.request_id)
         assert explained is not None
         assert (explained.reused_bytes, explained.rungs[0].num_bytes) == (600, 400)
@@ -203,9 +205,9 @@ def test_a_load_that_fails_when_the_model_was_ready_before_moves_its_requests(
     async def scene(office: Office) -> None:
         wire = office.join()
         await answered(office, wire, BYTES)
-        office.hear(wire, DeviceResidency({TINY: 600}))
+        office.receive(wire, DeviceResidency({TINY: 600}))
         stream = await office.gateway.submit(ask())
-        office.hear(
+        office.receive(
             wire, HostingFailed(TINY, host_orders(wire)[-1].hosting, "store_error", "the disk is gone")
         )
         explained = office.gateway.explain(stream.request_id)
@@ -219,7 +221,7 @@ def test_a_load_that_fails_when_the_model_was_ready_before_moves_its_requests(
 def test_the_brain_learns_what_is_on_the_device(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(office: Office) -> None:
         wire = office.join()
-        office.hear(wire, DeviceResidency({TINY: 600}))
+        office.receive(wire, DeviceResidency({TINY: 600}))
         last = office.journal.path.read_text().splitlines()[-1]
         assert '"DeviceReported"' in last
         assert '"bytes_by_model":{"tiny":600}' in last
@@ -238,10 +240,10 @@ def test_whoever_looks_has_workers_asked_and_sees_what_is_left_of_retired_models
         assert isinstance(ping, Ping)
         use = ModelUse(TINY, Hold.RETAINED, False, 600, BYTES, 0, 0)
         told = Pong(1, 10_000, 9400, 0, 0, 0, {}, (use,))
-        office.hear(wire, told)
+        office.receive(wire, told)
         await asyncio.sleep(0)
         assert not looking.done()  # that was the answer to a ping before
-        office.hear(wire, structs.replace(told, number=ping.number))
+        office.receive(wire, structs.replace(told, number=ping.number))
         view = await looking
         assert [(one.model, one.state, one.loaded_bytes, one.is_hosted) for one in view.models] == [
             ("tiny", "retained", 600, False)
@@ -279,7 +281,7 @@ def test_a_lost_worker_keeps_nobody_waiting(data_dir: DataDir, deployed: Deploye
         wire = office.join()
         looking = asyncio.create_task(office.gateway.look())
         await asyncio.sleep(0)
-        office.hear(wire, None)
+        office.receive(wire, None)
         assert (await asyncio.wait_for(looking, 5.0)).models == ()
 
     with_office(data_dir, scene)

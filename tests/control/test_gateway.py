@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from hearth.control.ask import Ask
 from hearth.control.datadir import DataDir
 from hearth.control.fact_decoder import DecodedFact
 from hearth.control.gateway import MIN_TEXT_CHARS
+from hearth.control.generation import GenerationRequest
 from hearth.control.registry import Deployed, Registry
 from hearth.errors import BadPrompt, EngineFailed, PromptTooLong, ServiceError, ShuttingDown, UnknownModel
 from hearth.messages import CancelRequest, HostModel, StartRequest, StepDone
 from hearth.types import FinishReason, SamplingParams
-from tests.control.office import CONTEXT, Office, ask, spoken, with_office
+from tests.control.office import CONTEXT, Office, ask, emit, with_office
 
 
 def test_a_prompt_is_encoded_and_checked(data_dir: DataDir, deployed: Deployed) -> None:
@@ -42,14 +42,14 @@ def test_a_prompt_is_encoded_and_checked(data_dir: DataDir, deployed: Deployed) 
 
 def during_encoding(office: Office, happens: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """As soon as a prompt has been encoded."""
-    encode = office.texts.encode
+    encode = office.encoder.encode
 
     async def encoded(*arguments: object) -> tuple[int, ...]:
         tokens = await encode(*arguments)  # type: ignore[arg-type] # passed on
         happens()
         return tokens
 
-    monkeypatch.setattr(office.texts, "encode", encoded)
+    monkeypatch.setattr(office.encoder, "encode", encoded)
 
 
 def test_what_happens_while_a_prompt_is_encoded_is_noticed(
@@ -70,7 +70,7 @@ def test_what_happens_while_a_prompt_is_encoded_is_noticed(
             during_encoding(office, office.gateway.end_all, patch)
             with pytest.raises(ShuttingDown):
                 await office.gateway.submit(ask())
-        assert office.driver.requests == {}
+        assert office.driver.requests.by_id == {}
 
     with_office(data_dir, scene)
 
@@ -83,13 +83,13 @@ def test_a_text_that_breaks_fails_its_request_and_frees_the_worker(
         broken, other = await office.gateway.submit(ask()), await office.gateway.submit(ask())
         starts = [order for order in wire.orders if isinstance(order, StartRequest)]
         assert len(starts) == 2
-        live = office.driver.requests[broken.request_id]
+        live = office.driver.requests.by_id[broken.request_id]
         step = StepDone(live.model, [start.run for start in starts], [5, 5])
-        office.driver.hear(DecodedFact(wire, 0, step, [], [live]))  # type: ignore[arg-type] # as much of a link as is needed
+        office.driver.receive(DecodedFact(wire, 0, step, [], [live]))  # type: ignore[arg-type] # as much of a link as is needed
         with pytest.raises(EngineFailed, match=r"the text of request .* cannot be made of its tokens"):
             await broken.next()
         assert wire.orders[-1] == CancelRequest(starts[0].run)
-        assert set(office.driver.requests) == {other.request_id}
+        assert set(office.driver.requests.by_id) == {other.request_id}
         office.gateway.end_all()
 
     with_office(data_dir, scene)
@@ -115,8 +115,8 @@ def test_a_request_whose_worker_is_lost_goes_on_with_all_that_was_said(
     async def scene(office: Office) -> None:
         first = office.join()
         stream = await office.gateway.submit(ask())
-        spoken(office, first, 5, 6)
-        office.hear(first, None)
+        emit(office, first, 5, 6)
+        office.receive(first, None)
         second = office.join()
         (before, after) = (
             next(order for order in wire.orders if isinstance(order, StartRequest))
@@ -125,7 +125,7 @@ def test_a_request_whose_worker_is_lost_goes_on_with_all_that_was_said(
         assert (before.output, after.output) == ((), (5, 6))
         assert (before.prompt, before.sampling) == (after.prompt, after.sampling)
         assert before.run != after.run
-        spoken(office, second, 7, finished=True)
+        emit(office, second, 7, finished=True)
         assert [piece.token for piece in await stream.next()] == [5, 6, 7]
         explained = office.gateway.explain(stream.request_id)
         assert explained is not None
@@ -139,10 +139,10 @@ def test_a_stop_string_ends_the_answer_and_frees_the_worker(data_dir: DataDir, d
         wire = office.join()
         tokenizer = await office.gateway.tokenizer("tiny")
         (token, *_) = tokenizer.encode("!", add_special_tokens=False)
-        stream = await office.gateway.submit(Ask("tiny", "!!", SamplingParams(stop=["!"])))
-        spoken(office, wire, token)
+        stream = await office.gateway.submit(GenerationRequest("tiny", "!!", SamplingParams(stop=["!"])))
+        emit(office, wire, token)
         assert [piece.finish_reason for piece in await stream.next()] == [FinishReason.STOP]
         assert isinstance(wire.orders[-1], CancelRequest)
-        assert not office.driver.requests
+        assert not office.driver.requests.by_id
 
     with_office(data_dir, scene)

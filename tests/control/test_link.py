@@ -44,7 +44,7 @@ class Record:
 
 
 class Peer:
-    """A worker's end, spoken by hand."""
+    """A worker's end, emit by hand."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer

@@ -16,10 +16,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hearth.api.answer import SSE_HEADERS, WAITING, unless_gone
+from hearth.api.answer_spec import CHAT, COMPLETION
 from hearth.api.body import Strict, Text
 from hearth.api.errors import hearth_error_object
 from hearth.api.openai import as_json
-from hearth.api.question import CHAT, COMPLETION
 from hearth.errors import ConfigError, HearthError, RequestError, UnknownRequest
 from hearth.version import hearth_version
 

@@ -15,10 +15,10 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from hearth.api.answer_spec import CHAT, Question
 from hearth.api.errors import hearth_error_object, request_id_headers
-from hearth.api.question import CHAT, Question
 from hearth.api.sse import EventWriter, call_id, finish_reason, identity
-from hearth.control.ask import Piece, Stream
+from hearth.control.generation import AnswerStream, TokenDelta
 from hearth.errors import HearthError
 from hearth.text.tools import ToolCall
 
@@ -46,7 +46,7 @@ class Answer(Response):
         await unless_gone(receive, self._answer(scope, receive, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        streams: list[Stream] = []
+        streams: list[AnswerStream] = []
         try:
             await self._ask(streams)
             scope["request_ids"] = [stream.request_id for stream in streams]
@@ -60,7 +60,7 @@ class Answer(Response):
             for stream in streams:
                 stream.close()
 
-    async def _ask(self, streams: list[Stream]) -> None:
+    async def _ask(self, streams: list[AnswerStream]) -> None:
         """Adds to `streams`, which then need to be closed. A prompt is tokenised once for all its answers."""
         num_answers = self._question.num_answers
         prompt: list[int] | None = None
@@ -70,7 +70,7 @@ class Answer(Response):
             asked = ask if prompt is None else replace(ask, prompt=prompt)
             streams.append(await self._gateway.submit(asked))
 
-    async def _tell(self, streams: Sequence[Stream], send: Send) -> None:
+    async def _tell(self, streams: Sequence[AnswerStream], send: Send) -> None:
         first_pieces = await streams[0].next(self._heartbeat_s)
         loop = asyncio.get_running_loop()
         written_s = loop.time()
@@ -84,7 +84,7 @@ class Answer(Response):
                 written_s = loop.time()
                 await send({"type": "http.response.body", "body": data, "more_body": more})
 
-        async def tell(teller: EventWriter, stream: Stream) -> None:
+        async def tell(teller: EventWriter, stream: AnswerStream) -> None:
             pieces = first_pieces if stream is streams[0] else await stream.next(self._heartbeat_s)
             while True:
                 told = teller.tell(pieces) if pieces else WAITING
@@ -116,12 +116,12 @@ class Answer(Response):
             await write(head + b',"choices":[],"usage":' + msgspec.json.encode(usage) + b"}\n\n")
         await write(b"data: [DONE]\n\n", more=False)
 
-    async def _whole(self, streams: Sequence[Stream]) -> dict[str, object]:
+    async def _whole(self, streams: Sequence[AnswerStream]) -> dict[str, object]:
         choices = []
         num_tokens = 0
         echoes = await self._echoes(streams)
         for index, stream in enumerate(streams):
-            pieces: list[Piece] = []
+            pieces: list[TokenDelta] = []
             while not pieces or pieces[-1].finish_reason is None:
                 pieces += await stream.next()
             num_tokens += len(pieces)
@@ -132,7 +132,9 @@ class Answer(Response):
             "usage": self._usage(streams, num_tokens),
         }
 
-    def _choice(self, index: int, stream: Stream, pieces: Sequence[Piece], echo: str) -> dict[str, object]:
+    def _choice(
+        self, index: int, stream: AnswerStream, pieces: Sequence[TokenDelta], echo: str
+    ) -> dict[str, object]:
         question = self._question
         text = "".join([piece.text for piece in pieces])
         calls: list[dict[str, object]] = []
@@ -151,7 +153,7 @@ class Answer(Response):
         reason = finish_reason(pieces[-1].finish_reason, has_calls=bool(calls))
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
 
-    async def _echoes(self, streams: Sequence[Stream]) -> list[str]:
+    async def _echoes(self, streams: Sequence[AnswerStream]) -> list[str]:
         """What each choice begins with."""
         if not self._question.is_echo:
             return [""] * len(streams)
@@ -166,7 +168,7 @@ class Answer(Response):
             echoes += [prompt] * self._question.num_answers
         return echoes
 
-    def _usage(self, streams: Sequence[Stream], num_tokens: int) -> dict[str, object]:
+    def _usage(self, streams: Sequence[AnswerStream], num_tokens: int) -> dict[str, object]:
         """A prompt counts once, however many answers it has."""
         asked = streams[:: self._question.num_answers]
         num_prompt_tokens = sum(stream.num_prompt_tokens for stream in asked)
@@ -196,7 +198,7 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def _sse_headers(streams: Sequence[Stream]) -> list[tuple[bytes, bytes]]:
+def _sse_headers(streams: Sequence[AnswerStream]) -> list[tuple[bytes, bytes]]:
     headers = SSE_HEADERS | request_id_headers([stream.request_id for stream in streams])
     return [(name.encode(), value.encode()) for name, value in headers.items()]
 

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
+from hearth.api.answer_spec import CHAT, Question, ToolUse
 from hearth.api.body import MAX_INT, Body, Strict, Text, seeds
-from hearth.api.question import CHAT, Question, ToolUse
-from hearth.control.ask import Ask, Chat
+from hearth.control.generation import ChatPrompt, GenerationRequest
 from hearth.errors import BadPrompt, BadSampling
 from hearth.messages import GuideOrder
 from hearth.text.chat import Json, Message
@@ -140,7 +140,7 @@ class ChatBody(Body):
             sampling = replace(
                 sampling, skip_special_tokens=sampling.skip_special_tokens and not tools.are_special
             )
-        chat = Chat(
+        chat = ChatPrompt(
             messages=[message.message(index) for index, message in enumerate(self.messages)],
             tools=None if tools is None else tools.shown(),
             extra=dict(self.chat_template_kwargs or {}),
@@ -149,7 +149,7 @@ class ChatBody(Body):
         return Question(
             form=CHAT,
             asks=[
-                Ask(self.model, chat, params, guide, keep_alive_s)
+                GenerationRequest(self.model, chat, params, guide, keep_alive_s)
                 for params in seeds(sampling, self.num_answers)
             ],
             num_answers=self.num_answers,

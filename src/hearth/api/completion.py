@@ -6,9 +6,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from hearth.api.answer_spec import COMPLETION, Question
 from hearth.api.body import Body, Text, TokenId, seeds
-from hearth.api.question import COMPLETION, Question
-from hearth.control.ask import Ask
+from hearth.control.generation import GenerationRequest
 from hearth.errors import BadPrompt, BadSampling
 
 #: Choices of all prompts of one request together.
@@ -46,7 +46,7 @@ class CompletionBody(Body):
         return Question(
             form=COMPLETION,
             asks=[
-                Ask(self.model, prompt, params, guide, keep_alive_s)
+                GenerationRequest(self.model, prompt, params, guide, keep_alive_s)
                 for prompt in prompts
                 for params in seeds(sampling, self.num_answers)
             ],

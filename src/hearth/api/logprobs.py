@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hearth.control.ask import Piece
+from hearth.control.generation import TokenDelta
 from hearth.text.tokenizer import Tokenizer
 from hearth.types import TokenLogprobs
 
@@ -12,7 +12,7 @@ from hearth.types import TokenLogprobs
 LEAST = -9999.0
 
 
-def chat_logprobs(tokenizer: Tokenizer, pieces: Sequence[Piece], offset: int) -> object:
+def chat_logprobs(tokenizer: Tokenizer, pieces: Sequence[TokenDelta], offset: int) -> object:
     """`offset` is of no use here; see `completion_logprobs`."""
     content = []
     for piece in pieces:
@@ -23,7 +23,7 @@ def chat_logprobs(tokenizer: Tokenizer, pieces: Sequence[Piece], offset: int) ->
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(tokenizer: Tokenizer, pieces: Sequence[Piece], offset: int) -> object:
+def completion_logprobs(tokenizer: Tokenizer, pieces: Sequence[TokenDelta], offset: int) -> object:
     """`offset`: where the text of the first piece begins, in characters."""
     tokens: list[str] = []
     own: list[float] = []

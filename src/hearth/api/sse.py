@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from hearth.api.question import Question
-from hearth.control.ask import Piece, Stream
+from hearth.api.answer_spec import Question
+from hearth.control.generation import AnswerStream, TokenDelta
 from hearth.text.tools import ToolCall
 from hearth.types import FinishReason
 
@@ -23,7 +23,7 @@ MAX_EVENTS = 8
 encode = msgspec.json.Encoder().encode
 
 
-def identity(question: Question, kind: str, stream: Stream) -> dict[str, object]:
+def identity(question: Question, kind: str, stream: AnswerStream) -> dict[str, object]:
     """What an answer and each of its chunks begin with; `stream` is that of the first choice."""
     return {
         "id": question.form.id_prefix + stream.request_id,
@@ -41,7 +41,7 @@ def call_id() -> str:
 class EventWriter:
     """Mutable; one per choice."""
 
-    def __init__(self, question: Question, head: bytes, index: int, stream: Stream) -> None:
+    def __init__(self, question: Question, head: bytes, index: int, stream: AnswerStream) -> None:
         form = question.form
         usage = b',"usage":null' if question.includes_usage else b""
         self._stream = stream
@@ -54,7 +54,7 @@ class EventWriter:
         self._before = self._begin + form.before_text
         self._after = form.after_text + self._end
         #: Since the last event, whose logprobs the next one carries.
-        self._untold: list[Piece] = []
+        self._untold: list[TokenDelta] = []
         self._num_chars = 0  #: of the text before `_untold`
         self._num_calls = 0
         self.num_tokens = 0
@@ -66,7 +66,7 @@ class EventWriter:
             parts.append(self._before + encode(echo) + self._after)
         return b"".join(parts)
 
-    def tell(self, pieces: Sequence[Piece]) -> bytes:
+    def tell(self, pieces: Sequence[TokenDelta]) -> bytes:
         """The events for these pieces; none for tokens that add no text yet."""
         self.num_tokens += len(pieces)
         if self._parser is not None or self._has_logprobs:
@@ -83,11 +83,11 @@ class EventWriter:
             events.append(self._event(self._form.empty, reason))
         return b"".join(events)
 
-    def _tell_more(self, pieces: Sequence[Piece]) -> bytes:
+    def _tell_more(self, pieces: Sequence[TokenDelta]) -> bytes:
         groups = [pieces] if len(pieces) > MAX_EVENTS else [[piece] for piece in pieces]
         return b"".join(event for group in groups for event in self._events(group))
 
-    def _events(self, pieces: Sequence[Piece]) -> list[bytes]:
+    def _events(self, pieces: Sequence[TokenDelta]) -> list[bytes]:
         self._untold += pieces
         reason = pieces[-1].finish_reason
         text = "".join([piece.text for piece in pieces])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hearth.cli.figures import precise, size
-from hearth.control.views import Explanation, RungView, Span
+from hearth.control.views import Explanation, RungView, TimelineSpan
 from hearth.policy.fleet.events import Option
 
 MIN_BAR = 24
@@ -56,7 +56,7 @@ def _heading(explained: Explanation) -> Iterator[str]:
         yield f"{explained.num_preemptions} preemptions, {explained.num_resumes} resumes on another worker"
 
 
-def _bars(spans: Sequence[Span], width: int) -> Iterator[str]:
+def _bars(spans: Sequence[TimelineSpan], width: int) -> Iterator[str]:
     """The bar of a span begins and ends where its times lie on the axis, and is never empty."""
     if not spans:
         return

@@ -14,16 +14,18 @@ from pathlib import Path
 
 from hearth.config import ServiceConfig
 from hearth.control.active_request import ActiveRequest
-from hearth.control.ask import Ask, Chat, Stream
 from hearth.control.catalog import Catalog, Entry
 from hearth.control.deploy import DeployOrder, DeployProgress
 from hearth.control.deployments import Deployments
 from hearth.control.driver import Driver
+from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest
 from hearth.control.keys import Keys
 from hearth.control.metrics import Metrics
-from hearth.control.picture import resident_views
+from hearth.control.observer import Observer
+from hearth.control.pool_reports import PoolReports
+from hearth.control.pool_views import resident_views
 from hearth.control.supervisor import Supervisor
-from hearth.control.timeline import Timeline, Timelines
+from hearth.control.timeline import Timeline
 from hearth.control.tokenization import PromptEncoder
 from hearth.control.views import Explanation, Health, ModelView, ProcessView, ResidentView, WorkerView
 from hearth.errors import BadPrompt, BadSampling, PromptTooLong, ServiceError, ShuttingDown
@@ -46,29 +48,29 @@ class Gateway:
     def __init__(
         self,
         config: ServiceConfig,
-        stock: Deployments,
+        deployments: Deployments,
         catalog: Catalog,
-        texts: PromptEncoder,
+        encoder: PromptEncoder,
         driver: Driver,
+        observer: Observer,
+        pools: PoolReports,
         supervisor: Supervisor,
         metrics: Metrics,
         keys: Keys | None,
         kind: str,
     ) -> None:
-        self._config, self._stock, self._catalog = config, stock, catalog
-        self._texts, self._driver, self._supervisor = texts, driver, supervisor
-        self._kind = kind
-        self._timelines = Timelines()
+        self._config, self._deployments, self._catalog = config, deployments, catalog
+        self._encoder, self._driver, self._observer = encoder, driver, observer
+        self._pools, self._supervisor, self._kind = pools, supervisor, kind
         self._is_draining = False
-        self._metrics = metrics
         self.metrics = metrics.registry
         self.keys = keys
         self.admin_token = secrets.token_urlsafe(32)
-        self._watch()
+        self._watch(metrics)
 
     # Questions.
 
-    async def submit(self, ask: Ask) -> Stream:
+    async def submit(self, ask: GenerationRequest) -> AnswerStream:
         """Take a question; its answer arrives in the stream.
 
         Raises:
@@ -76,20 +78,22 @@ class Gateway:
         """
         self._refuse_when_draining()
         arrived_s, arrived_at_s = self._driver.now_s, time.time()
-        entry = self._stock.find(ask.model)
+        entry = self._deployments.find(ask.model)
         _check_tokens(entry, ask.sampling)
         tokenizer = await self._tokenizer(entry)
         prompt = await self._encode(entry, ask.prompt)
         if ask.guide is not None:
-            await self._texts.check_guide(ask.guide)
+            await self._encoder.check_guide(ask.guide)
         self._refuse_when_draining()  # again, and what follows: much may have happened since
         self._refuse_replaced(entry, prompt)
         request_id = RequestId(secrets.token_hex(12))
         model = ModelId(entry.deployed.name)
-        stream = Stream(request_id, model, tokenizer, len(prompt), lambda: self._driver.cancel(request_id))
+        stream = AnswerStream(
+            request_id, model, tokenizer, len(prompt), lambda: self._driver.cancel(request_id)
+        )
         timeline = Timeline(request_id, model, arrived_s, arrived_at_s, len(prompt))
         seed = secrets.randbits(63) if ask.sampling.seed is None else ask.sampling.seed
-        live = ActiveRequest(
+        active = ActiveRequest(
             request_id=request_id,
             model=model,
             digest=entry.deployed.digest,
@@ -98,40 +102,38 @@ class Gateway:
             guide=ask.guide,
             stream=stream,
             transcript=Transcript(tokenizer, ask.sampling),
-            timeline=timeline,
         )
-        self._timelines.add(timeline)
-        self._driver.start(live, ask.sampling.max_tokens, ask.keep_alive_s)
+        self._observer.begin(timeline)
+        self._driver.start(active, ask.sampling.max_tokens, ask.keep_alive_s)
         if stream.error is not None:
             raise stream.error
-        self._metrics.prompt_tokens.inc(len(prompt))
         return stream
 
     async def tokenizer(self, name: str) -> Tokenizer:
-        return await self._tokenizer(self._stock.find(name))
+        return await self._tokenizer(self._deployments.find(name))
 
-    async def encode(self, name: str, prompt: str | list[int] | Chat) -> list[int]:
+    async def encode(self, name: str, prompt: str | list[int] | ChatPrompt) -> list[int]:
         """The tokens of a prompt that the model can take.
 
         Raises:
             HearthError: it cannot.
         """
-        return list(await self._encode(self._stock.find(name), prompt))
+        return list(await self._encode(self._deployments.find(name), prompt))
 
     # Models.
 
     def models(self) -> list[ModelView]:
-        return [self._catalog.view(entry) for entry in self._stock.entries()]
+        return [self._catalog.view(entry) for entry in self._deployments.entries()]
 
     def model(self, name: str) -> ModelView:
-        return self._catalog.view(self._stock.find(name))
+        return self._catalog.view(self._deployments.find(name))
 
     async def deploy(
         self, source: str, name: str | None, dtype: str, quant: str, overwrite: bool
     ) -> AsyncIterator[dict[str, object]]:
         """Progress as it is made; the last one holds the model. Leaving early calls it off."""
         order = DeployOrder(source, name, dtype, quant, self._kind, overwrite)
-        async with aclosing(self._stock.deploy(order)) as told:
+        async with aclosing(self._deployments.deploy(order)) as told:
             async for event in told:
                 if isinstance(event, DeployProgress):
                     yield {"event": "progress", **event.as_json()}
@@ -139,28 +141,27 @@ class Gateway:
                     yield {"event": "done", "model": self._catalog.view(event)}
 
     async def remove(self, name: str) -> None:
-        await self._stock.remove(name)
+        await self._deployments.remove(name)
 
     async def unload(self, name: str, free: bool) -> None:
-        model = ModelId(self._stock.find(name).deployed.name)
+        model = ModelId(self._deployments.find(name).deployed.name)
         self._driver.post(events.ModelStopped(self._driver.now_s, model, free))
 
     # Looking at it.
 
     async def look(self) -> ProcessView:
         """The same as `ps`, after asking the workers."""
-        await self._driver.look(LOOK_S)
+        await self._pools.refresh(LOOK_S)
         return self.ps()
 
     def ps(self) -> ProcessView:
         fleet, now_s = self._driver.fleet, self._driver.now_s
-        residents = resident_views(fleet.residents(now_s), self._driver.pools.pongs, now_s)
+        residents = resident_views(fleet.residents(now_s), self._pools.pongs, now_s)
         workers = tuple(self._worker_views(residents, now_s))
         return ProcessView(workers, residents, fleet.num_waiting, fleet.num_running)
 
     def explain(self, request_id: str) -> Explanation | None:
-        timeline = self._timelines.get(request_id)
-        return None if timeline is None else timeline.explain(self._driver.now_s)
+        return self._observer.explain(request_id, self._driver.now_s)
 
     def health(self) -> Health:
         slots = self._supervisor.slots
@@ -173,7 +174,7 @@ class Gateway:
     async def drain(self) -> None:
         """Take nothing new and wait until what runs has ended."""
         self._is_draining = True
-        await self._driver.idle()
+        await self._driver.requests.wait_empty()
 
     def end_all(self) -> None:
         """What still runs is told that it ends here."""
@@ -182,8 +183,8 @@ class Gateway:
             ShuttingDown(f"the service was shut down and waited {self._config.drain_s:g} s; ask again")
         )
 
-    def _watch(self) -> None:
-        fleet, pools, watch = self._driver.fleet, self._driver.pools, self._metrics.watch
+    def _watch(self, metrics: Metrics) -> None:
+        fleet, pools, watch = self._driver.fleet, self._pools, metrics.watch
         watch("hearth_requests_running", "Requests on workers.", lambda: fleet.num_running)
         watch("hearth_requests_waiting", "Requests that wait for a slot or room.", lambda: fleet.num_waiting)
         watch(
@@ -220,25 +221,25 @@ class Gateway:
     def _refuse_replaced(self, entry: Entry, prompt: tuple[int, ...]) -> None:
         """The tokens are another model's now, or the context has become shorter."""
         name = entry.deployed.name
-        current = self._stock.find(name)
+        current = self._deployments.find(name)
         if current.deployed.digest != entry.deployed.digest:
             raise ServiceError(f"`{name}` was replaced while the request was prepared; ask again")
         _check_prompt(current, prompt)
 
-    async def _encode(self, entry: Entry, prompt: str | list[int] | Chat) -> tuple[int, ...]:
+    async def _encode(self, entry: Entry, prompt: str | list[int] | ChatPrompt) -> tuple[int, ...]:
         tokenizer = await self._tokenizer(entry)
         max_chars = max(MIN_TEXT_CHARS, entry.max_context * MAX_TOKEN_CHARS)
-        tokens = await self._texts.encode(tokenizer, prompt, max_chars)
+        tokens = await self._encoder.encode(tokenizer, prompt, max_chars)
         _check_prompt(entry, tokens)
         return tokens
 
     async def _tokenizer(self, entry: Entry) -> Tokenizer:
-        return await self._texts.tokenizer(entry.deployed.digest, Path(entry.deployed.directory))
+        return await self._encoder.tokenizer(entry.deployed.digest, Path(entry.deployed.directory))
 
     def _worker_views(self, residents: tuple[ResidentView, ...], now_s: float) -> list[WorkerView]:
         views = []
         for slot in self._supervisor.slots:
-            hello, pool = slot.hello, self._driver.pools.view(slot.worker, now_s)
+            hello, pool = slot.hello, self._pools.view(slot.worker, now_s)
             if pool is None:
                 used = sum(one.num_bytes for one in residents if one.worker == slot.worker)
             else:

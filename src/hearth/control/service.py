@@ -25,6 +25,8 @@ from hearth.control.journal import Journal
 from hearth.control.keys import Keys, is_loopback
 from hearth.control.link import WorkerLink
 from hearth.control.metrics import Metrics
+from hearth.control.observer import Observer
+from hearth.control.pool_reports import PoolReports
 from hearth.control.registry import LOOP_WAIT_S, Registry
 from hearth.control.residency import ResidencyReporter
 from hearth.control.supervisor import Supervisor, Vigilance
@@ -65,13 +67,14 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         journal = Journal(data_dir.journal_path(), brain, service.journal_bytes)
         stack.callback(journal.close)
         metrics = Metrics()
-        driver = Driver(Fleet(brain), journal, metrics, catalog.host_order, config.engine.max_seqs)
-        hearing = FactDecoder(asyncio.get_running_loop(), driver.runs, driver.hear)
-        stack.callback(hearing.close)
-        texts = PromptEncoder(service.template_s)
-        stack.callback(texts.close)
+        observer, pools = Observer(metrics), PoolReports()
+        driver = Driver(*(Fleet(brain), journal, observer, pools, catalog.host_order, config.engine.max_seqs))
+        decoder = FactDecoder(asyncio.get_running_loop(), driver.requests.by_run, driver.receive)
+        stack.callback(decoder.close)
+        encoder = PromptEncoder(service.template_s)
+        stack.callback(encoder.close)
         socket = _keeper_socket(data_dir, stack)
-        receiver = _Switchboard(catalog, driver, hearing)
+        receiver = _Switchboard(catalog, driver, decoder)
         server = await asyncio.get_running_loop().create_server(
             lambda: WorkerLink(receiver.secret, receiver.expects, receiver), "127.0.0.1", 0
         )
@@ -98,15 +101,15 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         keeper = KeeperClient(socket)
         residency = ResidencyReporter(keeper, catalog, driver)
         stack.push_async_callback(residency.close)
-        driver.on_residency = residency.ask
-        stock = Deployments(registry, catalog, driver, keeper, data_dir)
+        driver.add_sink(residency.observe)
+        deployments = Deployments(registry, catalog, driver, keeper, data_dir)
         gateway = Gateway(
-            *(service, stock, catalog, texts, driver, supervisor, metrics),
+            *(service, deployments, catalog, encoder, driver, observer, pools, supervisor, metrics),
             keys=keys_of(service, data_dir),
             kind=devices.kind,
         )
         yield gateway
-        driver.is_closing = True
+        observer.close()
 
 
 def suited(config: HearthConfig, devices: Devices) -> HearthConfig:
@@ -143,10 +146,10 @@ def keys_of(service: ServiceConfig, data_dir: DataDir) -> Keys | None:
 class _Switchboard:
     """Where links report to: the supervisor and the driver, each what concerns it."""
 
-    def __init__(self, catalog: Catalog, driver: Driver, hearing: FactDecoder) -> None:
+    def __init__(self, catalog: Catalog, driver: Driver, decoder: FactDecoder) -> None:
         self.secret = secrets.token_bytes(32)
         self.supervisor: Supervisor | None = None  #: set before anyone can connect
-        self._catalog, self._driver, self._hearing = catalog, driver, hearing
+        self._catalog, self._driver, self._decoder = catalog, driver, decoder
 
     def expects(self, worker: WorkerId) -> bool:
         return self.supervisor is not None and self.supervisor.expects(worker)
@@ -159,12 +162,12 @@ class _Switchboard:
         self._driver.joined(link, hello)
 
     def received(self, link: WorkerLink, body: bytes) -> None:
-        self._hearing.heard(link, body)
+        self._decoder.decode(link, body)
 
     def left(self, link: WorkerLink) -> None:
         assert self.supervisor is not None, "nobody is expected before it is there"
         self.supervisor.left(link)
-        self._hearing.left(link)
+        self._decoder.left(link)
 
 
 def _keeper_socket(data_dir: DataDir, stack: AsyncExitStack) -> Path:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from hearth.control.ask import Chat
+from hearth.control.generation import ChatPrompt
 from hearth.errors import ModelError, PromptTooLong
 from hearth.messages import GuideOrder
 from hearth.text.grammar import check_guide
@@ -46,11 +46,11 @@ class PromptEncoder:
         return await asyncio.shield(known)  # whoever waits may leave; others wait for the same
 
     async def encode(
-        self, tokenizer: Tokenizer, prompt: str | list[int] | Chat, max_chars: int
+        self, tokenizer: Tokenizer, prompt: str | list[int] | ChatPrompt, max_chars: int
     ) -> tuple[int, ...]:
         """Raises PromptTooLong for text of more characters than `max_chars`: tokenising it takes long."""
         match prompt:
-            case Chat():
+            case ChatPrompt():
                 return await self._away(lambda: self._render(tokenizer, prompt, max_chars))
             case str():
                 _check_length(prompt, max_chars)
@@ -65,7 +65,7 @@ class PromptEncoder:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _render(self, tokenizer: Tokenizer, chat: Chat, max_chars: int) -> tuple[int, ...]:
+    def _render(self, tokenizer: Tokenizer, chat: ChatPrompt, max_chars: int) -> tuple[int, ...]:
         extra = dict(chat.extra)
         has_turn = extra.pop("add_generation_prompt", True) is not False
         text = tokenizer.chat_text(chat.messages, chat.tools, has_turn, limit_s=self._template_s, **extra)

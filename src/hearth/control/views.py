@@ -96,7 +96,7 @@ class ProcessView:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class TimelineMark:
     """A moment on a request's timeline."""
 
     at_s: float  #: since the arrival of the request
@@ -112,7 +112,7 @@ class RungView:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimelineSpan:
     """A phase of a request's life, for the waterfall."""
 
     what: str  #: queue, load, prefill, decode, ...
@@ -146,8 +146,8 @@ class Explanation:
     rungs: tuple[RungView, ...]  #: where the other bytes of the load came from
     num_preemptions: int
     num_resumes: int
-    spans: tuple[Span, ...]
-    marks: tuple[Mark, ...]
+    spans: tuple[TimelineSpan, ...]
+    marks: tuple[TimelineMark, ...]
 
 
 @dataclass(frozen=True, slots=True)

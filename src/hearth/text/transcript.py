@@ -11,7 +11,7 @@ from hearth.types import FinishReason, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextDelta:
     """What one token adds."""
 
     text: str
@@ -28,7 +28,7 @@ class Transcript:
         self._keeps_stop_token = params.include_stop_str_in_output
         self._num_tokens = 0
 
-    def push(self, token: int, finish_reason: FinishReason | None) -> Piece:
+    def push(self, token: int, finish_reason: FinishReason | None) -> TextDelta:
         """Take the next token; a stop string that it completes ends the answer."""
         self._num_tokens += 1
         is_hidden = finish_reason is FinishReason.STOP and not self._keeps_stop_token
@@ -40,6 +40,6 @@ class Transcript:
         else:
             match = self._stops.push(text)
             if match.stopped:
-                return Piece(match.text, FinishReason.STOP)
+                return TextDelta(match.text, FinishReason.STOP)
             safe = match.text
-        return Piece(safe + (self._stops.flush() if finish_reason is not None else ""), finish_reason)
+        return TextDelta(safe + (self._stops.flush() if finish_reason is not None else ""), finish_reason)

@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from hearth.api.logprobs import chat_logprobs, completion_logprobs
-from hearth.control.ask import Ask, Piece
+from hearth.control.generation import GenerationRequest, TokenDelta
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.tools import ToolFormat, ToolParser
 
@@ -24,7 +24,7 @@ class Form:
     before_text: bytes
     after_text: bytes
     empty: bytes  #: a chunk that adds nothing
-    logprobs: Callable[[Tokenizer, Sequence[Piece], int], object]
+    logprobs: Callable[[Tokenizer, Sequence[TokenDelta], int], object]
 
 
 CHAT = Form(
@@ -64,7 +64,7 @@ class ToolUse:
 @dataclass(frozen=True, slots=True)
 class Question:
     form: Form
-    asks: list[Ask]  #: one per choice, all choices of a prompt in a row
+    asks: list[GenerationRequest]  #: one per choice, all choices of a prompt in a row
     num_answers: int  #: choices per prompt
     is_stream: bool
     includes_usage: bool  #: in a stream; a whole answer always does

@@ -1,4 +1,4 @@
-"""A worker's memory as the service shows it: whose bytes, for what, in use or kept. Pure; asks nobody.
+"""Views of the workers' memory: whose bytes, for what, in use or kept. Pure; asks nobody.
 
 The parts of a pool are disjoint and make up its budget:
 
@@ -19,8 +19,8 @@ from hearth.policy.fleet.events import Resident, State
 from hearth.types import Hold, WorkerId
 
 
-def parts(pong: Pong) -> tuple[PartView, ...]:
-    """Those that hold something, models in the order of their names, then what belongs to no one of them."""
+def pool_parts(pong: Pong) -> tuple[PartView, ...]:
+    """Return the parts of a pool that hold something: by model name, then what belongs to no one model."""
     uses = sorted(pong.models, key=lambda use: use.model)
     found = [part for use in uses for part in _parts_of(use)]
     shared_bytes = _shared_once_bytes(pong)
@@ -37,9 +37,9 @@ def parts(pong: Pong) -> tuple[PartView, ...]:
 def resident_views(
     residents: Sequence[Resident], pongs: Mapping[WorkerId, Pong], now_s: float
 ) -> tuple[ResidentView, ...]:
-    """The models that the brain has on workers, and those of which bytes are left there.
+    """Return views of the models that the brain has on workers, and of those of which bytes are left there.
 
-    What the brain has promised is told of those that a worker has not spoken of yet.
+    Of a model that its worker has not reported yet, the view tells what the brain has promised.
     """
     hosted = {(one.worker, one.model): one for one in residents}
     used = {(worker, use.model): use for worker, pong in pongs.items() for use in pong.models}
@@ -54,7 +54,7 @@ def resident_views(
 
 
 def _parts_of(use: ModelUse) -> Iterator[PartView]:
-    """Without the bytes that it shares: they belong to several."""
+    """Yield the parts of one model, without the bytes that it shares: they belong to several."""
     yield PartView("weights", _weights_state(use), use.model, use.weights_bytes - use.shared_bytes)
     # The worker counts blocks and bytes at two moments, so there may be less memory than blocks would take.
     used_bytes = min(use.kv_bytes, use.kv_used_blocks * use.block_bytes)
@@ -69,7 +69,7 @@ def _weights_state(use: ModelUse) -> str:
 
 
 def _shared_once_bytes(pong: Pong) -> int:
-    """Every model counts what it shares; how many share it is only seen from what the pool has left."""
+    """Return the bytes that models share, counted once: it follows from what the pool has left."""
     most_bytes = sum(use.shared_bytes for use in pong.models)
     own_bytes = sum(use.weights_bytes - use.shared_bytes + use.kv_bytes for use in pong.models)
     others_bytes = pong.free_bytes + pong.workspace_bytes + pong.lost_bytes
@@ -78,7 +78,10 @@ def _shared_once_bytes(pong: Pong) -> int:
 
 
 def _used_view(worker: WorkerId, use: ModelUse, one: Resident | None, now_s: float) -> ResidentView:
-    """Its state is the brain's: what that does not know of any more is retired, or about to be."""
+    """Return the view of a model that its worker has reported.
+
+    Its state is the brain's; a model that the brain does not know any more is retired, or about to be.
+    """
     loading = one if one is not None and one.state is State.LOADING else None
     return ResidentView(
         model=use.model,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hearth.control.picture import parts, resident_views
-from hearth.control.pools import PARTS
+from hearth.control.pool_reports import PARTS
+from hearth.control.pool_views import pool_parts, resident_views
 from hearth.control.views import PartView
 from hearth.messages import ModelUse, Pong
 from hearth.policy.fleet.events import Resident, State
@@ -33,7 +33,7 @@ def resident(model: ModelId, state: State, **fields: int) -> Resident:
 def test_a_part_says_whose_it_is_what_it_holds_and_whether_it_is_in_use() -> None:
     busy = use(A, kv_bytes=200, kv_blocks=15, kv_used_blocks=5, kv_cached_blocks=3, block_bytes=10)
     retired = use(B, Hold.RETAINED, is_hosted=False, weights_bytes=60)
-    assert parts(pong(retired, busy, free=580, workspace=50, lost=10)) == (
+    assert pool_parts(pong(retired, busy, free=580, workspace=50, lost=10)) == (
         PartView("weights", "active", "a", 100),
         PartView("kv", "active", "a", 50),
         PartView("kv", "retained", "a", 30),
@@ -47,7 +47,7 @@ def test_a_part_says_whose_it_is_what_it_holds_and_whether_it_is_in_use() -> Non
 
 def test_bytes_that_several_share_are_shown_once_and_as_nobodys_own() -> None:
     shared = [use(model, Hold.RETAINED, shared_bytes=90) for model in (A, B)]
-    assert parts(pong(*shared, free=890)) == (
+    assert pool_parts(pong(*shared, free=890)) == (
         PartView("weights", "retained", "a", 10),
         PartView("weights", "retained", "b", 10),
         PartView("weights", "retained", None, 90),
@@ -57,7 +57,7 @@ def test_bytes_that_several_share_are_shown_once_and_as_nobodys_own() -> None:
 
 def test_bytes_that_are_lost_are_not_taken_for_shared_ones() -> None:
     shared = [use(model, Hold.RETAINED, shared_bytes=90) for model in (A, B)]
-    assert parts(pong(*shared, free=880, lost=10))[2:] == (
+    assert pool_parts(pong(*shared, free=880, lost=10))[2:] == (
         PartView("weights", "retained", None, 90),
         PartView("lost", "spare", None, 10),
         PartView("free", "spare", None, 880),
@@ -65,7 +65,9 @@ def test_bytes_that_are_lost_are_not_taken_for_shared_ones() -> None:
 
 
 def test_shared_bytes_are_in_use_when_one_of_those_who_share_them_is() -> None:
-    told = parts(pong(use(A, Hold.RETAINED, shared_bytes=90), use(B, Hold.WARM, shared_bytes=90), free=890))
+    told = pool_parts(
+        pong(use(A, Hold.RETAINED, shared_bytes=90), use(B, Hold.WARM, shared_bytes=90), free=890)
+    )
     assert PartView("weights", "active", None, 90) in told
 
 
@@ -102,7 +104,7 @@ def pongs(draw: st.DrawFn) -> Pong:
 @settings(max_examples=200)
 @given(pongs())
 def test_parts_are_of_known_kinds_and_make_up_the_budget(told: Pong) -> None:
-    found = parts(told)
+    found = pool_parts(told)
     assert sum(part.num_bytes for part in found) == told.budget_bytes
     by_kind = {kind: sum(part.num_bytes for part in found if part.kind == kind) for kind, _ in PARTS}
     assert (by_kind["free"], by_kind["lost"]) == (told.free_bytes, told.lost_bytes)

@@ -1,4 +1,4 @@
-"""A question as the gateway takes it, and its answer as it comes back. Speaks no HTTP and knows no worker."""
+"""A generation request as the gateway takes it, and the stream of its answer. Knows no HTTP, no worker."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hearth.types import FinishReason, ModelId, RequestId, SamplingParams, Token
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
-    """Rendered by the model's chat template; `extra` reaches the template under its own names."""
+class ChatPrompt:
+    """A conversation that the model's chat template renders; `extra` reaches it under its own names."""
 
     messages: Sequence[Message]
     tools: Sequence[Json] | None = None
@@ -23,17 +23,19 @@ class Chat:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class GenerationRequest:
+    """One prompt that is to be continued once, as an endpoint has understood it."""
+
     model: str  #: a name or an alias
-    prompt: str | list[int] | Chat
+    prompt: str | list[int] | ChatPrompt
     sampling: SamplingParams
     guide: GuideOrder | None = None
     keep_alive_s: float | None = None  #: infinite pins the model; None: as it is configured
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What one token adds to an answer; its text may be empty."""
+class TokenDelta:
+    """A token of an answer and the text that it adds, which may be empty."""
 
     text: str
     token: int
@@ -41,7 +43,7 @@ class Piece:
     finish_reason: FinishReason | None  #: nothing follows after one
 
 
-class Stream:
+class AnswerStream:
     """The answer to one request. Mutable; used on the event loop alone. One task reads it."""
 
     def __init__(
@@ -56,30 +58,30 @@ class Stream:
         self.model = model
         self.tokenizer = tokenizer
         self.num_prompt_tokens = num_prompt_tokens
-        self.num_cached_tokens = 0  #: of the prompt; known with the first piece
+        self.num_cached_tokens = 0  #: of the prompt; known with the first token
         self.is_ended = False  #: everything was delivered, or it was closed
         self._cancel = cancel
-        self._pieces: list[Piece] = []
+        self._deltas: list[TokenDelta] = []
         self._error: HearthError | None = None
         self._wakeup: asyncio.Future[None] | None = None
 
-    async def next(self, timeout_s: float | None = None) -> list[Piece]:
-        """All pieces that are there, waiting for the first; [] if none came in time.
+    async def next(self, timeout_s: float | None = None) -> list[TokenDelta]:
+        """Return all tokens that are there, waiting for the first; [] if none came in time.
 
         Raises:
             HearthError: the request ended without an answer; nothing follows.
         """
-        if not self._pieces and self._error is None:
+        if not self._deltas and self._error is None:
             await self._wait(timeout_s)
-        if self._pieces:
-            pieces, self._pieces = self._pieces, []
-            return pieces
+        if self._deltas:
+            deltas, self._deltas = self._deltas, []
+            return deltas
         if self._error is not None:
             raise self._error
         return []
 
     async def _wait(self, timeout_s: float | None) -> None:
-        """A bare timer: `asyncio.wait` would cost more than all else that is done for a token."""
+        """Wait with a bare timer: `asyncio.wait` would cost more than all else that is done for a token."""
         loop = asyncio.get_running_loop()
         self._wakeup = loop.create_future()
         timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)
@@ -92,20 +94,20 @@ class Stream:
 
     @property
     def error(self) -> HearthError | None:
-        """Why it ended without an answer."""
+        """The reason why the request ended without an answer; None: it has not."""
         return self._error
 
     def close(self) -> None:
-        """Whoever reads has gone, or is done. A request that still runs is cancelled."""
+        """Stop reading. A request that still runs is cancelled."""
         if not self.is_ended:
             self.is_ended = True
             self._cancel()
 
     # For the gateway.
 
-    def put(self, pieces: Sequence[Piece]) -> None:
-        self._pieces += pieces
-        self.is_ended = self.is_ended or pieces[-1].finish_reason is not None
+    def put(self, deltas: Sequence[TokenDelta]) -> None:
+        self._deltas += deltas
+        self.is_ended = self.is_ended or deltas[-1].finish_reason is not None
         self._wake()
 
     def fail(self, error: HearthError) -> None:
