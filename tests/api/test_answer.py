@@ -135,7 +135,7 @@ def test_a_deployment_that_takes_long_says_so(gateway: FakeGateway) -> None:
             json.dumps({"source": "/models/x"}).encode(),
             lambda data: goes_on.set() if b"waiting" in data else None,
         )
-        await connection.run(app_of(gateway, heartbeat_s=0.01), "/api/models")
+        await connection.run(app_of(gateway, heartbeat_s=0.01), "/hearth/models")
         return connection.received
 
     received = asyncio.run(talk())
@@ -159,7 +159,7 @@ def test_a_deployment_whose_client_leaves_is_called_off(gateway: FakeGateway) ->
 
         gateway.deploy = deploy  # type: ignore[assignment, method-assign] # one that takes for ever
         connection = Connection(json.dumps({"source": "/models/x"}).encode())
-        running = asyncio.create_task(connection.run(app_of(gateway), "/api/models"))
+        running = asyncio.create_task(connection.run(app_of(gateway), "/hearth/models"))
         await begun.wait()
         connection.is_gone.set()
         await running

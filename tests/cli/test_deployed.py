@@ -93,7 +93,7 @@ def test_through_a_service_paths_are_whole(
     shown = hearth("deploy", "m", "--name", "new", "--quant", "fp8", "--url", service.url)
 
     assert shown.out.startswith("deployed new: 538 MiB, float32, in ")
-    (body,) = service.bodies("/api/models")
+    (body,) = service.bodies("/hearth/models")
     assert body == {
         "source": str(tmp_path / "m"),
         **{"name": "new", "dtype": "auto", "quant": "fp8", "overwrite": False},
@@ -105,7 +105,7 @@ def test_a_service_may_have_what_this_machine_lacks(
 ) -> None:
     hearth("deploy", "hf:ORG/NAME", "--url", service.url)
     hearth("deploy", "/only/there", "--url", service.url)
-    sources = [dict(body)["source"] for body in service.bodies("/api/models")]  # type: ignore[call-overload]
+    sources = [dict(body)["source"] for body in service.bodies("/hearth/models")]  # type: ignore[call-overload]
     assert sources == ["hf:ORG/NAME", "/only/there"]
 
 

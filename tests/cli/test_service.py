@@ -69,7 +69,7 @@ def test_ps_json_is_what_the_service_says(hearth: Hearth, recorded: FakeService)
 def test_stop_lets_a_model_go(hearth: Hearth, recorded: FakeService, free: bool) -> None:
     shown = hearth("stop", "smol", *(["--free"] if free else []))
     assert (shown.code, shown.out.startswith("smol ")) == (0, True)
-    assert recorded.asked == [("POST", "/api/models/smol/unload", {"free": free})]
+    assert recorded.asked == [("POST", "/hearth/models/smol/unload", {"free": free})]
 
 
 def test_a_key_that_is_given_beats_the_token(hearth: Hearth, recorded: FakeService) -> None:

@@ -1,4 +1,8 @@
-"""Hearth's own routes: what is deployed and running, deploying and removing, health and metrics."""
+"""Hearth's own routes: what is deployed and running, deploying and removing, health and metrics.
+
+They lie under `/hearth`, away from `/api`, where clients of Ollama expect Ollama's format; `/health` and
+`/metrics` lie where scrapers look for them. Answers no prompts: that is `openai.py`.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ from hearth.api.answer import SSE_HEADERS, WAITING, unless_gone
 from hearth.api.answer_spec import CHAT, COMPLETION
 from hearth.api.body import Strict, Text
 from hearth.api.errors import hearth_error_object
+from hearth.api.guard import MODELS_PATH
 from hearth.api.openai import as_json
 from hearth.errors import ConfigError, HearthError, RequestError, UnknownRequest
 from hearth.version import hearth_version
@@ -46,7 +51,7 @@ class UnloadBody(Strict):
 
 
 def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
-    routes = APIRouter(prefix="/api/models", tags=["Models"])
+    routes = APIRouter(prefix=MODELS_PATH, tags=["Models"])
 
     @routes.get("", summary="List the deployed models")
     async def list_models() -> Response:
@@ -88,15 +93,15 @@ def service_routes(gateway: Gateway) -> APIRouter:
     async def metrics() -> Response:
         return Response(generate_latest(gateway.metrics), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    @routes.get("/api/version", summary="The version of the service")
+    @routes.get("/hearth/version", summary="The version of the service")
     async def version() -> Response:
         return as_json({"version": hearth_version()})
 
-    @routes.get("/api/ps", summary="What is resident and running where")
+    @routes.get("/hearth/ps", summary="What is resident and running where")
     async def ps() -> Response:
         return as_json(await gateway.look())
 
-    @routes.get("/api/requests/{request_id}", summary="What happened to a request, and why")
+    @routes.get("/hearth/requests/{request_id}", summary="What happened to a request, and why")
     async def explain(request_id: str) -> Response:
         """Takes a request's id or that of its answer."""
         plain = request_id.removeprefix(CHAT.id_prefix).removeprefix(COMPLETION.id_prefix)

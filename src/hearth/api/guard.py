@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 32 << 10
 OPEN_PATHS = frozenset(["/health"])
+MODELS_PATH = "/hearth/models"  #: where models are listed, and admins alone deploy, remove and unload
 IS_ADMIN = "hearth.is_admin"  #: in the scope of a request
 
 
@@ -119,7 +120,7 @@ class Guard:
 
 
 def _is_for_admins(scope: Scope) -> bool:
-    return scope["path"].startswith("/api/models") and scope["method"] not in ("GET", "HEAD")
+    return scope["path"].startswith(MODELS_PATH) and scope["method"] not in ("GET", "HEAD")
 
 
 def _header_bytes(scope: Scope) -> int:

@@ -124,23 +124,23 @@ class Client:
             return self._decoded(response.read(), Health)
 
     def models(self) -> list[ModelView]:
-        return self._get("/api/models", list[ModelView])
+        return self._get("/hearth/models", list[ModelView])
 
     def model(self, name: str) -> ModelView:
-        return self._get(f"/api/models/{_segment(name)}", ModelView)
+        return self._get(f"/hearth/models/{_segment(name)}", ModelView)
 
     def ps(self) -> ProcessView:
-        return self._get("/api/ps", ProcessView)
+        return self._get("/hearth/ps", ProcessView)
 
     def explain(self, request_id: str) -> Explanation:
-        return self._get(f"/api/requests/{_segment(request_id)}", Explanation)
+        return self._get(f"/hearth/requests/{_segment(request_id)}", Explanation)
 
     def remove(self, name: str) -> None:
-        with self._answered("DELETE", f"/api/models/{_segment(name)}"):
+        with self._answered("DELETE", f"/hearth/models/{_segment(name)}"):
             pass
 
     def unload(self, name: str, free: bool) -> None:
-        with self._answered("POST", f"/api/models/{_segment(name)}/unload", {"free": free}):
+        with self._answered("POST", f"/hearth/models/{_segment(name)}/unload", {"free": free}):
             pass
 
     def deploy(
@@ -150,7 +150,7 @@ class Client:
         from hearth.control.deploy import DeployProgress
 
         body = {"source": source, "name": name, "dtype": dtype, "quant": quant, "overwrite": overwrite}
-        with self._answered("POST", "/api/models", body, is_stream=True) as response:
+        with self._answered("POST", "/hearth/models", body, is_stream=True) as response:
             for data in _server_sent(response.iter_bytes()):
                 event = self._streamed(data, _Event)
                 if event.model is not None:
