@@ -35,10 +35,10 @@ MODEL = ModelView(
 )
 
 
-def pieces(
+def tokens_of(
     *texts: str, finish: FinishReason | None = FinishReason.STOP, tokens: Sequence[int] | None = None
 ) -> list[TokenDelta]:
-    """One per text; the last one ends the answer."""
+    """One token per text; the last one ends the answer."""
     ids = tokens if tokens is not None else range(300, 300 + len(texts))
     made = [TokenDelta(text, token, None, None) for text, token in zip(texts, ids, strict=True)]
     last = made[-1]
@@ -46,7 +46,7 @@ def pieces(
 
 
 def with_logprobs(made: Sequence[TokenDelta]) -> list[TokenDelta]:
-    """The chosen token with -0.5, token 301 as the best one, token 302 as impossible."""
+    """Tokens with a logprob of -0.5, token 301 as the best one, token 302 as impossible."""
     top = (TokenLogprob(301, -0.25), TokenLogprob(302, float("-inf")))
     return [TokenDelta(one.text, one.token, TokenLogprobs(-0.5, top), one.finish_reason) for one in made]
 
@@ -59,16 +59,16 @@ class FakeKeys:
 
 @dataclass
 class FakeGateway:
-    """Mutable; used on one event loop. `script` plays one stream and says what arrives in it."""
+    """Mutable; used on one event loop. `script` plays one stream: it puts what arrives there."""
 
     tokenizer_: Tokenizer
-    script: Callable[[AnswerStream], None] = lambda stream: stream.put(pieces("Hel", "lo"))
+    script: Callable[[AnswerStream], None] = lambda stream: stream.put(tokens_of("Hel", "lo"))
     refusal: HearthError | None = None
     status: str = "ok"
     keys: FakeKeys | None = None
     admin_token: str = "admin-token"
     metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
-    asks: list[GenerationRequest] = field(default_factory=list)
+    requests: list[GenerationRequest] = field(default_factory=list)
     encoded: list[str | list[int] | ChatPrompt] = field(default_factory=list)
     streams: list[AnswerStream] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -80,8 +80,8 @@ class FakeGateway:
     def __post_init__(self) -> None:
         Counter("hearth_test", "Something to see.", registry=self.metrics).inc()
 
-    async def submit(self, ask: GenerationRequest) -> AnswerStream:
-        self.asks.append(ask)
+    async def submit(self, request: GenerationRequest) -> AnswerStream:
+        self.requests.append(request)
         if self.refusal is not None:
             raise self.refusal
         request_id = RequestId(f"r{len(self.streams)}")

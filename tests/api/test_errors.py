@@ -63,7 +63,7 @@ def test_a_wrong_field_is_named_with_its_limit_and_value(
     assert response.status_code == 400
     assert message in error["message"]
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, "bad_request")
-    assert gateway.asks == []
+    assert gateway.requests == []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""What an answer has to be like: the questions behind it and the form in which it is told."""
+"""The specification of an answer: the generation requests behind it and the format of an endpoint.
+
+Sends nothing and generates nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,15 @@ from hearth.text.tools import ToolFormat, ToolParser
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """How one endpoint spells its answers. The bytes are JSON: what stands between a choice's index and its
-    logprobs."""
+class AnswerFormat:
+    """The way in which one endpoint spells its answers.
+
+    The bytes are JSON: what stands between a choice's index and its logprobs.
+    """
 
     id_prefix: str
-    whole: str  #: the name of the object, when it is sent in one
-    chunk: str  #: and in pieces
+    whole: str  #: the name of the object when it is sent as one
+    chunk: str  #: the name of each object of a stream
     first: bytes | None  #: what the first chunk of a choice has; None: there is no such chunk
     before_text: bytes
     after_text: bytes
@@ -27,7 +32,7 @@ class Form:
     logprobs: Callable[[Tokenizer, Sequence[TokenDelta], int], object]
 
 
-CHAT = Form(
+CHAT = AnswerFormat(
     id_prefix="chatcmpl-",
     whole="chat.completion",
     chunk="chat.completion.chunk",
@@ -37,7 +42,7 @@ CHAT = Form(
     empty=b'"delta":{}',
     logprobs=chat_logprobs,
 )
-COMPLETION = Form(
+COMPLETION = AnswerFormat(
     id_prefix="cmpl-",
     whole="text_completion",
     chunk="text_completion",
@@ -51,7 +56,7 @@ COMPLETION = Form(
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How calls are found in an answer."""
+    """The format and the names by which calls of tools are found in an answer."""
 
     format: ToolFormat
     names: AbstractSet[str]
@@ -62,9 +67,11 @@ class ToolUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    form: Form
-    asks: list[GenerationRequest]  #: one per choice, all choices of a prompt in a row
+class AnswerSpec:
+    """One answer to a client, of one or several choices."""
+
+    format: AnswerFormat
+    requests: list[GenerationRequest]  #: one per choice, all choices of a prompt in a row
     num_answers: int  #: choices per prompt
     is_stream: bool
     includes_usage: bool  #: in a stream; a whole answer always does
@@ -74,4 +81,4 @@ class Question:
 
     @property
     def has_logprobs(self) -> bool:
-        return self.asks[0].sampling.logprobs is not None
+        return self.requests[0].sampling.logprobs is not None
