@@ -14,7 +14,7 @@ import pytest
 
 from hearth.config import HearthConfig, ModelConfig
 from hearth.control import deployments as deployments_module
-from hearth.control.catalog import Catalog, Entry
+from hearth.control.catalog import Catalog, CatalogEntry
 from hearth.control.datadir import DataDir
 from hearth.control.deploy import DeployOrder, remove_files
 from hearth.control.deployer import carry_out
@@ -24,7 +24,7 @@ from hearth.control.journal import Journal
 from hearth.control.metrics import Metrics
 from hearth.control.observer import Observer
 from hearth.control.pool_reports import PoolReports
-from hearth.control.registry import Deployed, Place, Registry
+from hearth.control.registry import Deployed, ModelLocation, Registry
 from hearth.errors import ConfigError, NameTaken, StoreError, UnknownModel
 from hearth.policy.fleet.events import BrainConfig
 from hearth.policy.fleet.fleet import Fleet
@@ -64,10 +64,12 @@ class Shop:
     def brain_knows(self) -> set[str]:
         return set(self.driver.fleet.models)
 
-    async def deploy(self, source: Path, name: str, quant: str = "none", overwrite: bool = False) -> Entry:
+    async def deploy(
+        self, source: Path, name: str, quant: str = "none", overwrite: bool = False
+    ) -> CatalogEntry:
         order = DeployOrder(str(source), name, quant=quant, overwrite=overwrite)
         *_, entry = [event async for event in self.deployments.deploy(order)]
-        assert isinstance(entry, Entry)
+        assert isinstance(entry, CatalogEntry)
         return entry
 
     def close(self) -> None:
@@ -184,7 +186,7 @@ def test_of_two_deployments_of_a_name_at_once_one_is_refused_and_leaves_nothing(
         outcomes = await asyncio.gather(
             *(shop.deploy(checkpoint, "tiny") for _ in range(2)), return_exceptions=True
         )
-        (entry,) = [one for one in outcomes if isinstance(one, Entry)]
+        (entry,) = [one for one in outcomes if isinstance(one, CatalogEntry)]
         assert [type(one) for one in outcomes if one is not entry] == [NameTaken]
         assert list(data_dir.models_path.iterdir()) == [Path(entry.deployed.directory)]
 
@@ -193,12 +195,12 @@ def test_of_two_deployments_of_a_name_at_once_one_is_refused_and_leaves_nothing(
 
 def test_a_model_whose_files_went_meanwhile_is_not_registered(data_dir: DataDir, checkpoint: Path) -> None:
     deployed = carry_out(DeployOrder(str(checkpoint), "tiny"), data_dir, lambda *_: None)
-    remove_files(deployed.place, data_dir)
+    remove_files(deployed.location, data_dir)
 
     async def scene(shop: Shop) -> None:
         with pytest.raises(StoreError, match="the files of `tiny` were removed meanwhile; deploy it again"):
             shop.deployments._register(deployed, overwrite=False)
-        assert shop.registry.places() == []
+        assert shop.registry.locations() == []
 
     with_shop(data_dir, scene)
 
@@ -209,7 +211,7 @@ def test_files_are_deleted_away_from_the_event_loop_and_whoever_asked_may_leave(
     made(data_dir, checkpoint, "tiny")
     begun, may_go_on = threading.Event(), threading.Event()
 
-    def slow(place: Place, data_dir: DataDir) -> None:
+    def slow(place: ModelLocation, data_dir: DataDir) -> None:
         begun.set()
         assert may_go_on.wait(60)
         remove_files(place, data_dir)

@@ -68,7 +68,7 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSpec:
-    """One answer to a client, of one or several choices."""
+    """The answer that a client wants, of one or several choices."""
 
     format: AnswerFormat
     requests: list[GenerationRequest]  #: one per choice, all choices of a prompt in a row

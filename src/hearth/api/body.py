@@ -65,7 +65,7 @@ class ResponseFormat(Strict):
 
 
 class Body(Strict):
-    """How to sample and how to answer, in chat and in plain completions."""
+    """The fields of chat and of plain completions: how to sample and how to answer."""
 
     model: Text = Field(description="The name or an alias of a deployed model.", min_length=1, max_length=256)
     stream: bool | None = Field(None, description="Send the answer in pieces, as server-sent events.")

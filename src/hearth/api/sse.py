@@ -1,4 +1,4 @@
-"""One choice of an answer as server-sent events. Knows no connection.
+"""Turns the choices of an answer into server-sent events. Knows no connection.
 
 This is the hot path: ten thousand tokens a second come through here, each an event of its own. So all that
 does not change is turned into bytes once per choice, and only a token's text is encoded when it comes.

@@ -31,7 +31,7 @@ LETTERS, LAST, SHARED, NOBODY = ascii_letters + digits, "?", "*", " "
 #: What a pool had to do otherwise than wished, for people.
 FALLBACKS = {"address": "at another address than planned"}
 
-Keys = Mapping[tuple[str, str], str]
+LegendKeys = Mapping[tuple[str, str], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def signs_for(encoding: str) -> Mapping[str, str]:
     return UNICODE
 
 
-def keys_of(models: Sequence[ResidentView]) -> Keys:
+def keys_of(models: Sequence[ResidentView]) -> LegendKeys:
     """A letter for each model of a worker, by worker and model."""
     keys = {}
     for worker, there in groupby(models, key=lambda model: model.worker):
@@ -67,7 +67,7 @@ def keys_of(models: Sequence[ResidentView]) -> Keys:
     return keys
 
 
-def pool_lines(worker: WorkerView, keys: Keys, signs: Mapping[str, str], width: int) -> Iterator[Text]:
+def pool_lines(worker: WorkerView, keys: LegendKeys, signs: Mapping[str, str], width: int) -> Iterator[Text]:
     """After an empty line. None of a worker that has not told of its memory yet."""
     pool = worker.pool
     if pool is None:
@@ -98,7 +98,7 @@ def fallbacks(worker: WorkerView) -> Iterator[str]:
             yield f"fallback {name}: {number} {FALLBACKS.get(name, 'times')}"
 
 
-def _stretches(worker: str, parts: Sequence[PartView], keys: Keys) -> list[_Stretch]:
+def _stretches(worker: str, parts: Sequence[PartView], keys: LegendKeys) -> list[_Stretch]:
     looks = [(_meaning(part), _key(worker, part, keys), part.num_bytes) for part in parts]
     return [
         _Stretch(meaning, key, sum(num_bytes for _, _, num_bytes in alike))
@@ -112,7 +112,7 @@ def _meaning(part: PartView) -> str:
     return "KV" if part.kind == "kv" else part.kind
 
 
-def _key(worker: str, part: PartView, keys: Keys) -> str:
+def _key(worker: str, part: PartView, keys: LegendKeys) -> str:
     if part.model is not None:
         return keys.get((worker, part.model), LAST)
     return SHARED if part.kind == "weights" else NOBODY

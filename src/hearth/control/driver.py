@@ -44,7 +44,7 @@ Sink = Callable[[Event, Sequence[Action]], None]
 
 
 class Driver:
-    """Mutable; used on the event loop alone."""
+    """The one task that owns the fleet. Mutable; used on the event loop alone."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from hearth.types import ModelId, WorkerId
 
 @dataclass(slots=True)
 class LoadLog:
-    """One load; the timelines of all requests that wait for it share it. Mutable; written by the observer."""
+    """The log of one load, which all requests that wait for it share. Mutable; written by the observer."""
 
     worker: WorkerId
     began_s: float

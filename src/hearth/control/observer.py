@@ -1,4 +1,4 @@
-"""What the service writes down of itself: metrics, timelines and log lines. Decides nothing, sends nothing.
+"""Writes down what the service does: metrics, timelines and log lines. Decides nothing and sends nothing.
 
 The observer is handed every event of the brain with the orders that followed, and the few facts that are no
 events of the brain: what a load did in detail, steps, tokens, ends of requests. Whatever follows from events
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Observer:
-    """Mutable; used on the event loop alone."""
+    """The sink of events, orders and facts. Mutable; used on the event loop alone."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

@@ -42,7 +42,7 @@ class _Report:
 
 
 class PoolReports:
-    """Mutable; used on the event loop alone."""
+    """The last report of each worker. Mutable; used on the event loop alone."""
 
     def __init__(self) -> None:
         self._links: dict[WorkerId, WorkerLink] = {}

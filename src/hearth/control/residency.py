@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class ResidencyReporter:
-    """Mutable; used on the event loop alone. However often it is asked, one question is under way."""
+    """Mutable; used on the event loop alone. However often `ask` is called, one question is under way."""
 
     def __init__(self, keeper: KeeperClient, catalog: Catalog, driver: Driver) -> None:
         self._keeper, self._catalog, self._driver = keeper, catalog, driver

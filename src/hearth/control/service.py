@@ -22,7 +22,7 @@ from hearth.control.driver import Driver
 from hearth.control.fact_decoder import FactDecoder
 from hearth.control.gateway import Gateway
 from hearth.control.journal import Journal
-from hearth.control.keys import Keys, is_loopback
+from hearth.control.keys import ApiKeys, is_loopback
 from hearth.control.link import WorkerLink
 from hearth.control.metrics import Metrics
 from hearth.control.observer import Observer
@@ -38,7 +38,7 @@ from hearth.policy.fleet.fleet import Fleet
 from hearth.store.keeper_client import KeeperClient
 from hearth.types import WorkerId
 
-#: Tokens that a step computes on a CPU, where nothing else is configured.
+#: The most tokens of a step on a CPU, where nothing else is configured.
 CPU_BATCH_TOKENS = 512
 #: Longer paths do not fit the address of a Unix socket.
 MAX_SOCKET_PATH_BYTES = 100
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> AsyncIterator[Gateway]:
-    """A gateway whose workers are starting. Whatever happens, nothing keeps running afterwards.
+    """Run a service: yields a gateway whose workers are starting. Nothing keeps running afterwards.
 
     Raises:
         HearthError: something that the configuration asks for cannot be had.
@@ -74,7 +74,7 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         encoder = PromptEncoder(service.template_s)
         stack.callback(encoder.close)
         socket = _keeper_socket(data_dir, stack)
-        receiver = _Switchboard(catalog, driver, decoder)
+        receiver = _LinkReceiver(catalog, driver, decoder)
         server = await asyncio.get_running_loop().create_server(
             lambda: WorkerLink(receiver.secret, receiver.expects, receiver), "127.0.0.1", 0
         )
@@ -113,21 +113,24 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
 
 
 def suited(config: HearthConfig, devices: Devices) -> HearthConfig:
-    """A CPU takes seconds for as many tokens as a GPU computes in a step; whoever runs beside would wait."""
+    """Return a configuration that suits the devices.
+
+    A CPU takes seconds for as many tokens as a GPU computes in a step; whoever runs beside would wait.
+    """
     engine = config.engine
     if devices.kind != "cpu" or engine.max_batch_tokens != EngineConfig().max_batch_tokens:
         return config
     return replace(config, engine=replace(engine, max_batch_tokens=CPU_BATCH_TOKENS))
 
 
-def keys_of(service: ServiceConfig, data_dir: DataDir) -> Keys | None:
-    """None: whoever reaches the port may ask, which is this machine alone.
+def keys_of(service: ServiceConfig, data_dir: DataDir) -> ApiKeys | None:
+    """Return the keys that requests need; None: none, because only this machine reaches the port.
 
     Raises:
         ConfigError: keys are needed, and there is none.
     """
     path = data_dir.keys_path if service.api_keys_file is None else Path(service.api_keys_file).expanduser()
-    keys = Keys.load(path)
+    keys = ApiKeys.load(path)
     if keys:  # whoever made some wants them asked for, on this machine too
         return keys
     if not is_loopback(service.host):
@@ -143,8 +146,8 @@ def keys_of(service: ServiceConfig, data_dir: DataDir) -> Keys | None:
     return None
 
 
-class _Switchboard:
-    """Where links report to: the supervisor and the driver, each what concerns it."""
+class _LinkReceiver:
+    """Passes on what links bring: to the supervisor and to the driver, each what concerns it."""
 
     def __init__(self, catalog: Catalog, driver: Driver, decoder: FactDecoder) -> None:
         self.secret = secrets.token_bytes(32)
@@ -171,7 +174,7 @@ class _Switchboard:
 
 
 def _keeper_socket(data_dir: DataDir, stack: AsyncExitStack) -> Path:
-    """One for each life of the service: the keeper of one that was killed may take its time to go."""
+    """Return a socket of this life of the service: the keeper of one that was killed may linger."""
     for stale in data_dir.run_path.glob("keeper-*.sock"):
         stale.unlink(missing_ok=True)
     path = data_dir.run_path / f"keeper-{os.getpid()}.sock"

@@ -1,4 +1,4 @@
-"""What the service shows of itself, as plain frozen values that become JSON. Computes nothing.
+"""The views that the service shows of itself: plain frozen values that become JSON. Computes nothing.
 
 Times are in seconds and count from the arrival of their request; only `created_at_s` and `arrived_at_s` count
 since the epoch.
@@ -46,7 +46,7 @@ class PartView:
 class PoolView:
     """A worker's memory by its own books."""
 
-    age_s: float  #: since the worker told
+    age_s: float  #: since the worker's report
     parts: tuple[PartView, ...]  #: disjoint; together they are the budget
     moved_bytes: int  #: so far, to make place
     fallbacks: dict[str, int]  #: what it had to do otherwise than wished, by name
@@ -54,15 +54,17 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
+    """A worker, or its seat while none is ready."""
+
     worker: str
     pid: int
     kind: str
     device: str
     state: str  #: starting, ready
     budget_bytes: int
-    used_bytes: int  #: not free; as long as the worker has not told, what models are promised
+    used_bytes: int  #: not free; until the worker has reported, what models are promised
     num_restarts: int
-    pool: PoolView | None = None  #: None: the worker has not told yet
+    pool: PoolView | None = None  #: None: the worker has not reported yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class ResidentView:
 
 @dataclass(frozen=True, slots=True)
 class ProcessView:
-    """What `hearth ps` shows."""
+    """The workers and the models on them, as `hearth ps` shows them."""
 
     workers: tuple[WorkerView, ...]
     models: tuple[ResidentView, ...]
@@ -106,6 +108,8 @@ class TimelineMark:
 
 @dataclass(frozen=True, slots=True)
 class RungView:
+    """The bytes of a load that one rung served."""
+
     rung: Rung
     num_bytes: int
     seconds: float
@@ -123,7 +127,7 @@ class TimelineSpan:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What happened to one request, and why."""
+    """The life of one request, and why it went as it did."""
 
     request_id: str
     model: str
@@ -152,6 +156,8 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Health:
+    """The state of the service, for probes."""
+
     status: str  #: ok, starting, draining
     num_workers: int
     num_ready_workers: int
