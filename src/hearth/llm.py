@@ -22,7 +22,7 @@ from hearth.config import EngineConfig, StoreConfig
 from hearth.engine.engine import Engine, Output
 from hearth.engine.loop import Failed, Outbox, StepLoop
 from hearth.errors import BadPrompt, BadSampling, EngineFailed
-from hearth.offline import Opening, Wishes, open_model
+from hearth.offline import Opening, OpenOptions, open_model
 from hearth.policy.batch.plan import EngineRequest
 from hearth.store.record import LoadRecord
 from hearth.store.tiers import Tiers
@@ -74,8 +74,8 @@ class LLM:
         completions have no text and generation does not stop by itself. Tiers that are given are shared and
         stay open.
         """
-        wishes = Wishes(device, dtype, max_context, skip_tokenizer, engine or EngineConfig())
-        opening = open_model(path, wishes, store or StoreConfig())
+        options = OpenOptions(device, dtype, max_context, skip_tokenizer, engine or EngineConfig())
+        opening = open_model(path, options, store or StoreConfig())
         try:
             self._open(opening.build, opening.tokenizer, opening)
         except BaseException:
@@ -139,7 +139,7 @@ class LLM:
         asked = _as_prompts(prompts)
         requests = [self._request(*pair) for pair in zip(asked, _as_params(params, len(asked)), strict=True)]
         outbox = Outbox()
-        answers = {r.request_id: _Answer(r, self._transcript(r)) for r in requests}
+        answers = {r.request_id: _ReceivedAnswer(r, self._transcript(r)) for r in requests}
         ends = self._collect(requests, answers, outbox)
         for _ in track(ends, "generating", total=len(requests), disable=not progress):
             pass
@@ -151,7 +151,7 @@ class LLM:
 
     def _stream(self, request: EngineRequest) -> Iterator[Delta]:
         loop, outbox = self._loop, Outbox()
-        answer = _Answer(request, self._transcript(request))
+        answer = _ReceivedAnswer(request, self._transcript(request))
         loop.add(request, outbox)
         try:
             while answer.finish_reason is None:
@@ -174,7 +174,7 @@ class LLM:
         self.close()
 
     def _collect(
-        self, requests: Sequence[EngineRequest], answers: Mapping[RequestId, _Answer], outbox: Outbox
+        self, requests: Sequence[EngineRequest], answers: Mapping[RequestId, _ReceivedAnswer], outbox: Outbox
     ) -> Iterator[None]:
         """Run the requests; yields at the end of each. Whatever happens, none stays behind."""
         loop = self._loop
@@ -215,7 +215,7 @@ class LLM:
 
 
 @dataclass(slots=True)
-class _Answer:
+class _ReceivedAnswer:
     """What has been received of one request. Mutable; written by the thread that asked."""
 
     request: EngineRequest
@@ -228,8 +228,8 @@ class _Answer:
     def take(self, output: Output) -> Delta:
         text, self.finish_reason = "", output.finish_reason
         if self.transcript is not None:
-            piece = self.transcript.push(output.token, output.finish_reason)
-            text, self.finish_reason = piece.text, piece.finish_reason
+            delta = self.transcript.push(output.token, output.finish_reason)
+            text, self.finish_reason = delta.text, delta.finish_reason
         self.token_ids.append(output.token)
         self.texts.append(text)
         logprobs = self._own_logprobs(output)

@@ -34,7 +34,7 @@ from hearth.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class OpenOptions:
     """What the caller wants of a model."""
 
     device: str = "auto"
@@ -59,23 +59,23 @@ class Opening(Protocol):
         """End what is still under way. Closing again is harmless."""
 
 
-def open_model(path: str | Path, wishes: Wishes, store: StoreConfig | Tiers) -> Opening:
+def open_model(path: str | Path, options: OpenOptions, store: StoreConfig | Tiers) -> Opening:
     """Tiers that are given stay open; those of a StoreConfig are closed once the model is loaded."""
-    device = _device(wishes.device)
+    device = _device(options.device)
     if "://" in str(path) or (Path(path) / MANIFEST).is_file():
-        return _Stored(path, wishes, store, device)
-    return _Packed(Path(path), wishes, device)
+        return _StoredOpening(path, options, store, device)
+    return _PackedOpening(Path(path), options, device)
 
 
-class _Packed:
+class _PackedOpening:
     """A checkpoint that is not converted: it is packed straight into device memory."""
 
-    def __init__(self, path: Path, wishes: Wishes, device: torch.device) -> None:
-        self._path, self._config, self._device = path, wishes.engine, device
+    def __init__(self, path: Path, options: OpenOptions, device: torch.device) -> None:
+        self._path, self._config, self._device = path, options.engine, device
         with open_source(path) as source:
-            self.tokenizer = None if wishes.skip_tokenizer else _tokenizer_of(source)
-            self._layout = layout_of(source.arch, _packed_dtype(wishes.dtype, source, device))
-            self._spec = _spec_of(source.arch, self._layout.tensors[0].dtype, wishes, self.tokenizer)
+            self.tokenizer = None if options.skip_tokenizer else _tokenizer_of(source)
+            self._layout = layout_of(source.arch, _packed_dtype(options.dtype, source, device))
+            self._spec = _spec_of(source.arch, self._layout.tensors[0].dtype, options, self.tokenizer)
 
     def build(self) -> Engine:
         spec, layout = self._spec, self._layout
@@ -92,22 +92,22 @@ class _Packed:
         """Nothing is left open."""
 
 
-class _Stored:
+class _StoredOpening:
     """A converted model. Mutable: `build` starts its load."""
 
     def __init__(
-        self, path: str | Path, wishes: Wishes, store: StoreConfig | Tiers, device: torch.device
+        self, path: str | Path, options: OpenOptions, store: StoreConfig | Tiers, device: torch.device
     ) -> None:
-        self._config, self._device = wishes.engine, device
+        self._config, self._device = options.engine, device
         self._tiers = Tiers(store) if isinstance(store, StoreConfig) else store
         self._owns_tiers = isinstance(store, StoreConfig)
         self._load: Load | None = None
         try:
             self._model = self._tiers.open(path)
             manifest = self._model.manifest
-            self.tokenizer = None if wishes.skip_tokenizer else Tokenizer.load(self._model.directory)
-            self._dtype = _stored_dtype(wishes.dtype, manifest, device)
-            self._spec = _spec_of(manifest.arch, self._dtype, wishes, self.tokenizer)
+            self.tokenizer = None if options.skip_tokenizer else Tokenizer.load(self._model.directory)
+            self._dtype = _stored_dtype(options.dtype, manifest, device)
+            self._spec = _spec_of(manifest.arch, self._dtype, options, self.tokenizer)
         except BaseException:
             self.close()
             raise
@@ -167,11 +167,11 @@ def _allocate_weights(layout: Layout, device: torch.device) -> torch.Tensor:
     return allocate(layout.num_bytes, device, "weights", "use a smaller model or a narrower dtype")
 
 
-def _spec_of(arch: Arch, dtype: str, wishes: Wishes, tokenizer: Tokenizer | None) -> ModelSpec:
+def _spec_of(arch: Arch, dtype: str, options: OpenOptions, tokenizer: Tokenizer | None) -> ModelSpec:
     return ModelSpec(
         arch=arch,
         dtype=DTYPES[dtype],
-        max_context=_context(wishes.max_context, arch.max_positions),
+        max_context=_context(options.max_context, arch.max_positions),
         eos_ids=frozenset() if tokenizer is None else tokenizer.eos_ids,
     )
 

@@ -53,9 +53,9 @@ def serving(
         on_ready(service.url, gateway)
         assert told.wait(30)
 
-    module = ModuleType("hearth.cli.serving")
+    module = ModuleType("hearth.cli.server")
     module.run_service = run_service  # type: ignore[attr-defined]  # a stand-in for the module
-    monkeypatch.setitem(sys.modules, "hearth.cli.serving", module)
+    monkeypatch.setitem(sys.modules, "hearth.cli.server", module)
     before = signal.signal(signal.SIGTERM, end)
     yield configs
     signal.signal(signal.SIGTERM, before)
@@ -118,7 +118,7 @@ def test_ctrl_c_before_the_answer_is_exit_code_130(
         on_ready(service.url, gateway)
 
     monkeypatch.setattr(demo, "NAME", "tiny")
-    monkeypatch.setattr(sys.modules["hearth.cli.serving"], "run_service", interrupted)
+    monkeypatch.setattr(sys.modules["hearth.cli.server"], "run_service", interrupted)
 
     shown = hearth("demo")
 
@@ -134,7 +134,7 @@ def test_a_port_that_is_taken_is_one_clear_line(
         raise ConfigError("cannot listen on 127.0.0.1 port 8000: Address already in use")
 
     monkeypatch.setattr(demo, "NAME", "tiny")
-    monkeypatch.setattr(sys.modules["hearth.cli.serving"], "run_service", refuse)
+    monkeypatch.setattr(sys.modules["hearth.cli.server"], "run_service", refuse)
 
     shown = hearth("demo", "--once")
 

@@ -1,4 +1,4 @@
-"""`hearth ps`, `stop` and `logs`: a service that runs, seen from outside. Starts and ends none."""
+"""`hearth ps`, `stop` and `logs`: a look at a running service. Starts and ends none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Annotated
 import msgspec
 import typer
 
-from hearth.cli.completion import ModelName
 from hearth.cli.console import (
     DEFAULT_DATA_DIR,
     ApiKey,
@@ -22,7 +21,8 @@ from hearth.cli.console import (
 )
 from hearth.cli.endpoint import reached
 from hearth.cli.figures import duration, size
-from hearth.cli.pool import keys_of, pool_lines, signs_for
+from hearth.cli.pool_bars import keys_of, pool_lines, signs_for
+from hearth.cli.tab_completion import ModelName
 from hearth.control.datadir import DataDir
 from hearth.control.views import ProcessView, ResidentView
 from hearth.errors import DataDirError

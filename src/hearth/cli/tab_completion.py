@@ -13,7 +13,7 @@ from hearth.errors import HearthError
 
 
 def complete_model(context: typer.Context, incomplete: str) -> list[str]:
-    """A service registers its models in the data directory too, so nobody has to be asked."""
+    """Return the names that begin so, from the data directory, where a service registers its models too."""
     data_dir = context.params.get("data_dir") or DEFAULT_DATA_DIR
     try:
         known = names(Path(data_dir).expanduser())

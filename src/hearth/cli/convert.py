@@ -1,4 +1,4 @@
-"""`hearth convert`, `verify` and `show`: models at rest. Loads none."""
+"""`hearth convert`, `verify` and `show`: models as files. Loads none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import msgspec
 import typer
 from rich.text import Text
 
-from hearth.cli.completion import complete_model
 from hearth.cli.console import (
     DEFAULT_DATA_DIR,
     ApiKey,
@@ -34,6 +33,7 @@ from hearth.cli.endpoint import running
 from hearth.cli.figures import duration
 from hearth.cli.local_models import find
 from hearth.cli.progress import bar
+from hearth.cli.tab_completion import complete_model
 from hearth.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def _show_place(path: Path, as_json: bool) -> None:
 
 
 def _version(directory: Path) -> int | None:
-    """Differs once another directory has taken its place."""
+    """Return a number that differs once another directory has taken the place of this one."""
     try:
         return directory.stat().st_ino
     except OSError:

@@ -1,4 +1,4 @@
-"""`hearth serve` from the configuration to the end of the process: binds, serves, drains. Parses no flags."""
+"""The server of `hearth serve`: binds, serves and drains. Parses no flags."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from hearth.control.gateway import Gateway
 from hearth.control.service import keys_of, running, suited
 from hearth.errors import ConfigError
 
-#: Connections that wait to be accepted.
+#: The most connections that wait to be accepted.
 BACKLOG = 2048
-#: For connections to close when everything has been answered.
+#: Time for connections to close when everything has been answered.
 HANG_UP_S = 2
 #: A log that has grown beyond this is set aside when the service starts.
 MAX_LOG_BYTES = 16 << 20
@@ -54,7 +54,7 @@ def run_service(config: HearthConfig, on_ready: Callable[[str, Gateway], None] =
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to `_serve`."""
+    """A uvicorn server that leaves signals to `_serve`."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -89,9 +89,9 @@ async def _serve(
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         log.info("serving url=%s workers=%d device=%s", url, devices.num_workers, devices.kind)
         on_ready(url, gateway)
-        told = asyncio.create_task(signals.get())
-        await asyncio.wait((serving, told), return_when=asyncio.FIRST_COMPLETED)
-        if told.done():
+        signalled = asyncio.create_task(signals.get())
+        await asyncio.wait((serving, signalled), return_when=asyncio.FIRST_COMPLETED)
+        if signalled.done():
             await _drain(gateway, signals, service.drain_s)
         server.should_exit = True
         await serving
@@ -127,7 +127,7 @@ def _listening(service: ServiceConfig) -> Iterator[socket.socket]:
 
 @contextmanager
 def _log_file(path: Path) -> Iterator[None]:
-    """What is logged goes there as well; the processes of the service write to the same file."""
+    """Log to a file as well, to which the processes of the service write too."""
     with suppress(FileNotFoundError):
         if path.stat().st_size > MAX_LOG_BYTES:
             os.replace(path, path.with_suffix(".log.1"))

@@ -1,4 +1,4 @@
-"""`hearth deploy`, `list` and `rm`: the models that can be asked for. Through the service where one runs."""
+"""`hearth deploy`, `list` and `rm`, through the service where one runs. Converts nothing itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import typer
 
 from hearth.cli import local_models
 from hearth.cli.client import Client
-from hearth.cli.completion import ModelName
 from hearth.cli.console import (
     DEFAULT_DATA_DIR,
     ApiKey,
@@ -25,10 +24,11 @@ from hearth.cli.console import (
     existing,
     print_columns,
 )
+from hearth.cli.convert import Quant
 from hearth.cli.endpoint import running
 from hearth.cli.figures import count, duration, size
-from hearth.cli.models import Quant
 from hearth.cli.progress import bar
+from hearth.cli.tab_completion import ModelName
 from hearth.control.views import ModelView
 from hearth.errors import ConfigError, Unreached
 
@@ -72,14 +72,14 @@ def deploy(
       hearth deploy s3://models/qwen-7b
     """
     client = running(url, api_key, data_dir)
-    place = _place(source, is_elsewhere=url is not None)
+    absolute = _absolute(source, is_elsewhere=url is not None)
     started_s = time.perf_counter()
     if client is None:
-        events = local_models.deploy(place, name, dtype.value, quant.value, overwrite, data_dir)
+        events = local_models.deploy(absolute, name, dtype.value, quant.value, overwrite, data_dir)
         model = follow(source, events)
     else:
         with client:
-            model = follow(source, client.deploy(place, name, dtype.value, quant.value, overwrite))
+            model = follow(source, client.deploy(absolute, name, dtype.value, quant.value, overwrite))
     if as_json:
         typer.echo(msgspec.json.encode(model))
     else:
@@ -158,8 +158,8 @@ def _listed(client: Client) -> list[ModelView]:
         return client.models()
 
 
-def _place(source: str, is_elsewhere: bool) -> str:
-    """Paths must be whole, for the service has another working directory; they may be on its machine only."""
+def _absolute(source: str, is_elsewhere: bool) -> str:
+    """Return a source with an absolute path: the service has another working directory, or machine."""
     if source.startswith("hf:") or "://" in source:
         return source
     path = Path(source).expanduser()
@@ -167,7 +167,7 @@ def _place(source: str, is_elsewhere: bool) -> str:
 
 
 def follow(source: str, events: Iterator[DeployProgress | ModelView]) -> ModelView:
-    """Shows progress; returns the model."""
+    """Show the progress of a deployment and return the model."""
     model = None
     with bar(f"deploying {source}") as advance:
         for event in events:

@@ -24,7 +24,7 @@ from hearth.cli.console import (
 )
 from hearth.cli.endpoint import reached
 from hearth.cli.figures import size
-from hearth.cli.pool import fallbacks
+from hearth.cli.pool_bars import fallbacks
 from hearth.config import plain, to_toml
 from hearth.control.datadir import is_held, running_service
 from hearth.errors import ServiceError
@@ -75,6 +75,8 @@ def doctor(
 
 @dataclass(frozen=True, slots=True)
 class _ServiceReport:
+    """The service on a data directory, as the doctor found it. Becomes JSON."""
+
     data_dir: str
     num_models: int
     status: str  #: not running, starting, ok, draining, or why it does not answer

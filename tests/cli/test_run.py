@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hearth.cli import ask
-from hearth.cli.client import Said
+from hearth.cli import run
+from hearth.cli.client import AnswerDelta
 from hearth.text.chat import Message
 from hearth.types import SamplingParams
 from tests.cli.fake_service import MODEL, FakeService
@@ -76,20 +76,20 @@ def test_a_folder_does_not_stand_in_for_the_model_of_its_name(
     assert "`./other`" in shown.err
 
 
-class SlowVoice:
-    """Begins its stream at once, says something after 5 s and ends after 7 s by `now_s`."""
+class SlowAnswerer:
+    """Begins its stream at once, sends text after 5 s and ends after 7 s by `now_s`."""
 
     has_chat_template = True
     now_s = 0.0
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams) -> Generator[Said, None, None]:
-        yield Said("")
+    def chat(self, messages: Sequence[Message], params: SamplingParams) -> Generator[AnswerDelta, None, None]:
+        yield AnswerDelta("")
         self.now_s = 5.0
-        yield Said("The sky")
+        yield AnswerDelta("The sky")
         self.now_s = 7.0
-        yield Said("", "stop")
+        yield AnswerDelta("", "stop")
 
-    def complete(self, prompt: str, params: SamplingParams) -> Generator[Said, None, None]:
+    def complete(self, prompt: str, params: SamplingParams) -> Generator[AnswerDelta, None, None]:
         raise AssertionError("it has a chat template")
 
     def wait_loaded(self) -> None:
@@ -97,9 +97,9 @@ class SlowVoice:
 
 
 def test_the_first_token_is_not_the_begin_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    voice = SlowVoice()
-    monkeypatch.setattr("hearth.cli.ask.time.perf_counter", lambda: voice.now_s)
+    answerer = SlowAnswerer()
+    monkeypatch.setattr("hearth.cli.run.time.perf_counter", lambda: answerer.now_s)
 
-    answer = ask._ask(voice, "hi", SamplingParams(), is_chat=True, quiet=True)
+    answer = run._answer(answerer, "hi", SamplingParams(), is_chat=True, quiet=True)
 
     assert (answer.first_token_s, answer.total_s) == (5.0, 7.0)

@@ -50,7 +50,7 @@ def test_ps_draws_with_plain_signs_where_the_terminal_has_no_others(
     hearth: Hearth, recorded: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = TextIOWrapper(BytesIO(), "ascii")
-    monkeypatch.setattr("hearth.cli.service.out", Console(file=shown, width=80))
+    monkeypatch.setattr("hearth.cli.ps.out", Console(file=shown, width=80))
     assert hearth("ps").code == 0
     shown.seek(0)
     assert "  ======================####+~................................\n" in shown.read()

@@ -1,4 +1,4 @@
-"""A worker's memory as lines of text: a bar of its budget, whose bytes they are, and what the signs mean.
+"""Draws a worker's memory as lines of text: a bar of its budget, whose bytes they are, and a legend.
 
 Knows no terminal: whoever prints says how wide it may be and which signs it can show.
 """
@@ -18,17 +18,17 @@ from hearth.control.views import PartView, ResidentView, WorkerView
 
 MAX_BAR, MIN_BAR = 60, 16
 MARGIN = "  "
-#: What a worker told longer ago is shown with its age.
+#: A report that is older is shown with its age.
 OLD_S = 2.0
-#: In the order in which the legend tells them.
+#: The meanings of signs, in the order of the legend.
 MEANINGS = ("weights", "retained", "KV", "workspace", "lost", "free")
 UNICODE = dict(zip(MEANINGS, "█░▒≈-·", strict=True))
 ASCII = dict(zip(MEANINGS, "#=+~-.", strict=True))
-#: Of models, in turn; the letters below the bar say the same where there is no colour.
+#: The colours of models; the letters below the bar tell the same where there is no colour.
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 #: Letters of models; the one for all that come after them; for bytes of several; for those of nobody.
 LETTERS, LAST, SHARED, NOBODY = ascii_letters + digits, "?", "*", " "
-#: What a pool had to do otherwise than wished, for people.
+#: What each fallback of a pool means, for people.
 FALLBACKS = {"address": "at another address than planned"}
 
 LegendKeys = Mapping[tuple[str, str], str]
@@ -36,7 +36,7 @@ LegendKeys = Mapping[tuple[str, str], str]
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Of a bar: neighbours that look alike."""
+    """A stretch of a bar: neighbouring parts that look alike."""
 
     meaning: str
     key: str
@@ -58,7 +58,7 @@ def signs_for(encoding: str) -> Mapping[str, str]:
 
 
 def keys_of(models: Sequence[ResidentView]) -> LegendKeys:
-    """A letter for each model of a worker, by worker and model."""
+    """Return a letter for each model of a worker, by worker and model."""
     keys = {}
     for worker, there in groupby(models, key=lambda model: model.worker):
         letters = iter(LETTERS)
@@ -68,7 +68,7 @@ def keys_of(models: Sequence[ResidentView]) -> LegendKeys:
 
 
 def pool_lines(worker: WorkerView, keys: LegendKeys, signs: Mapping[str, str], width: int) -> Iterator[Text]:
-    """After an empty line. None of a worker that has not told of its memory yet."""
+    """Yield the lines of a worker after an empty one; none of a worker that has not reported its memory."""
     pool = worker.pool
     if pool is None:
         return
@@ -92,7 +92,7 @@ def pool_lines(worker: WorkerView, keys: LegendKeys, signs: Mapping[str, str], w
 
 
 def fallbacks(worker: WorkerView) -> Iterator[str]:
-    """Like `fallback address: 1 at another address than planned`."""
+    """Yield lines like `fallback address: 1 at another address than planned`."""
     if worker.pool is not None:
         for name, number in sorted(worker.pool.fallbacks.items()):
             yield f"fallback {name}: {number} {FALLBACKS.get(name, 'times')}"
@@ -119,7 +119,7 @@ def _key(worker: str, part: PartView, keys: LegendKeys) -> str:
 
 
 def _cells(sizes: Sequence[int], width: int) -> list[int]:
-    """As many for each as its share of the bar, and one at least: the largest makes up for that."""
+    """Return how many cells of the bar each size gets: its share, and one at least."""
     total = sum(sizes)
     if len(sizes) > width // 2:  # too many for that
         ends = [sum(sizes[: number + 1]) * width // total for number in range(len(sizes))]
@@ -132,7 +132,7 @@ def _cells(sizes: Sequence[int], width: int) -> list[int]:
 
 
 def _legend(parts: Sequence[PartView], signs: Mapping[str, str], width: int) -> Iterator[Text]:
-    """The signs with their sizes, in as many lines as it takes."""
+    """Yield the signs with their sizes, in as many lines as it takes."""
     sums: Counter[str] = Counter()
     for part in parts:
         sums[_meaning(part)] += part.num_bytes
@@ -140,9 +140,9 @@ def _legend(parts: Sequence[PartView], signs: Mapping[str, str], width: int) -> 
     for meaning in MEANINGS:
         if not sums[meaning]:
             continue
-        told = f"{MARGIN}{signs[meaning]} {meaning} {size(sums[meaning])}"
-        if line and len(line) + len(told) > width:
+        entry = f"{MARGIN}{signs[meaning]} {meaning} {size(sums[meaning])}"
+        if line and len(line) + len(entry) > width:
             yield Text(line)
             line = ""
-        line += told
+        line += entry
     yield Text(line)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from hearth.cli.answerer import Answerer, Wishes, answerer_of
-from hearth.cli.completion import complete_model
+from hearth.cli.answerer import Answerer, LocalOptions, answerer_of
 from hearth.cli.console import (
     DEFAULT_DATA_DIR,
     ApiKey,
@@ -26,6 +25,7 @@ from hearth.cli.console import (
     app,
     err,
 )
+from hearth.cli.tab_completion import complete_model
 from hearth.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -75,13 +75,15 @@ def run(
       hearth run s3://models/qwen-7b "Hello" --set store.disk_bytes=100GiB
     """
     params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
-    wishes = Wishes(device.value, dtype.value, config, settings)
+    options = LocalOptions(device.value, dtype.value, config, settings)
     text = sys.stdin.read() if prompt == "-" else prompt
     started_s = time.perf_counter()
-    with answerer_of(model, url, api_key, data_dir, wishes) as voice:
+    with answerer_of(model, url, api_key, data_dir, options) as answerer:
         start_s = time.perf_counter() - started_s
-        answer = _ask(voice, text, params, is_chat=voice.has_chat_template and not raw, quiet=as_json)
-        record = voice.wait_loaded()
+        answer = _answer(
+            answerer, text, params, is_chat=answerer.has_chat_template and not raw, quiet=as_json
+        )
+        record = answerer.wait_loaded()
     if as_json:
         load = None if record is None else asdict(record)
         typer.echo(json.dumps({**asdict(answer), "start_s": start_s, "load": load}))
@@ -90,48 +92,52 @@ def run(
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _TimedAnswer:
+    """A whole answer and how long it took. Becomes JSON."""
+
     text: str
     token_ids: tuple[int, ...]  #: none from a service, which sends text alone
     num_tokens: int
     finish_reason: str | None
     first_token_s: float
-    total_s: float  #: from the question to the last token
+    total_s: float  #: from the message to the last token
     request_id: str | None  #: of a service
 
 
-def _summary(answer: _Answer, start_s: float, record: LoadRecord | None) -> str:
-    told = (
+def _summary(answer: _TimedAnswer, start_s: float, record: LoadRecord | None) -> str:
+    summary = (
         f"{answer.num_tokens} tokens, {answer.num_tokens / answer.total_s:.1f} tokens/s, "
         f"first after {answer.first_token_s:.2f} s"
     )
     if answer.request_id is not None:
-        return f"{told}; `hearth explain {answer.request_id}` tells more"
-    told += f", started in {start_s:.1f} s"
+        return f"{summary}; `hearth explain {answer.request_id}` tells more"
+    summary += f", started in {start_s:.1f} s"
     if record is None:
-        return told
+        return summary
     rungs = ", ".join(f"{use.num_bytes / 1e9:.2f} GB from {rung}" for rung, use in record.rungs.items())
-    return f"{told}, loaded in {record.total_s:.2f} s ({rungs})"
+    return f"{summary}, loaded in {record.total_s:.2f} s ({rungs})"
 
 
-def _ask(voice: Answerer, text: str, params: SamplingParams, *, is_chat: bool, quiet: bool) -> _Answer:
-    """Streams the answer to standard output unless `quiet`."""
+def _answer(
+    answerer: Answerer, text: str, params: SamplingParams, *, is_chat: bool, quiet: bool
+) -> _TimedAnswer:
+    """Stream the answer to standard output, unless `quiet`, and return it."""
     texts: list[str] = []
     token_ids: list[int] = []
     num_tokens, finish_reason, request_id, first_token_s = 0, None, None, 0.0
     started_s = time.perf_counter()
-    question = {"role": "user", "content": text}
-    for piece in voice.chat([question], params) if is_chat else voice.complete(text, params):
-        if piece.text or piece.finish_reason is not None:  # a stream begins before its first token is there
+    message = {"role": "user", "content": text}
+    for delta in answerer.chat([message], params) if is_chat else answerer.complete(text, params):
+        if delta.text or delta.finish_reason is not None:  # a stream begins before its first token is there
             first_token_s = first_token_s or time.perf_counter() - started_s
-        texts.append(piece.text)
-        token_ids += piece.token_ids
-        num_tokens = piece.num_tokens or num_tokens
-        finish_reason = piece.finish_reason or finish_reason
-        request_id = piece.request_id
+        texts.append(delta.text)
+        token_ids += delta.token_ids
+        num_tokens = delta.num_tokens or num_tokens
+        finish_reason = delta.finish_reason or finish_reason
+        request_id = delta.request_id
         if not quiet:
-            typer.echo(piece.text, nl=piece.finish_reason is not None)
+            typer.echo(delta.text, nl=delta.finish_reason is not None)
     total_s = time.perf_counter() - started_s
-    return _Answer(
+    return _TimedAnswer(
         "".join(texts), tuple(token_ids), num_tokens, finish_reason, first_token_s, total_s, request_id
     )
