@@ -26,7 +26,7 @@ from hearth.offline import Opening, OpenOptions, open_model
 from hearth.policy.batch.plan import EngineRequest
 from hearth.store.record import LoadRecord
 from hearth.store.tiers import Tiers
-from hearth.text.chat import Message
+from hearth.text.chat_template import Message
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import Transcript
 from hearth.types import FinishReason, RequestId, SamplingParams, TokenLogprobs
@@ -36,7 +36,7 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step adds to an answer."""
+    """The part of an answer that one step adds."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -84,7 +84,7 @@ class LLM:
 
     @classmethod
     def over(cls, engine: Engine, tokenizer: Tokenizer | None) -> Self:
-        """An LLM over an engine that was assembled elsewhere, which it then owns."""
+        """Return an LLM over an engine that was assembled elsewhere, which it then owns."""
         llm = cls.__new__(cls)
         llm._open(lambda: engine, tokenizer, None)
         return llm
@@ -100,7 +100,7 @@ class LLM:
         self._finalizer = weakref.finalize(self, _close_apart, self._open_loop, opening)
 
     def wait_loaded(self) -> LoadRecord | None:
-        """Until all weights are on the device: what the load did; None if the model was not converted.
+        """Wait for all weights; return the record of the load, None if the model was not converted.
 
         Raises StoreError where they cannot be had.
         """
@@ -121,7 +121,7 @@ class LLM:
         return self._tokenizer is not None and self._tokenizer.has_chat_template
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation in the model's chat format, ready for the answer."""
+        """Return the token ids of a conversation in the model's chat format, ready for the answer."""
         return self._text().chat_prompt(messages)
 
     def generate(
@@ -216,7 +216,7 @@ class LLM:
 
 @dataclass(slots=True)
 class _ReceivedAnswer:
-    """What has been received of one request. Mutable; written by the thread that asked."""
+    """The tokens of one request that were received. Mutable; written by the thread that asked."""
 
     request: EngineRequest
     transcript: Transcript | None
@@ -248,7 +248,7 @@ class _ReceivedAnswer:
         )
 
     def _own_logprobs(self, output: Output) -> tuple[TokenLogprobs, ...] | None:
-        """As many as this request asked for; a step computes as many as the most demanding one."""
+        """Return as many logprobs as this request wants; a step computes as many as any of its requests."""
         wanted = self.request.sampling.logprobs
         if wanted is None or output.logprobs is None:
             return None
@@ -256,7 +256,7 @@ class _ReceivedAnswer:
 
 
 def _close_apart(loop: StepLoop, opening: Opening | None) -> None:
-    """Garbage is collected on any thread, also on one that closing would have to wait for."""
+    """Close on a thread of its own: garbage is also collected on one that closing would wait for."""
     try:
         threading.Thread(target=_close, args=(loop, opening), name="hearth-close", daemon=True).start()
     except RuntimeError:  # the interpreter ends and starts no more threads
@@ -264,7 +264,7 @@ def _close_apart(loop: StepLoop, opening: Opening | None) -> None:
 
 
 def _close(loop: StepLoop, opening: Opening | None) -> None:
-    """The load goes first: the step thread may be waiting for it."""
+    """End the load, then the step thread, which may be waiting for it."""
     if opening is not None:
         opening.close()
     loop.close()

@@ -1,9 +1,9 @@
-"""How a path becomes an engine in this process: what is there, and how its weights get to the device.
+"""Opens a model in this process: finds out what a path holds and brings its weights to the device.
 
     a converted model, or its URL   loaded chunk by chunk; the engine runs behind it, layer by layer
     a Hugging Face directory, GGUF  read and packed tensor by tensor; the engine starts when that is done
 
-It answers no requests: that is `llm.py`.
+Answers no requests: that is `llm.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hearth.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class OpenOptions:
-    """What the caller wants of a model."""
+    """The options of opening a model."""
 
     device: str = "auto"
     dtype: str = "auto"
@@ -50,17 +50,17 @@ class Opening(Protocol):
     tokenizer: Tokenizer | None
 
     def build(self) -> Engine:
-        """Runs on the thread that will own the engine."""
+        """Assemble the engine, on the thread that will own it."""
 
     def wait(self) -> LoadRecord | None:
-        """Until all weights are on the device; None if they were not loaded by chunks."""
+        """Wait until all weights are on the device; returns None if they were not loaded by chunks."""
 
     def close(self) -> None:
         """End what is still under way. Closing again is harmless."""
 
 
 def open_model(path: str | Path, options: OpenOptions, store: StoreConfig | Tiers) -> Opening:
-    """Tiers that are given stay open; those of a StoreConfig are closed once the model is loaded."""
+    """Find and check a model. Tiers that are given stay open; those of a StoreConfig are closed later."""
     device = _device(options.device)
     if "://" in str(path) or (Path(path) / MANIFEST).is_file():
         return _StoredOpening(path, options, store, device)
@@ -86,10 +86,10 @@ class _PackedOpening:
         return assemble(spec, weights, self._config, self._device)
 
     def wait(self) -> None:
-        """It was packed while it was built."""
+        """Return at once: `build` has packed all weights."""
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Do nothing: `build` leaves nothing open."""
 
 
 class _StoredOpening:
@@ -187,7 +187,7 @@ def _device(name: str) -> torch.device:
 
 
 def _packed_dtype(wanted: str, source: Source, device: torch.device) -> str:
-    """`auto`: on a CPU float32, the fastest there; elsewhere the checkpoint's, but bfloat16 for float32."""
+    """Return the dtype to pack to; `auto`: float32 on a CPU, else the checkpoint's, bfloat16 for float32."""
     if wanted != "auto":
         return wanted
     if device.type == "cpu":
@@ -197,7 +197,7 @@ def _packed_dtype(wanted: str, source: Source, device: torch.device) -> str:
 
 
 def _stored_dtype(wanted: str, manifest: Manifest, device: torch.device) -> str:
-    """`auto`: as it was converted, but on a CPU float32, the fastest there."""
+    """Return the dtype to serve; `auto`: as it was converted, but on a CPU float32, the fastest there."""
     supported = {manifest.dtype, "float32"} if device.type == "cpu" else {manifest.dtype}
     if wanted == "auto":
         return "float32" if device.type == "cpu" else manifest.dtype

@@ -9,7 +9,7 @@ import pytest
 
 from hearth.cli import run
 from hearth.cli.client import AnswerDelta
-from hearth.text.chat import Message
+from hearth.text.chat_template import Message
 from hearth.types import SamplingParams
 from tests.cli.fake_service import MODEL, FakeService
 from tests.cli.shell import Hearth

@@ -20,7 +20,7 @@ from hearth.api.errors import hearth_error_object, request_id_headers
 from hearth.api.sse import EventWriter, call_id, finish_reason, identity
 from hearth.control.generation import AnswerStream, TokenDelta
 from hearth.errors import HearthError
-from hearth.text.tools import ToolCall
+from hearth.text.tool_calls import ToolCall
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway

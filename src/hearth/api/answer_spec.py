@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hearth.api.logprobs import chat_logprobs, completion_logprobs
 from hearth.control.generation import GenerationRequest, TokenDelta
 from hearth.text.tokenizer import Tokenizer
-from hearth.text.tools import ToolFormat, ToolParser
+from hearth.text.tool_calls import ToolFormat, ToolParser
 
 
 @dataclass(frozen=True, slots=True)

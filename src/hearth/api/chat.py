@@ -14,9 +14,9 @@ from hearth.api.body import MAX_INT, Body, Strict, Text, seeds
 from hearth.control.generation import ChatPrompt, GenerationRequest
 from hearth.errors import BadPrompt, BadSampling
 from hearth.messages import GuideOrder
-from hearth.text.chat import Json, Message
+from hearth.text.chat_template import Json, Message
 from hearth.text.tokenizer import Tokenizer
-from hearth.text.tools import OPEN, Tool, ToolFormat, call_grammar, tool_format
+from hearth.text.tool_calls import OPEN, Tool, ToolFormat, call_grammar, tool_format
 
 #: Variables that the service itself hands to a template.
 _RESERVED = frozenset(["self", "messages", "tools", "add_generation_prompt", "limit_s"])

@@ -14,7 +14,7 @@ import msgspec
 
 from hearth.api.answer_spec import AnswerSpec
 from hearth.control.generation import AnswerStream, TokenDelta
-from hearth.text.tools import ToolCall
+from hearth.text.tool_calls import ToolCall
 from hearth.types import FinishReason
 
 #: A client that is behind by more gets what waits as one event.

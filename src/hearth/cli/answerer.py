@@ -22,11 +22,11 @@ from hearth.types import SamplingParams
 if TYPE_CHECKING:
     from hearth.llm import LLM, Delta
     from hearth.store.record import LoadRecord
-    from hearth.text.chat import Message
+    from hearth.text.chat_template import Message
 
 
 class Answerer(Protocol):
-    """One model that answers. Closing a generator early ends the answer."""
+    """A model that answers. Closing a generator early ends the answer."""
 
     @property
     def has_chat_template(self) -> bool: ...

@@ -26,7 +26,7 @@ from hearth.errors import HearthError
 from hearth.types import SamplingParams
 
 if TYPE_CHECKING:
-    from hearth.text.chat import Message
+    from hearth.text.chat_template import Message
 
 HELP = "/clear forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import httpx
 
     from hearth.control.deploy import DeployProgress
-    from hearth.text.chat import Message
+    from hearth.text.chat_template import Message
     from hearth.types import SamplingParams
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hearth.errors import HearthError
 from hearth.messages import GuideOrder
-from hearth.text.chat import Json, Message
+from hearth.text.chat_template import Json, Message
 from hearth.text.tokenizer import Tokenizer
 from hearth.types import FinishReason, ModelId, RequestId, SamplingParams, TokenLogprobs
 

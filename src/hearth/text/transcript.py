@@ -1,4 +1,4 @@
-"""The text of one answer as its tokens arrive: characters whole, stop strings cut. Knows no engine."""
+"""The transcript of one answer as its tokens arrive: characters whole, stop strings cut. Knows no engine."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hearth.types import FinishReason, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What one token adds."""
+    """The text that one token adds to an answer."""
 
     text: str
     finish_reason: FinishReason | None
 
 
 class Transcript:
-    """Mutable; the thread that reads the answer owns it. Nothing may follow a finish reason."""
+    """The text of one answer. Mutable; owned by the thread that reads it. A finish reason ends it."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)

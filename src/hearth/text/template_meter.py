@@ -1,4 +1,4 @@
-"""What the rendering of a chat template may take, and how it is paid for. Knows no template.
+"""Meters what the rendering of a chat template takes. Knows no template.
 
 Whoever makes text or containers for a template pays first: C code that has begun is not interrupted.
 """
@@ -12,9 +12,9 @@ from contextvars import ContextVar
 from jinja2.exceptions import SecurityError
 from jinja2.utils import Namespace
 
-#: Characters and elements that one rendering may make in all.
+#: The most characters and elements that one rendering may make in all.
 MAX_CHARS = 128 << 20
-#: To read text is so much cheaper than to make it.
+#: How much cheaper it is to read text than to make it.
 READ_SHARE = 16
 
 
@@ -23,7 +23,7 @@ class OverLimit(SecurityError):
 
 
 class Meter:
-    """What one rendering may still spend. Mutable; used by the thread that renders."""
+    """The budget of one rendering. Mutable; used by the thread that renders."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -31,7 +31,7 @@ class Meter:
         self._num_chars = 0
 
     def spend(self, num_chars: int) -> None:
-        """Raises OverLimit."""
+        """Pay for so many characters. Raises OverLimit."""
         self._num_chars += num_chars
         if self._num_chars > MAX_CHARS:
             raise OverLimit(f"it makes more text than the limit: {MAX_CHARS} characters")
@@ -39,7 +39,7 @@ class Meter:
             raise OverLimit(f"it takes longer than the limit: {self._limit_s:g} s")
 
 
-#: Of the rendering or compilation in this thread.
+#: The meter of the rendering or compilation in this thread.
 METER: ContextVar[Meter | None] = ContextVar("meter", default=None)
 
 
@@ -67,13 +67,13 @@ def weigh(value: object, share: int = 1) -> int:
 
 
 def walked(value: object) -> object:
-    """`value`, after paying for all that is in it."""
+    """Return `value`, after paying for all that is in it."""
     weigh(value)
     return value
 
 
 def read(value: object) -> object:
-    """`value`, after paying for its comparison with another."""
+    """Return `value`, after paying for its comparison with another."""
     weigh(value, READ_SHARE)
     return value
 

@@ -9,8 +9,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from hearth.errors import BadPrompt, BadTokenizer
-from hearth.text.chat import ChatTemplate, Json, Message
-from hearth.text.meter import Meter
+from hearth.text.chat_template import ChatTemplate, Json, Message
+from hearth.text.template_meter import Meter
 
 CHATML = """\
 {% for message in messages %}

@@ -12,26 +12,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from jinja2 import Environment, pass_environment
 from jinja2.filters import do_int, do_title
 
-from hearth.text.meter import READ_SHARE, OverLimit, joined, read, spend, walked, weigh
+from hearth.text.template_meter import READ_SHARE, OverLimit, joined, read, spend, walked, weigh
 
 #: The longest run of characters that a width in a format or an indentation may ask for.
 MAX_WIDTH = 1000
 #: Numbers longer than this have no place in a prompt, and arithmetic on them takes long.
 MAX_BITS = 4096
-#: Of a level of JSON.
+#: The most spaces by which a level of JSON is indented.
 MAX_INDENT = 16
-#: Characters to strip, or between the elements of JSON: each is compared with, or repeated for, many others.
+#: The most characters to strip, or between the elements of JSON: each counts many times.
 MAX_SET_CHARS = 64
-#: What a part of a text that is split takes, in characters.
+#: The price of each part of a text that is split, in characters.
 SPLIT_CHARS = 16
 
 #: Filters that take a moment, whatever they are given.
 _QUICK_FILTERS = ("abs", "count", "d", "default", "first", "items", "last", "length")
-#: Those that copy a text.
+#: Filters that copy a text.
 _TEXT_FILTERS = ("capitalize", "float", "lower", "safe", "upper")
-#: Those that look at every element of what they are given,
+#: Filters that look at every element of what they are given.
 _PACED_FILTERS = ("list", "map", "reject", "rejectattr", "select", "selectattr")
-#: and that compare elements with each other.
+#: Filters that compare elements with each other.
 _COMPARING_FILTERS = ("dictsort", "max", "min", "sort", "unique")
 _QUICK_TESTS = (
     *("boolean", "callable", "defined", "even", "false", "float", "integer", "iterable", "mapping", "none"),
@@ -45,7 +45,7 @@ _SPACES = " \t\n\v\f\r\x1c\x1d\x1e\x1f\x85\u2028\u2029"
 
 
 def metered_filters(own: Mapping[str, Callable[..., object]]) -> dict[str, Callable[..., object]]:
-    """`own` are jinja2's, of which only some are taken, and made to pay."""
+    """Return the filters that templates may use: some of jinja2's `own`, made to pay, and a few of ours."""
     return {
         **{name: own[name] for name in _QUICK_FILTERS},
         **{name: _metered(own[name], walked) for name in _TEXT_FILTERS},
@@ -65,6 +65,7 @@ def metered_filters(own: Mapping[str, Callable[..., object]]) -> dict[str, Calla
 
 
 def metered_tests(own: Mapping[str, Callable[..., object]]) -> dict[str, Callable[..., object]]:
+    """Return the tests that templates may use: some of jinja2's `own`, made to pay."""
     return {
         **{name: own[name] for name in _QUICK_TESTS},
         **{name: _metered(own[name], read) for name in _COMPARING_TESTS},
@@ -72,7 +73,7 @@ def metered_tests(own: Mapping[str, Callable[..., object]]) -> dict[str, Callabl
 
 
 def _metered(function: Callable[..., object], pay: Callable[..., object]) -> Callable[..., object]:
-    """A filter or test of jinja2 that pays for what it is given."""
+    """Return a filter or test of jinja2 that pays for what it is given."""
     index = 1 if hasattr(function, "jinja_pass_arg") else 0  # what jinja2 itself passes comes first
 
     @functools.wraps(function)
@@ -85,7 +86,7 @@ def _metered(function: Callable[..., object], pay: Callable[..., object]) -> Cal
 
 
 def paced(items: Iterable[object]) -> Iterator[object]:
-    """What is gone through, with a look at the clock at each item."""
+    """Yield the items, with a look at the clock at each."""
     for item in items:
         spend()
         yield item
@@ -115,7 +116,7 @@ def _join(
 def _sum(
     environment: Environment, items: Iterable[object], attribute: str | None = None, start: object = 0
 ) -> int | float:
-    """Of numbers alone: to add up lists or texts copies them again and again."""
+    """Add up numbers alone: to add up lists or texts copies them again and again."""
     total: int | float = 0
     for item in (start, *_each(environment, items, attribute)):
         if not isinstance(item, int | float):
@@ -157,7 +158,7 @@ def _replace(text: object, old: str, new: str, count: int | None = None) -> str:
 
 
 def _indent(text: object, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    """As jinja2's own."""
+    """Indent lines as jinja2's own filter does."""
     if isinstance(width, int):
         width = " " * min(width, MAX_WIDTH)
     text = str(walked(text)) + "\n"  # so that a last line of nothing is one
@@ -174,7 +175,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: jinja2's own filter escapes HTML, which models have not seen in training."""
+    """Return plain JSON: jinja2's own filter escapes HTML, which models have not seen in training."""
     check_set("".join(separators or ()))
     encoder = json.JSONEncoder(
         ensure_ascii=ensure_ascii,

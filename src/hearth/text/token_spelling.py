@@ -1,4 +1,4 @@
-"""How tokens spell bytes, where the text of a tokenizer is just the bytes of its tokens in a row.
+"""The spelling of tokens in bytes, where a tokenizer's text is just the bytes of its tokens in a row.
 
 Covers byte-level BPE and sentencepiece BPE with byte fallback, so nearly every decoder-only model. Does not
 cover decoders that look at neighbouring tokens (WordPiece, Metaspace): those have no `Spelling`.
@@ -10,12 +10,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hearth.text.chat import Json
+from hearth.text.chat_template import Json
 
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """The text is `bytes_of` each token in a row, read as UTF-8, less a few characters at its start."""
+    """A tokenizer's text is `bytes_of` each token in a row, as UTF-8, less a few characters at its start."""
 
     bytes_of: Callable[[str], bytes]
     stripped: str = " "
@@ -23,7 +23,7 @@ class Spelling:
 
 
 def spelling_of(decoder: Json) -> Spelling | None:
-    """The spelling that the `decoder` section of tokenizer.json describes; None if it is more than one."""
+    """Return the spelling that the `decoder` section of tokenizer.json describes; None: it is no spelling."""
     match decoder:
         case {"type": "ByteLevel"} | {"type": "Sequence", "decoders": [{"type": "ByteLevel"}]}:
             return Spelling(_byte_level)
@@ -49,7 +49,7 @@ def spelling_of(decoder: Json) -> Spelling | None:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 and up, in order."""
+    """Return GPT-2's alphabet: printable Latin-1 is itself, the other bytes are U+0100 and up, in order."""
     printable = {
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -64,7 +64,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level(token: str) -> bytes:
-    """A token with a letter outside the alphabet was added by hand and stands for itself."""
+    """Return a token's bytes; one with a letter outside the alphabet was added by hand: it is its text."""
     try:
         return bytes([_BYTE_LEVEL_ALPHABET[letter] for letter in token])
     except KeyError:

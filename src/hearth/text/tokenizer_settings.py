@@ -1,4 +1,4 @@
-"""What the JSON files beside tokenizer.json say: special tokens, ids that end an output, chat templates.
+"""Reads the JSON files beside tokenizer.json: special tokens, ids that end an output, chat templates.
 
 Does not read the vocabulary: `tokenizer.py` brings the two together.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hearth.errors import BadTokenizer
-from hearth.text.chat import DEFAULT, ChatTemplate, Json
+from hearth.text.chat_template import DEFAULT, ChatTemplate, Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Settings:
 
 
 def read_settings(directory: Path) -> Settings:
-    """Absent files say nothing. Raises `BadTokenizer` for a broken one, naming it."""
+    """Read the settings of a model; absent files add nothing. Raises `BadTokenizer` for a broken one."""
     path = directory / "tokenizer_config.json"
     config = _read_object(path)
     special_tokens = _special_tokens(config)
@@ -114,7 +114,7 @@ def _ids(key: str, path: Path) -> list[int]:
 def _chat_template(
     directory: Path, config: Mapping[str, Json], special_tokens: Mapping[str, str]
 ) -> ChatTemplate | None:
-    """`chat_template.jinja` wins over what tokenizer_config.json holds: one template, or several by name."""
+    """Return the templates: of `chat_template.jinja`, or else of tokenizer_config.json, one or several."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         try:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
-from hearth.text.tools import Tool, ToolCall, ToolFormat, ToolParser, call_grammar, tool_format
+from hearth.text.tool_calls import Tool, ToolCall, ToolFormat, ToolParser, call_grammar, tool_format
 from tests.text.conftest import byte_level
 
 NAMES = frozenset(["weather", "add"])

@@ -1,4 +1,4 @@
-"""Chat templates: messages and tools in, the prompt's text out, rendered in a sandbox with limits.
+"""Renders chat templates: messages and tools in, the prompt's text out, in a sandbox with limits.
 
 Does not turn text into tokens and does not read files.
 """
@@ -16,22 +16,22 @@ from jinja2.nodes import Scope
 from jinja2.parser import Parser
 
 from hearth.errors import BadPrompt, BadTokenizer
-from hearth.text.filters import MAX_WIDTH
-from hearth.text.meter import METER, Meter, OverLimit, joined, walked
-from hearth.text.sandbox import MeteredEnvironment
+from hearth.text.template_filters import MAX_WIDTH
+from hearth.text.template_meter import METER, Meter, OverLimit, joined, walked
+from hearth.text.template_sandbox import MeteredEnvironment
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 Message: TypeAlias = Mapping[str, Json]
 
 DEFAULT = "default"
 TOOL_USE = "tool_use"  #: where a model names several templates, this one answers requests with tools
-#: How long a template may take, where nobody says otherwise.
+#: The longest that a rendering may take, where nobody says otherwise.
 RENDER_S = 2.0
 
-#: How long it may take to be compiled.
+#: The longest that a template may take to be compiled.
 COMPILE_S = 10.0
 
-#: What Python raises when a template meets a value of another kind than it expects.
+#: The errors that Python raises when a template meets a value of another kind than it expects.
 _MISFITS = (
     TemplateError,
     TypeError,
@@ -47,7 +47,7 @@ class ChatTemplate:
     """A model's compiled chat templates. Immutable; rendering leaves no trace in it."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], origin: str) -> None:
-        """`sources` by name; `special_tokens` by role (`bos_token`, ...); `origin` is named in errors."""
+        """Compile `sources`, by name. `special_tokens`: by role (`bos_token`, ...); errors name `origin`."""
         if DEFAULT not in sources:
             raise BadTokenizer(
                 f"no chat template named `{DEFAULT}` in {origin}, found: {sorted(sources)}; name one so"
@@ -66,11 +66,11 @@ class ChatTemplate:
         limit_s: float = RENDER_S,
         **extra: Json,
     ) -> str:
-        """`extra` reaches the template under its own names.
+        """Return the text of a prompt. `extra` reaches the template under its own names.
 
         Raises:
             BadPrompt: the template refuses these messages, or cannot render them.
-            BadTokenizer: it leaves its sandbox, or takes longer than `limit_s`, or makes too much text.
+            BadTokenizer: the template leaves its sandbox, takes longer than `limit_s`, or makes too much.
         """
         _check_messages(messages)
         name = TOOL_USE if tools is not None and TOOL_USE in self._templates else DEFAULT

@@ -15,34 +15,40 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hearth.text.chat import Json
+from hearth.text.chat_template import Json
 
 
 class ToolFormat(StrEnum):
+    """The ways in which models write calls."""
+
     HERMES = "hermes"
     LLAMA3 = "llama3"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
+    """A call as a model wrote it."""
+
     name: str
     arguments: str  #: a JSON object
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
+    """A tool that may be called."""
+
     name: str
     parameters: Mapping[str, Json] | None  #: a JSON schema
 
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-#: A string may not have ended yet.
+#: A string of JSON, which may not have ended yet.
 _STRING_OR_CLOSE = re.compile(rf'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|(?P<close>{CLOSE})', re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
 
 
 def tool_format(template_text: str | None) -> ToolFormat | None:
-    """What the template tells a model to write; None: nothing that is known here."""
+    """Return the format of calls that a template tells a model to write; None: none that is known here."""
     match template_text:
         case None:
             return None
@@ -58,7 +64,7 @@ def tool_format(template_text: str | None) -> ToolFormat | None:
 def call_grammar(
     format: ToolFormat, tools: Sequence[Tool], *, may_repeat: bool, tags_are_tokens: bool
 ) -> str:
-    """In llguidance's dialect of Lark: nothing but calls of these tools.
+    """Return a grammar, in llguidance's dialect of Lark, of nothing but calls of these tools.
 
     `tags_are_tokens`: the vocabulary has one for `<tool_call>`; then a grammar must name it as a token.
     """
@@ -88,7 +94,7 @@ def _call_schema(tools: Sequence[Tool], key: str) -> Json:
 
 
 def _moved(parameters: Mapping[str, Json] | None, root: str) -> Json:
-    """A tool's schema for a place inside another: its references begin at its own root."""
+    """Return a tool's schema for a place inside another, with its references moved to `root`."""
 
     def moved(node: Json) -> Json:
         if isinstance(node, Mapping):
@@ -113,7 +119,7 @@ class ToolParser:
     """
 
     def __init__(self, format: ToolFormat, names: AbstractSet[str], max_calls: int | None = None) -> None:
-        """Calls beyond `max_calls` are left out."""
+        """Look for calls of the tools `names`; those beyond `max_calls` are left out."""
         self._is_tagged = format is ToolFormat.HERMES
         self._names = names
         self._max_calls = max_calls
@@ -134,7 +140,7 @@ class ToolParser:
         return self._parts(is_last=False)
 
     def flush(self) -> list[str | ToolCall]:
-        """What was held back, at the end of the answer."""
+        """Return what was held back, at the end of the answer."""
         parts = self._parts(is_last=True)
         rest, self._held = self._held, ""
         if rest and not (self.has_calls and not rest.strip().strip(";")):
@@ -154,7 +160,7 @@ class ToolParser:
         return parts
 
     def _take_tagged(self, is_last: bool) -> str | ToolCall | None:
-        """The next part of `_held`; None: all of it waits for more."""
+        """Return the next part of `_held`; None: all of it waits for more."""
         start = self._held.find(OPEN)
         self._is_open = start >= 0
         if start < 0:
@@ -218,13 +224,13 @@ class ToolParser:
 
 
 def _close(text: str, start: int, is_last: bool) -> int:
-    """Where the tag stands that closes a call; -1: nowhere yet. Inside a string of JSON it closes nothing."""
+    """Return where the tag that closes a call stands, outside any string of JSON; -1: nowhere yet."""
     found = next((match.start() for match in _STRING_OR_CLOSE.finditer(text, start) if match["close"]), -1)
     return text.find(CLOSE, start) if found < 0 and is_last else found
 
 
 def _may_be_bare_call(body: str) -> bool:
-    """Whether `body` begins like a call, as far as it goes."""
+    """True if `body` begins like a call, as far as it goes."""
     head = body[1:].lstrip()
     return not body or (
         body[0] == "{" and any(key.startswith(head) or head.startswith(key) for key in ('"name"', '"type"'))
@@ -232,7 +238,7 @@ def _may_be_bare_call(body: str) -> bool:
 
 
 def _object_end(body: str) -> int:
-    """The length of the JSON object at the start of `body`; 0: it is not whole yet, or never will be."""
+    """Return the length of the JSON object at the start of `body`; 0: it is not whole, or never will be."""
     if "}" not in body:
         return 0
     try:
@@ -250,6 +256,6 @@ def _decoded(text: str) -> Json:
 
 
 def _overlap(text: str, tag: str) -> int:
-    """The length of the longest end of `text` with which `tag` begins, short of all of it."""
+    """Return the length of the longest end of `text` with which `tag` begins, short of all of it."""
     longest = min(len(text), len(tag) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(tag[:size])), 0)

@@ -19,7 +19,7 @@ from jinja2.runtime import BlockReference, Context, LoopContext, Macro, Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from hearth.text.filters import (
+from hearth.text.template_filters import (
     MAX_BITS,
     MAX_WIDTH,
     check_set,
@@ -28,7 +28,7 @@ from hearth.text.filters import (
     metered_tests,
     paced,
 )
-from hearth.text.meter import READ_SHARE, OverLimit, joined, read, spend, walked, weigh
+from hearth.text.template_meter import READ_SHARE, OverLimit, joined, read, spend, walked, weigh
 
 _GLOBALS = ("dict", "namespace", "range")
 _TEXT_METHODS = frozenset(
@@ -39,7 +39,7 @@ _TEXT_METHODS = frozenset(
         *("rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title", "upper"),
     ]
 )
-#: Those that make nothing.
+#: Methods of texts that make nothing.
 _READING_METHODS = frozenset(
     [
         *("count", "endswith", "find", "index", "isalnum", "isalpha", "isdecimal", "isdigit", "islower"),
@@ -47,19 +47,19 @@ _READING_METHODS = frozenset(
     ]
 )
 _MAPPING_METHODS = frozenset(["get", "items", "keys", "values"])
-#: jinja2's own, which know what of them is safe.
+#: Objects of jinja2's own, which know what of them is safe.
 _OF_JINJA = (BlockReference, LoopContext, Macro, Namespace, TemplateReference, Undefined)
 _PACED = "_paced"  #: the filter that every loop gets
 
 
 @pass_context
 def _finalized(context: Context, value: object) -> object:
-    """Takes the context so that jinja2 does not compute constant output as it compiles."""
+    """Pay for a value that is put out. The context keeps jinja2 from computing it as it compiles."""
     return walked(value)
 
 
 class _Generator(CodeGenerator):
-    """Has `~`, literals, slices and comparisons go through the environment, as calls and operators do."""
+    """Compiles `~`, literals, slices and comparisons to calls of the environment, as other operators."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.concat(str(environment.walked(part)) for part in (")
@@ -109,6 +109,8 @@ class _Generator(CodeGenerator):
 
 
 class MeteredEnvironment(ImmutableSandboxedEnvironment):
+    """A sandbox in which all that repeats or multiplies pays."""
+
     code_generator_class = _Generator
     intercepted_binops = frozenset(["+", "-", "*", "/", "//", "**", "%"])
     concat = staticmethod(joined)
@@ -179,7 +181,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return walked(super().call(__context, __called, *args, **kwargs))
 
     def call_filter(self, name: str, value: object, *args: object, **kwargs: object) -> object:
-        """Used by `map` for each item."""
+        """Call a filter by its name, as `map` does for each item."""
         spend()
         result: object = super().call_filter(name, value, *args, **kwargs)  # type: ignore[arg-type] # as given
         return result
@@ -202,7 +204,7 @@ def _check_operation(operator: str, left: object, right: object) -> None:
 
 
 def _check_format(form: str, values: list[object]) -> None:
-    """Widths may stand in the format, or be values themselves."""
+    """Refuse a format that asks for wide text; widths may stand in the format, or be values themselves."""
     num_chars = weigh(values)
     widths = [width.lstrip("0") for width in re.findall(r"\d+", form)]
     if any(len(width) > 3 for width in widths) or "*" in form or re.search(r"\{[^{}]*\{", form):
@@ -212,7 +214,7 @@ def _check_format(form: str, values: list[object]) -> None:
 
 
 def _size(value: object) -> int:
-    """In characters: an element of a list takes as much memory as eight."""
+    """Return the size of a value in characters: an element of a list takes as much memory as eight."""
     if isinstance(value, list | tuple):
         return 8 * len(value)
     return len(value) if isinstance(value, str | bytes) else 1
