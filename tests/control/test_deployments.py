@@ -48,7 +48,7 @@ class Keeper(KeeperClient):
         self.forgotten.append(where)
 
 
-class Shop:
+class DeploymentsRig:
     """Deployments and all that they are made of."""
 
     def __init__(self, data_dir: DataDir, models: dict[str, ModelConfig]) -> None:
@@ -78,11 +78,13 @@ class Shop:
 
 
 def with_shop(
-    data_dir: DataDir, scene: Callable[[Shop], Awaitable[None]], models: dict[str, ModelConfig] | None = None
+    data_dir: DataDir,
+    scene: Callable[[DeploymentsRig], Awaitable[None]],
+    models: dict[str, ModelConfig] | None = None,
 ) -> None:
     async def run() -> None:
-        with closing(Shop(data_dir, models or {})) as shop:
-            await scene(shop)
+        with closing(DeploymentsRig(data_dir, models or {})) as rig:
+            await scene(rig)
 
     asyncio.run(run())
 
@@ -99,16 +101,16 @@ def made(data_dir: DataDir, source: Path, name: str) -> Deployed:
 def test_a_model_is_replaced_at_once_and_its_old_files_go(data_dir: DataDir, checkpoint: Path) -> None:
     old = made(data_dir, checkpoint, "tiny")
 
-    async def scene(shop: Shop) -> None:
+    async def scene(rig: DeploymentsRig) -> None:
         with pytest.raises(NameTaken):
-            await shop.deploy(checkpoint, "tiny")
-        assert shop.deployments.find("tiny").deployed == old
-        new = await shop.deploy(checkpoint, "tiny", quant="int8", overwrite=True)
-        assert shop.deployments.find("tiny") == new
+            await rig.deploy(checkpoint, "tiny")
+        assert rig.deployments.find("tiny").deployed == old
+        new = await rig.deploy(checkpoint, "tiny", quant="int8", overwrite=True)
+        assert rig.deployments.find("tiny") == new
         assert new.deployed.digest != old.digest
         assert list(data_dir.models_path.iterdir()) == [Path(new.deployed.directory)]
-        assert shop.keeper.forgotten == [old.where]
-        assert shop.driver.fleet.models["tiny"].profile.digest == new.deployed.digest
+        assert rig.keeper.forgotten == [old.where]
+        assert rig.driver.fleet.models["tiny"].profile.digest == new.deployed.digest
 
     with_shop(data_dir, scene)
 
@@ -120,12 +122,12 @@ def test_a_model_that_the_configuration_forbids_leaves_everything_as_it_was(
 ) -> None:
     old = made(data_dir, checkpoint, "tiny")
 
-    async def scene(shop: Shop) -> None:
+    async def scene(rig: DeploymentsRig) -> None:
         with pytest.raises(ConfigError, match="the alias `other` of model `tiny` means model `other` too"):
-            await shop.deploy(converted if is_in_place else checkpoint, "other")
-        assert [entry.deployed for entry in shop.deployments.entries()] == [old]
-        assert shop.registry.all() == [old]
-        assert shop.brain_knows() == {"tiny"}
+            await rig.deploy(converted if is_in_place else checkpoint, "other")
+        assert [entry.deployed for entry in rig.deployments.entries()] == [old]
+        assert rig.registry.all() == [old]
+        assert rig.brain_knows() == {"tiny"}
         assert list(data_dir.models_path.iterdir()) == [Path(old.directory)]
         assert (converted / "weights.bin").exists()
 
@@ -135,12 +137,12 @@ def test_a_model_that_the_configuration_forbids_leaves_everything_as_it_was(
 def test_a_removed_model_is_gone_and_its_files_too(data_dir: DataDir, checkpoint: Path) -> None:
     deployed = made(data_dir, checkpoint, "tiny")
 
-    async def scene(shop: Shop) -> None:
-        await shop.deployments.remove("small")
-        assert (shop.deployments.entries(), shop.brain_knows()) == ([], set())
-        assert shop.keeper.forgotten == [deployed.where]
+    async def scene(rig: DeploymentsRig) -> None:
+        await rig.deployments.remove("small")
+        assert (rig.deployments.entries(), rig.brain_knows()) == ([], set())
+        assert rig.keeper.forgotten == [deployed.where]
         with pytest.raises(UnknownModel):
-            await shop.deployments.remove("tiny")
+            await rig.deployments.remove("tiny")
 
     with_shop(data_dir, scene, {"tiny": ModelConfig(aliases=("small",))})
     assert list(data_dir.models_path.iterdir()) == []
@@ -153,9 +155,9 @@ def test_a_keeper_that_does_not_answer_keeps_no_files(
     made(data_dir, checkpoint, "tiny")
     monkeypatch.setattr(deployments_module, "FORGET_S", 0.01)
 
-    async def scene(shop: Shop) -> None:
-        shop.keeper.failure, shop.keeper.is_silent = failure, failure is None
-        await shop.deployments.remove("tiny")
+    async def scene(rig: DeploymentsRig) -> None:
+        rig.keeper.failure, rig.keeper.is_silent = failure, failure is None
+        await rig.deployments.remove("tiny")
 
     with_shop(data_dir, scene)
     assert list(data_dir.models_path.iterdir()) == []
@@ -167,12 +169,12 @@ def test_what_another_model_is_loaded_from_is_neither_forgotten_nor_removed(
     deployed = made(data_dir, checkpoint, "tiny")
     made(data_dir, Path(deployed.directory), "twin")
 
-    async def scene(shop: Shop) -> None:
-        await shop.deployments.remove("tiny")
-        assert shop.keeper.forgotten == []
+    async def scene(rig: DeploymentsRig) -> None:
+        await rig.deployments.remove("tiny")
+        assert rig.keeper.forgotten == []
         assert (Path(deployed.directory) / "weights.bin").exists()
-        await shop.deployments.remove("twin")
-        assert shop.keeper.forgotten == [deployed.where]
+        await rig.deployments.remove("twin")
+        assert rig.keeper.forgotten == [deployed.where]
 
     with_shop(data_dir, scene)
     assert list(data_dir.models_path.iterdir()) == []
@@ -182,9 +184,9 @@ def test_what_another_model_is_loaded_from_is_neither_forgotten_nor_removed(
 def test_of_two_deployments_of_a_name_at_once_one_is_refused_and_leaves_nothing(
     data_dir: DataDir, checkpoint: Path
 ) -> None:
-    async def scene(shop: Shop) -> None:
+    async def scene(rig: DeploymentsRig) -> None:
         outcomes = await asyncio.gather(
-            *(shop.deploy(checkpoint, "tiny") for _ in range(2)), return_exceptions=True
+            *(rig.deploy(checkpoint, "tiny") for _ in range(2)), return_exceptions=True
         )
         (entry,) = [one for one in outcomes if isinstance(one, CatalogEntry)]
         assert [type(one) for one in outcomes if one is not entry] == [NameTaken]
@@ -197,10 +199,10 @@ def test_a_model_whose_files_went_meanwhile_is_not_registered(data_dir: DataDir,
     deployed = carry_out(DeployOrder(str(checkpoint), "tiny"), data_dir, lambda *_: None)
     remove_files(deployed.location, data_dir)
 
-    async def scene(shop: Shop) -> None:
+    async def scene(rig: DeploymentsRig) -> None:
         with pytest.raises(StoreError, match="the files of `tiny` were removed meanwhile; deploy it again"):
-            shop.deployments._register(deployed, overwrite=False)
-        assert shop.registry.locations() == []
+            rig.deployments._register(deployed, overwrite=False)
+        assert rig.registry.locations() == []
 
     with_shop(data_dir, scene)
 
@@ -218,15 +220,15 @@ def test_files_are_deleted_away_from_the_event_loop_and_whoever_asked_may_leave(
 
     monkeypatch.setattr(deployments_module, "remove_files", slow)
 
-    async def scene(shop: Shop) -> None:
-        removing = asyncio.create_task(shop.deployments.remove("tiny"))
+    async def scene(rig: DeploymentsRig) -> None:
+        removing = asyncio.create_task(rig.deployments.remove("tiny"))
         await asyncio.to_thread(begun.wait, 60)
         removing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await removing
         assert list(data_dir.models_path.iterdir()) != []
         may_go_on.set()
-        await asyncio.gather(*shop.deployments._clearing)
+        await asyncio.gather(*rig.deployments._clearing)
 
     with_shop(data_dir, scene)
     assert list(data_dir.models_path.iterdir()) == []
@@ -235,19 +237,19 @@ def test_files_are_deleted_away_from_the_event_loop_and_whoever_asked_may_leave(
 def test_models_that_come_and_go_without_the_service_are_followed(
     data_dir: DataDir, checkpoint: Path, converted: Path
 ) -> None:
-    async def scene(shop: Shop) -> None:
-        assert shop.deployments.entries() == []
+    async def scene(rig: DeploymentsRig) -> None:
+        assert rig.deployments.entries() == []
         deployed = made(data_dir, converted, "tiny")
-        assert shop.deployments.find("tiny").deployed == deployed
-        assert shop.brain_knows() == {"tiny"}
+        assert rig.deployments.find("tiny").deployed == deployed
+        assert rig.brain_knows() == {"tiny"}
         with Registry.open(data_dir) as other:
             other.replace(replace(deployed, digest="1" * 32))
-            assert shop.deployments.find("tiny").deployed.digest == "1" * 32
-            assert shop.driver.fleet.models["tiny"].profile.digest == "1" * 32
+            assert rig.deployments.find("tiny").deployed.digest == "1" * 32
+            assert rig.driver.fleet.models["tiny"].profile.digest == "1" * 32
             other.remove("tiny")
         with pytest.raises(UnknownModel):
-            shop.deployments.find("tiny")
-        assert shop.brain_knows() == set()
+            rig.deployments.find("tiny")
+        assert rig.brain_knows() == set()
 
     with_shop(data_dir, scene)
 
@@ -255,10 +257,10 @@ def test_models_that_come_and_go_without_the_service_are_followed(
 def test_what_the_configuration_forbids_is_not_followed(data_dir: DataDir, converted: Path) -> None:
     tiny = made(data_dir, converted, "tiny")
 
-    async def scene(shop: Shop) -> None:
+    async def scene(rig: DeploymentsRig) -> None:
         made(data_dir, converted, "other")
-        assert [entry.deployed for entry in shop.deployments.entries()] == [tiny]
-        assert shop.deployments.find("tiny").deployed == tiny
+        assert [entry.deployed for entry in rig.deployments.entries()] == [tiny]
+        assert rig.deployments.find("tiny").deployed == tiny
 
     with_shop(data_dir, scene, {"tiny": ModelConfig(aliases=("other",))})
 
@@ -268,9 +270,9 @@ def test_a_row_that_cannot_be_read_can_be_removed(data_dir: DataDir, checkpoint:
     with closing(sqlite3.connect(data_dir.registry_path)) as connection, connection:
         connection.execute("update models set facts = '{}'")
 
-    async def scene(shop: Shop) -> None:
-        assert shop.deployments.entries() == []
-        await shop.deployments.remove("tiny")
+    async def scene(rig: DeploymentsRig) -> None:
+        assert rig.deployments.entries() == []
+        await rig.deployments.remove("tiny")
 
     with_shop(data_dir, scene)
     assert list(data_dir.models_path.iterdir()) == []

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from hearth.control.pool_reports import PARTS, PoolReports
 from hearth.messages import ModelUse, Order, Ping, Pong
 from hearth.types import Hold, ModelId, WorkerId
-from tests.control.office import Wire
+from tests.control.gateway_rig import RecordingLink
 
 W0 = WorkerId("w0")
 LONG_S = 60.0
@@ -67,10 +67,10 @@ def test_a_view_says_how_old_it_is() -> None:
     assert (view.age_s, view.fallbacks) == (3.0, {"address": 1})
 
 
-def joined(pools: PoolReports, worker: WorkerId) -> Wire:
-    wire = Wire()
-    pools.joined(worker, wire)  # type: ignore[arg-type] # as much of a link as is needed
-    return wire
+def joined(pools: PoolReports, worker: WorkerId) -> RecordingLink:
+    link = RecordingLink()
+    pools.joined(worker, link)  # type: ignore[arg-type] # as much of a link as is needed
+    return link
 
 
 def answer(pools: PoolReports, worker: WorkerId, ping: Order) -> None:
@@ -81,13 +81,13 @@ def answer(pools: PoolReports, worker: WorkerId, ping: Order) -> None:
 def test_whoever_looks_waits_for_the_answer_to_its_own_ping() -> None:
     async def scene() -> None:
         pools = PoolReports()
-        wire = joined(pools, W0)
+        link = joined(pools, W0)
         first, second = (asyncio.create_task(pools.refresh(LONG_S)) for _ in range(2))
         await asyncio.sleep(0)
-        answer(pools, W0, wire.orders[0])
+        answer(pools, W0, link.orders[0])
         await first
         assert not second.done()
-        answer(pools, W0, wire.orders[1])
+        answer(pools, W0, link.orders[1])
         await second
 
     asyncio.run(scene())
@@ -107,13 +107,13 @@ def test_whoever_looks_does_not_wait_for_a_worker_that_is_gone() -> None:
     async def scene() -> None:
         pools, other = PoolReports(), WorkerId("w1")
         joined(pools, W0)
-        wire = joined(pools, other)
+        link = joined(pools, other)
         looking = asyncio.create_task(pools.refresh(LONG_S))
         await asyncio.sleep(0)
         pools.lost(W0)
         await asyncio.sleep(0)
         assert not looking.done()
-        answer(pools, other, wire.orders[0])
+        answer(pools, other, link.orders[0])
         await looking
 
     asyncio.run(scene())

@@ -68,8 +68,8 @@ class Timeline:
             stay.started_s = now_s
         if len(self.stays) == 1 and not self.num_preemptions:
             self.num_cached_tokens = num_cached_tokens
-        told = f"{num_cached_tokens} tokens found in the prefix cache"
-        self.mark(now_s, "started", f"after {waited_s:.3f} s on the worker, {told}")
+        found = f"{num_cached_tokens} tokens found in the prefix cache"
+        self.mark(now_s, "started", f"after {waited_s:.3f} s on the worker, {found}")
 
     def preempted(self, now_s: float) -> None:
         self.num_preemptions += 1

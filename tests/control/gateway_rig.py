@@ -32,7 +32,7 @@ CONTEXT = 32
 WORKER = WorkerId("w0")
 
 
-class Wire:
+class RecordingLink:
     """A worker's link that keeps what is sent."""
 
     worker = WORKER
@@ -47,7 +47,7 @@ class Wire:
         pass
 
 
-class Office:
+class GatewayRig:
     """A gateway that offers `tiny`, and its parts."""
 
     def __init__(self, data_dir: DataDir) -> None:
@@ -72,14 +72,14 @@ class Office:
             kind="cpu",
         )
 
-    def join(self, budget_bytes: int = 1 << 40) -> Wire:
-        wire = Wire()
-        self.driver.joined(wire, WorkerHello(1, WORKER, b"", b"", 1, "cpu", "a CPU", budget_bytes))  # type: ignore[arg-type] # as much of a link as is needed
-        return wire
+    def join(self, budget_bytes: int = 1 << 40) -> RecordingLink:
+        link = RecordingLink()
+        self.driver.joined(link, WorkerHello(1, WORKER, b"", b"", 1, "cpu", "a CPU", budget_bytes))  # type: ignore[arg-type] # as much of a link as is needed
+        return link
 
-    def receive(self, wire: Wire, fact: Fact | None) -> None:
+    def receive(self, link: RecordingLink, fact: Fact | None) -> None:
         """A worker sends a fact, or is gone."""
-        self.driver.receive(DecodedFact(wire, 0, fact))  # type: ignore[arg-type] # as much of a link as is needed
+        self.driver.receive(DecodedFact(link, 0, fact))  # type: ignore[arg-type] # as much of a link as is needed
 
     def close(self) -> None:
         self.registry.close()
@@ -87,10 +87,10 @@ class Office:
         self.encoder.close()
 
 
-def with_office(data_dir: DataDir, scene: Callable[[Office], Awaitable[None]]) -> None:
+def with_rig(data_dir: DataDir, scene: Callable[[GatewayRig], Awaitable[None]]) -> None:
     async def run() -> None:
-        with closing(Office(data_dir)) as office:
-            await scene(office)
+        with closing(GatewayRig(data_dir)) as rig:
+            await scene(rig)
 
     asyncio.run(run())
 
@@ -99,11 +99,11 @@ def ask(prompt: str | list[int] | ChatPrompt = "!!") -> GenerationRequest:
     return GenerationRequest("tiny", prompt, SamplingParams())
 
 
-def emit(office: Office, wire: Wire, *tokens: int, finished: bool = False) -> None:
+def emit(rig: GatewayRig, link: RecordingLink, *tokens: int, finished: bool = False) -> None:
     """Every run of the worker emits these tokens, as the text thread hands them on."""
     for token in tokens:
-        by_run = office.driver.requests.by_run
-        runs = {run: request for run, request in by_run.items() if request.worker == wire.worker}
+        by_run = rig.driver.requests.by_run
+        runs = {run: request for run, request in by_run.items() if request.worker == link.worker}
         is_last = finished and token == tokens[-1]
         reasons = dict.fromkeys(runs, FinishReason.STOP) if is_last else {}
         decoded = []
@@ -112,4 +112,4 @@ def emit(office: Office, wire: Wire, *tokens: int, finished: bool = False) -> No
             text = request.transcript.push(token, reasons.get(run))
             decoded.append(DecodedToken(request, TokenDelta(text.text, token, None, text.finish_reason)))
         step = StepDone(ModelId("tiny"), list(runs), [token] * len(runs), reasons)
-        office.driver.receive(DecodedFact(wire, 0, step, decoded))  # type: ignore[arg-type] # as much of a link as is needed
+        rig.driver.receive(DecodedFact(link, 0, step, decoded))  # type: ignore[arg-type] # as much of a link as is needed
