@@ -1,4 +1,4 @@
-"""What this machine offers and which kernels run on it. It repairs nothing and loads no model."""
+"""Examines this machine: devices, versions, limits, kernels. Repairs nothing and loads no model."""
 
 from __future__ import annotations
 

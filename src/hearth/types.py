@@ -17,7 +17,7 @@ WorkerId = NewType("WorkerId", str)  #: of one life of a worker: its replacement
 
 
 class Rung(StrEnum):
-    """Where a chunk was found, nearest to the device first."""
+    """The rungs where a chunk can be found, nearest to the device first."""
 
     HOST = "host"
     DISK = "disk"
@@ -25,7 +25,7 @@ class Rung(StrEnum):
 
 
 class Hold(IntEnum):
-    """What keeps a model in memory, weakest first. A number, because books are indexed with it."""
+    """The reasons that keep a model in memory, weakest first. Numbers, because books are indexed by them."""
 
     RETAINED = 0  #: idle past its keep_alive: its bytes stay until somebody needs the room
     WARM = 1  #: idle within it: its bytes go only when nothing retained is left
@@ -41,7 +41,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GuideSpec:
-    """What an output is held to."""
+    """A form that an output must have."""
 
     kind: Literal["json_object", "json_schema", "lark"]
     text: str = ""  #: the schema as JSON, or the grammar; nothing for `json_object`
@@ -49,7 +49,7 @@ class GuideSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens, under the names that users of vLLM know."""
+    """The parameters of choosing tokens, under the names that users of vLLM know."""
 
     temperature: float = 1.0  #: 0 is greedy
     top_k: int = 0  #: 0 or -1 keeps every token
@@ -160,7 +160,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of one sampled token: its own logprob and those of the most likely ones, best first."""
+    """The logprob of one sampled token and those of the most likely ones, best first."""
 
     logprob: float
     top: tuple[TokenLogprob, ...]

@@ -39,7 +39,7 @@ def frame(message: Challenge | Order | Fact) -> bytes:
 
 
 def length_of(header: bytes, limit_bytes: int = MAX_FRAME_BYTES) -> int:
-    """Raises ServiceError for a frame beyond the limit."""
+    """Return the length that a frame's header tells. Raises ServiceError beyond the limit."""
     (length,) = HEADER.unpack(header)
     if length > limit_bytes:
         raise ServiceError(
@@ -50,12 +50,12 @@ def length_of(header: bytes, limit_bytes: int = MAX_FRAME_BYTES) -> int:
 
 
 def order_of(body: bytes) -> Order:
-    """Raises ServiceError for what is no order."""
+    """Return the order of a frame. Raises ServiceError for what is none."""
     return _decoded(_orders, body)
 
 
 def fact_of(body: bytes) -> Fact:
-    """Raises ServiceError for what is no fact."""
+    """Return the fact of a frame. Raises ServiceError for what is none."""
     return _decoded(_facts, body)
 
 
@@ -88,7 +88,7 @@ def check_challenge(challenge: Challenge) -> None:
 
 
 def check_welcome(welcome: Welcome, secret: bytes, nonce: bytes, worker: WorkerId) -> None:
-    """Raises ServiceError if the gateway does not know the secret."""
+    """Raise ServiceError if the gateway does not know the secret."""
     if not hmac.compare_digest(welcome.proof, _answer(secret, nonce, worker)):
         raise ServiceError("the gateway does not know the secret of this worker")
 

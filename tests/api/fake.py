@@ -38,7 +38,7 @@ MODEL = ModelView(
 def tokens_of(
     *texts: str, finish: FinishReason | None = FinishReason.STOP, tokens: Sequence[int] | None = None
 ) -> list[TokenDelta]:
-    """One token per text; the last one ends the answer."""
+    """Return a token per text; the last one ends the answer."""
     ids = tokens if tokens is not None else range(300, 300 + len(texts))
     made = [TokenDelta(text, token, None, None) for text, token in zip(texts, ids, strict=True)]
     last = made[-1]

@@ -21,7 +21,7 @@ from tests.cli.shell import Hearth
 
 @dataclass
 class FakeGateway:
-    """What the demo asks of the service in its own process."""
+    """The little that the demo asks of the service in its own process."""
 
     admin_token: str = "token"
     status: str = "ok"
@@ -39,7 +39,7 @@ def gateway() -> FakeGateway:
 def serving(
     service: FakeService, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[list[HearthConfig]]:
-    """What `run_service` was called with; in its place the fake runs until SIGTERM."""
+    """The calls of `run_service`; in its place the fake runs until SIGTERM."""
     configs: list[HearthConfig] = []
     told = threading.Event()
 

@@ -12,7 +12,7 @@ from tests.cli.shell import Hearth
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[HearthConfig]:
-    """What the service would have been started with."""
+    """The configurations that a service would have been started with."""
     configs: list[HearthConfig] = []
     module = ModuleType("hearth.cli.server")
     module.run_service = configs.append  # type: ignore[attr-defined]  # a stand-in for the module

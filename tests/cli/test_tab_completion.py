@@ -9,7 +9,7 @@ import pytest
 
 
 def completed(line: str, data_dir: Path) -> list[str]:
-    """What the shell would offer at the end of a line, asked as bash asks."""
+    """Return what the shell would offer at the end of a line, asked as bash asks."""
     words = line.split(" ")
     environment = {
         **os.environ,

@@ -1,4 +1,4 @@
-"""How orders reach workers and what is made of their words, where weights come, stay and go."""
+"""Orders reach workers, and their facts the brain and whoever looks, as weights come, stay and go."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_model_that_makes_room_is_retired_and_its_bytes_stay(data_dir: DataDir
     with_rig(data_dir, scene)
 
 
-def test_a_stopped_model_is_regarded_as_retained_and_a_freed_one_is_dropped(
+def test_a_stopped_model_is_held_as_retained_and_a_freed_one_is_dropped(
     data_dir: DataDir, deployed: Deployed
 ) -> None:
     async def scene(rig: GatewayRig) -> None:

@@ -39,7 +39,7 @@ asyncio.run(main())
 
 
 class Panic(BaseException):
-    """As the tokenizers package raises it."""
+    """An error like those of the tokenizers package, which are no Exceptions."""
 
 
 class Failing(Transcript):

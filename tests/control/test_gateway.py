@@ -1,4 +1,4 @@
-"""What the gateway takes and refuses, with everything real but the processes."""
+"""The gateway takes and refuses requests, with everything real but the processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_prompt_is_encoded_and_checked(data_dir: DataDir, deployed: Deployed) 
 
 
 def during_encoding(rig: GatewayRig, happens: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As soon as a prompt has been encoded."""
+    """Have something happen as soon as a prompt has been encoded."""
     encode = rig.encoder.encode
 
     async def encoded(*arguments: object) -> tuple[int, ...]:

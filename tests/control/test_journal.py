@@ -1,4 +1,4 @@
-"""What the journal records, and that its replay is exact."""
+"""The journal records events and actions, and its replay is exact."""
 
 from __future__ import annotations
 

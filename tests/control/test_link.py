@@ -150,7 +150,7 @@ def test_a_worker_is_held_back_while_nobody_takes_what_it_said() -> None:
             peer.writer.write(frame * num_frames)
             waiting = asyncio.create_task(peer.writer.drain())
             link = (await _first(record)).joined_links[0]
-            num_held = await _settled(record)
+            num_held = await _steady(record)
             num_taken = 0
             while True:
                 record.changed.clear()
@@ -171,8 +171,8 @@ async def _first(record: Record) -> Record:
     return record
 
 
-async def _settled(record: Record) -> int:
-    """How many frames arrive until no more do."""
+async def _steady(record: Record) -> int:
+    """Return how many frames arrive until no more do."""
     count = -1
     while count != len(record.bodies):
         count = len(record.bodies)

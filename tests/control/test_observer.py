@@ -1,4 +1,4 @@
-"""What is written down of events, actions and facts, without a driver."""
+"""The observer alone: events, actions and facts in; metrics, timelines and log lines out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of pools, and how Prometheus sees it."""
+"""Reports of pools: who waits for them, and how Prometheus sees them."""
 
 from __future__ import annotations
 

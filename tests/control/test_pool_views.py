@@ -73,7 +73,7 @@ def test_shared_bytes_are_in_use_when_one_of_those_who_share_them_is() -> None:
 
 @st.composite
 def pongs(draw: st.DrawFn) -> Pong:
-    """Of pools whose books are right."""
+    """Draw pongs of pools whose books are right."""
     uses = []
     num_models, shared = draw(st.integers(0, 4)), draw(st.integers(0, 50))
     for number in range(num_models):

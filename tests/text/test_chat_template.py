@@ -85,7 +85,7 @@ WEATHER: Json = {
 
 
 class Peer(Protocol):
-    """What these tests use of transformers."""
+    """The little that these tests use of transformers."""
 
     def apply_chat_template(self, conversation: Sequence[Message], **options: object) -> str: ...
 

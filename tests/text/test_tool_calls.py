@@ -20,7 +20,7 @@ PARIS = ToolCall("weather", '{"city": "Paris"}')
 
 
 def parsed(format: ToolFormat, pieces: Sequence[str], max_calls: int | None = None) -> list[str | ToolCall]:
-    """All parts, with neighbouring text put together."""
+    """Return all parts, with neighbouring text put together."""
     parser = ToolParser(format, NAMES, max_calls)
     parts = [part for piece in pieces for part in parser.push(piece)] + parser.flush()
     together: list[str | ToolCall] = []
@@ -165,7 +165,7 @@ TOOLS = [
 
 
 def accepts(grammar: str, text: str, *, tags_are_tokens: bool) -> bool:
-    """Whether `text` is a whole sentence of the grammar, in tokens."""
+    """True if `text` is a whole sentence of the grammar, in tokens."""
     backend = byte_level()
     if tags_are_tokens:
         backend.add_tokens([AddedToken(tag, normalized=False) for tag in ("<tool_call>", "</tool_call>")])

@@ -24,7 +24,7 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt that is to be continued once, as an endpoint has understood it."""
+    """A prompt that is to be continued once, as an endpoint has understood it."""
 
     model: str  #: a name or an alias
     prompt: str | list[int] | ChatPrompt
