@@ -16,12 +16,12 @@ from hearth.messages import (
     Admitted,
     Challenge,
     GuideOrder,
-    Hello,
     Ping,
     Sampling,
     StartRequest,
     StepDone,
     Welcome,
+    WorkerHello,
 )
 from hearth.types import FinishReason, ModelId, SamplingParams, TokenLogprob, TokenLogprobs, WorkerId
 
@@ -29,9 +29,9 @@ SECRET = b"s" * 32
 WORKER = WorkerId("w0")
 
 
-def hello(nonce: bytes, secret: bytes = SECRET, version: int = VERSION) -> Hello:
+def hello(nonce: bytes, secret: bytes = SECRET, version: int = VERSION) -> WorkerHello:
     proof = wire.proof(secret, nonce, WORKER)
-    return Hello(version, WORKER, b"n" * 32, proof, 1, "cpu", "a CPU", 1 << 30)
+    return WorkerHello(version, WORKER, b"n" * 32, proof, 1, "cpu", "a CPU", 1 << 30)
 
 
 def body(frame: bytes) -> bytes:

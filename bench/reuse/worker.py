@@ -23,9 +23,9 @@ from hearth.config import StoreConfig
 from hearth.messages import (
     DropModel,
     Fact,
+    HostingFailed,
     HostModel,
     KeeperSetup,
-    ModelFailed,
     ModelLoaded,
     Order,
     Ping,
@@ -84,7 +84,7 @@ class WorkerClient:
             heard = self.facts.get(timeout=PATIENCE_S)
             if heard is None:
                 raise RuntimeError("the step loop has ended; what broke it was printed above")
-            if isinstance(heard.fact, ModelFailed | RunFailed):
+            if isinstance(heard.fact, HostingFailed | RunFailed):
                 raise RuntimeError(f"the worker says: {heard.fact.reason}")
             if isinstance(heard.fact, kinds):
                 return heard

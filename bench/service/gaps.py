@@ -52,7 +52,7 @@ async def load_again_and_again(
 ) -> list[Window]:
     """Drop a model and have it loaded, until what runs has ended."""
     windows = []
-    drop = request("POST", f"/api/models/{model}/unload", {"free": True})
+    drop = request("POST", f"/hearth/models/{model}/unload", {"free": True})
     while not running.done():
         await ask(service.port, drop)
         answer = good(await ask(service.port, completion(model, [1], 1)))

@@ -92,14 +92,14 @@ class Trouble:
 
     async def _unload(self) -> None:
         name, is_freed = self._random.choice(list(self._sources)), self._random.random() < 0.5
-        await self._do("unload", "POST", f"/api/models/{name}/unload", {"free": is_freed})
+        await self._do("unload", "POST", f"/hearth/models/{name}/unload", {"free": is_freed})
 
     async def _redeploy(self) -> None:
         """Remove one of the models that are seldom asked for and deploy it again."""
         name = self._random.choice(list(self._sources)[-NUM_VOLATILE:])
-        await self._do("remove", "DELETE", f"/api/models/{name}")
+        await self._do("remove", "DELETE", f"/hearth/models/{name}")
         await asyncio.sleep(self._random.uniform(0.0, 2.0))
-        await self._do("deploy", "POST", "/api/models", {"source": str(self._sources[name]), "name": name})
+        await self._do("deploy", "POST", "/hearth/models", {"source": str(self._sources[name]), "name": name})
 
     async def _look_on(self) -> None:
         while True:

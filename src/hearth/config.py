@@ -33,8 +33,8 @@ class Limits:
     low: float
     high: float = math.inf
 
-    def told(self, unit: Callable[[float], str]) -> str:
-        """For people, each limit as `unit` writes it."""
+    def spelled(self, unit: Callable[[float], str]) -> str:
+        """Spell the limits for people, each as `unit` writes it."""
         return f"at least {unit(self.low)}" + (
             "" if math.isinf(self.high) else f" and at most {unit(self.high)}"
         )
@@ -114,7 +114,7 @@ class ServiceConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Of one deployed model, in its own table: [models.NAME]."""
+    """The settings of one deployed model, in its own table: [models.NAME]."""
 
     aliases: tuple[str, ...] = ()  #: other names that it answers to
     context: Annotated[int | None, Limits(2)] = None  #: tokens; None: what it was made for
@@ -183,7 +183,7 @@ def to_toml(config: HearthConfig) -> str:
 
 
 def plain(config: HearthConfig) -> dict[str, object]:
-    """By section, as JSON can hold it: it has no infinity, so for ever is -1, which `load` takes too."""
+    """Return a configuration as JSON can hold it; infinity, which JSON lacks, is -1, as in `load`."""
     models = {name: _plain(model) for name, model in config.models.items()}
     return {title: _plain(section) for title, section in _sections(config).items()} | {"models": models}
 
@@ -243,7 +243,7 @@ def parse_duration(value: object) -> float:
 
 
 def _seconds(value: object) -> float | None:
-    """None: it is no duration."""
+    """Return the seconds of a duration; None: the value is no duration."""
     if isinstance(value, str):
         text = value.strip().lower()
         size = text.removeprefix("-")
@@ -339,13 +339,13 @@ def _checked(key: str, hint: object, value: object) -> object:
         names = " or ".join(t.__name__ for t in types if isinstance(t, type) and t is not NoneType)
         raise ConfigError(f"`{key}` must be of type {names}, given: {value!r} of type {type(value).__name__}")
     if isinstance(note, Limits) and isinstance(value, int | float) and not note.low <= value <= note.high:
-        told = note.told(_told_bytes if key.endswith("_bytes") else "{:g}".format)
-        raise ConfigError(f"`{key}` must be {told}, given: {value}")
+        limits = note.spelled(_spelled_bytes if key.endswith("_bytes") else "{:g}".format)
+        raise ConfigError(f"`{key}` must be {limits}, given: {value}")
     return value
 
 
-def _told_bytes(num_bytes: float) -> str:
-    """In the largest unit of which it is a multiple: 16MiB, 1B."""
+def _spelled_bytes(num_bytes: float) -> str:
+    """Spell bytes in the largest unit of which they are a multiple: 16MiB, 1B."""
     units = {unit: size for unit, size in UNITS.items() if size <= num_bytes and not num_bytes % size}
     unit = max(units, key=units.__getitem__, default="B")
     return f"{num_bytes / UNITS[unit]:.0f}{unit}"

@@ -26,7 +26,7 @@ from hearth.offline import ModelOptions, OpenedModel, open_model
 from hearth.policy.batch.plan import EngineRequest
 from hearth.store.record import LoadRecord
 from hearth.store.tiers import Tiers
-from hearth.text.chat import Message
+from hearth.text.chat_template import Message
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import Transcript
 from hearth.types import FinishReason, RequestId, SamplingParams, TokenLogprobs
@@ -141,7 +141,7 @@ class LLM:
         asked = _as_prompts(prompts)
         requests = [self._request(*pair) for pair in zip(asked, _as_params(params, len(asked)), strict=True)]
         outbox = Outbox()
-        answers = {r.request_id: _Answer(r, self._transcript(r)) for r in requests}
+        answers = {r.request_id: _ReceivedAnswer(r, self._transcript(r)) for r in requests}
         ends = self._collect(requests, answers, outbox)
         for _ in track(ends, "generating", total=len(requests), disable=not progress):
             pass
@@ -153,7 +153,7 @@ class LLM:
 
     def _stream(self, request: EngineRequest) -> Iterator[Delta]:
         loop, outbox = self._loop, Outbox()
-        answer = _Answer(request, self._transcript(request))
+        answer = _ReceivedAnswer(request, self._transcript(request))
         loop.add(request, outbox)
         try:
             while answer.finish_reason is None:
@@ -176,7 +176,7 @@ class LLM:
         self.close()
 
     def _collect(
-        self, requests: Sequence[EngineRequest], answers: Mapping[RequestId, _Answer], outbox: Outbox
+        self, requests: Sequence[EngineRequest], answers: Mapping[RequestId, _ReceivedAnswer], outbox: Outbox
     ) -> Iterator[None]:
         """Run the requests and yield at the end of each. Whatever happens, none stays behind."""
         loop = self._loop
@@ -217,7 +217,7 @@ class LLM:
 
 
 @dataclass(slots=True)
-class _Answer:
+class _ReceivedAnswer:
     """The answer to one request as far as it was received. Mutable; written by the thread that asked."""
 
     request: EngineRequest
@@ -230,8 +230,8 @@ class _Answer:
     def take(self, output: Output) -> Delta:
         text, self.finish_reason = "", output.finish_reason
         if self.transcript is not None:
-            piece = self.transcript.push(output.token, output.finish_reason)
-            text, self.finish_reason = piece.text, piece.finish_reason
+            delta = self.transcript.push(output.token, output.finish_reason)
+            text, self.finish_reason = delta.text, delta.finish_reason
         self.token_ids.append(output.token)
         self.texts.append(text)
         logprobs = self._own_logprobs(output)

@@ -1,10 +1,10 @@
-"""What the gateway and its workers say to each other. Opens no socket and knows no frame.
+"""The messages between the gateway and its workers. Opens no socket and knows no frame.
 
-    worker                                gateway
-    (connects)                            Challenge
-    Hello, with a proof of the secret     Welcome, with the gateway's own proof; or the connection ends
-    StepDone, one per step, ...           HostModel, RetireModel, DropModel, RegardModel, StartRequest,
-                                          CancelRequest, Ping, Shutdown
+    worker                                    gateway
+    (connects)                                Challenge
+    WorkerHello, with a proof of the secret   Welcome, with the gateway's own proof; or the connection ends
+    StepDone, one per step, ...               HostModel, RetireModel, DropModel, HoldModel, StartRequest,
+                                              CancelRequest, Ping, Shutdown
 
 Both directions keep their order, and that is part of the contract: a worker carries out orders one after
 the other, so a model that is retired before another is hosted may be taken from by then. The gateway sees to
@@ -22,14 +22,16 @@ from msgspec import Struct
 
 from hearth.types import FinishReason, Hold, ModelId, Rung, SamplingParams, TokenLogprobs, WorkerId
 
-#: Both sides must have the same. Raise it with every change of this file.
-VERSION = 2
+#: The version that gateway and worker must share. Raise it with every change of this file.
+VERSION = 3
 
 
 # What a process is told on its standard input, as one line of JSON, when it is started.
 
 
 class WorkerSetup(Struct, frozen=True):
+    """The first line that a worker reads from its standard input."""
+
     worker: WorkerId
     host: str  #: of the gateway, as is the port
     port: int
@@ -45,6 +47,8 @@ class WorkerSetup(Struct, frozen=True):
 
 
 class KeeperSetup(Struct, frozen=True):
+    """The first line that the keeper of the store reads from its standard input."""
+
     socket: str
     kind: Literal["cpu", "cuda"]  #: of the devices that its memory is copied to
     path: str  #: these three as in StoreConfig
@@ -57,12 +61,14 @@ class KeeperSetup(Struct, frozen=True):
 
 
 class Challenge(Struct, frozen=True, tag=True):
+    """The gateway's first message: a nonce whose proof shows that a worker knows the secret."""
+
     version: int
     nonce: bytes
 
 
-class Hello(Struct, frozen=True, tag=True):
-    """Sent when the runtime is initialised: from here on the worker can host models."""
+class WorkerHello(Struct, frozen=True, tag=True):
+    """A worker's first message, sent when its runtime is initialised and it can host models."""
 
     version: int
     worker: WorkerId
@@ -75,6 +81,8 @@ class Hello(Struct, frozen=True, tag=True):
 
 
 class Welcome(Struct, frozen=True, tag=True):
+    """The gateway's own proof that it knows the secret; orders follow."""
+
     proof: bytes  #: of the worker's nonce
 
 
@@ -82,7 +90,7 @@ class Welcome(Struct, frozen=True, tag=True):
 
 
 class GuideOrder(Struct, frozen=True):
-    """What an output is held to."""
+    """A form that an output must have: any JSON object, a JSON schema, or a grammar."""
 
     kind: Literal["json_object", "json_schema", "lark"]
     text: str = ""  #: the schema as JSON, or the grammar
@@ -129,7 +137,7 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
         )
 
 
-#: Fields that both spell alike.
+#: Fields that `Sampling` and `SamplingParams` spell alike.
 _SHARED = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "max_tokens", "min_tokens", "ignore_eos", "logprobs"),
@@ -139,14 +147,14 @@ _SHARED = (
 class HostModel(Struct, frozen=True, tag=True):
     """Make room for a model and load what is missing of it. Requests may follow at once and wait there.
 
-    From now on it is promised its memory; one that was retired comes back.
+    From now on the model is promised its memory; a retired model comes back.
     """
 
     model: ModelId
-    hosting: int  #: a number of this stay of the model; what the worker says of it names it
+    hosting: int  #: a number of this stay of the model, which every fact about the stay names
     where: str  #: a directory or a URL
     digest: str  #: of the manifest; another one there means that the model was changed
-    weight: float  #: T2's alpha
+    weight: float  #: how much a second of its start matters; see the reload cost
     max_context: int
     kv_floor_bytes: int  #: of KV that it is promised, however much others want
     max_kv_bytes: int  #: it never gets more
@@ -166,9 +174,9 @@ class DropModel(Struct, frozen=True, tag=True):
 
 
 class HoldModel(Struct, frozen=True, tag=True):
-    """How a hosted model is held while it has no requests: retained, warm or pinned.
+    """Hold a hosted model that has no requests as retained, warm or pinned.
 
-    A new one is warm, and so is a retained one that gets a request.
+    A newly hosted model is warm, and so is a retained one that gets a request.
     """
 
     model: ModelId
@@ -176,6 +184,8 @@ class HoldModel(Struct, frozen=True, tag=True):
 
 
 class StartRequest(Struct, frozen=True, tag=True):
+    """Run a request, from its prompt or from where a lost worker left it."""
+
     run: int
     model: ModelId
     prompt: tuple[int, ...]
@@ -185,17 +195,19 @@ class StartRequest(Struct, frozen=True, tag=True):
 
 
 class CancelRequest(Struct, frozen=True, tag=True):
+    """End a run without an answer."""
+
     run: int
 
 
 class Ping(Struct, frozen=True, tag=True):
-    """Answered by the thread that steps, between two steps: so a pong proves that it does not hang."""
+    """Ask for a `Pong`, which the step thread sends between two steps: so a pong proves that it lives."""
 
     number: int
 
 
 class Shutdown(Struct, frozen=True, tag=True):
-    pass
+    """End the worker's process."""
 
 
 # Facts from a worker.
@@ -230,7 +242,9 @@ class RunFailed(Struct, frozen=True, tag=True):
     reason: str
 
 
-class LoadProgressed(Struct, frozen=True, tag=True):
+class LoadProgress(Struct, frozen=True, tag=True):
+    """A load has brought more of a model's weights to the device."""
+
     model: ModelId
     hosting: int
     num_bytes: int  #: of those that were missing
@@ -238,12 +252,16 @@ class LoadProgressed(Struct, frozen=True, tag=True):
 
 
 class RungBytes(Struct, frozen=True):
+    """The bytes that a load took from one rung, and how long they came."""
+
     rung: Rung
     num_bytes: int
     seconds: float
 
 
 class ModelLoaded(Struct, frozen=True, tag=True):
+    """All weights of a model are on the device."""
+
     model: ModelId
     hosting: int
     rungs: tuple[RungBytes, ...]
@@ -256,8 +274,8 @@ class ModelLoaded(Struct, frozen=True, tag=True):
     is_widened: bool = False  #: to float32, because the device is slow in what was stored
 
 
-class ModelFailed(Struct, frozen=True, tag=True):
-    """The model could not be loaded, or its engine broke. It has left memory; its runs have ended."""
+class HostingFailed(Struct, frozen=True, tag=True):
+    """A model could not be loaded, or its engine broke. It has left memory, and its runs have ended."""
 
     model: ModelId
     hosting: int
@@ -265,14 +283,14 @@ class ModelFailed(Struct, frozen=True, tag=True):
     reason: str
 
 
-class Residency(Struct, frozen=True, tag=True):
-    """How much of the weights of each model is on the device, retired ones included. Sent when it changes."""
+class DeviceResidency(Struct, frozen=True, tag=True):
+    """The bytes of each model's weights on the device, retired models included. Sent when they change."""
 
     bytes_by_model: dict[ModelId, int]
 
 
 class ModelUse(Struct, frozen=True):
-    """What a model has of the pool, and what it does with it."""
+    """The memory that a model has of its worker's pool, and how it uses it."""
 
     model: ModelId
     hold: Hold
@@ -291,6 +309,8 @@ class ModelUse(Struct, frozen=True):
 
 
 class Pong(Struct, frozen=True, tag=True):
+    """The answer to a `Ping`: the worker's pool as it is between two steps."""
+
     number: int
     budget_bytes: int
     free_bytes: int
@@ -304,4 +324,6 @@ class Pong(Struct, frozen=True, tag=True):
 Order = (
     Welcome | HostModel | RetireModel | DropModel | HoldModel | StartRequest | CancelRequest | Ping | Shutdown
 )
-Fact = Hello | StepDone | RunFailed | LoadProgressed | ModelLoaded | ModelFailed | Residency | Pong
+Fact = (
+    WorkerHello | StepDone | RunFailed | LoadProgress | ModelLoaded | HostingFailed | DeviceResidency | Pong
+)

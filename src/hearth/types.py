@@ -51,7 +51,7 @@ class GuideSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens, under the names that users of vLLM know."""
+    """The parameters of choosing tokens, under the names that users of vLLM know."""
 
     temperature: float = 1.0  #: 0 is greedy
     top_k: int = 0  #: 0 or -1 keeps every token

@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from hearth.errors import ServiceError
-from hearth.messages import VERSION, Challenge, Fact, Hello, Order, Welcome
+from hearth.messages import VERSION, Challenge, Fact, Order, Welcome
 from hearth.types import WorkerId
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ def proof(secret: bytes, nonce: bytes, worker: WorkerId) -> bytes:
     return hmac.digest(secret, nonce + worker.encode(), hashlib.sha256)
 
 
-def check_hello(hello: Hello, secret: bytes, nonce: bytes) -> Welcome:
+def check_hello(hello: WorkerHello, secret: bytes, nonce: bytes) -> Welcome:
     """Return the gateway's answer to a worker that knows the secret.
 
     Raises:

@@ -26,7 +26,7 @@ TEMPLATES = {
 
 @pytest.fixture(scope="session")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    """By the format of calls in their template."""
+    """Tokenizers by the format of calls in their template."""
     made = {}
     for name, template in TEMPLATES.items():
         directory = tmp_path_factory.mktemp(name)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter
 
-from hearth.control.ask import Ask, Chat, Piece, Stream
+from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest, TokenDelta
 from hearth.control.keys import KeyInfo
 from hearth.control.views import Explanation, Health, ModelView, ProcessView
 from hearth.errors import HearthError, NameTaken, UnknownModel
@@ -35,20 +35,20 @@ MODEL = ModelView(
 )
 
 
-def pieces(
+def tokens_of(
     *texts: str, finish: FinishReason | None = FinishReason.STOP, tokens: Sequence[int] | None = None
-) -> list[Piece]:
-    """One per text; the last one ends the answer."""
+) -> list[TokenDelta]:
+    """Return a token per text; the last one ends the answer."""
     ids = tokens if tokens is not None else range(300, 300 + len(texts))
-    made = [Piece(text, token, None, None) for text, token in zip(texts, ids, strict=True)]
+    made = [TokenDelta(text, token, None, None) for text, token in zip(texts, ids, strict=True)]
     last = made[-1]
-    return [*made[:-1], Piece(last.text, last.token, last.logprobs, finish)]
+    return [*made[:-1], TokenDelta(last.text, last.token, last.logprobs, finish)]
 
 
-def with_logprobs(made: Sequence[Piece]) -> list[Piece]:
-    """The chosen token with -0.5, token 301 as the best one, token 302 as impossible."""
+def with_logprobs(made: Sequence[TokenDelta]) -> list[TokenDelta]:
+    """Tokens with a logprob of -0.5, token 301 as the best one, token 302 as impossible."""
     top = (TokenLogprob(301, -0.25), TokenLogprob(302, float("-inf")))
-    return [Piece(one.text, one.token, TokenLogprobs(-0.5, top), one.finish_reason) for one in made]
+    return [TokenDelta(one.text, one.token, TokenLogprobs(-0.5, top), one.finish_reason) for one in made]
 
 
 class FakeKeys:
@@ -59,18 +59,18 @@ class FakeKeys:
 
 @dataclass
 class FakeGateway:
-    """Mutable; used on one event loop. `script` plays one stream and says what arrives in it."""
+    """Mutable; used on one event loop. `script` plays one stream: it puts what arrives there."""
 
     tokenizer_: Tokenizer
-    script: Callable[[Stream], None] = lambda stream: stream.put(pieces("Hel", "lo"))
+    script: Callable[[AnswerStream], None] = lambda stream: stream.put(tokens_of("Hel", "lo"))
     refusal: HearthError | None = None
     status: str = "ok"
     keys: FakeKeys | None = None
     admin_token: str = "admin-token"
     metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
-    asks: list[Ask] = field(default_factory=list)
-    encoded: list[str | list[int] | Chat] = field(default_factory=list)
-    streams: list[Stream] = field(default_factory=list)
+    requests: list[GenerationRequest] = field(default_factory=list)
+    encoded: list[str | list[int] | ChatPrompt] = field(default_factory=list)
+    streams: list[AnswerStream] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     on_cancel: Callable[[], None] = lambda: None
     explanation: Explanation | None = None
@@ -80,8 +80,8 @@ class FakeGateway:
     def __post_init__(self) -> None:
         Counter("hearth_test", "Something to see.", registry=self.metrics).inc()
 
-    async def submit(self, ask: Ask) -> Stream:
-        self.asks.append(ask)
+    async def submit(self, request: GenerationRequest) -> AnswerStream:
+        self.requests.append(request)
         if self.refusal is not None:
             raise self.refusal
         request_id = RequestId(f"r{len(self.streams)}")
@@ -90,13 +90,13 @@ class FakeGateway:
             self.cancelled.append(request_id)
             self.on_cancel()
 
-        stream = Stream(request_id, ModelId("tiny"), self.tokenizer_, 5, cancel)
+        stream = AnswerStream(request_id, ModelId("tiny"), self.tokenizer_, 5, cancel)
         stream.num_cached_tokens = 2
         self.streams.append(stream)
         self.script(stream)
         return stream
 
-    async def encode(self, name: str, prompt: str | list[int] | Chat) -> list[int]:
+    async def encode(self, name: str, prompt: str | list[int] | ChatPrompt) -> list[int]:
         self.encoded.append(prompt)
         if self.refusal is not None:
             raise self.refusal

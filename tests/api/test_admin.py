@@ -25,12 +25,12 @@ def test_models_are_listed_as_openai_does(gateway: FakeGateway) -> None:
 
 
 def test_models_are_shown_in_full(gateway: FakeGateway) -> None:
-    assert request(gateway, "GET", "/api/models").json() == [VIEW]
-    assert request(gateway, "GET", "/api/models/tiny").json() == VIEW
+    assert request(gateway, "GET", "/hearth/models").json() == [VIEW]
+    assert request(gateway, "GET", "/hearth/models/tiny").json() == VIEW
 
 
 def test_deploying_tells_its_progress(gateway: FakeGateway) -> None:
-    response = request(gateway, "POST", "/api/models", {"source": "/m", "name": "new", "quant": "int8"})
+    response = request(gateway, "POST", "/hearth/models", {"source": "/m", "name": "new", "quant": "int8"})
 
     events = [json.loads(frame.removeprefix("data: ")) for frame in response.text.split("\n\n")[:-1]]
     assert [event["event"] for event in events] == ["progress", "done"]
@@ -40,7 +40,7 @@ def test_deploying_tells_its_progress(gateway: FakeGateway) -> None:
 
 def test_deploying_can_be_waited_for(gateway: FakeGateway) -> None:
     headers = {"accept": "application/json"}
-    response = request(gateway, "POST", "/api/models", {"source": "/m"}, headers=headers)
+    response = request(gateway, "POST", "/hearth/models", {"source": "/m"}, headers=headers)
 
     assert (response.status_code, response.json()) == (200, VIEW)
 
@@ -48,14 +48,14 @@ def test_deploying_can_be_waited_for(gateway: FakeGateway) -> None:
 @pytest.mark.parametrize("accept", ["*/*", "application/json"])
 def test_what_cannot_be_deployed_has_its_status(gateway: FakeGateway, accept: str) -> None:
     body = {"source": "/m", "name": "tiny"}
-    response = request(gateway, "POST", "/api/models", body, headers={"accept": accept})
+    response = request(gateway, "POST", "/hearth/models", body, headers={"accept": accept})
 
     assert (response.status_code, response.json()["error"]["code"]) == (409, "name_taken")
 
 
 def test_a_deployment_that_fails_on_its_way_says_so_in_an_event(gateway: FakeGateway) -> None:
     gateway.deploy_failure = StoreFull("the disk is full")
-    response = request(gateway, "POST", "/api/models", {"source": "/m"})
+    response = request(gateway, "POST", "/hearth/models", {"source": "/m"})
 
     last = json.loads(response.text.split("\n\n")[-2].removeprefix("data: "))
     assert (last["error"]["code"], last["error"]["message"]) == ("store_full", "the disk is full")
@@ -68,7 +68,7 @@ def test_a_model_that_the_settings_forbid_is_a_wrong_request(gateway: FakeGatewa
         yield {}
 
     gateway.deploy = deploy  # type: ignore[assignment, method-assign]
-    response = request(gateway, "POST", "/api/models", {"source": "/m"}, headers={"accept": accept})
+    response = request(gateway, "POST", "/hearth/models", {"source": "/m"}, headers={"accept": accept})
 
     assert (response.status_code, response.json()["error"]["code"]) == (400, "bad_request")
     assert "alias of `y`" in response.json()["error"]["message"]
@@ -76,9 +76,9 @@ def test_a_model_that_the_settings_forbid_is_a_wrong_request(gateway: FakeGatewa
 
 def test_models_are_removed_and_unloaded_by_any_name(gateway: FakeGateway) -> None:
     statuses = [
-        request(gateway, "DELETE", "/api/models/small").status_code,
-        request(gateway, "POST", "/api/models/tiny/unload", {"free": True}).status_code,
-        request(gateway, "POST", "/api/models/tiny/unload", {}).status_code,
+        request(gateway, "DELETE", "/hearth/models/small").status_code,
+        request(gateway, "POST", "/hearth/models/tiny/unload", {"free": True}).status_code,
+        request(gateway, "POST", "/hearth/models/tiny/unload", {}).status_code,
     ]
 
     assert statuses == [200, 200, 200]
@@ -101,8 +101,8 @@ def test_metrics_are_prometheus_text(gateway: FakeGateway) -> None:
 
 
 def test_the_rest_of_the_service_is_shown(gateway: FakeGateway) -> None:
-    assert request(gateway, "GET", "/api/ps").json()["num_running"] == 0
-    assert request(gateway, "GET", "/api/version").json() == {"version": "0.1.0"}
+    assert request(gateway, "GET", "/hearth/ps").json()["num_running"] == 0
+    assert request(gateway, "GET", "/hearth/version").json() == {"version": "0.1.0"}
     assert "/v1/chat/completions" in request(gateway, "GET", "/openapi.json").json()["paths"]
 
 
@@ -134,4 +134,4 @@ def test_a_request_is_explained_under_the_id_of_its_answer(gateway: FakeGateway,
         marks=(),
     )
 
-    assert request(gateway, "GET", f"/api/requests/{request_id}").json()["worker"] == "w0"
+    assert request(gateway, "GET", f"/hearth/requests/{request_id}").json()["worker"] == "w0"

@@ -10,7 +10,7 @@ import pytest
 from hearth.errors import EngineFailed
 from hearth.text.tokenizer import Tokenizer
 from tests.api.conftest import Connection, app_of
-from tests.api.fake import FakeGateway, pieces
+from tests.api.fake import FakeGateway, tokens_of
 
 CHAT = "/v1/chat/completions"
 
@@ -23,7 +23,7 @@ def test_a_stream_that_waits_says_so(gateway: FakeGateway) -> None:
     async def talk() -> Connection:
         def answer(data: bytes) -> None:
             if data == b": waiting\n\n" and connection.received.count(data) == 2:
-                gateway.streams[0].put(pieces("Hi"))
+                gateway.streams[0].put(tokens_of("Hi"))
 
         connection = Connection(body(stream=True), answer)
         gateway.script = lambda stream: None
@@ -45,10 +45,10 @@ def test_each_token_is_an_event_while_the_client_keeps_up(gateway: FakeGateway) 
         def answer(data: bytes) -> None:
             if b'"content":"' in data and b'"role"' not in data:
                 word = next(words, None)
-                gateway.streams[0].put(pieces(word, finish=None) if word else pieces(""))
+                gateway.streams[0].put(tokens_of(word, finish=None) if word else tokens_of(""))
 
         connection = Connection(body(stream=True), answer)
-        gateway.script = lambda stream: stream.put(pieces("a", finish=None))
+        gateway.script = lambda stream: stream.put(tokens_of("a", finish=None))
         await connection.run(app_of(gateway), CHAT)
         return connection
 
@@ -63,7 +63,7 @@ def test_a_client_that_leaves_cancels_what_it_asked_for(
 ) -> None:
     async def talk() -> None:
         connection = Connection(body(**fields))
-        gateway.script = lambda stream: stream.put(pieces("a", finish=None))
+        gateway.script = lambda stream: stream.put(tokens_of("a", finish=None))
         running = asyncio.create_task(connection.run(app_of(gateway), CHAT))
         while len(gateway.streams) < fields.get("n", 1):  # type: ignore[operator]
             await asyncio.sleep(0)
@@ -82,7 +82,7 @@ def test_when_one_choice_fails_the_others_are_cancelled(gateway: FakeGateway) ->
         if len(gateway.streams) == 2:
             gateway.streams[1].fail(EngineFailed("broken"))
         else:
-            gateway.streams[-1].put(pieces("a", finish=None))
+            gateway.streams[-1].put(tokens_of("a", finish=None))
 
     async def talk() -> Connection:
         connection = Connection(body(stream=True, n=3))
@@ -103,14 +103,14 @@ def test_a_call_that_is_held_back_does_not_silence_the_stream(tokenizers: dict[s
     async def talk() -> Connection:
         def answer(data: bytes) -> None:
             if data == b": waiting\n\n":
-                gateway.streams[0].put(pieces('"f"}</tool_call>'))
+                gateway.streams[0].put(tokens_of('"f"}</tool_call>'))
 
         connection = Connection(body(stream=True, tools=[tool]), answer)
-        gateway.script = lambda stream: stream.put(pieces('<tool_call>{"name": ', finish=None))
+        gateway.script = lambda stream: stream.put(tokens_of('<tool_call>{"name": ', finish=None))
         running = asyncio.create_task(connection.run(app_of(gateway, heartbeat_s=0.05), CHAT))
         while not running.done() and not any(b"waiting" in data for data in connection.received):
             if gateway.streams and not gateway.streams[0].is_ended:
-                gateway.streams[0].put(pieces(" ", finish=None))  # something comes all the time
+                gateway.streams[0].put(tokens_of(" ", finish=None))  # something comes all the time
             await asyncio.sleep(0.001)
         await running
         return connection
@@ -135,7 +135,7 @@ def test_a_deployment_that_takes_long_says_so(gateway: FakeGateway) -> None:
             json.dumps({"source": "/models/x"}).encode(),
             lambda data: goes_on.set() if b"waiting" in data else None,
         )
-        await connection.run(app_of(gateway, heartbeat_s=0.01), "/api/models")
+        await connection.run(app_of(gateway, heartbeat_s=0.01), "/hearth/models")
         return connection.received
 
     received = asyncio.run(talk())
@@ -159,7 +159,7 @@ def test_a_deployment_whose_client_leaves_is_called_off(gateway: FakeGateway) ->
 
         gateway.deploy = deploy  # type: ignore[assignment, method-assign] # one that takes for ever
         connection = Connection(json.dumps({"source": "/models/x"}).encode())
-        running = asyncio.create_task(connection.run(app_of(gateway), "/api/models"))
+        running = asyncio.create_task(connection.run(app_of(gateway), "/hearth/models"))
         await begun.wait()
         connection.is_gone.set()
         await running

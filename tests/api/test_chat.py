@@ -5,12 +5,12 @@ import math
 
 import pytest
 
-from hearth.control.ask import Chat
+from hearth.control.generation import ChatPrompt
 from hearth.errors import NoCapacity
 from hearth.text.tokenizer import Tokenizer
 from hearth.types import FinishReason
 from tests.api.conftest import chat, events
-from tests.api.fake import FakeGateway, pieces, with_logprobs
+from tests.api.fake import FakeGateway, tokens_of, with_logprobs
 
 
 def test_an_answer_has_the_shape_of_openais(gateway: FakeGateway) -> None:
@@ -59,8 +59,8 @@ def test_messages_reach_the_template_as_it_knows_them(gateway: FakeGateway) -> N
         chat_template_kwargs={"enable_thinking": False},
     )
 
-    asked = gateway.asks[0].prompt
-    assert isinstance(asked, Chat)
+    asked = gateway.requests[0].prompt
+    assert isinstance(asked, ChatPrompt)
     assert list(asked.messages) == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "a\nb", "name": "ann"},
@@ -100,7 +100,7 @@ def test_sampling_fields_reach_the_gateway(gateway: FakeGateway) -> None:
         max_completion_tokens=9,
     )
 
-    sampling = gateway.asks[0].sampling
+    sampling = gateway.requests[0].sampling
     assert {name: getattr(sampling, name) for name in fields} == fields
     assert (sampling.stop_strings, sampling.stop_ids) == (("a", "b"), (3,))
     assert (sampling.bias_by_token, sampling.max_tokens, sampling.logprobs) == ({5: -100}, 9, None)
@@ -110,14 +110,14 @@ def test_without_a_limit_an_answer_goes_to_the_end_of_the_context(gateway: FakeG
     chat(gateway)
     chat(gateway, max_tokens=3, unknown_field={"is": "accepted"})
 
-    assert [ask.sampling.max_tokens for ask in gateway.asks] == [None, 3]
+    assert [request.sampling.max_tokens for request in gateway.requests] == [None, 3]
 
 
 @pytest.mark.parametrize(("given", "seconds"), [(0, 0.0), (-1, math.inf), ("5m", 300.0), (2.5, 2.5)])
 def test_keep_alive_is_a_duration(gateway: FakeGateway, given: object, seconds: float) -> None:
     chat(gateway, keep_alive=given)
 
-    assert gateway.asks[0].keep_alive_s == seconds
+    assert gateway.requests[0].keep_alive_s == seconds
 
 
 @pytest.mark.parametrize("given", ["soon", "5 parsecs", "", "nan", "1e999", [5], True, {"s": 5}])
@@ -131,7 +131,7 @@ def test_what_is_no_duration_is_refused(gateway: FakeGateway, given: object) -> 
 def test_several_answers_have_several_seeds(gateway: FakeGateway) -> None:
     answer = chat(gateway, n=3, seed=2**63 - 1)
 
-    assert [ask.sampling.seed for ask in gateway.asks] == [2**63 - 1, -(2**63), -(2**63) + 1]
+    assert [request.sampling.seed for request in gateway.requests] == [2**63 - 1, -(2**63), -(2**63) + 1]
     assert [choice["index"] for choice in answer.json()["choices"]] == [0, 1, 2]
     assert answer.json()["usage"]["prompt_tokens"] == 5
     assert answer.json()["usage"]["completion_tokens"] == 6
@@ -144,7 +144,7 @@ def test_response_formats_become_guides(gateway: FakeGateway) -> None:
     chat(gateway, response_format={"type": "json_object"})
     chat(gateway, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
 
-    guides = [ask.guide for ask in gateway.asks]
+    guides = [request.guide for request in gateway.requests]
     assert guides[0] is None
     assert guides[1] is not None
     assert guides[2] is not None
@@ -156,7 +156,7 @@ def test_response_formats_become_guides(gateway: FakeGateway) -> None:
 
 
 def test_logprobs_list_the_chosen_and_the_likeliest_tokens(gateway: FakeGateway) -> None:
-    gateway.script = lambda stream: stream.put(with_logprobs(pieces("Hi", "")))
+    gateway.script = lambda stream: stream.put(with_logprobs(tokens_of("Hi", "")))
 
     (choice,) = chat(gateway, logprobs=True, top_logprobs=2).json()["choices"]
 
@@ -166,11 +166,11 @@ def test_logprobs_list_the_chosen_and_the_likeliest_tokens(gateway: FakeGateway)
     assert bytes(entries[0]["bytes"]).decode() == own
     assert [entry["logprob"] for entry in entries[0]["top_logprobs"]] == [-0.25, -9999.0]
     assert len(entries) == 2
-    assert gateway.asks[0].sampling.logprobs == 2
+    assert gateway.requests[0].sampling.logprobs == 2
 
 
 def test_a_stream_has_role_pieces_reason_and_usage(gateway: FakeGateway) -> None:
-    gateway.script = lambda stream: stream.put(pieces("Hel", "", 'l"o\n', finish=FinishReason.LENGTH))
+    gateway.script = lambda stream: stream.put(tokens_of("Hel", "", 'l"o\n', finish=FinishReason.LENGTH))
 
     chunks = events(chat(gateway, stream=True, stream_options={"include_usage": True}))
 
@@ -196,7 +196,7 @@ def test_a_stream_has_role_pieces_reason_and_usage(gateway: FakeGateway) -> None
 
 
 def test_a_client_that_is_far_behind_gets_pieces_together(gateway: FakeGateway) -> None:
-    gateway.script = lambda stream: stream.put(pieces(*"abcdefghij"))
+    gateway.script = lambda stream: stream.put(tokens_of(*"abcdefghij"))
 
     deltas = [chunk["choices"][0]["delta"] for chunk in events(chat(gateway, stream=True))]  # type: ignore[index]
 
@@ -204,7 +204,7 @@ def test_a_client_that_is_far_behind_gets_pieces_together(gateway: FakeGateway) 
 
 
 def test_streamed_logprobs_wait_for_the_text_of_their_token(gateway: FakeGateway) -> None:
-    gateway.script = lambda stream: stream.put(with_logprobs(pieces("", "é", "")))
+    gateway.script = lambda stream: stream.put(with_logprobs(tokens_of("", "é", "")))
 
     chunks = events(chat(gateway, stream=True, logprobs=True))
     choices = [chunk["choices"][0] for chunk in chunks]  # type: ignore[index]
@@ -232,7 +232,7 @@ def test_choices_of_a_stream_come_interleaved_and_all_end(gateway: FakeGateway) 
 
 def test_a_failure_in_mid_stream_is_an_event(gateway: FakeGateway) -> None:
     def script(stream: object) -> None:
-        gateway.streams[-1].put(pieces("Hel", finish=None))
+        gateway.streams[-1].put(tokens_of("Hel", finish=None))
         gateway.streams[-1].fail(NoCapacity("gone"))
 
     gateway.script = script
@@ -267,7 +267,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
 @pytest.fixture
 def hermes(tokenizers: dict[str, Tokenizer]) -> FakeGateway:
     gateway = FakeGateway(tokenizers["hermes"])
-    gateway.script = lambda stream: stream.put(pieces("I look.\n", CALL[:20], CALL[20:]))
+    gateway.script = lambda stream: stream.put(tokens_of("I look.\n", CALL[:20], CALL[20:]))
     return gateway
 
 
@@ -278,8 +278,8 @@ def test_calls_are_told_as_such(hermes: FakeGateway) -> None:
     assert call.pop("id").startswith("call_")
     assert call == {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     assert (choice["message"]["content"], choice["finish_reason"]) == ("I look.", "tool_calls")
-    asked = hermes.asks[0]
-    assert isinstance(asked.prompt, Chat)
+    asked = hermes.requests[0]
+    assert isinstance(asked.prompt, ChatPrompt)
     assert (asked.prompt.tools, asked.guide) == ([WEATHER], None)
     assert not asked.sampling.skip_special_tokens, "the tags are special tokens of this model"
 
@@ -295,7 +295,7 @@ def test_calls_are_streamed_whole(hermes: FakeGateway) -> None:
 
 
 def test_one_call_is_told_where_no_more_are_wanted(hermes: FakeGateway) -> None:
-    hermes.script = lambda stream: stream.put(pieces(CALL, CALL))
+    hermes.script = lambda stream: stream.put(tokens_of(CALL, CALL))
 
     (choice,) = chat(hermes, tools=[WEATHER], parallel_tool_calls=False).json()["choices"]
 
@@ -309,7 +309,7 @@ def test_a_demanded_call_becomes_a_grammar(hermes: FakeGateway) -> None:
     chat(hermes, tools=[WEATHER, other], tool_choice="required")
     chat(hermes, tools=[WEATHER, other], tool_choice=named)
 
-    either, one = (ask.guide for ask in hermes.asks)
+    either, one = (request.guide for request in hermes.requests)
     assert either is not None
     assert one is not None
     assert (either.kind, '"other"' in either.text, '"other"' in one.text) == ("lark", True, False)
@@ -319,26 +319,26 @@ def test_a_demanded_call_becomes_a_grammar(hermes: FakeGateway) -> None:
 def test_tools_that_must_not_be_called_are_not_shown(hermes: FakeGateway) -> None:
     (choice,) = chat(hermes, tools=[WEATHER], tool_choice="none").json()["choices"]
 
-    asked = hermes.asks[0].prompt
-    assert isinstance(asked, Chat)
+    asked = hermes.requests[0].prompt
+    assert isinstance(asked, ChatPrompt)
     assert asked.tools is None
     assert choice["message"]["content"] == f"I look.\n{CALL}"
 
 
 def test_a_model_without_a_format_answers_in_text(gateway: FakeGateway) -> None:
-    gateway.script = lambda stream: stream.put(pieces(CALL))
+    gateway.script = lambda stream: stream.put(tokens_of(CALL))
 
     (choice,) = chat(gateway, tools=[WEATHER]).json()["choices"]
 
     assert choice["message"] == {"role": "assistant", "content": CALL, "refusal": None}
-    asked = gateway.asks[0].prompt
-    assert isinstance(asked, Chat)
+    asked = gateway.requests[0].prompt
+    assert isinstance(asked, ChatPrompt)
     assert asked.tools == [WEATHER]
 
 
 def test_llama_calls_are_the_whole_answer(tokenizers: dict[str, Tokenizer]) -> None:
     gateway = FakeGateway(tokenizers["llama3"])
-    gateway.script = lambda stream: stream.put(pieces('{"name": "weather", ', '"parameters": {}}'))
+    gateway.script = lambda stream: stream.put(tokens_of('{"name": "weather", ', '"parameters": {}}'))
 
     (choice,) = chat(gateway, tools=[WEATHER], tool_choice="auto").json()["choices"]
 

@@ -7,7 +7,7 @@ import pytest
 
 from hearth.text.tokenizer import Tokenizer
 from tests.api.conftest import complete, events
-from tests.api.fake import FakeGateway, pieces, with_logprobs
+from tests.api.fake import FakeGateway, tokens_of, with_logprobs
 
 
 def test_an_answer_has_the_shape_of_openais(gateway: FakeGateway) -> None:
@@ -16,7 +16,7 @@ def test_an_answer_has_the_shape_of_openais(gateway: FakeGateway) -> None:
     assert (answer["id"], answer["object"], answer["model"]) == ("cmpl-r0", "text_completion", "tiny")
     assert answer["choices"] == [{"index": 0, "text": "Hello", "logprobs": None, "finish_reason": "stop"}]
     assert answer["usage"]["total_tokens"] == 7
-    assert gateway.asks[0].sampling.max_tokens == 16
+    assert gateway.requests[0].sampling.max_tokens == 16
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_an_answer_has_the_shape_of_openais(gateway: FakeGateway) -> None:
 )
 def test_a_prompt_is_text_or_tokens_or_several(gateway: FakeGateway, prompt: object, asked: object) -> None:
     complete(gateway, prompt=prompt)
-    assert [ask.prompt for ask in gateway.asks] == asked
+    assert [request.prompt for request in gateway.requests] == asked
     assert gateway.encoded == []  # which is the gateway's own task then
 
 
@@ -39,9 +39,9 @@ def test_several_answers_to_a_prompt_share_its_tokens(gateway: FakeGateway, prom
     response = complete(gateway, prompt=prompt, n=2)
 
     assert gateway.encoded == (prompt if isinstance(prompt, list) else [prompt])
-    assert all(isinstance(ask.prompt, list) for ask in gateway.asks)
-    assert response.json()["usage"]["prompt_tokens"] == 5 * len(gateway.asks[::2])
-    assert [choice["index"] for choice in response.json()["choices"]] == list(range(len(gateway.asks)))
+    assert all(isinstance(request.prompt, list) for request in gateway.requests)
+    assert response.json()["usage"]["prompt_tokens"] == 5 * len(gateway.requests[::2])
+    assert [choice["index"] for choice in response.json()["choices"]] == list(range(len(gateway.requests)))
 
 
 def test_echo_puts_the_prompt_first(gateway: FakeGateway) -> None:
@@ -77,7 +77,7 @@ def test_a_long_prompt_is_echoed_once_for_all_its_answers(
 
 
 def test_logprobs_come_with_offsets(gateway: FakeGateway) -> None:
-    gateway.script = lambda stream: stream.put(with_logprobs(pieces("ab", "cd")))
+    gateway.script = lambda stream: stream.put(with_logprobs(tokens_of("ab", "cd")))
 
     (choice,) = complete(gateway, logprobs=2).json()["choices"]
     chunks = [chunk["choices"][0] for chunk in events(complete(gateway, logprobs=2, stream=True))]  # type: ignore[index]
@@ -95,7 +95,7 @@ def test_logprobs_come_with_offsets(gateway: FakeGateway) -> None:
 
 def test_halves_of_characters_have_names_of_their_own(gateway: FakeGateway) -> None:
     (half,) = (i for i in range(300) if gateway.tokenizer_.token(i) == "ð")  # the byte 0xf0
-    gateway.script = lambda stream: stream.put(with_logprobs(pieces("", tokens=[half])))
+    gateway.script = lambda stream: stream.put(with_logprobs(tokens_of("", tokens=[half])))
 
     (choice,) = complete(gateway, logprobs=0).json()["choices"]
 

@@ -63,7 +63,7 @@ def test_a_wrong_field_is_named_with_its_limit_and_value(
     assert response.status_code == 400
     assert message in error["message"]
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, "bad_request")
-    assert gateway.asks == []
+    assert gateway.requests == []
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,11 @@ def test_a_refusal_closes_the_choices_that_were_taken(gateway: FakeGateway) -> N
         ("GET", "/v1/models/none", 404, "model_not_found"),
         ("POST", "/v1/models", 405, "method_not_allowed"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
-        ("DELETE", "/api/models/none", 404, "model_not_found"),
-        ("GET", "/api/requests/none", 404, "request_not_found"),
+        ("DELETE", "/hearth/models/none", 404, "model_not_found"),
+        ("GET", "/hearth/requests/none", 404, "request_not_found"),
+        ("GET", "/hearth/nothing", 404, "not_found"),
+        ("GET", "/api/ps", 404, "not_found"),  # Ollama's place, in whose format nobody answers
+        ("POST", "/api/chat", 404, "not_found"),
     ],
 )
 def test_wrong_addresses_get_the_error_object_too(

@@ -31,7 +31,7 @@ def locked(gateway: FakeGateway) -> FakeGateway:
 
 
 @pytest.mark.parametrize("headers", [{}, bearer("wrong"), bearer(""), {"authorization": "Basic user-key"}])
-@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/api/ps", "/openapi.json", "/nowhere"])
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/hearth/ps", "/openapi.json", "/nowhere"])
 def test_without_a_right_key_nothing_is_shown(
     locked: FakeGateway, path: str, headers: dict[str, str]
 ) -> None:
@@ -49,9 +49,9 @@ def test_health_is_open(locked: FakeGateway) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "body"),
     [
-        ("POST", "/api/models", {"source": "x"}),
-        ("DELETE", "/api/models/tiny", None),
-        ("POST", "/api/models/tiny/unload", {"free": True}),
+        ("POST", "/hearth/models", {"source": "x"}),
+        ("DELETE", "/hearth/models/tiny", None),
+        ("POST", "/hearth/models/tiny/unload", {"free": True}),
     ],
 )
 def test_changes_need_an_admins_key(
@@ -69,13 +69,13 @@ def test_a_users_key_is_enough_to_ask(locked: FakeGateway) -> None:
     body = {"model": "tiny", "prompt": "Hi"}
 
     assert request(locked, "POST", "/v1/completions", body, headers=bearer("user-key")).status_code == 200
-    assert request(locked, "GET", "/api/models", headers=bearer("user-key")).status_code == 200
+    assert request(locked, "GET", "/hearth/models", headers=bearer("user-key")).status_code == 200
 
 
 def test_pages_of_other_sites_are_refused_where_no_keys_are_needed(gateway: FakeGateway) -> None:
     def status(origin: str, host: str) -> int:
         headers = {"origin": origin, "host": host}
-        return request(gateway, "DELETE", "/api/models/tiny", headers=headers).status_code
+        return request(gateway, "DELETE", "/hearth/models/tiny", headers=headers).status_code
 
     assert status("http://localhost:8000", "localhost:8000") == 200
     assert status("https://evil.example", "localhost:8000") == 403
@@ -202,7 +202,9 @@ def test_prompts_are_never_logged(gateway: FakeGateway, caplog: pytest.LogCaptur
 
 def test_a_form_cannot_stand_in_for_json(gateway: FakeGateway) -> None:
     body = json.dumps({"source": "x"})
-    response = request(gateway, "POST", "/api/models", content=body, headers={"content-type": "text/plain"})
+    response = request(
+        gateway, "POST", "/hearth/models", content=body, headers={"content-type": "text/plain"}
+    )
 
     assert response.status_code == 400
     assert gateway.done == []

@@ -14,7 +14,7 @@ import uvicorn
 from hearth.errors import NoCapacity, Overloaded
 from hearth.text.tokenizer import Tokenizer
 from tests.api.conftest import app_of
-from tests.api.fake import FakeGateway, FakeKeys, pieces, with_logprobs
+from tests.api.fake import FakeGateway, FakeKeys, tokens_of, with_logprobs
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
@@ -77,7 +77,7 @@ def test_tools_and_logprobs(client: openai.OpenAI, gateway: FakeGateway) -> None
     tools: list[openai.types.chat.ChatCompletionToolUnionParam] = [
         {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
     ]
-    gateway.script = lambda stream: stream.put(with_logprobs(pieces(CALL)))
+    gateway.script = lambda stream: stream.put(with_logprobs(tokens_of(CALL)))
     answer = client.chat.completions.create(model="tiny", messages=HI, tools=tools, logprobs=True)
     with client.chat.completions.stream(model="tiny", messages=HI, tools=tools) as stream:
         streamed = stream.get_final_completion()
@@ -105,7 +105,7 @@ def test_errors_have_their_classes(client: openai.OpenAI, gateway: FakeGateway) 
 
 def test_a_failure_in_mid_stream_is_raised(client: openai.OpenAI, gateway: FakeGateway) -> None:
     def script(stream: object) -> None:
-        gateway.streams[-1].put(pieces("Hel", finish=None))
+        gateway.streams[-1].put(tokens_of("Hel", finish=None))
         gateway.streams[-1].fail(NoCapacity("gone"))
 
     gateway.script = script
@@ -116,7 +116,7 @@ def test_a_failure_in_mid_stream_is_raised(client: openai.OpenAI, gateway: FakeG
 def test_a_client_that_hangs_up_stops_its_request(client: openai.OpenAI, gateway: FakeGateway) -> None:
     is_cancelled = threading.Event()
     gateway.on_cancel = is_cancelled.set
-    gateway.script = lambda stream: stream.put(pieces("Hel", finish=None))
+    gateway.script = lambda stream: stream.put(tokens_of("Hel", finish=None))
 
     stream = client.chat.completions.create(model="tiny", messages=HI, stream=True)
     next(iter(stream))

@@ -14,7 +14,7 @@ import uvicorn
 from hearth.api import protocol
 from hearth.api.protocol import MAX_HEAD_BYTES, LimitedProtocol
 from tests.api.conftest import app_of
-from tests.api.fake import FakeGateway, pieces
+from tests.api.fake import FakeGateway, tokens_of
 
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
@@ -125,6 +125,6 @@ def test_a_stream_outlives_stray_bytes_after_its_request(
     received = b""
     while received.count(b": waiting") < 10:  # for longer than headers may take
         received += read_some(connection)
-    loops[0].call_soon_threadsafe(gateway.streams[0].put, pieces("end"))
+    loops[0].call_soon_threadsafe(gateway.streams[0].put, tokens_of("end"))
     while b"[DONE]" not in received:
         received += read_some(connection)

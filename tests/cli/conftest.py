@@ -29,7 +29,7 @@ def service() -> Iterator[FakeService]:
 
 @pytest.fixture
 def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where every command of the test looks."""
+    """The data directory of every command of the test."""
     monkeypatch.setenv("HEARTH_DATA_DIR", str(tmp_path / "data"))
     return tmp_path / "data"
 

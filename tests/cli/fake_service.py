@@ -14,14 +14,14 @@ import msgspec
 from hearth.control.views import (
     Explanation,
     Health,
-    Mark,
     ModelView,
     PartView,
     PoolView,
     ProcessView,
     ResidentView,
     RungView,
-    Span,
+    TimelineMark,
+    TimelineSpan,
     WorkerView,
 )
 from hearth.policy.fleet.events import Option
@@ -100,12 +100,16 @@ EXPLANATION = Explanation(
     num_preemptions=0,
     num_resumes=0,
     spans=(
-        Span("queue", 0.0, 0.001),
-        Span("load", 0.001, 0.4, "from disk"),
-        Span("prefill", 0.4, 0.5),
-        Span("decode", 0.5, 1.0),
+        TimelineSpan("queue", 0.0, 0.001),
+        TimelineSpan("load", 0.001, 0.4, "from disk"),
+        TimelineSpan("prefill", 0.4, 0.5),
+        TimelineSpan("decode", 0.5, 1.0),
     ),
-    marks=(Mark(0.0, "queued"), Mark(0.001, "placed", "on w0"), Mark(0.5, "first_token")),
+    marks=(
+        TimelineMark(0.0, "queued"),
+        TimelineMark(0.001, "placed", "on w0"),
+        TimelineMark(0.5, "first_token"),
+    ),
 )
 
 
@@ -163,17 +167,17 @@ class _Handler(BaseHTTPRequestHandler):
         match self.command, self.path.strip("/").split("/"):
             case "GET", ["health"]:
                 self._send(200 if service.status == "ok" else 503, Health(service.status, 1, 1, "0.1.0"))
-            case "GET", ["api", "ps"]:
+            case "GET", ["hearth", "ps"]:
                 self._send(200, PROCESSES)
-            case "GET", ["api", "models"]:
+            case "GET", ["hearth", "models"]:
                 self._send(200, service.models)
-            case "POST", ["api", "models"] if body is not None:
+            case "POST", ["hearth", "models"] if body is not None:
                 self._deploy(body)
-            case "GET", ["api", "requests", "r1"]:
+            case "GET", ["hearth", "requests", "r1"]:
                 self._send(200, EXPLANATION)
-            case "GET", ["api", "requests", other]:
+            case "GET", ["hearth", "requests", other]:
                 self._fail(404, "request_not_found", f"nothing is known of request `{other}`")
-            case method, ["api", "models", name, *rest]:
+            case method, ["hearth", "models", name, *rest]:
                 self._model(method, name, rest)
             case "POST", ["v1", *_] if body is not None:
                 self._answer(body)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hearth.cli.client import Client, Said
+from hearth.cli.client import AnswerDelta, Client
 from tests.cli.fake_service import FakeService
 from tests.cli.shell import Hearth, Outcome
 
-SAID = "The sky is blue.\u2028Really."
+ANSWER = "The sky is blue.\u2028Really."
 
 
 class Terminal(io.StringIO):
@@ -53,10 +53,10 @@ def messages(service: FakeService) -> list[list[tuple[str, str]]]:
 def test_every_line_of_a_pipe_is_a_message_with_all_before(talk: Talk, service: FakeService) -> None:
     shown = talk("hello", "", "why?")
 
-    assert (shown.code, shown.out) == (0, f"{SAID}\n{SAID}\n")
+    assert (shown.code, shown.out) == (0, f"{ANSWER}\n{ANSWER}\n")
     assert messages(service) == [
         [("user", "hello")],
-        [("user", "hello"), ("assistant", SAID), ("user", "why?")],
+        [("user", "hello"), ("assistant", ANSWER), ("user", "why?")],
     ]
 
 
@@ -93,7 +93,7 @@ def test_ctrl_c_stops_an_answer_and_what_was_said_counts(
 ) -> None:
     whole = Client.chat
 
-    def interrupted(client: Client, *args: object) -> Iterator[Said]:
+    def interrupted(client: Client, *args: object) -> Iterator[AnswerDelta]:
         pieces = whole(client, *args)  # type: ignore[arg-type]  # as it was called
         yield next(pieces)
         monkeypatch.setattr(Client, "chat", whole)

@@ -71,7 +71,7 @@ def test_codes_of_the_api_are_known_again(kind: type[RequestError]) -> None:
 def test_names_cannot_lead_to_other_pages(service: FakeService) -> None:
     with Client(service.url, None) as client, pytest.raises(UnknownModel):
         client.model("../ps")
-    assert service.asked[-1][1] == "/api/models/..%2Fps"
+    assert service.asked[-1][1] == "/hearth/models/..%2Fps"
 
 
 def test_an_answer_is_streamed_with_what_was_asked(service: FakeService) -> None:

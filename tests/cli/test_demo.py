@@ -21,7 +21,7 @@ from tests.cli.shell import Hearth
 
 @dataclass
 class FakeGateway:
-    """What the demo asks of the service in its own process."""
+    """The little that the demo asks of the service in its own process."""
 
     admin_token: str = "token"
     status: str = "ok"
@@ -39,7 +39,7 @@ def gateway() -> FakeGateway:
 def serving(
     service: FakeService, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[list[HearthConfig]]:
-    """What `run_service` was called with; in its place the fake runs until SIGTERM."""
+    """The calls of `run_service`; in its place the fake runs until SIGTERM."""
     configs: list[HearthConfig] = []
     told = threading.Event()
 
@@ -53,9 +53,9 @@ def serving(
         on_ready(service.url, gateway)
         assert told.wait(60)
 
-    module = ModuleType("hearth.cli.serving")
+    module = ModuleType("hearth.cli.server")
     module.run_service = run_service  # type: ignore[attr-defined]  # a stand-in for the module
-    monkeypatch.setitem(sys.modules, "hearth.cli.serving", module)
+    monkeypatch.setitem(sys.modules, "hearth.cli.server", module)
     before = signal.signal(signal.SIGTERM, end)
     yield configs
     signal.signal(signal.SIGTERM, before)
@@ -118,7 +118,7 @@ def test_ctrl_c_before_the_answer_is_exit_code_130(
         on_ready(service.url, gateway)
 
     monkeypatch.setattr(demo, "NAME", "tiny")
-    monkeypatch.setattr(sys.modules["hearth.cli.serving"], "run_service", interrupted)
+    monkeypatch.setattr(sys.modules["hearth.cli.server"], "run_service", interrupted)
 
     shown = hearth("demo")
 
@@ -134,7 +134,7 @@ def test_a_port_that_is_taken_is_one_clear_line(
         raise ConfigError("cannot listen on 127.0.0.1 port 8000: Address already in use")
 
     monkeypatch.setattr(demo, "NAME", "tiny")
-    monkeypatch.setattr(sys.modules["hearth.cli.serving"], "run_service", refuse)
+    monkeypatch.setattr(sys.modules["hearth.cli.server"], "run_service", refuse)
 
     shown = hearth("demo", "--once")
 

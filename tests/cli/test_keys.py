@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hearth.control.keys import Keys
+from hearth.control.keys import ApiKeys
 from tests.cli.shell import Hearth
 
 
@@ -11,7 +11,7 @@ def test_a_key_is_shown_once_and_works(hearth: Hearth, data_dir: Path) -> None:
     shown = hearth("keys", "add", "ada", "--admin")
 
     key = shown.out.strip()
-    info = Keys.load(data_dir / "keys.json").check(key)
+    info = ApiKeys.load(data_dir / "keys.json").check(key)
     assert info is not None
     assert (info.name, info.role) == ("ada", "admin")
     assert key not in (data_dir / "keys.json").read_text()
@@ -32,7 +32,7 @@ def test_keys_are_listed_without_themselves(hearth: Hearth, data_dir: Path) -> N
 def test_a_removed_key_is_refused(hearth: Hearth, data_dir: Path) -> None:
     key = hearth("keys", "add", "ada").out.strip()
     assert hearth("keys", "rm", "ada").code == 0
-    assert Keys.load(data_dir / "keys.json").check(key) is None
+    assert ApiKeys.load(data_dir / "keys.json").check(key) is None
 
 
 def test_a_taken_name_is_wrong_input(hearth: Hearth, data_dir: Path) -> None:
@@ -42,5 +42,5 @@ def test_a_taken_name_is_wrong_input(hearth: Hearth, data_dir: Path) -> None:
 
 def test_the_file_may_be_elsewhere(hearth: Hearth, data_dir: Path, tmp_path: Path) -> None:
     hearth("keys", "add", "ada", "--api-keys-file", str(tmp_path / "k.json"))
-    assert len(Keys.load(tmp_path / "k.json")) == 1
+    assert len(ApiKeys.load(tmp_path / "k.json")) == 1
     assert not data_dir.exists()

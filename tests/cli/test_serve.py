@@ -12,11 +12,11 @@ from tests.cli.shell import Hearth
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[HearthConfig]:
-    """What the service would have been started with."""
+    """The configurations that a service would have been started with."""
     configs: list[HearthConfig] = []
-    module = ModuleType("hearth.cli.serving")
+    module = ModuleType("hearth.cli.server")
     module.run_service = configs.append  # type: ignore[attr-defined]  # a stand-in for the module
-    monkeypatch.setitem(sys.modules, "hearth.cli.serving", module)
+    monkeypatch.setitem(sys.modules, "hearth.cli.server", module)
     monkeypatch.setattr("hearth.cli.serve.log_to_terminal", lambda config: None)
     monkeypatch.delenv("HEARTH_DATA_DIR", raising=False)
     return configs

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hearth.cli.waterfall import MIN_BAR, waterfall
-from hearth.control.views import Span
+from hearth.control.views import TimelineSpan
 from tests.cli.fake_service import EXPLANATION
 
 
@@ -85,7 +85,7 @@ def test_preemptions_and_resumes_are_told() -> None:
 
 
 def test_a_span_of_no_time_is_still_seen_and_none_leaves_the_axis() -> None:
-    spans = (Span("queue", 0.0, 0.0), Span("end", 2.0, 2.0))
+    spans = (TimelineSpan("queue", 0.0, 0.0), TimelineSpan("end", 2.0, 2.0))
     first, last, axis = waterfall(replace(EXPLANATION, spans=spans), width=1)[5:8]
 
     assert first.count("█") == last.count("█") == 1

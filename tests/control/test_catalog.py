@@ -101,6 +101,6 @@ def test_a_ceiling_that_not_even_a_short_context_fits_under_is_refused(registry:
 
 
 def test_a_ceiling_that_only_another_kind_of_device_could_not_keep_is_fine(registry: Registry) -> None:
-    """On a CPU the model would be widened, and take twice as much."""
+    """The model would be widened on a CPU alone, where it would take twice as much."""
     entry = catalog(registry, memory_ceiling_bytes=TIGHT_BYTES).find(BIG)
     assert entry.profile.footprints.keys() == {"cuda"}

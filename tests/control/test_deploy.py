@@ -37,7 +37,7 @@ from hearth.control.deploy import (
     remove_files,
 )
 from hearth.control.deployer import carry_out
-from hearth.control.registry import Deployed, Place, Registry
+from hearth.control.registry import Deployed, ModelLocation, Registry
 from hearth.control.sources import HubSource, PathSource, UrlSource, default_name, download, parse_source
 from hearth.errors import (
     BadCheckpoint,
@@ -262,9 +262,9 @@ def test_removed_files_are_those_that_deploying_made(
     with Registry.open(data_dir) as registry:
         registry.remove("made")
         registry.remove("tiny-bf16")
-    remove_files(made.place, data_dir)
-    remove_files(made.place, data_dir)
-    remove_files(registered.place, data_dir)
+    remove_files(made.location, data_dir)
+    remove_files(made.location, data_dir)
+    remove_files(registered.location, data_dir)
     assert list(data_dir.models_path.iterdir()) == []
     assert (converted / "weights.bin").exists()
 
@@ -273,10 +273,10 @@ def test_files_that_another_model_needs_stay(data_dir: DataDir, server: BadServe
     one, other = (deploy(data_dir, f"{server.url}/tiny", name=name) for name in ("one", "other"))
     with Registry.open(data_dir) as registry:
         registry.remove("one")
-        remove_files(one.place, data_dir)
+        remove_files(one.location, data_dir)
         assert Path(other.directory).exists()
         registry.remove("other")
-    remove_files(other.place, data_dir)
+    remove_files(other.location, data_dir)
     assert not Path(other.directory).exists()
 
 
@@ -284,7 +284,7 @@ def test_files_that_another_model_needs_stay(data_dir: DataDir, server: BadServe
 def test_nothing_else_is_ever_removed(data_dir: DataDir, converted: Path, place: str) -> None:
     (data_dir.models_path / "link").symlink_to(converted)
     deploy(data_dir, converted)
-    remove_files(Place("", str(data_dir.path / place)), data_dir)
+    remove_files(ModelLocation("", str(data_dir.path / place)), data_dir)
     assert (converted / "weights.bin").exists()
     assert (data_dir.models_path / "link").exists()
 
@@ -298,7 +298,7 @@ def test_files_that_cannot_be_removed_are_told(
     deployed = carry_out(DeployOrder(str(checkpoint)), data_dir, lambda *_: None)
     monkeypatch.setattr(shutil, "rmtree", refuse)
     with pytest.raises(StoreError, match=r"cannot be deleted: .*denied.*; delete it by hand"):
-        remove_files(deployed.place, data_dir)
+        remove_files(deployed.location, data_dir)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from hearth.config import HearthConfig, ModelConfig
-from hearth.control import deployments as stock_module
-from hearth.control.catalog import Catalog, Entry
+from hearth.control import deployments as deployments_module
+from hearth.control.catalog import Catalog, CatalogEntry
 from hearth.control.datadir import DataDir
 from hearth.control.deploy import DeployOrder, remove_files
 from hearth.control.deployer import carry_out
@@ -22,7 +22,9 @@ from hearth.control.deployments import Deployments
 from hearth.control.driver import Driver
 from hearth.control.journal import Journal
 from hearth.control.metrics import Metrics
-from hearth.control.registry import Deployed, Place, Registry
+from hearth.control.observer import Observer
+from hearth.control.pool_reports import PoolReports
+from hearth.control.registry import Deployed, ModelLocation, Registry
 from hearth.errors import ConfigError, NameTaken, StoreError, UnknownModel
 from hearth.policy.fleet.events import BrainConfig
 from hearth.policy.fleet.fleet import Fleet
@@ -46,8 +48,8 @@ class Keeper(KeeperClient):
         self.forgotten.append(where)
 
 
-class Shop:
-    """A stock and all it is made of."""
+class DeploymentsRig:
+    """Deployments and all that they are made of."""
 
     def __init__(self, data_dir: DataDir, models: dict[str, ModelConfig]) -> None:
         config, brain = HearthConfig(), BrainConfig()
@@ -55,16 +57,19 @@ class Shop:
         self.registry = Registry.open(data_dir)
         self.journal = Journal(data_dir.journal_path(), brain, 1 << 30)
         catalog = Catalog(self.registry, models, config.engine, config.service.keep_alive)
-        self.driver = Driver(Fleet(brain), self.journal, Metrics(), catalog.host_order, 4)
-        self.stock = Deployments(self.registry, catalog, self.driver, self.keeper, data_dir)
+        observer, pools = Observer(Metrics()), PoolReports()
+        self.driver = Driver(Fleet(brain), self.journal, observer, pools, catalog.host_order, 4)
+        self.deployments = Deployments(self.registry, catalog, self.driver, self.keeper, data_dir)
 
     def brain_knows(self) -> set[str]:
         return set(self.driver.fleet.models)
 
-    async def deploy(self, source: Path, name: str, quant: str = "none", overwrite: bool = False) -> Entry:
+    async def deploy(
+        self, source: Path, name: str, quant: str = "none", overwrite: bool = False
+    ) -> CatalogEntry:
         order = DeployOrder(str(source), name, quant=quant, overwrite=overwrite)
-        *_, entry = [event async for event in self.stock.deploy(order)]
-        assert isinstance(entry, Entry)
+        *_, entry = [event async for event in self.deployments.deploy(order)]
+        assert isinstance(entry, CatalogEntry)
         return entry
 
     def close(self) -> None:
@@ -73,11 +78,13 @@ class Shop:
 
 
 def with_shop(
-    data_dir: DataDir, scene: Callable[[Shop], Awaitable[None]], models: dict[str, ModelConfig] | None = None
+    data_dir: DataDir,
+    scene: Callable[[DeploymentsRig], Awaitable[None]],
+    models: dict[str, ModelConfig] | None = None,
 ) -> None:
     async def run() -> None:
-        with closing(Shop(data_dir, models or {})) as shop:
-            await scene(shop)
+        with closing(DeploymentsRig(data_dir, models or {})) as rig:
+            await scene(rig)
 
     asyncio.run(run())
 
@@ -94,16 +101,16 @@ def made(data_dir: DataDir, source: Path, name: str) -> Deployed:
 def test_a_model_is_replaced_at_once_and_its_old_files_go(data_dir: DataDir, checkpoint: Path) -> None:
     old = made(data_dir, checkpoint, "tiny")
 
-    async def scene(shop: Shop) -> None:
+    async def scene(rig: DeploymentsRig) -> None:
         with pytest.raises(NameTaken):
-            await shop.deploy(checkpoint, "tiny")
-        assert shop.stock.find("tiny").deployed == old
-        new = await shop.deploy(checkpoint, "tiny", quant="int8", overwrite=True)
-        assert shop.stock.find("tiny") == new
+            await rig.deploy(checkpoint, "tiny")
+        assert rig.deployments.find("tiny").deployed == old
+        new = await rig.deploy(checkpoint, "tiny", quant="int8", overwrite=True)
+        assert rig.deployments.find("tiny") == new
         assert new.deployed.digest != old.digest
         assert list(data_dir.models_path.iterdir()) == [Path(new.deployed.directory)]
-        assert shop.keeper.forgotten == [old.where]
-        assert shop.driver.fleet.models["tiny"].profile.digest == new.deployed.digest
+        assert rig.keeper.forgotten == [old.where]
+        assert rig.driver.fleet.models["tiny"].profile.digest == new.deployed.digest
 
     with_shop(data_dir, scene)
 
@@ -115,12 +122,12 @@ def test_a_model_that_the_configuration_forbids_leaves_everything_as_it_was(
 ) -> None:
     old = made(data_dir, checkpoint, "tiny")
 
-    async def scene(shop: Shop) -> None:
+    async def scene(rig: DeploymentsRig) -> None:
         with pytest.raises(ConfigError, match="the alias `other` of model `tiny` means model `other` too"):
-            await shop.deploy(converted if is_in_place else checkpoint, "other")
-        assert [entry.deployed for entry in shop.stock.entries()] == [old]
-        assert shop.registry.all() == [old]
-        assert shop.brain_knows() == {"tiny"}
+            await rig.deploy(converted if is_in_place else checkpoint, "other")
+        assert [entry.deployed for entry in rig.deployments.entries()] == [old]
+        assert rig.registry.all() == [old]
+        assert rig.brain_knows() == {"tiny"}
         assert list(data_dir.models_path.iterdir()) == [Path(old.directory)]
         assert (converted / "weights.bin").exists()
 
@@ -130,12 +137,12 @@ def test_a_model_that_the_configuration_forbids_leaves_everything_as_it_was(
 def test_a_removed_model_is_gone_and_its_files_too(data_dir: DataDir, checkpoint: Path) -> None:
     deployed = made(data_dir, checkpoint, "tiny")
 
-    async def scene(shop: Shop) -> None:
-        await shop.stock.remove("small")
-        assert (shop.stock.entries(), shop.brain_knows()) == ([], set())
-        assert shop.keeper.forgotten == [deployed.where]
+    async def scene(rig: DeploymentsRig) -> None:
+        await rig.deployments.remove("small")
+        assert (rig.deployments.entries(), rig.brain_knows()) == ([], set())
+        assert rig.keeper.forgotten == [deployed.where]
         with pytest.raises(UnknownModel):
-            await shop.stock.remove("tiny")
+            await rig.deployments.remove("tiny")
 
     with_shop(data_dir, scene, {"tiny": ModelConfig(aliases=("small",))})
     assert list(data_dir.models_path.iterdir()) == []
@@ -146,11 +153,11 @@ def test_a_keeper_that_does_not_answer_keeps_no_files(
     data_dir: DataDir, checkpoint: Path, failure: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made(data_dir, checkpoint, "tiny")
-    monkeypatch.setattr(stock_module, "FORGET_S", 0.01)
+    monkeypatch.setattr(deployments_module, "FORGET_S", 0.01)
 
-    async def scene(shop: Shop) -> None:
-        shop.keeper.failure, shop.keeper.is_silent = failure, failure is None
-        await shop.stock.remove("tiny")
+    async def scene(rig: DeploymentsRig) -> None:
+        rig.keeper.failure, rig.keeper.is_silent = failure, failure is None
+        await rig.deployments.remove("tiny")
 
     with_shop(data_dir, scene)
     assert list(data_dir.models_path.iterdir()) == []
@@ -162,12 +169,12 @@ def test_what_another_model_is_loaded_from_is_neither_forgotten_nor_removed(
     deployed = made(data_dir, checkpoint, "tiny")
     made(data_dir, Path(deployed.directory), "twin")
 
-    async def scene(shop: Shop) -> None:
-        await shop.stock.remove("tiny")
-        assert shop.keeper.forgotten == []
+    async def scene(rig: DeploymentsRig) -> None:
+        await rig.deployments.remove("tiny")
+        assert rig.keeper.forgotten == []
         assert (Path(deployed.directory) / "weights.bin").exists()
-        await shop.stock.remove("twin")
-        assert shop.keeper.forgotten == [deployed.where]
+        await rig.deployments.remove("twin")
+        assert rig.keeper.forgotten == [deployed.where]
 
     with_shop(data_dir, scene)
     assert list(data_dir.models_path.iterdir()) == []
@@ -177,11 +184,11 @@ def test_what_another_model_is_loaded_from_is_neither_forgotten_nor_removed(
 def test_of_two_deployments_of_a_name_at_once_one_is_refused_and_leaves_nothing(
     data_dir: DataDir, checkpoint: Path
 ) -> None:
-    async def scene(shop: Shop) -> None:
+    async def scene(rig: DeploymentsRig) -> None:
         outcomes = await asyncio.gather(
-            *(shop.deploy(checkpoint, "tiny") for _ in range(2)), return_exceptions=True
+            *(rig.deploy(checkpoint, "tiny") for _ in range(2)), return_exceptions=True
         )
-        (entry,) = [one for one in outcomes if isinstance(one, Entry)]
+        (entry,) = [one for one in outcomes if isinstance(one, CatalogEntry)]
         assert [type(one) for one in outcomes if one is not entry] == [NameTaken]
         assert list(data_dir.models_path.iterdir()) == [Path(entry.deployed.directory)]
 
@@ -190,12 +197,12 @@ def test_of_two_deployments_of_a_name_at_once_one_is_refused_and_leaves_nothing(
 
 def test_a_model_whose_files_went_meanwhile_is_not_registered(data_dir: DataDir, checkpoint: Path) -> None:
     deployed = carry_out(DeployOrder(str(checkpoint), "tiny"), data_dir, lambda *_: None)
-    remove_files(deployed.place, data_dir)
+    remove_files(deployed.location, data_dir)
 
-    async def scene(shop: Shop) -> None:
+    async def scene(rig: DeploymentsRig) -> None:
         with pytest.raises(StoreError, match="the files of `tiny` were removed meanwhile; deploy it again"):
-            shop.stock._register(deployed, overwrite=False)
-        assert shop.registry.places() == []
+            rig.deployments._register(deployed, overwrite=False)
+        assert rig.registry.locations() == []
 
     with_shop(data_dir, scene)
 
@@ -206,22 +213,22 @@ def test_files_are_deleted_away_from_the_event_loop_and_whoever_asked_may_leave(
     made(data_dir, checkpoint, "tiny")
     begun, may_go_on = threading.Event(), threading.Event()
 
-    def slow(place: Place, data_dir: DataDir) -> None:
+    def slow(place: ModelLocation, data_dir: DataDir) -> None:
         begun.set()
         assert may_go_on.wait(60)
         remove_files(place, data_dir)
 
-    monkeypatch.setattr(stock_module, "remove_files", slow)
+    monkeypatch.setattr(deployments_module, "remove_files", slow)
 
-    async def scene(shop: Shop) -> None:
-        removing = asyncio.create_task(shop.stock.remove("tiny"))
+    async def scene(rig: DeploymentsRig) -> None:
+        removing = asyncio.create_task(rig.deployments.remove("tiny"))
         await asyncio.to_thread(begun.wait, 60)
         removing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await removing
         assert list(data_dir.models_path.iterdir()) != []
         may_go_on.set()
-        await asyncio.gather(*shop.stock._clearing)
+        await asyncio.gather(*rig.deployments._clearing)
 
     with_shop(data_dir, scene)
     assert list(data_dir.models_path.iterdir()) == []
@@ -230,19 +237,19 @@ def test_files_are_deleted_away_from_the_event_loop_and_whoever_asked_may_leave(
 def test_models_that_come_and_go_without_the_service_are_followed(
     data_dir: DataDir, checkpoint: Path, converted: Path
 ) -> None:
-    async def scene(shop: Shop) -> None:
-        assert shop.stock.entries() == []
+    async def scene(rig: DeploymentsRig) -> None:
+        assert rig.deployments.entries() == []
         deployed = made(data_dir, converted, "tiny")
-        assert shop.stock.find("tiny").deployed == deployed
-        assert shop.brain_knows() == {"tiny"}
+        assert rig.deployments.find("tiny").deployed == deployed
+        assert rig.brain_knows() == {"tiny"}
         with Registry.open(data_dir) as other:
             other.replace(replace(deployed, digest="1" * 32))
-            assert shop.stock.find("tiny").deployed.digest == "1" * 32
-            assert shop.driver.fleet.models["tiny"].profile.digest == "1" * 32
+            assert rig.deployments.find("tiny").deployed.digest == "1" * 32
+            assert rig.driver.fleet.models["tiny"].profile.digest == "1" * 32
             other.remove("tiny")
         with pytest.raises(UnknownModel):
-            shop.stock.find("tiny")
-        assert shop.brain_knows() == set()
+            rig.deployments.find("tiny")
+        assert rig.brain_knows() == set()
 
     with_shop(data_dir, scene)
 
@@ -250,10 +257,10 @@ def test_models_that_come_and_go_without_the_service_are_followed(
 def test_what_the_configuration_forbids_is_not_followed(data_dir: DataDir, converted: Path) -> None:
     tiny = made(data_dir, converted, "tiny")
 
-    async def scene(shop: Shop) -> None:
+    async def scene(rig: DeploymentsRig) -> None:
         made(data_dir, converted, "other")
-        assert [entry.deployed for entry in shop.stock.entries()] == [tiny]
-        assert shop.stock.find("tiny").deployed == tiny
+        assert [entry.deployed for entry in rig.deployments.entries()] == [tiny]
+        assert rig.deployments.find("tiny").deployed == tiny
 
     with_shop(data_dir, scene, {"tiny": ModelConfig(aliases=("other",))})
 
@@ -263,9 +270,9 @@ def test_a_row_that_cannot_be_read_can_be_removed(data_dir: DataDir, checkpoint:
     with closing(sqlite3.connect(data_dir.registry_path)) as connection, connection:
         connection.execute("update models set facts = '{}'")
 
-    async def scene(shop: Shop) -> None:
-        assert shop.stock.entries() == []
-        await shop.stock.remove("tiny")
+    async def scene(rig: DeploymentsRig) -> None:
+        assert rig.deployments.entries() == []
+        await rig.deployments.remove("tiny")
 
     with_shop(data_dir, scene)
     assert list(data_dir.models_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""How orders reach workers and what is made of their words, where weights come, stay and go."""
+"""Orders reach workers, and their facts the brain and whoever looks, as weights come, stay and go."""
 
 from __future__ import annotations
 
@@ -14,232 +14,234 @@ from hearth.control.registry import Deployed, Registry
 from hearth.control.views import Explanation
 from hearth.messages import (
     Admitted,
+    DeviceResidency,
     DropModel,
     HoldModel,
+    HostingFailed,
     HostModel,
-    LoadProgressed,
-    ModelFailed,
+    LoadProgress,
     ModelLoaded,
     ModelUse,
     Ping,
     Pong,
-    Residency,
     RetireModel,
     RungBytes,
     StartRequest,
     StepDone,
 )
 from hearth.types import Hold, ModelId, Rung
-from tests.control.office import Office, Wire, ask, spoken, with_office
+from tests.control.gateway_rig import GatewayRig, RecordingLink, ask, emit, with_rig
 
 TINY = ModelId("tiny")
 BYTES = 1000
 
 
-def host_orders(wire: Wire) -> list[HostModel]:
-    return [order for order in wire.orders if isinstance(order, HostModel)]
+def host_orders(link: RecordingLink) -> list[HostModel]:
+    return [order for order in link.orders if isinstance(order, HostModel)]
 
 
-def loaded(office: Office, wire: Wire, come_bytes: int = BYTES) -> None:
+def loaded(rig: GatewayRig, link: RecordingLink, come_bytes: int = BYTES) -> None:
     """The model is whole; so many bytes had to come for that."""
-    hosting = host_orders(wire)[-1].hosting
+    hosting = host_orders(link)[-1].hosting
     rungs = (RungBytes(Rung.HOST, come_bytes, 0.1),) if come_bytes else ()
-    office.hear(wire, Residency({TINY: BYTES}))
-    office.hear(wire, ModelLoaded(TINY, hosting, rungs, BYTES - come_bytes, 0, 0.0, 0.0, 0.0, 0.1))
+    rig.receive(link, DeviceResidency({TINY: BYTES}))
+    rig.receive(link, ModelLoaded(TINY, hosting, rungs, BYTES - come_bytes, 0, 0.0, 0.0, 0.0, 0.1))
 
 
-async def answered(office: Office, wire: Wire, come_bytes: int | None = None) -> Explanation:
+async def answered(rig: GatewayRig, link: RecordingLink, come_bytes: int | None = None) -> Explanation:
     """A request from its arrival to its end, with the load that it causes."""
-    stream = await office.gateway.submit(ask())
+    stream = await rig.gateway.submit(ask())
     if come_bytes is not None:
-        loaded(office, wire, come_bytes)
-    spoken(office, wire, 5, finished=True)
-    explained = office.gateway.explain(stream.request_id)
+        loaded(rig, link, come_bytes)
+    emit(rig, link, 5, finished=True)
+    explained = rig.gateway.explain(stream.request_id)
     assert explained is not None
     return explained
 
 
-def metric(office: Office, name: str) -> float:
-    lines = generate_latest(office.gateway.metrics).decode().splitlines()
+def metric(rig: GatewayRig, name: str) -> float:
+    lines = generate_latest(rig.gateway.metrics).decode().splitlines()
     return next(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
 
 
 def test_a_model_is_hosted_with_its_floor_and_its_most_of_kv(data_dir: DataDir, deployed: Deployed) -> None:
-    async def scene(office: Office) -> None:
-        wire = office.join()
-        await office.gateway.submit(ask())
-        (order,) = host_orders(wire)
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        await rig.gateway.submit(ask())
+        (order,) = host_orders(link)
         assert 0 < order.kv_floor_bytes <= order.max_kv_bytes
-        office.gateway.end_all()
+        rig.gateway.end_all()
 
-    with_office(data_dir, scene)
+    with_rig(data_dir, scene)
 
 
 def test_a_model_that_makes_room_is_retired_and_its_bytes_stay(data_dir: DataDir, deployed: Deployed) -> None:
     with Registry.open(data_dir) as registry:
         registry.add(replace(deployed, name="other"))
 
-    async def scene(office: Office) -> None:
-        profile = office.driver.fleet.models[TINY].profile
+    async def scene(rig: GatewayRig) -> None:
+        profile = rig.driver.fleet.models[TINY].profile
         assert profile is not None
-        wire = office.join(budget_bytes=profile.footprints["cpu"].least_bytes * 3 // 2)
-        await answered(office, wire, BYTES)
-        await office.gateway.submit(replace(ask([1, 2]), model="other"))
-        assert [type(order) for order in wire.orders[2:]] == [RetireModel, HostModel, StartRequest]
-        assert metric(office, "hearth_evictions_total") == 1
-        office.gateway.end_all()
+        link = rig.join(budget_bytes=profile.footprints["cpu"].least_bytes * 3 // 2)
+        await answered(rig, link, BYTES)
+        await rig.gateway.submit(replace(ask([1, 2]), model="other"))
+        assert [type(order) for order in link.orders[2:]] == [RetireModel, HostModel, StartRequest]
+        assert metric(rig, "hearth_evictions_total") == 1
+        rig.gateway.end_all()
 
-    with_office(data_dir, scene)
+    with_rig(data_dir, scene)
 
 
-def test_a_stopped_model_is_regarded_as_retained_and_a_freed_one_is_dropped(
+def test_a_stopped_model_is_held_as_retained_and_a_freed_one_is_dropped(
     data_dir: DataDir, deployed: Deployed
 ) -> None:
-    async def scene(office: Office) -> None:
-        wire = office.join()
-        await answered(office, wire, BYTES)
-        await office.gateway.unload("tiny", free=False)
-        assert wire.orders[2:] == [HoldModel(TINY, Hold.RETAINED)]
-        await office.gateway.unload("tiny", free=True)
-        assert wire.orders[3:] == [DropModel(TINY)]
-        assert metric(office, "hearth_evictions_total") == 0, "nobody needed its room"
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        await answered(rig, link, BYTES)
+        await rig.gateway.unload("tiny", free=False)
+        assert link.orders[2:] == [HoldModel(TINY, Hold.RETAINED)]
+        await rig.gateway.unload("tiny", free=True)
+        assert link.orders[3:] == [DropModel(TINY)]
+        assert metric(rig, "hearth_evictions_total") == 0, "nobody needed its room"
 
-    with_office(data_dir, scene)
+    with_rig(data_dir, scene)
 
 
 def test_what_was_on_the_device_is_explained_and_counted(data_dir: DataDir, deployed: Deployed) -> None:
-    async def scene(office: Office) -> None:
-        wire = office.join()
-        explained = await answered(office, wire, come_bytes=300)
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        explained = await answered(rig, link, come_bytes=300)
         assert explained.reused_bytes == 700
         assert [(rung.rung, rung.num_bytes) for rung in explained.rungs] == [(Rung.HOST, 300)]
-        assert metric(office, "hearth_reused_bytes_total") == 700
-        assert metric(office, 'hearth_loaded_bytes_total{tier="host"}') == 300
-        assert metric(office, 'hearth_cold_start_seconds_count{tier="host"}') == 1
+        assert metric(rig, "hearth_reused_bytes_total") == 700
+        assert metric(rig, 'hearth_loaded_bytes_total{tier="host"}') == 300
+        assert metric(rig, 'hearth_cold_start_seconds_count{tier="host"}') == 1
 
-    with_office(data_dir, scene)
+    with_rig(data_dir, scene)
 
 
 def test_a_load_without_a_byte_has_a_tier_of_its_own(data_dir: DataDir, deployed: Deployed) -> None:
-    async def scene(office: Office) -> None:
-        explained = await answered(office, office.join(), come_bytes=0)
+    async def scene(rig: GatewayRig) -> None:
+        explained = await answered(rig, rig.join(), come_bytes=0)
         assert (explained.reused_bytes, explained.rungs) == (BYTES, ())
-        assert metric(office, 'hearth_cold_start_seconds_count{tier="device"}') == 1
+        assert metric(rig, 'hearth_cold_start_seconds_count{tier="device"}') == 1
 
-    with_office(data_dir, scene)
+    with_rig(data_dir, scene)
 
 
 def test_a_request_shows_the_load_that_a_worker_does_unasked(data_dir: DataDir, deployed: Deployed) -> None:
-    async def scene(office: Office) -> None:
-        wire = office.join()
-        await answered(office, wire, BYTES)
-        warm = await answered(office, wire)
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        await answered(rig, link, BYTES)
+        warm = await answered(rig, link)
         assert (warm.load_s, warm.rungs) == (None, ())
-        office.hear(wire, Residency({TINY: 600}))
-        again = await answered(office, wire, come_bytes=400)
-        assert len(host_orders(wire)) == 1
+        rig.receive(link, DeviceResidency({TINY: 600}))
+        again = await answered(rig, link, come_bytes=400)
+        assert len(host_orders(link)) == 1
         assert again.load_s is not None
         assert (again.reused_bytes, again.rungs[0].num_bytes) == (600, 400)
-        assert (await answered(office, wire)).load_s is None
+        assert (await answered(rig, link)).load_s is None
 
-    with_office(data_dir, scene)
+    with_rig(data_dir, scene)
 
 
 def test_a_request_that_comes_between_the_end_of_a_load_and_word_of_the_bytes_waits_for_no_load(
     data_dir: DataDir, deployed: Deployed
 ) -> None:
-    async def scene(office: Office) -> None:
-        wire = office.join()
-        await answered(office, wire, BYTES)
-        office.hear(wire, Residency({TINY: 600}))
-        await office.gateway.submit(ask())
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        await answered(rig, link, BYTES)
+        rig.receive(link, DeviceResidency({TINY: 600}))
+        await rig.gateway.submit(ask())
         rungs = (RungBytes(Rung.HOST, 400, 0.1),)
-        office.hear(wire, ModelLoaded(TINY, host_orders(wire)[-1].hosting, rungs, 600, 0, 0.0, 0.0, 0.0, 0.1))
-        assert (await answered(office, wire)).load_s is None
+        rig.receive(link, ModelLoaded(TINY, host_orders(link)[-1].hosting, rungs, 600, 0, 0.0, 0.0, 0.0, 0.1))
+        assert (await answered(rig, link)).load_s is None
 
-    with_office(data_dir, scene)
+    with_rig(data_dir, scene)
 
 
 def test_a_request_that_is_preempted_and_admitted_again_in_one_step_is_shown_so(
     data_dir: DataDir, deployed: Deployed
 ) -> None:
-    async def scene(office: Office) -> None:
-        wire = office.join()
-        stream = await office.gateway.submit(ask())
-        loaded(office, wire)
-        (run,) = office.driver.runs
-        office.hear(wire, StepDone(TINY, [], [], admitted=[Admitted(run, 1, 0.0)]))
-        office.hear(wire, StepDone(TINY, [], [], admitted=[Admitted(run, 9, 0.0)], preempted=[run]))
-        explained = office.gateway.explain(stream.request_id)
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        stream = await rig.gateway.submit(ask())
+        loaded(rig, link)
+        (run,) = rig.driver.requests.by_run
+        rig.receive(link, StepDone(TINY, [], [], admitted=[Admitted(run, 1, 0.0)]))
+        rig.receive(link, StepDone(TINY, [], [], admitted=[Admitted(run, 9, 0.0)], preempted=[run]))
+        explained = rig.gateway.explain(stream.request_id)
         assert explained is not None
         assert [mark.what for mark in explained.marks][-2:] == ["preempted", "started"]
         assert (explained.num_preemptions, explained.num_cached_tokens) == (1, 1)
-        office.gateway.end_all()
+        rig.gateway.end_all()
 
-    with_office(data_dir, scene)
+    with_rig(data_dir, scene)
 
 
 def test_weights_that_are_taken_while_a_request_is_on_its_way_are_shown_too(
     data_dir: DataDir, deployed: Deployed
 ) -> None:
-    async def scene(office: Office) -> None:
-        wire = office.join()
-        await answered(office, wire, BYTES)
-        stream = await office.gateway.submit(ask())
-        office.hear(wire, Residency({TINY: 600}))
-        office.hear(wire, LoadProgressed(TINY, host_orders(wire)[-1].hosting, 100, 1))
-        loaded(office, wire, come_bytes=400)
-        spoken(office, wire, 5, finished=True)
-        explained = office.gateway.explain(stream.request_id)
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        await answered(rig, link, BYTES)
+        stream = await rig.gateway.submit(ask())
+        rig.receive(link, DeviceResidency({TINY: 600}))
+        rig.receive(link, LoadProgress(TINY, host_orders(link)[-1].hosting, 100, 1))
+        loaded(rig, link, come_bytes=400)
+        emit(rig, link, 5, finished=True)
+        explained = rig.gateway.explain(stream.request_id)
         assert explained is not None
         assert (explained.reused_bytes, explained.rungs[0].num_bytes) == (600, 400)
 
-    with_office(data_dir, scene)
+    with_rig(data_dir, scene)
 
 
 def test_a_load_that_fails_when_the_model_was_ready_before_moves_its_requests(
     data_dir: DataDir, deployed: Deployed
 ) -> None:
-    async def scene(office: Office) -> None:
-        wire = office.join()
-        await answered(office, wire, BYTES)
-        office.hear(wire, Residency({TINY: 600}))
-        stream = await office.gateway.submit(ask())
-        office.hear(wire, ModelFailed(TINY, host_orders(wire)[-1].hosting, "store_error", "the disk is gone"))
-        explained = office.gateway.explain(stream.request_id)
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        await answered(rig, link, BYTES)
+        rig.receive(link, DeviceResidency({TINY: 600}))
+        stream = await rig.gateway.submit(ask())
+        rig.receive(
+            link, HostingFailed(TINY, host_orders(link)[-1].hosting, "store_error", "the disk is gone")
+        )
+        explained = rig.gateway.explain(stream.request_id)
         assert explained is not None
         assert "worker_lost" in [mark.what for mark in explained.marks]
-        office.gateway.end_all()
+        rig.gateway.end_all()
 
-    with_office(data_dir, scene)
+    with_rig(data_dir, scene)
 
 
 def test_the_brain_learns_what_is_on_the_device(data_dir: DataDir, deployed: Deployed) -> None:
-    async def scene(office: Office) -> None:
-        wire = office.join()
-        office.hear(wire, Residency({TINY: 600}))
-        last = office.journal.path.read_text().splitlines()[-1]
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        rig.receive(link, DeviceResidency({TINY: 600}))
+        last = rig.journal.path.read_text().splitlines()[-1]
         assert '"DeviceReported"' in last
         assert '"bytes_by_model":{"tiny":600}' in last
 
-    with_office(data_dir, scene)
+    with_rig(data_dir, scene)
 
 
 def test_whoever_looks_has_workers_asked_and_sees_what_is_left_of_retired_models(
     data_dir: DataDir, deployed: Deployed
 ) -> None:
-    async def scene(office: Office) -> None:
-        wire = office.join()
-        looking = asyncio.create_task(office.gateway.look())
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        looking = asyncio.create_task(rig.gateway.look())
         await asyncio.sleep(0)
-        (ping,) = wire.orders
+        (ping,) = link.orders
         assert isinstance(ping, Ping)
         use = ModelUse(TINY, Hold.RETAINED, False, 600, BYTES, 0, 0)
         told = Pong(1, 10_000, 9400, 0, 0, 0, {}, (use,))
-        office.hear(wire, told)
+        rig.receive(link, told)
         await asyncio.sleep(0)
         assert not looking.done()  # that was the answer to a ping before
-        office.hear(wire, structs.replace(told, number=ping.number))
+        rig.receive(link, structs.replace(told, number=ping.number))
         view = await looking
         assert [(one.model, one.state, one.loaded_bytes, one.is_hosted) for one in view.models] == [
             ("tiny", "retained", 600, False)
@@ -250,9 +252,9 @@ def test_whoever_looks_has_workers_asked_and_sees_what_is_left_of_retired_models
         assert [(part.kind, part.state, part.num_bytes) for part in worker.pool.parts] == [
             *(("weights", "retained", 600), ("free", "spare", 9400))
         ]
-        assert metric(office, "hearth_device_used_bytes") == 600
+        assert metric(rig, "hearth_device_used_bytes") == 600
 
-    with_office(data_dir, scene)
+    with_rig(data_dir, scene)
 
 
 def test_a_worker_that_does_not_answer_is_shown_as_the_brain_sees_it(
@@ -260,24 +262,24 @@ def test_a_worker_that_does_not_answer_is_shown_as_the_brain_sees_it(
 ) -> None:
     monkeypatch.setattr("hearth.control.gateway.LOOK_S", 0.0)
 
-    async def scene(office: Office) -> None:
-        office.join()
-        await office.gateway.submit(ask())
-        view = await office.gateway.look()
+    async def scene(rig: GatewayRig) -> None:
+        rig.join()
+        await rig.gateway.submit(ask())
+        view = await rig.gateway.look()
         assert [(one.model, one.state) for one in view.models] == [("tiny", "loading")]
         assert view.workers[0].pool is None
         assert view.workers[0].used_bytes == view.models[0].num_bytes > 0
-        office.gateway.end_all()
+        rig.gateway.end_all()
 
-    with_office(data_dir, scene)
+    with_rig(data_dir, scene)
 
 
 def test_a_lost_worker_keeps_nobody_waiting(data_dir: DataDir, deployed: Deployed) -> None:
-    async def scene(office: Office) -> None:
-        wire = office.join()
-        looking = asyncio.create_task(office.gateway.look())
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        looking = asyncio.create_task(rig.gateway.look())
         await asyncio.sleep(0)
-        office.hear(wire, None)
+        rig.receive(link, None)
         assert (await asyncio.wait_for(looking, 60.0)).models == ()
 
-    with_office(data_dir, scene)
+    with_rig(data_dir, scene)

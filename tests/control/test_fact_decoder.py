@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -13,13 +12,12 @@ import pytest
 
 from hearth import wire
 from hearth.control.active_request import ActiveRequest
-from hearth.control.ask import Stream
 from hearth.control.fact_decoder import DecodedFact, FactDecoder
+from hearth.control.generation import AnswerStream
 from hearth.control.link import WorkerLink
-from hearth.control.timeline import Timeline
 from hearth.messages import Fact, Sampling, StepDone
 from hearth.text.tokenizer import Tokenizer
-from hearth.text.transcript import Piece, Transcript
+from hearth.text.transcript import TextDelta, Transcript
 from hearth.types import FinishReason, ModelId, RequestId, SamplingParams
 
 MODEL = ModelId("tiny")
@@ -31,9 +29,9 @@ import asyncio
 from hearth.control.fact_decoder import FactDecoder
 
 async def main():
-    hearing = FactDecoder(asyncio.get_running_loop(), {}, print)
-    hearing._understand = None
-    hearing.left(None)
+    decoder = FactDecoder(asyncio.get_running_loop(), {}, print)
+    decoder._decoded = None
+    decoder.left(None)
     await asyncio.Event().wait()
 
 asyncio.run(main())
@@ -41,11 +39,11 @@ asyncio.run(main())
 
 
 class Panic(BaseException):
-    """As the tokenizers package raises it."""
+    """An error like those of the tokenizers package, which are no Exceptions."""
 
 
 class Failing(Transcript):
-    def push(self, token: int, finish_reason: FinishReason | None) -> Piece:
+    def push(self, token: int, finish_reason: FinishReason | None) -> TextDelta:
         raise Panic(SECRET)
 
 
@@ -61,7 +59,7 @@ class Nobody:
         self.aborted.set()
 
 
-def live(tokenizer: Tokenizer, run: int, kind: type[Transcript] = Transcript) -> ActiveRequest:
+def active(tokenizer: Tokenizer, run: int, kind: type[Transcript] = Transcript) -> ActiveRequest:
     request_id = RequestId(f"r{run}")
     params = SamplingParams()
     return ActiveRequest(
@@ -70,9 +68,8 @@ def live(tokenizer: Tokenizer, run: int, kind: type[Transcript] = Transcript) ->
         prompt=(1,),
         sampling=Sampling.of(params, 0),
         guide=None,
-        stream=Stream(request_id, MODEL, tokenizer, 1, lambda: None),
+        stream=AnswerStream(request_id, MODEL, tokenizer, 1, lambda: None),
         transcript=kind(tokenizer, params),
-        timeline=Timeline(request_id, MODEL, 0.0, time.time(), 1),
     )
 
 
@@ -80,17 +77,17 @@ def body(fact: Fact) -> bytes:
     return bytes(wire.frame(fact))[wire.HEADER.size :]
 
 
-def with_hearing(
+def with_decoder(
     runs: dict[int, ActiveRequest],
     scene: Callable[[FactDecoder, asyncio.Queue[DecodedFact]], Awaitable[None]],
 ) -> None:
     async def run() -> None:
-        told: asyncio.Queue[DecodedFact] = asyncio.Queue()
-        hearing = FactDecoder(asyncio.get_running_loop(), runs, told.put_nowait)
+        delivered: asyncio.Queue[DecodedFact] = asyncio.Queue()
+        decoder = FactDecoder(asyncio.get_running_loop(), runs, delivered.put_nowait)
         try:
-            await scene(hearing, told)
+            await scene(decoder, delivered)
         finally:
-            hearing.close()
+            decoder.close()
 
     asyncio.run(run())
 
@@ -99,19 +96,19 @@ def test_one_text_that_breaks_leaves_the_others_alone(
     converted: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer = Tokenizer.load(converted)
-    runs = {1: live(tokenizer, 1), 2: live(tokenizer, 2, Failing), 3: live(tokenizer, 3)}
+    runs = {1: active(tokenizer, 1), 2: active(tokenizer, 2, Failing), 3: active(tokenizer, 3)}
 
-    async def scene(hearing: FactDecoder, told: asyncio.Queue[DecodedFact]) -> None:
+    async def scene(decoder: FactDecoder, delivered: asyncio.Queue[DecodedFact]) -> None:
         link = WorkerLink(b"", lambda _: False, None)  # type: ignore[arg-type] # it is never connected
-        hearing.heard(link, body(StepDone(MODEL, [1, 2, 3], [10, 11, 12])))
-        heard = await told.get()
-        assert [said.live for said in heard.said] == [runs[1], runs[3]]
-        assert heard.broken == [runs[2]]
-        hearing.heard(link, body(StepDone(MODEL, [2, 3], [10, 11])))
-        heard = await told.get()
-        assert ([said.live for said in heard.said], heard.broken) == ([runs[3]], [])
+        decoder.decode(link, body(StepDone(MODEL, [1, 2, 3], [10, 11, 12])))
+        decoded = await delivered.get()
+        assert [token.request for token in decoded.tokens] == [runs[1], runs[3]]
+        assert decoded.broken == [runs[2]]
+        decoder.decode(link, body(StepDone(MODEL, [2, 3], [10, 11])))
+        decoded = await delivered.get()
+        assert ([token.request for token in decoded.tokens], decoded.broken) == ([runs[3]], [])
 
-    with_hearing(runs, scene)
+    with_decoder(runs, scene)
     assert "text_broken request=r2 model=tiny error=Panic" in caplog.text
     assert "in push" in caplog.text
     assert SECRET not in caplog.text
@@ -123,16 +120,16 @@ def test_one_text_that_breaks_leaves_the_others_alone(
 def test_a_worker_that_is_not_understood_is_dropped_and_others_are_heard(
     converted: Path, junk: bytes
 ) -> None:
-    runs = {1: live(Tokenizer.load(converted), 1)}
+    runs = {1: active(Tokenizer.load(converted), 1)}
 
-    async def scene(hearing: FactDecoder, told: asyncio.Queue[DecodedFact]) -> None:
+    async def scene(decoder: FactDecoder, delivered: asyncio.Queue[DecodedFact]) -> None:
         link = Nobody()
-        hearing.heard(link, junk)  # type: ignore[arg-type] # as much of a link as is needed
+        decoder.decode(link, junk)  # type: ignore[arg-type] # as much of a link as is needed
         await link.aborted.wait()
-        hearing.left(link)  # type: ignore[arg-type] # likewise
-        assert (await told.get()).fact is None
+        decoder.left(link)  # type: ignore[arg-type] # likewise
+        assert (await delivered.get()).fact is None
 
-    with_hearing(runs, scene)
+    with_decoder(runs, scene)
 
 
 def test_a_thread_that_dies_takes_the_process_along() -> None:

@@ -1,4 +1,4 @@
-"""What the gateway takes and refuses, with everything real but the processes."""
+"""The gateway takes and refuses requests, with everything real but the processes."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from hearth.control.ask import Ask
 from hearth.control.datadir import DataDir
 from hearth.control.fact_decoder import DecodedFact
 from hearth.control.gateway import MIN_TEXT_CHARS
+from hearth.control.generation import GenerationRequest
 from hearth.control.registry import Deployed, Registry
 from hearth.errors import BadPrompt, EngineFailed, PromptTooLong, ServiceError, ShuttingDown, UnknownModel
 from hearth.messages import CancelRequest, HostModel, StartRequest, StepDone
 from hearth.types import FinishReason, SamplingParams
-from tests.control.office import CONTEXT, Office, ask, spoken, with_office
+from tests.control.gateway_rig import CONTEXT, GatewayRig, ask, emit, with_rig
 
 
 def test_a_prompt_is_encoded_and_checked(data_dir: DataDir, deployed: Deployed) -> None:
-    async def scene(office: Office) -> None:
-        encode = office.gateway.encode
+    async def scene(rig: GatewayRig) -> None:
+        encode = rig.gateway.encode
         assert await encode("tiny", [1, 2, 3]) == [1, 2, 3]
         assert len(await encode("tiny", "!!!")) == 3
         assert await encode("tiny", "!" * (CONTEXT - 1))
@@ -37,112 +37,112 @@ def test_a_prompt_is_encoded_and_checked(data_dir: DataDir, deployed: Deployed) 
         with pytest.raises(UnknownModel):
             await encode("nobody", "!")
 
-    with_office(data_dir, scene)
+    with_rig(data_dir, scene)
 
 
-def during_encoding(office: Office, happens: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As soon as a prompt has been encoded."""
-    encode = office.texts.encode
+def during_encoding(rig: GatewayRig, happens: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have something happen as soon as a prompt has been encoded."""
+    encode = rig.encoder.encode
 
     async def encoded(*arguments: object) -> tuple[int, ...]:
         tokens = await encode(*arguments)  # type: ignore[arg-type] # passed on
         happens()
         return tokens
 
-    monkeypatch.setattr(office.texts, "encode", encoded)
+    monkeypatch.setattr(rig.encoder, "encode", encoded)
 
 
 def test_what_happens_while_a_prompt_is_encoded_is_noticed(
     data_dir: DataDir, deployed: Deployed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scene(office: Office) -> None:
+    async def scene(rig: GatewayRig) -> None:
         with Registry.open(data_dir) as other:
             with monkeypatch.context() as patch:
-                during_encoding(office, lambda: other.replace(replace(deployed, digest="1" * 32)), patch)
+                during_encoding(rig, lambda: other.replace(replace(deployed, digest="1" * 32)), patch)
                 with pytest.raises(ServiceError, match="`tiny` was replaced while the request was prepared"):
-                    await office.gateway.submit(ask())
+                    await rig.gateway.submit(ask())
             with monkeypatch.context() as patch:
-                during_encoding(office, lambda: other.remove("tiny") and None, patch)
+                during_encoding(rig, lambda: other.remove("tiny") and None, patch)
                 with pytest.raises(UnknownModel):
-                    await office.gateway.submit(ask())
+                    await rig.gateway.submit(ask())
             other.add(deployed)
         with monkeypatch.context() as patch:
-            during_encoding(office, office.gateway.end_all, patch)
+            during_encoding(rig, rig.gateway.end_all, patch)
             with pytest.raises(ShuttingDown):
-                await office.gateway.submit(ask())
-        assert office.driver.requests == {}
+                await rig.gateway.submit(ask())
+        assert rig.driver.requests.by_id == {}
 
-    with_office(data_dir, scene)
+    with_rig(data_dir, scene)
 
 
 def test_a_text_that_breaks_fails_its_request_and_frees_the_worker(
     data_dir: DataDir, deployed: Deployed
 ) -> None:
-    async def scene(office: Office) -> None:
-        wire = office.join()
-        broken, other = await office.gateway.submit(ask()), await office.gateway.submit(ask())
-        starts = [order for order in wire.orders if isinstance(order, StartRequest)]
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        broken, other = await rig.gateway.submit(ask()), await rig.gateway.submit(ask())
+        starts = [order for order in link.orders if isinstance(order, StartRequest)]
         assert len(starts) == 2
-        live = office.driver.requests[broken.request_id]
-        step = StepDone(live.model, [start.run for start in starts], [5, 5])
-        office.driver.hear(DecodedFact(wire, 0, step, [], [live]))  # type: ignore[arg-type] # as much of a link as is needed
+        request = rig.driver.requests.by_id[broken.request_id]
+        step = StepDone(request.model, [start.run for start in starts], [5, 5])
+        rig.driver.receive(DecodedFact(link, 0, step, [], [request]))  # type: ignore[arg-type] # as much of a link as is needed
         with pytest.raises(EngineFailed, match=r"the text of request .* cannot be made of its tokens"):
             await broken.next()
-        assert wire.orders[-1] == CancelRequest(starts[0].run)
-        assert set(office.driver.requests) == {other.request_id}
-        office.gateway.end_all()
+        assert link.orders[-1] == CancelRequest(starts[0].run)
+        assert set(rig.driver.requests.by_id) == {other.request_id}
+        rig.gateway.end_all()
 
-    with_office(data_dir, scene)
+    with_rig(data_dir, scene)
 
 
 def test_a_request_is_on_its_way_in_the_turn_in_which_it_is_taken(
     data_dir: DataDir, deployed: Deployed
 ) -> None:
-    async def scene(office: Office) -> None:
-        wire = office.join()
-        await office.gateway.submit(ask())
-        assert [type(order) for order in wire.orders] == [HostModel, StartRequest]
-        await office.gateway.submit(ask())
-        assert [type(order) for order in wire.orders] == [HostModel, StartRequest, StartRequest]
-        office.gateway.end_all()
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        await rig.gateway.submit(ask())
+        assert [type(order) for order in link.orders] == [HostModel, StartRequest]
+        await rig.gateway.submit(ask())
+        assert [type(order) for order in link.orders] == [HostModel, StartRequest, StartRequest]
+        rig.gateway.end_all()
 
-    with_office(data_dir, scene)
+    with_rig(data_dir, scene)
 
 
 def test_a_request_whose_worker_is_lost_goes_on_with_all_that_was_said(
     data_dir: DataDir, deployed: Deployed
 ) -> None:
-    async def scene(office: Office) -> None:
-        first = office.join()
-        stream = await office.gateway.submit(ask())
-        spoken(office, first, 5, 6)
-        office.hear(first, None)
-        second = office.join()
+    async def scene(rig: GatewayRig) -> None:
+        first = rig.join()
+        stream = await rig.gateway.submit(ask())
+        emit(rig, first, 5, 6)
+        rig.receive(first, None)
+        second = rig.join()
         (before, after) = (
-            next(order for order in wire.orders if isinstance(order, StartRequest))
-            for wire in (first, second)
+            next(order for order in link.orders if isinstance(order, StartRequest))
+            for link in (first, second)
         )
         assert (before.output, after.output) == ((), (5, 6))
         assert (before.prompt, before.sampling) == (after.prompt, after.sampling)
         assert before.run != after.run
-        spoken(office, second, 7, finished=True)
+        emit(rig, second, 7, finished=True)
         assert [piece.token for piece in await stream.next()] == [5, 6, 7]
-        explained = office.gateway.explain(stream.request_id)
+        explained = rig.gateway.explain(stream.request_id)
         assert explained is not None
         assert (explained.outcome, explained.num_resumes, explained.num_output_tokens) == ("stop", 1, 3)
 
-    with_office(data_dir, scene)
+    with_rig(data_dir, scene)
 
 
 def test_a_stop_string_ends_the_answer_and_frees_the_worker(data_dir: DataDir, deployed: Deployed) -> None:
-    async def scene(office: Office) -> None:
-        wire = office.join()
-        tokenizer = await office.gateway.tokenizer("tiny")
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        tokenizer = await rig.gateway.tokenizer("tiny")
         (token, *_) = tokenizer.encode("!", add_special_tokens=False)
-        stream = await office.gateway.submit(Ask("tiny", "!!", SamplingParams(stop=["!"])))
-        spoken(office, wire, token)
+        stream = await rig.gateway.submit(GenerationRequest("tiny", "!!", SamplingParams(stop=["!"])))
+        emit(rig, link, token)
         assert [piece.finish_reason for piece in await stream.next()] == [FinishReason.STOP]
-        assert isinstance(wire.orders[-1], CancelRequest)
-        assert not office.driver.requests
+        assert isinstance(link.orders[-1], CancelRequest)
+        assert not rig.driver.requests.by_id
 
-    with_office(data_dir, scene)
+    with_rig(data_dir, scene)

@@ -1,4 +1,4 @@
-"""What the journal records, and that its replay is exact."""
+"""The journal records events and actions, and its replay is exact."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import pytest
 from hearth.control.driver import Driver
 from hearth.control.journal import Journal, Replay, previous, replay
 from hearth.control.metrics import Metrics
+from hearth.control.observer import Observer
+from hearth.control.pool_reports import PoolReports
 from hearth.errors import DataDirError
 from hearth.messages import HostModel
 from hearth.policy.fleet.events import BrainConfig, RequestArrived, WorkerJoined
@@ -137,7 +139,8 @@ def test_the_event_that_breaks_the_brain_is_recorded(tmp_path: Path) -> None:
 
 async def _break_the_brain(path: Path) -> None:
     with Journal(path, BrainConfig(), PLENTY) as journal:
-        driver = Driver(Fleet(BrainConfig()), journal, Metrics(), _no_order, max_seqs=1)
+        observer, pools = Observer(Metrics()), PoolReports()
+        driver = Driver(Fleet(BrainConfig()), journal, observer, pools, _no_order, max_seqs=1)
         joined = WorkerJoined(1.0, WorkerId("w"), "cpu", 100, 1)
         driver.post(joined)
         with pytest.raises(AssertionError, match="joined twice"):

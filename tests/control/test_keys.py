@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hearth.control import keys
-from hearth.control.keys import Keys
+from hearth.control.keys import ApiKeys
 from hearth.errors import ConfigError
 
 
@@ -19,7 +19,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_a_key_is_known_by_its_owner_and_role(path: Path) -> None:
     user, admin = keys.add(path, "ada", "user"), keys.add(path, "root@home", "admin")
-    known = Keys.load(path)
+    known = ApiKeys.load(path)
 
     ada, root = known.check(user), known.check(admin)
     assert ada is not None
@@ -31,7 +31,7 @@ def test_a_key_is_known_by_its_owner_and_role(path: Path) -> None:
 
 def test_what_is_no_key_is_nobodys(path: Path) -> None:
     key = keys.add(path, "ada", "user")
-    known = Keys.load(path)
+    known = ApiKeys.load(path)
     for wrong in ("", "hearth-", key[:-1], key + "a", key.upper(), "\ud800", "é" * 1000, "ada"):
         assert known.check(wrong) is None
 
@@ -52,7 +52,7 @@ def test_equal_entries_are_told_apart_by_their_salt(path: Path) -> None:
 
 
 def test_a_running_service_learns_of_new_and_removed_keys_at_once(path: Path) -> None:
-    known = Keys.load(path)
+    known = ApiKeys.load(path)
     assert not known
     key = keys.add(path, "ada", "user")
     assert known.check(key) is not None
@@ -68,7 +68,7 @@ def test_a_name_has_one_key(path: Path) -> None:
     key = keys.add(path, "ada", "user")
     with pytest.raises(ConfigError, match="holds a key named `ada` already; choose another name, or remove"):
         keys.add(path, "ada", "admin")
-    assert Keys.load(path).check(key) is not None
+    assert ApiKeys.load(path).check(key) is not None
 
 
 def test_removing_an_unknown_key_names_those_that_are_there(path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_name_that_would_confuse_a_log_is_refused(path: Path, name: str) -> No
 def test_keys_that_are_added_at_the_same_time_are_all_kept(path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda number: keys.add(path, f"k{number}", "user"), range(16)))
-    known = Keys.load(path)
+    known = ApiKeys.load(path)
     assert all(known.check(key) is not None for key in made)
 
 
@@ -103,9 +103,9 @@ def test_keys_that_are_added_at_the_same_time_are_all_kept(path: Path) -> None:
 )
 def test_a_file_that_cannot_be_understood_lets_nobody_in(path: Path, text: str) -> None:
     key = keys.add(path, "ada", "user")
-    known = Keys.load(path)
+    known = ApiKeys.load(path)
     path.write_text(text)
-    for ask in (lambda: known.check(key), lambda: Keys.load(path), lambda: keys.add(path, "bob", "user")):
+    for ask in (lambda: known.check(key), lambda: ApiKeys.load(path), lambda: keys.add(path, "bob", "user")):
         with pytest.raises(ConfigError, match=r"keys.json` cannot be read as API keys: .*; move it away"):
             ask()
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from hearth import wire
 from hearth.control import link as link_module
 from hearth.control.link import WorkerLink
-from hearth.messages import VERSION, Fact, Hello, Ping, Pong
+from hearth.messages import VERSION, Fact, Ping, Pong, WorkerHello
 from hearth.types import WorkerId
 
 SECRET = b"s" * 32
@@ -25,7 +25,7 @@ class Record:
         self.left_links: list[WorkerLink] = []
         self.changed = asyncio.Event()
 
-    def joined(self, link: WorkerLink, hello: Hello) -> None:
+    def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
         self.joined_links.append(link)
         self.changed.set()
 
@@ -44,7 +44,7 @@ class Record:
 
 
 class Peer:
-    """A worker's end, spoken by hand."""
+    """A worker's end, emit by hand."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -55,7 +55,7 @@ class Peer:
     async def greet(self, secret: bytes = SECRET, worker: WorkerId = WORKER, version: int = VERSION) -> None:
         challenge = wire.challenge_of(await self.body())
         proof = wire.proof(secret, challenge.nonce, worker)
-        self.say(Hello(version, worker, b"n" * 32, proof, 1, "cpu", "a CPU", 1 << 30))
+        self.say(WorkerHello(version, worker, b"n" * 32, proof, 1, "cpu", "a CPU", 1 << 30))
 
     def say(self, fact: Fact) -> None:
         self.writer.write(wire.frame(fact))
@@ -150,7 +150,7 @@ def test_a_worker_is_held_back_while_nobody_takes_what_it_said() -> None:
             peer.writer.write(frame * num_frames)
             waiting = asyncio.create_task(peer.writer.drain())
             link = (await _first(record)).joined_links[0]
-            num_held = await _settled(record)
+            num_held = await _steady(record)
             num_taken = 0
             while True:
                 record.changed.clear()
@@ -171,8 +171,8 @@ async def _first(record: Record) -> Record:
     return record
 
 
-async def _settled(record: Record) -> int:
-    """How many frames arrive until no more do."""
+async def _steady(record: Record) -> int:
+    """Return how many frames arrive until no more do."""
     count = -1
     while count != len(record.bodies):
         count = len(record.bodies)

@@ -1,4 +1,4 @@
-"""What /metrics says."""
+"""Metrics as /metrics shows them."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ def test_what_was_added_is_there_when_it_is_opened_again(data_dir: DataDir) -> N
         registry.add(TINY)
         registry.add(OTHER)
     with Registry.open(data_dir) as registry:
-        assert registry.place("tiny") == TINY.place
-        assert registry.place("nobody") is None
+        assert registry.location("tiny") == TINY.location
+        assert registry.location("nobody") is None
         assert registry.all() == [OTHER, TINY]
 
 
@@ -70,7 +70,7 @@ def test_a_name_is_taken_once_and_can_be_replaced(data_dir: DataDir) -> None:
 def test_a_removed_model_is_returned_and_gone(data_dir: DataDir) -> None:
     with Registry.open(data_dir) as registry:
         registry.add(TINY)
-        assert registry.remove("tiny") == TINY.place
+        assert registry.remove("tiny") == TINY.location
         with pytest.raises(UnknownModel, match="no model is deployed under `tiny`"):
             registry.remove("tiny")
 
@@ -119,10 +119,10 @@ def test_a_row_that_cannot_be_read_hides_no_other_and_can_go(
         connection.close()
         assert registry.all() == [OTHER]
         assert re.search(r"row_skipped .*facts of `tiny` that cannot be read: .*; deploy it", caplog.text)
-        assert registry.place("tiny") == TINY.place
-        assert registry.places() == [OTHER.place, TINY.place]
-        assert registry.remove("tiny") == TINY.place
-        assert registry.places() == [OTHER.place]
+        assert registry.location("tiny") == TINY.location
+        assert registry.locations() == [OTHER.location, TINY.location]
+        assert registry.remove("tiny") == TINY.location
+        assert registry.locations() == [OTHER.location]
 
 
 def test_what_is_done_in_a_transaction_is_undone_if_it_fails(data_dir: DataDir) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hearth.control.timeline import MAX_EXPLAINED, LoadLog, Timeline, Timelines
+from hearth.control.load_log import LoadLog
+from hearth.control.timeline import MAX_EXPLAINED, Timeline, Timelines
 from hearth.messages import ModelLoaded, RungBytes
 from hearth.policy.fleet.events import Option
 from hearth.types import ModelId, RequestId, Rung, WorkerId
@@ -49,11 +50,11 @@ def test_a_warm_request_is_queue_prefill_and_decode() -> None:
 
 def test_a_cold_request_shows_the_load_that_it_waited_for() -> None:
     line = timeline()
-    load = LoadLog(1, W0, began_s=100.0)
+    load = LoadLog(W0, began_s=100.0)
     line.placed(100.0, W0, "free_room", (), load)
     for number in range(1, 5):
         load.progressed(100.3 + number / 10, number)
-    load.end(100.8, loaded())
+    load.succeed(100.8, loaded())
     line.token(100.9)
     told = line.explain(now_s=101.0)
     assert told.outcome == "running"
@@ -76,19 +77,19 @@ def test_a_cold_request_shows_the_load_that_it_waited_for() -> None:
 
 def test_a_load_that_began_before_the_request_begins_with_it() -> None:
     line = timeline()
-    line.placed(100.0, W0, "loading", (), LoadLog(1, W0, began_s=90.0))
+    line.placed(100.0, W0, "loading", (), LoadLog(W0, began_s=90.0))
     (span,) = [span for span in line.explain(now_s=101.0).spans if span.what == "load"]
     assert (span.begin_s, span.end_s, span.detail) == (0.0, 1.0, "under way")
 
 
 def test_a_load_that_nobody_ordered_began_before_it_was_heard_of() -> None:
-    load = LoadLog(1, W0, began_s=101.0, is_again=True)
-    load.end(101.0, loaded())
+    load = LoadLog(W0, began_s=101.0, is_again=True)
+    load.succeed(101.0, loaded())
     assert (round(load.began_s, 6), round(load.first_layer_at_s or 0.0, 6)) == (100.25, 100.6)
 
 
 def again(began_s: float) -> LoadLog:
-    return LoadLog(1, W0, began_s=began_s, is_again=True)
+    return LoadLog(W0, began_s=began_s, is_again=True)
 
 
 def test_a_load_that_was_expected_and_never_came_does_not_outlive_its_request() -> None:
@@ -110,7 +111,7 @@ def test_a_load_that_was_expected_of_one_request_and_came_for_another_is_the_oth
     second.placed(300.0, W0, "resident", (), load)
     assert second.explain(now_s=300.5).load_s == 0.5
     load.progressed(300.6, 3)
-    load.end(300.75, loaded())
+    load.succeed(300.75, loaded())
     assert second.explain(now_s=310.0).load_s == 0.75
     told = first.explain(now_s=310.0)
     assert (told.load_s, told.rungs, told.total_s) == (None, (), 1.0)
@@ -118,10 +119,10 @@ def test_a_load_that_was_expected_of_one_request_and_came_for_another_is_the_oth
 
 
 def test_a_request_that_was_cancelled_during_a_load_saw_it_until_then() -> None:
-    line, load = timeline(), LoadLog(1, W0, began_s=100.0)
+    line, load = timeline(), LoadLog(W0, began_s=100.0)
     line.placed(100.0, W0, "free_room", (), load)
     line.ended(100.5, "cancelled")
-    load.end(100.75, loaded())
+    load.succeed(100.75, loaded())
     told = line.explain(now_s=200.0)
     assert told.load_s == 0.5
     assert max(span.end_s for span in told.spans) == 0.5

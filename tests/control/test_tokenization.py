@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hearth.control.ask import Chat
+from hearth.control.generation import ChatPrompt
 from hearth.control.tokenization import PromptEncoder
 from hearth.errors import BadTokenizer, ModelError, PromptTooLong
 from hearth.text.tokenizer import Tokenizer
@@ -85,7 +85,7 @@ def test_text_that_cannot_fit_is_not_tokenised(converted: Path, monkeypatch: pyt
         with pytest.raises(PromptTooLong, match=message):
             await texts.encode(tokenizer, "!" * 11, max_chars=10)
         with pytest.raises(PromptTooLong, match="at most 10 are tokenised"):
-            await texts.encode(tokenizer, Chat([{"role": "user", "content": "!"}]), max_chars=10)
+            await texts.encode(tokenizer, ChatPrompt([{"role": "user", "content": "!"}]), max_chars=10)
         assert await texts.encode(tokenizer, [1, 2, 3], max_chars=1) == (1, 2, 3)
 
     with_texts(scene)

@@ -112,19 +112,21 @@ class Service:
 
     def deploy(self, source: Path | str, name: str) -> httpx.Response:
         return self.http.post(
-            "/api/models", json={"source": str(source), "name": name}, headers={"Accept": "application/json"}
+            "/hearth/models",
+            json={"source": str(source), "name": name},
+            headers={"Accept": "application/json"},
         )
 
     def explain(self, answer_id: str) -> dict[str, Json]:
-        return self.get(f"/api/requests/{answer_id}")
+        return self.get(f"/hearth/requests/{answer_id}")
 
     def unload(self, model: str, *, free: bool) -> None:
-        answer = self.http.post(f"/api/models/{model}/unload", json={"free": free})
+        answer = self.http.post(f"/hearth/models/{model}/unload", json={"free": free})
         assert answer.is_success, answer.text
 
     def residents(self) -> dict[str, dict[str, Json]]:
         """By name; of a model on several workers the last."""
-        found = self.get("/api/ps")["models"]
+        found = self.get("/hearth/ps")["models"]
         assert isinstance(found, list)
         return {str(one["model"]): one for one in found if isinstance(one, dict)}
 
@@ -136,7 +138,7 @@ class Service:
         return {name: str(one["state"]) for name, one in self.residents().items()}
 
     def workers(self) -> list[dict[str, Json]]:
-        found = self.get("/api/ps")["workers"]
+        found = self.get("/hearth/ps")["workers"]
         assert isinstance(found, list)
         return [one for one in found if isinstance(one, dict)]
 

@@ -177,7 +177,7 @@ def test_a_request_whose_worker_died_while_loading_is_loaded_for_elsewhere(
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 4
         assert workers.explain(answer.id)["num_resumes"] == 1
-        assert workers.http.delete("/api/models/far").is_success
+        assert workers.http.delete("/hearth/models/far").is_success
 
 
 def test_a_worker_that_died_is_replaced(workers: Service) -> None:
@@ -243,13 +243,13 @@ def assert_refused(service: Service, model: str, reason: str) -> None:
     assert caught.value.status_code >= 500 or caught.value.status_code == 422
     assert reason in caught.value.message
     assert model not in service.states()
-    assert service.http.delete(f"/api/models/{model}").is_success
+    assert service.http.delete(f"/hearth/models/{model}").is_success
 
 
 def test_after_a_killed_gateway_nothing_runs_and_a_new_one_has_all_models(data_dir: Path) -> None:
     flags = (*SMALL, "--memory", "256MiB", "--host-memory", "64MiB")
     service = Service(data_dir, *flags)
-    names = sorted(model["name"] for model in service.http.get("/api/models").json())
+    names = sorted(model["name"] for model in service.http.get("/hearth/models").json())
     with service.client() as client:
         chunks = client.completions.create(
             model="tiny-a", prompt="Hi", max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
@@ -259,7 +259,7 @@ def test_after_a_killed_gateway_nothing_runs_and_a_new_one_has_all_models(data_d
         chunks.close()
     service.assert_journal_replays()
     with serving(data_dir, *flags) as again:
-        assert sorted(model["name"] for model in again.http.get("/api/models").json()) == names
+        assert sorted(model["name"] for model in again.http.get("/hearth/models").json()) == names
         assert stream(again, 1, {"max_tokens": 2}).finish_reason == "length"
 
 

@@ -23,7 +23,7 @@ def assert_cancelled_soon(service: Service, request_id: str) -> None:
     count = explained["num_output_tokens"]
     assert isinstance(count, int)
     assert count < 1000
-    assert service.get("/api/ps")["num_running"] == 0
+    assert service.get("/hearth/ps")["num_running"] == 0
 
 
 def test_a_stream_that_nobody_reads_any_more_is_cancelled(service: Service) -> None:
@@ -55,4 +55,4 @@ def test_an_answer_in_one_piece_is_cancelled_too_when_its_client_goes(service: S
         pytest.raises(httpx.ReadTimeout),
     ):
         client.post("/v1/completions", json=LONG)
-    eventually("nothing runs", lambda: service.get("/api/ps")["num_running"] == 0)
+    eventually("nothing runs", lambda: service.get("/hearth/ps")["num_running"] == 0)

@@ -96,7 +96,7 @@ def test_explain_prints_a_waterfall(service: Service) -> None:
 
 
 def test_explain_of_an_unknown_request_is_not_found(service: Service) -> None:
-    assert service.http.get("/api/requests/nothing").status_code == 404
+    assert service.http.get("/hearth/requests/nothing").status_code == 404
     assert service.cli("explain", "nothing").returncode == 3
 
 
@@ -151,5 +151,5 @@ def test_a_stream_hears_from_the_service_while_its_model_loads(service: Service,
         rungs = explained["rungs"]
         assert isinstance(rungs, list)
         assert {one["rung"] for one in rungs if isinstance(one, dict)} == {"object"}
-        assert service.http.delete("/api/models/far").is_success
+        assert service.http.delete("/hearth/models/far").is_success
     eventually("it has left memory", lambda: "far" not in service.residents())

@@ -114,7 +114,7 @@ def test_a_full_queue_says_when_to_come_back(data_dir: Path) -> None:
             kwargs={"model": "tiny-a", "prompt": "Ho", "max_tokens": 1},
         )
         waiting.start()
-        eventually("the second waits", lambda: service.get("/api/ps")["num_waiting"] == 1)
+        eventually("the second waits", lambda: service.get("/hearth/ps")["num_waiting"] == 1)
         with pytest.raises(openai.RateLimitError) as caught:
             client.completions.create(model="tiny-a", prompt="He", max_tokens=1)
         assert float(caught.value.response.headers["Retry-After"]) > 0

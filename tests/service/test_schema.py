@@ -51,12 +51,12 @@ def test_the_document_names_every_endpoint(service: Service) -> None:
         "POST /v1/chat/completions",
         "GET /health",
         "GET /metrics",
-        "GET /api/ps",
-        "GET /api/models",
-        "POST /api/models",
-        "DELETE /api/models/{name}",
-        "POST /api/models/{name}/unload",
-        "GET /api/requests/{request_id}",
+        "GET /hearth/ps",
+        "GET /hearth/models",
+        "POST /hearth/models",
+        "DELETE /hearth/models/{name}",
+        "POST /hearth/models/{name}/unload",
+        "GET /hearth/requests/{request_id}",
     }
 
 
@@ -77,7 +77,7 @@ def _assert_never_fails(service: Service, operation: APIOperation, mode: Generat
     """Statuses that were answered."""
     statuses: set[int] = set()
     key = {"Authorization": f"Bearer {service.admin_token}"}
-    num_examples = NUM_DEPLOYMENTS if operation.label == "POST /api/models" else NUM_EXAMPLES
+    num_examples = NUM_DEPLOYMENTS if operation.label == "POST /hearth/models" else NUM_EXAMPLES
 
     @settings(
         max_examples=num_examples,
@@ -89,7 +89,7 @@ def _assert_never_fails(service: Service, operation: APIOperation, mode: Generat
     )
     @given(case=operation.as_strategy(generation_mode=mode))
     def check(case: Case) -> None:
-        if operation.label.startswith(("DELETE", "POST /api/models/")):
+        if operation.label.startswith(("DELETE", "POST /hearth/models/")):
             case.path_parameters["name"] = f"absent-{case.path_parameters['name']}"[:64]
         response = tamed(case).call(timeout=PATIENCE_S, headers=key)
         statuses.add(response.status_code)

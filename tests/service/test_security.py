@@ -43,7 +43,9 @@ def guarded(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield Guarded(service, user_key, admin_key)
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/api/ps", "/api/models", "/api/requests/x"])
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/metrics", "/hearth/ps", "/hearth/models", "/hearth/requests/x"]
+)
 def test_nothing_is_told_without_a_key(guarded: Guarded, path: str) -> None:
     for key in (None, "wrong", guarded.user_key[:-1]):
         with guarded.http(key) as client:
@@ -64,14 +66,14 @@ def test_a_user_may_ask_but_not_remove_deploy_or_unload(guarded: Guarded) -> Non
     with guarded.service.client(guarded.user_key) as client:
         assert client.completions.create(model="tiny-a", prompt="Hi", max_tokens=1).choices
     with guarded.http(guarded.user_key) as http:
-        assert http.delete("/api/models/tiny-a").status_code == 403
-        assert http.post("/api/models", json={"source": "/tmp"}).status_code == 403
-        assert http.post("/api/models/tiny-a/unload", json={"free": True}).status_code == 403
+        assert http.delete("/hearth/models/tiny-a").status_code == 403
+        assert http.post("/hearth/models", json={"source": "/tmp"}).status_code == 403
+        assert http.post("/hearth/models/tiny-a/unload", json={"free": True}).status_code == 403
 
 
 def test_an_admin_may_unload(guarded: Guarded) -> None:
     with guarded.http(guarded.admin_key) as http:
-        assert http.post("/api/models/tiny-a/unload", json={"free": True}).is_success
+        assert http.post("/hearth/models/tiny-a/unload", json={"free": True}).is_success
 
 
 def test_keys_are_not_kept_as_they_are(guarded: Guarded) -> None:
@@ -100,7 +102,7 @@ def test_a_body_beyond_the_limit_is_too_large(guarded: Guarded) -> None:
 def test_a_name_that_could_lead_elsewhere_is_refused(guarded: Guarded, shelf: Shelf, name: str) -> None:
     with guarded.http(guarded.admin_key) as http:
         source = str(shelf.places["tiny-a"])
-        answer = http.post("/api/models", json={"source": source, "name": name})
+        answer = http.post("/hearth/models", json={"source": source, "name": name})
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["message"]
 

@@ -162,7 +162,7 @@ def test_a_model_that_can_never_fit_is_refused_at_once_with_the_numbers(
     assert caught.value.code == "no_capacity"
     assert "90" in caught.value.message
     assert "wide" not in crowded.states()
-    assert crowded.http.delete("/api/models/wide").is_success
+    assert crowded.http.delete("/hearth/models/wide").is_success
 
 
 def test_many_first_requests_wait_for_one_load(crowded: Service) -> None:

@@ -28,7 +28,7 @@ region = eu-north-1
 endpoint_url = http://127.0.0.1:9000
 
 [profile signed-on]
-sso_session = office
+sso_session = rig
 
 [profile halved]
 aws_access_key_id = halved-id

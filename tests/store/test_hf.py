@@ -11,7 +11,7 @@ import torch
 
 from hearth.errors import BadCheckpoint, BadTokenizer
 from hearth.store.hf import open_directory, read_checkpoint
-from hearth.text.settings import read_settings
+from hearth.text.tokenizer_settings import read_settings
 from tests.models.zoo import build, save, tiny
 
 

@@ -42,7 +42,7 @@ def texts() -> list[str]:
 
 
 def byte_level() -> Backend:
-    """As in Llama 3, Qwen, SmolLM2, GPT-NeoX, Falcon and OPT."""
+    """Make a tokenizer as in Llama 3, Qwen, SmolLM2, GPT-NeoX, Falcon and OPT."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -56,7 +56,7 @@ def byte_level() -> Backend:
 
 
 def byte_fallback() -> Backend:
-    """As in Llama 2, Mistral and Yi: bytes stand in for characters that have no token."""
+    """Make a tokenizer as in Llama 2, Mistral and Yi: bytes for characters that have no token."""
     backend = Backend(_byte_fallback_model())
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(
@@ -100,7 +100,7 @@ def _byte_fallback_model() -> models.BPE:
 
 
 def word_piece() -> Backend:
-    """Its decoder puts spaces between words and none before `##` or a full stop."""
+    """Make a tokenizer whose decoder puts spaces between words and none before `##` or a full stop."""
     backend = Backend(models.WordPiece(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
@@ -110,7 +110,7 @@ def word_piece() -> Backend:
 
 
 def metaspace() -> Backend:
-    """Its decoder drops the mark of the first word."""
+    """Make a tokenizer whose decoder drops the mark of the first word."""
     backend = Backend(models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
@@ -120,7 +120,7 @@ def metaspace() -> Backend:
 
 
 def word_ends() -> Backend:
-    """Its decoder turns the end of a word into a space unless the word is the last."""
+    """Make a tokenizer whose decoder makes the end of a word a space unless it is the last."""
     backend = Backend(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.decoder = decoders.BPEDecoder()

@@ -188,7 +188,7 @@ class Meter:
 
 
 def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
-    """One token per byte."""
+    """Return a token per byte."""
     if tokenizer.spelling is None:
         names = {bytes([byte]): f"<0x{byte:02X}>" for byte in range(256)}
         id_by_name = {tokenizer.token(i): i for i in range(700)}

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hearth.errors import BadPrompt, BadTokenizer
-from hearth.text.chat import Json
+from hearth.text.chat_template import Json
 from hearth.text.detokenizer import Detokenizer
 from hearth.text.tokenizer import Tokenizer
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hearth.text.tokenizer import Tokenizer
-from hearth.text.transcript import Piece, Transcript
+from hearth.text.transcript import TextDelta, Transcript
 from hearth.types import FinishReason, SamplingParams
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -17,7 +17,7 @@ def tokenizer(tokenizers: dict[str, Tokenizer]) -> Tokenizer:
 
 def read(
     tokenizer: Tokenizer, ids: list[int], params: SamplingParams, last: FinishReason | None = LENGTH
-) -> list[Piece]:
+) -> list[TextDelta]:
     """The pieces of an answer, the engine giving `last` with its last token; ends where a piece does."""
     transcript, pieces = Transcript(tokenizer, params), []
     for at, token in enumerate(ids, start=1):
@@ -27,7 +27,7 @@ def read(
     return pieces
 
 
-def text_of(pieces: list[Piece]) -> str:
+def text_of(pieces: list[TextDelta]) -> str:
     return "".join(piece.text for piece in pieces)
 
 

@@ -22,7 +22,7 @@ from hearth.messages import (
     DropModel,
     Fact,
     HoldModel,
-    ModelFailed,
+    HostingFailed,
     ModelLoaded,
     Ping,
     Pong,
@@ -123,7 +123,7 @@ class Desk:
     def until_ended(self, *runs: int) -> list[Answer]:
         while not all(self.answers[run].is_ended for run in runs):
             fact = self.hear()
-            assert not isinstance(fact, ModelFailed | RunFailed), f"{fact}"
+            assert not isinstance(fact, HostingFailed | RunFailed), f"{fact}"
         return [self.answers[run] for run in runs]
 
     def ask(self, name: str, prompt: Sequence[int], sampling: Sampling) -> Answer:

@@ -25,10 +25,9 @@ from hearth.messages import (
     DropModel,
     Fact,
     GuideOrder,
-    Hello,
+    HostingFailed,
     HostModel,
     KeeperSetup,
-    ModelFailed,
     ModelLoaded,
     Order,
     Ping,
@@ -37,6 +36,7 @@ from hearth.messages import (
     Sampling,
     StartRequest,
     StepDone,
+    WorkerHello,
     WorkerSetup,
 )
 from hearth.store.manifest import read_manifest
@@ -74,10 +74,10 @@ class Gateway:
         self._numbers = iter(range(1_000_000))
         nonce = wire.new_nonce()
         connection.sendall(wire.frame(Challenge(version, nonce)))
-        self.hello: Hello | None = None
+        self.hello: WorkerHello | None = None
         if (body := self._body()) is not None:
             hello = wire.fact_of(body)
-            assert isinstance(hello, Hello), f"{hello=}"
+            assert isinstance(hello, WorkerHello), f"{hello=}"
             self.hello = hello
             self.send(wire.check_hello(hello, secret, nonce))
 
@@ -142,10 +142,10 @@ class Gateway:
         assert isinstance(fact, Pong)
         return fact
 
-    def host(self, name: str, where: Path | str, **changes: object) -> ModelLoaded | ModelFailed:
+    def host(self, name: str, where: Path | str, **changes: object) -> ModelLoaded | HostingFailed:
         self.send(host_order(name, where, **changes))
-        fact = self.until(lambda fact: isinstance(fact, ModelLoaded | ModelFailed) and fact.model == name)
-        assert isinstance(fact, ModelLoaded | ModelFailed)
+        fact = self.until(lambda fact: isinstance(fact, ModelLoaded | HostingFailed) and fact.model == name)
+        assert isinstance(fact, ModelLoaded | HostingFailed)
         return fact
 
     def drop(self, *names: str) -> None:

@@ -17,7 +17,7 @@ from hearth.engine.engine import Engine, StepOutcome
 from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
-from hearth.messages import LoadProgressed, ModelFailed, ModelLoaded, Residency, StepDone
+from hearth.messages import DeviceResidency, HostingFailed, LoadProgress, ModelLoaded, StepDone
 from hearth.store.manifest import WEIGHTS, read_manifest
 from hearth.types import Hold, Rung
 from hearth.worker.hosted_model import HostedModel, HostingNews, Opened
@@ -102,7 +102,7 @@ def test_a_model_whose_load_failed_has_as_well(bench: Bench, model: Path, tmp_pa
     bench.desk.host("a", rotten)
     bench.start("a", 30)
 
-    failed = bench.desk.until(ModelFailed)
+    failed = bench.desk.until(HostingFailed)
 
     assert failed.label in ("chunk_corrupt", "chunk_missing")
     assert bench.is_empty
@@ -255,13 +255,13 @@ def test_another_version_under_the_same_name_shares_nothing_with_the_one_before(
 def test_what_is_on_the_device_is_told_when_it_changes(bench: Bench, model: Path) -> None:
     bench.gate.open()
     bench.desk.host("a", model)
-    there = bench.desk.until(Residency).bytes_by_model
+    there = bench.desk.until(DeviceResidency).bytes_by_model
     bench.desk.ask("a", PROMPT, greedy(10))
     bench.desk.drop("a")
 
     assert list(there) == ["a"]
     assert all(num_bytes > 0 for num_bytes in there.values())
-    assert bench.desk.until(Residency).bytes_by_model == {}
+    assert bench.desk.until(DeviceResidency).bytes_by_model == {}
 
 
 def test_a_model_that_breaks_in_a_step_leaves_and_others_go_on(
@@ -280,7 +280,7 @@ def test_a_model_that_breaks_in_a_step_leaves_and_others_go_on(
 
     monkeypatch.setattr(Engine, "step", breaks)
     bench.start("bad", 30)
-    failed = bench.desk.until(ModelFailed)
+    failed = bench.desk.until(HostingFailed)
     run = bench.start("good", 5)
 
     assert (failed.model, failed.label) == ("bad", "engine_failed")
@@ -339,9 +339,9 @@ def test_progress_is_told_by_bytes_and_layers(
     bench.gate.open()
     bench.desk.host("a", model)
 
-    told: list[LoadProgressed] = []
+    told: list[LoadProgress] = []
     while not isinstance(fact := bench.desk.hear(), ModelLoaded):
-        if isinstance(fact, LoadProgressed):
+        if isinstance(fact, LoadProgress):
             told.append(fact)
 
     assert {use.rung for use in fact.rungs} == {Rung.DISK}

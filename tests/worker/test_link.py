@@ -10,7 +10,7 @@ import pytest
 
 from hearth import wire
 from hearth.errors import ServiceError
-from hearth.messages import VERSION, Challenge, Hello, Ping, Pong, Welcome
+from hearth.messages import VERSION, Challenge, Ping, Pong, Welcome, WorkerHello
 from hearth.types import WorkerId
 from hearth.worker.link import GatewayLink, Introduction, connect, greet
 from tests.worker.harness import SECRET, Gateway
@@ -55,7 +55,7 @@ def test_a_gateway_that_does_not_know_the_secret_is_refused(
     def impostor(connection: socket.socket) -> None:
         connection.sendall(wire.frame(Challenge(VERSION, wire.new_nonce())))
         length = wire.length_of(connection.recv(wire.HEADER.size, socket.MSG_WAITALL))
-        assert isinstance(wire.fact_of(connection.recv(length, socket.MSG_WAITALL)), Hello)
+        assert isinstance(wire.fact_of(connection.recv(length, socket.MSG_WAITALL)), WorkerHello)
         connection.sendall(wire.frame(Welcome(b"guessed")))
 
     with pytest.raises(ServiceError, match="does not know the secret"):

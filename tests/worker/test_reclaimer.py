@@ -10,7 +10,7 @@ import pytest
 
 from hearth.engine.engine import Engine
 from hearth.errors import DeviceError
-from hearth.messages import ModelFailed, ModelUse
+from hearth.messages import HostingFailed, ModelUse
 from hearth.store.manifest import read_manifest
 from hearth.types import Hold
 from tests.engine.harness import assert_greedy, prompts_for
@@ -181,7 +181,7 @@ def test_a_model_that_breaks_while_it_gives_way_is_the_one_that_fails(
         monkeypatch.setattr(Engine, "clear", breaks)
         runs = fill(player, B, num_requests=12)
 
-        assert player.desk.until(ModelFailed).model == A
+        assert player.desk.until(HostingFailed).model == A
         assert all(len(answer.tokens) == 30 for answer in player.desk.until_ended(*runs))
         assert list(uses(player)) == [B]
 
@@ -196,7 +196,7 @@ def test_kv_that_is_promised_and_not_to_be_had_fails_the_model_instead_of_spinni
         player.host(A)
         player.desk.start(A, [5, 6, 7], greedy(3, ignore_eos=True))
 
-        failed = player.desk.until(ModelFailed)
+        failed = player.desk.until(HostingFailed)
 
         assert (failed.model, failed.label) == (A, DeviceError.label)
         assert "blocks of KV" in failed.reason

@@ -19,8 +19,8 @@ from hearth.memory.pool import EvictionTerms
 from hearth.messages import (
     CancelRequest,
     GuideOrder,
-    LoadProgressed,
-    ModelFailed,
+    HostingFailed,
+    LoadProgress,
     ModelLoaded,
     Ping,
     Pong,
@@ -265,7 +265,7 @@ def test_a_model_beyond_the_budget_is_refused_with_the_numbers(gateway: Gateway,
         with working(setup.socket, budget_bytes=budget_bytes) as rig:
             failed = rig.gateway.host("b", model)
 
-    assert isinstance(failed, ModelFailed)
+    assert isinstance(failed, HostingFailed)
     assert failed.label == "device"
     assert f"`b` needs {budget_bytes} bytes for weights and " in failed.reason
     assert f"more than can be freed of {budget_bytes}" in failed.reason
@@ -274,7 +274,7 @@ def test_a_model_beyond_the_budget_is_refused_with_the_numbers(gateway: Gateway,
 def test_a_model_that_was_changed_since_it_was_deployed_is_refused(gateway: Gateway, model: Path) -> None:
     failed = gateway.host("a", model, digest="0" * 32)
 
-    assert isinstance(failed, ModelFailed)
+    assert isinstance(failed, HostingFailed)
     assert "`a` was changed since it was deployed (manifest " in failed.reason
     assert f"deployed {'0' * 32}); deploy it again" in failed.reason
 
@@ -286,7 +286,7 @@ def test_a_chunk_that_rotted_fails_its_model_alone(gateway: Gateway, model: Path
     gateway.host("a", model)
     gateway.send(host_order("rotten", rotten))
     run = gateway.start("rotten", PROMPT, greedy(4))
-    failed = gateway.until_kind(ModelFailed)
+    failed = gateway.until_kind(HostingFailed)
     (other,) = gateway.until_ended(gateway.start("a", PROMPT, greedy(4)))
 
     assert failed.model == "rotten"
@@ -297,7 +297,7 @@ def test_a_chunk_that_rotted_fails_its_model_alone(gateway: Gateway, model: Path
 
 def test_a_model_that_is_not_there_fails(gateway: Gateway, model: Path, tmp_path: Path) -> None:
     gateway.send(msgspec.structs.replace(host_order("a", model), where=str(tmp_path / "nowhere")))
-    failed = gateway.until_kind(ModelFailed)
+    failed = gateway.until_kind(HostingFailed)
 
     assert (failed.model, failed.label) == ("a", "bad_checkpoint")
 
@@ -317,7 +317,7 @@ def test_a_gateway_that_reads_late_misses_nothing(gateway: Gateway, model: Path)
 def test_progress_is_told_and_never_goes_back(gateway: Gateway, model: Path) -> None:
     gateway.facts.clear()
     gateway.host("a", model)
-    told = [fact for fact in gateway.facts if isinstance(fact, LoadProgressed)]
+    told = [fact for fact in gateway.facts if isinstance(fact, LoadProgress)]
 
     assert [fact.num_bytes for fact in told] == sorted(fact.num_bytes for fact in told)
     assert len(told) <= 100

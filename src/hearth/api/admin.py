@@ -1,4 +1,8 @@
-"""Hearth's own routes: what is deployed and running, deploying and removing, health and metrics."""
+"""Hearth's own routes: what is deployed and running, deploying and removing, health and metrics.
+
+They lie under `/hearth`, away from `/api`, where clients of Ollama expect Ollama's format; `/health` and
+`/metrics` lie where scrapers look for them. Answers no prompts: that is `openai.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hearth.api.answer import SSE_HEADERS, WAITING, unless_gone
+from hearth.api.answer_spec import CHAT, COMPLETION
 from hearth.api.body import Strict, Text
 from hearth.api.errors import hearth_error_object
+from hearth.api.guard import MODELS_PATH
 from hearth.api.openai import as_json
-from hearth.api.question import CHAT, COMPLETION
 from hearth.errors import ConfigError, HearthError, RequestError, UnknownRequest
 from hearth.version import hearth_version
 
@@ -46,7 +51,7 @@ class UnloadBody(Strict):
 
 
 def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
-    routes = APIRouter(prefix="/api/models", tags=["Models"])
+    routes = APIRouter(prefix=MODELS_PATH, tags=["Models"])
 
     @routes.get("", summary="List the deployed models")
     async def list_models() -> Response:
@@ -61,7 +66,7 @@ def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
         """Answers with progress as events; with `Accept: application/json` it waits and shows the model."""
         events = gateway.deploy(body.source, body.name, body.dtype, body.quant, body.overwrite)
         is_whole = request.headers.get("accept", "").startswith("application/json")
-        return Deployment(events, is_whole, heartbeat_s)
+        return DeploymentResponse(events, is_whole, heartbeat_s)
 
     @routes.delete("/{name:path}", summary="Remove a model")
     async def remove(name: str) -> Response:
@@ -88,17 +93,17 @@ def service_routes(gateway: Gateway) -> APIRouter:
     async def metrics() -> Response:
         return Response(generate_latest(gateway.metrics), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    @routes.get("/api/version", summary="The version of the service")
+    @routes.get("/hearth/version", summary="The version of the service")
     async def version() -> Response:
         return as_json({"version": hearth_version()})
 
-    @routes.get("/api/ps", summary="What is resident and running where")
+    @routes.get("/hearth/ps", summary="What is resident and running where")
     async def ps() -> Response:
         return as_json(await gateway.look())
 
-    @routes.get("/api/requests/{request_id}", summary="What happened to a request, and why")
+    @routes.get("/hearth/requests/{request_id}", summary="What happened to a request, and why")
     async def explain(request_id: str) -> Response:
-        """Takes a request's id or that of its answer."""
+        """Explain a request by its id or by that of its answer."""
         plain = request_id.removeprefix(CHAT.id_prefix).removeprefix(COMPLETION.id_prefix)
         explanation = gateway.explain(plain)
         if explanation is None:
@@ -111,8 +116,8 @@ def service_routes(gateway: Gateway) -> APIRouter:
     return routes
 
 
-class Deployment(Response):
-    """A model on its way, told as events or when it is done."""
+class DeploymentResponse(Response):
+    """The HTTP response to an order to deploy: progress as events, or the model when it is done."""
 
     def __init__(self, events: AsyncIterator[dict[str, object]], is_whole: bool, heartbeat_s: float) -> None:
         super().__init__()
@@ -122,9 +127,9 @@ class Deployment(Response):
         self._heartbeat_s = heartbeat_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tell = self._wait(scope, receive, send) if self._is_whole else self._tell(send)
+        work = self._wait(scope, receive, send) if self._is_whole else self._stream(send)
         try:
-            await unless_gone(receive, tell)
+            await unless_gone(receive, work)
         except ConfigError as error:  # the service's own settings are right; this model does not go with them
             raise RequestError(str(error)) from error
 
@@ -135,16 +140,19 @@ class Deployment(Response):
                 model = event.get("model")
         await as_json(model)(scope, receive, send)
 
-    async def _tell(self, send: Send) -> None:
-        """What fails before the first event has its own status, as in `Answer`."""
+    async def _stream(self, send: Send) -> None:
+        """Send progress as events; what fails before the first has its own status, as in `Answer`."""
         is_started = False
 
         async def write(data: bytes, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         try:
-            async with aclosing(self._events) as events, aclosing(_paused(events, self._heartbeat_s)) as told:
-                async for event in told:
+            async with (
+                aclosing(self._events) as events,
+                aclosing(_paused(events, self._heartbeat_s)) as paced,
+            ):
+                async for event in paced:
                     if not is_started:
                         is_started = True
                         headers = [(name.encode(), value.encode()) for name, value in SSE_HEADERS.items()]
@@ -164,7 +172,7 @@ def _event(data: bytes) -> bytes:
 async def _paused(
     events: AsyncIterator[dict[str, object]], pause_s: float
 ) -> AsyncGenerator[dict[str, object] | None, None]:
-    """The events, and None whenever there was none for `pause_s`."""
+    """Yield the events, and None whenever there was none for `pause_s`."""
     while True:
         coming = asyncio.ensure_future(anext(events, None))
         try:

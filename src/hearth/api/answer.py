@@ -1,7 +1,7 @@
-"""The answer to a question, as a stream of events or in one. It asks the gateway and speaks ASGI.
+"""The HTTP response that answers a prompt, as a stream of events or in one. Decides nothing of generation.
 
 All of it happens in `__call__`, so that whatever ends an answer, a client that went away included, closes its
-streams in one place. Nothing is sent before the first piece: what fails until then has its own status.
+streams in one place. Nothing is sent before the first token: what fails until then has its own status.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from hearth.api.answer_spec import CHAT, AnswerSpec
 from hearth.api.errors import hearth_error_object, request_id_headers
-from hearth.api.question import CHAT, Question
 from hearth.api.sse import EventWriter, call_id, finish_reason, identity
-from hearth.control.ask import Piece, Stream
+from hearth.control.generation import AnswerStream, TokenDelta
 from hearth.errors import HearthError
-from hearth.text.tools import ToolCall
+from hearth.text.tool_calls import ToolCall
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway
@@ -36,22 +36,24 @@ SSE_HEADERS = {
 
 
 class Answer(Response):
-    def __init__(self, gateway: Gateway, question: Question, heartbeat_s: float) -> None:
+    """Submits the requests of one answer and sends what comes of them."""
+
+    def __init__(self, gateway: Gateway, spec: AnswerSpec, heartbeat_s: float) -> None:
         super().__init__()
         self._gateway = gateway
-        self._question = question
+        self._spec = spec
         self._heartbeat_s = heartbeat_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await unless_gone(receive, self._answer(scope, receive, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        streams: list[Stream] = []
+        streams: list[AnswerStream] = []
         try:
-            await self._ask(streams)
+            await self._submit(streams)
             scope["request_ids"] = [stream.request_id for stream in streams]
-            if self._question.is_stream:
-                await self._tell(streams, send)
+            if self._spec.is_stream:
+                await self._stream(streams, send)
             else:
                 body = msgspec.json.encode(await self._whole(streams))
                 headers = request_id_headers([stream.request_id for stream in streams])
@@ -60,23 +62,24 @@ class Answer(Response):
             for stream in streams:
                 stream.close()
 
-    async def _ask(self, streams: list[Stream]) -> None:
-        """Adds to `streams`, which then need to be closed. A prompt is tokenised once for all its answers."""
-        num_answers = self._question.num_answers
+    async def _submit(self, streams: list[AnswerStream]) -> None:
+        """Add to `streams`, which then need to be closed. A prompt is tokenised once for all its answers."""
+        num_answers = self._spec.num_answers
         prompt: list[int] | None = None
-        for index, ask in enumerate(self._question.asks):
+        for index, request in enumerate(self._spec.requests):
             if num_answers > 1 and index % num_answers == 0:
-                prompt = await self._gateway.encode(ask.model, ask.prompt)
-            asked = ask if prompt is None else replace(ask, prompt=prompt)
-            streams.append(await self._gateway.submit(asked))
+                prompt = await self._gateway.encode(request.model, request.prompt)
+            if prompt is not None:
+                request = replace(request, prompt=prompt)
+            streams.append(await self._gateway.submit(request))
 
-    async def _tell(self, streams: Sequence[Stream], send: Send) -> None:
-        first_pieces = await streams[0].next(self._heartbeat_s)
+    async def _stream(self, streams: Sequence[AnswerStream], send: Send) -> None:
+        first_deltas = await streams[0].next(self._heartbeat_s)
         loop = asyncio.get_running_loop()
         written_s = loop.time()
-        question = self._question
-        head = b"data: " + msgspec.json.encode(identity(question, question.form.chunk, streams[0]))[:-1]
-        tellers = [EventWriter(question, head, index, stream) for index, stream in enumerate(streams)]
+        spec = self._spec
+        head = b"data: " + msgspec.json.encode(identity(spec, spec.format.chunk, streams[0]))[:-1]
+        writers = [EventWriter(spec, head, index, stream) for index, stream in enumerate(streams)]
 
         async def write(data: bytes, more: bool = True) -> None:
             nonlocal written_s
@@ -84,97 +87,99 @@ class Answer(Response):
                 written_s = loop.time()
                 await send({"type": "http.response.body", "body": data, "more_body": more})
 
-        async def tell(teller: EventWriter, stream: Stream) -> None:
-            pieces = first_pieces if stream is streams[0] else await stream.next(self._heartbeat_s)
+        async def relay(writer: EventWriter, stream: AnswerStream) -> None:
+            deltas = first_deltas if stream is streams[0] else await stream.next(self._heartbeat_s)
             while True:
-                told = teller.tell(pieces) if pieces else WAITING
-                # Pieces may be held back for long, as those of a call are until it is whole.
+                events = writer.write(deltas) if deltas else WAITING
+                # Tokens may be held back for long, as those of a call are until it is whole.
                 is_silent = loop.time() - written_s >= self._heartbeat_s
-                await write(told or (WAITING if is_silent else b""))
-                if pieces and pieces[-1].finish_reason is not None:
+                await write(events or (WAITING if is_silent else b""))
+                if deltas and deltas[-1].finish_reason is not None:
                     return
-                pieces = await stream.next(self._heartbeat_s)
+                deltas = await stream.next(self._heartbeat_s)
 
         await send({"type": "http.response.start", "status": 200, "headers": _sse_headers(streams)})
         echoes = await self._echoes(streams)
-        await write(b"".join(teller.first(echo) for teller, echo in zip(tellers, echoes, strict=True)))
+        await write(b"".join(writer.first(echo) for writer, echo in zip(writers, echoes, strict=True)))
         failure: HearthError | None = None
         try:
             if len(streams) == 1:
-                await tell(tellers[0], streams[0])
+                await relay(writers[0], streams[0])
             else:
                 async with asyncio.TaskGroup() as group:
-                    for teller, stream in zip(tellers, streams, strict=True):
-                        group.create_task(tell(teller, stream))
+                    for writer, stream in zip(writers, streams, strict=True):
+                        group.create_task(relay(writer, stream))
         except* HearthError as failures:
             failure = _first(failures)
         if failure is not None:
             await write(b"data: " + hearth_error_object(failure) + b"\n\n", more=False)
             return
-        if question.includes_usage:
-            usage = self._usage(streams, sum(teller.num_tokens for teller in tellers))
+        if spec.includes_usage:
+            usage = self._usage(streams, sum(writer.num_tokens for writer in writers))
             await write(head + b',"choices":[],"usage":' + msgspec.json.encode(usage) + b"}\n\n")
         await write(b"data: [DONE]\n\n", more=False)
 
-    async def _whole(self, streams: Sequence[Stream]) -> dict[str, object]:
+    async def _whole(self, streams: Sequence[AnswerStream]) -> dict[str, object]:
         choices = []
         num_tokens = 0
         echoes = await self._echoes(streams)
         for index, stream in enumerate(streams):
-            pieces: list[Piece] = []
-            while not pieces or pieces[-1].finish_reason is None:
-                pieces += await stream.next()
-            num_tokens += len(pieces)
-            choices.append(self._choice(index, stream, pieces, echoes[index]))
+            deltas: list[TokenDelta] = []
+            while not deltas or deltas[-1].finish_reason is None:
+                deltas += await stream.next()
+            num_tokens += len(deltas)
+            choices.append(self._choice(index, stream, deltas, echoes[index]))
         return {
-            **identity(self._question, self._question.form.whole, streams[0]),
+            **identity(self._spec, self._spec.format.whole, streams[0]),
             "choices": choices,
             "usage": self._usage(streams, num_tokens),
         }
 
-    def _choice(self, index: int, stream: Stream, pieces: Sequence[Piece], echo: str) -> dict[str, object]:
-        question = self._question
-        text = "".join([piece.text for piece in pieces])
+    def _choice(
+        self, index: int, stream: AnswerStream, deltas: Sequence[TokenDelta], echo: str
+    ) -> dict[str, object]:
+        spec = self._spec
+        text = "".join([delta.text for delta in deltas])
         calls: list[dict[str, object]] = []
-        if question.tool_use is not None:
-            parser = question.tool_use.parser()
+        if spec.tool_use is not None:
+            parser = spec.tool_use.parser()
             parts = parser.push(text) + parser.flush()
             text = "".join(part for part in parts if isinstance(part, str))
             calls = [_call(part) for part in parts if isinstance(part, ToolCall)]
         logprobs = None
-        if question.has_logprobs:
-            logprobs = question.form.logprobs(stream.tokenizer, pieces, len(echo))
-        said: dict[str, object] = {"text": echo + text}
-        if question.form is CHAT:
+        if spec.has_logprobs:
+            logprobs = spec.format.logprobs(stream.tokenizer, deltas, len(echo))
+        content: dict[str, object] = {"text": echo + text}
+        if spec.format is CHAT:
             message = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
-            said = {"message": message | ({"tool_calls": calls} if calls else {})}
-        reason = finish_reason(pieces[-1].finish_reason, has_calls=bool(calls))
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
+            content = {"message": message | ({"tool_calls": calls} if calls else {})}
+        reason = finish_reason(deltas[-1].finish_reason, has_calls=bool(calls))
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
-    async def _echoes(self, streams: Sequence[Stream]) -> list[str]:
-        """What each choice begins with."""
-        if not self._question.is_echo:
+    async def _echoes(self, streams: Sequence[AnswerStream]) -> list[str]:
+        """Return the prompt that each choice begins with; empty where no echo is asked for."""
+        if not self._spec.is_echo:
             return [""] * len(streams)
         echoes: list[str] = []
-        for ask in self._question.asks[:: self._question.num_answers]:
-            prompt = ask.prompt
+        for request in self._spec.requests[:: self._spec.num_answers]:
+            prompt = request.prompt
             if isinstance(prompt, list):
                 decode = streams[0].tokenizer.decode
                 is_long = len(prompt) > MANY_TOKENS
                 prompt = await asyncio.to_thread(decode, prompt) if is_long else decode(prompt)
             assert isinstance(prompt, str), "only texts and tokens are echoed"
-            echoes += [prompt] * self._question.num_answers
+            echoes += [prompt] * self._spec.num_answers
         return echoes
 
-    def _usage(self, streams: Sequence[Stream], num_tokens: int) -> dict[str, object]:
-        """A prompt counts once, however many answers it has."""
-        asked = streams[:: self._question.num_answers]
-        num_prompt_tokens = sum(stream.num_prompt_tokens for stream in asked)
+    def _usage(self, streams: Sequence[AnswerStream], num_tokens: int) -> dict[str, object]:
+        """Return the counts of tokens; a prompt counts once, however many answers it has."""
+        firsts = streams[:: self._spec.num_answers]
+        num_prompt_tokens = sum(stream.num_prompt_tokens for stream in firsts)
         return {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_tokens,
             "total_tokens": num_prompt_tokens + num_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(stream.num_cached_tokens for stream in asked)},
+            "prompt_tokens_details": {"cached_tokens": sum(stream.num_cached_tokens for stream in firsts)},
         }
 
 
@@ -196,7 +201,7 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def _sse_headers(streams: Sequence[Stream]) -> list[tuple[bytes, bytes]]:
+def _sse_headers(streams: Sequence[AnswerStream]) -> list[tuple[bytes, bytes]]:
     headers = SSE_HEADERS | request_id_headers([stream.request_id for stream in streams])
     return [(name.encode(), value.encode()) for name, value in headers.items()]
 

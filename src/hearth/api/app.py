@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ApiLimits:
+    """The configuration of the API."""
+
     max_body_bytes: int
-    stream_heartbeat_s: float  #: a stream that has nothing to say says so after this
+    stream_heartbeat_s: float  #: a stream that has had nothing to send for so long sends a comment
 
 
 def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:

@@ -1,7 +1,7 @@
-"""What the bodies of chat and plain completions have in common, with the types and ranges of OpenAI's API.
+"""The fields that the bodies of chat and plain completions share, with types and ranges of OpenAI's API.
 
 Fields that nobody here knows are accepted, as OpenAI does. Every list stops at its first fault: to find all
-of them in a large body would take the event loop seconds. It starts nothing.
+of them in a large body would take the event loop seconds. Starts nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hearth.errors import BadSampling, ConfigError
 from hearth.messages import GuideOrder
 from hearth.types import SamplingParams
 
-#: What fits the wire and the device.
+#: The largest integer that fits the wire and the device.
 MAX_INT = 2**31 - 1
-#: Tokens whose logits one request may change.
+#: The most tokens whose logits one request may change.
 MAX_BIASES = 1024
 
 
@@ -32,7 +32,7 @@ def _whole_characters(text: str) -> str:
 
 
 def _few_biases(bias_by_token: object) -> object:
-    """Before any is looked at: unlike that of a list, the check of a mapping goes on after a fault."""
+    """Refuse too many biases before any is looked at: the check of a mapping goes on after a fault."""
     if isinstance(bias_by_token, dict) and len(bias_by_token) > MAX_BIASES:
         raise ValueError(f"at most {MAX_BIASES} tokens can have one, given: {len(bias_by_token)}")
     return bias_by_token
@@ -65,7 +65,7 @@ class ResponseFormat(Strict):
 
 
 class Body(Strict):
-    """How to sample and how to answer."""
+    """The fields of chat and of plain completions: how to sample and how to answer."""
 
     model: Text = Field(description="The name or an alias of a deployed model.", min_length=1, max_length=256)
     stream: bool | None = Field(None, description="Send the answer in pieces, as server-sent events.")
@@ -145,7 +145,7 @@ _SAMPLING = (
 
 
 def seeds(sampling: SamplingParams, num_answers: int) -> list[SamplingParams]:
-    """The parameters of each answer: one seed for all would give the same answer to each."""
+    """Return the parameters of each answer: one seed for all would give the same answer to each."""
     if sampling.seed is None:
         return [sampling] * num_answers
     seed = sampling.seed

@@ -1,4 +1,4 @@
-"""The body of POST /v1/chat/completions and what it asks for."""
+"""The body of POST /v1/chat/completions, turned into an answer's specification. Generates nothing."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
+from hearth.api.answer_spec import CHAT, AnswerSpec, ToolUse
 from hearth.api.body import MAX_INT, Body, Strict, Text, seeds
-from hearth.api.question import CHAT, Question, ToolUse
-from hearth.control.ask import Ask, Chat
+from hearth.control.generation import ChatPrompt, GenerationRequest
 from hearth.errors import BadPrompt, BadSampling
 from hearth.messages import GuideOrder
-from hearth.text.chat import Json, Message
+from hearth.text.chat_template import Json, Message
 from hearth.text.tokenizer import Tokenizer
-from hearth.text.tools import OPEN, Tool, ToolFormat, call_grammar, tool_format
+from hearth.text.tool_calls import OPEN, Tool, ToolFormat, call_grammar, tool_format
 
-#: What the rendering of a template takes under these names.
+#: Variables that the service itself hands to a template.
 _RESERVED = frozenset(["self", "messages", "tools", "add_generation_prompt", "limit_s"])
 
 
@@ -67,7 +67,7 @@ class MessageBody(Strict):
         return self
 
     def message(self, index: int) -> Message:
-        """As templates know it: one text, calls with their arguments as objects."""
+        """Return the message as templates know it: one text, calls with their arguments as objects."""
         content = self.content or ""
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
@@ -103,6 +103,8 @@ class NamedTool(Strict):
 
 
 class ChatBody(Body):
+    """A conversation and how it is to be answered."""
+
     messages: list[MessageBody] = Field(
         fail_fast=True, min_length=1, max_length=16_384, description="The conversation so far."
     )
@@ -124,11 +126,11 @@ class ChatBody(Body):
     def uses_tools(self) -> bool:
         return bool(self.tools) and self.tool_choice != "none"
 
-    def question(self, fingerprint: str, tokenizer: Tokenizer | None) -> Question:
-        """`tokenizer` is needed for requests that use tools.
+    def answer_spec(self, fingerprint: str, tokenizer: Tokenizer | None) -> AnswerSpec:
+        """Return the specification of the answer. `tokenizer` is needed for requests that use tools.
 
         Raises:
-            RequestError: what contradicts itself or is not supported.
+            RequestError: the body contradicts itself or wants what is not supported.
         """
         self._check()
         tools = _Tools(self, tokenizer) if tokenizer is not None and self.uses_tools else None
@@ -140,16 +142,16 @@ class ChatBody(Body):
             sampling = replace(
                 sampling, skip_special_tokens=sampling.skip_special_tokens and not tools.are_special
             )
-        chat = Chat(
+        chat = ChatPrompt(
             messages=[message.message(index) for index, message in enumerate(self.messages)],
             tools=None if tools is None else tools.shown(),
             extra=dict(self.chat_template_kwargs or {}),
         )
         keep_alive_s = self.keep_alive_s()
-        return Question(
-            form=CHAT,
-            asks=[
-                Ask(self.model, chat, params, guide, keep_alive_s)
+        return AnswerSpec(
+            format=CHAT,
+            requests=[
+                GenerationRequest(self.model, chat, params, guide, keep_alive_s)
                 for params in seeds(sampling, self.num_answers)
             ],
             num_answers=self.num_answers,
@@ -193,7 +195,7 @@ class _Tools:
         return ToolUse(self._format, frozenset(tool.function.name for tool in self._tools), max_calls)
 
     def guide(self) -> GuideOrder | None:
-        """Holds the answer to calls, where the request demands one."""
+        """Return a grammar of calls, where the request demands a call."""
         choice = self._body.tool_choice
         if choice in (None, "none", "auto"):
             return None

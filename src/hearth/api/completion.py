@@ -1,4 +1,4 @@
-"""The body of POST /v1/completions and what it asks for."""
+"""The body of POST /v1/completions, turned into an answer's specification. Generates nothing."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ from typing import Annotated
 
 from pydantic import Field
 
+from hearth.api.answer_spec import COMPLETION, AnswerSpec
 from hearth.api.body import Body, Text, TokenId, seeds
-from hearth.api.question import COMPLETION, Question
-from hearth.control.ask import Ask
+from hearth.control.generation import GenerationRequest
 from hearth.errors import BadPrompt, BadSampling
 
-#: Choices of all prompts of one request together.
+#: The most choices of one request, of all its prompts together.
 MAX_CHOICES = 256
 
-#: Tokens of one prompt; models with longer contexts are yet to be seen.
+#: The most tokens of one prompt; models with longer contexts are yet to be seen.
 MAX_TOKENS = 1 << 24
 
 Tokens = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)]
 
 
 class CompletionBody(Body):
+    """Prompts and how they are to be continued."""
+
     prompt: (
         Text
         | Tokens
@@ -32,8 +34,12 @@ class CompletionBody(Body):
     suffix: str | None = Field(None, description="Not supported; must be empty.")
     best_of: int | None = Field(None, ge=1, le=128, description="Not supported; must be `n`.")
 
-    def question(self, fingerprint: str) -> Question:
-        """Raises RequestError for what contradicts itself or is not supported."""
+    def answer_spec(self, fingerprint: str) -> AnswerSpec:
+        """Return the specification of the answer.
+
+        Raises:
+            RequestError: the body contradicts itself or wants what is not supported.
+        """
         self._check()
         sampling = self.sampling(self.max_tokens or 16, self.logprobs)
         guide, keep_alive_s = self.guide(), self.keep_alive_s()
@@ -43,10 +49,10 @@ class CompletionBody(Body):
                 f"`prompt` times `n` must be at most {MAX_CHOICES}, given: {len(prompts)} times "
                 f"{self.num_answers}; send several requests"
             )
-        return Question(
-            form=COMPLETION,
-            asks=[
-                Ask(self.model, prompt, params, guide, keep_alive_s)
+        return AnswerSpec(
+            format=COMPLETION,
+            requests=[
+                GenerationRequest(self.model, prompt, params, guide, keep_alive_s)
                 for prompt in prompts
                 for params in seeds(sampling, self.num_answers)
             ],

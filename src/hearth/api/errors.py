@@ -1,4 +1,4 @@
-"""What goes wrong, as OpenAI's error object. Raises nothing itself and logs nothing."""
+"""Errors as OpenAI's error object. Raises nothing itself and logs nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-#: Where clients know another code for the same than our label.
+#: The codes of errors that clients know by another name than our label.
 _CODES = {"prompt_too_long": "context_length_exceeded", "unauthorized": "invalid_api_key"}
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CODE_BY_STATUS = {
@@ -63,7 +63,7 @@ def hearth_error_object(error: HearthError) -> bytes:
 
 
 def request_id_headers(request_ids: Sequence[str]) -> dict[str, str]:
-    """All ids of one answer; a header of hundreds would be too long for many clients."""
+    """Return the header with the ids of one answer; hundreds of them would be too long for many clients."""
     return {"x-request-id": ",".join(request_ids[:16])} if request_ids else {}
 
 
@@ -91,7 +91,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def on_invalid_body(request: Request, error: Exception) -> Response:
-    """Also for queries and paths."""
+    """Answer what pydantic refuses: a body, a query or a path."""
     assert isinstance(error, RequestValidationError), type(error)
     faults = [(fault, _path(fault["loc"][1:], error.body, fault["type"])) for fault in error.errors()]
     # Of a value that might be of several kinds, the kind that it is but for its length was meant, or else the
@@ -110,7 +110,7 @@ async def on_invalid_body(request: Request, error: Exception) -> Response:
 
 
 def _given(value: object) -> str:
-    """Short, whatever it is: to spell all of a large body takes longer than to refuse it."""
+    """Return a short spelling of any value: to spell all of a large body takes longer than to refuse it."""
     match value:
         case list():
             return f"a list of {len(value)}"
@@ -123,7 +123,7 @@ def _given(value: object) -> str:
 
 
 def _path(location: Sequence[int | str], body: object, kind: str) -> list[int | str]:
-    """`location` without the names of the kinds that were tried, which are no fields."""
+    """Return `location` without the names of the kinds that were tried, which are no fields."""
     path: list[int | str] = []
     for part in location:
         try:

@@ -1,4 +1,4 @@
-"""The door: who may come in, with how much, and what is said when something breaks inside.
+"""The guard of the API: who may come in, with how much, and what is answered when something breaks inside.
 
 It is plain ASGI, so that it costs a stream nothing. It does not look into bodies.
 """
@@ -28,11 +28,12 @@ log = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 32 << 10
 OPEN_PATHS = frozenset(["/health"])
+MODELS_PATH = "/hearth/models"  #: where models are listed, and admins alone deploy, remove and unload
 IS_ADMIN = "hearth.is_admin"  #: in the scope of a request
 
 
 class Guard:
-    """ASGI middleware."""
+    """ASGI middleware around the whole API."""
 
     def __init__(self, app: ASGIApp, gateway: Gateway, max_body_bytes: int) -> None:
         self._app = app
@@ -78,7 +79,7 @@ class Guard:
         await response(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: Headers) -> HearthError | None:
-        """Notes in the scope whether it is an admin who asks: some things in a body are for them alone."""
+        """Return why a request is refused; note in the scope whether it is an admin's, for what follows."""
         scope[IS_ADMIN] = False
         if scope["path"] in OPEN_PATHS:
             return None
@@ -119,7 +120,7 @@ class Guard:
 
 
 def _is_for_admins(scope: Scope) -> bool:
-    return scope["path"].startswith("/api/models") and scope["method"] not in ("GET", "HEAD")
+    return scope["path"].startswith(MODELS_PATH) and scope["method"] not in ("GET", "HEAD")
 
 
 def _header_bytes(scope: Scope) -> int:
@@ -133,7 +134,7 @@ def _announced_bytes(headers: Headers) -> int:
 
 
 def _foreign_host(headers: Headers) -> Forbidden | None:
-    """Without keys, only this machine's own names lead here: any other can be made to by whoever owns it."""
+    """Refuse hosts but this machine's own, where there are no keys: others may be made to lead here."""
     host = headers.get("host")
     if host is None or _is_own(host):
         return None
@@ -144,7 +145,7 @@ def _foreign_host(headers: Headers) -> Forbidden | None:
 
 
 def _is_own(host: str) -> bool:
-    """A name or address, perhaps with a port, that can only mean this machine."""
+    """True if a name or address, perhaps with a port, can only mean this machine."""
     try:
         name = urlsplit(f"//{host}").hostname
     except ValueError:
@@ -153,9 +154,9 @@ def _is_own(host: str) -> bool:
 
 
 def _foreign_page(headers: Headers) -> Forbidden | None:
-    """Without keys, any page in a browser on this machine could deploy and remove by a form of its own.
+    """Refuse pages of other sites, where there are no keys: by a form they could deploy and remove.
 
-    Those that were loaded from here, by one of this machine's own names, are not foreign.
+    Pages that were loaded from here, by one of this machine's own names, are not foreign.
     """
     origin = headers.get("origin")
     if origin is None:

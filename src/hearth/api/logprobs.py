@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hearth.control.ask import Piece
+from hearth.control.generation import TokenDelta
 from hearth.text.tokenizer import Tokenizer
 from hearth.types import TokenLogprobs
 
@@ -12,35 +12,35 @@ from hearth.types import TokenLogprobs
 LEAST = -9999.0
 
 
-def chat_logprobs(tokenizer: Tokenizer, pieces: Sequence[Piece], offset: int) -> object:
-    """`offset` is of no use here; see `completion_logprobs`."""
+def chat_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], offset: int) -> object:
+    """Return the logprobs of tokens as chat has them; `offset` is only of use to `completion_logprobs`."""
     content = []
-    for piece in pieces:
-        if piece.logprobs is not None:
-            best = [_entry(tokenizer, one.token_id, one.logprob) for one in piece.logprobs.top]
-            own = _entry(tokenizer, piece.token, piece.logprobs.logprob)
+    for delta in deltas:
+        if delta.logprobs is not None:
+            best = [_entry(tokenizer, one.token_id, one.logprob) for one in delta.logprobs.top]
+            own = _entry(tokenizer, delta.token, delta.logprobs.logprob)
             content.append({**own, "top_logprobs": best})
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(tokenizer: Tokenizer, pieces: Sequence[Piece], offset: int) -> object:
-    """`offset`: where the text of the first piece begins, in characters."""
+def completion_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], offset: int) -> object:
+    """Return the logprobs of tokens as completions have them, whose text begins at character `offset`."""
     tokens: list[str] = []
     own: list[float] = []
     best: list[dict[str, float]] = []
     offsets: list[int] = []
-    for piece in pieces:
-        if piece.logprobs is not None:
-            tokens.append(_name(tokenizer, piece.token))
-            own.append(_bounded(piece.logprobs.logprob))
-            best.append(_best(tokenizer, piece.token, piece.logprobs))
+    for delta in deltas:
+        if delta.logprobs is not None:
+            tokens.append(_name(tokenizer, delta.token))
+            own.append(_bounded(delta.logprobs.logprob))
+            best.append(_best(tokenizer, delta.token, delta.logprobs))
             offsets.append(offset)
-        offset += len(piece.text)
+        offset += len(delta.text)
     return {"tokens": tokens, "token_logprobs": own, "top_logprobs": best, "text_offset": offsets}
 
 
 def _best(tokenizer: Tokenizer, token: int, logprobs: TokenLogprobs) -> dict[str, float]:
-    """The most likely ones, and the chosen one if it is not among them."""
+    """Return the most likely tokens, and the chosen one if it is not among them."""
     best = {_name(tokenizer, one.token_id): _bounded(one.logprob) for one in logprobs.top}
     return best | {_name(tokenizer, token): _bounded(logprobs.logprob)}
 
@@ -52,7 +52,7 @@ def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, object
 
 
 def _name(tokenizer: Tokenizer, token: int) -> str:
-    """The token's text; half a character is spelt in bytes, so that no two tokens have one name."""
+    """Return the token's text; half a character is spelt in bytes, so that no two tokens have one name."""
     spelt = _spelt(tokenizer, token)
     try:
         return spelt.decode()

@@ -1,4 +1,4 @@
-"""The routes of OpenAI's API: models, completions, chat."""
+"""The routes of OpenAI's API: models, completions, chat. Understands no body: each brings its own type."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def openai_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
     @routes.post("/completions", summary="Continue a text", responses=_ANSWER)
     async def complete(body: CompletionBody, request: Request) -> Response:
         _check_pin(body, request)
-        return Answer(gateway, body.question(_fingerprint(gateway, body.model)), heartbeat_s)
+        return Answer(gateway, body.answer_spec(_fingerprint(gateway, body.model)), heartbeat_s)
 
     @routes.post("/chat/completions", summary="Answer a conversation", responses=_ANSWER)
     async def chat(body: ChatBody, request: Request) -> Response:
         _check_pin(body, request)
         fingerprint = _fingerprint(gateway, body.model)
         tokenizer = await gateway.tokenizer(body.model) if body.uses_tools else None
-        return Answer(gateway, body.question(fingerprint, tokenizer), heartbeat_s)
+        return Answer(gateway, body.answer_spec(fingerprint, tokenizer), heartbeat_s)
 
     return routes
 
@@ -57,7 +57,7 @@ def as_json(value: object, status: int = 200) -> Response:
 
 
 def _check_pin(body: Body, request: Request) -> None:
-    """A pinned model takes its room from everybody, so not everybody may pin."""
+    """Refuse a pin by anybody but an admin: a pinned model takes its room from everybody."""
     if body.keep_alive_s() == math.inf and not request.scope[IS_ADMIN]:
         raise Forbidden(
             "`keep_alive` below 0 pins the model, which needs a key with the role `admin`; give a duration "

@@ -32,7 +32,7 @@ class LimitedProtocol(HttpToolsProtocol):
         #: The next bytes belong to the request line or headers of a request.
         self._is_in_head = True
         self._num_head_bytes = 0
-        #: Runs from the first byte of a head to its end; for the first request from the beginning.
+        #: The timer of a head, from its first byte to its end; of the first request from the connection on.
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as in uvicorn

@@ -1,7 +1,7 @@
-"""One choice of an answer as server-sent events. Knows no connection.
+"""Turns the choices of an answer into server-sent events. Knows no connection.
 
 This is the hot path: ten thousand tokens a second come through here, each an event of its own. So all that
-does not change is turned into bytes once per choice, and only a piece's text is encoded when it comes.
+does not change is turned into bytes once per choice, and only a token's text is encoded when it comes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from hearth.api.question import Question
-from hearth.control.ask import Piece, Stream
-from hearth.text.tools import ToolCall
+from hearth.api.answer_spec import AnswerSpec
+from hearth.control.generation import AnswerStream, TokenDelta
+from hearth.text.tool_calls import ToolCall
 from hearth.types import FinishReason
 
 #: A client that is behind by more gets what waits as one event.
@@ -23,14 +23,14 @@ MAX_EVENTS = 8
 encode = msgspec.json.Encoder().encode
 
 
-def identity(question: Question, kind: str, stream: Stream) -> dict[str, object]:
-    """What an answer and each of its chunks begin with; `stream` is that of the first choice."""
+def identity(spec: AnswerSpec, kind: str, stream: AnswerStream) -> dict[str, object]:
+    """Return the fields that an answer and each of its chunks begin with; `stream`: of the first choice."""
     return {
-        "id": question.form.id_prefix + stream.request_id,
+        "id": spec.format.id_prefix + stream.request_id,
         "object": kind,
         "created": int(time.time()),
         "model": stream.model,
-        "system_fingerprint": question.fingerprint,
+        "system_fingerprint": spec.fingerprint,
     }
 
 
@@ -39,69 +39,70 @@ def call_id() -> str:
 
 
 class EventWriter:
-    """Mutable; one per choice."""
+    """Turns the tokens of one choice into events. Mutable."""
 
-    def __init__(self, question: Question, head: bytes, index: int, stream: Stream) -> None:
-        form = question.form
-        usage = b',"usage":null' if question.includes_usage else b""
+    def __init__(self, spec: AnswerSpec, head: bytes, index: int, stream: AnswerStream) -> None:
+        format = spec.format
+        usage = b',"usage":null' if spec.includes_usage else b""
         self._stream = stream
-        self._form = form
-        self._has_logprobs = question.has_logprobs
-        self._parser = None if question.tool_use is None else question.tool_use.parser()
+        self._format = format
+        self._has_logprobs = spec.has_logprobs
+        self._parser = None if spec.tool_use is None else spec.tool_use.parser()
         self._begin = b'%b,"choices":[{"index":%d,' % (head, index)
         self._end = b',"logprobs":null,"finish_reason":null}]%b}\n\n' % usage
         self._usage = usage
-        self._before = self._begin + form.before_text
-        self._after = form.after_text + self._end
-        #: Since the last event, whose logprobs the next one carries.
-        self._untold: list[Piece] = []
-        self._num_chars = 0  #: of the text before `_untold`
+        self._before = self._begin + format.before_text
+        self._after = format.after_text + self._end
+        #: Tokens since the last event, whose logprobs the next event carries.
+        self._unsent: list[TokenDelta] = []
+        self._num_chars = 0  #: of the text before `_unsent`
         self._num_calls = 0
         self.num_tokens = 0
 
     def first(self, echo: str = "") -> bytes:
-        parts = [] if self._form.first is None else [self._begin + self._form.first + self._end]
+        """Return the events that a choice begins with; `echo`: its prompt, where that is asked for."""
+        parts = [] if self._format.first is None else [self._begin + self._format.first + self._end]
         if echo:
             self._num_chars = len(echo)
             parts.append(self._before + encode(echo) + self._after)
         return b"".join(parts)
 
-    def tell(self, pieces: Sequence[Piece]) -> bytes:
-        """The events for these pieces; none for tokens that add no text yet."""
-        self.num_tokens += len(pieces)
+    def write(self, deltas: Sequence[TokenDelta]) -> bytes:
+        """Return the events for these tokens; none for tokens that add no text yet."""
+        self.num_tokens += len(deltas)
         if self._parser is not None or self._has_logprobs:
-            return self._tell_more(pieces)
-        if len(pieces) > MAX_EVENTS:
-            text = "".join([piece.text for piece in pieces])
+            return self._write_more(deltas)
+        if len(deltas) > MAX_EVENTS:
+            text = "".join([delta.text for delta in deltas])
             events = [self._before, encode(text), self._after] if text else []
         else:
             events = []
-            for piece in pieces:
-                if piece.text:
-                    events += (self._before, encode(piece.text), self._after)
-        if (reason := pieces[-1].finish_reason) is not None:
-            events.append(self._event(self._form.empty, reason))
+            for delta in deltas:
+                if delta.text:
+                    events += (self._before, encode(delta.text), self._after)
+        if (reason := deltas[-1].finish_reason) is not None:
+            events.append(self._event(self._format.empty, reason))
         return b"".join(events)
 
-    def _tell_more(self, pieces: Sequence[Piece]) -> bytes:
-        groups = [pieces] if len(pieces) > MAX_EVENTS else [[piece] for piece in pieces]
+    def _write_more(self, deltas: Sequence[TokenDelta]) -> bytes:
+        groups = [deltas] if len(deltas) > MAX_EVENTS else [[delta] for delta in deltas]
         return b"".join(event for group in groups for event in self._events(group))
 
-    def _events(self, pieces: Sequence[Piece]) -> list[bytes]:
-        self._untold += pieces
-        reason = pieces[-1].finish_reason
-        text = "".join([piece.text for piece in pieces])
+    def _events(self, deltas: Sequence[TokenDelta]) -> list[bytes]:
+        self._unsent += deltas
+        reason = deltas[-1].finish_reason
+        text = "".join([delta.text for delta in deltas])
         parts: list[str | ToolCall] = [text] if text else []
         if self._parser is not None:
             parts = self._parser.push(text) + (self._parser.flush() if reason is not None else [])
-        events = [self._event(self._delta(part)) for part in parts]
+        events = [self._event(self._delta_json(part)) for part in parts]
         if reason is not None:
-            events.append(self._event(self._form.empty, reason))
+            events.append(self._event(self._format.empty, reason))
         return events
 
-    def _delta(self, part: str | ToolCall) -> bytes:
+    def _delta_json(self, part: str | ToolCall) -> bytes:
         if isinstance(part, str):
-            return self._form.before_text + encode(part) + self._form.after_text
+            return self._format.before_text + encode(part) + self._format.after_text
         call = {
             "index": self._num_calls,
             "id": call_id(),
@@ -111,15 +112,15 @@ class EventWriter:
         self._num_calls += 1
         return b'"delta":{"tool_calls":[%b]}' % encode(call)
 
-    def _event(self, delta: bytes, reason: FinishReason | None = None) -> bytes:
-        untold, self._untold = self._untold, []
+    def _event(self, json: bytes, reason: FinishReason | None = None) -> bytes:
+        unsent, self._unsent = self._unsent, []
         logprobs = None
-        if self._has_logprobs and untold:
-            logprobs = self._form.logprobs(self._stream.tokenizer, untold, self._num_chars)
-        self._num_chars += sum(len(piece.text) for piece in untold)
+        if self._has_logprobs and unsent:
+            logprobs = self._format.logprobs(self._stream.tokenizer, unsent, self._num_chars)
+        self._num_chars += sum(len(delta.text) for delta in unsent)
         return b'%b%b,"logprobs":%b,"finish_reason":%b}]%b}\n\n' % (
             self._begin,
-            delta,
+            json,
             encode(logprobs),
             encode(finish_reason(reason, has_calls=self._num_calls > 0)),
             self._usage,

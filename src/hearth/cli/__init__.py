@@ -12,25 +12,15 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from hearth.cli import (  # noqa: F401 - each adds its commands to the application, in the order of the help
-    ask,
-    chat,
-    demo,
-    deployed,
-    explain,
-    keys,
-    machine,
-    models,
-    serve,
-    service,
-)
+# Each adds its commands to the application, in the order of the help.
+from hearth.cli import run, chat, demo, deploy, explain, keys, doctor, convert, serve, ps  # noqa: F401  # isort: skip
 from hearth.cli.console import app, err
 from hearth.errors import ConfigError, HearthError, ModelError, RequestError, Unreached
 from hearth.version import hearth_version
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The entry point. Exit codes: 0 done, 1 failed, 2 wrong input, 3 not there, 130 interrupted."""
+    """Run the command. Exit codes: 0 done, 1 failed, 2 wrong input, 3 not there, 130 interrupted."""
     try:
         app(argv, prog_name="hearth")
     except HearthError as error:

@@ -1,4 +1,7 @@
-"""Who answers `hearth run` and `hearth chat`: a running service, or a model loaded in this process."""
+"""The answerers of `hearth run` and `hearth chat`: a running service, or a model in this process.
+
+Prints no answer.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from hearth.cli import local_models
-from hearth.cli.client import Client, Said
+from hearth.cli.client import AnswerDelta, Client
 from hearth.cli.console import configured, err, existing, is_place, log_to_terminal, named
 from hearth.cli.endpoint import running
 from hearth.config import HearthConfig
@@ -19,33 +22,37 @@ from hearth.types import SamplingParams
 if TYPE_CHECKING:
     from hearth.llm import LLM, Delta
     from hearth.store.record import LoadRecord
-    from hearth.text.chat import Message
+    from hearth.text.chat_template import Message
 
 
 class Answerer(Protocol):
-    """Closing a generator early ends the answer."""
+    """A model that answers. Closing a generator early ends the answer."""
 
     @property
     def has_chat_template(self) -> bool: ...
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams) -> Generator[Said, None, None]: ...
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams
+    ) -> Generator[AnswerDelta, None, None]: ...
 
-    def complete(self, prompt: str, params: SamplingParams) -> Generator[Said, None, None]: ...
+    def complete(self, prompt: str, params: SamplingParams) -> Generator[AnswerDelta, None, None]: ...
 
     def wait_loaded(self) -> LoadRecord | None:
-        """What the load did, if it happened in this process."""
+        """Return the record of the load, once it has ended, if it happened in this process."""
 
 
 class ServiceAnswerer:
+    """A model of a running service."""
+
     def __init__(self, client: Client, name: str) -> None:
         self._client = client
         self._name = name
         self.has_chat_template = client.model(name).has_chat_template
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams) -> Generator[Said, None, None]:
+    def chat(self, messages: Sequence[Message], params: SamplingParams) -> Generator[AnswerDelta, None, None]:
         return self._client.chat(self._name, messages, params)
 
-    def complete(self, prompt: str, params: SamplingParams) -> Generator[Said, None, None]:
+    def complete(self, prompt: str, params: SamplingParams) -> Generator[AnswerDelta, None, None]:
         return self._client.complete(self._name, prompt, params)
 
     def wait_loaded(self) -> None:
@@ -53,30 +60,32 @@ class ServiceAnswerer:
 
 
 class LocalAnswerer:
+    """A model in this process."""
+
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self.has_chat_template = llm.has_chat_template
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams) -> Generator[Said, None, None]:
-        return _said(self._llm.stream(self._llm.chat_prompt(messages), params))
+    def chat(self, messages: Sequence[Message], params: SamplingParams) -> Generator[AnswerDelta, None, None]:
+        return _deltas(self._llm.stream(self._llm.chat_prompt(messages), params))
 
-    def complete(self, prompt: str, params: SamplingParams) -> Generator[Said, None, None]:
-        return _said(self._llm.stream(prompt, params))
+    def complete(self, prompt: str, params: SamplingParams) -> Generator[AnswerDelta, None, None]:
+        return _deltas(self._llm.stream(prompt, params))
 
     def wait_loaded(self) -> LoadRecord | None:
         return self._llm.wait_loaded()
 
 
-def _said(deltas: Iterator[Delta]) -> Generator[Said, None, None]:
+def _deltas(deltas: Iterator[Delta]) -> Generator[AnswerDelta, None, None]:
     num_tokens = 0
     for delta in deltas:
         num_tokens += len(delta.token_ids)
-        yield Said(delta.text, delta.finish_reason, delta.token_ids, num_tokens)
+        yield AnswerDelta(delta.text, delta.finish_reason, delta.token_ids, num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """How a model is to be loaded in this process; a service has its own configuration."""
+class LocalOptions:
+    """The options of a model that is loaded in this process; a service has its own configuration."""
 
     device: str = "auto"
     dtype: str = "auto"
@@ -85,7 +94,7 @@ class Wishes:
 
     @property
     def given(self) -> list[str]:
-        """The flags of those that were expressed."""
+        """The flags of the options that were given."""
         flags = {
             "--device": self.device != "auto",
             "--dtype": self.dtype != "auto",
@@ -97,39 +106,39 @@ class Wishes:
 
 @contextmanager
 def answerer_of(
-    model: str, url: str | None, api_key: str | None, data_dir: Path, wishes: Wishes
+    model: str, url: str | None, api_key: str | None, data_dir: Path, options: LocalOptions
 ) -> Iterator[Answerer]:
-    """Of a path or URL in this process; of a name in the service, or in this process where none runs."""
+    """Yield the model: of a path or URL in this process, of a name in the service if one runs."""
     if is_place(model):
         where = model if "://" in model else str(existing(Path(model)))
-        with _loaded(where, configured(wishes.config, wishes.settings), wishes) as voice:
-            yield voice
+        with _loaded(where, configured(options.config, options.settings), options) as answerer:
+            yield answerer
         return
     client = running(url, api_key, data_dir)
     if client is None:
         with named(model):
             view = local_models.find(data_dir, model)
-        config = configured(wishes.config, wishes.settings, {"store.path": str(data_dir)})
-        with _loaded(view.where, config, wishes) as voice:
-            yield voice
+        config = configured(options.config, options.settings, {"store.path": str(data_dir)})
+        with _loaded(view.where, config, options) as answerer:
+            yield answerer
         return
     with client:
-        if wishes.given:
+        if options.given:
             raise ConfigError(
-                f"`{wishes.given[0]}` is for models in this process, but the service at `{client.url}` would "
-                "answer; leave it out, or name the model by its path"
+                f"`{options.given[0]}` is for models in this process, but the service at `{client.url}` "
+                "would answer; leave it out, or name the model by its path"
             )
         with named(model):
-            voice_there = ServiceAnswerer(client, model)
-        yield voice_there
+            there = ServiceAnswerer(client, model)
+        yield there
 
 
 @contextmanager
-def _loaded(where: str, config: HearthConfig, wishes: Wishes) -> Iterator[LocalAnswerer]:
+def _loaded(where: str, config: HearthConfig, options: LocalOptions) -> Iterator[LocalAnswerer]:
     log_to_terminal(config)
     with err.status(f"loading {where}"):
         from hearth.llm import LLM
 
-        llm = LLM(where, device=wishes.device, dtype=wishes.dtype, engine=config.engine, store=config.store)
+        llm = LLM(where, device=options.device, dtype=options.dtype, engine=config.engine, store=config.store)
     with llm:
         yield LocalAnswerer(llm)

@@ -1,4 +1,4 @@
-"""`hearth chat`: a conversation, line by line, with a terminal or a pipe."""
+"""`hearth chat`: a conversation, line by line, with a terminal or a pipe. Keeps nothing of it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from hearth.cli.answerer import Answerer, Wishes, answerer_of
-from hearth.cli.completion import ModelName
+from hearth.cli.answerer import Answerer, LocalOptions, answerer_of
 from hearth.cli.console import (
     DEFAULT_DATA_DIR,
     ApiKey,
@@ -22,11 +21,12 @@ from hearth.cli.console import (
     app,
     err,
 )
+from hearth.cli.tab_completion import ModelName
 from hearth.errors import HearthError
 from hearth.types import SamplingParams
 
 if TYPE_CHECKING:
-    from hearth.text.chat import Message
+    from hearth.text.chat_template import Message
 
 HELP = "/clear forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
@@ -57,15 +57,15 @@ def chat(
     """
     params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
     is_terminal = sys.stdin.isatty()
-    wishes = Wishes(config=config, settings=settings)
-    with answerer_of(name, url, api_key, data_dir, wishes) as voice:
+    options = LocalOptions(config=config, settings=settings)
+    with answerer_of(name, url, api_key, data_dir, options) as answerer:
         if is_terminal:
             err.print(Text(HELP, style="dim"))
-        _talk(voice, _lines(is_terminal), params, system, is_terminal)
+        _talk(answerer, _lines(is_terminal), params, system, is_terminal)
 
 
 def _talk(
-    voice: Answerer, lines: Iterator[str], params: SamplingParams, system: str | None, is_terminal: bool
+    answerer: Answerer, lines: Iterator[str], params: SamplingParams, system: str | None, is_terminal: bool
 ) -> None:
     beginning: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     messages = list(beginning)
@@ -81,29 +81,29 @@ def _talk(
             case word if word.startswith("/") and is_terminal:
                 err.print(Text(f"no command `{word}`: {HELP}", style="yellow"))
                 continue
-        asked: list[Message] = [*messages, {"role": "user", "content": line.strip()}]
+        conversation: list[Message] = [*messages, {"role": "user", "content": line.strip()}]
         try:
-            answer = _answer(voice, asked, params)
+            answer = _answer(answerer, conversation, params)
         except HearthError as error:
             if not is_terminal:
                 raise
             err.print(Text(f"hearth: {error}", style="red"), soft_wrap=True)
             continue
-        messages = [*asked, {"role": "assistant", "content": answer}]
+        messages = [*conversation, {"role": "assistant", "content": answer}]
 
 
-def _answer(voice: Answerer, messages: list[Message], params: SamplingParams) -> str:
-    """Streams it to standard output. Ctrl-C ends it early; what was said until then counts as said."""
-    said: list[str] = []
+def _answer(answerer: Answerer, messages: list[Message], params: SamplingParams) -> str:
+    """Stream an answer to standard output and return it; Ctrl-C ends it early."""
+    texts: list[str] = []
     try:
-        with closing(voice.chat(messages, params)) as pieces:
-            for piece in pieces:
-                said.append(piece.text)
-                typer.echo(piece.text, nl=False)
+        with closing(answerer.chat(messages, params)) as deltas:
+            for delta in deltas:
+                texts.append(delta.text)
+                typer.echo(delta.text, nl=False)
     except KeyboardInterrupt:
         err.print(Text(" (stopped)", style="dim"), end="")
     typer.echo()
-    return "".join(said)
+    return "".join(texts)
 
 
 def _lines(is_terminal: bool) -> Iterator[str]:

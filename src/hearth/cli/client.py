@@ -1,4 +1,4 @@
-"""The service over HTTP, as commands need it: questions out, views and events back. Prints nothing.
+"""A client of the service over HTTP, as commands need it. Prints nothing.
 
 httpx is imported when a client is made: it takes longer than all the rest of `hearth --help`.
 """
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
     import httpx
 
     from hearth.control.deploy import DeployProgress
-    from hearth.text.chat import Message
+    from hearth.text.chat_template import Message
     from hearth.types import SamplingParams
 
 T = TypeVar("T")
 
 CONNECT_S = 5.0
-#: For answers that need no model; a stream may be silent for as long as a model takes to start.
+#: Time for answers that need no model; a stream may be silent for as long as a model takes to start.
 ANSWER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """A piece of an answer. The last one has a finish reason; a count of tokens may follow it."""
+class AnswerDelta:
+    """A part of an answer. The last one has a finish reason; a count of tokens may follow it."""
 
     text: str
     finish_reason: str | None = None
     token_ids: tuple[int, ...] = ()  #: only of a model in this process
     num_tokens: int | None = None  #: of the whole answer
-    request_id: str | None = None  #: under which the service explains it
+    request_id: str | None = None  #: of a service, which explains the answer by it
 
 
 class _Error(msgspec.Struct):
@@ -63,12 +63,12 @@ class _Failure(msgspec.Struct):
     error: _Error
 
 
-class _Delta(msgspec.Struct):
+class _ChunkDelta(msgspec.Struct):
     content: str | None = None
 
 
-class _Choice(msgspec.Struct):
-    delta: _Delta = msgspec.field(default_factory=_Delta)
+class _ChunkChoice(msgspec.Struct):
+    delta: _ChunkDelta = msgspec.field(default_factory=_ChunkDelta)
     text: str | None = None
     finish_reason: str | None = None
 
@@ -78,12 +78,12 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_ChunkChoice] = []
     usage: _Usage | None = None
 
 
-class _Event(msgspec.Struct):
-    """Of a deployment."""
+class _DeployEvent(msgspec.Struct):
+    """An event of a deployment: progress, or the model at the end."""
 
     event: str
     phase: str = ""
@@ -93,7 +93,7 @@ class _Event(msgspec.Struct):
 
 
 class Client:
-    """Asks one service. Every method raises what the service answers with, as the error that it names."""
+    """A connection to one service. Methods raise the errors that the service answers with."""
 
     def __init__(self, url: str, key: str | None) -> None:
         import httpx
@@ -119,40 +119,40 @@ class Client:
         self._http.close()
 
     def health(self) -> Health:
-        """Also of a service that is starting or draining, which answers 503."""
+        """Return the health of a service, also of one that is starting or draining and answers 503."""
         with self._answered("GET", "/health", may_be=(503,)) as response:
             return self._decoded(response.read(), Health)
 
     def models(self) -> list[ModelView]:
-        return self._get("/api/models", list[ModelView])
+        return self._get("/hearth/models", list[ModelView])
 
     def model(self, name: str) -> ModelView:
-        return self._get(f"/api/models/{_segment(name)}", ModelView)
+        return self._get(f"/hearth/models/{_segment(name)}", ModelView)
 
     def ps(self) -> ProcessView:
-        return self._get("/api/ps", ProcessView)
+        return self._get("/hearth/ps", ProcessView)
 
     def explain(self, request_id: str) -> Explanation:
-        return self._get(f"/api/requests/{_segment(request_id)}", Explanation)
+        return self._get(f"/hearth/requests/{_segment(request_id)}", Explanation)
 
     def remove(self, name: str) -> None:
-        with self._answered("DELETE", f"/api/models/{_segment(name)}"):
+        with self._answered("DELETE", f"/hearth/models/{_segment(name)}"):
             pass
 
     def unload(self, name: str, free: bool) -> None:
-        with self._answered("POST", f"/api/models/{_segment(name)}/unload", {"free": free}):
+        with self._answered("POST", f"/hearth/models/{_segment(name)}/unload", {"free": free}):
             pass
 
     def deploy(
         self, source: str, name: str | None, dtype: str, quant: str, overwrite: bool
     ) -> Iterator[DeployProgress | ModelView]:
-        """Progress, and last the model. Leaving early calls the deployment off."""
+        """Yield progress, and last the model. Leaving early calls the deployment off."""
         from hearth.control.deploy import DeployProgress
 
         body = {"source": source, "name": name, "dtype": dtype, "quant": quant, "overwrite": overwrite}
-        with self._answered("POST", "/api/models", body, is_stream=True) as response:
+        with self._answered("POST", "/hearth/models", body, is_stream=True) as response:
             for data in _server_sent(response.iter_bytes()):
-                event = self._streamed(data, _Event)
+                event = self._streamed(data, _DeployEvent)
                 if event.model is not None:
                     yield event.model
                     return
@@ -160,18 +160,19 @@ class Client:
 
     def chat(
         self, model: str, messages: Sequence[Message], params: SamplingParams
-    ) -> Generator[Said, None, None]:
-        """Closing the generator early ends the request; so with `complete`."""
-        return self._said("/v1/chat/completions", {"model": model, "messages": list(messages)}, params)
+    ) -> Generator[AnswerDelta, None, None]:
+        """Stream the answer to a conversation. Closing the generator early ends the request."""
+        return self._deltas("/v1/chat/completions", {"model": model, "messages": list(messages)}, params)
 
-    def complete(self, model: str, prompt: str, params: SamplingParams) -> Generator[Said, None, None]:
-        return self._said("/v1/completions", {"model": model, "prompt": prompt}, params)
+    def complete(self, model: str, prompt: str, params: SamplingParams) -> Generator[AnswerDelta, None, None]:
+        """Stream the continuation of a text. Closing the generator early ends the request."""
+        return self._deltas("/v1/completions", {"model": model, "prompt": prompt}, params)
 
-    def _said(
-        self, path: str, question: Mapping[str, object], params: SamplingParams
-    ) -> Generator[Said, None, None]:
+    def _deltas(
+        self, path: str, fields: Mapping[str, object], params: SamplingParams
+    ) -> Generator[AnswerDelta, None, None]:
         body = {
-            **question,
+            **fields,
             **{name: getattr(params, name) for name in ("temperature", "max_tokens", "seed")},
             **{"stream": True, "stream_options": {"include_usage": True}},
         }
@@ -183,9 +184,9 @@ class Client:
                 for choice in chunk.choices:
                     is_ended = is_ended or choice.finish_reason is not None
                     text = choice.text or choice.delta.content or ""
-                    yield Said(text, choice.finish_reason, request_id=request_id)
+                    yield AnswerDelta(text, choice.finish_reason, request_id=request_id)
                 if chunk.usage is not None:
-                    yield Said("", num_tokens=chunk.usage.completion_tokens, request_id=request_id)
+                    yield AnswerDelta("", num_tokens=chunk.usage.completion_tokens, request_id=request_id)
         if not is_ended:
             raise Unreached(f"the service at `{self.url}` ended in the middle of its answer; ask again")
 
@@ -203,7 +204,11 @@ class Client:
         may_be: Sequence[int] = (),
         is_stream: bool = False,
     ) -> Iterator[httpx.Response]:
-        """The response, good or one of `may_be`. Raises Unreached, also while it is read."""
+        """Yield a response that succeeded or has a status of `may_be`.
+
+        Raises:
+            Unreached: no service answers, or it broke off, also while the response is read.
+        """
         import httpx
 
         timeout = httpx.Timeout(None, connect=CONNECT_S) if is_stream else self._http.timeout
@@ -218,11 +223,11 @@ class Client:
                 f"no service answers at `{self.url}`; start one with `hearth serve`, or name one with `--url`"
             ) from error
         except httpx.HTTPError as error:
-            told = str(error) or type(error).__name__
-            raise Unreached(f"the service at `{self.url}` broke off: {told}; look at its log") from error
+            reason = str(error) or type(error).__name__
+            raise Unreached(f"the service at `{self.url}` broke off: {reason}; look at its log") from error
 
     def _streamed(self, data: bytes, kind: type[T]) -> T:
-        """An event of a stream; raises the error that one may be."""
+        """Return an event of a stream. Raises the error that the event may be."""
         if b'"error"' in data:
             try:
                 failure = msgspec.json.decode(data, type=_Failure)
@@ -246,7 +251,7 @@ def _segment(name: str) -> str:
 
 
 def _server_sent(parts: Iterator[bytes]) -> Iterator[bytes]:
-    """The data of server-sent events, up to [DONE]. Bytes, because lines of text also end at U+2028."""
+    """Yield the data of server-sent events, up to [DONE]; bytes, because text also breaks at U+2028."""
     rest = b""
     for part in parts:
         *lines, rest = (rest + part).split(b"\n")
@@ -263,20 +268,20 @@ def _error_of(status: int, headers: Mapping[str, str], body: bytes, url: str) ->
     try:
         error = msgspec.json.decode(body, type=_Failure).error
     except msgspec.DecodeError:
-        told = body[:200].decode(errors="replace").strip()
-        error = _Error(f"`{url}` answered {status}: {json.dumps(told)}; is it another service?")
+        text = body[:200].decode(errors="replace").strip()
+        error = _Error(f"`{url}` answered {status}: {json.dumps(text)}; is it another service?")
     return _named(error, status, headers.get("retry-after"))
 
 
-#: Of codes that the API takes over from OpenAI's.
+#: The labels of errors whose code is OpenAI's.
 _LABELS = {"context_length_exceeded": PromptTooLong.label, "invalid_api_key": Unauthorized.label}
 
 
 def _named(error: _Error, status: int, retry_after: str | None) -> HearthError:
-    """The error as the class that its code or status names."""
+    """Return the error of the class that its code or status names."""
     if status == Overloaded.http_status or error.code == Overloaded.label:
-        is_told = retry_after is not None and retry_after.isdecimal()  # a proxy may give a date
-        return Overloaded(error.message, float(retry_after or 1) if is_told else 1.0)
+        is_number = retry_after is not None and retry_after.isdecimal()  # a proxy may give a date
+        return Overloaded(error.message, float(retry_after or 1) if is_number else 1.0)
     named = error_of(_LABELS.get(str(error.code), str(error.code)), error.message)
     is_refusal = 400 <= status < 500
     return RequestError(error.message) if is_refusal and type(named) is HearthError else named

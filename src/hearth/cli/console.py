@@ -1,4 +1,4 @@
-"""What commands share: the application, how it prints, options that several take. No command is here."""
+"""The parts that commands share: the application, its printing, common options. No command is here."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ ApiKey = Annotated[
 
 
 def url_of(path: Path) -> str | None:
-    """The URL that was given where a path is taken, which has lost one of its slashes."""
+    """Return the URL that was given where a path is taken, which has lost one of its slashes."""
     scheme, colon, rest = str(path).partition(":/")
     return f"{scheme}://{rest}" if colon and scheme.isalnum() else None
 
 
 def is_place(text: str) -> bool:
-    """Whether a path or URL is meant, where the name of a deployed model could stand as well.
+    """True if a text means a path or URL, where the name of a deployed model could stand as well.
 
     What lies in the working directory is not looked at: a folder must not stand in for the model of its name.
     """
@@ -99,7 +99,7 @@ def is_place(text: str) -> bool:
 
 @contextmanager
 def named(text: str) -> Iterator[None]:
-    """Around the search for a model of that name: tells how to name the files that may have been meant."""
+    """Add to UnknownModel, if raised within, how to name the files that may have been meant."""
     try:
         yield
     except UnknownModel as error:
@@ -119,7 +119,7 @@ def existing(path: Path) -> Path:
 def configured(
     path: Path | None, settings: Sequence[str] | None, flags: Mapping[str, object | None] | None = None
 ) -> HearthConfig:
-    """The resolved configuration: the file, `--set` over it, flags that were given over both."""
+    """Return the resolved configuration: the file, `--set` over it, flags that were given over both."""
     given = {key: value for key, value in (flags or {}).items() if value is not None}
     return load(path, {**dict(map(_setting, settings or ())), **given})
 
@@ -129,7 +129,7 @@ def log_to_terminal(config: HearthConfig) -> None:
 
 
 def _setting(text: str) -> tuple[str, object]:
-    """`engine.max_seqs=8` as key and value; what is no TOML value is taken as a string."""
+    """Return `engine.max_seqs=8` as key and value; what is no TOML value is taken as a string."""
     key, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"`--set` takes KEY=VALUE, like engine.max_seqs=8, given: {text!r}")
@@ -147,7 +147,7 @@ def print_table(title: str, facts: dict[str, object]) -> None:
 
 
 def print_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Lines that `grep` and `awk` can work on: nothing is wrapped or cut, whatever the terminal's width."""
+    """Print lines for `grep` and `awk`: nothing is wrapped or cut, whatever the terminal's width."""
     widths = [max(map(len, column)) for column in zip_longest(header, *rows, fillvalue="")]
     for number, row in enumerate((header, *rows)):
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -155,7 +155,7 @@ def print_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _cell(value: object) -> str:
-    """For people: digits in groups, equal neighbours in a list counted."""
+    """Return a value as people read it: digits in groups, equal neighbours in a list counted."""
     match value:
         case None:
             return "-"

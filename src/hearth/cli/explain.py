@@ -1,4 +1,4 @@
-"""`hearth explain`: where the time of one request went."""
+"""`hearth explain`: where the time of one request went. Draws nothing: that is `waterfall.py`."""
 
 from __future__ import annotations
 

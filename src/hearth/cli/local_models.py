@@ -22,7 +22,7 @@ def names(data_dir: Path) -> list[str]:
 
 
 def views(data_dir: Path) -> list[ModelView]:
-    """Of a directory that is not there: none, and it is not made."""
+    """Return the models of a data directory; a directory that is not there has none, and is not made."""
     if not DataDir(data_dir).registry_path.exists():
         return []
     with Registry.open(DataDir.open(data_dir)) as registry:
@@ -31,7 +31,7 @@ def views(data_dir: Path) -> list[ModelView]:
 
 
 def find(data_dir: Path, name: str) -> ModelView:
-    """Raises UnknownModel."""
+    """Return a model by its name or alias. Raises UnknownModel."""
     if not DataDir(data_dir).registry_path.exists():
         Names([], {}).resolve(name)
     with Registry.open(DataDir.open(data_dir)) as registry:
@@ -40,7 +40,7 @@ def find(data_dir: Path, name: str) -> ModelView:
 
 
 def remove(data_dir: Path, name: str) -> None:
-    """Raises UnknownModel."""
+    """Remove a model and the files that were made for it. Raises UnknownModel."""
     from hearth.control.deploy import remove_files
 
     if not DataDir(data_dir).registry_path.exists():
@@ -53,7 +53,7 @@ def remove(data_dir: Path, name: str) -> None:
 def deploy(
     source: str, name: str | None, dtype: str, quant: str, overwrite: bool, data_dir: Path
 ) -> Iterator[DeployProgress | ModelView]:
-    """Progress, and last the model. Leaving early calls the deployment off."""
+    """Yield progress, and last the model. Leaving early calls the deployment off."""
     from hearth.control.deploy import DeployDone, DeployOrder, deploying_here, register
     from hearth.control.devices import resolve
 

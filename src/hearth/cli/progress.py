@@ -1,4 +1,4 @@
-"""A bar of progress on standard error, if that is a terminal."""
+"""Shows a bar of progress on standard error, if that is a terminal. Measures nothing itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hearth.cli.console import err
 
 class Advance(Protocol):
     def __call__(self, done_bytes: int, total_bytes: int | None, what: str | None = None) -> None:
-        """`what` is done now; None: the same as before."""
+        """Show so many bytes; `what` is done now, None: the same as before."""
 
 
 @contextmanager

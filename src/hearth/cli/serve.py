@@ -1,4 +1,4 @@
-"""`hearth serve`: its flags. What runs then is put together in `cli/serving.py`."""
+"""The flags of `hearth serve`. What runs then is put together in `cli/server.py`."""
 
 from __future__ import annotations
 
@@ -76,6 +76,6 @@ def serve(
     }
     resolved = configured(config, settings, flags)
     log_to_terminal(resolved)
-    from hearth.cli.serving import run_service
+    from hearth.cli.server import run_service
 
     run_service(resolved)

@@ -1,4 +1,4 @@
-"""An explanation as lines of text: a bar per span on one axis of time, then marks, costs and bytes.
+"""Draws an explanation as lines of text: a bar per span on one axis of time, then marks, costs and bytes.
 
 Knows no terminal: whoever prints says how wide it may be.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hearth.cli.figures import precise, size
-from hearth.control.views import Explanation, RungView, Span
+from hearth.control.views import Explanation, RungView, TimelineSpan
 from hearth.policy.fleet.events import Option
 
 MIN_BAR = 24
@@ -56,8 +56,8 @@ def _heading(explained: Explanation) -> Iterator[str]:
         yield f"{explained.num_preemptions} preemptions, {explained.num_resumes} resumes on another worker"
 
 
-def _bars(spans: Sequence[Span], width: int) -> Iterator[str]:
-    """The bar of a span begins and ends where its times lie on the axis, and is never empty."""
+def _bars(spans: Sequence[TimelineSpan], width: int) -> Iterator[str]:
+    """Yield the bars of spans, which begin and end where their times lie on the axis and are never empty."""
     if not spans:
         return
     end_s = max(max(span.end_s for span in spans), 1e-9)
@@ -75,20 +75,20 @@ def _bars(spans: Sequence[Span], width: int) -> Iterator[str]:
 
 
 def _rungs(explained: Explanation) -> Iterator[str]:
-    """What was on the device already, then what came from each rung and what another load brought."""
+    """Yield the bytes that were on the device, those of each rung, and those that another load brought."""
     names = [str(rung.rung) for rung in explained.rungs]
     sizes = [size(rung.num_bytes) for rung in explained.rungs]
-    told = [_pace(rung) for rung in explained.rungs]
+    remarks = [_pace(rung) for rung in explained.rungs]
     if explained.shared_bytes:
         names.append("shared")
         sizes.append(size(explained.shared_bytes))
-        told.append("that another load was reading")
+        remarks.append("that another load was reading")
     if explained.reused_bytes:
         come_bytes = sum(rung.num_bytes for rung in explained.rungs) + explained.shared_bytes
         names.insert(0, "device")
         sizes.insert(0, size(explained.reused_bytes))
-        told.insert(0, f"were there already, {size(come_bytes)} had to come")
-    for row in zip(_left(names), _right(sizes), told, strict=True):
+        remarks.insert(0, f"were there already, {size(come_bytes)} had to come")
+    for row in zip(_left(names), _right(sizes), remarks, strict=True):
         yield "  " + "  ".join(row)
 
 

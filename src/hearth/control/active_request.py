@@ -1,11 +1,15 @@
-"""A request on its way through the service, with all that it takes to carry on elsewhere. Decides nothing."""
+"""The requests that are on their way through the service, each with all that it takes to carry on elsewhere.
+
+Decides nothing and sends nothing.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from dataclasses import dataclass, field
 
-from hearth.control.ask import Stream
-from hearth.control.timeline import Timeline
+from hearth.control.generation import AnswerStream
 from hearth.messages import GuideOrder, Sampling
 from hearth.text.transcript import Transcript
 from hearth.types import ModelId, RequestId, WorkerId
@@ -15,8 +19,8 @@ from hearth.types import ModelId, RequestId, WorkerId
 class ActiveRequest:
     """Mutable. The text thread writes `emitted`, the transcript and `is_complete`; the event loop the rest.
 
-    They take turns: a run's tokens all pass the text thread before the loop hears that its worker is lost,
-    and only then is the request given to another.
+    The two never write at once: a run's tokens all pass the text thread before the loop hears that its worker
+    is lost, and only then is the request given to another.
     """
 
     request_id: RequestId
@@ -24,12 +28,67 @@ class ActiveRequest:
     prompt: tuple[int, ...]
     sampling: Sampling
     guide: GuideOrder | None
-    stream: Stream
+    stream: AnswerStream
     transcript: Transcript
-    timeline: Timeline
     #: Tokens that came from workers, all of them: what a successor continues from.
     emitted: list[int] = field(default_factory=list)
     is_complete: bool = False  #: the text has its end, and later tokens are none of it
     run: int | None = None  #: None: not on a worker
     worker: WorkerId | None = None
+    is_first_admission: bool = True  #: it is on its first worker, or on none yet, and never had a slot
     digest: str | None = None  #: of the version of the model that the prompt was made for; None: any
+
+    def admitted(self, num_cached_tokens: int) -> None:
+        """Note that a worker gave the request a slot; its first worker's cache is what users are told of."""
+        if self.is_first_admission:
+            self.is_first_admission = False
+            self.stream.num_cached_tokens = num_cached_tokens
+
+
+class ActiveRequests:
+    """The requests that have not ended, and those of them that are on workers.
+
+    Mutable; written on the event loop. The text thread reads `by_run`, one operation at a time.
+    """
+
+    def __init__(self) -> None:
+        self.by_id: dict[RequestId, ActiveRequest] = {}
+        self.by_run: dict[int, ActiveRequest] = {}  #: those on workers
+        self._runs = itertools.count(1)
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+
+    def add(self, request: ActiveRequest) -> None:
+        self.by_id[request.request_id] = request
+        self._is_empty.clear()
+
+    def start_run(self, request: ActiveRequest, worker: WorkerId) -> int:
+        """Put a request on a worker and return the number of its stay there."""
+        if request.run is not None:
+            self.by_run.pop(request.run, None)
+        run = next(self._runs)
+        request.run, request.worker = run, worker
+        self.by_run[run] = request
+        return run
+
+    def detach(self, worker: WorkerId, model: ModelId | None = None) -> None:
+        """Take all requests off a lost worker, or those of one model; they may go on elsewhere."""
+        for run, request in list(self.by_run.items()):
+            if request.worker == worker and model in (None, request.model):
+                del self.by_run[run]
+                request.run = request.worker = None
+                request.is_first_admission = False
+
+    def end(self, request: ActiveRequest) -> bool:
+        """Forget a request. Returns False if it has ended before."""
+        if self.by_id.pop(request.request_id, None) is None:
+            return False
+        if request.run is not None:
+            self.by_run.pop(request.run, None)
+        if not self.by_id:
+            self._is_empty.set()
+        return True
+
+    async def wait_empty(self) -> None:
+        """Return when no request is left."""
+        await self._is_empty.wait()

@@ -17,12 +17,12 @@ from hearth.types import ModelId
 
 log = logging.getLogger(__name__)
 
-#: Of a budget that a worker has measured: that of its successor may be a little smaller.
+#: The share of a budget that a worker has measured which is counted on: its successor's may be smaller.
 MEASURED_SHARE = 0.97
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CatalogEntry:
     """A deployed model with its configuration."""
 
     deployed: Deployed
@@ -32,7 +32,7 @@ class Entry:
 
     @property
     def is_cut(self) -> bool:
-        """To less than it was made for, and nobody has asked for that."""
+        """True if the context is shorter than the model was made for, and nobody has asked for that."""
         return self.config.context is None and self.max_context < self.deployed.facts.max_positions
 
 
@@ -52,7 +52,7 @@ class Catalog:
         kind: str = "cpu",
         budget_bytes: int | None = None,
     ) -> None:
-        """`kind` of devices that models run on, and memory for models of each; None: not known yet.
+        """Read the registry. `kind`: of the devices; `budget_bytes`: of each, None: not known yet.
 
         Raises:
             ConfigError: the configuration of a model contradicts the model.
@@ -60,9 +60,9 @@ class Catalog:
         self._registry, self._configs = registry, configs
         self._limits = engine.step_limits
         self._keep_alive_s, self._kind, self._budget_bytes = keep_alive_s, kind, budget_bytes
-        #: Contexts that were cut, as they have been logged.
+        #: Contexts that were cut, by model, as they have been logged.
         self._cuts: dict[str, int] = {}
-        self._entries: dict[ModelId, Entry] = {}
+        self._entries: dict[ModelId, CatalogEntry] = {}
         self.refresh()
 
     def refresh(self) -> None:
@@ -71,9 +71,9 @@ class Catalog:
         names = Names(deployed, self._configs)
         entries = {ModelId(one.name): self._entry(one) for one in deployed}
         self._names, self._entries = names, entries  # both or, where the configuration is wrong, neither
-        self._tell_cuts()
+        self._log_cuts()
 
-    def _tell_cuts(self) -> None:
+    def _log_cuts(self) -> None:
         cuts = {entry.deployed.name: entry.max_context for entry in self.entries() if entry.is_cut}
         for name, context in cuts.items():
             if self._cuts.get(name) != context:
@@ -84,21 +84,21 @@ class Catalog:
                 )
         self._cuts = cuts
 
-    def fit(self, budget_bytes: int) -> list[Entry]:
-        """A worker with this much memory is there. Returns what is served otherwise from now on."""
+    def fit(self, budget_bytes: int) -> list[CatalogEntry]:
+        """Take the budget of the first worker that is there. Returns what is served otherwise from now on."""
         if self._budget_bytes is not None:
             return []
         self._budget_bytes = int(budget_bytes * MEASURED_SHARE)
         before = self._entries
         self._entries = {name: self._entry(entry.deployed) for name, entry in before.items()}
-        self._tell_cuts()
+        self._log_cuts()
         return [entry for name, entry in self._entries.items() if entry != before[name]]
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CatalogEntry]:
         return list(self._entries.values())
 
-    def find(self, name: str) -> Entry:
-        """Raises UnknownModel. `name` may be an alias."""
+    def find(self, name: str) -> CatalogEntry:
+        """Return the model that a name or an alias means. Raises UnknownModel."""
         return self._entries[ModelId(self._names.resolve(name).name)]
 
     def host_order(self, model: ModelId, hosting: int, kv_floor_bytes: int, max_kv_bytes: int) -> HostModel:
@@ -116,7 +116,7 @@ class Catalog:
             eos_ids=tuple(deployed.facts.eos_ids),
         )
 
-    def view(self, entry: Entry) -> ModelView:
+    def view(self, entry: CatalogEntry) -> ModelView:
         deployed, facts, keep_alive_s = entry.deployed, entry.deployed.facts, entry.profile.keep_alive_s
         return ModelView(
             name=deployed.name,
@@ -135,7 +135,7 @@ class Catalog:
             is_pinned=entry.profile.is_pinned,
         )
 
-    def _entry(self, deployed: Deployed) -> Entry:
+    def _entry(self, deployed: Deployed) -> CatalogEntry:
         config, facts = self._configs.get(deployed.name, ModelConfig()), deployed.facts
         max_context = self._context(deployed, config)
         keep_alive_s = self._keep_alive_s if config.keep_alive is None else config.keep_alive
@@ -154,7 +154,7 @@ class Catalog:
             weight=config.latency_weight,
             digest=deployed.digest,
         )
-        return Entry(deployed, config, max_context, profile)
+        return CatalogEntry(deployed, config, max_context, profile)
 
     def _context(self, deployed: Deployed, config: ModelConfig) -> int:
         limits = [limit for limit in (self._budget_bytes, config.memory_ceiling_bytes) if limit is not None]

@@ -27,13 +27,13 @@ from hearth.errors import DataDirError
 
 VERSION = 1
 
-#: Whoever asks for a running service holds the lock for microseconds; a service that starts tries again.
+#: Whoever looks for a running service holds the lock for microseconds; a service that starts tries again.
 _LOCK_TRIES, _LOCK_DELAY_S = 10, 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceFile:
-    """How to reach the service that runs on a data directory."""
+    """The address of the service that runs on a data directory, and the token of its admin."""
 
     pid: int
     url: str
@@ -42,11 +42,13 @@ class ServiceFile:
 
 @dataclass(frozen=True, slots=True)
 class DataDir:
+    """The paths of a data directory, and its lock."""
+
     path: Path
 
     @staticmethod
     def open(path: str | Path) -> DataDir:
-        """The directory, made where there is none, for its owner alone.
+        """Open the directory, which is made where there is none, for its owner alone.
 
         Raises:
             DataDirError: a newer Hearth has written it, or it cannot be used.
@@ -67,7 +69,7 @@ class DataDir:
     @staticmethod
     @contextmanager
     def hold(path: str | Path) -> Iterator[DataDir]:
-        """The directory, for one service alone, until the end or until the process ends, however it does.
+        """Hold the directory for one service alone, until the context or the process ends, however it does.
 
         Raises:
             DataDirError: another service runs on it, or see `open`.
@@ -90,7 +92,7 @@ class DataDir:
             os.close(lock)
 
     def announce(self, url: str, admin_token: str) -> None:
-        """From here on others on this machine find the service."""
+        """Write down where the service can be reached, so that others on this machine find it."""
         with _translated(self.path):
             service = ServiceFile(os.getpid(), url, admin_token)
             write_private(self._service_path, json.dumps(asdict(service)))
@@ -128,7 +130,7 @@ class DataDir:
         return self.path / "run"
 
     def journal_path(self) -> Path:
-        """For the events of a service that starts now. Those of the one before are set aside."""
+        """Return a new file for the events of a service that starts; the file before is set aside."""
         path = self.logs_path / "events.jsonl"
         with _translated(self.path), suppress(FileNotFoundError):
             path.replace(path.with_suffix(".1.jsonl"))
@@ -155,13 +157,13 @@ class DataDir:
 
 
 def running_service(path: str | Path) -> ServiceFile | None:
-    """The service that runs on the directory and has told where; None while there is none."""
+    """Return the service that runs on the directory and can be reached; None while there is none."""
     data_dir = DataDir(Path(path).expanduser().absolute())
     return _read_service(data_dir) if is_held(path) else None
 
 
 def is_held(path: str | Path) -> bool:
-    """Whether a service has the directory; one that starts or ends has not told where it can be reached."""
+    """True if a service has the directory, also one that starts or ends and cannot be reached."""
     try:
         lock = os.open(DataDir(Path(path).expanduser().absolute())._lock_path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -30,12 +30,12 @@ from pathlib import Path
 import msgspec
 
 from hearth.control.datadir import DataDir
-from hearth.control.registry import Deployed, Place, Registry
+from hearth.control.registry import Deployed, ModelLocation, Registry
 from hearth.errors import DataDirError, ServiceError, StoreError, error_of
 
-#: For a process that was called off to clear away what it has written.
+#: Time for a process that was called off to clear away what it has written.
 _CLEARING_S = 30.0
-#: What a deployment makes: a model, and one that is not finished.
+#: The directories that a deployment makes: a model, and one that is not finished.
 _MADE = re.compile(r"[^.].*-[0-9a-f]{8}")
 _STAGED = re.compile(r"\..*-[0-9a-f]{8}\.converting")
 
@@ -44,16 +44,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DeployOrder:
+    """The wish to deploy a source in a certain form."""
+
     source: str  #: a directory, a GGUF file, hf:ORG/NAME[@REVISION], or a URL of a converted model
     name: str | None = None  #: None: derived from the source
     dtype: str = "auto"  #: float32 for a CPU, else the source's own
     quant: str = "none"
-    kind: str = "cpu"  #: of the devices that it will run on
+    kind: str = "cpu"  #: of the devices that the model will run on
     overwrite: bool = False  #: replace a model of that name
 
 
 @dataclass(frozen=True, slots=True)
 class DeployProgress:
+    """The progress of a deployment."""
+
     phase: str  #: downloading, converting, fetching
     done_bytes: int
     total_bytes: int
@@ -64,7 +68,7 @@ class DeployProgress:
 
 @dataclass(frozen=True, slots=True)
 class DeployDone:
-    """It is in place, and not in the registry yet: that is for whoever gave the order."""
+    """A model whose files are in place. To register it is for whoever gave the order."""
 
     deployed: Deployed
 
@@ -74,7 +78,7 @@ DeployEvent = DeployProgress | DeployDone
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What the process is told."""
+    """The first line that the deploying process reads from its standard input."""
 
     order: DeployOrder
     data_dir: str
@@ -123,7 +127,7 @@ async def deploying(order: DeployOrder, data_dir: DataDir) -> AsyncGenerator[Dep
 
 
 def deploying_here(order: DeployOrder, data_dir: DataDir) -> Generator[DeployEvent, None, None]:
-    """The same for a program without an event loop."""
+    """Carry out an order as `deploying` does, in a program without an event loop."""
     done = None
     with _under_way(data_dir) as lock, data_dir.log_path.open("ab") as errors:
         process = subprocess.Popen(
@@ -161,7 +165,7 @@ def deploying_here(order: DeployOrder, data_dir: DataDir) -> Generator[DeployEve
 
 
 def register(deployed: Deployed, overwrite: bool, registry: Registry, data_dir: DataDir) -> None:
-    """Have it in the registry instead of what had its name, whose files go.
+    """Register a model instead of what had its name, whose files go.
 
     Raises:
         NameTaken: another deployment was faster.
@@ -173,9 +177,9 @@ def register(deployed: Deployed, overwrite: bool, registry: Registry, data_dir: 
         remove_files(before, data_dir)
 
 
-def switch(deployed: Deployed, overwrite: bool, registry: Registry) -> Place | None:
-    """Within a transaction: name the new one; what had its name is returned. Raises NameTaken."""
-    before = registry.place(deployed.name)
+def switch(deployed: Deployed, overwrite: bool, registry: Registry) -> ModelLocation | None:
+    """Register a model, within a transaction, and return where what had its name lies. Raises NameTaken."""
+    before = registry.location(deployed.name)
     if overwrite:
         registry.replace(deployed)
     else:
@@ -183,14 +187,15 @@ def switch(deployed: Deployed, overwrite: bool, registry: Registry) -> Place | N
     return before
 
 
-def remove_files(place: Place, data_dir: DataDir) -> None:
-    """Delete what deploying has put into the data directory, unless a model that is still registered needs
-    it. Anything elsewhere stays. Call it when the model has left the registry.
+def remove_files(location: ModelLocation, data_dir: DataDir) -> None:
+    """Delete the files of a model that has left the registry, if they lie in the data directory.
+
+    Files that another registered model needs stay, and so does anything elsewhere.
 
     Raises:
         StoreError: the files cannot be deleted.
     """
-    directory = Path(place.directory)
+    directory = Path(location.directory)
     if directory.is_symlink() or directory.resolve().parent != data_dir.models_path.resolve():
         return
     with Registry.open(data_dir) as registry:
@@ -205,7 +210,7 @@ def remove_files(place: Place, data_dir: DataDir) -> None:
 
 
 def collect(data_dir: DataDir, registry: Registry) -> None:
-    """Delete what deployments have made and nobody names. For the service, before it offers anything.
+    """Delete what deployments have made and nobody names. The service calls it before it offers anything.
 
     Where a deployment is under way, here or in a process that has lost its parent, the next start does it.
     """
@@ -228,13 +233,13 @@ def collect(data_dir: DataDir, registry: Registry) -> None:
 
 
 def _clear_refused(deployed: Deployed, data_dir: DataDir) -> None:
-    """If nobody has registered it. One that was converted elsewhere is not ours to delete."""
+    """Delete a model that nobody has registered, unless it was converted elsewhere and is not ours."""
     if deployed.source != deployed.directory:
-        remove_files(deployed.place, data_dir)
+        remove_files(deployed.location, data_dir)
 
 
 def _is_being_written(directory: Path) -> bool:
-    """By a program that uses the same store; see `store/writer.py`, which loads too much to be used here."""
+    """True while a program holds the lock of a conversion; `store/writer.py` would load too much here."""
     try:
         lock = os.open(directory / ".lock", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -249,12 +254,12 @@ def _is_being_written(directory: Path) -> bool:
 
 
 def _named(registry: Registry) -> set[Path]:
-    return {Path(place.directory).resolve() for place in registry.places()}
+    return {Path(location.directory).resolve() for location in registry.locations()}
 
 
 @contextmanager
 def _under_way(data_dir: DataDir) -> Iterator[int]:
-    """As long as it or a process that has inherited it is open, what nobody names yet is not collected."""
+    """Keep what nobody names yet from being collected, while this or an heir's descriptor is open."""
     with _opened_lock(data_dir) as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)  # waits for a service that is starting, never for one that serves
         yield lock
@@ -273,12 +278,12 @@ def _opened_lock(data_dir: DataDir) -> Iterator[int]:
         os.close(lock)
 
 
-#: -P: not what lies in the directory that the program was started in.
+#: The deploying process; -P: without modules from the directory that the program was started in.
 _COMMAND = (sys.executable, "-P", "-m", "hearth.control.deployer")
 
 
 def _environment() -> dict[str, str]:
-    """Converting runs on the CPU: a context on a device would only take memory away from the workers."""
+    """Return an environment without GPUs: a context on one would only take memory from the workers."""
     return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -287,7 +292,7 @@ def _task_line(order: DeployOrder, data_dir: DataDir) -> bytes:
 
 
 def _event_of(line: bytes) -> DeployEvent:
-    """Raises what the process says that it has met."""
+    """Return the event of a line. Raises the error that the process reports."""
     match msgspec.json.decode(line):
         case {"event": "progress", "phase": str(phase), "done_bytes": int(done), "total_bytes": int(total)}:
             return DeployProgress(phase, done, total)

@@ -37,9 +37,9 @@ from hearth.text.tokenizer import Tokenizer
 if TYPE_CHECKING:  # loads torch, which takes seconds: an order that cannot be carried out is refused before
     from hearth.store.manifest import Manifest
 
-#: Between two reports of progress.
+#: The time between two reports of progress.
 _REPORT_EVERY_S = 0.1
-#: For what was begun to be cleared away, when nobody wants the result any more.
+#: Time to clear away what was begun, when nobody wants the result any more.
 _CLEARING_S = 20.0
 #: Host memory to fetch a description with. No weights go through it.
 _HOST_BYTES = 16 << 20
@@ -60,7 +60,7 @@ class _Placed:
 
 
 def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) -> Deployed:
-    """Have the model in place, and say what it is.
+    """Put the model in place and return what it is.
 
     Raises:
         HearthError: it cannot be done; nothing has changed then.
@@ -87,7 +87,7 @@ def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) ->
         facts = facts_of(placed.manifest, Tokenizer.load(placed.directory))
         undo.pop_all()
     digest, directory = placed.manifest.digest, str(placed.directory)
-    return Deployed(name, source.told, placed.where, directory, digest, facts, created_at_s=time.time())
+    return Deployed(name, source.text, placed.where, directory, digest, facts, created_at_s=time.time())
 
 
 def facts_of(manifest: Manifest, tokenizer: Tokenizer) -> Facts:
@@ -112,9 +112,9 @@ def facts_of(manifest: Manifest, tokenizer: Tokenizer) -> Facts:
 
 
 def _refuse_taken(name: str, overwrite: bool, data_dir: DataDir) -> None:
-    """Before the work; whoever registers the model looks again."""
+    """Refuse a name that is taken, before the work; whoever registers the model looks again."""
     with Registry.open(data_dir) as registry:
-        if not overwrite and registry.place(name) is not None:
+        if not overwrite and registry.location(name) is not None:
             raise name_taken(name)
 
 
@@ -162,7 +162,7 @@ def _convert(
 
 
 def _check_tokenizer(path: Path) -> None:
-    """Before all the converting: a model whose tokenizer cannot be read is of no use here."""
+    """Read the tokenizer before all the converting: a model without one is of no use here."""
     from hearth.store.convert import open_source
 
     with open_source(path) as source:
@@ -176,7 +176,7 @@ def _check_tokenizer(path: Path) -> None:
 
 
 class _Reporter:
-    """Standard output as the parent reads it. Mutable; threads that download call it too."""
+    """Writes events to standard output as the parent reads them. Mutable; downloading threads call it too."""
 
     def __init__(self) -> None:
         self._file = os.fdopen(os.dup(1), "wb", buffering=0)
@@ -189,9 +189,9 @@ class _Reporter:
             now_s = time.monotonic()
             if now_s - self._reported_s >= _REPORT_EVERY_S or done_bytes == total_bytes > 0:
                 self._reported_s = now_s
-                self.say(event="progress", phase=phase, done_bytes=done_bytes, total_bytes=total_bytes)
+                self.write(event="progress", phase=phase, done_bytes=done_bytes, total_bytes=total_bytes)
 
-    def say(self, **fields: object) -> None:
+    def write(self, **fields: object) -> None:
         self._file.write(msgspec.json.encode(fields) + b"\n")
 
 
@@ -204,7 +204,7 @@ def _end_with_input() -> None:
 
 
 def _interrupt(*_: object) -> None:
-    """Once: a second interrupt would strike while the first one is cleared up after."""
+    """Raise KeyboardInterrupt once: a second one would strike while the first is cleared up after."""
     _ignore_interrupts()
     raise KeyboardInterrupt
 
@@ -215,21 +215,21 @@ def _ignore_interrupts() -> None:
 
 
 def _work(task: Task, reporter: _Reporter) -> int:
-    """The exit code. Whatever comes out has been said."""
+    """Carry out the task, report what comes of it, and return the exit code."""
     try:
         deployed = carry_out(task.order, DataDir.open(task.data_dir), reporter.progress)
     except KeyboardInterrupt:
         return 1
     except HearthError as error:
         _ignore_interrupts()  # the parent closes the input as soon as it has read this
-        reporter.say(event="error", label=error.label, reason=str(error))
+        reporter.write(event="error", label=error.label, reason=str(error))
         return 1
     except Exception as error:  # the one broad handler of this process
         log.exception("deploy_failed source=%s", task.order.source)
         reason = f"deploying `{task.order.source}` failed: {error!r}; see the log"
-        reporter.say(event="error", label=HearthError.label, reason=reason)
+        reporter.write(event="error", label=HearthError.label, reason=reason)
         return 1
-    reporter.say(event="done", deployed=deployed)
+    reporter.write(event="done", deployed=deployed)
     return 0
 
 

@@ -1,6 +1,6 @@
 """The models that the service offers, as they come and go: registry, catalog and brain are kept in step.
 
-It converts nothing, and where models run is the brain's business.
+Converts nothing, and where models run is the brain's business.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 
-from hearth.control.catalog import Catalog, Entry
+from hearth.control.catalog import Catalog, CatalogEntry
 from hearth.control.datadir import DataDir
 from hearth.control.deploy import DeployDone, DeployOrder, DeployProgress, deploying, remove_files, switch
 from hearth.control.driver import Driver
-from hearth.control.registry import Deployed, Place, Registry
+from hearth.control.registry import Deployed, ModelLocation, Registry
 from hearth.errors import ConfigError, DataDirError, HearthError, StoreError
 from hearth.policy.fleet import events
 from hearth.policy.fleet.events import ModelProfile
 from hearth.store.keeper_client import KeeperClient
 from hearth.types import ModelId
 
-#: For the keeper to forget a model, which takes it milliseconds.
+#: Time for the keeper to forget a model, which takes it milliseconds.
 FORGET_S = 10.0
 
 log = logging.getLogger(__name__)
@@ -36,24 +36,24 @@ class Deployments:
     ) -> None:
         self._registry, self._catalog, self._driver = registry, catalog, driver
         self._keeper, self._data_dir = keeper, data_dir
-        #: Files that are being deleted; the event loop itself holds no task.
+        #: Tasks that delete files; the event loop itself holds no task.
         self._clearing: set[asyncio.Task[None]] = set()
         #: Two models may be loaded from one URL: while the files of one are deleted, no other is registered.
         self._files = asyncio.Lock()
         for entry in catalog.entries():
             driver.post(events.ModelDeployed(driver.now_s, entry.profile))
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CatalogEntry]:
         self._follow()
         return self._catalog.entries()
 
-    def find(self, name: str) -> Entry:
-        """Raises UnknownModel. `name` may be an alias."""
+    def find(self, name: str) -> CatalogEntry:
+        """Return the model that a name or an alias means. Raises UnknownModel."""
         self._follow()
         return self._catalog.find(name)
 
-    async def deploy(self, order: DeployOrder) -> AsyncGenerator[DeployProgress | Entry, None]:
-        """Progress as it is made, and last the model, which is offered then. Leaving early calls it off.
+    async def deploy(self, order: DeployOrder) -> AsyncGenerator[DeployProgress | CatalogEntry, None]:
+        """Yield progress as it is made, and last the model, which is offered then. Leaving calls it off.
 
         Raises:
             HearthError: it cannot be done; whatever had the name before is offered as before.
@@ -65,7 +65,7 @@ class Deployments:
                     continue
                 async with self._files:
                     before = self._register(event.deployed, order.overwrite)
-                if before is not None and before != event.deployed.place:
+                if before is not None and before != event.deployed.location:
                     try:
                         await self._clear(before)
                     except StoreError as error:  # what was ordered is done all the same
@@ -73,21 +73,26 @@ class Deployments:
                 yield self._catalog.find(event.deployed.name)
 
     async def remove(self, name: str) -> None:
-        """Its files go too, those that were made for it.
+        """Remove a model, and those of its files that were made for it.
 
         Raises:
             UnknownModel: there is none.
             StoreError: files cannot be deleted. The model is gone all the same.
         """
         self._follow()
-        if self._registry.place(name) is None:  # what the catalog could not read has a row, too
+        if self._registry.location(name) is None:  # what the catalog could not read has a row, too
             name = self._catalog.find(name).deployed.name
-        place = self._registry.remove(name)
+        location = self._registry.remove(name)
         self._refresh()
-        await self._clear(place)
+        await self._clear(location)
 
-    def _register(self, deployed: Deployed, overwrite: bool) -> Place | None:
-        """What had the name before. Raises NameTaken; ConfigError where the configuration forbids it."""
+    def _register(self, deployed: Deployed, overwrite: bool) -> ModelLocation | None:
+        """Register a model and return where what had its name lies.
+
+        Raises:
+            NameTaken: another model has the name.
+            ConfigError: the configuration forbids it.
+        """
         if not Path(deployed.directory).is_dir():
             raise StoreError(f"the files of `{deployed.name}` were removed meanwhile; deploy it again")
         known = self._profiles()
@@ -99,11 +104,11 @@ class Deployments:
             self._catalog.refresh()  # to what it was
             raise
         known.pop(ModelId(deployed.name), None)  # the same once more is news, too
-        self._tell(known)
+        self._post_changes(known)
         return before
 
     def _follow(self) -> None:
-        """Models may come and go without the service: it may have been starting when they did."""
+        """Follow the registry: models may come and go without the service, as while it was starting."""
         try:
             if self._registry.has_changed():
                 self._refresh()
@@ -113,13 +118,13 @@ class Deployments:
     def _refresh(self) -> None:
         known = self._profiles()
         self._catalog.refresh()
-        self._tell(known)
+        self._post_changes(known)
 
     def _profiles(self) -> dict[ModelId, ModelProfile]:
         return {entry.profile.model: entry.profile for entry in self._catalog.entries()}
 
-    def _tell(self, known: dict[ModelId, ModelProfile]) -> None:
-        """The brain, of what differs."""
+    def _post_changes(self, known: dict[ModelId, ModelProfile]) -> None:
+        """Tell the brain which models differ from the known ones."""
         profiles = self._profiles()
         for model in known.keys() - profiles.keys():
             self._driver.post(events.ModelRemoved(self._driver.now_s, model))
@@ -127,24 +132,26 @@ class Deployments:
             if known.get(model) != profile:
                 self._driver.post(events.ModelDeployed(self._driver.now_s, profile))
 
-    async def _clear(self, place: Place) -> None:
-        """Whoever asked may leave; it is finished without them."""
-        task = asyncio.create_task(self._clear_files(place))
+    async def _clear(self, location: ModelLocation) -> None:
+        """Delete a model's files; whoever asked may leave, and it is finished without them."""
+        task = asyncio.create_task(self._clear_files(location))
         self._clearing.add(task)
         task.add_done_callback(self._clearing.discard)
         await asyncio.shield(task)
 
-    async def _clear_files(self, place: Place) -> None:
+    async def _clear_files(self, location: ModelLocation) -> None:
         async with self._files:
-            if await asyncio.to_thread(_is_shared, place, self._registry.places()):
+            if await asyncio.to_thread(_is_shared, location, self._registry.locations()):
                 return
             try:
-                await asyncio.wait_for(self._keeper.forget(place.where), FORGET_S)
+                await asyncio.wait_for(self._keeper.forget(location.where), FORGET_S)
             except (HearthError, TimeoutError) as error:  # it may be starting anew, and reads the disk then
-                log.warning("keeper_not_told where=%s reason=%r", place.where, error)
-            await asyncio.to_thread(remove_files, place, self._data_dir)
+                log.warning("keeper_not_told where=%s reason=%r", location.where, error)
+            await asyncio.to_thread(remove_files, location, self._data_dir)
 
 
-def _is_shared(place: Place, others: list[Place]) -> bool:
-    directory = Path(place.directory).resolve()
-    return any(other.where == place.where or Path(other.directory).resolve() == directory for other in others)
+def _is_shared(location: ModelLocation, others: list[ModelLocation]) -> bool:
+    directory = Path(location.directory).resolve()
+    return any(
+        other.where == location.where or Path(other.directory).resolve() == directory for other in others
+    )

@@ -1,6 +1,6 @@
-"""Which devices the workers of a service run on, found without torch, which the gateway never loads.
+"""The devices that the workers of a service run on, found without torch, which the gateway never loads.
 
-It takes nothing on them: the driver is asked what there is, and no context is made.
+Takes nothing on them: CUDA's driver is asked what there is, and no context is made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """As CUDA numbers them, so that CUDA_VISIBLE_DEVICES has been applied."""
+    """A GPU as CUDA numbers it, so that CUDA_VISIBLE_DEVICES has been applied."""
 
     index: int
     name: str
@@ -30,7 +30,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What the workers run on. Worker n takes index n, beginning again where there are more workers."""
+    """The devices of the workers. Worker n takes index n, beginning again where there are more workers."""
 
     kind: Literal["cpu", "cuda"]
     indices: tuple[int, ...]
@@ -43,7 +43,11 @@ class Devices:
 
 
 def resolve(service: ServiceConfig) -> Devices:
-    """Raises DeviceError if CUDA was asked for and there is none."""
+    """Return the devices that the configuration means.
+
+    Raises:
+        DeviceError: CUDA was asked for and there is none.
+    """
     found = [] if service.device == "cpu" else gpus()
     obstacle = "torch was built without CUDA" if found and not _torch_has_cuda() else None
     if found and obstacle is None:
@@ -57,7 +61,7 @@ def resolve(service: ServiceConfig) -> Devices:
 
 
 def gpus() -> list[Gpu]:
-    """What the CUDA driver shows to this process; empty where there is no driver."""
+    """Return the GPUs that the CUDA driver shows to this process; none where there is no driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,40 +1,33 @@
 """The live driver of the brain: turns what happens into events and what is ordered into messages to workers.
 
-All decisions are the brain's. Everything here runs on the event loop.
+All decisions are the brain's, and all that is written down of them is the observer's. Everything here runs on
+the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from hearth import errors, messages
-from hearth.control.active_request import ActiveRequest
+from hearth.control.active_request import ActiveRequest, ActiveRequests
 from hearth.control.crash import end_process
 from hearth.control.fact_decoder import DecodedFact, DecodedToken
 from hearth.control.journal import Journal
 from hearth.control.link import WorkerLink
-from hearth.control.loads import Loads
-from hearth.control.metrics import Metrics
-from hearth.control.pools import Pools
-from hearth.control.timeline import LoadLog
+from hearth.control.observer import Observer
+from hearth.control.pool_reports import PoolReports
 from hearth.errors import HearthError
-from hearth.messages import Hello, HostModel, Ping, StartRequest
 from hearth.policy.fleet import events
 from hearth.policy.fleet.brain import step
 from hearth.policy.fleet.events import Action, Event, RejectReason
 from hearth.policy.fleet.fleet import Fleet
 from hearth.types import FinishReason, ModelId, RequestId, WorkerId
 
-log = logging.getLogger(__name__)
-
-#: Pings with such numbers are of somebody who looks; the supervisor counts its own from 1.
-FIRST_LOOK = 1 << 32
-#: What a rejected request is told, as an error.
+#: The error that a rejected request ends with.
 _ERRORS: dict[RejectReason, type[HearthError]] = {
     RejectReason.UNKNOWN_MODEL: errors.UnknownModel,
     RejectReason.NEVER_FITS: errors.NoCapacity,
@@ -44,132 +37,83 @@ _ERRORS: dict[RejectReason, type[HearthError]] = {
     RejectReason.MODEL_REMOVED: errors.UnknownModel,
 }
 
+#: Makes the order to host a model: of its name, a number of this stay, and the least and most of its KV.
+HostOrder = Callable[[ModelId, int, int, int], messages.HostModel]
+#: Is handed every event with the actions that followed, before they are carried out.
+Sink = Callable[[Event, Sequence[Action]], None]
+
 
 class Driver:
-    """Mutable; used on the event loop alone."""
+    """The one task that owns the fleet. Mutable; used on the event loop alone."""
 
     def __init__(
         self,
         fleet: Fleet,
         journal: Journal,
-        metrics: Metrics,
-        host_order: Callable[[ModelId, int, int, int], HostModel],
+        observer: Observer,
+        pools: PoolReports,
+        host_order: HostOrder,
         max_seqs: int,
     ) -> None:
-        """`host_order`: what a worker is told to host a model: number of this stay, floor and most of KV."""
         self.fleet = fleet
-        self._journal, self._metrics = journal, metrics
+        self.requests = ActiveRequests()
+        self._journal, self._observer, self._pools = journal, observer, pools
         self._host_order, self._max_seqs = host_order, max_seqs
-        self._loop = asyncio.get_running_loop()
-        self._numbers, self._looks = itertools.count(1), itertools.count(FIRST_LOOK)
-        #: Requests that have not ended, and those of them that are on a worker.
-        self.requests: dict[RequestId, ActiveRequest] = {}
-        self.runs: dict[int, ActiveRequest] = {}
+        self._sinks: list[Sink] = [observer.observe]
         self._links: dict[WorkerId, WorkerLink] = {}
-        self._loads = Loads()
+        #: The number of each stay of a model on a worker, by which facts of an earlier one are told apart.
+        self._hostings: dict[tuple[WorkerId, ModelId], int] = {}
+        self._numbers = itertools.count(1)
         #: Why a model failed last, as the label of an error, until it is loaded or deployed anew.
         self._failures: dict[ModelId, str] = {}
-        self.pools = Pools()
-        self.is_closing = False  #: workers leave because they were told to
         self._timer: asyncio.TimerHandle | None = None
-        self._idle: asyncio.Event = asyncio.Event()
-        self._idle.set()
-        #: Somebody who wants to know that a load has ended or a model has left.
-        self.on_residency: Callable[[], None] = lambda: None
 
     @property
     def now_s(self) -> float:
         return time.monotonic()  # the loop's own clock counts whole milliseconds
 
+    def add_sink(self, sink: Sink) -> None:
+        self._sinks.append(sink)
+
     # Requests.
 
-    def start(self, live: ActiveRequest, max_tokens: int | None, keep_alive_s: float | None) -> None:
-        """Take a request. Raises HearthError if it is refused at once."""
-        self.requests[live.request_id] = live
-        self._idle.clear()
+    def start(self, request: ActiveRequest, max_tokens: int | None, keep_alive_s: float | None) -> None:
+        """Take a request. If it is refused at once, its stream has an error when this returns."""
+        self.requests.add(request)
         self.post(
             events.RequestArrived(
-                *(self.now_s, live.request_id, live.model, len(live.prompt), max_tokens, keep_alive_s),
-                digest=live.digest,
+                *(self.now_s, request.request_id, request.model, len(request.prompt)),
+                *(max_tokens, keep_alive_s),
+                digest=request.digest,
             )
         )
 
     def cancel(self, request_id: RequestId) -> None:
-        """Whoever asked is gone. Ending twice is harmless."""
-        live = self.requests.get(request_id)
-        if live is not None:
-            live.is_complete = True
+        """End a request whose client is gone. Ending twice is harmless."""
+        request = self.requests.by_id.get(request_id)
+        if request is not None:
+            request.is_complete = True
             self.post(events.RequestCancelled(self.now_s, request_id))
-            self._end(live, FinishReason.CANCELLED)
+            self._end(request, FinishReason.CANCELLED)
 
     def fail_all(self, error: HearthError) -> None:
-        for live in list(self.requests.values()):
-            self.post(events.RequestCancelled(self.now_s, live.request_id))
-            self._fail(live, error)
+        for request in list(self.requests.by_id.values()):
+            self.post(events.RequestCancelled(self.now_s, request.request_id))
+            self._fail(request, error)
 
-    async def idle(self) -> None:
-        """Until no request is left."""
-        await self._idle.wait()
+    def _fail(self, request: ActiveRequest, error: HearthError) -> None:
+        request.is_complete = True
+        request.stream.fail(error)
+        self._end(request, error.label, str(error))
 
-    # Workers.
-
-    def joined(self, link: WorkerLink, hello: Hello) -> None:
-        self._links[hello.worker] = link
-        self.post(
-            events.WorkerJoined(self.now_s, hello.worker, hello.kind, hello.budget_bytes, self._max_seqs)
-        )
-
-    async def look(self, patience_s: float) -> None:
-        """Have workers tell what is in their pools after all orders; one in a long step may not."""
-        number = next(self._looks)
-        answers = self.pools.answers(self._links, number)
-        for link in self._links.values():
-            link.send(Ping(number))
-        try:
-            if answers:
-                await asyncio.wait(answers, timeout=patience_s)
-        finally:
-            self.pools.end_look(number)
-
-    def hear(self, heard: DecodedFact) -> None:
-        """Something that a worker said, in order; or it is gone."""
-        try:
-            self._hear(heard)
-        except Exception as error:  # books that are half changed would leave requests without an end
-            end_process("driver", error)
-
-    def _hear(self, heard: DecodedFact) -> None:
-        heard.link.consumed(heard.num_bytes)
-        worker, fact = heard.link.worker, heard.fact
-        if worker is None or self._links.get(worker) is not heard.link:
-            return
-        now_s = self.now_s
-        match fact:
-            case None:
-                self._lost(worker)
-            case messages.StepDone():
-                self._stepped(now_s, fact, heard.said)
-                for live in heard.broken:
-                    self._broke(now_s, live)
-            case messages.RunFailed():
-                self._run_failed(now_s, fact)
-            case messages.LoadProgressed() | messages.ModelLoaded() | messages.ModelFailed():
-                load = self._loads.get(worker, fact.model)
-                if load is not None and load.hosting == fact.hosting:  # else it was evicted meanwhile
-                    self._hear_of_load(now_s, worker, load, fact)
-            case messages.Residency(bytes_by_model):
-                self._loads.told(worker, bytes_by_model)
-                self.post(events.DeviceReported(now_s, worker, bytes_by_model))
-            case messages.Pong():
-                self.pools.told(worker, fact, now_s)
-            case messages.Hello():
-                heard.link.abort()
-            case _:
-                assert_never(fact)
+    def _end(self, request: ActiveRequest, outcome: str, error: str | None = None) -> None:
+        if self.requests.end(request):
+            self._observer.ended(self.now_s, request.request_id, outcome, error)
 
     # Events and actions.
 
     def post(self, event: Event) -> None:
+        """Tell the brain what happened and carry out what it orders."""
         actions: list[Action] = []
         try:
             actions = step(self.fleet, event)
@@ -177,6 +121,8 @@ class Driver:
             self._journal.record(event, actions)
         if isinstance(event, events.ModelRemoved):
             self._failures.pop(event.model, None)
+        for sink in self._sinks:
+            sink(event, actions)
         for action in actions:
             self._carry_out(action)
 
@@ -185,35 +131,48 @@ class Driver:
             case events.Dispatch():
                 self._dispatch(action)
             case events.LoadModel(model, worker, kv_floor_bytes, max_kv_bytes):
-                log.info("model_loading model=%s worker=%s kv_floor_bytes=%d", model, worker, kv_floor_bytes)
-                hosting = next(self._numbers)
-                self._loads.begin(worker, model, hosting, self.now_s)
+                hosting = self._hostings[worker, model] = next(self._numbers)
                 self._send(worker, self._host_order(model, hosting, kv_floor_bytes, max_kv_bytes))
-            case events.Evict():
-                self._evict(action)
+            case events.Evict(model, worker, _, is_freed):
+                self._hostings.pop((worker, model), None)
+                self._send(worker, messages.DropModel(model) if is_freed else messages.RetireModel(model))
             case events.SetHold(model, worker, hold):
                 self._send(worker, messages.HoldModel(model, hold))
             case events.Reject():
                 self._reject(action)
             case events.CancelRun(request_id, worker):
-                live = self.requests.get(request_id)
-                if live is not None and live.run is not None:
-                    self._send(worker, messages.CancelRequest(live.run))
+                request = self.requests.by_id.get(request_id)
+                if request is not None and request.run is not None:
+                    self._send(worker, messages.CancelRequest(request.run))
             case events.SetTimer(at_s):
                 if self._timer is not None:
                     self._timer.cancel()
-                self._timer = self._loop.call_later(max(0.0, at_s - self.now_s), self._fire)
+                delay_s = max(0.0, at_s - self.now_s)
+                self._timer = asyncio.get_running_loop().call_later(delay_s, self._fire)
             case _:
                 assert_never(action)
 
-    def _evict(self, order: events.Evict) -> None:
-        model, worker = order.model, order.worker
-        what = "model_evicted" if order.is_freed else "model_retired"
-        log.info("%s model=%s worker=%s cost_s=%.3f", what, model, worker, order.cost_s)
-        if self._loads.end(worker, model) and not order.is_freed:
-            self._metrics.evictions.inc()
-        self._send(worker, messages.DropModel(model) if order.is_freed else messages.RetireModel(model))
-        self.on_residency()
+    def _dispatch(self, order: events.Dispatch) -> None:
+        request = self.requests.by_id[order.request_id]
+        run = self.requests.start_run(request, order.worker)
+        self._send(
+            order.worker,
+            messages.StartRequest(
+                *(run, order.model, request.prompt, tuple(request.emitted), request.sampling, request.guide)
+            ),
+        )
+
+    def _reject(self, order: events.Reject) -> None:
+        request = self.requests.by_id.get(order.request_id)
+        if request is None:
+            return
+        if order.reason is RejectReason.QUEUE_FULL:
+            error: HearthError = errors.Overloaded(order.message, order.retry_s or 1.0)
+        elif order.reason is RejectReason.LOAD_FAILED:
+            error = errors.error_of(self._failures.get(request.model, ""), order.message)
+        else:
+            error = _ERRORS[order.reason](order.message)
+        self._fail(request, error)
 
     def _fire(self) -> None:
         self._timer = None
@@ -224,170 +183,109 @@ class Driver:
         if link is not None:
             link.send(order)
 
-    def _dispatch(self, order: events.Dispatch) -> None:
-        live = self.requests[order.request_id]
-        if live.run is not None:
-            self.runs.pop(live.run, None)
-        live.run, live.worker = next(self._numbers), order.worker
-        self.runs[live.run] = live
-        load = self._loads.awaited(order.worker, order.model, self.now_s)
-        live.timeline.placed(self.now_s, order.worker, order.why, order.options, load)
-        if len(live.timeline.stays) == 1:
-            self._metrics.queue.observe(self.now_s - live.timeline.arrived_s)
-        else:
-            self._metrics.resumes.inc()
-        self._send(
-            order.worker,
-            StartRequest(live.run, order.model, live.prompt, tuple(live.emitted), live.sampling, live.guide),
+    # Workers.
+
+    def joined(self, link: WorkerLink, hello: messages.WorkerHello) -> None:
+        self._links[hello.worker] = link
+        self._pools.joined(hello.worker, link)
+        self.post(
+            events.WorkerJoined(self.now_s, hello.worker, hello.kind, hello.budget_bytes, self._max_seqs)
         )
 
-    def _reject(self, order: events.Reject) -> None:
-        live = self.requests.get(order.request_id)
-        if live is None:
+    def receive(self, decoded: DecodedFact) -> None:
+        """Take a worker's next fact or the end of its connection, in the order in which they were sent."""
+        try:
+            self._receive(decoded)
+        except Exception as error:  # books that are half changed would leave requests without an end
+            end_process("driver", error)
+
+    def _receive(self, decoded: DecodedFact) -> None:
+        decoded.link.consumed(decoded.num_bytes)
+        worker, fact = decoded.link.worker, decoded.fact
+        if worker is None or self._links.get(worker) is not decoded.link:
             return
-        if order.reason is RejectReason.QUEUE_FULL:
-            error: HearthError = errors.Overloaded(order.message, order.retry_s or 1.0)
-        elif order.reason is RejectReason.LOAD_FAILED:
-            error = errors.error_of(self._failures.get(live.model, ""), order.message)
-        else:
-            error = _ERRORS[order.reason](order.message)
-        self._fail(live, error)
+        now_s = self.now_s
+        match fact:
+            case None:
+                self._worker_lost(now_s, worker)
+            case messages.StepDone():
+                self._stepped(now_s, fact, decoded)
+            case messages.RunFailed():
+                self._run_failed(now_s, fact)
+            case messages.LoadProgress() | messages.ModelLoaded() | messages.HostingFailed():
+                if self._hostings.get((worker, fact.model)) == fact.hosting:  # else it was evicted meanwhile
+                    self._load_changed(now_s, worker, fact)
+            case messages.DeviceResidency(bytes_by_model):
+                self.post(events.DeviceReported(now_s, worker, bytes_by_model))
+            case messages.Pong():
+                self._pools.received(worker, fact, now_s)
+            case messages.WorkerHello():
+                decoded.link.abort()
+            case _:
+                assert_never(fact)
 
-    # What workers report.
-
-    def _stepped(self, now_s: float, step_done: messages.StepDone, said: list[DecodedToken]) -> None:
-        began_s = now_s - step_done.step_s
-        for run in step_done.preempted:  # before the step; who was may have been admitted again for it
-            self._metrics.preemptions.inc()
-            if run in self.runs:
-                self.runs[run].timeline.preempted(began_s)
+    def _stepped(self, now_s: float, step_done: messages.StepDone, decoded: DecodedFact) -> None:
+        by_run = self.requests.by_run
         for admitted in step_done.admitted:
-            live = self.runs.get(admitted.run)
-            if live is not None:  # it is told when its first step is launched
-                live.timeline.started(began_s, admitted.num_cached_tokens, admitted.waited_s)
-                live.stream.num_cached_tokens = live.timeline.num_cached_tokens
-        for one in said:
-            self._deliver(now_s, one, step_done)
-        self._metrics.output_tokens.inc(len(said))
-        self._metrics.step.observe(step_done.step_s)
+            if admitted.run in by_run:
+                by_run[admitted.run].admitted(admitted.num_cached_tokens)
+        self._observer.stepped(now_s, step_done, by_run, len(decoded.tokens))
+        for token in decoded.tokens:
+            self._deliver(now_s, token, step_done)
+        for request in decoded.broken:
+            self._text_broke(now_s, request)
 
-    def _deliver(self, now_s: float, said: DecodedToken, step_done: messages.StepDone) -> None:
-        live, piece = said.live, said.piece
-        if live.request_id not in self.requests:
+    def _deliver(self, now_s: float, token: DecodedToken, step_done: messages.StepDone) -> None:
+        request, delta = token.request, token.delta
+        if request.request_id not in self.requests.by_id:
             return  # cancelled a moment ago
-        timeline = live.timeline
-        if timeline.last_token_s is None:
-            self._metrics.first_token.observe(now_s - timeline.arrived_s)
-        else:
-            self._metrics.inter_token.observe(now_s - timeline.last_token_s)
-        timeline.token(now_s)
-        live.stream.put((piece,))
-        if piece.finish_reason is None:
+        self._observer.delivered(now_s, request.request_id)
+        request.stream.put((delta,))
+        if delta.finish_reason is None:
             return
-        if live.run in step_done.finished:
-            self.post(events.RequestFinished(now_s, live.request_id, timeline.num_output_tokens))
-        else:  # a stop string, which the worker knows nothing of
-            num_tokens = timeline.num_output_tokens
-            self.post(events.RequestFinished(now_s, live.request_id, num_tokens, events.End.STOPPED))
-        self._end(live, piece.finish_reason)
+        # A stop string is found by the gateway, and the worker knows nothing of it.
+        how = events.End.DONE if request.run in step_done.finished else events.End.STOPPED
+        self.post(events.RequestFinished(now_s, request.request_id, len(request.emitted), how))
+        self._end(request, delta.finish_reason)
 
-    def _broke(self, now_s: float, live: ActiveRequest) -> None:
-        if live.request_id in self.requests:
-            self.post(events.RequestCancelled(now_s, live.request_id))
-            reason = f"the text of request {live.request_id} cannot be made of its tokens; see the log"
-            self._fail(live, errors.EngineFailed(reason))
+    def _text_broke(self, now_s: float, request: ActiveRequest) -> None:
+        if request.request_id in self.requests.by_id:
+            self.post(events.RequestCancelled(now_s, request.request_id))
+            reason = f"the text of request {request.request_id} cannot be made of its tokens; see the log"
+            self._fail(request, errors.EngineFailed(reason))
 
     def _run_failed(self, now_s: float, failed: messages.RunFailed) -> None:
-        live = self.runs.get(failed.run)
-        if live is None:
-            return
-        num_tokens = live.timeline.num_output_tokens
-        self.post(events.RequestFinished(now_s, live.request_id, num_tokens, events.End.FAILED))
-        self._fail(live, errors.error_of(failed.label, failed.reason))
+        request = self.requests.by_run.get(failed.run)
+        if request is not None:
+            num_tokens = len(request.emitted)
+            self.post(events.RequestFinished(now_s, request.request_id, num_tokens, events.End.FAILED))
+            self._fail(request, errors.error_of(failed.label, failed.reason))
 
-    def _hear_of_load(
+    def _load_changed(
         self,
         now_s: float,
         worker: WorkerId,
-        load: LoadLog,
-        fact: messages.LoadProgressed | messages.ModelLoaded | messages.ModelFailed,
+        fact: messages.LoadProgress | messages.ModelLoaded | messages.HostingFailed,
     ) -> None:
-        if load.ended_s is not None and not isinstance(fact, messages.ModelFailed):
-            load = self._loads_again(now_s, worker, fact.model)
         match fact:
-            case messages.LoadProgressed():
-                load.progressed(now_s, fact.num_layers)
-                self.post(events.LoadProgressed(now_s, worker, fact.model, fact.num_bytes))
-            case messages.ModelLoaded():
-                self._loaded(now_s, worker, load, fact)
-            case messages.ModelFailed():
-                self._failed(now_s, worker, load, fact)
+            case messages.LoadProgress(model):
+                self._observer.load_progressed(now_s, worker, fact)
+                self.post(events.LoadProgressed(now_s, worker, model, fact.num_bytes))
+            case messages.ModelLoaded(model):
+                self._failures.pop(model, None)
+                self._observer.load_ended(now_s, worker, fact)
+                rungs = tuple(events.RungUse(use.rung, use.num_bytes, use.seconds) for use in fact.rungs)
+                self.post(events.ModelReady(now_s, worker, model, rungs, fact.total_s))
+            case messages.HostingFailed(model):
+                self._failures[model] = fact.label
+                del self._hostings[worker, model]
+                self.requests.detach(worker, model)
+                self.post(events.ModelFailed(now_s, worker, model, fact.reason))
 
-    def _loads_again(self, now_s: float, worker: WorkerId, model: ModelId) -> LoadLog:
-        """Weights were taken while a request was on its way there: the load is for those that wait."""
-        load = self._loads.begin_again(worker, model, now_s)
-        for live in self.runs.values():
-            if live.worker == worker and live.model == model and live.timeline.stays[-1].started_s is None:
-                live.timeline.load = load
-        return load
-
-    def _loaded(self, now_s: float, worker: WorkerId, load: LoadLog, loaded: messages.ModelLoaded) -> None:
-        load.end(now_s, loaded)
-        self._loads.landed(worker, loaded.model)
-        self._failures.pop(loaded.model, None)
-        self._metrics.loaded(loaded)
-        rungs = tuple(events.RungUse(use.rung, use.num_bytes, use.seconds) for use in loaded.rungs)
-        log.info(
-            "model_ready model=%s worker=%s load_s=%.3f reused_bytes=%d rungs=%s",
-            *(loaded.model, worker, loaded.total_s, loaded.reused_bytes),
-            ",".join(f"{use.rung}:{use.num_bytes}" for use in rungs),
-        )
-        self.post(events.ModelReady(now_s, worker, loaded.model, rungs, loaded.total_s))
-        self.on_residency()
-
-    def _failed(self, now_s: float, worker: WorkerId, load: LoadLog, failed: messages.ModelFailed) -> None:
-        log.error("model_failed model=%s worker=%s reason=%s", failed.model, worker, failed.reason)
-        self._failures[failed.model] = failed.label
-        self._loads.end(worker, failed.model)
-        if load.ended_s is None:
-            load.ended_s, load.failure = now_s, failed.reason
-        if load.was_ready:  # its requests go on elsewhere; those of a first load end with it
-            self._leave_worker(now_s, worker, "broke", failed.model)
-        self.post(events.ModelFailed(now_s, worker, failed.model, failed.reason))
-
-    def _lost(self, worker: WorkerId) -> None:
-        now_s = self.now_s
-        if not self.is_closing:
-            log.error("worker_lost worker=%s", worker)
-            self._metrics.workers_lost.inc()
+    def _worker_lost(self, now_s: float, worker: WorkerId) -> None:
         del self._links[worker]
-        self.pools.lost(worker)
-        self._loads.lose(worker)
-        self._leave_worker(now_s, worker, "died")
+        self._pools.lost(worker)
+        for key in [key for key in self._hostings if key[0] == worker]:
+            del self._hostings[key]
+        self.requests.detach(worker)
         self.post(events.WorkerLost(now_s, worker))
-
-    def _leave_worker(self, now_s: float, worker: WorkerId, how: str, model: ModelId | None = None) -> None:
-        """All its requests, or those of one model, are not on it any more and may go on elsewhere."""
-        for live in [live for live in self.runs.values() if live.worker == worker]:
-            if model is None or live.model == model:
-                assert live.run is not None, f"{live.request_id=}"
-                del self.runs[live.run]
-                live.run = live.worker = None
-                live.timeline.lost(now_s, worker, how if model is None else f"{how} under `{model}`")
-
-    # Ends.
-
-    def _fail(self, live: ActiveRequest, error: HearthError) -> None:
-        live.is_complete = True
-        live.stream.fail(error)
-        self._end(live, error.label, str(error))
-
-    def _end(self, live: ActiveRequest, outcome: str, error: str | None = None) -> None:
-        if self.requests.pop(live.request_id, None) is None:
-            return
-        if live.run is not None:
-            self.runs.pop(live.run, None)
-        live.timeline.ended(self.now_s, outcome, error)
-        self._metrics.requests.labels(outcome).inc()
-        if not self.requests:
-            self._idle.set()

@@ -1,6 +1,6 @@
-"""The service as the API sees it: questions are taken, models come and go, everything can be looked at.
+"""The service as the API sees it: requests are taken, models come and go, everything can be looked at.
 
-It speaks no HTTP, and all decisions about where things run are the brain's.
+Speaks no HTTP, and all decisions about where things run are the brain's.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from pathlib import Path
 
 from hearth.config import ServiceConfig
 from hearth.control.active_request import ActiveRequest
-from hearth.control.ask import Ask, Chat, Stream
-from hearth.control.catalog import Catalog, Entry
+from hearth.control.catalog import Catalog, CatalogEntry
 from hearth.control.demand_reports import DemandReports
 from hearth.control.deploy import DeployOrder, DeployProgress
 from hearth.control.deployments import Deployments
 from hearth.control.driver import Driver
-from hearth.control.keys import Keys
+from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest
+from hearth.control.keys import ApiKeys
 from hearth.control.metrics import Metrics
-from hearth.control.picture import resident_views
+from hearth.control.observer import Observer
+from hearth.control.pool_reports import PoolReports
+from hearth.control.pool_views import resident_views
 from hearth.control.supervisor import Supervisor
-from hearth.control.timeline import Timeline, Timelines
+from hearth.control.timeline import Timeline
 from hearth.control.tokenization import PromptEncoder
 from hearth.control.views import Explanation, Health, ModelView, ProcessView, ResidentView, WorkerView
 from hearth.errors import BadPrompt, BadSampling, PromptTooLong, ServiceError, ShuttingDown
@@ -35,158 +37,158 @@ from hearth.text.transcript import Transcript
 from hearth.types import ModelId, RequestId, SamplingParams
 from hearth.version import hearth_version
 
-#: For workers to tell what is in their memory, when somebody looks; what they told before is shown else.
+#: Time for workers to report their memory when somebody looks; else their last report is shown.
 LOOK_S = 0.5
-#: Longer text is not tokenised to find out that it is too long: no token is of so many characters, as a rule.
+#: Characters per token and least limit beyond which text is refused without being tokenised.
 MAX_TOKEN_CHARS, MIN_TEXT_CHARS = 64, 64 << 10
 
 
 class Gateway:
-    """Mutable; used on the event loop alone."""
+    """The one object that the API calls. Mutable; used on the event loop alone."""
 
     def __init__(
         self,
         config: ServiceConfig,
-        stock: Deployments,
+        deployments: Deployments,
         catalog: Catalog,
-        texts: PromptEncoder,
+        encoder: PromptEncoder,
         driver: Driver,
+        observer: Observer,
+        pools: PoolReports,
         supervisor: Supervisor,
         metrics: Metrics,
         demand: DemandReports,
-        keys: Keys | None,
+        keys: ApiKeys | None,
         kind: str,
     ) -> None:
-        self._config, self._stock, self._catalog = config, stock, catalog
-        self._texts, self._driver, self._supervisor = texts, driver, supervisor
-        self._kind = kind
-        self._timelines = Timelines()
+        self._config, self._deployments, self._catalog = config, deployments, catalog
+        self._encoder, self._driver, self._observer = encoder, driver, observer
+        self._pools, self._supervisor, self._kind = pools, supervisor, kind
         self._is_draining = False
-        self._metrics, self._demand = metrics, demand
+        self._demand = demand
         self.metrics = metrics.registry
         self.keys = keys
         self.admin_token = secrets.token_urlsafe(32)
-        self._watch()
+        self._watch(metrics)
 
-    # Questions.
+    # Requests.
 
-    async def submit(self, ask: Ask) -> Stream:
-        """Take a question; its answer arrives in the stream.
+    async def submit(self, wanted: GenerationRequest) -> AnswerStream:
+        """Take a request; its answer arrives in the stream.
 
         Raises:
-            HearthError: it is wrong, or cannot be taken. Nothing was started then.
+            HearthError: the request is wrong, or cannot be taken. Nothing was started then.
         """
         self._refuse_when_draining()
         arrived_s, arrived_at_s = self._driver.now_s, time.time()
-        entry = self._stock.find(ask.model)
-        _check_tokens(entry, ask.sampling)
+        entry = self._deployments.find(wanted.model)
+        _check_tokens(entry, wanted.sampling)
         tokenizer = await self._tokenizer(entry)
-        prompt = await self._encode(entry, ask.prompt)
-        if ask.guide is not None:
-            await self._texts.check_guide(ask.guide)
+        prompt = await self._encode(entry, wanted.prompt)
+        if wanted.guide is not None:
+            await self._encoder.check_guide(wanted.guide)
         self._refuse_when_draining()  # again, and what follows: much may have happened since
         self._refuse_replaced(entry, prompt)
         request_id = RequestId(secrets.token_hex(12))
         model = ModelId(entry.deployed.name)
-        stream = Stream(request_id, model, tokenizer, len(prompt), lambda: self._driver.cancel(request_id))
+        stream = AnswerStream(
+            request_id, model, tokenizer, len(prompt), lambda: self._driver.cancel(request_id)
+        )
         timeline = Timeline(request_id, model, arrived_s, arrived_at_s, len(prompt))
-        seed = secrets.randbits(63) if ask.sampling.seed is None else ask.sampling.seed
-        live = ActiveRequest(
+        seed = secrets.randbits(63) if wanted.sampling.seed is None else wanted.sampling.seed
+        active = ActiveRequest(
             request_id=request_id,
             model=model,
             digest=entry.deployed.digest,
             prompt=prompt,
-            sampling=Sampling.of(ask.sampling, seed),
-            guide=ask.guide,
+            sampling=Sampling.of(wanted.sampling, seed),
+            guide=wanted.guide,
             stream=stream,
-            transcript=Transcript(tokenizer, ask.sampling),
-            timeline=timeline,
+            transcript=Transcript(tokenizer, wanted.sampling),
         )
-        self._timelines.add(timeline)
-        self._driver.start(live, ask.sampling.max_tokens, ask.keep_alive_s)
+        self._observer.begin(timeline)
+        self._driver.start(active, wanted.sampling.max_tokens, wanted.keep_alive_s)
         if stream.error is not None:
             raise stream.error
         self._demand.request_came(entry.deployed.digest)
-        self._metrics.prompt_tokens.inc(len(prompt))
         return stream
 
     async def tokenizer(self, name: str) -> Tokenizer:
-        return await self._tokenizer(self._stock.find(name))
+        return await self._tokenizer(self._deployments.find(name))
 
-    async def encode(self, name: str, prompt: str | list[int] | Chat) -> list[int]:
-        """The tokens of a prompt that the model can take.
+    async def encode(self, name: str, prompt: str | list[int] | ChatPrompt) -> list[int]:
+        """Return the tokens of a prompt.
 
         Raises:
-            HearthError: it cannot.
+            HearthError: the model cannot take it.
         """
-        return list(await self._encode(self._stock.find(name), prompt))
+        return list(await self._encode(self._deployments.find(name), prompt))
 
     # Models.
 
     def models(self) -> list[ModelView]:
-        return [self._catalog.view(entry) for entry in self._stock.entries()]
+        return [self._catalog.view(entry) for entry in self._deployments.entries()]
 
     def model(self, name: str) -> ModelView:
-        return self._catalog.view(self._stock.find(name))
+        return self._catalog.view(self._deployments.find(name))
 
     async def deploy(
         self, source: str, name: str | None, dtype: str, quant: str, overwrite: bool
     ) -> AsyncIterator[dict[str, object]]:
-        """Progress as it is made; the last one holds the model. Leaving early calls it off."""
+        """Yield progress as it is made; the last event holds the model. Leaving early calls it off."""
         order = DeployOrder(source, name, dtype, quant, self._kind, overwrite)
-        async with aclosing(self._stock.deploy(order)) as told:
-            async for event in told:
+        async with aclosing(self._deployments.deploy(order)) as progress:
+            async for event in progress:
                 if isinstance(event, DeployProgress):
                     yield {"event": "progress", **event.as_json()}
                 else:
                     yield {"event": "done", "model": self._catalog.view(event)}
 
     async def remove(self, name: str) -> None:
-        await self._stock.remove(name)
+        await self._deployments.remove(name)
 
     async def unload(self, name: str, free: bool) -> None:
-        model = ModelId(self._stock.find(name).deployed.name)
+        model = ModelId(self._deployments.find(name).deployed.name)
         self._driver.post(events.ModelStopped(self._driver.now_s, model, free))
 
-    # Looking at it.
+    # Views.
 
     async def look(self) -> ProcessView:
-        """The same as `ps`, after asking the workers."""
-        await self._driver.look(LOOK_S)
+        """Return the same as `ps`, after the workers have reported their pools anew."""
+        await self._pools.refresh(LOOK_S)
         return self.ps()
 
     def ps(self) -> ProcessView:
         fleet, now_s = self._driver.fleet, self._driver.now_s
-        residents = resident_views(fleet.residents(now_s), self._driver.pools.pongs, now_s)
+        residents = resident_views(fleet.residents(now_s), self._pools.pongs, now_s)
         workers = tuple(self._worker_views(residents, now_s))
         return ProcessView(workers, residents, fleet.queues.num_waiting, fleet.queues.num_running)
 
     def explain(self, request_id: str) -> Explanation | None:
-        timeline = self._timelines.get(request_id)
-        return None if timeline is None else timeline.explain(self._driver.now_s)
+        return self._observer.explain(request_id, self._driver.now_s)
 
     def health(self) -> Health:
-        slots = self._supervisor.slots
-        num_ready = sum(slot.link is not None for slot in slots)
+        seats = self._supervisor.seats
+        num_ready = sum(seat.link is not None for seat in seats)
         status = "draining" if self._is_draining else "ok" if num_ready else "starting"
-        return Health(status, len(slots), num_ready, hearth_version())
+        return Health(status, len(seats), num_ready, hearth_version())
 
-    # Its end.
+    # The end of the service.
 
     async def drain(self) -> None:
-        """Take nothing new and wait until what runs has ended."""
+        """Take no new request and wait until all have ended."""
         self._is_draining = True
-        await self._driver.idle()
+        await self._driver.requests.wait_empty()
 
     def end_all(self) -> None:
-        """What still runs is told that it ends here."""
+        """End all requests that still run with an error."""
         self._is_draining = True
         self._driver.fail_all(
             ShuttingDown(f"the service was shut down and waited {self._config.drain_s:g} s; ask again")
         )
 
-    def _watch(self) -> None:
-        fleet, pools, watch = self._driver.fleet, self._driver.pools, self._metrics.watch
+    def _watch(self, metrics: Metrics) -> None:
+        fleet, pools, watch = self._driver.fleet, self._pools, metrics.watch
         watch("hearth_requests_running", "Requests on workers.", lambda: fleet.queues.num_running)
         watch(
             "hearth_requests_waiting",
@@ -224,42 +226,42 @@ class Gateway:
         if self._is_draining:
             raise ShuttingDown("the service is shutting down and takes no new requests; ask another one")
 
-    def _refuse_replaced(self, entry: Entry, prompt: tuple[int, ...]) -> None:
-        """The tokens are another model's now, or the context has become shorter."""
+    def _refuse_replaced(self, entry: CatalogEntry, prompt: tuple[int, ...]) -> None:
+        """Refuse tokens that are another model's now, or too many for a context that has become shorter."""
         name = entry.deployed.name
-        current = self._stock.find(name)
+        current = self._deployments.find(name)
         if current.deployed.digest != entry.deployed.digest:
             raise ServiceError(f"`{name}` was replaced while the request was prepared; ask again")
         _check_prompt(current, prompt)
 
-    async def _encode(self, entry: Entry, prompt: str | list[int] | Chat) -> tuple[int, ...]:
+    async def _encode(self, entry: CatalogEntry, prompt: str | list[int] | ChatPrompt) -> tuple[int, ...]:
         tokenizer = await self._tokenizer(entry)
         max_chars = max(MIN_TEXT_CHARS, entry.max_context * MAX_TOKEN_CHARS)
-        tokens = await self._texts.encode(tokenizer, prompt, max_chars)
+        tokens = await self._encoder.encode(tokenizer, prompt, max_chars)
         _check_prompt(entry, tokens)
         return tokens
 
-    async def _tokenizer(self, entry: Entry) -> Tokenizer:
-        return await self._texts.tokenizer(entry.deployed.digest, Path(entry.deployed.directory))
+    async def _tokenizer(self, entry: CatalogEntry) -> Tokenizer:
+        return await self._encoder.tokenizer(entry.deployed.digest, Path(entry.deployed.directory))
 
     def _worker_views(self, residents: tuple[ResidentView, ...], now_s: float) -> list[WorkerView]:
         views = []
-        for slot in self._supervisor.slots:
-            hello, pool = slot.hello, self._driver.pools.view(slot.worker, now_s)
+        for seat in self._supervisor.seats:
+            hello, pool = seat.hello, self._pools.view(seat.worker, now_s)
             if pool is None:
-                used = sum(one.num_bytes for one in residents if one.worker == slot.worker)
+                used = sum(one.num_bytes for one in residents if one.worker == seat.worker)
             else:
                 used = sum(part.num_bytes for part in pool.parts if part.kind != "free")
             views.append(
                 WorkerView(
-                    worker=slot.worker,
-                    pid=0 if slot.process is None else slot.process.pid,
+                    worker=seat.worker,
+                    pid=0 if seat.process is None else seat.process.pid,
                     kind=self._kind if hello is None else hello.kind,
                     device="" if hello is None else hello.device,
                     state="starting" if hello is None else "ready",
                     budget_bytes=0 if hello is None else hello.budget_bytes,
                     used_bytes=used,
-                    num_restarts=slot.num_restarts,
+                    num_restarts=seat.num_restarts,
                     pool=pool,
                 )
             )
@@ -269,7 +271,7 @@ class Gateway:
 # What can be refused without asking a worker is refused before anything is loaded for it.
 
 
-def _check_prompt(entry: Entry, prompt: tuple[int, ...]) -> None:
+def _check_prompt(entry: CatalogEntry, prompt: tuple[int, ...]) -> None:
     vocab_size, name = entry.deployed.facts.dimensions.vocab_size, entry.deployed.name
     if not prompt:
         raise BadPrompt("prompt has 0 tokens, at least 1 is needed; give a token to continue from")
@@ -283,7 +285,7 @@ def _check_prompt(entry: Entry, prompt: tuple[int, ...]) -> None:
         raise BadPrompt(f"prompt holds token {bad}, a token of `{name}` is from 0 to {vocab_size - 1}")
 
 
-def _check_tokens(entry: Entry, sampling: SamplingParams) -> None:
+def _check_tokens(entry: CatalogEntry, sampling: SamplingParams) -> None:
     vocab_size, name = entry.deployed.facts.dimensions.vocab_size, entry.deployed.name
     named = {
         "logit_bias": sampling.bias_by_token,

@@ -1,4 +1,4 @@
-"""The brain's event log on disk, and its replay. Decides nothing and knows no clock.
+"""The journal of the brain's events on disk, and its replay. Decides nothing and knows no clock.
 
 JSON lines. The first holds the version and the configuration of the brain, each other one an event with the
 actions that followed, both under the names of their types:
@@ -38,7 +38,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class Journal:
-    """Mutable; written by the driver's task alone. The journal before is kept beside it, as `*.previous`.
+    """The file of events. Mutable; written by the driver alone. The one before is kept as `*.previous`.
 
     Recording ends, logged once, at `max_bytes` or when the disk takes no more: the service matters more.
     """
@@ -56,10 +56,10 @@ class Journal:
     def record(self, event: Event, actions: Sequence[Action]) -> None:
         if self.is_full:
             return
-        said = _infinite_json(event) if _is_infinite(event) else _ENCODER.encode(event)
+        fields = _infinite_json(event) if _is_infinite(event) else _ENCODER.encode(event)
         orders = _ENCODER.encode([(type(action).__name__, action) for action in actions])
         name = type(event).__name__.encode()
-        self._write(b'{"event": ["%b", %b], "actions": %b}' % (name, said, orders))
+        self._write(b'{"event": ["%b", %b], "actions": %b}' % (name, fields, orders))
 
     def close(self) -> None:
         try:
@@ -93,13 +93,15 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
+    """The outcome of a replay."""
+
     num_events: int  #: that were replayed
     first_difference: str | None  #: None: every action was the same
     is_torn: bool  #: the last line was cut short, as by a crash
 
 
 def replay(path: Path) -> Replay:
-    """Runs until the first difference.
+    """Run the events of a journal through a new fleet, until the first difference.
 
     Raises:
         DataDirError: it is no journal, or one of another version.
@@ -149,7 +151,7 @@ def _parsed(line: bytes) -> tuple[Event, object]:
 
 
 def _is_infinite(event: Event) -> bool:
-    """Whether it holds an infinite number, which msgspec would write as null. No action ever does."""
+    """True if an event holds an infinite number, which msgspec would write as null. No action ever does."""
     match event:
         case RequestArrived():
             return event.keep_alive_s == math.inf
@@ -160,5 +162,5 @@ def _is_infinite(event: Event) -> bool:
 
 
 def _infinite_json(value: object) -> bytes:
-    """Slower than msgspec, but infinite numbers survive."""
+    """Return JSON in which infinite numbers survive; slower than msgspec."""
     return json.dumps(msgspec.to_builtins(value), separators=(",", ":")).encode()

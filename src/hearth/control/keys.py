@@ -34,7 +34,7 @@ _SALT_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class KeyInfo:
-    """Whose key it is."""
+    """The owner of a key."""
 
     name: str
     role: Role  #: an admin may also deploy, remove and unload
@@ -42,7 +42,9 @@ class KeyInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _StoredKey:
+    """A key as the file holds it."""
+
     name: str
     role: Role
     salt: str  #: in hexadecimal, as is the hash
@@ -55,7 +57,7 @@ class _Entry:
 
 
 def add(path: Path, name: str, role: Role) -> str:
-    """Make a key and return it; it cannot be had again.
+    """Make a key and return it; nothing can tell it again.
 
     Raises:
         ConfigError: the name is taken or cannot be one, or the file cannot be used.
@@ -72,12 +74,12 @@ def add(path: Path, name: str, role: Role) -> str:
             raise ConfigError(
                 f"`{path}` holds a key named `{name}` already; choose another name, or remove that one first"
             )
-        _write(path, [*entries, _Entry(name, role, salt.hex(), _hash(key, salt).hex(), time.time())])
+        _write(path, [*entries, _StoredKey(name, role, salt.hex(), _hash(key, salt).hex(), time.time())])
     return key
 
 
 def remove(path: Path, name: str) -> None:
-    """Raises ConfigError if there is no such key."""
+    """Remove a key. Raises ConfigError if there is none of that name."""
     with _changing(path):
         entries = _read(path)
         others = [entry for entry in entries if entry.name != name]
@@ -88,7 +90,7 @@ def remove(path: Path, name: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or name means this machine, where nobody needs a key unless there are some."""
+    """True if an address or name means this machine, where nobody needs a key unless there are some."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -96,31 +98,31 @@ def is_loopback(host: str) -> bool:
 
 
 def list_keys(path: Path) -> list[KeyInfo]:
-    """In the order of their making; empty if there is no file."""
+    """Return the owners of all keys, the oldest key first; empty if there is no file."""
     return [entry.info for entry in _read(path)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Version:
-    """Of the file: another one after every change, because a change puts a new file in its place."""
+class _FileVersion:
+    """The version of a file, which differs after every change: a change puts a new file in its place."""
 
     inode: int
     mtime_ns: int
     num_bytes: int
 
 
-class Keys:
+class ApiKeys:
     """The keys of a file, also after it has changed. Mutable; any one thread at a time may ask."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._version: _Version | None = None
-        self._entries: list[_Entry] = []
+        self._version: _FileVersion | None = None
+        self._entries: list[_StoredKey] = []
 
     @staticmethod
-    def load(path: Path) -> Keys:
-        """Raises ConfigError if the file cannot be understood. No file means no keys."""
-        keys = Keys(path)
+    def load(path: Path) -> ApiKeys:
+        """Read a file of keys; no file means no keys. Raises ConfigError if it cannot be understood."""
+        keys = ApiKeys(path)
         keys._refresh()
         return keys
 
@@ -129,7 +131,7 @@ class Keys:
         return len(self._entries)
 
     def check(self, key: str) -> KeyInfo | None:
-        """Whose key it is; None: nobody's. Takes as long for a wrong one as for a right one.
+        """Return the owner of a key, None if it is nobody's, in the same time for wrong keys and right ones.
 
         Raises:
             ConfigError: the file has changed and cannot be understood.
@@ -143,7 +145,7 @@ class Keys:
         return found
 
     def _refresh(self) -> None:
-        """Looks at the file every time, which costs microseconds: a removed key is refused at once."""
+        """Read the file again if it has changed; to look costs microseconds, so it is done for every key."""
         version = _version_of(self._path)
         if version != self._version or version is None:
             self._entries = _read(self._path)
@@ -154,17 +156,17 @@ def _hash(key: str, salt: bytes) -> bytes:
     return hashlib.blake2b(key.encode(errors="replace"), key=salt, digest_size=32).digest()
 
 
-def _version_of(path: Path) -> _Version | None:
+def _version_of(path: Path) -> _FileVersion | None:
     try:
         found = path.stat()
     except OSError:
         return None
-    return _Version(found.st_ino, found.st_mtime_ns, found.st_size)
+    return _FileVersion(found.st_ino, found.st_mtime_ns, found.st_size)
 
 
-def _read(path: Path) -> list[_Entry]:
+def _read(path: Path) -> list[_StoredKey]:
     try:
-        entries = msgspec.json.decode(path.read_bytes(), type=list[_Entry])
+        entries = msgspec.json.decode(path.read_bytes(), type=list[_StoredKey])
         for entry in entries:
             if len(bytes.fromhex(entry.salt)) != _SALT_BYTES or len(bytes.fromhex(entry.hash)) != 32:
                 raise ValueError(f"salt or hash of `{entry.name}` has another length")
@@ -178,13 +180,13 @@ def _read(path: Path) -> list[_Entry]:
     return entries
 
 
-def _write(path: Path, entries: Sequence[_Entry]) -> None:
+def _write(path: Path, entries: Sequence[_StoredKey]) -> None:
     write_private(path, msgspec.json.format(msgspec.json.encode(entries)).decode() + "\n")
 
 
 @contextmanager
 def _changing(path: Path) -> Iterator[None]:
-    """Two that change the file at once would lose a key, so the second waits for the first."""
+    """Hold the lock of the file while it is changed: two changes at once would lose a key."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -1,6 +1,6 @@
 """The gateway's end of a worker's connection: frames in, frames out, and a handshake before either.
 
-It neither understands what a worker says nor decides what to say.
+Decodes no fact and decides no order.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from typing import Protocol, cast
 
 from hearth import wire
 from hearth.errors import ServiceError
-from hearth.messages import VERSION, Challenge, Hello, Order
+from hearth.messages import VERSION, Challenge, Order, WorkerHello
 from hearth.types import WorkerId
 
-#: What a worker may have sent and nobody has read; beyond it, TCP holds the worker back.
+#: The most that a worker may have sent and nobody has read; beyond it, TCP holds the worker back.
 MAX_UNREAD_BYTES = 256 << 10
-#: What a worker has not taken yet. It reads whatever it is doing, so more than this means that it hangs.
+#: The most that a worker may not have taken yet. It always reads, so more than this means that it hangs.
 MAX_UNSENT_BYTES = 256 << 20
-#: For a peer to say hello.
+#: Time for a peer to say hello.
 GREETING_S = 10.0
 
 log = logging.getLogger(__name__)
 
 
 class Receiver(Protocol):
-    """Who gets what links bring. Called on the event loop."""
+    """The receiver of all that links bring. Called on the event loop."""
 
-    def joined(self, link: WorkerLink, hello: Hello) -> None: ...
+    def joined(self, link: WorkerLink, hello: WorkerHello) -> None: ...
 
     def received(self, link: WorkerLink, body: bytes) -> None:
-        """A frame; whoever is done with it says `link.consumed(len(body))`."""
+        """Take a frame; whoever is done with it calls `link.consumed(len(body))`."""
 
     def left(self, link: WorkerLink) -> None:
-        """Once for every link that joined, after its last frame."""
+        """Note the end of a link that joined; called once, after its last frame."""
 
 
 class WorkerLink(asyncio.Protocol):
-    """Mutable; used on the event loop alone."""
+    """The connection of one worker. Mutable; used on the event loop alone."""
 
     def __init__(self, secret: bytes, expects: Callable[[WorkerId], bool], receiver: Receiver) -> None:
         self.worker: WorkerId | None = None  #: None until it has proven to know the secret
@@ -47,12 +47,12 @@ class WorkerLink(asyncio.Protocol):
         self._buffer = bytearray()
         self._unread_bytes = 0
         self.num_received = 0  #: frames so far
-        self.is_held_back = False  #: it may have more to say than is read
+        self.is_held_back = False  #: nothing is read until more was consumed
         self._transport: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
     def send(self, order: Order) -> None:
-        """Queue an order. A worker that is gone gets none; that it is gone is told by `left`."""
+        """Queue an order. A worker that is gone gets none; `Receiver.left` tells that it is gone."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return
@@ -117,8 +117,8 @@ class WorkerLink(asyncio.Protocol):
 
     def _greet(self, body: bytes) -> None:
         hello = wire.fact_of(body)
-        if not isinstance(hello, Hello):
-            raise ServiceError(f"a worker starts with Hello, given: {type(hello).__name__}")
+        if not isinstance(hello, WorkerHello):
+            raise ServiceError(f"a worker starts with WorkerHello, given: {type(hello).__name__}")
         welcome = wire.check_hello(hello, self._secret, self._nonce)
         if not self._expects(hello.worker):
             raise ServiceError(f"no worker `{hello.worker}` is expected")

@@ -1,4 +1,4 @@
-"""What the service counts and measures, for Prometheus. It decides nothing and keeps no text."""
+"""The counters and histograms of the service, for Prometheus. Decides nothing and keeps no text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from hearth.messages import ModelLoaded
+from hearth.policy.fleet.events import ModelReady
 from hearth.types import Rung
 
 _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -46,7 +46,7 @@ class Latencies:
 
 
 class _Histograms:
-    """Tells the registry of `Latencies`: a collector, as prometheus_client calls it."""
+    """The `Latencies` of a registry: a collector, as prometheus_client calls it."""
 
     def __init__(self) -> None:
         self._families: dict[tuple[str, str, str], dict[str, Latencies]] = {}
@@ -86,7 +86,7 @@ class Metrics:
         self.queue = histograms.add(
             "hearth_queue_seconds", "From a request's arrival until a worker has it.", _QUEUE_S
         )
-        #: By the slowest rung that had to help.
+        #: The time to load, by the slowest rung that had to help.
         self.cold_start = histograms.add_labelled(
             *("hearth_cold_start_seconds", "Time to load a model.", _COLD_START_S, "tier"),
             [ON_DEVICE, *Rung],
@@ -108,17 +108,14 @@ class Metrics:
         self.preemptions = self._counter("hearth_preemptions", "Requests whose KV had to make room.")
         self.fallbacks = self._counter("hearth_fallbacks", "Ways that had to be gone around.", "what")
 
-    def loaded(self, loaded: ModelLoaded) -> None:
-        for use in loaded.rungs:
+    def loaded(self, ready: ModelReady) -> None:
+        for use in ready.rungs:
             self.rung_bytes.labels(use.rung).inc(use.num_bytes)
-        self.reused_bytes.inc(loaded.reused_bytes)
-        slowest = max((use.rung for use in loaded.rungs), key=list(Rung).index, default=None)
-        self.cold_start[ON_DEVICE if slowest is None else slowest].observe(loaded.total_s)
-        if loaded.is_widened:
-            self.fallbacks.labels("float32").inc()
+        slowest = max((use.rung for use in ready.rungs), key=list(Rung).index, default=None)
+        self.cold_start[ON_DEVICE if slowest is None else slowest].observe(ready.total_s)
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """A gauge that is asked for when somebody looks."""
+        """Add a gauge whose value is asked for when the metrics are collected."""
         Gauge(name, text, registry=self.registry).set_function(value)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

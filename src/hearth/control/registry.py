@@ -20,7 +20,7 @@ from hearth.policy.fleet.footprint import Facts
 #: How long one process waits for another's write. Writes take milliseconds; the event loop waits for less.
 WAIT_S, LOOP_WAIT_S = 10.0, 1.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
-#: As many names as a message lists.
+#: The most names that a message lists.
 _MAX_LISTED = 10
 
 _SCHEMA = """
@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a model's files lie."""
+class ModelLocation:
+    """The files of a model: where they are loaded from, and where its small files lie."""
 
     where: str  #: the directory or URL that it is loaded from
     directory: str  #: where its manifest and its tokenizer lie: `where`, or the local copy of a URL's
@@ -48,19 +48,19 @@ class Deployed:
 
     name: str
     source: str  #: what it was deployed from
-    where: str  #: this and the next as in `Place`
+    where: str  #: this and the next as in `ModelLocation`
     directory: str
     digest: str  #: of the manifest
     facts: Facts
     created_at_s: float  #: since the epoch
 
     @property
-    def place(self) -> Place:
-        return Place(self.where, self.directory)
+    def location(self) -> ModelLocation:
+        return ModelLocation(self.where, self.directory)
 
 
 def check_name(name: str) -> str:
-    """The name, if it can be a file's without leading anywhere else.
+    """Return a name that can be a file's without leading anywhere else.
 
     Raises:
         RequestError: it cannot.
@@ -74,7 +74,7 @@ def check_name(name: str) -> str:
 
 
 class Registry:
-    """One connection; used on the thread that opened it."""
+    """A connection to the registry's file; used on the thread that opened it."""
 
     def __init__(self, data_dir: DataDir, wait_s: float = WAIT_S) -> None:
         self._path = data_dir.registry_path
@@ -88,7 +88,11 @@ class Registry:
 
     @staticmethod
     def open(data_dir: DataDir, wait_s: float = WAIT_S) -> Registry:
-        """`wait_s`: for others who write. Raises DataDirError if the file is damaged or cannot be opened."""
+        """Open the registry, which waits `wait_s` for others who write.
+
+        Raises:
+            DataDirError: the file is damaged or cannot be opened.
+        """
         return Registry(data_dir, wait_s)
 
     def close(self) -> None:
@@ -102,7 +106,7 @@ class Registry:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All that is done within it happens at once, or not at all if it raises."""
+        """Make all that is done within the context happen at once, or not at all if it raises."""
         self._execute("begin immediate")
         try:
             yield
@@ -113,36 +117,38 @@ class Registry:
             raise
 
     def add(self, deployed: Deployed) -> None:
-        """Raises NameTaken."""
+        """Register a model. Raises NameTaken."""
         try:
             self._write("insert", deployed)
         except sqlite3.IntegrityError:
             raise name_taken(deployed.name) from None
 
     def replace(self, deployed: Deployed) -> None:
-        """Whatever had the name before."""
+        """Register a model instead of whatever had its name before."""
         self._write("insert or replace", deployed)
 
-    def remove(self, name: str) -> Place:
-        """Where it was. Raises UnknownModel."""
+    def remove(self, name: str) -> ModelLocation:
+        """Forget a model and return where its files lie. Raises UnknownModel."""
         with self.transaction():
-            place = self.place(name)
-            if place is None:
+            location = self.location(name)
+            if location is None:
                 raise Names(self.all(), {}).unknown(name)
             self._execute("delete from models where name = ?", name)
-        return place
+        return location
 
-    def place(self, name: str) -> Place | None:
-        """Of a row that cannot be read, too."""
+    def location(self, name: str) -> ModelLocation | None:
+        """Return where the files of a model lie, also if its row cannot be read otherwise."""
         row = self._execute("select location, directory from models where name = ?", name).fetchone()
-        return None if row is None else Place(*row)
+        return None if row is None else ModelLocation(*row)
 
-    def places(self) -> list[Place]:
-        """Of all rows, as `place`."""
-        return [Place(*row) for row in self._execute("select location, directory from models").fetchall()]
+    def locations(self) -> list[ModelLocation]:
+        """Return where the files of all models lie, as `location` does."""
+        return [
+            ModelLocation(*row) for row in self._execute("select location, directory from models").fetchall()
+        ]
 
     def all(self) -> list[Deployed]:
-        """By name. A row that cannot be read must not hide the others: it is left out."""
+        """Return all models by name, without rows that cannot be read: they must not hide the others."""
         found = []
         for row in self._execute(f"select {_FIELDS} from models order by name").fetchall():
             try:
@@ -152,7 +158,7 @@ class Registry:
         return found
 
     def has_changed(self) -> bool:
-        """Whether another connection has written since this was asked last. Takes microseconds."""
+        """True if another connection has written since this was asked last. Takes microseconds."""
         (version,) = self._execute("pragma data_version").fetchone()
         before, self._seen_version = self._seen_version, version
         return bool(version != before)
@@ -203,11 +209,14 @@ def name_taken(name: str) -> NameTaken:
 
 
 class Names:
-    """What a request may call a model: its name, or an alias that the configuration gives it."""
+    """The names that requests may call models by: their own, and aliases of the configuration."""
 
     def __init__(self, deployed: Iterable[Deployed], models: Mapping[str, ModelConfig]) -> None:
-        """Raises ConfigError where an alias means two models. A table for a model that is not deployed
-        waits for it."""
+        """Read the aliases; those of a model that is not deployed yet wait for it.
+
+        Raises:
+            ConfigError: an alias means two models.
+        """
         self._by_name = {model.name: model for model in deployed}
         self._models = models
         self._name_by_alias: dict[str, str] = {}
@@ -221,7 +230,7 @@ class Names:
                 self._name_by_alias[alias] = name
 
     def resolve(self, name: str) -> Deployed:
-        """Raises UnknownModel."""
+        """Return the model that a name or an alias means. Raises UnknownModel."""
         found = self._by_name.get(self._name_by_alias.get(name, name))
         if found is None:
             raise self.unknown(name)

@@ -1,23 +1,25 @@
-"""Asks the keeper what of each model lies in host memory and on disk, and tells the brain. Moves nothing."""
+"""Asks the keeper how much of each model is in host memory and on disk; tells the brain. Moves nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 
 from hearth.control.catalog import Catalog
 from hearth.control.driver import Driver
 from hearth.errors import HearthError
 from hearth.policy.fleet import events
+from hearth.policy.fleet.events import Action, Event
 from hearth.store.keeper_client import KeeperClient
 from hearth.types import ModelId
 
 log = logging.getLogger(__name__)
 
 
-class Residency:
-    """Mutable; used on the event loop alone. However often it is asked, one question is under way."""
+class ResidencyReporter:
+    """Mutable; used on the event loop alone. However often `ask` is called, one question is under way."""
 
     def __init__(self, keeper: KeeperClient, catalog: Catalog, driver: Driver) -> None:
         self._keeper, self._catalog, self._driver = keeper, catalog, driver
@@ -25,8 +27,13 @@ class Residency:
         self._task = asyncio.create_task(self._run())
 
     def ask(self) -> None:
-        """Something was loaded or dropped."""
+        """Have the brain told anew; returns at once."""
         self._wanted.set()
+
+    def observe(self, event: Event, actions: Sequence[Action]) -> None:
+        """Ask anew when a model was loaded or has left a worker: a load brings bytes to host memory."""
+        if isinstance(event, events.ModelReady) or any(isinstance(one, events.Evict) for one in actions):
+            self.ask()
 
     async def close(self) -> None:
         self._task.cancel()

@@ -23,21 +23,23 @@ from hearth.control.driver import Driver
 from hearth.control.fact_decoder import FactDecoder
 from hearth.control.gateway import Gateway
 from hearth.control.journal import Journal
-from hearth.control.keys import Keys, is_loopback
+from hearth.control.keys import ApiKeys, is_loopback
 from hearth.control.link import WorkerLink
 from hearth.control.metrics import Metrics
+from hearth.control.observer import Observer
+from hearth.control.pool_reports import PoolReports
 from hearth.control.registry import LOOP_WAIT_S, Registry
-from hearth.control.residency import Residency
+from hearth.control.residency import ResidencyReporter
 from hearth.control.supervisor import Supervisor, Vigilance
 from hearth.control.tokenization import PromptEncoder
 from hearth.errors import ConfigError
-from hearth.messages import Hello, KeeperSetup, WorkerSetup
+from hearth.messages import KeeperSetup, WorkerHello, WorkerSetup
 from hearth.policy.fleet.events import BrainConfig, ModelDeployed
 from hearth.policy.fleet.fleet import Fleet
 from hearth.store.keeper_client import KeeperClient
 from hearth.types import WorkerId
 
-#: Tokens that a step computes on a CPU, where nothing else is configured.
+#: The most tokens of a step on a CPU, where nothing else is configured.
 CPU_BATCH_TOKENS = 512
 #: Longer paths do not fit the address of a Unix socket.
 MAX_SOCKET_PATH_BYTES = 100
@@ -47,7 +49,7 @@ log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> AsyncIterator[Gateway]:
-    """A gateway whose workers are starting. Whatever happens, nothing keeps running afterwards.
+    """Run a service: yields a gateway whose workers are starting. Nothing keeps running afterwards.
 
     Raises:
         HearthError: something that the configuration asks for cannot be had.
@@ -66,13 +68,14 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         journal = Journal(data_dir.journal_path(), brain, service.journal_bytes)
         stack.callback(journal.close)
         metrics = Metrics()
-        driver = Driver(Fleet(brain), journal, metrics, catalog.host_order, config.engine.max_seqs)
-        hearing = FactDecoder(asyncio.get_running_loop(), driver.runs, driver.hear)
-        stack.callback(hearing.close)
-        texts = PromptEncoder(service.template_s)
-        stack.callback(texts.close)
+        observer, pools = Observer(metrics), PoolReports()
+        driver = Driver(*(Fleet(brain), journal, observer, pools, catalog.host_order, config.engine.max_seqs))
+        decoder = FactDecoder(asyncio.get_running_loop(), driver.requests.by_run, driver.receive)
+        stack.callback(decoder.close)
+        encoder = PromptEncoder(service.template_s)
+        stack.callback(encoder.close)
         socket = _keeper_socket(data_dir, stack)
-        receiver = _Switchboard(catalog, driver, hearing)
+        receiver = _LinkReceiver(catalog, driver, decoder)
         server = await asyncio.get_running_loop().create_server(
             lambda: WorkerLink(receiver.secret, receiver.expects, receiver), "127.0.0.1", 0
         )
@@ -97,37 +100,40 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         stack.push_async_callback(supervisor.close)
         await supervisor.start()
         keeper = KeeperClient(socket)
-        residency = Residency(keeper, catalog, driver)
+        residency = ResidencyReporter(keeper, catalog, driver)
         stack.push_async_callback(residency.close)
-        driver.on_residency = residency.ask
+        driver.add_sink(residency.observe)
+        deployments = Deployments(registry, catalog, driver, keeper, data_dir)
         demand = DemandReports(keeper)
         stack.push_async_callback(demand.close)
-        stock = Deployments(registry, catalog, driver, keeper, data_dir)
         gateway = Gateway(
-            *(service, stock, catalog, texts, driver, supervisor, metrics, demand),
+            *(service, deployments, catalog, encoder, driver, observer, pools, supervisor, metrics, demand),
             keys=keys_of(service, data_dir),
             kind=devices.kind,
         )
         yield gateway
-        driver.is_closing = True
+        observer.close()
 
 
 def suited(config: HearthConfig, devices: Devices) -> HearthConfig:
-    """A CPU takes seconds for as many tokens as a GPU computes in a step; whoever runs beside would wait."""
+    """Return a configuration that suits the devices.
+
+    A CPU takes seconds for as many tokens as a GPU computes in a step; whoever runs beside would wait.
+    """
     engine = config.engine
     if devices.kind != "cpu" or engine.max_batch_tokens != EngineConfig().max_batch_tokens:
         return config
     return replace(config, engine=replace(engine, max_batch_tokens=CPU_BATCH_TOKENS))
 
 
-def keys_of(service: ServiceConfig, data_dir: DataDir) -> Keys | None:
-    """None: whoever reaches the port may ask, which is this machine alone.
+def keys_of(service: ServiceConfig, data_dir: DataDir) -> ApiKeys | None:
+    """Return the keys that requests need; None: none, because only this machine reaches the port.
 
     Raises:
         ConfigError: keys are needed, and there is none.
     """
     path = data_dir.keys_path if service.api_keys_file is None else Path(service.api_keys_file).expanduser()
-    keys = Keys.load(path)
+    keys = ApiKeys.load(path)
     if keys:  # whoever made some wants them asked for, on this machine too
         return keys
     if not is_loopback(service.host):
@@ -143,18 +149,18 @@ def keys_of(service: ServiceConfig, data_dir: DataDir) -> Keys | None:
     return None
 
 
-class _Switchboard:
-    """Where links report to: the supervisor and the driver, each what concerns it."""
+class _LinkReceiver:
+    """Passes on what links bring: to the supervisor and to the driver, each what concerns it."""
 
-    def __init__(self, catalog: Catalog, driver: Driver, hearing: FactDecoder) -> None:
+    def __init__(self, catalog: Catalog, driver: Driver, decoder: FactDecoder) -> None:
         self.secret = secrets.token_bytes(32)
         self.supervisor: Supervisor | None = None  #: set before anyone can connect
-        self._catalog, self._driver, self._hearing = catalog, driver, hearing
+        self._catalog, self._driver, self._decoder = catalog, driver, decoder
 
     def expects(self, worker: WorkerId) -> bool:
         return self.supervisor is not None and self.supervisor.expects(worker)
 
-    def joined(self, link: WorkerLink, hello: Hello) -> None:
+    def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
         assert self.supervisor is not None, "nobody is expected before it is there"
         self.supervisor.joined(link, hello)
         for entry in self._catalog.fit(hello.budget_bytes):  # before anybody is sent there
@@ -162,16 +168,16 @@ class _Switchboard:
         self._driver.joined(link, hello)
 
     def received(self, link: WorkerLink, body: bytes) -> None:
-        self._hearing.heard(link, body)
+        self._decoder.decode(link, body)
 
     def left(self, link: WorkerLink) -> None:
         assert self.supervisor is not None, "nobody is expected before it is there"
         self.supervisor.left(link)
-        self._hearing.left(link)
+        self._decoder.left(link)
 
 
 def _keeper_socket(data_dir: DataDir, stack: AsyncExitStack) -> Path:
-    """One for each life of the service: the keeper of one that was killed may take its time to go."""
+    """Return a socket of this life of the service: the keeper of one that was killed may linger."""
     for stale in data_dir.run_path.glob("keeper-*.sock"):
         stale.unlink(missing_ok=True)
     path = data_dir.run_path / f"keeper-{os.getpid()}.sock"

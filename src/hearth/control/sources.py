@@ -1,4 +1,4 @@
-"""What a model can be deployed from, as users write it; downloads from the Hugging Face Hub. No converting.
+"""The sources that a model can be deployed from, as users write them, and downloads. Converts nothing.
 
 hf:ORG/NAME, hf:ORG/NAME@REVISION      a repository on the Hub, downloaded
 s3://BUCKET/PREFIX, https://HOST/PATH  a converted model in object storage, read from there
@@ -17,12 +17,12 @@ from pathlib import Path
 
 from hearth.errors import ModelError, RequestError, StoreFull, Unreachable
 
-#: Told how many bytes are done, and of how many.
+#: Is called with the bytes that are done, and of how many.
 OnBytes = Callable[[int, int], None]
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://", re.ASCII | re.IGNORECASE)
 _HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
-#: What a model consists of besides its weights.
+#: The files that a model consists of besides its weights.
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 
 
@@ -32,7 +32,7 @@ class HubSource:
     revision: str | None
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         return f"hf:{self.repo_id}" + (f"@{self.revision}" if self.revision else "")
 
 
@@ -41,7 +41,7 @@ class UrlSource:
     url: str
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         return self.url
 
 
@@ -50,7 +50,7 @@ class PathSource:
     path: Path
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         return str(self.path)
 
 
@@ -58,7 +58,11 @@ Source = HubSource | UrlSource | PathSource
 
 
 def parse_source(text: str) -> Source:
-    """Raises RequestError for what begins like a repository or a URL and is none."""
+    """Return the source that a user's text means.
+
+    Raises:
+        RequestError: it begins like a repository or a URL and is none.
+    """
     if text[:3].lower() == "hf:":
         match = _HUB.fullmatch(text[3:])
         if match is None or ".." in text:
@@ -72,7 +76,7 @@ def parse_source(text: str) -> Source:
 
 
 def _parse_url(scheme: str, rest: str) -> UrlSource:
-    """No message repeats what is refused: it may hold a password."""
+    """Return the source that a URL means. No message repeats what is refused: it may hold a password."""
     if scheme not in ("s3", "http", "https"):
         raise RequestError(f"a model's URL begins with s3://, http:// or https://, given: {scheme!r:.40}")
     if "@" in rest.partition("/")[0] or "?" in rest or "#" in rest:
@@ -86,7 +90,7 @@ def _parse_url(scheme: str, rest: str) -> UrlSource:
 
 
 def default_name(source: Source) -> str:
-    """In lower case, of characters that a name may have.
+    """Return a name for what is deployed from there: in lower case, of characters that a name may have.
 
     Raises:
         RequestError: nothing is left of it.
@@ -106,7 +110,9 @@ def default_name(source: Source) -> str:
 
 
 def download(source: HubSource, root: Path, on_bytes: OnBytes) -> Path:
-    """A repository's model in a directory of its own below `root`. What an earlier try has left is used.
+    """Download a repository's model into a directory of its own below `root`, and return that.
+
+    What an earlier try has left there is used.
 
     Raises:
         ModelError: there is no such model, or it is not for everyone.
@@ -116,7 +122,7 @@ def download(source: HubSource, root: Path, on_bytes: OnBytes) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    where = root / source.told.removeprefix("hf:").replace("/", "--")
+    where = root / source.text.removeprefix("hf:").replace("/", "--")
     try:
         found = snapshot_download(source.repo_id, revision=source.revision, local_dir=where, dry_run=True)
         sizes = {file.filename: file.file_size or 0 for file in found}
@@ -137,7 +143,7 @@ def download(source: HubSource, root: Path, on_bytes: OnBytes) -> Path:
 
 
 def _wanted(source: HubSource, names: Iterable[str]) -> list[str]:
-    """Files at the top alone: what lies deeper is the same model for other programs."""
+    """Return the files to download, of the top alone: what lies deeper is the same for other programs."""
     top = [name for name in names if "/" not in name]
     weights = [name for name in top if name.endswith(".safetensors")]
     weights = weights or [name for name in top if name.endswith(".bin")]
@@ -147,7 +153,7 @@ def _wanted(source: HubSource, names: Iterable[str]) -> list[str]:
             f"download a GGUF file of it and deploy that: {', '.join(gguf[:5])}" if gguf else "name another"
         )
         raise ModelError(
-            f"`{source.told}` is no model that can be converted: it needs `config.json` and weights as "
+            f"`{source.text}` is no model that can be converted: it needs `config.json` and weights as "
             f"safetensors or PyTorch files, and holds: {', '.join(top[:12]) or 'nothing'}; {remedy}"
         )
     return [name for name in top if name.endswith(_TEXT_SUFFIXES)] + weights
@@ -157,7 +163,7 @@ def _check_room(root: Path, num_bytes: int, source: HubSource) -> None:
     free_bytes = shutil.disk_usage(root).free
     if num_bytes > free_bytes:
         raise StoreFull(
-            f"no room for `{source.told}` in `{root}`; needed: {num_bytes} bytes, and about as many to "
+            f"no room for `{source.text}` in `{root}`; needed: {num_bytes} bytes, and about as many to "
             f"convert it, free: {free_bytes} bytes; make room or choose another data directory"
         )
 
@@ -167,7 +173,7 @@ def _translated(source: HubSource, error: Exception) -> Exception:
 
     cause = error.__cause__ if isinstance(error, errors.DryRunError) and error.__cause__ else error
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StoreFull(f"no room left while `{source.told}` was downloaded; make room, and deploy it again")
+        return StoreFull(f"no room left while `{source.text}` was downloaded; make room, and deploy it again")
     match cause:
         case errors.GatedRepoError():
             reason = "its owners grant access first; ask for it on huggingface.co and set HF_TOKEN"
@@ -178,16 +184,16 @@ def _translated(source: HubSource, error: Exception) -> Exception:
         case errors.HFValidationError():
             reason = f"its name cannot be one: {cause}"
         case _:
-            told = str(cause).partition("\n")[0][:200] or type(cause).__name__
+            reason = str(cause).partition("\n")[0][:200] or type(cause).__name__
             return Unreachable(
-                f"the Hugging Face Hub cannot be reached for `{source.told}`: {told}; check the network and "
-                "HF_ENDPOINT, or download the model elsewhere and deploy its directory"
+                f"the Hugging Face Hub cannot be reached for `{source.text}`: {reason}; check the network "
+                "and HF_ENDPOINT, or download the model elsewhere and deploy its directory"
             )
-    return ModelError(f"`{source.told}` cannot be downloaded: {reason}")
+    return ModelError(f"`{source.text}` cannot be downloaded: {reason}")
 
 
 def _bar_class(on_bytes: OnBytes, total_bytes: int) -> type:
-    """What the library takes for a progress bar. It makes several, one of which counts files."""
+    """Return a class for the library's progress bars, of which it makes several, one to count files."""
     from tqdm.auto import tqdm  # type: ignore[import-untyped] # comes with the library
 
     done_bytes = 0

@@ -24,13 +24,13 @@ import msgspec
 from hearth.control.crash import end_process
 from hearth.control.link import WorkerLink
 from hearth.errors import HearthError, error_of
-from hearth.messages import Hello, KeeperSetup, Ping, Shutdown, WorkerSetup
+from hearth.messages import KeeperSetup, Ping, Shutdown, WorkerHello, WorkerSetup
 from hearth.types import WorkerId
 
 #: A process that lived for less is started again only after a delay, which doubles up to the longest.
 SHORT_LIFE_S = 30.0
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
-#: For a process to end by itself before it is killed.
+#: Time for a process to end by itself before it is killed.
 GOODBYE_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -38,20 +38,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Vigilance:
+    """The silences after which a worker is killed."""
+
     start_s: float  #: for a worker to say hello
     heartbeat_s: float  #: between two pings
     max_missed: int
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
-    """A device and the worker that has it. Mutable; written by the supervisor."""
+class WorkerSeat:
+    """The place of a worker, taken by one process after the other. Mutable; written by the supervisor."""
 
     index: int
     worker: WorkerId
     process: Process | None = None
     link: WorkerLink | None = None
-    hello: Hello | None = None
+    hello: WorkerHello | None = None
     num_restarts: int = 0
     greeted: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -67,95 +69,95 @@ class Supervisor:
         vigilance: Vigilance,
         errors: IO[bytes] | int | None,
     ) -> None:
-        """`errors`: where children log."""
+        """`errors`: the file that the processes log to."""
         self._setup_of, self._keeper_setup, self._vigilance = setup_of, keeper, vigilance
         self._errors = errors
-        self.slots = [Slot(index, WorkerId(f"w{index}")) for index in range(num_workers)]
+        self.seats = [WorkerSeat(index, WorkerId(f"w{index}")) for index in range(num_workers)]
         self._keeper: Process | None = None
         self._is_keeper_ready = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Returns when the keeper is ready; workers may take longer.
+        """Start all processes; returns when the keeper is ready, and workers may take longer.
 
         Raises:
             HearthError: the keeper cannot start, for the reason that it gives.
         """
         await self._start_keeper()
-        self._tasks = [_vital(self._keep_keeper()), *(_vital(self._keep(slot)) for slot in self.slots)]
+        self._tasks = [_vital(self._keep_keeper()), *(_vital(self._keep(seat)) for seat in self.seats)]
 
     def expects(self, worker: WorkerId) -> bool:
-        return any(slot.worker == worker and slot.link is None for slot in self.slots)
+        return any(seat.worker == worker and seat.link is None for seat in self.seats)
 
-    def joined(self, link: WorkerLink, hello: Hello) -> None:
-        slot = self._slot(hello.worker)
-        assert slot is not None, f"{hello.worker=} was not expected"
-        slot.link, slot.hello = link, hello
-        slot.greeted.set()
+    def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
+        seat = self._seat(hello.worker)
+        assert seat is not None, f"{hello.worker=} was not expected"
+        seat.link, seat.hello = link, hello
+        seat.greeted.set()
         log.info("worker_ready worker=%s pid=%d device=%s", hello.worker, hello.pid, hello.device)
 
     def left(self, link: WorkerLink) -> None:
-        """A worker without a connection is of no use."""
-        slot = None if link.worker is None else self._slot(link.worker)
-        if slot is not None and slot.process is not None:
-            _kill(slot.process)
+        """Kill a worker whose connection has ended: it is of no use without."""
+        seat = None if link.worker is None else self._seat(link.worker)
+        if seat is not None and seat.process is not None:
+            _kill(seat.process)
 
     async def close(self) -> None:
-        for slot in self.slots:
-            if slot.link is not None:
-                slot.link.send(Shutdown())
+        for seat in self.seats:
+            if seat.link is not None:
+                seat.link.send(Shutdown())
         for task in self._tasks:
             task.cancel()
-        processes = [slot.process for slot in self.slots] + [self._keeper]
+        processes = [seat.process for seat in self.seats] + [self._keeper]
         await asyncio.gather(*(_end(process) for process in processes if process is not None))
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _slot(self, worker: WorkerId) -> Slot | None:
-        return next((slot for slot in self.slots if slot.worker == worker), None)
+    def _seat(self, worker: WorkerId) -> WorkerSeat | None:
+        return next((seat for seat in self.seats if seat.worker == worker), None)
 
-    async def _keep(self, slot: Slot) -> None:
-        """One worker after the other."""
+    async def _keep(self, seat: WorkerSeat) -> None:
+        """Keep a seat taken: start a worker, wait for its end, start the next."""
         delay_s = 0.0
         for life in itertools.count():
             if life:
-                slot.worker = WorkerId(f"w{slot.index}.{life}")
-            slot.link, slot.hello, slot.num_restarts = None, None, life
-            slot.greeted.clear()
+                seat.worker = WorkerId(f"w{seat.index}.{life}")
+            seat.link, seat.hello, seat.num_restarts = None, None, life
+            seat.greeted.clear()
             await self._is_keeper_ready.wait()
             began_s = asyncio.get_running_loop().time()
             try:
-                slot.process = await self._spawn("hearth.worker", self._setup_of(slot.index, slot.worker))
+                seat.process = await self._spawn("hearth.worker", self._setup_of(seat.index, seat.worker))
             except OSError as error:  # the machine has no room for a process now
-                log.error("worker_not_started worker=%s reason=%s", slot.worker, error)
+                log.error("worker_not_started worker=%s reason=%s", seat.worker, error)
                 delay_s = _next_delay_s(delay_s, 0.0)
                 await asyncio.sleep(delay_s)
                 continue
-            watch = _vital(self._watch(slot, slot.process))
+            watch = _vital(self._watch(seat, seat.process))
             try:
-                code = await slot.process.wait()
+                code = await seat.process.wait()
             finally:
                 watch.cancel()
             lived_s = asyncio.get_running_loop().time() - began_s
-            log.warning("worker_ended worker=%s code=%d lived_s=%.1f", slot.worker, code, lived_s)
-            if slot.link is not None:
-                slot.link.abort()
-            slot.process = slot.link = slot.hello = None  # or it would still count as ready
+            log.warning("worker_ended worker=%s code=%d lived_s=%.1f", seat.worker, code, lived_s)
+            if seat.link is not None:
+                seat.link.abort()
+            seat.process = seat.link = seat.hello = None  # or it would still count as ready
             delay_s = _next_delay_s(delay_s, lived_s)
             await asyncio.sleep(delay_s)
 
-    async def _watch(self, slot: Slot, process: Process) -> None:
-        """Kills a worker that does not come up or hangs."""
+    async def _watch(self, seat: WorkerSeat, process: Process) -> None:
+        """Kill a worker that does not come up or hangs."""
         try:
-            await asyncio.wait_for(slot.greeted.wait(), self._vigilance.start_s)
+            await asyncio.wait_for(seat.greeted.wait(), self._vigilance.start_s)
         except TimeoutError:
             log.error(
-                "worker_killed worker=%s reason=`no hello in %.0f s`", slot.worker, self._vigilance.start_s
+                "worker_killed worker=%s reason=`no hello in %.0f s`", seat.worker, self._vigilance.start_s
             )
             _kill(process)
             return
         num_missed = num_received = 0
         for number in itertools.count(1):
-            link = slot.link
+            link = seat.link
             if link is None:
                 return
             link.send(Ping(number))
@@ -165,7 +167,7 @@ class Supervisor:
                 continue
             num_missed += 1
             if num_missed >= self._vigilance.max_missed:
-                log.error("worker_killed worker=%s reason=hangs missed=%d", slot.worker, num_missed)
+                log.error("worker_killed worker=%s reason=hangs missed=%d", seat.worker, num_missed)
                 _kill(process)
                 return
 
@@ -209,7 +211,7 @@ class Supervisor:
 
 
 def _vital(work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-    """A task that may end or be cancelled, but not fail: then nobody would look after what it looks after."""
+    """Start a task whose failure ends the process: nobody else would look after what it looks after."""
     task = asyncio.create_task(work)
     task.add_done_callback(_end_if_failed)
     return task
@@ -232,7 +234,7 @@ def _kill(process: Process) -> None:
 
 
 async def _end(process: Process) -> None:
-    """Close its standard input, by which it knows that it should go; kill it if it does not."""
+    """Close the standard input of a process, which tells it to end; kill it if it does not."""
     if process.stdin is not None:
         process.stdin.close()
     try:

@@ -1,4 +1,4 @@
-"""What happened to a request and when; and the explanation that is made of it. Reads no clock."""
+"""The timeline of a request: what happened to it and when, and its explanation. Reads no clock."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hearth.control.views import Explanation, Mark, RungView, Span
-from hearth.messages import ModelLoaded
+from hearth.control.load_log import LoadLog
+from hearth.control.views import Explanation, RungView, TimelineMark, TimelineSpan
 from hearth.policy.fleet.events import Option
 from hearth.types import RequestId, WorkerId
 
@@ -16,51 +16,8 @@ MAX_EXPLAINED = 1000
 
 
 @dataclass(slots=True)
-class LoadLog:
-    """A load that requests wait for; all of them refer to the same. Mutable; written by the driver."""
-
-    hosting: int
-    worker: WorkerId
-    began_s: float
-    loaded: ModelLoaded | None = None
-    ended_s: float | None = None
-    first_layer_at_s: float | None = None
-    layers: list[tuple[float, int]] = field(default_factory=list)  #: when so many of them could run
-    failure: str | None = None
-    whole_bytes: int = 0  #: the most of the model that the worker has had on its device
-    is_again: bool = False  #: the model was ready before and had lost some of its weights
-    is_void: bool = False  #: it was expected, but nothing had to come
-
-    @property
-    def was_ready(self) -> bool:
-        """Whether the model has been ready during its stay on the worker."""
-        return self.is_again or self.loaded is not None
-
-    @property
-    def is_guessed(self) -> bool:
-        """Nobody has ordered it, and nothing was heard of it yet."""
-        return self.is_again and self.ended_s is None and not self.layers
-
-    def call_off(self) -> None:
-        """The model turned out to be whole."""
-        self.ended_s, self.is_void = self.began_s, True
-
-    def progressed(self, now_s: float, num_layers: int) -> None:
-        """Noted whenever half as many again can run: some ten times for any model."""
-        if num_layers and (not self.layers or num_layers >= 1.5 * self.layers[-1][1]):
-            self.layers.append((now_s, num_layers))
-
-    def end(self, now_s: float, loaded: ModelLoaded) -> None:
-        self.loaded, self.ended_s = loaded, now_s
-        took_s = loaded.open_s + loaded.assemble_s + loaded.total_s
-        # When one began that nobody has ordered was only guessed.
-        self.began_s = now_s - took_s if self.is_again else min(self.began_s, now_s - took_s)
-        self.first_layer_at_s = self.began_s + loaded.open_s + loaded.assemble_s + loaded.first_layer_s
-
-
-@dataclass(slots=True)
 class Stay:
-    """On one worker. Mutable; written by the timeline."""
+    """A request's time on one worker. Mutable; written by the timeline."""
 
     worker: WorkerId
     placed_s: float
@@ -71,7 +28,7 @@ class Stay:
 
 @dataclass(slots=True)
 class Timeline:
-    """Mutable; written by the event loop. All times are the loop's own."""
+    """The life of one request. Mutable; written by the observer. All times are the event loop's own."""
 
     request_id: RequestId
     model: str
@@ -105,18 +62,28 @@ class Timeline:
         self.mark(now_s, "placed" if len(self.stays) == 1 else "resumed", f"on {worker}: {why}")
 
     def started(self, now_s: float, num_cached_tokens: int, waited_s: float) -> None:
-        """`waited_s`: on the worker, for the model or for a slot."""
+        """Note that the request got a slot after `waited_s` on the worker, for the model or for a slot."""
         stay = self.stays[-1]
         if stay.started_s is None:
             stay.started_s = now_s
         if len(self.stays) == 1 and not self.num_preemptions:
             self.num_cached_tokens = num_cached_tokens
-        told = f"{num_cached_tokens} tokens found in the prefix cache"
-        self.mark(now_s, "started", f"after {waited_s:.3f} s on the worker, {told}")
+        found = f"{num_cached_tokens} tokens found in the prefix cache"
+        self.mark(now_s, "started", f"after {waited_s:.3f} s on the worker, {found}")
 
     def preempted(self, now_s: float) -> None:
         self.num_preemptions += 1
         self.mark(now_s, "preempted", "its KV memory was needed; what it had is computed again")
+
+    @property
+    def worker(self) -> WorkerId | None:
+        """The worker that has the request; None: it waits for one."""
+        return self.stays[-1].worker if self.stays and self.stays[-1].ended_s is None else None
+
+    @property
+    def is_started(self) -> bool:
+        """True if the worker that has the request has given it a slot."""
+        return bool(self.stays) and self.stays[-1].started_s is not None
 
     def lost(self, now_s: float, worker: WorkerId, how: str = "died") -> None:
         self.stays[-1].ended_s = now_s
@@ -164,18 +131,18 @@ class Timeline:
             num_preemptions=self.num_preemptions,
             num_resumes=max(0, len(self.stays) - 1),
             spans=tuple(self._spans(now_s, queue_end_s)),
-            marks=tuple(Mark(at_s - began, what, detail) for at_s, what, detail in self._all_marks()),
+            marks=tuple(TimelineMark(at_s - began, what, detail) for at_s, what, detail in self._all_marks()),
         )
 
     def _awaited(self) -> LoadLog | None:
-        """The load that the request waited for: one that began after its end, or never, was none of its."""
+        """Return the load that the request waited for, which is none that began after its end, or never."""
         load = self.load
         if load is None or load.is_void:
             return None
         return None if self.ended_s is not None and load.began_s > self.ended_s else load
 
     def _load_s(self, load: LoadLog, now_s: float) -> float:
-        """As far as the request has seen it."""
+        """Return the seconds of a load, as far as the request has seen it."""
         end_s = min(load.ended_s or now_s, self.ended_s or now_s)
         return end_s - (max(load.began_s, self.arrived_s) if load.is_guessed else load.began_s)
 
@@ -185,8 +152,8 @@ class Timeline:
         seconds = self.last_token_s - self.first_token_s
         return (self.num_output_tokens - 1) / seconds if seconds > 0 else None
 
-    def _spans(self, now_s: float, queue_end_s: float) -> list[Span]:
-        """In the order of their beginnings."""
+    def _spans(self, now_s: float, queue_end_s: float) -> list[TimelineSpan]:
+        """Return the phases of the request in the order of their beginnings."""
         end_s = self.ended_s or now_s
         spans = [self._span("queue", self.arrived_s, queue_end_s)]
         if (load := self._awaited()) is not None:
@@ -200,7 +167,7 @@ class Timeline:
                 spans.append(self._span("decode", stay.first_token_s, stay_end_s, f"on {stay.worker}"))
         return sorted(spans, key=lambda span: span.begin_s)
 
-    def _load_spans(self, load: LoadLog, end_s: float) -> list[Span]:
+    def _load_spans(self, load: LoadLog, end_s: float) -> list[TimelineSpan]:
         loaded = load.loaded
         if loaded is None:
             load_end_s = min(load.ended_s or end_s, end_s)
@@ -219,10 +186,10 @@ class Timeline:
             self._span("load", copying_s, copied_s, ", ".join(gigabytes)),
         ]
 
-    def _span(self, what: str, begin_s: float, end_s: float, detail: str = "") -> Span:
-        """A load may have begun before the request came: for the request it begins with it."""
+    def _span(self, what: str, begin_s: float, end_s: float, detail: str = "") -> TimelineSpan:
+        """Return a span relative to the arrival; a load that began earlier begins with the request."""
         began = self.arrived_s
-        return Span(what, max(0.0, begin_s - began), max(0.0, end_s - began), detail)
+        return TimelineSpan(what, max(0.0, begin_s - began), max(0.0, end_s - began), detail)
 
     def _all_marks(self) -> list[tuple[float, str, str]]:
         marks = [(self.arrived_s, "queued", ""), *self.marks]
@@ -246,7 +213,7 @@ class Timeline:
 
 
 class Timelines:
-    """The last requests. Mutable; used on the event loop alone."""
+    """The timelines of the last requests. Mutable; used on the event loop alone."""
 
     def __init__(self) -> None:
         self._timelines: OrderedDict[RequestId, Timeline] = OrderedDict()

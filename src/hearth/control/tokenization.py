@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates at work away from the event loop. Turns no tokens back into text."""
+"""Turns prompts into tokens away from the event loop. Turns no tokens back into text."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from hearth.control.ask import Chat
+from hearth.control.generation import ChatPrompt
 from hearth.errors import ModelError, PromptTooLong
 from hearth.messages import GuideOrder
 from hearth.text.grammar import check_guide
 from hearth.text.tokenizer import Tokenizer
 from hearth.types import GuideSpec
 
-#: Tokenizers that are kept; one of 150,000 tokens takes some 50 MB.
+#: The most tokenizers that are kept; one of 150,000 tokens takes some 50 MB.
 MAX_TOKENIZERS = 32
 #: Threads that tokenise. The tokenizers package lets go of the interpreter while it works.
 NUM_THREADS = 2
@@ -28,11 +28,10 @@ class PromptEncoder:
     """Mutable; used on the event loop alone, works on threads of its own."""
 
     def __init__(self, template_s: float) -> None:
-        """`template_s`: for a chat template to render."""
+        """`template_s`: the longest that a chat template may take to render."""
         self._template_s = template_s
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="hearth-encode")
-        #: By digest of the model, the one that was used longest ago first. Whoever comes while one is being
-        #: read waits for the same.
+        #: Tokenizers by digest of their model, the least recently used first; also those being read.
         self._tokenizers: OrderedDict[str, asyncio.Future[Tokenizer]] = OrderedDict()
 
     async def tokenizer(self, digest: str, directory: Path) -> Tokenizer:
@@ -46,11 +45,15 @@ class PromptEncoder:
         return await asyncio.shield(known)  # whoever waits may leave; others wait for the same
 
     async def encode(
-        self, tokenizer: Tokenizer, prompt: str | list[int] | Chat, max_chars: int
+        self, tokenizer: Tokenizer, prompt: str | list[int] | ChatPrompt, max_chars: int
     ) -> tuple[int, ...]:
-        """Raises PromptTooLong for text of more characters than `max_chars`: tokenising it takes long."""
+        """Return the tokens of a prompt.
+
+        Raises:
+            PromptTooLong: it has more than `max_chars` characters, which would take long to tokenise.
+        """
         match prompt:
-            case Chat():
+            case ChatPrompt():
                 return await self._away(lambda: self._render(tokenizer, prompt, max_chars))
             case str():
                 _check_length(prompt, max_chars)
@@ -59,13 +62,13 @@ class PromptEncoder:
                 return tuple(prompt)
 
     async def check_guide(self, guide: GuideOrder) -> None:
-        """Raises BadGuide: better now than after a cold start."""
+        """Check a guide before a model is loaded for it. Raises BadGuide."""
         await self._away(lambda: check_guide(GuideSpec(guide.kind, guide.text)))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _render(self, tokenizer: Tokenizer, chat: Chat, max_chars: int) -> tuple[int, ...]:
+    def _render(self, tokenizer: Tokenizer, chat: ChatPrompt, max_chars: int) -> tuple[int, ...]:
         extra = dict(chat.extra)
         has_turn = extra.pop("add_generation_prompt", True) is not False
         text = tokenizer.chat_text(chat.messages, chat.tools, has_turn, limit_s=self._template_s, **extra)
@@ -73,7 +76,7 @@ class PromptEncoder:
         return tuple(tokenizer.encode(text, add_special_tokens=False))  # the template has written those
 
     def _forget_failed(self, digest: str, loaded: asyncio.Future[Tokenizer]) -> None:
-        """Who comes next tries again."""
+        """Drop a tokenizer that could not be read, so that whoever comes next tries again."""
         has_failed = loaded.cancelled() or loaded.exception() is not None
         if has_failed and self._tokenizers.get(digest) is loaded:
             del self._tokenizers[digest]

@@ -1,4 +1,4 @@
-"""What the service shows of itself, as plain frozen values that become JSON. Computes nothing.
+"""The views that the service shows of itself: plain frozen values that become JSON. Computes nothing.
 
 Times are in seconds and count from the arrival of their request; only `created_at_s` and `arrived_at_s` count
 since the epoch.
@@ -46,7 +46,7 @@ class PartView:
 class PoolView:
     """A worker's memory by its own books."""
 
-    age_s: float  #: since the worker told
+    age_s: float  #: since the worker's report
     parts: tuple[PartView, ...]  #: disjoint; together they are the budget
     moved_bytes: int  #: so far, to make place
     fallbacks: dict[str, int]  #: what it had to do otherwise than wished, by name
@@ -54,15 +54,17 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
+    """A worker, or its seat while none is ready."""
+
     worker: str
     pid: int
     kind: str
     device: str
     state: str  #: starting, ready
     budget_bytes: int
-    used_bytes: int  #: not free; as long as the worker has not told, what models are promised
+    used_bytes: int  #: not free; until the worker has reported, what models are promised
     num_restarts: int
-    pool: PoolView | None = None  #: None: the worker has not told yet
+    pool: PoolView | None = None  #: None: the worker has not reported yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class ResidentView:
 
 @dataclass(frozen=True, slots=True)
 class ProcessView:
-    """What `hearth ps` shows."""
+    """The workers and the models on them, as `hearth ps` shows them."""
 
     workers: tuple[WorkerView, ...]
     models: tuple[ResidentView, ...]
@@ -96,7 +98,7 @@ class ProcessView:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class TimelineMark:
     """A moment on a request's timeline."""
 
     at_s: float  #: since the arrival of the request
@@ -106,13 +108,15 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class RungView:
+    """The bytes of a load that one rung served."""
+
     rung: Rung
     num_bytes: int
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimelineSpan:
     """A phase of a request's life, for the waterfall."""
 
     what: str  #: queue, load, prefill, decode, ...
@@ -123,7 +127,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What happened to one request, and why."""
+    """The life of one request, and why it went as it did."""
 
     request_id: str
     model: str
@@ -146,12 +150,14 @@ class Explanation:
     rungs: tuple[RungView, ...]  #: where the other bytes of the load came from
     num_preemptions: int
     num_resumes: int
-    spans: tuple[Span, ...]
-    marks: tuple[Mark, ...]
+    spans: tuple[TimelineSpan, ...]
+    marks: tuple[TimelineMark, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
+    """The state of the service, for probes."""
+
     status: str  #: ok, starting, draining
     num_workers: int
     num_ready_workers: int

@@ -1,4 +1,4 @@
-"""Tokens in, text out, one token at a time and never half a character. One instance per request.
+"""Turns tokens into text, one token at a time and never half a character. One instance per request.
 
 Does not look for stop strings and does not decide when a request ends.
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import codecs
 
-from hearth.text.spelling import Spelling
+from hearth.text.token_spelling import Spelling
 from hearth.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"  #: what decoders put for bytes that are not UTF-8, or not yet
@@ -30,19 +30,19 @@ class Detokenizer:
         self._stream = _Window(tokenizer) if tokenizer.spelling is None else _ByteStream(tokenizer.spelling)
 
     def push(self, token_id: int) -> str:
-        """The text that has become final; empty while a character is incomplete."""
+        """Return the text that has become final; empty while a character is incomplete."""
         token = self._tokenizer.token(token_id)
         if token is None or token_id in self._hidden_ids:
             return ""
         return self._stream.push(token_id, token)
 
     def flush(self) -> str:
-        """What was held back, at the end of the output."""
+        """Return the text that was held back, at the end of the output."""
         return self._stream.flush()
 
 
 class _ByteStream:
-    """For tokenizers with a spelling: the cost of a token is its length."""
+    """The decoder for tokenizers with a spelling: the cost of a token is its length."""
 
     def __init__(self, spelling: Spelling) -> None:
         self._spelling = spelling
@@ -67,7 +67,7 @@ class _ByteStream:
 
 
 class _Window:
-    """For decoders that look at a token's neighbours: decode a few tokens again with each new one.
+    """The decoder where a token's text depends on its neighbours: decodes a few tokens again with each.
 
     tokens whose text was sent last | tokens whose text is held back
     <----------- context ----------> <----------- pending ----------->

@@ -1,17 +1,17 @@
-"""Schemas and grammars in the form that llguidance takes, and whether it takes them. Guides no output."""
+"""Turns schemas and grammars into the form that llguidance takes, and checks them. Guides no output."""
 
 from __future__ import annotations
 
 from hearth.errors import BadGuide
 from hearth.types import GuideSpec
 
-#: Between the parts of a JSON value: at most one space. A model that may write more can do so for ever.
+#: The space between the parts of a JSON value: at most one. A model that may write more can do so for ever.
 _WHITESPACE = "[ ]?"
 _ANY_OBJECT = '{"type": "object"}'
 
 
 def grammar_of(spec: GuideSpec) -> str:
-    """Raises BadGuide for a schema that is none."""
+    """Return the grammar of a guide. Raises BadGuide for a schema that is none."""
     from llguidance import LLMatcher
 
     if spec.kind == "lark":
@@ -26,7 +26,7 @@ def grammar_of(spec: GuideSpec) -> str:
 
 
 def check_guide(spec: GuideSpec) -> None:
-    """Raises BadGuide for what no model could be held to."""
+    """Raise BadGuide for a guide that no model could be held to."""
     from llguidance import LLMatcher
 
     if problem := LLMatcher.validate_grammar(grammar_of(spec)):
@@ -35,5 +35,5 @@ def check_guide(spec: GuideSpec) -> None:
 
 def refusal(spec: GuideSpec, reason: str) -> BadGuide:
     what = "the grammar" if spec.kind == "lark" else "the JSON schema"
-    said = reason.partition("<state>")[0].strip()  # behind it follows a dump for llguidance's authors
-    return BadGuide(f"{what} cannot guide an output: {said}; correct it, or leave it out")
+    first = reason.partition("<state>")[0].strip()  # behind it follows a dump for llguidance's authors
+    return BadGuide(f"{what} cannot guide an output: {first}; correct it, or leave it out")

@@ -1,4 +1,4 @@
-"""Stop strings in streamed text, also where one is split across pieces. Does not know about tokens."""
+"""Finds stop strings in streamed text, also where one is split across pieces. Knows no tokens."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
+    """The text that is safe after one more piece of it, and whether a stop string ended it."""
+
     text: str  #: safe to send
     stopped: bool  #: a stop string is complete; nothing comes after `text`
 
@@ -20,7 +22,7 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        """`include` keeps the stop string at the end of the text."""
+        """Look for `stops`; `include` keeps the one that is found at the end of the text."""
         assert all(stops), f"empty stop string in {stops!r}"
         self._stops = tuple(stops)
         self._include = include
@@ -37,11 +39,11 @@ class StopStrings:
         return StopMatch(self._hold_back(text), stopped=False)
 
     def skip(self, text: str) -> str:
-        """Text in which no stop string counts, though one may begin; returns what is safe to send."""
+        """Take text in which no stop string counts, though one may begin; returns what is safe to send."""
         return self._hold_back(self._held + text)
 
     def flush(self) -> str:
-        """What was held back, at the end of the output; empty after a stop."""
+        """Return the text that was held back, at the end of the output; empty after a stop."""
         held, self._held = self._held, ""
         return held
 
@@ -57,6 +59,6 @@ class StopStrings:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` with which `stop` begins, short of all of it."""
+    """Return the length of the longest end of `text` with which `stop` begins, short of all of it."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

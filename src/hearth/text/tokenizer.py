@@ -14,14 +14,14 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from hearth.errors import BadPrompt, BadTokenizer
-from hearth.text.chat import RENDER_S, ChatTemplate, Json, Message
-from hearth.text.settings import ListedToken, Settings, read_settings
-from hearth.text.spelling import Spelling, spelling_of
+from hearth.text.chat_template import RENDER_S, ChatTemplate, Json, Message
+from hearth.text.token_spelling import Spelling, spelling_of
+from hearth.text.tokenizer_settings import ListedToken, Settings, read_settings
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """Shared by all requests of a model."""
+    """A tokenizer with its chat template; all requests of a model share it."""
 
     _backend: Backend = field(repr=False)
     _chat_template: ChatTemplate | None
@@ -32,7 +32,7 @@ class Tokenizer:
 
     @staticmethod
     def load(directory: Path) -> Tokenizer:
-        """Raises `BadTokenizer` if a file is missing or broken."""
+        """Read a model's tokenizer. Raises `BadTokenizer` if a file is missing or broken."""
         settings = read_settings(directory)
         backend = _load_backend(directory)
         _add_listed_tokens(backend, settings, directory)
@@ -49,7 +49,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """With added tokens; the model's own may be padded to a larger one."""
+        """The size of the vocabulary with added tokens; the model's own may be padded to a larger one."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
@@ -70,11 +70,11 @@ class Tokenizer:
             ) from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Ids outside the vocabulary have no text."""
+        """Return the text of tokens; ids outside the vocabulary have none."""
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> str | None:
-        """The token's name in the vocabulary, which is not its text; None outside the vocabulary."""
+        """Return a token's name in the vocabulary, which is not its text; None outside the vocabulary."""
         return self._backend.id_to_token(token_id)
 
     def chat_text(
@@ -86,7 +86,7 @@ class Tokenizer:
         limit_s: float = RENDER_S,
         **extra: Json,
     ) -> str:
-        """The prompt as the model's template writes it; `extra` reaches the template, also `documents`."""
+        """Return a prompt as the template writes it; `extra` reaches the template, also `documents`."""
         if self._chat_template is None:
             raise BadPrompt(
                 "this model has no chat template, so it takes no messages; "
@@ -103,12 +103,12 @@ class Tokenizer:
         limit_s: float = RENDER_S,
         **extra: Json,
     ) -> list[int]:
-        """`chat_text` in tokens; the template has written the special ones, so none are added."""
+        """Return `chat_text` in tokens; the template has written the special ones, so none are added."""
         text = self.chat_text(messages, tools, add_generation_prompt, limit_s=limit_s, **extra)
         return self.encode(text, add_special_tokens=False)
 
 
-#: What models came with before tokenizer.json.
+#: The files that models came with before tokenizer.json.
 _OLD_FILES = {"merges.txt", "spiece.model", "tekken.json", "vocab.json", "vocab.txt"}
 
 
@@ -155,12 +155,12 @@ def _add_listed_tokens(backend: Backend, settings: Settings, directory: Path) ->
 
 
 def _is_known(listed: ListedToken, known: AddedToken | None) -> bool:
-    """What tokenizer.json calls special stays so."""
+    """True if tokenizer.json has the token as it is listed; what it calls special stays so."""
     return known is not None and known.content == listed.content and known.special >= listed.special
 
 
 def _mark_special_tokens(backend: Backend, settings: Settings) -> None:
-    """A plain entry of the vocabulary that has a role (`eos_token`, ...) is special. Adds nothing new."""
+    """Make plain entries of the vocabulary that have a role (`eos_token`, ...) special. Adds nothing new."""
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
     plain = [content for content in sorted(set(settings.special_tokens.values())) if content not in added]
     backend.add_special_tokens([content for content in plain if backend.token_to_id(content) is not None])

@@ -1,4 +1,4 @@
-"""The text of one answer as its tokens arrive: characters whole, stop strings cut. Knows no engine."""
+"""The transcript of one answer as its tokens arrive: characters whole, stop strings cut. Knows no engine."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hearth.types import FinishReason, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What one token adds."""
+class TextDelta:
+    """The text that one token adds to an answer."""
 
     text: str
     finish_reason: FinishReason | None
 
 
 class Transcript:
-    """Mutable; the thread that reads the answer owns it. Nothing may follow a finish reason."""
+    """The text of one answer. Mutable; owned by the thread that reads it. A finish reason ends it."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
@@ -28,7 +28,7 @@ class Transcript:
         self._keeps_stop_token = params.include_stop_str_in_output
         self._num_tokens = 0
 
-    def push(self, token: int, finish_reason: FinishReason | None) -> Piece:
+    def push(self, token: int, finish_reason: FinishReason | None) -> TextDelta:
         """Take the next token; a stop string that it completes ends the answer."""
         self._num_tokens += 1
         is_hidden = finish_reason is FinishReason.STOP and not self._keeps_stop_token
@@ -40,6 +40,6 @@ class Transcript:
         else:
             match = self._stops.push(text)
             if match.stopped:
-                return Piece(match.text, FinishReason.STOP)
+                return TextDelta(match.text, FinishReason.STOP)
             safe = match.text
-        return Piece(safe + (self._stops.flush() if finish_reason is not None else ""), finish_reason)
+        return TextDelta(safe + (self._stops.flush() if finish_reason is not None else ""), finish_reason)

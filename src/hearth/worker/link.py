@@ -12,7 +12,7 @@ from typing import Literal
 
 from hearth import wire
 from hearth.errors import ServiceError
-from hearth.messages import VERSION, Challenge, Fact, Hello, Order, Welcome
+from hearth.messages import VERSION, Challenge, Fact, Order, Welcome, WorkerHello
 from hearth.types import WorkerId
 
 #: For the gateway to answer before it is thought to be no gateway.
@@ -74,7 +74,7 @@ def greet(connection: socket.socket, introduction: Introduction, secret: bytes) 
     try:
         challenge = _challenge(link)
         link.send(
-            Hello(
+            WorkerHello(
                 version=VERSION,
                 worker=introduction.worker,
                 nonce=nonce,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 
 from hearth.memory.pool import Holding, Pool
-from hearth.messages import ModelUse, Pong, Residency
+from hearth.messages import DeviceResidency, ModelUse, Pong
 from hearth.types import Hold, ModelId
 from hearth.worker.hosted_model import HostedModel
 
@@ -26,7 +26,7 @@ class Reports:
         self._told: dict[ModelId, int] = {}
         self._told_s = 0.0
 
-    def residency(self, *, is_due: bool) -> Residency | None:
+    def residency(self, *, is_due: bool) -> DeviceResidency | None:
         """None: it is as it was told, or was told a moment ago and is not due."""
         now_s = time.monotonic()
         if not is_due and now_s < self._told_s + INTERVAL_S:
@@ -37,7 +37,7 @@ class Reports:
         if there == self._told:
             return None
         self._told = there
-        return Residency(there)
+        return DeviceResidency(there)
 
     def _there(self, holding: Holding) -> int:
         """Bytes as stored; what is still on its way has its memory already, but does not count."""

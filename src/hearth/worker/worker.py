@@ -23,9 +23,9 @@ from hearth.messages import (
     DropModel,
     Fact,
     HoldModel,
+    HostingFailed,
     HostModel,
-    LoadProgressed,
-    ModelFailed,
+    LoadProgress,
     ModelLoaded,
     Order,
     Ping,
@@ -254,7 +254,7 @@ class WorkerLoop:
                     if order.run in self._runs and host.engine is not None:  # else it has failed meanwhile
                         self._begin(order, host, host.engine.intake)
             case Progressed(num_bytes, num_layers):
-                self._send(LoadProgressed(model, host.order.hosting, num_bytes, num_layers))
+                self._send(LoadProgress(model, host.order.hosting, num_bytes, num_layers))
             case Near():
                 host.near()
             case Loaded():
@@ -274,7 +274,7 @@ class WorkerLoop:
             raise DeviceLost(f"the device is lost, under `{model}`: {failure.reason}")
         hosting = self._hosts[model].order.hosting
         self._drop(model)
-        self._send(ModelFailed(model, hosting, failure.label, failure.reason))
+        self._send(HostingFailed(model, hosting, failure.label, failure.reason))
 
     # Facts.
 

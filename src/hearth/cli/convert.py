@@ -1,0 +1,262 @@
+"""`hearth convert`, `verify` and `show`: models as files. Loads none."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from rich.text import Text
+
+from hearth.cli.console import (
+    DEFAULT_DATA_DIR,
+    ApiKey,
+    AsJson,
+    DataDirectory,
+    Dtype,
+    Url,
+    app,
+    err,
+    existing,
+    is_place,
+    named,
+    print_table,
+    url_of,
+)
+from hearth.cli.endpoint import running
+from hearth.cli.figures import duration
+from hearth.cli.local_models import find
+from hearth.cli.progress import bar
+from hearth.cli.tab_completion import complete_model
+from hearth.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hearth.control.views import ModelView
+    from hearth.models.layout import Layout
+    from hearth.store.manifest import Manifest
+
+
+class Quant(StrEnum):
+    NONE = "none"
+    INT8 = "int8"
+    FP8 = "fp8"
+
+
+NameOrPath = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A deployed model's name, or a directory or GGUF file.",
+        autocompletion=complete_model,
+    ),
+]
+ConvertedPath = Annotated[
+    Path, typer.Argument(metavar="PATH", help="Directory of a converted model.", callback=existing)
+]
+SourcePath = Annotated[
+    Path, typer.Argument(metavar="SOURCE", help="Hugging Face directory or GGUF file.", callback=existing)
+]
+
+
+def _local(dest: Path) -> Path:
+    if url := url_of(dest):
+        raise ConfigError(
+            f"`{url}` is a URL, but this command writes local models; convert to a directory and upload it"
+        )
+    return dest
+
+
+DestPath = Annotated[Path, typer.Argument(metavar="DEST", help="Directory to make of it.", callback=_local)]
+
+
+@app.command(rich_help_panel="Models")
+def convert(
+    source: SourcePath,
+    dest: DestPath,
+    dtype: Annotated[
+        Dtype, typer.Option(help="auto keeps the dtype of the source, bfloat16 for quantised GGUF.")
+    ] = Dtype.AUTO,
+    quant: Annotated[Quant, typer.Option(help="Store the weights of linears in eight bits.")] = Quant.NONE,
+    force: Annotated[bool, typer.Option("--force", help="Replace a model that is there already.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Convert a model to the form that loads by copying.
+
+    It appears when it is complete: interrupted or killed, the command leaves no half model behind.
+
+    [bold]Examples[/bold]
+
+      hearth convert ./Qwen2.5-7B-Instruct ./models/qwen-7b
+
+      hearth convert ./Qwen2.5-7B-Instruct ./models/qwen-7b-int8 --quant int8
+
+      hearth convert ./smollm2.Q8_0.gguf ./models/smollm2 --dtype bfloat16
+    """
+    before = _version(dest)
+    try:
+        with bar(f"converting {source.name}") as advance:
+            from hearth.store.convert import convert as convert_model
+
+            started_s = time.perf_counter()
+            manifest = convert_model(
+                *(source, dest),
+                dtype=dtype.value,
+                quant=quant.value,
+                overwrite=force,
+                on_progress=lambda progress: advance(progress.done_bytes, progress.total_bytes),
+            )
+    except KeyboardInterrupt:
+        outcome = "nothing was written to" if _version(dest) == before else "but the model was written to"
+        err.print(Text(f"hearth: interrupted, {outcome} `{dest}`", style="red"))
+        raise typer.Exit(130) from None
+    total_s = time.perf_counter() - started_s
+    if as_json:
+        typer.echo(json.dumps({"path": str(dest), "total_s": total_s, **_stored_facts(manifest)}))
+    else:
+        typer.echo(f"wrote {dest}: {_throughput(manifest, total_s)}")
+
+
+@app.command(rich_help_panel="Models")
+def verify(path: ConvertedPath, as_json: AsJson = False) -> None:
+    """Compare a converted model with its hashes.
+
+    The exit code is 1 if a byte has changed.
+
+    [bold]Example[/bold]
+
+      hearth verify ./models/qwen-7b
+    """
+    with bar(f"verifying {path.name}") as advance:
+        from hearth.store.manifest import read_manifest
+        from hearth.store.verify import BadChunk
+        from hearth.store.verify import verify as verify_model
+
+        started_s = time.perf_counter()
+        manifest = read_manifest(path)
+        bad = verify_model(
+            path, lambda progress: advance(progress.done_bytes, progress.total_bytes), manifest
+        )
+    total_s = time.perf_counter() - started_s
+    if as_json:
+        typer.echo(
+            json.dumps({"is_whole": not bad, "total_s": total_s, "bad": [asdict(part) for part in bad]})
+        )
+    elif not bad:
+        typer.echo(f"{path} is whole: {_throughput(manifest, total_s)}")
+    else:
+        for part in bad:
+            if isinstance(part, BadChunk):
+                typer.echo(f"chunk {part.index}: {part.reason}; tensors in it: {', '.join(part.tensors)}")
+            else:
+                typer.echo(f"{part.name}: {part.reason}")
+        typer.echo(f"{path} is damaged: convert the model again")
+    if bad:
+        raise typer.Exit(1)
+
+
+@app.command(rich_help_panel="Models")
+def show(
+    model: NameOrPath,
+    url: Url = None,
+    api_key: ApiKey = None,
+    data_dir: DataDirectory = DEFAULT_DATA_DIR,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a model is made of.
+
+    Its weights are not loaded. Of a deployed model the service is asked; where none runs, the data directory.
+
+    [bold]Examples[/bold]
+
+      hearth show smollm2
+
+      hearth show ./Qwen2.5-0.5B-Instruct
+
+      hearth show ./models/qwen-7b --json
+    """
+    if is_place(model):
+        _show_place(existing(Path(model)), as_json)
+        return
+    client = running(url, api_key, data_dir)
+    with named(model):
+        if client is None:
+            view = find(data_dir, model)
+        else:
+            with client:
+                view = client.model(model)
+    if as_json:
+        typer.echo(msgspec.json.encode(view))
+    else:
+        _print_view(view)
+
+
+def _print_view(view: ModelView) -> None:
+    facts: dict[str, object] = asdict(view)
+    del facts["created_at_s"], facts["keep_alive_s"]
+    facts["aliases"] = list(view.aliases)
+    facts["created"] = f"{duration(time.time() - view.created_at_s)} ago"
+    facts["keep_alive"] = "for ever" if view.keep_alive_s is None else duration(view.keep_alive_s)
+    print_table(view.name, facts)
+
+
+def _show_place(path: Path, as_json: bool) -> None:
+    from hearth.models.families import read_arch
+    from hearth.models.layout import layout_of
+    from hearth.store.convert import open_source
+    from hearth.store.manifest import MANIFEST, read_manifest
+
+    if (path / MANIFEST).is_file():
+        manifest = read_manifest(path)
+        arch, facts = manifest.arch, _stored_facts(manifest)
+    else:
+        if path.is_dir():
+            arch = read_arch(path)
+        else:
+            with open_source(path) as source:
+                arch = source.arch
+        layout = layout_of(arch, "bfloat16")
+        facts = {"num_parameters": _num_parameters(layout), "bfloat16_bytes": layout.num_bytes}
+    if as_json:
+        typer.echo(json.dumps(asdict(arch) | facts))
+        return
+    lists = {"windows": ["all tokens" if tokens is None else tokens for tokens in arch.windows]}
+    print_table(path.name or str(path), {**facts, **asdict(arch), **lists})
+
+
+def _version(directory: Path) -> int | None:
+    """Return a number that differs once another directory has taken the place of this one."""
+    try:
+        return directory.stat().st_ino
+    except OSError:
+        return None
+
+
+def _stored_facts(manifest: Manifest) -> dict[str, object]:
+    return {
+        "dtype": manifest.dtype,
+        "quant": manifest.quant,
+        "num_parameters": _num_parameters(manifest.layout),
+        "num_bytes": manifest.num_bytes,
+        "layer_bytes": [layer.end - layer.begin for layer in manifest.layers],
+        "num_chunks": len(manifest.chunks),
+        "chunk_bytes": manifest.chunk_bytes,
+        "files": [file.name for file in manifest.files],
+        "digest": manifest.digest,
+    }
+
+
+def _num_parameters(layout: Layout) -> int:
+    return sum(math.prod(spec.shape) for spec in layout.tensors if not spec.name.endswith(".scale"))
+
+
+def _throughput(manifest: Manifest, total_s: float) -> str:
+    return (
+        f"{manifest.num_bytes:,} bytes in {len(manifest.chunks)} chunks, {total_s:.1f} s, "
+        f"{manifest.num_bytes / total_s / 1e9:.2f} GB/s"
+    )

@@ -1,0 +1,180 @@
+"""`hearth deploy`, `list` and `rm`, through the service where one runs. Converts nothing itself."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from hearth.cli import local_models
+from hearth.cli.client import Client
+from hearth.cli.console import (
+    DEFAULT_DATA_DIR,
+    ApiKey,
+    AsJson,
+    DataDirectory,
+    Dtype,
+    Url,
+    app,
+    existing,
+    print_columns,
+)
+from hearth.cli.convert import Quant
+from hearth.cli.endpoint import running
+from hearth.cli.figures import count, duration, size
+from hearth.cli.progress import bar
+from hearth.cli.tab_completion import ModelName
+from hearth.control.views import ModelView
+from hearth.errors import ConfigError, Unreached
+
+if TYPE_CHECKING:
+    from hearth.control.deploy import DeployProgress
+
+
+@app.command(rich_help_panel="Models")
+def deploy(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="Hugging Face directory, GGUF file, converted model, hf:ORG/NAME, s3:// or https:// URL.",
+        ),
+    ],
+    name: Annotated[str | None, typer.Option(help="To ask for it by; by default that of SOURCE.")] = None,
+    dtype: Annotated[
+        Dtype, typer.Option(help="auto: float32 for a CPU, else that of the source.")
+    ] = Dtype.AUTO,
+    quant: Annotated[Quant, typer.Option(help="Store the weights of linears in eight bits.")] = Quant.NONE,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model of that name.")] = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    data_dir: DataDirectory = DEFAULT_DATA_DIR,
+    as_json: AsJson = False,
+) -> None:
+    """Make a model available under a name.
+
+    It is downloaded if need be, converted to the form that loads by copying, and registered. A model that is
+    converted already, or lies in object storage, is registered where it is.
+
+    [bold]Examples[/bold]
+
+      hearth deploy ./Qwen2.5-7B-Instruct --name qwen-7b
+
+      hearth deploy hf:HuggingFaceTB/SmolLM2-135M-Instruct
+
+      hearth deploy ./llama-3-8b.gguf --quant int8
+
+      hearth deploy s3://models/qwen-7b
+    """
+    client = running(url, api_key, data_dir)
+    absolute = _absolute(source, is_elsewhere=url is not None)
+    started_s = time.perf_counter()
+    if client is None:
+        events = local_models.deploy(absolute, name, dtype.value, quant.value, overwrite, data_dir)
+        model = follow(source, events)
+    else:
+        with client:
+            model = follow(source, client.deploy(absolute, name, dtype.value, quant.value, overwrite))
+    if as_json:
+        typer.echo(msgspec.json.encode(model))
+    else:
+        took_s = time.perf_counter() - started_s
+        typer.echo(f"deployed {model.name}: {size(model.num_bytes)}, {model.dtype}, in {took_s:.1f} s")
+
+
+@app.command("list", rich_help_panel="Models")
+def list_models(
+    url: Url = None,
+    api_key: ApiKey = None,
+    data_dir: DataDirectory = DEFAULT_DATA_DIR,
+    as_json: AsJson = False,
+) -> None:
+    """List the deployed models.
+
+    All that can be asked for, loaded or not; `hearth ps` shows what is in memory.
+
+    [bold]Examples[/bold]
+
+      hearth list
+
+      hearth list --json
+    """
+    client = running(url, api_key, data_dir)
+    views = local_models.views(data_dir) if client is None else _listed(client)
+    if as_json:
+        typer.echo(msgspec.json.encode(views))
+        return
+    rows = [
+        [
+            view.name,
+            ",".join(view.aliases) or "-",
+            size(view.num_bytes),
+            count(view.num_parameters),
+            view.dtype if view.quant == "none" else f"{view.dtype}, {view.quant}",
+            f"{duration(time.time() - view.created_at_s)} ago",
+            view.source,
+        ]
+        for view in views
+    ]
+    print_columns(["NAME", "ALIASES", "SIZE", "PARAMETERS", "DTYPE", "DEPLOYED", "SOURCE"], rows)
+
+
+@app.command(rich_help_panel="Models")
+def rm(
+    name: ModelName,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    data_dir: DataDirectory = DEFAULT_DATA_DIR,
+) -> None:
+    """Remove a deployed model.
+
+    Files that `hearth deploy` made of it are deleted; what it was deployed from stays.
+
+    [bold]Example[/bold]
+
+      hearth rm qwen-7b --yes
+    """
+    if not yes:
+        if not sys.stdin.isatty():
+            raise ConfigError(f"nobody can be asked whether to remove `{name}`; add `--yes`")
+        typer.confirm(f"Remove {name}?", abort=True)
+    client = running(url, api_key, data_dir)
+    if client is None:
+        local_models.remove(data_dir, name)
+    else:
+        with client:
+            client.remove(name)
+    typer.echo(f"removed {name}")
+
+
+def _listed(client: Client) -> list[ModelView]:
+    with client:
+        return client.models()
+
+
+def _absolute(source: str, is_elsewhere: bool) -> str:
+    """Return a source with an absolute path: the service has another working directory, or machine."""
+    if source.startswith("hf:") or "://" in source:
+        return source
+    path = Path(source).expanduser()
+    return source if is_elsewhere and not path.exists() else str(existing(path).absolute())
+
+
+def follow(source: str, events: Iterator[DeployProgress | ModelView]) -> ModelView:
+    """Show the progress of a deployment and return the model."""
+    model = None
+    with bar(f"deploying {source}") as advance:
+        for event in events:
+            if isinstance(event, ModelView):
+                model = event
+            else:
+                advance(event.done_bytes, event.total_bytes or None, f"{event.phase} {source}")
+    if model is None:
+        raise Unreached(f"`{source}` was not deployed, and no reason was given; look at the service's log")
+    return model

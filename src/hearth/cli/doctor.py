@@ -1,0 +1,120 @@
+"""`hearth doctor` and `hearth config`: what this machine offers, which settings apply. Changes neither."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import typer
+from rich.text import Text
+
+from hearth.cli import local_models
+from hearth.cli.console import (
+    DEFAULT_DATA_DIR,
+    AsJson,
+    ConfigFile,
+    DataDirectory,
+    Settings,
+    app,
+    configured,
+    err,
+    out,
+    print_table,
+)
+from hearth.cli.endpoint import reached
+from hearth.cli.figures import size
+from hearth.cli.pool_bars import fallbacks
+from hearth.config import plain, to_toml
+from hearth.control.datadir import is_held, running_service
+from hearth.errors import ServiceError
+
+
+@app.command(rich_help_panel="This machine")
+def doctor(
+    data_dir: DataDirectory = DEFAULT_DATA_DIR,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Report what this machine offers, what runs on it and what has to be done without.
+
+    Devices, versions, memory, limits, the service and its workers; notes name the active fallbacks.
+
+    [bold]Examples[/bold]
+
+      hearth doctor
+
+      hearth doctor --json
+    """
+    store = configured(config, settings).store
+    with err.status("looking around"):
+        from hearth.doctor import examine
+
+        report = examine(store)
+        service = _service(data_dir)
+    if as_json:
+        typer.echo(json.dumps({**asdict(report), "service": asdict(service)}))
+        return
+    facts = asdict(report)
+    del facts["devices"], facts["notes"], facts["store"]
+    facts["store"] = f"{report.store.path}, {report.store.free_bytes / 2**30:.1f} GiB free"
+    facts["direct reads"] = "yes" if report.store.has_direct_reads else "no"
+    for number, device in enumerate(report.devices):
+        facts[f"device {number}"] = (
+            f"{device.name}, {device.free_bytes / 2**30:.1f} of {device.total_bytes / 2**30:.1f} GiB free"
+        )
+    facts["data directory"] = f"{service.data_dir}, {service.num_models} models deployed"
+    facts["service"] = service.status if service.url is None else f"{service.status}, {service.url}"
+    for number, worker in enumerate(service.workers):
+        facts[f"worker {number}"] = worker
+    print_table("hearth doctor", facts)
+    for note in report.notes:
+        out.print(Text(f"note: {note}", style="yellow"))
+
+
+@dataclass(frozen=True, slots=True)
+class _ServiceReport:
+    """The service on a data directory, as the doctor found it. Becomes JSON."""
+
+    data_dir: str
+    num_models: int
+    status: str  #: not running, starting, ok, draining, or why it does not answer
+    url: str | None
+    workers: list[str]
+
+
+def _service(data_dir: Path) -> _ServiceReport:
+    num_models = len(local_models.names(data_dir))
+    if running_service(data_dir) is None:
+        status = "starting or ending" if is_held(data_dir) else "not running"
+        return _ServiceReport(str(data_dir), num_models, status, None, [])
+    client = reached(None, None, data_dir)
+    with client:
+        try:
+            status, view = client.health().status, client.ps()
+        except ServiceError as error:  # it holds the directory, but something is wrong with it
+            return _ServiceReport(str(data_dir), num_models, str(error), client.url, [])
+    workers = [
+        f"{worker.device or worker.kind}, {worker.state}, {size(worker.used_bytes)} of "
+        f"{size(worker.budget_bytes)} in use, {worker.num_restarts} restarts"
+        + "".join(f", {fallback}" for fallback in fallbacks(worker))
+        for worker in view.workers
+    ]
+    return _ServiceReport(str(data_dir), num_models, status, client.url, workers)
+
+
+@app.command("config", rich_help_panel="This machine")
+def show_config(config: ConfigFile = None, settings: Settings = None, as_json: AsJson = False) -> None:
+    """Print the settings that apply.
+
+    They come as TOML that can be saved and edited.
+
+    [bold]Examples[/bold]
+
+      hearth config > hearth.toml
+
+      hearth config --config hearth.toml --set engine.max_seqs=64
+    """
+    resolved = configured(config, settings)
+    typer.echo(json.dumps(plain(resolved)) if as_json else to_toml(resolved), nl=as_json)

@@ -1,0 +1,151 @@
+"""`hearth ps`, `stop` and `logs`: a look at a running service. Starts and ends none."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from typing import Annotated
+
+import msgspec
+import typer
+
+from hearth.cli.console import (
+    DEFAULT_DATA_DIR,
+    ApiKey,
+    AsJson,
+    DataDirectory,
+    Url,
+    app,
+    out,
+    print_columns,
+)
+from hearth.cli.endpoint import reached
+from hearth.cli.figures import duration, size
+from hearth.cli.pool_bars import keys_of, pool_lines, signs_for
+from hearth.cli.tab_completion import ModelName
+from hearth.control.datadir import DataDir
+from hearth.control.views import ProcessView, ResidentView
+from hearth.errors import DataDirError
+
+
+@app.command(rich_help_panel="Service")
+def ps(
+    url: Url = None,
+    api_key: ApiKey = None,
+    data_dir: DataDirectory = DEFAULT_DATA_DIR,
+    as_json: AsJson = False,
+) -> None:
+    """Show the workers of a service and whose bytes are in their memory.
+
+    One bar for each worker's memory; the letters below say whose bytes they are. Then a line for each model:
+    it is busy while it answers, warm until its time is up, then retained: its weights stay until somebody
+    needs the room, and only as many go as are needed. A pinned one stays in any case. KV counts blocks that
+    running requests use and those kept in case their text comes again, of all that the model has.
+
+    [bold]Examples[/bold]
+
+      hearth ps
+
+      hearth ps --json
+    """
+    with reached(url, api_key, data_dir) as client:
+        view = client.ps()
+    if as_json:
+        typer.echo(msgspec.json.encode(view))
+    else:
+        _print_processes(view)
+
+
+@app.command(rich_help_panel="Service")
+def stop(
+    name: ModelName,
+    free: Annotated[bool, typer.Option("--free", help="Drop it from memory, not only when needed.")] = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    data_dir: DataDirectory = DEFAULT_DATA_DIR,
+) -> None:
+    """Let go of a model before its time is up.
+
+    What it is answering is finished. It stays in memory until somebody needs the room, with --free it leaves
+    at once. The next request loads it again.
+
+    [bold]Examples[/bold]
+
+      hearth stop qwen-7b
+
+      hearth stop qwen-7b --free
+    """
+    with reached(url, api_key, data_dir) as client:
+        client.unload(name, free)
+    typer.echo(f"{name} {'leaves memory' if free else 'stays in memory until the room is needed'}")
+
+
+@app.command(rich_help_panel="Service")
+def logs(
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is added.")] = False,
+    num_lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many, from the end.")] = 100,
+    data_dir: DataDirectory = DEFAULT_DATA_DIR,
+) -> None:
+    """Print the log of the service on this machine.
+
+    Its workers log there too. Prompts and answers are never logged.
+
+    [bold]Examples[/bold]
+
+      hearth logs -n 20
+
+      hearth logs -f
+    """
+    path = DataDir(data_dir).log_path
+    if not path.exists():
+        raise DataDirError(f"no log at `{path}`; `hearth serve` writes it: name its `--data-dir`")
+    if follow:  # tail waits for the file itself and goes on when it is replaced
+        os.execvp("tail", ["tail", "-n", str(num_lines), "-F", str(path)])
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in deque(lines, maxlen=num_lines):
+            typer.echo(line, nl=False)
+
+
+def _print_processes(view: ProcessView) -> None:
+    workers = [
+        [
+            worker.worker,
+            str(worker.pid),
+            worker.device,
+            worker.state,
+            f"{size(worker.used_bytes)} of {size(worker.budget_bytes)}",
+            str(worker.num_restarts),
+        ]
+        for worker in view.workers
+    ]
+    print_columns(["WORKER", "PID", "DEVICE", "STATE", "MEMORY", "RESTARTS"], workers)
+    keys = keys_of(view.models)
+    signs = signs_for(out.encoding)
+    for worker in view.workers:
+        for line in pool_lines(worker, keys, signs, out.width):
+            out.print(line, soft_wrap=True)
+    typer.echo()
+    models = [
+        [
+            *(model.model, keys[model.worker, model.model], model.worker, model.state),
+            f"{size(model.loaded_bytes)} of {size(model.total_bytes)}",
+            size(model.shared_bytes) if model.shared_bytes else "-",
+            _kv(model),
+            str(model.num_running),
+            _left(model),
+        ]
+        for model in view.models
+    ]
+    header = ["MODEL", "KEY", "WORKER", "STATE", "WEIGHTS", "SHARED", "KV BLOCKS", "RUNNING", "TIME LEFT"]
+    print_columns(header, models)
+    typer.echo(f"\nrequests: {view.num_running} running, {view.num_waiting} waiting")
+
+
+def _kv(model: ResidentView) -> str:
+    if not model.kv_blocks:
+        return "-"
+    return f"{model.kv_used_blocks}+{model.kv_cached_blocks} of {model.kv_blocks}, {size(model.kv_bytes)}"
+
+
+def _left(model: ResidentView) -> str:
+    return "-" if model.expires_in_s is None else duration(model.expires_in_s)

@@ -1,0 +1,143 @@
+"""`hearth run`: one question, its answer streamed. Converts nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from hearth.cli.answerer import Answerer, LocalOptions, answerer_of
+from hearth.cli.console import (
+    DEFAULT_DATA_DIR,
+    ApiKey,
+    AsJson,
+    ConfigFile,
+    DataDirectory,
+    Device,
+    Dtype,
+    Settings,
+    Url,
+    app,
+    err,
+)
+from hearth.cli.tab_completion import complete_model
+from hearth.types import SamplingParams
+
+if TYPE_CHECKING:
+    from hearth.store.record import LoadRecord
+
+NameOrPlace = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A deployed model's name; or a directory, GGUF file or URL (s3://, https://).",
+        autocompletion=complete_model,
+    ),
+]
+
+
+@app.command(rich_help_panel="Questions")
+def run(
+    model: NameOrPlace,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to ask; - reads standard input.")],
+    device: Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")] = Device.AUTO,
+    dtype: Annotated[Dtype, typer.Option(help="auto takes what suits model and device.")] = Dtype.AUTO,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.7,
+    seed: Annotated[int | None, typer.Option(help="Repeats an answer exactly.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue PROMPT as it is, no chat template.")] = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    data_dir: DataDirectory = DEFAULT_DATA_DIR,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask a model and stream its answer.
+
+    A deployed model is asked through the service, or loaded in this process where none runs; so is a model
+    by its path or URL. The prompt goes through the model's chat template where there is one; --raw has it
+    continued instead.
+
+    [bold]Examples[/bold]
+
+      hearth run smollm2 "Why is the sky blue?"
+
+      hearth run ./llama --raw --temperature 0 "Once upon a time"
+
+      cat notes.txt | hearth run ./qwen - --set engine.kv_bytes=4GiB
+
+      hearth run s3://models/qwen-7b "Hello" --set store.disk_bytes=100GiB
+    """
+    params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
+    options = LocalOptions(device.value, dtype.value, config, settings)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    started_s = time.perf_counter()
+    with answerer_of(model, url, api_key, data_dir, options) as answerer:
+        start_s = time.perf_counter() - started_s
+        answer = _answer(
+            answerer, text, params, is_chat=answerer.has_chat_template and not raw, quiet=as_json
+        )
+        record = answerer.wait_loaded()
+    if as_json:
+        load = None if record is None else asdict(record)
+        typer.echo(json.dumps({**asdict(answer), "start_s": start_s, "load": load}))
+    else:
+        err.print(Text(_summary(answer, start_s, record), style="dim"), soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _TimedAnswer:
+    """A whole answer and how long it took. Becomes JSON."""
+
+    text: str
+    token_ids: tuple[int, ...]  #: none from a service, which sends text alone
+    num_tokens: int
+    finish_reason: str | None
+    first_token_s: float
+    total_s: float  #: from the message to the last token
+    request_id: str | None  #: of a service
+
+
+def _summary(answer: _TimedAnswer, start_s: float, record: LoadRecord | None) -> str:
+    summary = (
+        f"{answer.num_tokens} tokens, {answer.num_tokens / answer.total_s:.1f} tokens/s, "
+        f"first after {answer.first_token_s:.2f} s"
+    )
+    if answer.request_id is not None:
+        return f"{summary}; `hearth explain {answer.request_id}` tells more"
+    summary += f", started in {start_s:.1f} s"
+    if record is None:
+        return summary
+    rungs = ", ".join(f"{use.num_bytes / 1e9:.2f} GB from {rung}" for rung, use in record.rungs.items())
+    return f"{summary}, loaded in {record.total_s:.2f} s ({rungs})"
+
+
+def _answer(
+    answerer: Answerer, text: str, params: SamplingParams, *, is_chat: bool, quiet: bool
+) -> _TimedAnswer:
+    """Stream the answer to standard output, unless `quiet`, and return it."""
+    texts: list[str] = []
+    token_ids: list[int] = []
+    num_tokens, finish_reason, request_id, first_token_s = 0, None, None, 0.0
+    started_s = time.perf_counter()
+    message = {"role": "user", "content": text}
+    for delta in answerer.chat([message], params) if is_chat else answerer.complete(text, params):
+        if delta.text or delta.finish_reason is not None:  # a stream begins before its first token is there
+            first_token_s = first_token_s or time.perf_counter() - started_s
+        texts.append(delta.text)
+        token_ids += delta.token_ids
+        num_tokens = delta.num_tokens or num_tokens
+        finish_reason = delta.finish_reason or finish_reason
+        request_id = delta.request_id
+        if not quiet:
+            typer.echo(delta.text, nl=delta.finish_reason is not None)
+    total_s = time.perf_counter() - started_s
+    return _TimedAnswer(
+        "".join(texts), tuple(token_ids), num_tokens, finish_reason, first_token_s, total_s, request_id
+    )

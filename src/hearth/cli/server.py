@@ -1,0 +1,147 @@
+"""The server of `hearth serve`: binds, serves and drains. Parses no flags."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from hearth.api.app import ApiLimits, create_app
+from hearth.api.protocol import LimitedProtocol
+from hearth.cli.console import LOG_FORMAT
+from hearth.config import HearthConfig, ServiceConfig
+from hearth.control.datadir import DataDir
+from hearth.control.devices import Devices, resolve
+from hearth.control.gateway import Gateway
+from hearth.control.service import keys_of, running, suited
+from hearth.errors import ConfigError
+
+#: The most connections that wait to be accepted.
+BACKLOG = 2048
+#: Time for connections to close when everything has been answered.
+HANG_UP_S = 2
+#: A log that has grown beyond this is set aside when the service starts.
+MAX_LOG_BYTES = 16 << 20
+
+log = logging.getLogger(__name__)
+
+
+def run_service(config: HearthConfig, on_ready: Callable[[str, Gateway], None] = lambda url, _: None) -> None:
+    """Serve until SIGTERM or SIGINT; a second one ends at once. `on_ready` is told the URL once it answers.
+
+    Raises:
+        HearthError: a port that is taken, a data directory in use, a device that is not there, ...
+    """
+    devices = resolve(config.service)
+    config = suited(config, devices)
+    service = config.service
+    with (
+        DataDir.hold(service.data_dir) as data_dir,
+        _listening(service) as listener,
+        _log_file(data_dir.log_path),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        keys_of(service, data_dir)  # before anything is started
+        runner.run(_serve(config, data_dir, devices, listener, on_ready))
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server that leaves signals to `_serve`."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(
+    config: HearthConfig,
+    data_dir: DataDir,
+    devices: Devices,
+    listener: socket.socket,
+    on_ready: Callable[[str, Gateway], None],
+) -> None:
+    service = config.service
+    async with running(config, data_dir, devices) as gateway:
+        signals: asyncio.Queue[int] = asyncio.Queue()  # only now: until here they end it at once
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
+        server = _Server(
+            uvicorn.Config(
+                create_app(gateway, ApiLimits(service.max_body_bytes, service.stream_heartbeat_s)),
+                http=LimitedProtocol,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=HANG_UP_S,
+            )
+        )
+        url = _url_of(listener)
+        data_dir.announce(url, gateway.admin_token)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        log.info("serving url=%s workers=%d device=%s", url, devices.num_workers, devices.kind)
+        on_ready(url, gateway)
+        signalled = asyncio.create_task(signals.get())
+        await asyncio.wait((serving, signalled), return_when=asyncio.FIRST_COMPLETED)
+        if signalled.done():
+            await _drain(gateway, signals, service.drain_s)
+        server.should_exit = True
+        await serving
+
+
+async def _drain(gateway: Gateway, signals: asyncio.Queue[int], drain_s: float) -> None:
+    log.info("draining running=%d limit_s=%g", gateway.ps().num_running, drain_s)
+    drained = asyncio.create_task(gateway.drain())
+    again = asyncio.create_task(signals.get())
+    await asyncio.wait((drained, again), timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+    again.cancel()
+    if not drained.done():
+        gateway.end_all()
+        await drained
+
+
+@contextmanager
+def _listening(service: ServiceConfig) -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in service.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((service.host, service.port))
+            listener.listen(BACKLOG)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {service.host} port {service.port}: {error.strerror or error}; "
+                "choose another with `--port`, or 0 for any that is free"
+            ) from error
+        listener.setblocking(False)
+        yield listener
+
+
+@contextmanager
+def _log_file(path: Path) -> Iterator[None]:
+    """Log to a file as well, to which the processes of the service write too."""
+    with suppress(FileNotFoundError):
+        if path.stat().st_size > MAX_LOG_BYTES:
+            os.replace(path, path.with_suffix(".log.1"))
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+
+
+def _url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"

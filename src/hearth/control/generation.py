@@ -1,0 +1,120 @@
+"""A generation request as the gateway takes it, and the stream of its answer. Knows no HTTP, no worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from hearth.errors import HearthError
+from hearth.messages import GuideOrder
+from hearth.text.chat_template import Json, Message
+from hearth.text.tokenizer import Tokenizer
+from hearth.types import FinishReason, ModelId, RequestId, SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation that the model's chat template renders; `extra` reaches it under its own names."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Json] | None = None
+    extra: dict[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A prompt that is to be continued once, as an endpoint has understood it."""
+
+    model: str  #: a name or an alias
+    prompt: str | list[int] | ChatPrompt
+    sampling: SamplingParams
+    guide: GuideOrder | None = None
+    keep_alive_s: float | None = None  #: infinite pins the model; None: as it is configured
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """A token of an answer and the text that it adds, which may be empty."""
+
+    text: str
+    token: int
+    logprobs: TokenLogprobs | None
+    finish_reason: FinishReason | None  #: nothing follows after one
+
+
+class AnswerStream:
+    """The answer to one request. Mutable; used on the event loop alone. One task reads it."""
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        model: ModelId,
+        tokenizer: Tokenizer,
+        num_prompt_tokens: int,
+        cancel: Callable[[], None],
+    ) -> None:
+        self.request_id = request_id
+        self.model = model
+        self.tokenizer = tokenizer
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_cached_tokens = 0  #: of the prompt; known with the first token
+        self.is_ended = False  #: everything was delivered, or it was closed
+        self._cancel = cancel
+        self._deltas: list[TokenDelta] = []
+        self._error: HearthError | None = None
+        self._wakeup: asyncio.Future[None] | None = None
+
+    async def next(self, timeout_s: float | None = None) -> list[TokenDelta]:
+        """Return all tokens that are there, waiting for the first; [] if none came in time.
+
+        Raises:
+            HearthError: the request ended without an answer; nothing follows.
+        """
+        if not self._deltas and self._error is None:
+            await self._wait(timeout_s)
+        if self._deltas:
+            deltas, self._deltas = self._deltas, []
+            return deltas
+        if self._error is not None:
+            raise self._error
+        return []
+
+    async def _wait(self, timeout_s: float | None) -> None:
+        """Wait with a bare timer: `asyncio.wait` would cost more than all else that is done for a token."""
+        loop = asyncio.get_running_loop()
+        self._wakeup = loop.create_future()
+        timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)
+        try:
+            await self._wakeup
+        finally:
+            self._wakeup = None
+            if timer is not None:
+                timer.cancel()
+
+    @property
+    def error(self) -> HearthError | None:
+        """The reason why the request ended without an answer; None: it has not."""
+        return self._error
+
+    def close(self) -> None:
+        """Stop reading. A request that still runs is cancelled."""
+        if not self.is_ended:
+            self.is_ended = True
+            self._cancel()
+
+    # For the gateway.
+
+    def put(self, deltas: Sequence[TokenDelta]) -> None:
+        self._deltas += deltas
+        self.is_ended = self.is_ended or deltas[-1].finish_reason is not None
+        self._wake()
+
+    def fail(self, error: HearthError) -> None:
+        self.is_ended = True
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._wakeup is not None and not self._wakeup.done():
+            self._wakeup.set_result(None)

@@ -1,0 +1,185 @@
+"""Writes down what the service does: metrics, timelines and log lines. Decides nothing and sends nothing.
+
+The observer is handed every event of the brain with the orders that followed, and the few facts that are no
+events of the brain: what a load did in detail, steps, tokens, ends of requests. Whatever follows from events
+and orders alone is taken from them, so that a simulation that hands them over is measured like the service.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+
+from hearth.control.active_request import ActiveRequest
+from hearth.control.load_log import LoadLog, LoadLogs
+from hearth.control.metrics import Metrics
+from hearth.control.timeline import Timeline, Timelines
+from hearth.control.views import Explanation
+from hearth.messages import LoadProgress, ModelLoaded, StepDone
+from hearth.policy.fleet import events
+from hearth.policy.fleet.events import Action, Event
+from hearth.types import ModelId, RequestId, WorkerId
+
+log = logging.getLogger(__name__)
+
+
+class Observer:
+    """The sink of events, orders and facts. Mutable; used on the event loop alone."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._loads = LoadLogs()
+        #: The timelines of requests that have not ended.
+        self._active: dict[RequestId, Timeline] = {}
+        self._recent = Timelines()
+        self._is_closing = False
+
+    def begin(self, timeline: Timeline) -> None:
+        """Follow a request, from before its arrival is told to the brain."""
+        self._active[timeline.request_id] = timeline
+        self._recent.add(timeline)
+
+    def explain(self, request_id: str, now_s: float) -> Explanation | None:
+        """Return what happened to a request; None if none of the last ones has that id."""
+        timeline = self._recent.get(request_id)
+        return None if timeline is None else timeline.explain(now_s)
+
+    def close(self) -> None:
+        """Expect workers to leave: from now on, one that does is not lost."""
+        self._is_closing = True
+
+    # The brain's events and orders.
+
+    def observe(self, event: Event, actions: Sequence[Action]) -> None:
+        match event:
+            case events.RequestArrived():
+                if not any(_rejects(action, event.request_id) for action in actions):
+                    self._metrics.prompt_tokens.inc(event.num_prompt_tokens)
+            case events.ModelReady():
+                self._model_ready(event)
+            case events.ModelFailed():
+                self._model_failed(event)
+            case events.DeviceReported():
+                self._loads.reported(event.worker, event.bytes_by_model)
+            case events.WorkerLost():
+                self._worker_lost(event)
+            case _:
+                pass  # the orders tell what became of it
+        for action in actions:
+            self._ordered(event.now_s, action)
+
+    def _ordered(self, now_s: float, action: Action) -> None:
+        match action:
+            case events.Dispatch():
+                self._dispatched(now_s, action)
+            case events.LoadModel(model, worker, kv_floor_bytes):
+                log.info("model_loading model=%s worker=%s kv_floor_bytes=%d", model, worker, kv_floor_bytes)
+                self._loads.begin(worker, model, now_s)
+            case events.Evict(model, worker, cost_s, is_freed):
+                name = "model_evicted" if is_freed else "model_retired"
+                log.info("%s model=%s worker=%s cost_s=%.3f", name, model, worker, cost_s)
+                if self._loads.end(worker, model) is not None and not is_freed:
+                    self._metrics.evictions.inc()
+            case _:
+                pass  # a rejected request is told of by `ended`; the others are between brain and worker
+
+    def _dispatched(self, now_s: float, order: events.Dispatch) -> None:
+        timeline = self._active[order.request_id]
+        load = self._loads.awaited(order.worker, order.model, now_s)
+        timeline.placed(now_s, order.worker, order.why, order.options, load)
+        if len(timeline.stays) == 1:
+            self._metrics.queue.observe(now_s - timeline.arrived_s)
+        else:
+            self._metrics.resumes.inc()
+
+    def _model_ready(self, ready: events.ModelReady) -> None:
+        self._metrics.loaded(ready)
+        load = self._loads.get(ready.worker, ready.model)
+        reused_bytes = 0 if load is None or load.loaded is None else load.loaded.reused_bytes
+        log.info(
+            "model_ready model=%s worker=%s load_s=%.3f reused_bytes=%d rungs=%s",
+            *(ready.model, ready.worker, ready.total_s, reused_bytes),
+            ",".join(f"{use.rung}:{use.num_bytes}" for use in ready.rungs),
+        )
+
+    def _model_failed(self, failed: events.ModelFailed) -> None:
+        log.error("model_failed model=%s worker=%s reason=%s", failed.model, failed.worker, failed.reason)
+        load = self._loads.end(failed.worker, failed.model)
+        if load is None:
+            return
+        load.fail(failed.now_s, failed.reason)
+        if load.was_ready:  # its requests go on elsewhere; those of a first load end with it
+            for timeline in list(self._on_worker(failed.worker, failed.model)):
+                timeline.lost(failed.now_s, failed.worker, f"broke under `{failed.model}`")
+
+    def _worker_lost(self, lost: events.WorkerLost) -> None:
+        if not self._is_closing:
+            log.error("worker_lost worker=%s", lost.worker)
+            self._metrics.workers_lost.inc()
+        self._loads.lose(lost.worker)
+        for timeline in list(self._on_worker(lost.worker)):
+            timeline.lost(lost.now_s, lost.worker)
+
+    def _on_worker(self, worker: WorkerId, model: ModelId | None = None) -> Iterator[Timeline]:
+        for timeline in self._active.values():
+            if timeline.worker == worker and model in (None, timeline.model):
+                yield timeline
+
+    # Facts that are no events of the brain.
+
+    def load_progressed(self, now_s: float, worker: WorkerId, progress: LoadProgress) -> None:
+        self._running_load(now_s, worker, progress.model).progressed(now_s, progress.num_layers)
+
+    def load_ended(self, now_s: float, worker: WorkerId, loaded: ModelLoaded) -> None:
+        """Note the details of a load, before the brain is told that the model is ready."""
+        self._running_load(now_s, worker, loaded.model).succeed(now_s, loaded)
+        self._loads.landed(worker, loaded.model)
+        self._metrics.reused_bytes.inc(loaded.reused_bytes)
+        if loaded.is_widened:
+            self._metrics.fallbacks.labels("float32").inc()
+
+    def _running_load(self, now_s: float, worker: WorkerId, model: ModelId) -> LoadLog:
+        load = self._loads.get(worker, model)
+        assert load is not None, f"a load that nobody has ordered: {worker=} {model=}"
+        if load.ended_s is None:
+            return load
+        # Weights were taken while a request was on its way there: the load is for those that wait.
+        load = self._loads.begin_again(worker, model, now_s)
+        for timeline in self._on_worker(worker, model):
+            if not timeline.is_started:
+                timeline.load = load
+        return load
+
+    def stepped(
+        self, now_s: float, step: StepDone, requests: Mapping[int, ActiveRequest], num_tokens: int
+    ) -> None:
+        """Note a step that ended now and made `num_tokens`. `requests`: those on workers, by run."""
+        began_s = now_s - step.step_s
+        for run in step.preempted:  # before the step; who was may have been admitted again for it
+            self._metrics.preemptions.inc()
+            if run in requests:
+                self._active[requests[run].request_id].preempted(began_s)
+        for admitted in step.admitted:
+            if admitted.run in requests:
+                timeline = self._active[requests[admitted.run].request_id]
+                timeline.started(began_s, admitted.num_cached_tokens, admitted.waited_s)
+        self._metrics.output_tokens.inc(num_tokens)
+        self._metrics.step.observe(step.step_s)
+
+    def delivered(self, now_s: float, request_id: RequestId) -> None:
+        """Note a token that a client was given."""
+        timeline = self._active[request_id]
+        if timeline.last_token_s is None:
+            self._metrics.first_token.observe(now_s - timeline.arrived_s)
+        else:
+            self._metrics.inter_token.observe(now_s - timeline.last_token_s)
+        timeline.token(now_s)
+
+    def ended(self, now_s: float, request_id: RequestId, outcome: str, error: str | None) -> None:
+        """Note the end of a request: the reason of its last token, `cancelled`, or the label of an error."""
+        self._active.pop(request_id).ended(now_s, outcome, error)
+        self._metrics.requests.labels(outcome).inc()
+
+
+def _rejects(action: Action, request_id: RequestId) -> bool:
+    return isinstance(action, events.Reject) and action.request_id == request_id

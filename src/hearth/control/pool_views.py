@@ -1,0 +1,118 @@
+"""Views of the workers' memory: whose bytes, for what, in use or kept. Pure; asks nobody.
+
+The parts of a pool are disjoint and make up its budget:
+
+    weights   active: of a hosted model        retained: kept until somebody needs the room
+    kv        active: of running requests      retained: cached prefixes    spare: a model's, but empty
+    workspace active: of all models together
+    lost      spare: to rounding and fragments
+    free      spare
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from hearth.control.views import PartView, ResidentView
+from hearth.messages import ModelUse, Pong
+from hearth.policy.fleet.events import Resident, State
+from hearth.types import Hold, WorkerId
+
+
+def pool_parts(pong: Pong) -> tuple[PartView, ...]:
+    """Return the parts of a pool that hold something: by model name, then what belongs to no one model."""
+    uses = sorted(pong.models, key=lambda use: use.model)
+    found = [part for use in uses for part in _parts_of(use)]
+    shared_bytes = _shared_once_bytes(pong)
+    is_active = any(use.shared_bytes and _weights_state(use) == "active" for use in uses)
+    found.append(PartView("weights", "active" if is_active else "retained", None, shared_bytes))
+    found.append(PartView("workspace", "active", None, pong.workspace_bytes))
+    left_bytes = max(0, pong.budget_bytes - sum(part.num_bytes for part in found))
+    lost_bytes = min(pong.lost_bytes, left_bytes)
+    found.append(PartView("lost", "spare", None, lost_bytes))
+    found.append(PartView("free", "spare", None, left_bytes - lost_bytes))
+    return tuple(part for part in found if part.num_bytes)
+
+
+def resident_views(
+    residents: Sequence[Resident], pongs: Mapping[WorkerId, Pong], now_s: float
+) -> tuple[ResidentView, ...]:
+    """Return views of the models that the brain has on workers, and of those of which bytes are left there.
+
+    Of a model that its worker has not reported yet, the view tells what the brain has promised.
+    """
+    hosted = {(one.worker, one.model): one for one in residents}
+    used = {(worker, use.model): use for worker, pong in pongs.items() for use in pong.models}
+    views = []
+    for worker, model in sorted(hosted.keys() | used.keys()):
+        one, use = hosted.get((worker, model)), used.get((worker, model))
+        if use is not None and (one is not None or use.weights_bytes):
+            views.append(_used_view(worker, use, one, now_s))
+        elif one is not None:
+            views.append(_promised_view(one, now_s))
+    return tuple(views)
+
+
+def _parts_of(use: ModelUse) -> Iterator[PartView]:
+    """Yield the parts of one model, without the bytes that it shares: they belong to several."""
+    yield PartView("weights", _weights_state(use), use.model, use.weights_bytes - use.shared_bytes)
+    # The worker counts blocks and bytes at two moments, so there may be less memory than blocks would take.
+    used_bytes = min(use.kv_bytes, use.kv_used_blocks * use.block_bytes)
+    cached_bytes = min(use.kv_bytes - used_bytes, use.kv_cached_blocks * use.block_bytes)
+    yield PartView("kv", "active", use.model, used_bytes)
+    yield PartView("kv", "retained", use.model, cached_bytes)
+    yield PartView("kv", "spare", use.model, use.kv_bytes - used_bytes - cached_bytes)
+
+
+def _weights_state(use: ModelUse) -> str:
+    return "active" if use.is_hosted and use.hold > Hold.RETAINED else "retained"
+
+
+def _shared_once_bytes(pong: Pong) -> int:
+    """Return the bytes that models share, counted once: it follows from what the pool has left."""
+    most_bytes = sum(use.shared_bytes for use in pong.models)
+    own_bytes = sum(use.weights_bytes - use.shared_bytes + use.kv_bytes for use in pong.models)
+    others_bytes = pong.free_bytes + pong.workspace_bytes + pong.lost_bytes
+    taken_bytes = pong.budget_bytes - others_bytes - own_bytes
+    return max(0, min(most_bytes, taken_bytes))
+
+
+def _used_view(worker: WorkerId, use: ModelUse, one: Resident | None, now_s: float) -> ResidentView:
+    """Return the view of a model that its worker has reported.
+
+    Its state is the brain's; a model that the brain does not know any more is retired, or about to be.
+    """
+    loading = one if one is not None and one.state is State.LOADING else None
+    return ResidentView(
+        model=use.model,
+        worker=worker,
+        state=State.RETAINED if one is None else one.state,
+        num_bytes=use.weights_bytes + use.kv_bytes,
+        loaded_bytes=use.weights_bytes - use.coming_bytes if loading is None else loading.loaded_bytes,
+        total_bytes=use.total_bytes if loading is None else loading.total_bytes,
+        num_running=0 if one is None else one.num_running,
+        expires_in_s=_expires_in_s(one, now_s),
+        is_hosted=one is not None,
+        shared_bytes=use.shared_bytes,
+        kv_bytes=use.kv_bytes,
+        kv_used_blocks=use.kv_used_blocks,
+        kv_cached_blocks=use.kv_cached_blocks,
+        kv_blocks=use.kv_blocks,
+    )
+
+
+def _promised_view(one: Resident, now_s: float) -> ResidentView:
+    return ResidentView(
+        model=one.model,
+        worker=one.worker,
+        state=one.state,
+        num_bytes=one.num_bytes,
+        loaded_bytes=one.loaded_bytes,
+        total_bytes=one.total_bytes,
+        num_running=one.num_running,
+        expires_in_s=_expires_in_s(one, now_s),
+    )
+
+
+def _expires_in_s(one: Resident | None, now_s: float) -> float | None:
+    return None if one is None or one.expires_s is None else one.expires_s - now_s

@@ -1,0 +1,80 @@
+"""The spelling of tokens in bytes, where a tokenizer's text is just the bytes of its tokens in a row.
+
+Covers byte-level BPE and sentencepiece BPE with byte fallback, so nearly every decoder-only model. Does not
+cover decoders that look at neighbouring tokens (WordPiece, Metaspace): those have no `Spelling`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hearth.text.chat_template import Json
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """A tokenizer's text is `bytes_of` each token in a row, as UTF-8, less a few characters at its start."""
+
+    bytes_of: Callable[[str], bytes]
+    stripped: str = " "
+    max_stripped: int = 0  #: how many of `stripped` the start of the text loses
+
+
+def spelling_of(decoder: Json) -> Spelling | None:
+    """Return the spelling that the `decoder` section of tokenizer.json describes; None: it is no spelling."""
+    match decoder:
+        case {"type": "ByteLevel"} | {"type": "Sequence", "decoders": [{"type": "ByteLevel"}]}:
+            return Spelling(_byte_level)
+        case {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": str(mark)}, "content": str(space)},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                *rest,
+            ],
+        }:
+            bytes_of = _byte_fallback(mark, space)
+        case _:
+            return None
+    match rest:
+        case []:
+            return Spelling(bytes_of)
+        case [{"type": "Strip", "content": str(stripped), "start": int(count), "stop": 0}]:
+            return Spelling(bytes_of, stripped, count)
+        case _:
+            return None
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Return GPT-2's alphabet: printable Latin-1 is itself, the other bytes are U+0100 and up, in order."""
+    printable = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_LEVEL_ALPHABET = _byte_level_alphabet()
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level(token: str) -> bytes:
+    """Return a token's bytes; one with a letter outside the alphabet was added by hand: it is its text."""
+    try:
+        return bytes([_BYTE_LEVEL_ALPHABET[letter] for letter in token])
+    except KeyError:
+        return token.encode()
+
+
+def _byte_fallback(mark: str, space: str) -> Callable[[str], bytes]:
+    def bytes_of(token: str) -> bytes:
+        if byte := _BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(byte[1])
+        return token.replace(mark, space).encode()
+
+    return bytes_of

@@ -1,0 +1,148 @@
+"""Reads the JSON files beside tokenizer.json: special tokens, ids that end an output, chat templates.
+
+Does not read the vocabulary: `tokenizer.py` brings the two together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hearth.errors import BadTokenizer
+from hearth.text.chat_template import DEFAULT, ChatTemplate, Json
+
+
+@dataclass(frozen=True, slots=True)
+class ListedToken:
+    """A token that tokenizer_config.json lists with its id."""
+
+    token_id: int
+    content: str
+    special: bool
+    single_word: bool
+    lstrip: bool
+    rstrip: bool
+    normalized: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    special_tokens: Mapping[str, str]  #: by role: `bos_token`, `eos_token`, `pad_token`, ...
+    listed_tokens: tuple[ListedToken, ...]  #: by ascending id
+    bos_ids: tuple[int, ...]  #: as the model's own files give them; often none
+    eos_ids: tuple[int, ...]
+    chat_template: ChatTemplate | None
+
+
+def read_settings(directory: Path) -> Settings:
+    """Read the settings of a model; absent files add nothing. Raises `BadTokenizer` for a broken one."""
+    path = directory / "tokenizer_config.json"
+    config = _read_object(path)
+    special_tokens = _special_tokens(config)
+    model_files = [directory / "generation_config.json", directory / "config.json"]
+    return Settings(
+        special_tokens=special_tokens,
+        listed_tokens=_listed_tokens(config, path),
+        bos_ids=tuple(i for file in model_files for i in _ids("bos_token_id", file)),
+        eos_ids=tuple(i for file in model_files for i in _ids("eos_token_id", file)),
+        chat_template=_chat_template(directory, config, special_tokens),
+    )
+
+
+def _read_object(path: Path) -> Mapping[str, Json]:
+    if not path.is_file():
+        return {}
+    try:
+        content: Json = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise BadTokenizer(f"{path} cannot be read: {error}; download it again") from error
+    if not isinstance(content, Mapping):
+        raise BadTokenizer(f"{path} must hold a JSON object, found: {content!r:.80}; download it again")
+    return content
+
+
+def _special_tokens(config: Mapping[str, Json]) -> dict[str, str]:
+    tokens = {}
+    for role, value in config.items():
+        content = value.get("content") if isinstance(value, Mapping) else value
+        if role.endswith("_token") and isinstance(content, str):
+            tokens[role] = content
+    return tokens
+
+
+def _listed_tokens(config: Mapping[str, Json], path: Path) -> tuple[ListedToken, ...]:
+    listed = config.get("added_tokens_decoder")
+    if listed is None:
+        return ()
+    if not isinstance(listed, Mapping):
+        raise BadTokenizer(f"`added_tokens_decoder` in {path} must be an object, found: {listed!r:.80}")
+    tokens = [_listed_token(token_id, entry, path) for token_id, entry in listed.items()]
+    return tuple(sorted(tokens, key=lambda token: token.token_id))
+
+
+def _listed_token(token_id: str, entry: Json, path: Path) -> ListedToken:
+    content = entry.get("content") if isinstance(entry, Mapping) else None
+    if not isinstance(entry, Mapping) or not isinstance(content, str) or not token_id.isdecimal():
+        raise BadTokenizer(
+            f"`added_tokens_decoder` in {path} must map ids to objects with `content`, "
+            f"found: {token_id!r}: {entry!r:.80}; download the file again"
+        )
+    return ListedToken(
+        token_id=int(token_id),
+        content=content,
+        special=bool(entry.get("special")),
+        single_word=bool(entry.get("single_word")),
+        lstrip=bool(entry.get("lstrip")),
+        rstrip=bool(entry.get("rstrip")),
+        normalized=bool(entry.get("normalized")),
+    )
+
+
+def _ids(key: str, path: Path) -> list[int]:
+    value = _read_object(path).get(key)
+    if value is None:
+        return []
+    values = value if isinstance(value, list) else [value]
+    ids = [i for i in values if isinstance(i, int) and not isinstance(i, bool)]
+    if len(ids) != len(values):
+        raise BadTokenizer(f"`{key}` in {path} must be an id or a list of ids, found: {value!r:.80}")
+    return ids
+
+
+def _chat_template(
+    directory: Path, config: Mapping[str, Json], special_tokens: Mapping[str, str]
+) -> ChatTemplate | None:
+    """Return the templates: of `chat_template.jinja`, or else of tokenizer_config.json, one or several."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return ChatTemplate({DEFAULT: path.read_text(encoding="utf-8")}, special_tokens, str(path))
+        except UnicodeDecodeError as error:
+            raise BadTokenizer(f"{path} cannot be read: {error}; download it again") from error
+    path = directory / "tokenizer_config.json"
+    match config.get("chat_template"):
+        case None:
+            return None
+        case str(source):
+            return ChatTemplate({DEFAULT: source}, special_tokens, str(path))
+        case [*entries]:
+            return ChatTemplate(_named_templates(entries, path), special_tokens, str(path))
+        case other:
+            raise BadTokenizer(
+                f"`chat_template` in {path} must be a string or a list of named ones, found: {other!r:.80}"
+            )
+
+
+def _named_templates(entries: Sequence[Json], path: Path) -> dict[str, str]:
+    templates = {}
+    for entry in entries:
+        match entry:
+            case {"name": str(name), "template": str(source)}:
+                templates[name] = source
+            case _:
+                raise BadTokenizer(
+                    f"each `chat_template` in {path} needs a `name` and a `template`, found: {entry!r:.80}"
+                )
+    return templates

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from hearth.cli import local_models
+from tests.cli.fake_service import FakeService
+from tests.cli.shell import Hearth
+
+
+def test_without_a_service_deploy_works_on_the_data_directory(
+    hearth: Hearth, data_dir: Path, chatty: Path
+) -> None:
+    shown = hearth("deploy", str(chatty), "--name", "tiny", "--quant", "int8", "--json")
+
+    assert (shown.code, shown.err) == (0, "")
+    (view,) = json.loads(hearth("list", "--json").out)
+    assert view == json.loads(shown.out)
+    assert (view["name"], view["source"], view["quant"]) == ("tiny", str(chatty), "int8")
+    assert (Path(view["where"]) / "manifest.json").exists()
+
+
+def test_a_taken_name_is_replaced_only_by_order(hearth: Hearth, data_dir: Path, tiny: Path) -> None:
+    refused = hearth("deploy", str(tiny), "--name", "tiny", "--quant", "int8")
+    forced = hearth("deploy", str(tiny), "--name", "tiny", "--quant", "int8", "--overwrite")
+
+    assert (refused.code, refused.out) == (2, "")
+    assert "--overwrite" in refused.err
+    assert forced.code == 0
+    assert forced.out.startswith("deployed tiny: ")
+    assert local_models.find(data_dir, "tiny").quant == "int8"
+
+
+def test_list_shows_a_line_per_model(hearth: Hearth, data_dir: Path, tiny: Path) -> None:
+    header, line = hearth("list").out.splitlines()
+
+    assert header.split() == ["NAME", "ALIASES", "SIZE", "PARAMETERS", "DTYPE", "DEPLOYED", "SOURCE"]
+    assert line.split()[:2] == ["tiny", "-"]
+    assert line.endswith(str(tiny))
+
+
+def test_list_of_nothing_makes_nothing(hearth: Hearth, data_dir: Path) -> None:
+    assert json.loads(hearth("list", "--json").out) == []
+    assert not data_dir.exists()
+
+
+def test_show_takes_a_name(hearth: Hearth, tiny: Path) -> None:
+    assert json.loads(hearth("show", "tiny", "--json").out)["source"] == str(tiny)
+    shown = hearth("show", "tiny").out
+    assert "max_context" in shown
+    assert re.search(r"keep_alive +│ 5m ", shown)
+
+
+def test_rm_takes_what_deploy_made_and_leaves_the_source(hearth: Hearth, data_dir: Path, tiny: Path) -> None:
+    where = Path(local_models.find(data_dir, "tiny").where)
+
+    shown = hearth("rm", "tiny", "--yes")
+
+    assert (shown.code, shown.out) == (0, "removed tiny\n")
+    assert local_models.names(data_dir) == []
+    assert not where.exists()
+    assert tiny.exists()
+
+
+def test_rm_asks_first_and_needs_somebody_to_ask(hearth: Hearth, data_dir: Path) -> None:
+    shown = hearth("rm", "tiny")
+    assert (shown.code, shown.out) == (2, "")
+    assert "--yes" in shown.err
+
+
+@pytest.mark.parametrize("command", [("rm", "absent", "--yes"), ("show", "absent"), ("run", "absent", "hi")])
+def test_an_unknown_name_is_exit_code_3(hearth: Hearth, data_dir: Path, command: tuple[str, ...]) -> None:
+    shown = hearth(*command)
+    assert (shown.code, shown.out, shown.err.count("\n")) == (3, "", 1)
+    assert "`absent`" in shown.err
+
+
+def test_deploy_of_nothing_is_wrong_input(hearth: Hearth, data_dir: Path) -> None:
+    shown = hearth("deploy", "nowhere")
+    assert (shown.code, shown.out) == (2, "")
+    assert "no model at `nowhere`" in shown.err
+
+
+def test_through_a_service_paths_are_whole(
+    hearth: Hearth, data_dir: Path, service: FakeService, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+
+    shown = hearth("deploy", "m", "--name", "new", "--quant", "fp8", "--url", service.url)
+
+    assert shown.out.startswith("deployed new: 538 MiB, float32, in ")
+    (body,) = service.bodies("/hearth/models")
+    assert body == {
+        "source": str(tmp_path / "m"),
+        **{"name": "new", "dtype": "auto", "quant": "fp8", "overwrite": False},
+    }
+
+
+def test_a_service_may_have_what_this_machine_lacks(
+    hearth: Hearth, data_dir: Path, service: FakeService
+) -> None:
+    hearth("deploy", "hf:ORG/NAME", "--url", service.url)
+    hearth("deploy", "/only/there", "--url", service.url)
+    sources = [dict(body)["source"] for body in service.bodies("/hearth/models")]  # type: ignore[call-overload]
+    assert sources == ["hf:ORG/NAME", "/only/there"]
+
+
+def test_list_show_and_rm_go_through_a_service(hearth: Hearth, data_dir: Path, service: FakeService) -> None:
+    assert "smol  tiny     538 MiB  135M" in hearth("list", "--url", service.url).out
+    assert json.loads(hearth("show", "tiny", "--json", "--url", service.url).out)["name"] == "smol"
+    assert hearth("rm", "smol", "--yes", "--url", service.url).code == 0
+    assert service.models == []

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from hearth.control.datadir import DataDir
+from tests.cli.fake_service import PROCESSES, FakeService
+from tests.cli.shell import Hearth
+
+
+@pytest.fixture
+def recorded(data_dir: Path, service: FakeService) -> Iterator[FakeService]:
+    """The service as one that runs on the data directory and wants its token."""
+    service.key = "token"
+    with DataDir.hold(data_dir) as held:
+        held.announce(service.url, "token")
+        yield service
+
+
+def test_ps_shows_workers_models_and_the_queue(hearth: Hearth, recorded: FakeService) -> None:
+    assert hearth("ps").out.splitlines() == [
+        "WORKER  PID   DEVICE       STATE  MEMORY              RESTARTS",
+        "w0      4711  Neoverse-N1  ready  3.7 GiB of 8.0 GiB  1",
+        "",
+        "w0  8.0 GiB",
+        "  ░░░░░░░░░░░░░░░░░░░░░░████▒≈································",
+        "  aaaaaaaaaaaaaaaaaaaaaabbbbb",
+        "  █ weights 538 MiB  ░ retained 3.0 GiB  ▒ KV 100 MiB  ≈ workspace 100 MiB",
+        "  · free 4.3 GiB",
+        "",
+        "MODEL  KEY  WORKER  STATE     WEIGHTS             SHARED  KV BLOCKS              RUNNING  TIME LEFT",
+        "qwen   a    w0      retained  3.0 GiB of 4.0 GiB  -       -                      0        -",
+        "smol   b    w0      busy      538 MiB of 538 MiB  -       30+10 of 100, 100 MiB  1        -",
+        "",
+        "requests: 1 running, 2 waiting",
+    ]
+
+
+def test_ps_draws_with_plain_signs_where_the_terminal_has_no_others(
+    hearth: Hearth, recorded: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = TextIOWrapper(BytesIO(), "ascii")
+    monkeypatch.setattr("hearth.cli.ps.out", Console(file=shown, width=80))
+    assert hearth("ps").code == 0
+    shown.seek(0)
+    assert "  ======================####+~................................\n" in shown.read()
+
+
+def test_ps_json_is_what_the_service_says(hearth: Hearth, recorded: FakeService) -> None:
+    view = json.loads(hearth("ps", "--json").out)
+    assert (view["workers"][0]["pid"], view["models"][1]["state"], view["num_waiting"]) == (4711, "busy", 2)
+    assert view["workers"][0]["pool"]["parts"][0] == {
+        **{"kind": "weights", "state": "retained", "model": "qwen", "num_bytes": 3 << 30}
+    }
+    assert (view["models"][0]["is_hosted"], view["models"][1]["kv_cached_blocks"]) == (False, 10)
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_stop_lets_a_model_go(hearth: Hearth, recorded: FakeService, free: bool) -> None:
+    shown = hearth("stop", "smol", *(["--free"] if free else []))
+    assert (shown.code, shown.out.startswith("smol ")) == (0, True)
+    assert recorded.asked == [("POST", "/hearth/models/smol/unload", {"free": free})]
+
+
+def test_a_key_that_is_given_beats_the_token(hearth: Hearth, recorded: FakeService) -> None:
+    shown = hearth("ps", "--api-key", "wrong")
+    assert (shown.code, shown.err) == (2, "hearth: the API key is missing or wrong\n")
+
+
+def test_an_unknown_request_is_exit_code_3(hearth: Hearth, recorded: FakeService) -> None:
+    shown = hearth("explain", "r9")
+    assert (shown.code, shown.err) == (3, "hearth: nothing is known of request `r9`\n")
+
+
+def test_explain_prints_the_waterfall(hearth: Hearth, recorded: FakeService) -> None:
+    shown = hearth("explain", "r1").out
+    assert shown.startswith("r1  smol  stop\n")
+    assert "what each worker would have cost" in shown
+    assert "█" in shown
+
+
+def test_explain_json_is_what_the_service_says(hearth: Hearth, recorded: FakeService) -> None:
+    explained = json.loads(hearth("explain", "r1", "--json").out)
+    assert (explained["why"], explained["spans"][1]["what"]) == ("free_room", "load")
+
+
+@pytest.mark.parametrize("command", [("ps",), ("stop", "smol"), ("explain", "r1")])
+def test_no_service_is_one_line_and_exit_code_3(
+    hearth: Hearth, data_dir: Path, command: tuple[str, ...]
+) -> None:
+    shown = hearth(*command, "--url", "http://127.0.0.1:1")
+    assert (shown.code, shown.out, shown.err.count("\n")) == (3, "", 1)
+    assert "no service answers at `http://127.0.0.1:1`" in shown.err
+
+
+def test_a_service_that_was_killed_is_not_asked(hearth: Hearth, data_dir: Path, service: FakeService) -> None:
+    with DataDir.hold(data_dir) as held:
+        held.announce(service.url, "token")
+        left = (held.run_path / "service.json").read_bytes()
+    (data_dir / "run" / "service.json").write_bytes(left)
+
+    assert json.loads(hearth("list", "--json").out) == []
+    assert service.asked == []
+
+
+def test_a_service_that_starts_is_waited_for(
+    hearth: Hearth, data_dir: Path, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.key = "token"
+    with DataDir.hold(data_dir) as held:
+
+        def sleep(delay_s: float) -> None:
+            held.announce(service.url, "token")
+
+        monkeypatch.setattr("hearth.cli.endpoint.time.sleep", sleep)
+        assert json.loads(hearth("list", "--json").out)[0]["name"] == "smol"
+
+
+def test_a_service_that_ends_is_waited_for(
+    hearth: Hearth, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as stack:
+        stack.enter_context(DataDir.hold(data_dir))
+        monkeypatch.setattr("hearth.cli.endpoint.time.sleep", lambda delay_s: stack.close())
+        assert json.loads(hearth("list", "--json").out) == []
+
+
+@pytest.mark.parametrize(
+    "command", [("deploy", "hf:A/B"), ("rm", "tiny", "--yes"), ("list",), ("run", "m", "x")]
+)
+def test_nothing_is_done_behind_the_back_of_a_service_that_starts(
+    hearth: Hearth, data_dir: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("hearth.cli.endpoint.WAIT_S", 0.0)
+    with DataDir.hold(data_dir) as held:
+        shown = hearth(*command)
+        assert not held.registry_path.exists()
+    assert (shown.code, shown.out) == (1, "")
+    assert "has not told within" in shown.err.replace("\n", " ")
+
+
+def test_doctor_does_not_wait(hearth: Hearth, data_dir: Path) -> None:
+    with DataDir.hold(data_dir):
+        assert json.loads(hearth("doctor", "--json").out)["service"]["status"] == "starting or ending"
+
+
+def test_logs_prints_the_end_of_the_log(hearth: Hearth, data_dir: Path) -> None:
+    path = DataDir.open(data_dir).log_path
+    path.write_text("one\ntwo\nthree\n", encoding="utf-8")
+    assert hearth("logs", "-n", "2").out == "two\nthree\n"
+
+
+def test_logs_follows_what_is_added(data_dir: Path) -> None:
+    path = DataDir.open(data_dir).log_path
+    path.write_text("one\ntwo\n", encoding="utf-8")
+    command = [sys.executable, "-m", "hearth.cli", "logs", "-f", "-n", "1"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as following:
+        assert following.stdout is not None
+        assert following.stdout.readline() == "two\n"
+        with path.open("a", encoding="utf-8") as log:
+            log.write("three\n")
+        assert following.stdout.readline() == "three\n"
+        following.terminate()
+
+
+def test_a_missing_log_says_where_it_should_be(hearth: Hearth, data_dir: Path) -> None:
+    shown = hearth("logs")
+    assert (shown.code, shown.out) == (1, "")
+    assert str(data_dir / "logs" / "service.log") in shown.err.replace("\n", "")
+
+
+def test_doctor_tells_of_the_service(hearth: Hearth, recorded: FakeService) -> None:
+    report = json.loads(hearth("doctor", "--json").out)
+    assert report["service"] == {
+        **{"data_dir": os.environ["HEARTH_DATA_DIR"], "num_models": 0, "status": "ok"},
+        "url": recorded.url,
+        "workers": ["Neoverse-N1, ready, 3.7 GiB of 8.0 GiB in use, 1 restarts"],
+    }
+
+
+def test_doctor_names_the_fallbacks_of_pools(
+    hearth: Hearth, recorded: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (worker,) = PROCESSES.workers
+    assert worker.pool is not None
+    fallen = replace(worker, pool=replace(worker.pool, fallbacks={"address": 1}))
+    monkeypatch.setattr("tests.cli.fake_service.PROCESSES", replace(PROCESSES, workers=(fallen,)))
+    (told,) = json.loads(hearth("doctor", "--json").out)["service"]["workers"]
+    assert told.endswith("1 restarts, fallback address: 1 at another address than planned")
+
+
+def test_doctor_says_that_no_service_runs(hearth: Hearth, data_dir: Path) -> None:
+    shown = hearth("doctor").out
+    assert "not running" in shown
+    assert "0 models deployed" in shown

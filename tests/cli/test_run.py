@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hearth.cli import run
+from hearth.cli.client import AnswerDelta
+from hearth.text.chat_template import Message
+from hearth.types import SamplingParams
+from tests.cli.fake_service import MODEL, FakeService
+from tests.cli.shell import Hearth
+
+
+def test_a_name_is_asked_through_the_service(hearth: Hearth, data_dir: Path, service: FakeService) -> None:
+    shown = hearth("run", "smol", "hi", "--max-tokens", "5", "--seed", "3", "--url", service.url)
+
+    assert (shown.code, shown.out) == (0, "The sky is blue.\u2028Really.\n")
+    assert shown.err.startswith("3 tokens, ")
+    assert "`hearth explain r1` tells more" in shown.err
+    (body,) = service.bodies("/v1/chat/completions")
+    assert isinstance(body, dict)
+    assert (body["messages"], body["max_tokens"], body["seed"]) == ([{"role": "user", "content": "hi"}], 5, 3)
+
+
+def test_raw_prompts_are_continued(hearth: Hearth, data_dir: Path, service: FakeService) -> None:
+    hearth("run", "smol", "Once", "--raw", "--url", service.url)
+    (body,) = service.bodies("/v1/completions")
+    assert isinstance(body, dict)
+    assert body["prompt"] == "Once"
+
+
+def test_a_model_without_a_chat_template_continues(
+    hearth: Hearth, data_dir: Path, service: FakeService
+) -> None:
+    service.models = [replace(MODEL, has_chat_template=False)]
+    assert hearth("run", "smol", "Once", "--url", service.url).code == 0
+    assert len(service.bodies("/v1/completions")) == 1
+
+
+def test_json_holds_the_answer_and_its_request(hearth: Hearth, data_dir: Path, service: FakeService) -> None:
+    answer = json.loads(hearth("run", "smol", "hi", "--json", "--url", service.url).out)
+    assert (answer["num_tokens"], answer["finish_reason"], answer["request_id"]) == (3, "stop", "r1")
+    assert (answer["load"], answer["token_ids"]) == (None, [])
+
+
+@pytest.mark.parametrize("flag", [("--device", "cpu"), ("--set", "engine.max_seqs=4")])
+def test_what_a_service_cannot_heed_is_refused(
+    hearth: Hearth, data_dir: Path, service: FakeService, flag: tuple[str, str]
+) -> None:
+    shown = hearth("run", "smol", "hi", *flag, "--url", service.url)
+    assert (shown.code, shown.out) == (2, "")
+    assert f"`{flag[0]}` is for models in this process" in shown.err
+
+
+def test_without_a_service_a_deployed_model_answers_in_this_process(hearth: Hearth, tiny: Path) -> None:
+    answer = json.loads(hearth("run", "tiny", "hi", "--max-tokens", "4", "--device", "cpu", "--json").out)
+
+    assert answer["num_tokens"] == len(answer["token_ids"]) == 4
+    assert answer["load"]["rungs"]["disk"]["num_bytes"] > 0
+
+
+def test_a_folder_does_not_stand_in_for_the_model_of_its_name(
+    hearth: Hearth, data_dir: Path, service: FakeService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("smol", "other"):
+        (tmp_path / name).mkdir()
+
+    assert hearth("run", "smol", "hi", "--url", service.url).code == 0
+    shown = hearth("run", "other", "hi", "--url", service.url)
+    assert shown.code == 3
+    assert "`./other`" in shown.err
+
+
+class SlowAnswerer:
+    """Begins its stream at once, sends text after 5 s and ends after 7 s by `now_s`."""
+
+    has_chat_template = True
+    now_s = 0.0
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams) -> Generator[AnswerDelta, None, None]:
+        yield AnswerDelta("")
+        self.now_s = 5.0
+        yield AnswerDelta("The sky")
+        self.now_s = 7.0
+        yield AnswerDelta("", "stop")
+
+    def complete(self, prompt: str, params: SamplingParams) -> Generator[AnswerDelta, None, None]:
+        raise AssertionError("it has a chat template")
+
+    def wait_loaded(self) -> None:
+        return None
+
+
+def test_the_first_token_is_not_the_begin_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    answerer = SlowAnswerer()
+    monkeypatch.setattr("hearth.cli.run.time.perf_counter", lambda: answerer.now_s)
+
+    answer = run._answer(answerer, "hi", SamplingParams(), is_chat=True, quiet=True)
+
+    assert (answer.first_token_s, answer.total_s) == (5.0, 7.0)

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def completed(line: str, data_dir: Path) -> list[str]:
+    """Return what the shell would offer at the end of a line, asked as bash asks."""
+    words = line.split(" ")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "HEARTH_DATA_DIR": str(data_dir),
+        "_HEARTH_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words) - 1),
+    }
+    asked = subprocess.run(
+        [sys.executable, "-m", "hearth.cli"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert asked.stderr == ""
+    return asked.stdout.split()
+
+
+def test_names_of_deployed_models_are_offered(data_dir: Path, tiny: Path) -> None:
+    assert completed("hearth chat t", data_dir) == ["tiny"]
+    assert completed("hearth chat x", data_dir) == []
+
+
+def test_commands_are_offered(data_dir: Path) -> None:
+    assert completed("hearth ex", data_dir) == ["explain"]
+
+
+def test_a_broken_data_directory_offers_nothing(tmp_path: Path) -> None:
+    (tmp_path / "registry.db").write_text("no database")
+    assert completed("hearth rm ", tmp_path) == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_every_shell_has_its_script(shell: str, data_dir: Path) -> None:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "_HEARTH_COMPLETE": f"source_{shell}",
+    }
+    script = subprocess.run(
+        [sys.executable, "-m", "hearth.cli"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert "_HEARTH_COMPLETE" in script.stdout

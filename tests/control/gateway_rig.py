@@ -1,0 +1,116 @@
+"""A gateway with everything real but the processes: what is sent to workers is kept. Asserts nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from pathlib import Path
+
+from hearth.config import HearthConfig, ModelConfig
+from hearth.control.catalog import Catalog
+from hearth.control.datadir import DataDir
+from hearth.control.demand_reports import DemandReports
+from hearth.control.deployments import Deployments
+from hearth.control.driver import Driver
+from hearth.control.fact_decoder import DecodedFact, DecodedToken
+from hearth.control.gateway import Gateway
+from hearth.control.generation import ChatPrompt, GenerationRequest, TokenDelta
+from hearth.control.journal import Journal
+from hearth.control.metrics import Metrics
+from hearth.control.observer import Observer
+from hearth.control.pool_reports import PoolReports
+from hearth.control.registry import Registry
+from hearth.control.supervisor import Supervisor, Vigilance
+from hearth.control.tokenization import PromptEncoder
+from hearth.messages import Fact, KeeperSetup, Order, StepDone, WorkerHello
+from hearth.policy.fleet.events import BrainConfig
+from hearth.policy.fleet.fleet import Fleet
+from hearth.store.keeper_client import KeeperClient
+from hearth.types import FinishReason, ModelId, SamplingParams, WorkerId
+
+CONTEXT = 32
+WORKER = WorkerId("w0")
+
+
+class RecordingLink:
+    """A worker's link that keeps what is sent."""
+
+    worker = WORKER
+
+    def __init__(self) -> None:
+        self.orders: list[Order] = []
+
+    def send(self, order: Order) -> None:
+        self.orders.append(order)
+
+    def consumed(self, num_bytes: int) -> None:
+        pass
+
+
+class GatewayRig:
+    """A gateway that offers `tiny`, and its parts."""
+
+    def __init__(self, data_dir: DataDir) -> None:
+        config, brain = HearthConfig(), BrainConfig()
+        self.registry = Registry.open(data_dir)
+        self.journal = Journal(data_dir.journal_path(), brain, 1 << 30)
+        self.encoder = PromptEncoder(2.0)
+        configs = {"tiny": ModelConfig(context=CONTEXT)}
+        catalog = Catalog(self.registry, configs, config.engine, config.service.keep_alive)
+        metrics, pools = Metrics(), PoolReports()
+        observer = Observer(metrics)
+        self.driver = Driver(Fleet(brain), self.journal, observer, pools, catalog.host_order, 4)
+        nobody = KeeperSetup("", "cpu", "", None, 1 << 24, "info")
+        self.supervisor = Supervisor(lambda *_: NotImplemented, nobody, 1, Vigilance(1.0, 1.0, 1), None)
+        keeper = KeeperClient(Path("/nowhere"))
+        deployments = Deployments(self.registry, catalog, self.driver, keeper, data_dir)
+        self.demand = DemandReports(keeper)
+        self.gateway = Gateway(
+            *(config.service, deployments, catalog, self.encoder, self.driver, observer, pools),
+            *(self.supervisor, metrics, self.demand),
+            keys=None,
+            kind="cpu",
+        )
+
+    def join(self, budget_bytes: int = 1 << 40) -> RecordingLink:
+        link = RecordingLink()
+        self.driver.joined(link, WorkerHello(1, WORKER, b"", b"", 1, "cpu", "a CPU", budget_bytes))  # type: ignore[arg-type] # as much of a link as is needed
+        return link
+
+    def receive(self, link: RecordingLink, fact: Fact | None) -> None:
+        """A worker sends a fact, or is gone."""
+        self.driver.receive(DecodedFact(link, 0, fact))  # type: ignore[arg-type] # as much of a link as is needed
+
+    def close(self) -> None:
+        self.registry.close()
+        self.journal.close()
+        self.encoder.close()
+
+
+def with_rig(data_dir: DataDir, scene: Callable[[GatewayRig], Awaitable[None]]) -> None:
+    async def run() -> None:
+        with closing(GatewayRig(data_dir)) as rig:
+            await scene(rig)
+
+    asyncio.run(run())
+
+
+def ask(prompt: str | list[int] | ChatPrompt = "!!") -> GenerationRequest:
+    return GenerationRequest("tiny", prompt, SamplingParams())
+
+
+def emit(rig: GatewayRig, link: RecordingLink, *tokens: int, finished: bool = False) -> None:
+    """Every run of the worker emits these tokens, as the text thread hands them on."""
+    for token in tokens:
+        by_run = rig.driver.requests.by_run
+        runs = {run: request for run, request in by_run.items() if request.worker == link.worker}
+        is_last = finished and token == tokens[-1]
+        reasons = dict.fromkeys(runs, FinishReason.STOP) if is_last else {}
+        decoded = []
+        for run, request in runs.items():
+            request.emitted.append(token)
+            text = request.transcript.push(token, reasons.get(run))
+            decoded.append(DecodedToken(request, TokenDelta(text.text, token, None, text.finish_reason)))
+        step = StepDone(ModelId("tiny"), list(runs), [token] * len(runs), reasons)
+        rig.driver.receive(DecodedFact(link, 0, step, decoded))  # type: ignore[arg-type] # as much of a link as is needed

@@ -1,0 +1,144 @@
+"""The observer alone: events, actions and facts in; metrics, timelines and log lines out."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import generate_latest
+
+from hearth.control.metrics import Metrics
+from hearth.control.observer import Observer
+from hearth.control.timeline import Timeline
+from hearth.messages import LoadProgress, ModelLoaded, RungBytes, StepDone
+from hearth.policy.fleet import events
+from hearth.policy.fleet.events import RejectReason, Why
+from hearth.types import ModelId, RequestId, Rung, WorkerId
+
+A = ModelId("a")
+W0, W1 = WorkerId("w0"), WorkerId("w1")
+R0 = RequestId("r0")
+
+
+class Scene:
+    """An observer, told of one request that arrives at 10 s."""
+
+    def __init__(self) -> None:
+        self._metrics = Metrics()
+        self.observer = Observer(self._metrics)
+        self.observer.begin(Timeline(R0, A, 10.0, 0.0, 7))
+
+    def arrive(self, *actions: events.Action) -> None:
+        self.observer.observe(events.RequestArrived(10.5, R0, A, 7, None), actions)
+
+    def metric(self, name: str) -> float:
+        lines = generate_latest(self._metrics.registry).decode().splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
+
+    def marks(self) -> list[tuple[float, str]]:
+        explained = self.observer.explain(R0, 100.0)
+        assert explained is not None
+        return [(mark.at_s, mark.what) for mark in explained.marks]
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def dispatch(worker: WorkerId = W0) -> events.Dispatch:
+    return events.Dispatch(R0, A, worker, Why.FREE_ROOM, 0.0, ())
+
+
+def load(worker: WorkerId = W0) -> events.LoadModel:
+    return events.LoadModel(A, worker, 1, 2)
+
+
+def test_a_request_that_is_taken_counts_its_prompt_and_one_that_is_rejected_does_not(scene: Scene) -> None:
+    scene.arrive(events.Reject(R0, RejectReason.QUEUE_FULL, "full"))
+    assert scene.metric("hearth_prompt_tokens_total") == 0
+    scene.arrive()
+    assert scene.metric("hearth_prompt_tokens_total") == 7
+
+
+def test_the_queue_is_measured_from_the_arrival_at_the_gateway_to_the_order(scene: Scene) -> None:
+    scene.arrive(load(), dispatch())
+    assert scene.metric("hearth_queue_seconds_sum") == 0.5
+    assert scene.marks() == [(0.0, "queued"), (0.5, "placed")]
+
+
+def test_events_and_orders_alone_tell_a_cold_start(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    scene.arrive(load(), dispatch())
+    ready = events.ModelReady(12.0, W0, A, (events.RungUse(Rung.DISK, 500, 1.0),), 1.25)
+    scene.observer.observe(ready, [])
+    assert scene.metric('hearth_cold_start_seconds_sum{tier="disk"}') == 1.25
+    assert scene.metric('hearth_loaded_bytes_total{tier="disk"}') == 500
+    assert [record.getMessage() for record in caplog.records] == [
+        "model_loading model=a worker=w0 kv_floor_bytes=1",
+        "model_ready model=a worker=w0 load_s=1.250 reused_bytes=0 rungs=disk:500",
+    ]
+
+
+def test_only_a_hosted_model_that_makes_room_is_an_eviction(scene: Scene) -> None:
+    scene.arrive(load(), dispatch())
+    for is_freed in (False, False, True):  # the second and third are of what is left of it
+        scene.observer.observe(events.TimerFired(20.0), [events.Evict(A, W0, 0.1, is_freed)])
+    assert scene.metric("hearth_evictions_total") == 1
+
+
+def test_a_lost_worker_is_counted_and_its_requests_are_resumed(scene: Scene) -> None:
+    scene.arrive(load(), dispatch())
+    scene.observer.observe(events.WorkerLost(12.0, W0), [load(W1), dispatch(W1)])
+    assert scene.metric("hearth_workers_lost_total") == 1
+    assert scene.metric("hearth_resumes_total") == 1
+    assert [what for _, what in scene.marks()] == ["queued", "placed", "worker_lost", "resumed"]
+
+
+def test_a_worker_that_leaves_because_the_service_ends_is_not_lost(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.observer.close()
+    scene.observer.observe(events.WorkerLost(12.0, W0), [])
+    assert scene.metric("hearth_workers_lost_total") == 0
+    assert caplog.records == []
+
+
+def test_a_load_that_fails_ends_with_its_requests_and_a_ready_model_that_breaks_lets_go_of_them(
+    scene: Scene,
+) -> None:
+    scene.arrive(load(), dispatch())
+    scene.observer.observe(events.ModelFailed(12.0, W0, A, "the disk is gone"), [])
+    assert "worker_lost" not in [what for _, what in scene.marks()]
+    scene.observer.observe(events.TimerFired(13.0), [load(W1), dispatch(W1)])
+    scene.observer.load_ended(14.0, W1, ModelLoaded(A, 2, (), 0, 0, 0.0, 0.0, 0.0, 0.5))
+    scene.observer.observe(events.ModelFailed(15.0, W1, A, "it broke"), [])
+    assert (5.0, "worker_lost") in scene.marks()
+
+
+def test_the_details_of_a_load_are_facts_that_events_do_not_have(scene: Scene) -> None:
+    scene.arrive(load(), dispatch())
+    scene.observer.load_progressed(11.0, W0, LoadProgress(A, 1, 100, 4))
+    rungs = (RungBytes(Rung.HOST, 300, 0.1),)
+    scene.observer.load_ended(
+        12.0, W0, ModelLoaded(A, 1, rungs, 700, 0, 0.25, 0.25, 0.5, 1.0, is_widened=True)
+    )
+    explained = scene.observer.explain(R0, 20.0)
+    assert explained is not None
+    assert (explained.reused_bytes, explained.load_s) == (700, 1.5)
+    assert [span.what for span in explained.spans] == ["queue", "open", "assemble", "load"]
+    assert (1.0, "layers_ready") in scene.marks()
+    assert scene.metric("hearth_reused_bytes_total") == 700
+    assert scene.metric('hearth_fallbacks_total{what="float32"}') == 1
+
+
+def test_steps_tokens_and_ends_are_measured(scene: Scene) -> None:
+    scene.arrive(load(), dispatch())
+    scene.observer.stepped(11.0, StepDone(A, [1], [5], preempted=[9], step_s=0.25), {}, 1)
+    scene.observer.delivered(11.0, R0)
+    scene.observer.delivered(11.5, R0)
+    scene.observer.ended(12.0, R0, "stop", None)
+    assert scene.metric("hearth_step_seconds_sum") == 0.25
+    assert scene.metric("hearth_output_tokens_total") == 1
+    assert scene.metric("hearth_preemptions_total") == 1, "also of a request that has just ended"
+    assert (scene.metric("hearth_ttft_seconds_sum"), scene.metric("hearth_itl_seconds_sum")) == (1.0, 0.5)
+    assert scene.metric('hearth_requests_total{outcome="stop"}') == 1
+    assert scene.marks()[-1] == (2.0, "ended")
