@@ -1,6 +1,6 @@
 """One model in a pool, its KV elastic or reserved, and others that fill the rest of the memory.
 
-The model is stepped as a worker steps it, with the worker's own steward. Measures nothing.
+The model is stepped as a worker steps it, with the worker's own reclaimer. Measures nothing.
 """
 
 from __future__ import annotations
@@ -104,12 +104,12 @@ class Stage:
     def __init__(self, body: Body, new_pool: Callable[[EvictionTermsOf], Pool]) -> None:
         self.body = body
         self._hosts: dict[ModelId, HostedModel] = {}
-        self._steward = Reclaimer(new_pool, self._hosts)
-        self.pool = self._steward.pool
+        self._reclaimer = Reclaimer(new_pool, self._hosts)
+        self.pool = self._reclaimer.pool
         self._fillers: set[ModelId] = set()
         self._num_fillers = 0
         plan = body.plan
-        space = self._steward.place(SERVED, plan)
+        space = self._reclaimer.place(SERVED, plan)
         for gap in space.gaps:
             self.pool.prepare(SERVED, gap.part)
         weights = _random_weights(body, space)
@@ -177,7 +177,7 @@ class Stage:
 
     def drop_fillers(self) -> None:
         for filler in self._fillers:
-            self._steward.drop(filler)
+            self._reclaimer.drop(filler)
         self._fillers.clear()
 
     def limit_kv(self, num_blocks: int) -> None:
@@ -216,9 +216,9 @@ class Stage:
             assert is_clear, f"somebody reads {run}"
 
     def _step_elastic(self) -> StepOutcome:
-        self._steward.before_step(self._host)
+        self._reclaimer.before_step(self._host)
         outcome = self.engine.step()
-        self._steward.after_step(self._host, outcome)
+        self._reclaimer.after_step(self._host, outcome)
         return outcome
 
     def _host_of(self, model: ModelId, engine: Engine | None) -> HostedModel:
@@ -232,16 +232,16 @@ class Stage:
         model = ModelId(f"filler{self._num_fillers}")
         layout = _layout_of_bytes(num_bytes, self.body.page_bytes)
         plan = replace(self.body.plan, layout=layout, shape=self.body.shape(model, layout, ALIGNMENT_BYTES))
-        for gap in self._steward.place(model, plan).gaps:
+        for gap in self._reclaimer.place(model, plan).gaps:
             self.pool.prepare(model, gap.part)
         self.pool.landed(model, is_whole=True)
         self.pool.vacate(model)
-        self._steward.changed()
+        self._reclaimer.policy.room_may_have_come()
         return model
 
 
 class _LoadedHost(HostedModel):
-    """As the steward sees a host once its model is loaded: how one gets there needs a keeper."""
+    """As the reclaimer sees a host once its model is loaded: how one gets there needs a keeper."""
 
     def __init__(self, order: HostModel, pool: Pool, plan: HostingSpec, engine: Engine | None) -> None:
         super().__init__(order, None, pool, lambda *_: None)  # type: ignore[arg-type] # nothing is made there

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from hearth.engine.engine import StepOutcome
 from hearth.errors import DeviceError
 from hearth.messages import HostModel, ModelLoaded
+from hearth.policy.batch.step_sharing import BusyModel, StepReadiness
 from hearth.types import Hold, ModelId, RequestId
 from hearth.worker.hosted_model import Found, HostedModel, HostingNews, Opened, Workshop
 from hearth.worker.reclaimer import Reclaimer
@@ -30,20 +31,17 @@ class HostedModels:
 
     def __init__(self, workshop: Workshop, post: Callable[[int, ModelId, HostingNews], None]) -> None:
         self.hosts: dict[ModelId, HostedModel] = {}
-        self.steward = Reclaimer(workshop.new_pool, self.hosts)
+        self.reclaimer = Reclaimer(workshop.new_pool, self.hosts)
         self._workshop, self._post = workshop, post
         #: Retired ones whose engine waits for them, the longest retired first.
         self._dormant: dict[ModelId, HostedModel] = {}
-        #: By model whose last step had nothing to compute, for want of KV: the steward's generation then.
-        self._stuck: dict[ModelId, int] = {}
-        #: By model that has no place because one that is being loaded lies in the way: the generation then.
-        self._deferred: dict[ModelId, int] = {}
+        self._readiness = StepReadiness()
 
     def host(self, order: HostModel) -> ModelLoaded | None:
         model, post = order.model, self._post
         assert model not in self.hosts, f"`{model}` is hosted already"
-        self.steward.worth.hosted(model, order.weight)
-        for displaced in self.steward.pool.take_displaced():  # its engine was built at those addresses
+        self.reclaimer.worth.hosted(model, order.weight)
+        for displaced in self.reclaimer.pool.take_displaced():  # its engine was built at those addresses
             if (gone := self._dormant.pop(displaced, None)) is not None:
                 gone.close()
         dormant = self._dormant.pop(model, None)
@@ -54,13 +52,13 @@ class HostedModels:
         if dormant is not None:
             dormant.close()
         self.hosts[model] = HostedModel(
-            *(order, self._workshop, self.steward.pool), lambda hosting, news: post(hosting, model, news)
+            *(order, self._workshop, self.reclaimer.pool), lambda hosting, news: post(hosting, model, news)
         )
         return None
 
     def asked(self, host: HostedModel) -> None:
         """It has got a request."""
-        self.steward.worth.asked(host.model, time.monotonic())
+        self.reclaimer.worth.asked(host.model, time.monotonic())
         if host.hold is Hold.RETAINED:
             host.hold = Hold.WARM
 
@@ -68,28 +66,22 @@ class HostedModels:
         """How it is held while it has none. One that has just failed is gone already."""
         if (host := self.hosts.get(model)) is not None:
             host.hold = hold
-            self.steward.changed()
+            self.reclaimer.policy.room_may_have_come()
 
     def settle(self, host: HostedModel) -> ModelLoaded | None:
-        """Have all of it loaded that is not there; others may have to give way.
-
-        In an arena what is being loaded cannot be moved, and may cut the room for this one in pieces: then it
-        has to wait for that.
-        """
-        self._deferred.pop(host.model, None)
+        """Have all of it loaded that is not there; others may have to give way."""
         try:
-            return self._announced(host.settle(self.steward.place))
+            return self._announced(host.settle(self.reclaimer.place))
         except DeviceError:
-            if self.steward.pool.keeps_addresses or not any(one.is_settling for one in self.hosts.values()):
+            is_any_loading = any(one.is_settling for one in self.hosts.values())
+            if not self.reclaimer.policy.defer(host.model, is_any_loading=is_any_loading):
                 raise
-        self._deferred[host.model] = self.steward.generation
         log.info("model_deferred model=%s", host.model)
         return None
 
     def deferred(self) -> list[HostedModel]:
         """Those who may find a place now."""
-        generation = self.steward.generation
-        return [self.hosts[model] for model, then in self._deferred.items() if then != generation]
+        return [self.hosts[model] for model in self.reclaimer.policy.deferred()]
 
     def found(self, host: HostedModel, news: Found) -> ModelLoaded | None:
         host.found(news)
@@ -102,33 +94,35 @@ class HostedModels:
         return self._announced(host.loaded(news))
 
     def can_step(self) -> list[ModelId]:
-        """One that is still arriving would hold up others, so it steps only alone."""
-        generation = self.steward.generation
-        busy = [
-            name for name, host in self.hosts.items() if host.has_work and self._stuck.get(name) != generation
+        """Return the models that may step now."""
+        return self._readiness.ready(self._busy(), self.reclaimer.policy.generation)
+
+    def _busy(self) -> list[BusyModel]:
+        return [
+            BusyModel(model, host.is_loaded, host.is_near)
+            for model, host in self.hosts.items()
+            if host.has_work
         ]
-        loaded = [name for name in busy if self.hosts[name].is_loaded]
-        return loaded or [name for name in busy if self.hosts[name].is_near]
 
     def step(self, host: HostedModel) -> StepOutcome:
         assert host.engine is not None, f"`{host.model}` can step"
-        self.steward.before_step(host)
+        self.reclaimer.before_step(host)
         outcome = host.engine.step()
-        self.steward.after_step(host, outcome)
+        self.reclaimer.after_step(host, outcome)
         if not outcome.has_run and not outcome.preempted:
-            self._stuck[host.model] = self.steward.generation
+            self._readiness.starved(host.model, self.reclaimer.policy.generation)
         return outcome
 
     def stirred(self) -> None:
         """Something has come from outside: whoever was stuck may look again."""
-        self._stuck.clear()
+        self._readiness.look_again()
 
     def stuck(self) -> HostedModel | None:
         """When no model can step: one that waits for memory that nobody is going to give back."""
-        hosts = self.hosts.values()
-        if any(host.plan is None or host.is_settling for host in hosts):
+        if any(host.plan is None or host.is_settling for host in self.hosts.values()):
             return None  # there will be news
-        return next((host for host in hosts if host.model in self._stuck and host.has_work), None)
+        model = self._readiness.hopeless(self._busy())
+        return None if model is None else self.hosts[model]
 
     def cancel(self, host: HostedModel, run: int) -> None:
         """One of its requests ends now, wherever it is."""
@@ -136,7 +130,7 @@ class HostedModels:
         host.unchecked.discard(run)
         if host.engine is not None:
             host.engine.cancel(RequestId(str(run)))
-        self.steward.changed()
+        self.reclaimer.policy.room_may_have_come()
 
     def retire(self, model: ModelId) -> None:
         """It has no requests; its weights stay until somebody needs their room."""
@@ -144,8 +138,8 @@ class HostedModels:
         while host.engine is not None and host.engine.has_work:
             host.engine.step()  # what was under way when its requests ended
         host.call_off()
-        self.steward.retire(host)
-        if host.engine is not None and self.steward.pool.keeps_addresses:
+        self.reclaimer.retire(host)
+        if host.engine is not None and self.reclaimer.pool.keeps_addresses:
             host.engine.rest()
             self._dormant[model] = host
             if len(self._dormant) > MAX_DORMANT:
@@ -153,23 +147,21 @@ class HostedModels:
         else:
             host.close()
         del self.hosts[model]
-        self._deferred.pop(model, None)
         log.info("model_retired model=%s", model)
 
     def drop(self, model: ModelId) -> None:
         """All of it goes, also of a retired one; one that is unknown has nothing."""
         host = self.hosts.pop(model, None) or self._dormant.pop(model, None)
-        self._deferred.pop(model, None)
         if host is not None:
             host.close()
-        self.steward.drop(model)
-        self.steward.worth.forget(model)
+        self.reclaimer.drop(model)
+        self.reclaimer.worth.forget(model)
         log.info("model_dropped model=%s", model)
 
     def _announced(self, loaded: ModelLoaded | None) -> ModelLoaded | None:
         if loaded is not None:
             log.info("model_loaded model=%s load_s=%.3f", loaded.model, loaded.total_s)
             num_bytes = sum(use.num_bytes for use in loaded.rungs)
-            self.steward.worth.loaded(loaded.model, num_bytes, loaded.total_s)
-            self.steward.changed()
+            self.reclaimer.worth.loaded(loaded.model, num_bytes, loaded.total_s)
+            self.reclaimer.policy.room_may_have_come()
         return loaded

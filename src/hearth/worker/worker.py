@@ -1,4 +1,4 @@
-"""The step loop of a worker: orders in, steps of busy models in turns, facts out. Opens no socket.
+"""The step loop of a worker: orders in, steps of busy models, facts out. Opens no socket.
 
 One thread runs it and owns all engines. Others post what they have into its inbox: orders of the gateway and
 news of models that are opened and loaded. With nothing to do it sleeps there.
@@ -87,12 +87,12 @@ class WorkerLoop:
     def __init__(self, workshop: Workshop, inbox: Inbox, send: Callable[[Fact], None]) -> None:
         """`send` may block: then no step is made."""
         self._inbox, self._send = inbox, send
-        self._turns = StepSharing()
+        self._sharing = StepSharing()
         self._models = HostedModels(
             workshop, lambda hosting, model, news: inbox.put(Told(hosting, model, news))
         )
         self._hosts = self._models.hosts
-        self._reports = Reports(self._models.steward.pool, self._hosts)
+        self._reports = Reports(self._models.reclaimer.pool, self._hosts)
         self._runs: dict[int, _Run] = {}  #: all that have not ended, each of a hosted model
         self._compilers = ThreadPoolExecutor(1, thread_name_prefix="hearth-guide")
 
@@ -106,7 +106,7 @@ class WorkerLoop:
         while not self._inbox.empty() or not self._models.can_step():
             if self._inbox.empty():
                 if (stuck := self._models.stuck()) is not None:
-                    self._fail(stuck.model, failure_of(self._models.steward.kv_shortage(stuck)))
+                    self._fail(stuck.model, failure_of(self._models.reclaimer.kv_shortage(stuck)))
                     continue
                 self._tell_residency(is_due=True)  # before it sleeps
             message = self._inbox.get()
@@ -119,8 +119,8 @@ class WorkerLoop:
         return True
 
     def _step(self) -> None:
-        """One step of the model whose turn it is. If that breaks, the model leaves and the others go on."""
-        model = self._turns.next(self._models.can_step())
+        """One step of the model that comes next. If that breaks, the model leaves and the others go on."""
+        model = self._sharing.next(self._models.can_step())
         host = self._hosts[model]
         began_s = time.perf_counter()
         try:
@@ -129,7 +129,7 @@ class WorkerLoop:
             broken, failure = blame(model, error)
         else:
             step_s = time.perf_counter() - began_s
-            self._turns.ran(model, step_s)
+            self._sharing.stepped(model, step_s)
             self._tell_step(model, outcome, step_s)
             self._tell_residency(is_due=False)
             return
@@ -198,7 +198,7 @@ class WorkerLoop:
     def _forget_runs(self, model: ModelId) -> None:
         for run in [run for run, entry in self._runs.items() if entry.model == model]:
             self._cancel(run)
-        self._turns.forget(model)
+        self._sharing.forget(model)
 
     def _start(self, order: StartRequest) -> None:
         host = self._hosts.get(order.model)

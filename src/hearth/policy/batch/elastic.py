@@ -34,8 +34,15 @@ class KvUse:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
+    """Blocks of KV that a model should get before its next step."""
+
     now_blocks: int  #: that the next step lacks
-    ahead_blocks: int  #: that should lie ready beside what it has then
+    ahead_blocks: int  #: that should lie ready beside what the model has then
+
+    def within(self, most_blocks: int) -> Growth:
+        """Return the growth cut to at most so many blocks in all, what the next step lacks first."""
+        now_blocks = min(self.now_blocks, most_blocks)
+        return Growth(now_blocks, min(self.ahead_blocks, most_blocks - now_blocks))
 
 
 class Elastic:
