@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.policy.batch.step_sharing import StepSharing
+from hearth.policy.batch.step_sharing import BusyModel, StepReadiness, StepSharing
 from hearth.types import ModelId
 
 A, B, C = ModelId("a"), ModelId("b"), ModelId("c")
@@ -98,3 +98,83 @@ def test_whoever_comes_and_goes_a_busy_one_steps(rounds: list[tuple[set[ModelId]
         sharing.stepped(model, step_s)
         waited_s = 0.0 if model == A else waited_s + step_s
         assert waited_s <= 4 * longest_s + 1e-9
+
+
+# --- Who may step ---
+
+
+def busy(model: ModelId, *, is_loaded: bool = True, can_follow_load: bool = False) -> BusyModel:
+    return BusyModel(model, is_loaded, can_follow_load)
+
+
+def test_one_that_is_still_loaded_steps_only_while_no_other_can() -> None:
+    readiness, arriving = StepReadiness(), busy(B, is_loaded=False, can_follow_load=True)
+    assert readiness.ready([busy(A), arriving], generation=0) == [A]
+    assert readiness.ready([arriving], generation=0) == [B]
+
+    readiness.starved(A, generation=0)
+    assert readiness.ready([busy(A), arriving], generation=0) == [B]
+
+
+def test_one_whose_bytes_are_far_away_does_not_step() -> None:
+    assert StepReadiness().ready([busy(A, is_loaded=False)], generation=0) == []
+
+
+def test_one_that_lacks_kv_steps_again_when_some_may_have_come_or_something_was_heard() -> None:
+    readiness = StepReadiness()
+    readiness.starved(A, generation=3)
+    assert readiness.ready([busy(A)], generation=3) == []
+    assert readiness.ready([busy(A)], generation=4) == [A]
+    readiness.look_again()
+    assert readiness.ready([busy(A)], generation=3) == [A]
+
+
+def test_only_one_that_lacks_kv_is_hopeless() -> None:
+    readiness = StepReadiness()
+    readiness.starved(B, generation=0)
+    assert readiness.hopeless([busy(A)]) is None
+    assert readiness.hopeless([busy(A), busy(B)]) == B
+
+
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["step", "starve", "room", "heard"]), st.sets(st.sampled_from([A, B, C]))),
+    max_size=60,
+)
+
+
+@given(st.dictionaries(st.sampled_from([A, B, C]), st.booleans(), min_size=1), EVENTS)
+def test_whoever_is_loaded_and_has_kv_is_ready_and_no_other_before_it(
+    is_loaded: dict[ModelId, bool], events: list[tuple[str, set[ModelId]]]
+) -> None:
+    """Against a plain account of which models lack KV; those that are not loaded could follow their load."""
+    readiness, generation, lacking = StepReadiness(), 0, set[ModelId]()
+    models = [busy(model, is_loaded=there, can_follow_load=not there) for model, there in is_loaded.items()]
+    for event, chosen in events:
+        match event:
+            case "starve":
+                for model in chosen:
+                    readiness.starved(model, generation)
+                lacking |= chosen
+            case "room":
+                generation += 1
+                lacking.clear()
+            case "heard":
+                readiness.look_again()
+                lacking.clear()
+        ready = set(readiness.ready(models, generation))
+        awake = is_loaded.keys() - lacking
+        loaded = {model for model in awake if is_loaded[model]}
+        assert ready == (loaded or awake)
+
+
+@given(st.lists(st.sampled_from([A, B, C]), min_size=90, max_size=90))
+def test_nobody_starves_who_is_ready(starving: list[ModelId]) -> None:
+    """Each round one model's step finds no KV, and room comes at the end of it: all others go on."""
+    readiness, sharing, steps = StepReadiness(), StepSharing(), dict.fromkeys([A, B, C], 0)
+    for generation, short in enumerate(starving):
+        model = sharing.next(readiness.ready([busy(one) for one in (A, B, C)], generation))
+        sharing.stepped(model, 1.0)
+        if model == short:
+            readiness.starved(model, generation)
+        steps[model] += 1
+    assert min(steps.values()) >= 90 // 3 - 1
