@@ -70,7 +70,7 @@ class Reclaimer:
     def retire(self, hosted: HostedModel) -> None:
         """Have an idle model give back all but its weights."""
         if hosted.engine is not None:
-            hosted.engine.batcher.blocks.remove_all()
+            hosted.engine.batcher.remove_all_blocks()
         if hosted.plan is not None:  # else it has no place yet
             self.pool.vacate(hosted.model)
         self.policy.stop_deferring(hosted.model)
@@ -159,7 +159,7 @@ class Reclaimer:
         engine = self._hosted[model].engine
         assert engine is not None, f"`{model}` has KV"
         with _blaming(model):
-            if not may_forget and engine.batcher.blocks.cached_in(extent):
+            if not may_forget and engine.batcher.blocks.cached_among(extent):
                 return 0
             if not engine.clear(extent, may_move=self.pool.keeps_addresses, may_preempt=may_preempt):
                 return 0
