@@ -22,7 +22,7 @@ from hearth.models.layout import ALIGNMENT_BYTES, DTYPES, Layout, TensorSpec, la
 from hearth.models.weights import Weights, bind
 from hearth.store.manifest import Chunk, Manifest, digest_of
 from hearth.types import Hold, ModelId
-from hearth.worker.hosted_model import HostedModel
+from hearth.worker.hosted_model import HostedModel, Loaded, ServedModel
 from hearth.worker.hosting_spec import HostingSpec
 from hearth.worker.reclaimer import Reclaimer
 
@@ -103,8 +103,8 @@ class Stage:
 
     def __init__(self, body: Body, new_pool: Callable[[EvictionTermsOf], Pool]) -> None:
         self.body = body
-        self._hosts: dict[ModelId, HostedModel] = {}
-        self._reclaimer = Reclaimer(new_pool, self._hosts)
+        self._hosted: dict[ModelId, HostedModel] = {}
+        self._reclaimer = Reclaimer(new_pool, self._hosted)
         self.pool = self._reclaimer.pool
         self._fillers: set[ModelId] = set()
         self._num_fillers = 0
@@ -116,7 +116,9 @@ class Stage:
         self.pool.landed(SERVED, is_whole=True)
         memory = Memory(space.workspace, space.kv, space.sink, plan.floor_blocks)
         self.engine = assemble(body.spec, weights, body.config, body.device, memory)
-        self._host = self._hosts[SERVED] = self._host_of(SERVED, self.engine)
+        self._served = ServedModel(plan, self.engine)
+        self._hosted[SERVED] = self._pinned(SERVED)
+        self._hosted[SERVED].state = Loaded(self._served)
         self._weights = weights
         self._plain: Engine | None = None
 
@@ -188,7 +190,7 @@ class Stage:
         num_bytes = (spare_bytes - self.body.margin_bytes) // self.body.page_bytes * self.body.page_bytes
         assert num_bytes > 0, f"{num_blocks=} are all there are: {self.pool.picture()}"
         pinned = self._fill(num_bytes)
-        self._hosts[pinned] = self._host_of(pinned, None)
+        self._hosted[pinned] = self._pinned(pinned)
 
     def synchronize(self) -> None:
         if self.body.device.type == "cuda":
@@ -216,15 +218,18 @@ class Stage:
             assert is_clear, f"somebody reads {run}"
 
     def _step_elastic(self) -> StepOutcome:
-        self._reclaimer.before_step(self._host)
+        self._reclaimer.before_step(SERVED, self._served)
         outcome = self.engine.step()
-        self._reclaimer.after_step(self._host, outcome)
+        self._reclaimer.after_step(SERVED, self._served, outcome)
         return outcome
 
-    def _host_of(self, model: ModelId, engine: Engine | None) -> HostedModel:
+    def _pinned(self, model: ModelId) -> HostedModel:
+        """Return a hosted model whose weights are never taken. How one gets there needs a keeper."""
         plan = self.body.plan
-        order = HostModel(model, 0, "", plan.manifest.digest, 1.0, plan.spec.max_context, 0, 0, ())
-        return _LoadedHost(order, self.pool, plan, engine)
+        order = HostModel(model, 0, "", plan.manifest.digest, 1.0, plan.model.max_context, 0, 0, ())
+        hosted = HostedModel(order, None, self.pool, lambda *_: None)  # type: ignore[arg-type] # loads nothing
+        hosted.hold = Hold.PINNED
+        return hosted
 
     def _fill(self, num_bytes: int) -> ModelId:
         """Weights of a model that was hosted and is not any more."""
@@ -238,18 +243,6 @@ class Stage:
         self.pool.vacate(model)
         self._reclaimer.policy.room_may_have_come()
         return model
-
-
-class _LoadedHost(HostedModel):
-    """As the reclaimer sees a host once its model is loaded: how one gets there needs a keeper."""
-
-    def __init__(self, order: HostModel, pool: Pool, plan: HostingSpec, engine: Engine | None) -> None:
-        super().__init__(order, None, pool, lambda *_: None)  # type: ignore[arg-type] # nothing is made there
-        self.plan, self.engine, self.is_loaded = plan, engine, True
-        self.hold = Hold.PINNED  # none of its weights are ever taken
-
-    def _start_thread(self, act: Callable[[], None]) -> None:
-        """Nobody has to look for the model."""
 
 
 def _random_weights(body: Body, space: Space) -> Weights:

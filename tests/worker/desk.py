@@ -38,8 +38,8 @@ from hearth.store.lender import Lender
 from hearth.store.loader import Loader
 from hearth.store.tiers import Tiers
 from hearth.types import Hold, ModelId, TokenLogprobs
-from hearth.worker.hosted_model import Workshop
-from hearth.worker.worker import DeviceLost, Inbox, WorkerLoop
+from hearth.worker.runtime import HostingResources
+from hearth.worker.worker_loop import DeviceLost, Inbox, WorkerLoop
 from tests.store.stored import PATIENCE_S
 from tests.worker.harness import CONFIG, folder, host_order
 
@@ -147,8 +147,8 @@ def working_at(
             desk.pool = new_pool(regards)
             return desk.pool
 
-        shop = Workshop(device, config, kept_pool, borrower, Loader(device))
-        worker = WorkerLoop(shop, desk.inbox, desk.facts.put)
+        resources = HostingResources(device, config, kept_pool, borrower, Loader(device))
+        worker = WorkerLoop(resources, desk.inbox, desk.facts.put)
 
         def run() -> None:
             try:
@@ -167,5 +167,5 @@ def working_at(
                     desk.facts.get()
                 thread.join(0.01)
             if isinstance(desk.pool, MappedPool):
-                del worker, shop  # nobody has a tensor of it any more
+                del worker, resources  # nobody has a tensor of it any more
                 desk.pool.close()

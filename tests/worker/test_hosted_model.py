@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,9 @@ from hearth.memory.vmm import MappedPool
 from hearth.messages import LoadProgressed, ModelFailed, ModelLoaded, Residency, StepDone
 from hearth.store.manifest import WEIGHTS, read_manifest
 from hearth.types import Hold, Rung
-from hearth.worker.hosted_model import HostedModel, HostingNews, Opened
-from hearth.worker.watched_load import Loaded
+from hearth.worker.hosted_model import HostedModel
+from hearth.worker.model_load import EngineReady
+from hearth.worker.watched_load import WeightsLoaded
 from hearth.worker.worth import Worth
 from tests.memory.host_pages import HostPages
 from tests.store.stored import PATIENCE_S, Gated, converted, flip, gated_tiers
@@ -193,26 +194,19 @@ def test_a_model_is_there_when_both_its_bytes_and_its_engine_are(
     bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_filled, may_open = Event(), Event()
-    start_thread, loaded = HostedModel._start_thread, HostedModel.loaded
+    weights_loaded = HostedModel.weights_loaded
 
-    def late(host: HostedModel, act: Callable[[], None]) -> None:
-        post = host._post
+    def late(engine: Engine, is_whole: bool) -> EngineReady:
+        may_open.wait(PATIENCE_S)
+        return EngineReady(engine, is_whole)
 
-        def post_late(hosting: int, news: HostingNews) -> None:
-            if isinstance(news, Opened):
-                may_open.wait(PATIENCE_S)
-            post(hosting, news)
-
-        host._post = post_late
-        start_thread(host, act)
-
-    def noted(host: HostedModel, news: Loaded) -> ModelLoaded | None:
-        told = loaded(host, news)
+    def noted(hosted: HostedModel, news: WeightsLoaded) -> ModelLoaded | None:
+        told = weights_loaded(hosted, news)
         is_filled.set()
         return told
 
-    monkeypatch.setattr(HostedModel, "_start_thread", late)
-    monkeypatch.setattr(HostedModel, "loaded", noted)
+    monkeypatch.setattr("hearth.worker.model_load.EngineReady", late)
+    monkeypatch.setattr(HostedModel, "weights_loaded", noted)
     bench.gate.open()
     bench.desk.host("a", model)
     assert is_filled.wait(PATIENCE_S)

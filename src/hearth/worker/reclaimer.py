@@ -25,7 +25,7 @@ from hearth.policy.memory.reclaim import (
 )
 from hearth.types import Hold, ModelId
 from hearth.worker.failure import ModelBroke
-from hearth.worker.hosted_model import HostedModel
+from hearth.worker.hosted_model import HostedModel, ServedModel
 from hearth.worker.hosting_spec import HostingSpec
 from hearth.worker.worth import Worth
 
@@ -50,7 +50,7 @@ class Reclaimer:
             return EvictionTerms(Hold.BUSY, cost_s_per_byte, is_loading=False)
         if hosted is None:
             return EvictionTerms(Hold.RETAINED, cost_s_per_byte, is_loading=False)
-        return EvictionTerms(hosted.regarded, cost_s_per_byte, is_loading=hosted.is_settling)
+        return EvictionTerms(hosted.effective_hold, cost_s_per_byte, is_loading=hosted.is_loading)
 
     # Weights.
 
@@ -69,10 +69,9 @@ class Reclaimer:
 
     def retire(self, hosted: HostedModel) -> None:
         """Have an idle model give back all but its weights."""
-        if hosted.engine is not None:
-            hosted.engine.batcher.remove_all_blocks()
-        if hosted.plan is not None:  # else it has no place yet
-            self.pool.vacate(hosted.model)
+        if (served := hosted.served) is not None:
+            served.engine.batcher.remove_all_blocks()
+        self.pool.vacate(hosted.model)
         self.policy.stop_deferring(hosted.model)
         self.policy.room_may_have_come()
 
@@ -84,36 +83,30 @@ class Reclaimer:
 
     # KV.
 
-    def before_step(self, hosted: HostedModel) -> None:
+    def before_step(self, model: ModelId, served: ServedModel) -> None:
         """Give a model the KV that its next step wants, as far as it can be had without harm."""
-        engine = hosted.engine
-        assert engine is not None, f"`{hosted.model}` can step"
-        self._run(self.policy.before_step(hosted.model, engine.elastic, engine.kv_use()))
+        self._run(self.policy.before_step(model, served.engine.elastic, served.engine.kv_use()))
 
-    def after_step(self, hosted: HostedModel, outcome: StepOutcome) -> None:
+    def after_step(self, model: ModelId, served: ServedModel, outcome: StepOutcome) -> None:
         """Take back the KV that a model has not used for long, or does not use now that it is idle."""
-        engine = hosted.engine
-        assert engine is not None, f"`{hosted.model}` has stepped"
+        engine = served.engine
         has_let_go = bool(outcome.preempted) or any(one.finish_reason for one in outcome.outputs)
         orders = self.policy.after_step(
-            *(hosted.model, engine.elastic, engine.kv_use()), has_work=hosted.has_work, has_let_go=has_let_go
+            *(model, engine.elastic, engine.kv_use()), has_work=engine.has_work, has_let_go=has_let_go
         )
         self._run(orders)
 
     # What the policy reads.
 
     def models(self) -> list[ModelId]:
-        return [model for model, hosted in self._hosted.items() if hosted.engine is not None]
+        return [model for model, hosted in self._hosted.items() if hosted.served is not None]
 
     def kv_of(self, model: ModelId) -> KvView:
-        hosted = self._hosted[model]
-        engine, spec = hosted.engine, hosted.plan
-        assert engine is not None, f"`{model}` has KV"
-        assert spec is not None, f"`{model}` has KV"
-        blocks = engine.batcher.blocks
+        served = self._served(model)
+        engine, spec, blocks = served.engine, served.spec, served.engine.batcher.blocks
         return KvView(
-            hold=hosted.regarded,
-            has_work=hosted.has_work,
+            hold=self._hosted[model].effective_hold,
+            has_work=engine.has_work,
             block_bytes=spec.shape.block_bytes,
             floor_blocks=spec.floor_blocks,
             max_blocks=spec.shape.max_blocks - 1,  # the sink is no block of the book
@@ -126,9 +119,14 @@ class Reclaimer:
         return self.pool.extents(model)
 
     def cached_to_spare(self, model: ModelId) -> int:
-        engine = self._hosted[model].engine
-        assert engine is not None, f"`{model}` has KV"
-        return engine.batcher.cached_to_spare()
+        return self._served(model).engine.batcher.cached_to_spare()
+
+    def _served(self, model: ModelId) -> ServedModel:
+        """Return a model with its engine; the policy asks for none that has no engine."""
+        served = self._hosted[model].served
+        if served is None:
+            raise LookupError(f"`{model}` has no engine: {self._hosted[model].state}")
+        return served
 
     # What it orders.
 
@@ -147,8 +145,7 @@ class Reclaimer:
                 assert_never(order)
 
     def _grow(self, model: ModelId, num_blocks: int, ahead_blocks: int) -> int:
-        engine = self._hosted[model].engine
-        assert engine is not None, f"`{model}` can step"
+        engine = self._served(model).engine
         extents = self.pool.grow(model, num_blocks, ahead_blocks)
         self._follow_moves()
         for extent in extents:
@@ -156,8 +153,7 @@ class Reclaimer:
         return sum(map(len, extents))
 
     def _clear(self, model: ModelId, extent: range, *, may_preempt: bool, may_forget: bool) -> int:
-        engine = self._hosted[model].engine
-        assert engine is not None, f"`{model}` has KV"
+        engine = self._served(model).engine
         with _blaming(model):
             if not may_forget and engine.batcher.blocks.cached_among(extent):
                 return 0
@@ -167,20 +163,20 @@ class Reclaimer:
         return len(extent)
 
     def _take(self, num_bytes: int, most: Hold) -> int:
-        """Weights of idle models; they have to settle again before they can step."""
+        """Take weights of idle models, which have to be loaded again before they can step."""
         freed = self.pool.take(num_bytes, most)
         # Also where nothing came free: what models share is taken from one of them, and stays with the other.
         for holding in self.pool.picture().holdings:
             hosted = self._hosted.get(holding.model)
             is_partial = holding.weights_bytes < holding.total_bytes
-            if hosted is not None and hosted.is_loaded and is_partial:
-                hosted.lost()
+            if hosted is not None and is_partial:
+                hosted.weights_taken()
         return freed
 
     def _follow_moves(self) -> None:
         for model, slots in self.pool.take_moved().items():
             with _blaming(model):
-                self._hosted[model].rebind(slots)
+                self._served(model).rebind(slots)
 
     def _shortage(self, model: ModelId, spec: HostingSpec, lack_bytes: int) -> str:
         picture, shape = self.pool.picture(), spec.shape
@@ -192,14 +188,12 @@ class Reclaimer:
             f"{held or 'nothing'}; drop another model, or raise `service.memory_bytes`"
         )
 
-    def kv_shortage(self, hosted: HostedModel) -> DeviceError:
-        """What is said of a model that waits for KV in vain."""
-        assert hosted.engine is not None, f"`{hosted.model}` has requests"
-        assert hosted.plan is not None, f"`{hosted.model}` has requests"
-        use, shape, picture = hosted.engine.kv_use(), hosted.plan.shape, self.pool.picture()
+    def kv_shortage(self, model: ModelId, served: ServedModel) -> DeviceError:
+        """Return what is said of a model that waits for KV in vain."""
+        use, spec, picture = served.engine.kv_use(), served.spec, self.pool.picture()
         return DeviceError(
-            f"`{hosted.model}` has {use.num_blocks} blocks of KV of {shape.block_bytes} bytes, wants "
-            f"{use.num_wanted} and is promised {hosted.plan.floor_blocks} in all, but {picture.free_bytes} "
+            f"`{model}` has {use.num_blocks} blocks of KV of {spec.shape.block_bytes} bytes, wants "
+            f"{use.num_wanted} and is promised {spec.floor_blocks} in all, but {picture.free_bytes} "
             f"of {picture.budget_bytes} bytes are free and nobody can give way; drop another model, or raise "
             "`service.memory_bytes`"
         )
@@ -207,7 +201,7 @@ class Reclaimer:
 
 @contextmanager
 def _blaming(model: ModelId) -> Iterator[None]:
-    """Whatever breaks is this model's fault, and not that of the one it gives way to."""
+    """Have whatever breaks be this model's fault, and not that of the one it gives way to."""
     try:
         yield
     except Exception as error:  # it is only renamed: the step loop handles it as it does all others
