@@ -49,7 +49,7 @@ def main() -> None:
     most = max(batch.num_requests for batch in SCALE.batches)
     body = Body(ARCH, "bfloat16", ARCH.max_positions, CONFIG, device, most * (seq_blocks + 1), PAGE_BYTES)
     pages = CountedPages(CudaPages(device, body.budget_bytes))
-    stage = Stage(body, lambda regards: MappedPool(pages, regards))
+    stage = Stage(body, lambda eviction_terms: MappedPool(pages, eviction_terms))
     gc.collect()
     gc.freeze()  # else a collection in the midst of a run would look at all that torch has brought along
     contest = Contest(stage, Prompts(ARCH.vocab_size), lambda: pages.maps)

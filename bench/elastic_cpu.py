@@ -59,7 +59,7 @@ def main() -> None:
     kv_blocks = most * (blocks_for(1, SCALE.seq_tokens, config) + 1)
     arch, device = arch_from_config(dict(SHAPE)), torch.device("cpu")
     body = Body(arch, "float32", MAX_CONTEXT, config, device, kv_blocks, UNIT_BYTES)
-    stage = Stage(body, lambda regards: ArenaPool(device, body.budget_bytes, regards))
+    stage = Stage(body, lambda eviction_terms: ArenaPool(device, body.budget_bytes, eviction_terms))
     # Nothing is mapped here, so nothing is counted. A worker has half of the machine's memory by default.
     gc.collect()
     gc.freeze()  # else a collection in the midst of a run would look at all that torch has brought along

@@ -113,7 +113,7 @@ class Stage:
         for gap in space.gaps:
             self.pool.prepare(SERVED, gap.part)
         weights = _random_weights(body, space)
-        self.pool.landed(SERVED, is_whole=True)
+        self.pool.load_ended(SERVED, is_whole=True)
         memory = Memory(space.workspace, space.kv, space.sink, plan.floor_blocks)
         self.engine = assemble(body.spec, weights, body.config, body.device, memory)
         self._served = ServedModel(plan, self.engine)
@@ -125,13 +125,13 @@ class Stage:
     @property
     def kv_bytes(self) -> int:
         """That the served model has of the pool, pages that lie ready included."""
-        (holding,) = (one for one in self.pool.picture().holdings if one.model == SERVED)
+        (holding,) = (one for one in self.pool.usage().holdings if one.model == SERVED)
         return holding.kv_bytes
 
     @property
     def filler_bytes(self) -> int:
         """Weights of others that are still there."""
-        return sum(one.weights_bytes for one in self.pool.picture().holdings if one.model in self._fillers)
+        return sum(one.weights_bytes for one in self.pool.usage().holdings if one.model in self._fillers)
 
     def engine_of(self, arm: Arm) -> Engine:
         if arm is not Arm.PLAIN:
@@ -170,7 +170,7 @@ class Stage:
     def fill_with_weights(self, num_models: int = 4) -> None:
         """Other models come and go: the weights they leave take all memory that nobody computes with."""
         lent_bytes = self.engine.kv_use().num_blocks * self.body.block_bytes
-        num_bytes = self.pool.picture().free_bytes + lent_bytes - self.body.margin_bytes
+        num_bytes = self.pool.usage().free_bytes + lent_bytes - self.body.margin_bytes
         num_pages = num_bytes // self.body.page_bytes
         for number in range(num_models):
             share = num_pages * (number + 1) // num_models - num_pages * number // num_models
@@ -186,9 +186,9 @@ class Stage:
         """Take all memory for good but what so many blocks need."""
         self.set_up(Arm.ELASTIC)
         lent_bytes = self.engine.kv_use().num_blocks * self.body.block_bytes
-        spare_bytes = self.pool.picture().free_bytes + lent_bytes - num_blocks * self.body.block_bytes
+        spare_bytes = self.pool.usage().free_bytes + lent_bytes - num_blocks * self.body.block_bytes
         num_bytes = (spare_bytes - self.body.margin_bytes) // self.body.page_bytes * self.body.page_bytes
-        assert num_bytes > 0, f"{num_blocks=} are all there are: {self.pool.picture()}"
+        assert num_bytes > 0, f"{num_blocks=} are all there are: {self.pool.usage()}"
         pinned = self._fill(num_bytes)
         self._hosted[pinned] = self._pinned(pinned)
 
@@ -239,8 +239,8 @@ class Stage:
         plan = replace(self.body.plan, layout=layout, shape=self.body.shape(model, layout, ALIGNMENT_BYTES))
         for gap in self._reclaimer.place(model, plan).gaps:
             self.pool.prepare(model, gap.part)
-        self.pool.landed(model, is_whole=True)
-        self.pool.vacate(model)
+        self.pool.load_ended(model, is_whole=True)
+        self.pool.retire(model)
         self._reclaimer.policy.room_may_have_come()
         return model
 
@@ -248,13 +248,13 @@ class Stage:
 def _random_weights(body: Body, space: Space) -> Weights:
     generator = torch.Generator(body.device).manual_seed(1)
     for spec in body.layout.tensors:
-        slot = space.slots[spec.name]
+        slot = space.places[spec.name]
         tensor = slot.base[slot.offset : slot.offset + spec.nbytes].view(body.spec.dtype)
         if "norm" in spec.name:
             tensor.fill_(1.0)
         else:
             tensor.normal_(std=0.02, generator=generator)
-    return bind(body.arch, body.layout, space.slots)
+    return bind(body.arch, body.layout, space.places)
 
 
 def _layout_of_bytes(num_bytes: int, unit_bytes: int) -> Layout:

@@ -84,7 +84,7 @@ class Replay:
         looks, pool = self.looks, self.pool
         looks.now_s, looks.running = at_s, model.id
         looks.worth.asked(model.id, at_s)
-        moved_bytes = pool.picture().moved_bytes
+        moved_bytes = pool.usage().moved_bytes
         synchronize(self.loader.device)
         began_s = time.perf_counter()
         make_room(pool, model)
@@ -96,10 +96,10 @@ class Replay:
         place_s = time.perf_counter() - began_s - room_s
         self.load(model, space)
         load_s = time.perf_counter() - began_s
-        placed_moved_bytes = pool.picture().moved_bytes
+        placed_moved_bytes = pool.usage().moved_bytes
         self._verify(model, space)
         self._use_kv(model, space, kv_bytes)
-        pool.vacate(model.id)
+        pool.retire(model.id)
         looks.running = None
         if self.keeps_nothing:
             pool.drop(model.id)
@@ -108,7 +108,7 @@ class Replay:
             run=run,
             missing_bytes=num_missing(space),
             moved_bytes=placed_moved_bytes - moved_bytes,
-            kv_moved_bytes=pool.picture().moved_bytes - placed_moved_bytes,
+            kv_moved_bytes=pool.usage().moved_bytes - placed_moved_bytes,
             room_s=room_s,
             place_s=place_s,
             moves_s=timer.seconds(),
@@ -129,7 +129,7 @@ class Replay:
             ).wait()
             groundwork.wait()
             self.looks.is_loading = False
-        self.pool.landed(model.id, is_whole=True)
+        self.pool.load_ended(model.id, is_whole=True)
 
     def _verify(self, model: HostedModel, space: Space) -> None:
         """Now and then compare all tensors on the device with the host's bytes."""
@@ -143,7 +143,7 @@ class Replay:
         extents = self.pool.grow(model.id, wanted)
         while (short := wanted - sum(map(len, extents))) > 0:
             # On an arena what comes free may still lie in pieces that are too small: then once more.
-            if not self.pool.take(short * model.block_bytes, Hold.RETAINED):
+            if not self.pool.take_weights(short * model.block_bytes, Hold.RETAINED):
                 raise RuntimeError(f"`{model.id}` lacks {short} of {wanted} blocks of KV; raise the budget")
             extents += self.pool.grow(model.id, short)
         self.pool.take_moved()
@@ -152,8 +152,8 @@ class Replay:
 
 
 def make_room(pool: Pool, model: HostedModel) -> None:
-    while (lack_bytes := pool.lacks(model.id, model.shape)) > 0:
-        if not pool.take(lack_bytes, Hold.RETAINED):
+    while (lack_bytes := pool.missing_bytes(model.id, model.shape)) > 0:
+        if not pool.take_weights(lack_bytes, Hold.RETAINED):
             raise RuntimeError(
                 f"`{model.id}` lacks {lack_bytes} bytes of {pool.budget_bytes}; raise the budget"
             )
@@ -166,7 +166,7 @@ def num_missing(space: Space) -> int:
 def check_bytes(library: Library, model: HostedModel, space: Space) -> None:
     """Raise unless every tensor on the device is what the host has."""
     for spec in model.manifest.tensors:
-        slot = space.slots[spec.name]
+        slot = space.places[spec.name]
         for stored in library.bytes_of(model, ByteRange(spec.offset, spec.offset + spec.nbytes)):
             at = slot.offset + stored.begin - spec.offset
             found = slot.base[at : at + len(stored.data)]

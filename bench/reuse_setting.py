@@ -194,8 +194,8 @@ class Setting:
             return
         mapped: list[MappedPool] = []
 
-        def new_pool(regards: EvictionTermsOf) -> Pool:
-            mapped.append(MappedPool(self.new_pages(budget_bytes, self.scale.page_bytes), regards))
+        def new_pool(eviction_terms: EvictionTermsOf) -> Pool:
+            mapped.append(MappedPool(self.new_pages(budget_bytes, self.scale.page_bytes), eviction_terms))
             return mapped[-1]
 
         try:

@@ -47,12 +47,12 @@ def carry_out(tenancy: Tenancy, step: Step, changed: Sample) -> None:
         case ("shrink", str(model)):
             tenancy.shrink(ModelId(model))
         case ("vacate", str(model)):
-            tenancy.vacate(ModelId(model))
+            tenancy.retire(ModelId(model))
         case ("drop", str(model)):
             tenancy.drop(ModelId(model))
         case ("change", str(model)):
             if model not in tenancy.gaps:
-                tenancy.vacate(ModelId(model))
+                tenancy.retire(ModelId(model))
                 tenancy.samples[ModelId(model)] = changed
         case _:
             raise AssertionError(f"no such step: {step}")

@@ -92,7 +92,7 @@ class Tenancy:
 
     def __init__(self, pool: Audited, holds: Holds, samples: Mapping[ModelId, Sample]) -> None:
         self.pool, self.holds, self.samples = pool, holds, dict(samples)
-        self.slots: dict[ModelId, Mapping[str, TensorPlace]] = {}  #: of placed models
+        self.places: dict[ModelId, Mapping[str, TensorPlace]] = {}  #: of placed models
         self.spaces: dict[ModelId, Space] = {}
         self.blocks: dict[ModelId, set[int]] = {}  #: that placed models were given, without the sink
         self.gaps: dict[ModelId, list[Gap]] = {}  #: of models that are being loaded, still to be filled
@@ -110,11 +110,11 @@ class Tenancy:
         held = self.holds.by_model.get(model, Hold.RETAINED)
         self.holds.by_model[model] = Hold.BUSY
         shape = self.samples[model].shape
-        while lack_bytes := self.pool.lacks(model, shape):
-            before = self.pool.picture()
+        while lack_bytes := self.pool.missing_bytes(model, shape):
+            before = self.pool.usage()
             with pytest.raises(DeviceError):
                 self.pool.place(model, shape)
-            assert self.pool.picture() == before
+            assert self.pool.usage() == before
             if not self.take(lack_bytes, Hold.WARM) and not self._clear_one(model):
                 self.holds.by_model[model] = held
                 return False
@@ -129,7 +129,7 @@ class Tenancy:
             for part in self.spaces[model].parts:
                 self.pool.prepare(model, part)
             del self.gaps[model]
-            self.pool.landed(model, is_whole=is_whole)
+            self.pool.load_ended(model, is_whole=is_whole)
             self.holds.loading.discard(model)
 
     def fill(self, model: ModelId, gaps: Sequence[Gap]) -> None:
@@ -144,21 +144,21 @@ class Tenancy:
 
     def take(self, num_bytes: int, most: Hold) -> int:
         before = self.holdings()
-        freed_bytes = self.pool.take(num_bytes, most)
+        freed_bytes = self.pool.take_weights(num_bytes, most)
         after = self.holdings()
         lost = {model for model in before if self._weights(before, model) > self._weights(after, model)}
-        regards = {model: self.holds.regard(model) for model in before}
+        eviction_terms = {model: self.holds.regard(model) for model in before}
         for model in lost:
-            assert regards[model].hold <= min(most, Hold.WARM), f"{model} {regards[model]}"
-            assert not regards[model].is_loading, f"{model} is loading"
-        if any(regards[model].hold == Hold.WARM for model in lost):
-            for model, regard in regards.items():
+            assert eviction_terms[model].hold <= min(most, Hold.WARM), f"{model} {eviction_terms[model]}"
+            assert not eviction_terms[model].is_loading, f"{model} is loading"
+        if any(eviction_terms[model].hold == Hold.WARM for model in lost):
+            for model, regard in eviction_terms.items():
                 is_spared = regard.hold == Hold.RETAINED and not regard.is_loading
                 assert not is_spared or not self._weights(after, model), f"{lost} before {model}"
         if freed_bytes < num_bytes:
             assert not any(
                 self._weights(after, model)
-                for model, regard in regards.items()
+                for model, regard in eviction_terms.items()
                 if regard.hold <= min(most, Hold.WARM) and not regard.is_loading
             ), "there was more to take"
         return freed_bytes
@@ -182,16 +182,16 @@ class Tenancy:
             return False
         assert set(extents[0]) <= self.blocks[model], f"{extents}"
         self.blocks[model] -= set(extents[0])
-        free_bytes = self.pool.picture().free_bytes
+        free_bytes = self.pool.usage().free_bytes
         self.pool.shrink(model, extents[0])
-        assert self.pool.picture().free_bytes > free_bytes
+        assert self.pool.usage().free_bytes > free_bytes
         return True
 
-    def vacate(self, model: ModelId) -> None:
+    def retire(self, model: ModelId) -> None:
         if model in self.spaces and model not in self.gaps:
             self.holds.by_model[model] = Hold.RETAINED
             self._forget(model)
-            self.pool.vacate(model)
+            self.pool.retire(model)
 
     def drop(self, model: ModelId) -> None:
         if model not in self.gaps:
@@ -200,11 +200,11 @@ class Tenancy:
             assert model not in self.holdings()
 
     def holdings(self) -> dict[ModelId, Holding]:
-        return {one.model: one for one in self.pool.picture().holdings}
+        return {one.model: one for one in self.pool.usage().holdings}
 
     def check(self) -> None:
         """Everything that has to be there is intact, and every byte is in one hand."""
-        self.slots.update(self.pool.take_moved())
+        self.places.update(self.pool.take_moved())
         self.pool.check()
         self._check_picture()
         for model, space in self.spaces.items():
@@ -221,7 +221,7 @@ class Tenancy:
     def _placed(self, model: ModelId, space: Space) -> None:
         if model not in self.spaces:
             self.blocks[model] = set()
-        self.spaces[model], self.slots[model] = space, space.slots
+        self.spaces[model], self.places[model] = space, space.places
         for before, after in pairwise(space.gaps):
             assert before.part.end <= after.part.begin, f"{space.gaps}"
         for gap in space.gaps:
@@ -237,32 +237,32 @@ class Tenancy:
         for part in parts:
             is_there[part.begin : part.end] = False
         for spec in self.samples[model].shape.served.tensors:
-            slot, where = self.slots[model][spec.name], slice(spec.offset, spec.offset + spec.nbytes)
-            found = slot.base[slot.offset : slot.offset + spec.nbytes]
+            place, where = self.places[model][spec.name], slice(spec.offset, spec.offset + spec.nbytes)
+            found = place.base[place.offset : place.offset + spec.nbytes]
             for run in _runs(is_there[where]):  # the rest may not be mapped
                 expected = content[where][run.start : run.stop]
                 assert torch.equal(found[run.start : run.stop].cpu(), expected), f"`{model}` at {spec} {run}"
 
     def _check_picture(self) -> None:
-        picture = self.pool.picture()
-        assert picture.budget_bytes == self.pool.budget_bytes
-        holdings_bytes = sum(one.weights_bytes + one.kv_bytes for one in picture.holdings)
-        shared_bytes = sum(one.shared_bytes for one in picture.holdings)
-        total_bytes = picture.free_bytes + picture.workspace_bytes + picture.lost_bytes + holdings_bytes
-        assert picture.budget_bytes <= total_bytes <= picture.budget_bytes + shared_bytes, f"{picture}"
-        assert list(picture.holdings) == sorted(picture.holdings, key=lambda one: one.model)
+        usage = self.pool.usage()
+        assert usage.budget_bytes == self.pool.budget_bytes
+        holdings_bytes = sum(one.weights_bytes + one.kv_bytes for one in usage.holdings)
+        shared_bytes = sum(one.shared_bytes for one in usage.holdings)
+        total_bytes = usage.free_bytes + usage.workspace_bytes + usage.lost_bytes + holdings_bytes
+        assert usage.budget_bytes <= total_bytes <= usage.budget_bytes + shared_bytes, f"{usage}"
+        assert list(usage.holdings) == sorted(usage.holdings, key=lambda one: one.model)
 
     def _clear_one(self, kept: ModelId) -> bool:
         """Shrink or vacate another model, or say that none of them has anything to give."""
         for model in sorted(self.spaces):
             if model != kept and model not in self.gaps:
                 if not self.shrink(model):
-                    self.vacate(model)
+                    self.retire(model)
                 return True
         return False
 
     def _forget(self, model: ModelId) -> None:
-        for books in (self.spaces, self.slots, self.blocks):
+        for books in (self.spaces, self.places, self.blocks):
             books.pop(model, None)
 
     def _block(self, model: ModelId, block: int) -> torch.Tensor:

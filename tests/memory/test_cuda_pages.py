@@ -44,15 +44,15 @@ from tests.memory.steps import Step, carry_out, steps
 from tests.memory.tenancy import Holds, sample
 pool = MappedPool(CudaPages(torch.device("cuda", 0), 32 << 20, 2 << 20), Holds().regard)
 space = pool.place("a", sample([1, 2], 2 << 20, digest=0xABCDEF).shape)
-print(space.slots["t0"].base.data_ptr(), space.kv.data_ptr(), space.workspace.data_ptr())
+print(space.places["t0"].base.data_ptr(), space.kv.data_ptr(), space.workspace.data_ptr())
 pool.close()
 """
 
 
 @contextmanager
-def mapped(regards: EvictionTermsOf) -> Iterator[Audited]:
+def mapped(eviction_terms: EvictionTermsOf) -> Iterator[Audited]:
     pages = CudaPages(DEVICE, 20 * PAGE_BYTES, PAGE_BYTES)
-    with closing(MappedPool(pages, regards, wipe=wipe)) as pool:
+    with closing(MappedPool(pages, eviction_terms, wipe=wipe)) as pool:
         yield pool
 
 

@@ -24,14 +24,14 @@ NUM_PAGES = 20
 
 
 @contextmanager
-def mapped(regards: EvictionTermsOf) -> Iterator[Audited]:
-    with closing(MappedPool(HostPages(NUM_PAGES, PAGE_BYTES), regards, wipe=wipe)) as pool:
+def mapped(eviction_terms: EvictionTermsOf) -> Iterator[Audited]:
+    with closing(MappedPool(HostPages(NUM_PAGES, PAGE_BYTES), eviction_terms, wipe=wipe)) as pool:
         yield pool
 
 
 @contextmanager
-def arena(regards: EvictionTermsOf) -> Iterator[Audited]:
-    yield ArenaPool(torch.device("cpu"), NUM_PAGES * PAGE_BYTES, regards, wipe=wipe)
+def arena(eviction_terms: EvictionTermsOf) -> Iterator[Audited]:
+    yield ArenaPool(torch.device("cpu"), NUM_PAGES * PAGE_BYTES, eviction_terms, wipe=wipe)
 
 
 POOLS: dict[str, Callable[[EvictionTermsOf], AbstractContextManager[Audited]]] = {
@@ -64,9 +64,9 @@ def test_what_is_there_is_intact_whatever_is_done_around_it(kind: str, steps: li
         for model in SAMPLES:
             tenancy.end(model, is_whole=False)
             tenancy.drop(model)
-        picture = pool.picture()
-        assert picture.free_bytes + picture.lost_bytes == picture.budget_bytes
-        assert picture.holdings == ()
+        usage = pool.usage()
+        assert usage.free_bytes + usage.lost_bytes == usage.budget_bytes
+        assert usage.holdings == ()
 
 
 @pytest.fixture(params=POOLS)
@@ -80,7 +80,7 @@ def tenancy(request: pytest.FixtureRequest) -> Iterator[Tenancy]:
 
 def test_a_model_that_comes_back_lacks_only_its_tail(tenancy: Tenancy) -> None:
     tenancy.host(A)
-    tenancy.vacate(A)
+    tenancy.retire(A)
     tenancy.take(2 * PAGE_BYTES, Hold.RETAINED)
 
     tenancy.begin(A)
@@ -93,7 +93,7 @@ def test_a_model_that_comes_back_lacks_only_its_tail(tenancy: Tenancy) -> None:
 
 def test_a_load_that_failed_gives_its_gaps_back(tenancy: Tenancy) -> None:
     tenancy.host(A)
-    tenancy.vacate(A)
+    tenancy.retire(A)
     tenancy.take(2 * PAGE_BYTES, Hold.RETAINED)
     kept_bytes = tenancy.holdings()[A].weights_bytes
 
@@ -127,7 +127,7 @@ def test_nothing_is_taken_from_who_is_busy_or_pinned_or_loading(tenancy: Tenancy
 
 def test_other_bytes_under_the_same_name_are_loaded_whole(tenancy: Tenancy) -> None:
     tenancy.host(A)
-    tenancy.vacate(A)
+    tenancy.retire(A)
     tenancy.samples[A] = CHANGED
 
     tenancy.begin(A)
@@ -141,19 +141,19 @@ def test_kv_grows_into_all_that_is_free_and_no_further(tenancy: Tenancy) -> None
     tenancy.grow(A, 10_000)
 
     block_bytes = SAMPLES[A].shape.block_bytes
-    assert tenancy.pool.picture().free_bytes < block_bytes + PAGE_BYTES
+    assert tenancy.pool.usage().free_bytes < block_bytes + PAGE_BYTES
     assert len(tenancy.blocks[A]) * block_bytes > 10 * PAGE_BYTES
 
 
 def test_a_model_that_lacks_memory_is_refused_with_the_numbers(tenancy: Tenancy) -> None:
     huge = sample(range(NUM_PAGES + 1), PAGE_BYTES, digest=5)
 
-    assert tenancy.pool.lacks(D, huge.shape) >= PAGE_BYTES
+    assert tenancy.pool.missing_bytes(D, huge.shape) >= PAGE_BYTES
     with pytest.raises(DeviceError, match=rf"`d` .* of {NUM_PAGES * PAGE_BYTES} are free"):
         tenancy.pool.place(D, huge.shape)
 
 
 def test_dropping_what_is_unknown_changes_nothing(tenancy: Tenancy) -> None:
-    before = tenancy.pool.picture()
+    before = tenancy.pool.usage()
     tenancy.pool.drop(D)
-    assert tenancy.pool.picture() == before
+    assert tenancy.pool.usage() == before

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.errors import DeviceError
-from hearth.memory.kv_range import KvRange
+from hearth.memory.mapped_tenant import KvRange
 from hearth.memory.pages import Mark
 from hearth.memory.vmm import MappedPool
 from hearth.models.layout import ByteRange
@@ -26,7 +26,7 @@ A, B, C = (ModelId(name) for name in "abc")
 SAMPLES: dict[ModelId, Sample] = {
     A: sample([1, 2, 3, 4, 5], PAGE, digest=1, block_bytes=1500, workspace_bytes=2 * PAGE),
     B: sample([1, 2, 3, 7, 8], PAGE, digest=2, block_bytes=PAGE, workspace_bytes=PAGE),
-    C: sample([11, 12, 13], PAGE, digest=6, block_bytes=2 * PAGE, workspace_bytes=0),  # wants the slot of A
+    C: sample([11, 12, 13], PAGE, digest=6, block_bytes=2 * PAGE, workspace_bytes=0),  # wants the space of A
 }
 
 
@@ -81,7 +81,7 @@ def tenancy(pages: Watched) -> Iterator[Tenancy]:
 
 def addresses(tenancy: Tenancy, model: ModelId) -> tuple[int, ...]:
     space = tenancy.spaces[model]
-    weights = next(iter(space.slots.values())).base
+    weights = next(iter(space.places.values())).base
     return weights.data_ptr(), space.kv.data_ptr(), space.workspace.data_ptr()
 
 
@@ -91,7 +91,7 @@ def test_addresses_are_those_of_the_digest_however_often_a_model_goes(
     tenancy.host(B)
     tenancy.host(A)
     first = addresses(tenancy, A)
-    tenancy.vacate(A)
+    tenancy.retire(A)
     tenancy.host(A)
     assert addresses(tenancy, A) == first
     for model in (A, B):
@@ -100,7 +100,7 @@ def test_addresses_are_those_of_the_digest_however_often_a_model_goes(
 
     assert addresses(tenancy, A) == first
     assert first[0] == pages.base_address + 1 * pages.space_bytes
-    assert tenancy.pool.picture().fallbacks["address"] == 0
+    assert tenancy.pool.usage().fallbacks["address"] == 0
 
 
 def test_of_two_that_want_one_slot_the_second_is_elsewhere_and_that_is_counted(
@@ -108,10 +108,10 @@ def test_of_two_that_want_one_slot_the_second_is_elsewhere_and_that_is_counted(
 ) -> None:
     tenancy.host(A)
     tenancy.host(C)
-    tenancy.vacate(C)
+    tenancy.retire(C)
     tenancy.host(C)
 
-    assert tenancy.pool.picture().fallbacks["address"] == 1
+    assert tenancy.pool.usage().fallbacks["address"] == 1
     assert [record.message.split()[0] for record in caplog.records] == ["fallback"]
 
 
@@ -125,7 +125,7 @@ def test_a_refused_address_costs_nothing_but_the_address(pages: Watched) -> None
         tenancy.check()
 
         assert addresses(tenancy, A)[0] != wanted
-        assert tenancy.pool.picture().fallbacks["address"] == 1
+        assert tenancy.pool.usage().fallbacks["address"] == 1
         for _ in range(3):
             tenancy.drop(A)
             tenancy.host(A)
@@ -141,9 +141,9 @@ def test_where_all_spaces_are_taken_who_has_nothing_left_loses_the_oldest(pages:
             tenancy.samples[model] = sample([50 + number], PAGE, digest=number)
         for model in (*names[1:-1], names[0]):
             tenancy.host(model)
-            tenancy.vacate(model)
+            tenancy.retire(model)
         tenancy.take(2 * PAGE, Hold.RETAINED)
-        nothing = {one.model for one in tenancy.pool.picture().holdings if not one.weights_bytes}
+        nothing = {one.model for one in tenancy.pool.usage().holdings if not one.weights_bytes}
         assert len(nothing) == 2
         first = next(name for name in (*names[1:-1], names[0]) if name in nothing)
         assert tenancy.pool.take_displaced() == []
@@ -182,13 +182,13 @@ def test_what_the_driver_refuses_is_not_in_the_books(num_calls: int) -> None:
     pages = Refusing(12, PAGE)
     with hosting(pages) as tenancy:
         tenancy.host(A)
-        tenancy.vacate(A)
+        tenancy.retire(A)
         pages.num_calls_left = num_calls
         with pytest.raises(DeviceError, match="refused"):
             tenancy.host(C)
         if tenancy.gaps.pop(C, None) is not None:
             tenancy.holds.loading.discard(C)
-            tenancy.pool.landed(C, is_whole=False)
+            tenancy.pool.load_ended(C, is_whole=False)
         tenancy.drop(C)
         for model in (A, C):
             tenancy.host(model)
@@ -197,13 +197,13 @@ def test_what_the_driver_refuses_is_not_in_the_books(num_calls: int) -> None:
 
 def test_equal_chunks_are_had_once_and_outlive_each_of_their_models(tenancy: Tenancy) -> None:
     tenancy.host(A)
-    free_bytes = tenancy.pool.picture().free_bytes
+    free_bytes = tenancy.pool.usage().free_bytes
     tenancy.begin(B)
 
     assert [gap.part for gap in tenancy.gaps[B]] == [ByteRange(3 * PAGE, 5 * PAGE)]
-    assert tenancy.pool.picture().free_bytes == free_bytes - 3 * PAGE  # two of weights, one for the sink
+    assert tenancy.pool.usage().free_bytes == free_bytes - 3 * PAGE  # two of weights, one for the sink
     tenancy.end(B, is_whole=True)
-    assert [one.shared_bytes for one in tenancy.pool.picture().holdings] == [3 * PAGE, 3 * PAGE]
+    assert [one.shared_bytes for one in tenancy.pool.usage().holdings] == [3 * PAGE, 3 * PAGE]
 
     tenancy.drop(A)
     tenancy.check()  # finds B intact
@@ -215,7 +215,7 @@ def test_equal_chunks_are_had_once_and_outlive_each_of_their_models(tenancy: Ten
 def test_what_is_shared_with_a_busy_model_frees_nothing(tenancy: Tenancy) -> None:
     tenancy.host(A)
     tenancy.host(B)
-    tenancy.vacate(B)
+    tenancy.retire(B)
 
     assert tenancy.take(100 * PAGE, Hold.WARM) == 2 * PAGE
     tenancy.check()  # finds A intact
@@ -224,12 +224,12 @@ def test_what_is_shared_with_a_busy_model_frees_nothing(tenancy: Tenancy) -> Non
 def test_what_two_idle_models_share_is_taken_from_both(tenancy: Tenancy) -> None:
     tenancy.host(A)
     tenancy.host(B)
-    tenancy.vacate(A)
-    tenancy.vacate(B)
-    free_bytes = tenancy.pool.picture().free_bytes
+    tenancy.retire(A)
+    tenancy.retire(B)
+    free_bytes = tenancy.pool.usage().free_bytes
 
     assert tenancy.take(5 * PAGE, Hold.RETAINED) == 5 * PAGE
-    assert tenancy.pool.picture().free_bytes == free_bytes + 5 * PAGE
+    assert tenancy.pool.usage().free_bytes == free_bytes + 5 * PAGE
 
 
 def test_chunks_that_are_still_loading_are_not_shared(tenancy: Tenancy) -> None:
@@ -243,21 +243,21 @@ def test_chunks_that_are_still_loading_are_not_shared(tenancy: Tenancy) -> None:
 
 def test_all_models_have_one_workspace(tenancy: Tenancy) -> None:
     tenancy.host(B)
-    assert tenancy.pool.picture().workspace_bytes == PAGE
+    assert tenancy.pool.usage().workspace_bytes == PAGE
     tenancy.host(A)
-    assert tenancy.pool.picture().workspace_bytes == 2 * PAGE
+    assert tenancy.pool.usage().workspace_bytes == 2 * PAGE
 
     tenancy.spaces[A].workspace[:PAGE] = 7
     assert (tenancy.spaces[B].workspace == 7).all()
 
-    tenancy.vacate(A)
-    assert tenancy.pool.picture().workspace_bytes == PAGE
+    tenancy.retire(A)
+    assert tenancy.pool.usage().workspace_bytes == PAGE
 
 
 def test_pages_that_come_back_to_their_places_cost_no_call(tenancy: Tenancy, pages: Watched) -> None:
     tenancy.host(A)
     tenancy.grow(A, 10)
-    tenancy.vacate(A)
+    tenancy.retire(A)
     tenancy.take(3 * PAGE, Hold.RETAINED)
     pages.story.clear()
 
@@ -336,10 +336,10 @@ def test_kv_is_mapped_ahead_and_given_without_a_call(tenancy: Tenancy, pages: Wa
 def test_what_is_only_ready_goes_first_when_others_need_it(tenancy: Tenancy) -> None:
     tenancy.host(B)
     tenancy.grow(B, 1, ahead_blocks=1000)
-    assert tenancy.pool.picture().free_bytes == 0
+    assert tenancy.pool.usage().free_bytes == 0
     assert tenancy.holdings()[B].kv_bytes > 10 * PAGE
 
-    assert tenancy.pool.lacks(C, SAMPLES[C].shape) == 0
+    assert tenancy.pool.missing_bytes(C, SAMPLES[C].shape) == 0
     tenancy.host(C)
     tenancy.grow(C, 2)
 
@@ -364,7 +364,7 @@ def test_loads_and_growth_go_on_side_by_side(tenancy: Tenancy) -> None:
 def test_a_model_beyond_the_addresses_of_a_space_is_refused(tenancy: Tenancy) -> None:
     huge = sample([1], PAGE, digest=1, max_blocks=10**9)
     with pytest.raises(DeviceError, match=r"the KV of `a` could take 4096000000000 bytes"):
-        tenancy.pool.lacks(A, huge.shape)
+        tenancy.pool.missing_bytes(A, huge.shape)
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 60))

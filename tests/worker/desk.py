@@ -143,8 +143,8 @@ def working_at(
     with folder() as place, closing(Lender(tiers, place / "s")), closing(Borrower(place / "s")) as borrower:
         desk = Desk(SimpleQueue(), Queue(max_facts))
 
-        def kept_pool(regards: EvictionTermsOf) -> Pool:
-            desk.pool = new_pool(regards)
+        def kept_pool(eviction_terms: EvictionTermsOf) -> Pool:
+            desk.pool = new_pool(eviction_terms)
             return desk.pool
 
         resources = HostingResources(device, config, kept_pool, borrower, Loader(device))

@@ -82,15 +82,15 @@ class Setting:
         return -(-num_bytes // self.page_bytes) * self.page_bytes
 
 
-def arena(setting: Setting, budget_bytes: int, regards: EvictionTermsOf) -> Pool:
-    return ArenaPool(setting.device, budget_bytes, regards, wipe=wiped)
+def arena(setting: Setting, budget_bytes: int, eviction_terms: EvictionTermsOf) -> Pool:
+    return ArenaPool(setting.device, budget_bytes, eviction_terms, wipe=wiped)
 
 
-def mapped(setting: Setting, budget_bytes: int, regards: EvictionTermsOf) -> Pool:
+def mapped(setting: Setting, budget_bytes: int, eviction_terms: EvictionTermsOf) -> Pool:
     page_bytes = setting.page_bytes
     if setting.device.type == "cuda":
-        return MappedPool(CudaPages(setting.device, budget_bytes, page_bytes), regards, wipe=wiped)
-    return MappedPool(HostPages(budget_bytes // page_bytes, page_bytes), regards, wipe=wiped)
+        return MappedPool(CudaPages(setting.device, budget_bytes, page_bytes), eviction_terms, wipe=wiped)
+    return MappedPool(HostPages(budget_bytes // page_bytes, page_bytes), eviction_terms, wipe=wiped)
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

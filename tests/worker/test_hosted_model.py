@@ -31,8 +31,8 @@ from tests.worker.harness import BUDGET_BYTES, greedy
 PROMPT = (3, 14, 15, 92, 65, 35)
 
 
-def new_pool(regards: EvictionTermsOf) -> Pool:
-    return ArenaPool(torch.device("cpu"), BUDGET_BYTES, regards)
+def new_pool(eviction_terms: EvictionTermsOf) -> Pool:
+    return ArenaPool(torch.device("cpu"), BUDGET_BYTES, eviction_terms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +172,8 @@ def test_a_model_that_is_retired_while_it_is_looked_for_can_be_hosted_again(
 def test_a_load_that_was_called_off_holds_up_no_later_step(tmp_path: Path) -> None:
     model = converted("llama-gqa", chunk_bytes=64 << 10)
 
-    def pages(regards: EvictionTermsOf) -> Pool:
-        return MappedPool(HostPages(600, 64 << 10), regards)
+    def pages(eviction_terms: EvictionTermsOf) -> Pool:
+        return MappedPool(HostPages(600, 64 << 10), eviction_terms)
 
     with gated_tiers(tmp_path) as gated, working_at(gated.tiers, pages) as desk:
         desk.host("a", model)

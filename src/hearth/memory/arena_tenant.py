@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hearth.memory.placement import Wish, extent_span
+from hearth.memory.placement import PlacementNeed, extent_span
 from hearth.memory.pool import Gap, Holding, Shape, Space
 from hearth.memory.regions import COMMON, Owner, RegionList, Use, aligned, blocks_within
 from hearth.models.layout import ByteRange
@@ -27,7 +27,7 @@ class ArenaTenant:
     model: ModelId
     shape: Shape
     #: Tensors that have a region but not yet their bytes.
-    landing: set[int] = field(default_factory=set)
+    coming: set[int] = field(default_factory=set)
     #: By first block, the sink's first. Empty unless the model is placed.
     extents: dict[int, range] = field(default_factory=dict)
     #: What it held when its regions had changed so many times.
@@ -96,7 +96,7 @@ class ArenaTenant:
         for owner in tensors:
             spec, span = self.shape.served.tensors[owner.index], regions.span_of(owner)
             assert span.num_bytes == aligned(spec.nbytes), f"{span} is not the size of {spec}"
-        assert self.landing <= {owner.index for owner in tensors}, f"lands nowhere: {self.landing=}"
+        assert self.coming <= {owner.index for owner in tensors}, f"lands nowhere: {self.coming=}"
         owners = set(tensors)
         for first, extent in self.extents.items():
             span = extent_span(self.model, extent, self.shape.block_bytes)
@@ -115,7 +115,7 @@ def tensor_owners(model: ModelId, shape: Shape) -> list[Owner]:
     return [Owner(model, Use.TENSOR, index) for index in range(len(shape.served.tensors))]
 
 
-def slots_of(tenant: ArenaTenant, regions: RegionList, memory: torch.Tensor) -> dict[str, TensorPlace]:
+def places_of(tenant: ArenaTenant, regions: RegionList, memory: torch.Tensor) -> dict[str, TensorPlace]:
     """Where its tensors are, all of which have a region."""
     specs = zip(tenant.shape.served.tensors, tensor_owners(tenant.model, tenant.shape), strict=True)
     return {spec.name: TensorPlace(memory, regions.span_of(owner).begin) for spec, owner in specs}
@@ -123,28 +123,28 @@ def slots_of(tenant: ArenaTenant, regions: RegionList, memory: torch.Tensor) -> 
 
 def space_of(tenant: ArenaTenant, regions: RegionList, memory: torch.Tensor) -> Space:
     """Of one that is placed."""
-    shape, slots = tenant.shape, slots_of(tenant, regions, memory)
+    shape, places = tenant.shape, places_of(tenant, regions, memory)
     gaps = []
-    for index in sorted(tenant.landing):
+    for index in sorted(tenant.coming):
         stored, served = shape.stored.tensors[index], shape.served.tensors[index]
         # At the end of its place: from there it can be widened towards the front.
-        end = slots[served.name].offset + served.nbytes
+        end = places[served.name].offset + served.nbytes
         part = ByteRange(stored.offset, stored.offset + stored.nbytes)
         gaps.append(Gap(part, memory[end - stored.nbytes : end]))
     begin = regions.span_of(tenant.own_workspace).begin if tenant.has_own_workspace(regions) else 0
     workspace = memory[begin : begin + shape.workspace_bytes]
     kv = memory[: len(memory) // shape.block_bytes * shape.block_bytes]
     sink, parts = next(iter(tenant.extents)), tuple(gap.part for gap in gaps)
-    return Space(slots, workspace, kv, sink, tuple(gaps), parts)
+    return Space(places, workspace, kv, sink, tuple(gaps), parts)
 
 
-def wish_of(model: ModelId, shape: Shape, tenant: ArenaTenant | None, regions: RegionList) -> Wish:
+def need_of(model: ModelId, shape: Shape, tenant: ArenaTenant | None, regions: RegionList) -> PlacementNeed:
     """What it needs to be placed; `regions` are without those of a tenant that is another one by now."""
     owners = zip(tensor_owners(model, shape), shape.served.tensors, strict=True)
     tensors = tuple(Item(owner, aligned(spec.nbytes)) for owner, spec in owners if owner not in regions)
     if tenant is None or tenant.is_other(shape) or not tenant.extents:
         common_bytes = regions.span_of(COMMON).num_bytes if COMMON in regions else 0
-        return Wish(model, tensors, shape.workspace_bytes, 1, shape.block_bytes, common_bytes)
+        return PlacementNeed(model, tensors, shape.workspace_bytes, 1, shape.block_bytes, common_bytes)
     had = (tenant.shape.workspace_bytes, tenant.shape.block_bytes)
-    assert had == (shape.workspace_bytes, shape.block_bytes), f"vacate `{model}` first: {had=} {shape=}"
-    return Wish(model, tensors, workspace_bytes=0, num_blocks=0, block_bytes=shape.block_bytes)
+    assert had == (shape.workspace_bytes, shape.block_bytes), f"retire `{model}` first: {had=} {shape=}"
+    return PlacementNeed(model, tensors, workspace_bytes=0, num_blocks=0, block_bytes=shape.block_bytes)

@@ -37,7 +37,7 @@ class _Remap:
 
 
 class PageTable:
-    """Mutable. `lock` has to be held for all methods but `make_real`, `settle`, `check` and `close`."""
+    """Mutable. `lock` is held for all methods but `make_real`, `wait_until_idle`, `check` and `close`."""
 
     def __init__(self, pages: Pages, wipe: Wipe | None = None) -> None:
         self._pages = pages
@@ -128,7 +128,7 @@ class PageTable:
             while not self._try_make_real(wanted[begin : begin + MAX_AT_ONCE]):
                 pass  # the books changed between waiting and mapping: others are as fast as we are
 
-    def settle(self, place: int) -> None:
+    def wait_until_idle(self, place: int) -> None:
         """Wait until the device is done with what was at a place, also if the same page is there again."""
         with self.lock:
             mark = self._left.get(place)

@@ -60,7 +60,7 @@ class Gap:
 class Space:
     """A model's memory. What it has not got yet holds arbitrary bits, or must not be touched at all."""
 
-    slots: Mapping[str, TensorPlace]  #: of every tensor, as served
+    places: Mapping[str, TensorPlace]  #: of every tensor, as served
     workspace: torch.Tensor  #: uint8; arbitrary bits between two steps
     #: uint8. Block `b` lies at `b * block_bytes`; those that the pool has not given must not be touched.
     kv: torch.Tensor
@@ -84,7 +84,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class PoolUsage:
     """A pool at one moment. Free, workspace, lost and all holdings, shared bytes once, make up the budget."""
 
     budget_bytes: int
@@ -107,23 +107,23 @@ class Pool(Protocol):
         """Whether a model's space is the same, however often its bytes leave and come back, unless
         `take_displaced` names it."""
 
-    def lacks(self, model: ModelId, shape: Shape) -> int:
+    def missing_bytes(self, model: ModelId, shape: Shape) -> int:
         """Bytes that have to come free before the model can be placed; 0: it can."""
 
     def place(self, model: ModelId, shape: Shape) -> Space:
         """Memory for all weights that are not there yet, for the workspace and the sink; KV is grown later.
 
         What is there of the model stays, unless its digest is another one. Weights of others may be moved.
-        Raises DeviceError where `lacks` is not 0.
+        Raises DeviceError where `missing_bytes` is not 0.
         """
 
     def prepare(self, model: ModelId, part: ByteRange) -> None:
         """Called by a thread of the caller, for each of the parts of a space, or pieces of them."""
 
-    def landed(self, model: ModelId, *, is_whole: bool) -> None:
+    def load_ended(self, model: ModelId, *, is_whole: bool) -> None:
         """The load has ended: all gaps are filled, or those that are not `is_whole` are given back."""
 
-    def take(self, num_bytes: int, most: Hold) -> int:
+    def take_weights(self, num_bytes: int, most: Hold) -> int:
         """Take at least so many bytes of weights from models held at most so, cheapest first; returns how
         many came free, which is less only where there are no more. Nobody computes with any of them."""
 
@@ -141,7 +141,7 @@ class Pool(Protocol):
     def extents(self, model: ModelId) -> list[range]:
         """Those that could be taken back next, in that order of preference; at most one with mapped pages."""
 
-    def vacate(self, model: ModelId) -> None:
+    def retire(self, model: ModelId) -> None:
         """The model computes no more: its KV goes, and its place with it; its weights stay. One that is
         unknown has nothing."""
 
@@ -155,7 +155,7 @@ class Pool(Protocol):
         """Models that had nothing left, and whose addresses went to another that was placed since the last
         call: what was built there must not be used again."""
 
-    def picture(self) -> Picture: ...
+    def usage(self) -> PoolUsage: ...
 
 
 EvictionTermsOf = Callable[[ModelId], EvictionTerms]

@@ -47,9 +47,9 @@ class ServedModel:
     engine: Engine
     unchecked: set[int] = field(default_factory=set)  #: runs whose grammar is being compiled
 
-    def rebind(self, slots: Mapping[str, TensorPlace]) -> None:
+    def rebind(self, places: Mapping[str, TensorPlace]) -> None:
         """Compute with tensors that are elsewhere now."""
-        self.engine.runner.rebind(bind(self.spec.model.arch, self.spec.layout, slots))
+        self.engine.runner.rebind(bind(self.spec.model.arch, self.spec.layout, places))
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,7 @@ class HostedModel:
             case Incomplete(served) | Retired(served):
                 space = place(self.model, served.spec)
                 if not self._pool.keeps_addresses:
-                    served.rebind(space.slots)
+                    served.rebind(space.places)
                 if not space.parts:
                     assemble_s = time.perf_counter() - began_s
                     return self._complete(served, _NO_LOAD, served.spec.tensor_bytes, 0.0, assemble_s)
@@ -343,7 +343,7 @@ class HostedModel:
     ) -> ModelLoaded:
         """Have all of the model be there: its bytes may be taken and moved only from here on."""
         self.state = Loaded(served)
-        self._pool.landed(self.model, is_whole=True)
+        self._pool.load_ended(self.model, is_whole=True)
         if self._resources.config.graphs == "start":
             served.engine.runner.capture_all()
         record, widen_s = weights.record, weights.widen_s
@@ -379,7 +379,7 @@ class HostedModel:
         if load is None:
             return
         engine = load.cancel()
-        self._pool.landed(self.model, is_whole=load.weights is not None)
+        self._pool.load_ended(self.model, is_whole=load.weights is not None)
         match self.state:
             case Loading(served):
                 self.state = Incomplete(served)

@@ -116,7 +116,7 @@ class ModelLoad:
             borrowed = borrow(resources.borrower, self._order, lambda: self._is_cancelled)
         if engine is None and not self._is_cancelled:
             # Not under the lock: it takes its time, and touches none of the space.
-            weights = bind(spec.model.arch, spec.layout, space.slots)
+            weights = bind(spec.model.arch, spec.layout, space.places)
             memory = Memory(space.workspace, space.kv, space.sink, spec.floor_blocks)
             engine = assemble(spec.model, weights, resources.config, resources.device, memory)
         with self._lock:
@@ -125,7 +125,7 @@ class ModelLoad:
             self._engine, self.ready_s = engine, time.perf_counter()
             if borrowed is not None and space.gaps and self._map_ahead is not None:  # gaps are to be mapped
                 # Only now: whatever else goes to the device would have to queue behind the weights.
-                to = Destination(space.gaps, self._map_ahead, space.slots, spec.layout)
+                to = Destination(space.gaps, self._map_ahead, space.places, spec.layout)
                 self._watched = WatchedLoad(borrowed, to, resources.borrower, resources.loader, self._post)
                 if (gate := self._watched.gate()) is not None:
                     engine.runner.follow(gate)

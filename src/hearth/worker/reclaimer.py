@@ -60,7 +60,9 @@ class Reclaimer:
         Raises:
             DeviceError: what is promised cannot be had.
         """
-        missing_bytes = self._run(self.policy.make_room(model, lambda: self.pool.lacks(model, spec.shape)))
+        missing_bytes = self._run(
+            self.policy.make_room(model, lambda: self.pool.missing_bytes(model, spec.shape))
+        )
         if missing_bytes:
             raise DeviceError(self._shortage(model, spec, missing_bytes))
         space = self.pool.place(model, spec.shape)
@@ -71,7 +73,7 @@ class Reclaimer:
         """Have an idle model give back all but its weights."""
         if (served := hosted.served) is not None:
             served.engine.batcher.remove_all_blocks()
-        self.pool.vacate(hosted.model)
+        self.pool.retire(hosted.model)
         self.policy.stop_deferring(hosted.model)
         self.policy.room_may_have_come()
 
@@ -164,9 +166,9 @@ class Reclaimer:
 
     def _take(self, num_bytes: int, most: Hold) -> int:
         """Take weights of idle models, which have to be loaded again before they can step."""
-        freed = self.pool.take(num_bytes, most)
+        freed = self.pool.take_weights(num_bytes, most)
         # Also where nothing came free: what models share is taken from one of them, and stays with the other.
-        for holding in self.pool.picture().holdings:
+        for holding in self.pool.usage().holdings:
             hosted = self._hosted.get(holding.model)
             is_partial = holding.weights_bytes < holding.total_bytes
             if hosted is not None and is_partial:
@@ -174,27 +176,27 @@ class Reclaimer:
         return freed
 
     def _follow_moves(self) -> None:
-        for model, slots in self.pool.take_moved().items():
+        for model, places in self.pool.take_moved().items():
             with _blaming(model):
-                self._served(model).rebind(slots)
+                self._served(model).rebind(places)
 
     def _shortage(self, model: ModelId, spec: HostingSpec, lack_bytes: int) -> str:
-        picture, shape = self.pool.picture(), spec.shape
-        others = (one for one in picture.holdings if one.model != model)
+        usage, shape = self.pool.usage(), spec.shape
+        others = (one for one in usage.holdings if one.model != model)
         held = ", ".join(f"{one.model} {one.weights_bytes + one.kv_bytes}" for one in others)
         return (
             f"`{model}` needs {shape.served.num_bytes} bytes for weights and {shape.workspace_bytes} for the "
-            f"workspace, {lack_bytes} more than can be freed of {picture.budget_bytes}; others have: "
+            f"workspace, {lack_bytes} more than can be freed of {usage.budget_bytes}; others have: "
             f"{held or 'nothing'}; drop another model, or raise `service.memory_bytes`"
         )
 
     def kv_shortage(self, model: ModelId, served: ServedModel) -> DeviceError:
         """Return what is said of a model that waits for KV in vain."""
-        use, spec, picture = served.engine.kv_use(), served.spec, self.pool.picture()
+        use, spec, usage = served.engine.kv_use(), served.spec, self.pool.usage()
         return DeviceError(
             f"`{model}` has {use.num_blocks} blocks of KV of {spec.shape.block_bytes} bytes, wants "
-            f"{use.num_wanted} and is promised {spec.floor_blocks} in all, but {picture.free_bytes} "
-            f"of {picture.budget_bytes} bytes are free and nobody can give way; drop another model, or raise "
+            f"{use.num_wanted} and is promised {spec.floor_blocks} in all, but {usage.free_bytes} "
+            f"of {usage.budget_bytes} bytes are free and nobody can give way; drop another model, or raise "
             "`service.memory_bytes`"
         )
 

@@ -32,7 +32,7 @@ class Reports:
         if not is_due and now_s < self._told_s + INTERVAL_S:
             return None
         self._told_s = now_s
-        all_bytes = {one.model: self._there(one) for one in self._pool.picture().holdings}
+        all_bytes = {one.model: self._there(one) for one in self._pool.usage().holdings}
         there = {model: num_bytes for model, num_bytes in all_bytes.items() if num_bytes}
         if there == self._told:
             return None
@@ -46,16 +46,16 @@ class Reports:
         return holding.stored_bytes if load is None else load.reused_bytes
 
     def pong(self, number: int) -> Pong:
-        picture = self._pool.picture()
+        usage = self._pool.usage()
         return Pong(
             number=number,
-            budget_bytes=picture.budget_bytes,
-            free_bytes=picture.free_bytes,
-            workspace_bytes=picture.workspace_bytes,
-            lost_bytes=picture.lost_bytes,
-            moved_bytes=picture.moved_bytes,
-            fallbacks=dict(picture.fallbacks),
-            models=tuple(self._uses(picture.holdings)),
+            budget_bytes=usage.budget_bytes,
+            free_bytes=usage.free_bytes,
+            workspace_bytes=usage.workspace_bytes,
+            lost_bytes=usage.lost_bytes,
+            moved_bytes=usage.moved_bytes,
+            fallbacks=dict(usage.fallbacks),
+            models=tuple(self._uses(usage.holdings)),
         )
 
     def _uses(self, holdings: tuple[Holding, ...]) -> list[ModelUse]:

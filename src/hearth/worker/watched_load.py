@@ -73,7 +73,7 @@ class Destination:
 
     gaps: Sequence[Gap]
     map_ahead: MapAhead  #: to be waited for before any of them is written
-    slots: Mapping[str, TensorPlace]  #: of its tensors, laid out so in the end
+    places: Mapping[str, TensorPlace]  #: of its tensors, laid out so in the end
     layout: Layout
 
 
@@ -146,8 +146,8 @@ class WatchedLoad:
             if self._is_cancelled.is_set():
                 raise LoadCancelled("the load was called off")
             if stored.offset in begins:
-                slot = self._to.slots[served.name]
-                widen_in_place(slot.base[slot.offset : slot.offset + served.nbytes], stored, served)
+                place = self._to.places[served.name]
+                widen_in_place(place.base[place.offset : place.offset + served.nbytes], stored, served)
         return time.perf_counter() - began_s
 
 

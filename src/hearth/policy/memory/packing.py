@@ -1,7 +1,7 @@
 """Where new tensors go in a contiguous memory, and what has to move for them. Moves nothing itself.
 
-Tangram's Partitioned-Gain Packing (its Algorithm 1, corrected; docs/design/memory.md has an example). Memory
-between two fixed regions is a section, and a section is holes with runs of movable regions between them:
+Tangram's Partitioned-Gain Packing (T3; its Algorithm 1, corrected; docs/design/memory.md has an example).
+Memory between two fixed regions is a section: holes with runs of movable regions between them.
 
     | hole 0 |  run  | hole 1 |  run  | hole 2 |
 
