@@ -71,13 +71,13 @@ class World:
         self.arena = ArenaPool(
             CPU,
             budget_bytes or num_pages * PAGE,
-            self.regard,
+            self.eviction_terms,
             packer=packer,
             wipe=wipe,
         )
         self.pool: Pool = self.arena
 
-    def regard(self, model: ModelId) -> EvictionTerms:
+    def eviction_terms(self, model: ModelId) -> EvictionTerms:
         hold, cost = self.holds.get(model, Hold.RETAINED), self.costs.get(model, 1.0)
         return EvictionTerms(hold, cost, is_loading=model in self.loading)
 
@@ -184,7 +184,7 @@ SHAPES = st.builds(
 #: Some more often than others, so that there is something to disturb.
 KINDS = (
     *("place", *["host"] * 8, "make room", "landed", "landed", "lost", "take"),
-    *("grow", "grow", "shrink", "vacate", "vacate", "drop", "drop", "regard"),
+    *("grow", "grow", "shrink", "retire", "retire", "drop", "drop", "hold"),
 )
 STEPS = st.lists(
     st.tuples(st.sampled_from(KINDS), st.sampled_from(MODELS), st.integers(0, 12)), min_size=30, max_size=50
@@ -217,11 +217,11 @@ def step(world: World, shapes: dict[ModelId, Shape], what: str, model: ModelId, 
         )
         if extents:
             world.shrink(model, extents[number % len(extents)])
-    elif what == "vacate" and is_placed and not is_loading:
+    elif what == "retire" and is_placed and not is_loading:
         world.retire(model)
     elif what == "drop" and not is_loading:
         world.drop(model)
-    elif what == "regard":
+    elif what == "hold":
         world.holds[model], world.costs[model] = Hold(number % 4), float(number)
 
 
@@ -254,10 +254,10 @@ def take(world: World, num_bytes: int, most: Hold) -> None:
     assert after.free_bytes == before.free_bytes + freed_bytes
     there = {one.model: one.weights_bytes for one in after.holdings}
     for one in before.holdings:
-        regard = world.regard(one.model)
+        terms = world.eviction_terms(one.model)
         left_bytes = there.get(one.model, 0)
-        may_take = regard.hold <= min(most, Hold.WARM) and not regard.is_loading
-        assert may_take or left_bytes == one.weights_bytes, f"taken from {one.model}: {regard}"
+        may_take = terms.hold <= min(most, Hold.WARM) and not terms.is_loading
+        assert may_take or left_bytes == one.weights_bytes, f"taken from {one.model}: {terms}"
         assert freed_bytes >= num_bytes or not may_take or left_bytes == 0, f"left with {one.model}"
 
 

@@ -90,7 +90,7 @@ class ArenaBooks:
             del self.tenants[model]
 
     def cut_common(self) -> None:
-        """Of the common workspace keep only what a placed model uses."""
+        """Give back what no placed model uses of the common workspace."""
         if COMMON not in self.regions:
             return
         num_bytes, end = self._common_bytes(), self.regions.span_of(COMMON).end

@@ -75,7 +75,7 @@ class MappedTenant:
     num_ready_pages: int = 0  #: behind those, for what will be given next
     #: Pages of weights that it got from another model, by index; some of them may have no mapping yet.
     borrowed: set[int] = field(default_factory=set)
-    #: What it was told of its memory when it was placed last; that of a shape never changes.
+    #: Its memory as it was told when it was placed last; that of a shape never changes.
     space: Space | None = None
 
     @property

@@ -1,7 +1,7 @@
 """Which model has which pages, and what has to be given up before another can have them. Calls no driver.
 
 Two kinds of pages belong at several places: chunks that models have in common, which nobody writes again,
-and the workspace, one set for all models, for they step in turns.
+and the workspace, one set for all models, for only one steps at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PageBooks:
         self._pages = pages
         self.table = table
         self._spaces = spaces
-        #: Those that compute no more behind each other, in the order in which they ended.
+        #: Models that have anything here; those that compute no more come last, in the order they ended.
         self.tenants: dict[ModelId, MappedTenant] = {}
         self.shared_chunks = SharedChunks(pages.page_bytes)
         #: As many pages as the largest workspace of a placed model has.
@@ -52,7 +52,7 @@ class PageBooks:
         return max(0, num_needed - num_available)
 
     def _num_rest_pages(self, shape: Shape, num_workspace_pages: int) -> int:
-        """For the sink, and for what the workspace of a model has beyond that of all others."""
+        """Return the pages for the sink, and for what a workspace has beyond that of all others."""
         page_bytes = self._pages.page_bytes
         num_more = num_pages(shape.workspace_bytes, page_bytes) - num_workspace_pages
         return num_pages(shape.block_bytes, page_bytes) + max(0, num_more)
@@ -63,19 +63,19 @@ class PageBooks:
         return [index for index in range(tenant.num_weights_pages) if index not in tenant.there]
 
     def _shareable(self, tenant: MappedTenant, missing: Sequence[int]) -> dict[int, int]:
-        """Pages of others for what a model lacks, by index."""
+        """Return pages of others for what a model lacks, by index."""
         if not missing:
             return {}
         own = {self.table.page_at(place) for place in tenant.weights_places(tenant.there)}
         return self.shared_chunks.find(tenant.shape, missing, own)
 
     def _pages_only_of(self, tenant: MappedTenant) -> set[int]:
-        """Those that come free when the model goes."""
+        """Return the pages that come free when a model goes."""
         pages = {self.table.page_at(place) for place in tenant.all_places()}
         return {page for page in pages if all(map(tenant.has, self.table.places_of(page)))}
 
     def tenant(self, model: ModelId, shape: Shape) -> MappedTenant:
-        """The one that there is, if it has the same digest; else a new one."""
+        """Return the model's own, if it has the same digest; else a new one in its place."""
         tenant = self.tenants.get(model)
         if tenant is not None and tenant.shape.digest != shape.digest:
             self.drop(tenant)
@@ -95,7 +95,7 @@ class PageBooks:
         return tenant
 
     def _displace_one(self) -> None:
-        """Of those that have nothing but their addresses, the one that computed longest ago loses them."""
+        """Take the addresses of the model that computed longest ago, of those that have nothing else."""
         for tenant in self.tenants.values():
             if not tenant.is_placed and not tenant.there and not tenant.coming:
                 self.drop(tenant)
@@ -103,7 +103,7 @@ class PageBooks:
                 return
 
     def place_weights(self, tenant: MappedTenant) -> None:
-        """Have a page for each of them; whoever needs it to be there maps it."""
+        """Give a model a page for each part of its weights; whoever needs one to be there maps it."""
         missing = self._missing(tenant)
         shared = self._shareable(tenant, missing)
         to_load = [index for index in missing if index not in shared]
@@ -116,13 +116,13 @@ class PageBooks:
         tenant.coming.update(to_load)
 
     def unreal_weights(self, tenant: MappedTenant) -> list[int]:
-        """Indices of pages that are coming, or are still to be mapped, because another model has them."""
+        """Return the indices of pages that are coming, or are another model's and still to be mapped."""
         places = dict(zip(tenant.borrowed, tenant.weights_places(tenant.borrowed), strict=True))
         tenant.borrowed = {index for index, place in places.items() if not self.table.is_real(place)}
         return sorted(tenant.coming | tenant.borrowed)
 
     def place_rest(self, tenant: MappedTenant) -> list[int]:
-        """Workspace and sink; returns their places."""
+        """Give a model its workspace and sink; return their places."""
         workspace = tenant.workspace_places(range(tenant.num_workspace_pages))
         num_shared = min(len(workspace), len(self.workspace))
         for place, page in zip(workspace[:num_shared], self.workspace, strict=False):
@@ -137,7 +137,7 @@ class PageBooks:
         return [*workspace, *sink]
 
     def _make_free(self, num_wanted: int) -> None:
-        """What is only ready to be given is as good as free."""
+        """Have so many pages be free, if need be those that are only ready to be given."""
         for tenant in self.tenants.values():
             num_more = num_wanted - self.table.num_free
             if num_more > 0 and tenant.num_ready_pages:
@@ -150,7 +150,7 @@ class PageBooks:
         tenant.num_ready_pages -= num_left
 
     def shared_weights(self) -> dict[ModelId, dict[int, int]]:
-        """Pages of weights that several models have: for each of them by index."""
+        """Return the pages of weights that several models have, for each of them by index."""
         tenants = sorted(self.tenants.values(), key=lambda tenant: tenant.address)
         addresses = [tenant.address for tenant in tenants]
         shared: dict[ModelId, dict[int, int]] = {tenant.model: {} for tenant in tenants}
@@ -185,7 +185,7 @@ class PageBooks:
         tenant.num_kv_pages = num_kept
 
     def leave_weights(self, tenant: MappedTenant, indices: Sequence[int]) -> int:
-        """Of a model that computes nothing, so nobody has to wait. Returns how many pages came free."""
+        """Give up pages of weights of a model that computes nothing; return how many came free."""
         places = tenant.weights_places(indices)
         for index, place in zip(indices, places, strict=True):
             page = self.table.page_at(place)
@@ -223,7 +223,7 @@ class PageBooks:
         return True
 
     def claim_ahead(self, tenant: MappedTenant, ahead_blocks: int) -> list[int]:
-        """Returns the places to be mapped in the background."""
+        """Have free pages be ready for a model; return the places to be mapped in the background."""
         num_blocks = min(tenant.num_kv_blocks + ahead_blocks, tenant.shape.max_blocks)
         begin = tenant.num_kv_pages + tenant.num_ready_pages
         end = min(tenant.kv.num_pages(num_blocks), begin + self.table.num_free)

@@ -1,9 +1,9 @@
 """Where in an arena a model's missing parts go, and what has to move for it. Decides only: it moves nothing.
 
 What can never move cuts the memory into stretches that cannot lend each other room, so it goes to the ends:
-the workspace, one for all models because they step in turns, to the low one, and KV to the high one; tensors
-that lie there shift. Where something is in the way that must not move, they go elsewhere. Tensors go where
-the packer puts them.
+the workspace, one for all models because only one steps at a time, to the low one, and KV to the high one;
+tensors that lie there shift. Where something is in the way that must not move, they go elsewhere. Tensors go
+where the packer puts them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Packer = Callable[[Sequence[Region], Sequence[Item]], Packing | None]
 #: Where memory is too much in pieces, about as many tries end with room for all of a model in one piece.
 MAX_TRIES = 16
 
-#: What a window is packed as: which block it will be is known only once it has its place.
+#: Key of a window for the packer: which block it will be is known only once it has its place.
 _WINDOW = "window"
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementNeed:
-    """What a model lacks. All of it has to be placed, or nothing is."""
+    """Parts of a model that have no place. All of them are placed, or none is."""
 
     model: ModelId
     tensors: tuple[Item, ...]  #: under their owners
@@ -39,13 +39,13 @@ class PlacementNeed:
 
     @property
     def workspace(self) -> tuple[Item, ...]:
-        """Of its own, for where the common one cannot grow so far."""
+        """A workspace of the model's own, for where the common one cannot grow so far."""
         item = Item(Owner(self.model, Use.WORKSPACE, 0), aligned(self.workspace_bytes))
         return (item,) if self.more_bytes else ()
 
     @property
     def more_bytes(self) -> int:
-        """By which the common workspace has to grow."""
+        """Bytes by which the common workspace has to grow."""
         return max(0, aligned(self.workspace_bytes) - self.common_bytes)
 
     @property
@@ -55,7 +55,7 @@ class PlacementNeed:
 
     @property
     def step_bytes(self) -> int:
-        """With so much room more, another try may go well: not so little that there would be many."""
+        """Bytes that have to come free before another try: not so few that there would be many tries."""
         items = (*self.tensors, *self.workspace, *_windows(self))
         return max(self.least_bytes // MAX_TRIES, *(item.num_bytes for item in items))
 
@@ -71,7 +71,10 @@ class Placement:
 def plan_placement(
     regions: RegionList, need: PlacementNeed, movable: Set[ModelId], packer: Packer
 ) -> Placement | None:
-    """None: no place is found, though the tensors of models that are `movable` may move."""
+    """Return places for all parts, with what moves for them; None if there are none.
+
+    Only tensors of models that are `movable` may move.
+    """
     if need.least_bytes > regions.free_bytes:
         return None
     for grows in (True, False) if need.more_bytes else (True,):
@@ -115,7 +118,7 @@ class _Draft:
 
 
 def _grow_common(draft: _Draft, need: PlacementNeed) -> bool:
-    """False: what lies behind the common workspace must not move, or has too little room."""
+    """Have the common workspace grow; False if what lies behind it must not move, or has no room."""
     if not need.more_bytes:
         return True
     lowest = list(_stretches(draft.books, draft.movable))[-1]  # something is free
@@ -130,7 +133,7 @@ def _grow_common(draft: _Draft, need: PlacementNeed) -> bool:
 
 
 def _place_high(draft: _Draft, need: PlacementNeed, *, has_own: bool) -> bool:
-    """What never moves, at the end of the highest stretch that has the room for it."""
+    """Place what never moves, at the end of the highest stretch that has the room for it."""
     for stretch in _stretches(draft.books, draft.movable) if need.num_blocks else ():
         blocks = blocks_within(stretch[0].begin, stretch[-1].end, need.block_bytes)[-need.num_blocks :]
         if len(blocks) < need.num_blocks:
@@ -153,7 +156,7 @@ def _place_high(draft: _Draft, need: PlacementNeed, *, has_own: bool) -> bool:
 
 
 def _pack_rest(draft: _Draft, need: PlacementNeed, packer: Packer, *, has_own: bool) -> bool:
-    """All that has no place yet, as the packer likes."""
+    """Place all that has no place yet, as the packer likes."""
     items = [*need.tensors, *(need.workspace if has_own else ())]
     items = [item for item in items if not draft.has(_owner(item.key))]
     has_blocks = any(span.owner is not None and span.owner.use is Use.KV for span in draft.spans)
@@ -176,7 +179,7 @@ def _pack_rest(draft: _Draft, need: PlacementNeed, packer: Packer, *, has_own: b
 
 
 def _windows(need: PlacementNeed) -> tuple[Item, ...]:
-    """Bytes that hold the blocks, and what is around them, at whichever boundary they begin."""
+    """Return the bytes that hold the blocks, and what is around them, wherever they begin."""
     if not need.num_blocks:
         return ()
     # The furthest that a boundary can be from the next block.

@@ -35,7 +35,7 @@ from hearth.worker.model_load import EngineReady, HostingNews, ModelFound, Model
 from hearth.worker.runtime import HostingResources
 from hearth.worker.watched_load import WeightsLoaded
 
-#: What is told of a model of which nothing was missing.
+#: Told of a model of which nothing was missing.
 _NO_LOAD = WeightsLoaded(LoadRecord("", 0, {}, 0.0, 0.0, 0.0, 0.0, 0.0, 0), None)
 
 

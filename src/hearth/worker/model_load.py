@@ -76,7 +76,7 @@ class ModelLoad:
         gap_bytes = sum(gap.part.end - gap.part.begin for gap in space.gaps)
         #: Bytes as stored that need no load: the model's own, or those of a model like it.
         self.reused_bytes = max(0, spec.tensor_bytes - gap_bytes)
-        #: What the step thread has heard so far.
+        #: News that the step thread has taken so far.
         self.is_engine_ready = False
         self.is_almost_loaded = False
         self.weights: WeightsLoaded | None = None

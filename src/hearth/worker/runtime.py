@@ -26,10 +26,10 @@ from hearth.models.layout import ALIGNMENT_BYTES
 from hearth.store.borrower import Borrower
 from hearth.store.loader import Loader
 
-#: What is on a device besides the pool: graphs, inputs and tables of engines, the sampler's temporaries,
+#: Memory on a device besides the pool: graphs, inputs and tables of engines, the sampler's temporaries,
 #: workspaces of libraries. torch may take this much, and a share of the budget.
 UNBOOKED_BYTES, UNBOOKED_SHARE = 2 << 30, 0.1
-#: Of the machine's memory, for all workers together; the rest is the store's, the system's and others'.
+#: Share of the machine's memory for all workers together; the rest is the store's, the system's and others'.
 _CPU_SHARE = 0.5
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Runtime:
 
 @dataclass(frozen=True, slots=True)
 class HostingResources:
-    """What all models of a worker are hosted with."""
+    """Device, configuration and sources that all models of a worker are hosted with."""
 
     device: torch.device
     config: EngineConfig

@@ -1,4 +1,4 @@
-"""How a model's bytes come to its memory: a load that is watched, and what it has to tell. Computes nothing.
+"""How a model's bytes come to its memory: a load that is watched, and the news of it. Computes nothing.
 
 Nobody is called back: news are posted, and the thread that owns the model takes them when it comes to it.
 """
@@ -69,7 +69,7 @@ LoadNews = Progressed | AlmostLoaded | WeightsLoaded | HostingFailed
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where the bytes that a model lacks go."""
+    """Memory that the bytes which a model lacks go to."""
 
     gaps: Sequence[Gap]
     map_ahead: MapAhead  #: to be waited for before any of them is written

@@ -42,7 +42,7 @@ MAX_IN_FLIGHT = 2  #: plans that may wait for their commit
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """What one engine may compute at once."""
+    """Limits of what one engine computes at once."""
 
     max_batch_tokens: int  #: computed by one step
     max_seqs: int  #: running at once, each in a slot

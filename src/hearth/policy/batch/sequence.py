@@ -25,7 +25,7 @@ class LiveSequence:
     arrival: int
     tokens: list[int]  #: prompt and committed output
     max_length: int  #: of prompt and output
-    #: Of the full blocks of `tokens`, as far as needed so far.
+    #: Digests of the full blocks of `tokens`, as far as needed so far.
     digests: list[bytes] = field(default_factory=list)
     prefix: KnownPrefix = field(default_factory=KnownPrefix)  #: of what it waits with
     #: Sampled on the device in a step that is not committed; they follow `tokens`.

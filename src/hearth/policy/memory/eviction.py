@@ -30,7 +30,7 @@ def reload_cost(p_miss: float, num_bytes: int, bytes_per_s: float, weight: float
 
 
 def tail_first(cost: float, position: int) -> Price:
-    """Of chunks that cost the same, the later one in its model goes first: what stays is needed first."""
+    """Return a price by which the later of two chunks that cost the same goes first: it is needed later."""
     return (cost, -position)
 
 
@@ -134,7 +134,7 @@ class _Choice:
         """`tails`: the cheapest byte first."""
         self._tails = tails
         self._num_units = [0] * len(tails)
-        #: What is freed beyond what is needed; never below 0 after this.
+        #: Bytes that are freed beyond what is needed; never below 0 after this.
         self._spare_bytes = -num_bytes
         for index, tail in enumerate(tails):
             freed_bytes = list(accumulate(tail.units))

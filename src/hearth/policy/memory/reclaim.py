@@ -83,19 +83,19 @@ class KvView:
 
 
 class KvBooks(Protocol):
-    """What the policy reads of the KV on a worker, as it is at the moment."""
+    """The KV on a worker as it is at the moment, for the policy to read."""
 
     def models(self) -> Collection[ModelId]:
-        """Hosted models that have an engine, and so may have KV."""
+        """Return the hosted models that have an engine, and so may have KV."""
 
     def kv_of(self, model: ModelId) -> KvView:
-        """One model's KV in numbers."""
+        """Return one model's KV in numbers."""
 
     def extents(self, model: ModelId) -> Sequence[range]:
-        """Runs of blocks that could be given back next, in that order of preference."""
+        """Return the runs of blocks that could be given back next, best first."""
 
     def cached_to_spare(self, model: ModelId) -> int:
-        """Cached blocks that the model's next step could use, for nobody who waits would read them."""
+        """Return how many cached blocks the model's next step could use: nobody who waits would read them."""
 
 
 class FutileTries:
@@ -116,7 +116,7 @@ class FutileTries:
         return self._generation_by_model.get(model) == generation
 
     def outdated(self, generation: int) -> list[ModelId]:
-        """Models whose last try was in an earlier generation."""
+        """Return the models whose last try was in an earlier generation."""
         return [model for model, then in self._generation_by_model.items() if then != generation]
 
     def forget(self, model: ModelId) -> None:
@@ -145,7 +145,7 @@ class ReclaimPolicy:
         self.generation += 1
 
     def forget(self, model: ModelId) -> None:
-        """The model is gone."""
+        """Forget a model that is gone."""
         self._without_free.forget(model)
         self._refused.forget(model)
         self._deferred.forget(model)
@@ -180,11 +180,11 @@ class ReclaimPolicy:
         return True
 
     def deferred(self) -> list[ModelId]:
-        """Models that found no place and may find one now."""
+        """Return the models that found no place and may find one now."""
         return self._deferred.outdated(self.generation)
 
     def stop_deferring(self, model: ModelId) -> None:
-        """The model waits for a place no more."""
+        """Have a model wait for a place no more."""
         self._deferred.forget(model)
 
     # KV.

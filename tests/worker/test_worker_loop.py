@@ -138,7 +138,7 @@ def test_seeded_sampling_with_logprobs_is_as_offline(gateway: Gateway, model: Pa
     assert all(one is not None and one[0] is not None and len(one[0].top) == 2 for one in logprobs)
 
 
-def test_two_models_take_turns(gateway: Gateway, model: Path) -> None:
+def test_two_models_step_side_by_side(gateway: Gateway, model: Path) -> None:
     gateway.host("a", model)
     gateway.host("b", converted("opt-pre"))
     gateway.facts.clear()

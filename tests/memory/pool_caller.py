@@ -82,12 +82,12 @@ class Holds:
         self.by_model: dict[ModelId, Hold] = {}
         self.loading: set[ModelId] = set()
 
-    def regard(self, model: ModelId) -> EvictionTerms:
+    def eviction_terms(self, model: ModelId) -> EvictionTerms:
         hold = self.by_model.get(model, Hold.RETAINED)
         return EvictionTerms(hold, cost_s_per_byte=1.0 + len(model), is_loading=model in self.loading)
 
 
-class Tenancy:
+class PoolCaller:
     """Each method is one thing that a worker does with its pool. What is given up is 0xFF in memory."""
 
     def __init__(self, pool: Audited, holds: Holds, samples: Mapping[ModelId, Sample]) -> None:
@@ -147,19 +147,19 @@ class Tenancy:
         freed_bytes = self.pool.take_weights(num_bytes, most)
         after = self.holdings()
         lost = {model for model in before if self._weights(before, model) > self._weights(after, model)}
-        eviction_terms = {model: self.holds.regard(model) for model in before}
+        terms_by_model = {model: self.holds.eviction_terms(model) for model in before}
         for model in lost:
-            assert eviction_terms[model].hold <= min(most, Hold.WARM), f"{model} {eviction_terms[model]}"
-            assert not eviction_terms[model].is_loading, f"{model} is loading"
-        if any(eviction_terms[model].hold == Hold.WARM for model in lost):
-            for model, regard in eviction_terms.items():
-                is_spared = regard.hold == Hold.RETAINED and not regard.is_loading
+            assert terms_by_model[model].hold <= min(most, Hold.WARM), f"{model} {terms_by_model[model]}"
+            assert not terms_by_model[model].is_loading, f"{model} is loading"
+        if any(terms_by_model[model].hold == Hold.WARM for model in lost):
+            for model, terms in terms_by_model.items():
+                is_spared = terms.hold == Hold.RETAINED and not terms.is_loading
                 assert not is_spared or not self._weights(after, model), f"{lost} before {model}"
         if freed_bytes < num_bytes:
             assert not any(
                 self._weights(after, model)
-                for model, regard in eviction_terms.items()
-                if regard.hold <= min(most, Hold.WARM) and not regard.is_loading
+                for model, terms in terms_by_model.items()
+                if terms.hold <= min(most, Hold.WARM) and not terms.is_loading
             ), "there was more to take"
         return freed_bytes
 
@@ -206,7 +206,7 @@ class Tenancy:
         """Everything that has to be there is intact, and every byte is in one hand."""
         self.places.update(self.pool.take_moved())
         self.pool.check()
-        self._check_picture()
+        self._check_usage()
         for model, space in self.spaces.items():
             space.workspace.fill_(0xEE)
             self._block(model, space.sink).fill_(0xDD)
@@ -243,7 +243,7 @@ class Tenancy:
                 expected = content[where][run.start : run.stop]
                 assert torch.equal(found[run.start : run.stop].cpu(), expected), f"`{model}` at {spec} {run}"
 
-    def _check_picture(self) -> None:
+    def _check_usage(self) -> None:
         usage = self.pool.usage()
         assert usage.budget_bytes == self.pool.budget_bytes
         holdings_bytes = sum(one.weights_bytes + one.kv_bytes for one in usage.holdings)
