@@ -16,7 +16,7 @@ from bench.load_setting import Row, step
 from bench.report import percentiles
 from bench.reuse_curve import Curve
 from bench.reuse_models import HostedModel, Library
-from bench.reuse_replay import Looks, groundwork_of, make_room, synchronize
+from bench.reuse_replay import Looks, make_room, map_ahead_of, synchronize
 from bench.reuse_setting import Aim, Part, Setting
 from hearth.memory.pool import Pool, Space
 from hearth.models.layout import ByteRange
@@ -118,7 +118,7 @@ def _load_s(
 
 
 def _prepare(pool: Pool, model: ModelId, space: Space) -> Callable[[ByteRange], None]:
-    return groundwork_of(pool, model, space).wait_for
+    return map_ahead_of(pool, model, space).wait_for
 
 
 def _nothing(part: ByteRange) -> None:

@@ -23,7 +23,7 @@ from hearth.worker.worth import Worth
 
 
 class Looks:
-    """How models are regarded, at a time of the workload. Mutable; written by the replay.
+    """The terms of eviction of models, at a time of the workload. Mutable; written by the replay.
 
     As a worker does it, but that it never learns how fast loads were: what is taken then depends on the
     sequence alone, and is the same whoever runs it.
@@ -35,7 +35,7 @@ class Looks:
         self.running: ModelId | None = None
         self.is_loading = False
 
-    def regard(self, model: ModelId) -> EvictionTerms:
+    def eviction_terms(self, model: ModelId) -> EvictionTerms:
         if model == self.running:
             return EvictionTerms(Hold.BUSY, 0.0, self.is_loading)
         return EvictionTerms(Hold.RETAINED, self.worth.cost_s_per_byte(model, self.now_s), is_loading=False)
@@ -56,7 +56,7 @@ class Loaded:
     load_s: float  #: all of it
 
 
-def groundwork_of(pool: Pool, model: ModelId, space: Space) -> MapAhead:
+def map_ahead_of(pool: Pool, model: ModelId, space: Space) -> MapAhead:
     """As a worker has it done, ahead of the copies."""
     return MapAhead(lambda part: pool.prepare(model, part), space.parts)
 
@@ -120,14 +120,14 @@ class Replay:
         if space.gaps:
             pieces = [Piece(gap.part, gap.destination) for gap in space.gaps]
             self.looks.is_loading = True
-            groundwork = groundwork_of(self.pool, model.id, space)
+            map_ahead = map_ahead_of(self.pool, model.id, space)
             self.loader.load(
                 model.id,
                 model.manifest,
                 pieces,
-                lambda chunks: self.library.stream(model, chunks, groundwork.wait_for),
+                lambda chunks: self.library.stream(model, chunks, map_ahead.wait_for),
             ).wait()
-            groundwork.wait()
+            map_ahead.wait()
             self.looks.is_loading = False
         self.pool.load_ended(model.id, is_whole=True)
 

@@ -177,9 +177,9 @@ class Setting:
         """A new one, empty."""
         if arm in ("arena", "merge_all"):
             packer = pack if arm == "arena" else merge_all
-            yield ArenaPool(self.device, budget_bytes, looks.regard, packer=packer)
+            yield ArenaPool(self.device, budget_bytes, looks.eviction_terms, packer=packer)
         else:
-            mapped = MappedPool(self.new_pages(budget_bytes, self.scale.page_bytes), looks.regard)
+            mapped = MappedPool(self.new_pages(budget_bytes, self.scale.page_bytes), looks.eviction_terms)
             try:
                 yield mapped
             finally:

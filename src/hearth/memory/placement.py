@@ -79,7 +79,7 @@ def plan_placement(
         return None
     for grows in (True, False) if need.more_bytes else (True,):
         for is_high in (True, False):
-            draft = _Draft(regions.copy(), movable)
+            draft = _PlacementDraft(regions.copy(), movable)
             if grows and not _grow_common(draft, need):
                 break
             if is_high and not _place_high(draft, need, has_own=not grows):
@@ -95,7 +95,7 @@ def extent_span(model: ModelId, extent: range, block_bytes: int) -> Span:
 
 
 @dataclass(slots=True)
-class _Draft:
+class _PlacementDraft:
     """A placement in the making. Mutable; the functions below write it, the books as if it were done."""
 
     books: RegionList
@@ -117,7 +117,7 @@ class _Draft:
         return any(span.owner == owner for span in self.spans)
 
 
-def _grow_common(draft: _Draft, need: PlacementNeed) -> bool:
+def _grow_common(draft: _PlacementDraft, need: PlacementNeed) -> bool:
     """Have the common workspace grow; False if what lies behind it must not move, or has no room."""
     if not need.more_bytes:
         return True
@@ -132,7 +132,7 @@ def _grow_common(draft: _Draft, need: PlacementNeed) -> bool:
     return True
 
 
-def _place_high(draft: _Draft, need: PlacementNeed, *, has_own: bool) -> bool:
+def _place_high(draft: _PlacementDraft, need: PlacementNeed, *, has_own: bool) -> bool:
     """Place what never moves, at the end of the highest stretch that has the room for it."""
     for stretch in _stretches(draft.books, draft.movable) if need.num_blocks else ():
         blocks = blocks_within(stretch[0].begin, stretch[-1].end, need.block_bytes)[-need.num_blocks :]
@@ -155,7 +155,7 @@ def _place_high(draft: _Draft, need: PlacementNeed, *, has_own: bool) -> bool:
     return bool(draft.spans)
 
 
-def _pack_rest(draft: _Draft, need: PlacementNeed, packer: Packer, *, has_own: bool) -> bool:
+def _pack_rest(draft: _PlacementDraft, need: PlacementNeed, packer: Packer, *, has_own: bool) -> bool:
     """Place all that has no place yet, as the packer likes."""
     items = [*need.tensors, *(need.workspace if has_own else ())]
     items = [item for item in items if not draft.has(_owner(item.key))]

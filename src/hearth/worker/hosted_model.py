@@ -250,7 +250,7 @@ class HostedModel:
             case state:
                 raise AssertionError(f"`{self.model}` was found while it is {state}")
 
-    def come_back(self, order: HostModel) -> None:
+    def host_again(self, order: HostModel) -> None:
         """Host a retired model with its engine again."""
         self.order, self.hold = order, Hold.WARM
 

@@ -54,7 +54,7 @@ class HostedModels:
                 gone.close()
         retired = self._retired.pop(model, None)
         if retired is not None and retired.is_same(order):
-            retired.come_back(order)
+            retired.host_again(order)
             self.hosted[model] = retired
             return self.load(retired)
         if retired is not None:

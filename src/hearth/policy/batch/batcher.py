@@ -56,7 +56,7 @@ class BatchLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _PlannedStep:
     """A step that was planned and not committed."""
 
     plan: StepPlan
@@ -64,7 +64,7 @@ class _Flight:
 
 
 @dataclass(slots=True)
-class _Draft:
+class _PlanDraft:
     """A step plan in the making. Mutable; lives for one call of `Batcher.plan`, its only writer."""
 
     tokens_left: int
@@ -107,7 +107,7 @@ class Batcher:
         self.blocks = blocks
         self._sequences = Sequences(limits.max_seqs)
         #: Planned and not committed, oldest first; at most MAX_IN_FLIGHT.
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[_PlannedStep] = deque()
         self._num_steps = 0
 
     @property
@@ -172,7 +172,7 @@ class Batcher:
     def plan(self) -> StepPlan | None:
         """Decide the next step; None if nothing can be computed before a commit or an arrival."""
         assert len(self._flights) < MAX_IN_FLIGHT, f"commit first: {len(self._flights)} steps in flight"
-        draft = _Draft(self.limits.max_batch_tokens)
+        draft = _PlanDraft(self.limits.max_batch_tokens)
         self._advance_running(draft)
         if not draft.has_preempted:
             self._admit_waiting(draft)
@@ -181,7 +181,7 @@ class Batcher:
         writes = (*self._sequences.take_table_writes(), *draft.table_writes)
         plan = StepPlan(self._num_steps, tuple(draft.admissions), writes, tuple(draft.rows))
         self._num_steps += 1
-        self._flights.append(_Flight(plan, draft.sequences))
+        self._flights.append(_PlannedStep(plan, draft.sequences))
         return plan
 
     def wanted_blocks(self) -> int:
@@ -269,7 +269,7 @@ class Batcher:
         self._sequences.check([flight.sequences for flight in self._flights])
         self.blocks.check(Counter(block for s in self._sequences.running() for block in s.blocks))
 
-    def _advance_running(self, draft: _Draft) -> None:
+    def _advance_running(self, draft: _PlanDraft) -> None:
         """Add decode rows, oldest first; the rest of a prompt comes last, since it is the youngest's."""
         for sequence in self._sequences.running():
             if draft.tokens_left == 0:
@@ -280,7 +280,7 @@ class Batcher:
             if num_tokens and self._make_room(sequence, num_tokens, draft):
                 draft.add_row(sequence, num_tokens)
 
-    def _make_room(self, sequence: LiveSequence, num_tokens: int, draft: _Draft) -> bool:
+    def _make_room(self, sequence: LiveSequence, num_tokens: int, draft: _PlanDraft) -> bool:
         """Give a sequence blocks for its next tokens, preempting the youngest; False if that was itself."""
         num_blocks = self._num_blocks(sequence.num_planned + num_tokens) - len(sequence.blocks)
         if num_blocks <= 0:
@@ -294,12 +294,12 @@ class Batcher:
         draft.assign(sequence, blocks)
         return True
 
-    def _admit_waiting(self, draft: _Draft) -> None:
+    def _admit_waiting(self, draft: _PlanDraft) -> None:
         while draft.tokens_left and (oldest := next(self._sequences.next_in_line(), None)) is not None:
             if not self._admit(oldest, draft):
                 return
 
-    def _admit(self, sequence: LiveSequence, draft: _Draft) -> bool:
+    def _admit(self, sequence: LiveSequence, draft: _PlanDraft) -> bool:
         """Start the oldest waiting one, on top of the prefix that is found; False if it must wait."""
         request, num_tokens = sequence.request, len(sequence.tokens)
         hits = self._known_prefix(sequence).blocks

@@ -117,13 +117,13 @@ def plan_takes(tails: Sequence[Tail], num_bytes: int) -> list[Take]:
         held_bytes = sum(sum(tail.units) for tail in held)
         chosen = [len(tail.units) for tail in held]
         if held_bytes >= num_bytes:
-            chosen = _Choice(held, num_bytes).improved()
+            chosen = _TakeChoice(held, num_bytes).improved()
         takes += [Take(tail.model, num) for tail, num in zip(held, chosen, strict=True) if num]
         num_bytes -= held_bytes
     return takes
 
 
-class _Choice:
+class _TakeChoice:
     """Mutable, and written by itself alone. How many units go from each of some tails that have enough.
 
     All bytes of a tail cost the same, so whole tails go by price until it suffices; where units are of one
