@@ -22,7 +22,7 @@ from hearth.models.layout import ALIGNMENT_BYTES, DTYPES, Layout, TensorSpec, la
 from hearth.models.weights import Weights, bind
 from hearth.store.manifest import Chunk, Manifest, digest_of
 from hearth.types import Hold, ModelId
-from hearth.worker.hosted_model import HostedModel
+from hearth.worker.hosted_model import HostedModel, Loaded, ServedModel
 from hearth.worker.hosting_spec import HostingSpec
 from hearth.worker.reclaimer import Reclaimer
 
@@ -103,8 +103,8 @@ class Stage:
 
     def __init__(self, body: Body, new_pool: Callable[[EvictionTermsOf], Pool]) -> None:
         self.body = body
-        self._hosts: dict[ModelId, HostedModel] = {}
-        self._reclaimer = Reclaimer(new_pool, self._hosts)
+        self._hosted: dict[ModelId, HostedModel] = {}
+        self._reclaimer = Reclaimer(new_pool, self._hosted)
         self.pool = self._reclaimer.pool
         self._fillers: set[ModelId] = set()
         self._num_fillers = 0
@@ -113,23 +113,25 @@ class Stage:
         for gap in space.gaps:
             self.pool.prepare(SERVED, gap.part)
         weights = _random_weights(body, space)
-        self.pool.landed(SERVED, is_whole=True)
+        self.pool.load_ended(SERVED, is_whole=True)
         memory = Memory(space.workspace, space.kv, space.sink, plan.floor_blocks)
         self.engine = assemble(body.spec, weights, body.config, body.device, memory)
-        self._host = self._hosts[SERVED] = self._host_of(SERVED, self.engine)
+        self._served = ServedModel(plan, self.engine)
+        self._hosted[SERVED] = self._pinned(SERVED)
+        self._hosted[SERVED].state = Loaded(self._served)
         self._weights = weights
         self._plain: Engine | None = None
 
     @property
     def kv_bytes(self) -> int:
         """Return the bytes of the pool that KV of the served model has, pages that lie ready included."""
-        (holding,) = (one for one in self.pool.picture().holdings if one.model == SERVED)
+        (holding,) = (one for one in self.pool.usage().holdings if one.model == SERVED)
         return holding.kv_bytes
 
     @property
     def filler_bytes(self) -> int:
         """Return the bytes of other models' weights that are still there."""
-        return sum(one.weights_bytes for one in self.pool.picture().holdings if one.model in self._fillers)
+        return sum(one.weights_bytes for one in self.pool.usage().holdings if one.model in self._fillers)
 
     def engine_of(self, arm: Arm) -> Engine:
         if arm is not Arm.PLAIN:
@@ -168,7 +170,7 @@ class Stage:
     def fill_with_weights(self, num_models: int = 4) -> None:
         """Let other models come and go: their weights take all memory that nobody computes with."""
         lent_bytes = self.engine.kv_use().num_blocks * self.body.block_bytes
-        num_bytes = self.pool.picture().free_bytes + lent_bytes - self.body.margin_bytes
+        num_bytes = self.pool.usage().free_bytes + lent_bytes - self.body.margin_bytes
         num_pages = num_bytes // self.body.page_bytes
         for number in range(num_models):
             share = num_pages * (number + 1) // num_models - num_pages * number // num_models
@@ -184,11 +186,11 @@ class Stage:
         """Take all memory for good but what so many blocks need."""
         self.set_up(Arm.ELASTIC)
         lent_bytes = self.engine.kv_use().num_blocks * self.body.block_bytes
-        spare_bytes = self.pool.picture().free_bytes + lent_bytes - num_blocks * self.body.block_bytes
+        spare_bytes = self.pool.usage().free_bytes + lent_bytes - num_blocks * self.body.block_bytes
         num_bytes = (spare_bytes - self.body.margin_bytes) // self.body.page_bytes * self.body.page_bytes
-        assert num_bytes > 0, f"{num_blocks=} are all there are: {self.pool.picture()}"
+        assert num_bytes > 0, f"{num_blocks=} are all there are: {self.pool.usage()}"
         pinned = self._fill(num_bytes)
-        self._hosts[pinned] = self._host_of(pinned, None)
+        self._hosted[pinned] = self._pinned(pinned)
 
     def synchronize(self) -> None:
         if self.body.device.type == "cuda":
@@ -216,15 +218,18 @@ class Stage:
             assert is_clear, f"somebody reads {run}"
 
     def _step_elastic(self) -> StepOutcome:
-        self._reclaimer.before_step(self._host)
+        self._reclaimer.before_step(SERVED, self._served)
         outcome = self.engine.step()
-        self._reclaimer.after_step(self._host, outcome)
+        self._reclaimer.after_step(SERVED, self._served, outcome)
         return outcome
 
-    def _host_of(self, model: ModelId, engine: Engine | None) -> HostedModel:
+    def _pinned(self, model: ModelId) -> HostedModel:
+        """Return a hosted model whose weights are never taken. How one gets there needs a keeper."""
         plan = self.body.plan
-        order = HostModel(model, 0, "", plan.manifest.digest, 1.0, plan.spec.max_context, 0, 0, ())
-        return _LoadedHost(order, self.pool, plan, engine)
+        order = HostModel(model, 0, "", plan.manifest.digest, 1.0, plan.model.max_context, 0, 0, ())
+        hosted = HostedModel(order, None, self.pool, lambda *_: None)  # type: ignore[arg-type] # loads nothing
+        hosted.hold = Hold.PINNED
+        return hosted
 
     def _fill(self, num_bytes: int) -> ModelId:
         """Leave the weights of a model that was hosted and is not any more."""
@@ -234,22 +239,10 @@ class Stage:
         plan = replace(self.body.plan, layout=layout, shape=self.body.shape(model, layout, ALIGNMENT_BYTES))
         for gap in self._reclaimer.place(model, plan).gaps:
             self.pool.prepare(model, gap.part)
-        self.pool.landed(model, is_whole=True)
-        self.pool.vacate(model)
-        self._reclaimer.changed()
+        self.pool.load_ended(model, is_whole=True)
+        self.pool.retire(model)
+        self._reclaimer.policy.room_may_have_come()
         return model
-
-
-class _LoadedHost(HostedModel):
-    """A hosted model as the reclaimer sees it once it is loaded: how one gets there needs a keeper."""
-
-    def __init__(self, order: HostModel, pool: Pool, plan: HostingSpec, engine: Engine | None) -> None:
-        super().__init__(order, None, pool, lambda *_: None)  # type: ignore[arg-type] # nothing is made there
-        self.plan, self.engine, self.is_loaded = plan, engine, True
-        self.hold = Hold.PINNED  # none of its weights are ever taken
-
-    def _start_thread(self, act: Callable[[], None]) -> None:
-        """Nobody has to look for the model."""
 
 
 def _random_weights(body: Body, space: Space) -> Weights:

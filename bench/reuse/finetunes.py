@@ -45,7 +45,7 @@ def finetunes(setting: Setting) -> Part:
             second = [_cost(replay, tuned) for _ in range(setting.scale.num_repeats)]
             check_bytes(shelf, tuned, second[-1].space)
             check_bytes(shelf, base, first.space)
-            shared_bytes = {one.model: one.shared_bytes for one in pool.picture().holdings}[tuned.id]
+            shared_bytes = {one.model: one.shared_bytes for one in pool.usage().holdings}[tuned.id]
     full_s, second_s = (percentiles([cost.load_s for cost in costs]) for costs in (full, second))
     memory = second[-1].memory_bytes / full[-1].memory_bytes
     seconds = second_s["p50"] / full_s["p50"]
@@ -89,7 +89,7 @@ def _cost(replay: Replay, model: LibraryModel) -> Cost:
     """Measure what it costs to have a model that is not there."""
     pool, terms = replay.pool, replay.terms
     pool.drop(model.id)
-    free_bytes = pool.picture().free_bytes + pool.picture().workspace_bytes
+    free_bytes = pool.usage().free_bytes + pool.usage().workspace_bytes
     terms.running = model.id
     synchronize(replay.loader.device)
     began_s = time.perf_counter()
@@ -97,7 +97,7 @@ def _cost(replay: Replay, model: LibraryModel) -> Cost:
     space = pool.place(model.id, model.shape)
     replay.load(model, space)
     load_s = time.perf_counter() - began_s
-    picture = pool.picture()
+    usage = pool.usage()
     terms.running = None
-    taken_bytes = free_bytes - picture.free_bytes - picture.workspace_bytes
+    taken_bytes = free_bytes - usage.free_bytes - usage.workspace_bytes
     return Cost(taken_bytes, num_missing(space), load_s, space)

@@ -199,8 +199,8 @@ class Library:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             chunks = tuple(pool.map(self._chunk, cells, sizes))
         manifest = Manifest.of(arch, "bfloat16", "none", chunks, chunk_bytes, files={})
-        sizes = arch.dimensions
-        block_bytes = block_buffer(sizes, sizes.layers, "bfloat16", BLOCK_TOKENS).num_bytes
+        dimensions = arch.dimensions
+        block_bytes = block_buffer(dimensions, dimensions.layers, "bfloat16", BLOCK_TOKENS).num_bytes
         shape = Shape(
             digest=manifest.digest,
             stored=layout,

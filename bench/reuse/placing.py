@@ -98,8 +98,8 @@ def _take_turn(
         begin = partial(_prepare, pool, model.id, space)
         times.append(_load_s(setting, shelf, model, pieces, begin))
     terms.is_loading = False
-    pool.landed(model.id, is_whole=True)
-    pool.vacate(model.id)
+    pool.load_ended(model.id, is_whole=True)
+    pool.retire(model.id)
     base = torch.empty(model.manifest.num_bytes, dtype=torch.uint8, device=setting.device)
     mapping.plain_s.append(_load_s(setting, shelf, model, whole(model.manifest, base), lambda: _nothing))
 

@@ -16,10 +16,10 @@ from bench.reuse.models import Library, LibraryModel
 from bench.reuse.workload import Asked
 from hearth.memory.pool import EvictionTerms, Pool, Space
 from hearth.models.layout import ByteRange
+from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.store.loader import Loader, LoadPiece
 from hearth.types import Hold, ModelId
 from hearth.worker.map_ahead import MapAhead
-from hearth.worker.worth import Worth
 
 
 class ReplayTerms:
@@ -30,7 +30,7 @@ class ReplayTerms:
     """
 
     def __init__(self) -> None:
-        self.worth = Worth()
+        self.reload_costs = DeviceReloadCosts()
         self.now_s = 0.0
         self.running: ModelId | None = None
         self.is_loading = False
@@ -38,7 +38,9 @@ class ReplayTerms:
     def of(self, model: ModelId) -> EvictionTerms:
         if model == self.running:
             return EvictionTerms(Hold.BUSY, 0.0, self.is_loading)
-        return EvictionTerms(Hold.RETAINED, self.worth.cost_s_per_byte(model, self.now_s), is_loading=False)
+        return EvictionTerms(
+            Hold.RETAINED, self.reload_costs.cost_s_per_byte(model, self.now_s), is_loading=False
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,8 @@ class Replay:
     def request(self, model: LibraryModel, at_s: float, run: int, kv_bytes: int) -> Loaded:
         terms, pool = self.terms, self.pool
         terms.now_s, terms.running = at_s, model.id
-        terms.worth.asked(model.id, at_s)
-        moved_bytes = pool.picture().moved_bytes
+        terms.reload_costs.asked(model.id, at_s)
+        moved_bytes = pool.usage().moved_bytes
         synchronize(self.loader.device)
         began_s = time.perf_counter()
         make_room(pool, model)
@@ -96,10 +98,10 @@ class Replay:
         place_s = time.perf_counter() - began_s - room_s
         self.load(model, space)
         load_s = time.perf_counter() - began_s
-        placed_moved_bytes = pool.picture().moved_bytes
+        placed_moved_bytes = pool.usage().moved_bytes
         self._verify(model, space)
         self._use_kv(model, space, kv_bytes)
-        pool.vacate(model.id)
+        pool.retire(model.id)
         terms.running = None
         if self.keeps_nothing:
             pool.drop(model.id)
@@ -108,7 +110,7 @@ class Replay:
             run=run,
             missing_bytes=num_missing(space),
             moved_bytes=placed_moved_bytes - moved_bytes,
-            kv_moved_bytes=pool.picture().moved_bytes - placed_moved_bytes,
+            kv_moved_bytes=pool.usage().moved_bytes - placed_moved_bytes,
             room_s=room_s,
             place_s=place_s,
             moves_s=timer.seconds(),
@@ -129,7 +131,7 @@ class Replay:
             ).wait()
             map_ahead.wait()
             self.terms.is_loading = False
-        self.pool.landed(model.id, is_whole=True)
+        self.pool.load_ended(model.id, is_whole=True)
 
     def _verify(self, model: LibraryModel, space: Space) -> None:
         """Now and then compare all tensors on the device with the host's bytes."""
@@ -143,7 +145,7 @@ class Replay:
         extents = self.pool.grow(model.id, wanted)
         while (short := wanted - sum(map(len, extents))) > 0:
             # On an arena what comes free may still lie in pieces that are too small: then once more.
-            if not self.pool.take(short * model.block_bytes, Hold.RETAINED):
+            if not self.pool.take_weights(short * model.block_bytes, Hold.RETAINED):
                 raise RuntimeError(f"`{model.id}` lacks {short} of {wanted} blocks of KV; raise the budget")
             extents += self.pool.grow(model.id, short)
         self.pool.take_moved()
@@ -152,8 +154,8 @@ class Replay:
 
 
 def make_room(pool: Pool, model: LibraryModel) -> None:
-    while (lack_bytes := pool.lacks(model.id, model.shape)) > 0:
-        if not pool.take(lack_bytes, Hold.RETAINED):
+    while (lack_bytes := pool.missing_bytes(model.id, model.shape)) > 0:
+        if not pool.take_weights(lack_bytes, Hold.RETAINED):
             raise RuntimeError(
                 f"`{model.id}` lacks {lack_bytes} bytes of {pool.budget_bytes}; raise the budget"
             )

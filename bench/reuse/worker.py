@@ -42,8 +42,8 @@ from hearth.store.loader import Loader
 from hearth.store.segment import Segment
 from hearth.store.tiers import Tiers
 from hearth.types import ModelId
-from hearth.worker.hosted_model import Workshop
-from hearth.worker.worker import Inbox, WorkerLoop
+from hearth.worker.runtime import HostingResources
+from hearth.worker.worker_loop import Inbox, WorkerLoop
 
 #: A step loop that says nothing for so long is taken to hang.
 PATIENCE_S = 120.0
@@ -126,8 +126,10 @@ def working(
         closing(Borrower(socket)) as borrower,
         setting.worker_pool(budget_bytes) as new_pool,
     ):
-        workshop = Workshop(setting.device, setting.scale.engine, new_pool, borrower, Loader(setting.device))
-        loop = WorkerLoop(workshop, inbox, lambda fact: facts.put(TimedFact(time.perf_counter(), fact)))
+        resources = HostingResources(
+            setting.device, setting.scale.engine, new_pool, borrower, Loader(setting.device)
+        )
+        loop = WorkerLoop(resources, inbox, lambda fact: facts.put(TimedFact(time.perf_counter(), fact)))
         thread = threading.Thread(target=_run, args=(loop, facts), name="hearth-steps", daemon=True)
         sys.setswitchinterval(SWITCH_S)
         thread.start()

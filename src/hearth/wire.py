@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from hearth.errors import ServiceError
-from hearth.messages import VERSION, Challenge, Fact, Order, Welcome
+from hearth.messages import VERSION, Challenge, Fact, Order, Welcome, WorkerHello
 from hearth.types import WorkerId
 
 T = TypeVar("T")

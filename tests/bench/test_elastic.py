@@ -42,8 +42,8 @@ SCALE = Scale(
 )
 
 
-def arena(terms_of: EvictionTermsOf) -> Pool:
-    return ArenaPool(BODY.device, BODY.budget_bytes, terms_of)
+def arena(eviction_terms: EvictionTermsOf) -> Pool:
+    return ArenaPool(BODY.device, BODY.budget_bytes, eviction_terms)
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ def pages() -> CountedPages:
 def mapped(pages: CountedPages) -> Iterator[Contest]:
     pools: list[MappedPool] = []
 
-    def new_pool(terms_of: EvictionTermsOf) -> Pool:
-        pools.append(MappedPool(pages, terms_of))
+    def new_pool(eviction_terms: EvictionTermsOf) -> Pool:
+        pools.append(MappedPool(pages, eviction_terms))
         return pools[-1]
 
     stage = Stage(BODY, new_pool)

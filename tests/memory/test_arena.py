@@ -71,13 +71,13 @@ class World:
         self.arena = ArenaPool(
             CPU,
             budget_bytes or num_pages * PAGE,
-            self.regard,
+            self.eviction_terms,
             packer=packer,
             wipe=wipe,
         )
         self.pool: Pool = self.arena
 
-    def regard(self, model: ModelId) -> EvictionTerms:
+    def eviction_terms(self, model: ModelId) -> EvictionTerms:
         hold, cost = self.holds.get(model, Hold.RETAINED), self.costs.get(model, 1.0)
         return EvictionTerms(hold, cost, is_loading=model in self.loading)
 
@@ -98,16 +98,16 @@ class World:
 
     def load(self, model: ModelId, wanted: Shape) -> Space:
         space = self.place(model, wanted)
-        self.landed(model, is_whole=True)
+        self.load_ended(model, is_whole=True)
         return space
 
-    def landed(self, model: ModelId, *, is_whole: bool) -> None:
+    def load_ended(self, model: ModelId, *, is_whole: bool) -> None:
         self.loading.discard(model)
-        self.pool.landed(model, is_whole=is_whole)
+        self.pool.load_ended(model, is_whole=is_whole)
 
-    def vacate(self, model: ModelId) -> None:
+    def retire(self, model: ModelId) -> None:
         self.forget(model)
-        self.pool.vacate(model)
+        self.pool.retire(model)
 
     def drop(self, model: ModelId) -> None:
         self.forget(model)
@@ -143,14 +143,10 @@ class World:
     def check(self) -> None:
         """What is placed can be computed with: its tensors and blocks hold what was written there."""
         self.arena.check()
-        picture = self.pool.picture()
-        there = {one.model: one for one in picture.holdings}
-        assert (
-            picture.budget_bytes
-            == picture.free_bytes
-            + picture.workspace_bytes
-            + picture.lost_bytes
-            + sum(one.weights_bytes + one.kv_bytes for one in picture.holdings)
+        usage = self.pool.usage()
+        there = {one.model: one for one in usage.holdings}
+        assert usage.budget_bytes == usage.free_bytes + usage.workspace_bytes + usage.lost_bytes + sum(
+            one.weights_bytes + one.kv_bytes for one in usage.holdings
         )
         for model, places in self.pool.take_moved().items():
             self.places[model] = dict(places)
@@ -188,7 +184,7 @@ SHAPES = st.builds(
 #: Some more often than others, so that there is something to disturb.
 KINDS = (
     *("place", *["host"] * 8, "make room", "landed", "landed", "lost", "take"),
-    *("grow", "grow", "shrink", "vacate", "vacate", "drop", "drop", "regard"),
+    *("grow", "grow", "shrink", "retire", "retire", "drop", "drop", "hold"),
 )
 STEPS = st.lists(
     st.tuples(st.sampled_from(KINDS), st.sampled_from(MODELS), st.integers(0, 12)), min_size=30, max_size=50
@@ -203,13 +199,13 @@ def step(world: World, shapes: dict[ModelId, Shape], what: str, model: ModelId, 
         make_room(world, model, shapes[model])
         place_or_be_refused(world, model, shapes[model])
         if what == "host" and model in world.loading:
-            world.landed(model, is_whole=True)
+            world.load_ended(model, is_whole=True)
     elif what in ("landed", "lost") and is_loading:
-        world.landed(model, is_whole=what == "landed")
+        world.load_ended(model, is_whole=what == "landed")
     elif what == "take":
         take(world, number * PAGE, Hold(number % 4))
     elif what == "grow" and is_placed:
-        before_bytes = world.pool.picture().free_bytes
+        before_bytes = world.pool.usage().free_bytes
         grown = world.grow(model, number)
         assert all(extent for extent in grown)
         assert sum(map(len, grown)) <= number + BATCH_BLOCKS
@@ -221,11 +217,11 @@ def step(world: World, shapes: dict[ModelId, Shape], what: str, model: ModelId, 
         )
         if extents:
             world.shrink(model, extents[number % len(extents)])
-    elif what == "vacate" and is_placed and not is_loading:
-        world.vacate(model)
+    elif what == "retire" and is_placed and not is_loading:
+        world.retire(model)
     elif what == "drop" and not is_loading:
         world.drop(model)
-    elif what == "regard":
+    elif what == "hold":
         world.holds[model], world.costs[model] = Hold(number % 4), float(number)
 
 
@@ -233,35 +229,35 @@ def make_room(world: World, model: ModelId, wanted: Shape) -> None:
     hold = world.holds.get(model, Hold.RETAINED)
     world.holds[model] = Hold.BUSY  # what it has already is not taken from it
     freed_bytes = 1
-    while freed_bytes and (lacking_bytes := world.pool.lacks(model, wanted)):
-        freed_bytes = world.pool.take(lacking_bytes, Hold.WARM)
+    while freed_bytes and (lacking_bytes := world.pool.missing_bytes(model, wanted)):
+        freed_bytes = world.pool.take_weights(lacking_bytes, Hold.WARM)
     world.holds[model] = hold
 
 
 def place_or_be_refused(world: World, model: ModelId, wanted: Shape) -> None:
-    lacking_bytes = world.pool.lacks(model, wanted)
-    before = world.pool.picture()
+    lacking_bytes = world.pool.missing_bytes(model, wanted)
+    before = world.pool.usage()
     if lacking_bytes > 0:
         with pytest.raises(DeviceError, match=f"`{model}` needs"):
             world.pool.place(model, wanted)
-        assert world.pool.picture() == before
+        assert world.pool.usage() == before
         return
     world.place(model, wanted)
     world.check_tensors(model)  # what was not missing is still there
-    assert world.pool.lacks(model, wanted) == 0
+    assert world.pool.missing_bytes(model, wanted) == 0
 
 
 def take(world: World, num_bytes: int, most: Hold) -> None:
-    before = world.pool.picture()
-    freed_bytes = world.pool.take(num_bytes, most)
-    after = world.pool.picture()
+    before = world.pool.usage()
+    freed_bytes = world.pool.take_weights(num_bytes, most)
+    after = world.pool.usage()
     assert after.free_bytes == before.free_bytes + freed_bytes
     there = {one.model: one.weights_bytes for one in after.holdings}
     for one in before.holdings:
-        regard = world.regard(one.model)
+        terms = world.eviction_terms(one.model)
         left_bytes = there.get(one.model, 0)
-        may_take = regard.hold <= min(most, Hold.WARM) and not regard.is_loading
-        assert may_take or left_bytes == one.weights_bytes, f"taken from {one.model}: {regard}"
+        may_take = terms.hold <= min(most, Hold.WARM) and not terms.is_loading
+        assert may_take or left_bytes == one.weights_bytes, f"taken from {one.model}: {terms}"
         assert freed_bytes >= num_bytes or not may_take or left_bytes == 0, f"left with {one.model}"
 
 
@@ -283,7 +279,7 @@ def test_what_is_there_stays_as_it_was_whatever_happens(
         world.check()
     for model in MODELS:
         world.drop(model)
-    assert world.pool.picture().free_bytes == num_pages * PAGE
+    assert world.pool.usage().free_bytes == num_pages * PAGE
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=2, max_size=10), st.integers(1, 9))
@@ -295,28 +291,28 @@ def test_what_fits_in_sum_is_placed_where_nothing_is_in_the_way_that_cannot_move
     shapes = [shape([pages], workspace_bytes=0) for pages, _ in others]
     for model, one in zip(models, shapes, strict=True):
         world.load(model, one)
-        world.vacate(model)
+        world.retire(model)
     kept = [pair for pair, (_, stays) in zip(zip(models, shapes, strict=True), others, strict=True) if stays]
     for model in set(models) - {model for model, _ in kept}:
         world.drop(model)
-    free_pages = world.pool.picture().free_bytes // PAGE
+    free_pages = world.pool.usage().free_bytes // PAGE
     world.load(A, shape([free_pages - 1], workspace_bytes=0))
 
     world.check()
-    assert world.pool.picture().free_bytes == 0
+    assert world.pool.usage().free_bytes == 0
     world.drop(A)
     for model, one in kept:
         assert world.load(model, one).gaps == ()
         world.check()
-        world.vacate(model)
+        world.retire(model)
 
 
 def test_only_what_is_missing_is_a_gap_and_the_tail_goes_first() -> None:
     world = World(20)
     wanted = shape([1, 2, 3])
     first = world.load(A, wanted)
-    world.vacate(A)
-    taken_bytes = world.pool.take(PAGE, Hold.RETAINED)
+    world.retire(A)
+    taken_bytes = world.pool.take_weights(PAGE, Hold.RETAINED)
     again = world.place(A, wanted)
 
     assert [gap.part.begin for gap in first.gaps] == [0, PAGE, 3 * PAGE]
@@ -346,7 +342,7 @@ def test_narrow_bytes_land_at_the_end_of_the_wide_tensor() -> None:
         place = space.places[spec.name]
         wide = place.base[place.offset : place.offset + spec.nbytes]
         wide.view(torch.float32).copy_(wide[spec.nbytes // 2 :].clone().view(torch.bfloat16))
-    world.pool.landed(A, is_whole=True)
+    world.pool.load_ended(A, is_whole=True)
 
     for spec in wanted.served.tensors:
         place = space.places[spec.name]
@@ -368,7 +364,7 @@ def test_weights_that_are_in_the_way_move_and_are_told_once() -> None:
     assert list(told) == [B]
     assert told[B]["t0"].offset == 0
     assert world.pool.take_moved() == {}
-    assert world.pool.picture().moved_bytes == 2 * PAGE
+    assert world.pool.usage().moved_bytes == 2 * PAGE
     world.places[B] = dict(told[B])
     world.check()
 
@@ -380,31 +376,31 @@ def test_what_is_being_loaded_stays_where_it_is() -> None:
     world.drop(A)
     wanted = shape([12], workspace_bytes=0)
 
-    assert world.pool.picture().free_bytes == 13 * PAGE
-    assert world.pool.lacks(C, wanted) > 0
-    world.landed(B, is_whole=True)
-    assert world.pool.lacks(C, wanted) == 0
+    assert world.pool.usage().free_bytes == 13 * PAGE
+    assert world.pool.missing_bytes(C, wanted) > 0
+    world.load_ended(B, is_whole=True)
+    assert world.pool.missing_bytes(C, wanted) == 0
 
 
 def test_a_load_that_failed_leaves_what_was_there_before() -> None:
     world = World(20)
     wanted = shape([1, 2, 3])
     world.load(A, wanted)
-    world.pool.take(PAGE, Hold.RETAINED)
+    world.pool.take_weights(PAGE, Hold.RETAINED)
     world.place(A, wanted)
-    world.landed(A, is_whole=False)
+    world.load_ended(A, is_whole=False)
 
-    assert world.pool.picture().holdings[0].weights_bytes == 3 * PAGE
+    assert world.pool.usage().holdings[0].weights_bytes == 3 * PAGE
     assert [gap.part.begin for gap in world.place(A, wanted).gaps] == [3 * PAGE]
 
 
 def test_other_bytes_under_the_same_name_take_the_place_of_the_old_ones() -> None:
     world = World(8)
     world.load(A, shape([6], digest="0", workspace_bytes=0))
-    world.vacate(A)
+    world.retire(A)
     other = shape([3, 4], digest="00", workspace_bytes=0)
 
-    assert world.pool.lacks(A, other) == 0
+    assert world.pool.missing_bytes(A, other) == 0
     assert len(world.load(A, other).gaps) == 2
     world.check()
 
@@ -414,7 +410,7 @@ def test_lacks_says_how_many_bytes_have_to_come_free() -> None:
     world.load(A, shape([6], workspace_bytes=0))
     wanted = shape([2, 2], workspace_bytes=PAGE)
 
-    assert world.pool.lacks(B, wanted) == (4 + 1 + 1 - 3) * PAGE
+    assert world.pool.missing_bytes(B, wanted) == (4 + 1 + 1 - 3) * PAGE
     with pytest.raises(
         DeviceError, match="`b` needs 24576 bytes of device memory more, 12288 of 40960 are free"
     ):
@@ -448,7 +444,7 @@ def test_no_extent_is_larger_than_a_batch_so_that_what_is_lent_comes_back_by_pie
 
     assert sum(map(len, grown)) >= 50
     assert max(map(len, grown)) == BATCH_BLOCKS
-    assert world.pool.picture().lost_bytes == PAGE // 2  # beside the sink: extents touch
+    assert world.pool.usage().lost_bytes == PAGE // 2  # beside the sink: extents touch
     world.check()
 
 
@@ -458,12 +454,12 @@ def test_models_have_one_workspace_in_common_which_grows_for_a_larger_one() -> N
     large = world.load(B, shape([4], workspace_bytes=4 * PAGE + 1))
 
     assert small.workspace.data_ptr() == large.workspace.data_ptr()
-    assert world.pool.picture().workspace_bytes == 5 * PAGE
+    assert world.pool.usage().workspace_bytes == 5 * PAGE
     world.check()  # what moved is where it was told
-    world.vacate(B)
-    assert world.pool.picture().workspace_bytes == 2 * PAGE
-    world.vacate(A)
-    assert world.pool.picture().workspace_bytes == 0
+    world.retire(B)
+    assert world.pool.usage().workspace_bytes == 2 * PAGE
+    world.retire(A)
+    assert world.pool.usage().workspace_bytes == 0
     world.check()
 
 
@@ -473,11 +469,11 @@ def test_a_workspace_is_elsewhere_where_one_that_is_being_loaded_is_in_the_way()
     space = world.load(B, shape([4], workspace_bytes=4 * PAGE))
 
     assert space.workspace.data_ptr() != world.spaces[A].workspace.data_ptr()
-    assert world.pool.picture().workspace_bytes == 5 * PAGE
-    world.landed(A, is_whole=True)
+    assert world.pool.usage().workspace_bytes == 5 * PAGE
+    world.load_ended(A, is_whole=True)
     world.check()
-    world.vacate(B)
-    assert world.pool.picture().workspace_bytes == PAGE
+    world.retire(B)
+    assert world.pool.usage().workspace_bytes == PAGE
 
 
 def test_what_is_promised_is_placed_whatever_was_placed_before_it() -> None:
@@ -497,11 +493,11 @@ def test_what_is_promised_is_placed_whatever_was_placed_before_it() -> None:
             world.load(model, shapes[model])
             world.grow(model, floor_blocks)
             world.holds[model] = Hold.BUSY
-        world.vacate(second)
+        world.retire(second)
         world.holds[second] = Hold.RETAINED
         make_room(world, third, shapes[third])
 
-        assert world.pool.lacks(third, shapes[third]) == 0, f"{third} beside {first}"
+        assert world.pool.missing_bytes(third, shapes[third]) == 0, f"{third} beside {first}"
         world.load(third, shapes[third])
         world.drop(second)
         while (num_blocks := sum(map(len, world.blocks[third]))) <= floor_blocks:
@@ -514,9 +510,9 @@ def test_a_picture_is_drawn_anew_only_of_what_has_changed() -> None:
     world = World(40)
     for model in (A, B):
         world.load(model, shape([2]))
-    a, b = world.pool.picture().holdings
+    a, b = world.pool.usage().holdings
     world.grow(B, 1)
-    same, other = world.pool.picture().holdings
+    same, other = world.pool.usage().holdings
 
     assert same is a
     assert other.kv_bytes > b.kv_bytes
@@ -527,7 +523,7 @@ def test_blocks_that_have_no_place_together_come_in_few_pieces() -> None:
     for model, pages in ((A, 3), (B, 2), (C, 5)):
         world.load(model, shape([pages], workspace_bytes=0))
     world.drop(A)  # 3 pages and a sink's
-    left_pages = world.pool.picture().free_bytes // PAGE
+    left_pages = world.pool.usage().free_bytes // PAGE
     grown = world.grow(B, 100)
 
     assert left_pages == sum(map(len, grown)) == 7
@@ -568,9 +564,9 @@ def test_a_growth_that_was_in_vain_is_not_tried_again_before_something_has_chang
 
 def test_who_was_never_placed_has_nothing_to_vacate() -> None:
     world = World(8)
-    world.pool.vacate(A)
+    world.pool.retire(A)
 
-    assert world.pool.picture().holdings == ()
+    assert world.pool.usage().holdings == ()
 
 
 def test_free_pieces_that_are_too_small_for_a_block_become_one() -> None:
@@ -582,9 +578,9 @@ def test_free_pieces_that_are_too_small_for_a_block_become_one() -> None:
     for model in others[::2]:
         world.drop(model)  # which leaves two pages free at a time, and never three
 
-    assert world.pool.picture().free_bytes == 8 * PAGE
+    assert world.pool.usage().free_bytes == 8 * PAGE
     assert len(world.grow(A, 1)) == 1
-    assert world.pool.picture().moved_bytes > 0
+    assert world.pool.usage().moved_bytes > 0
     world.check()
 
 
@@ -600,7 +596,7 @@ def test_blocks_of_any_size_lie_at_multiples_of_it_and_overlap_nothing() -> None
     )
 
     assert all(before[1] <= after[0] for before, after in pairwise(spans))
-    assert world.pool.picture().lost_bytes > 0
+    assert world.pool.usage().lost_bytes > 0
     world.check()
 
 
@@ -608,6 +604,6 @@ def test_an_arena_of_no_whole_pages_loses_the_rest() -> None:
     world = World(0, budget_bytes=3 * PAGE + 100)
 
     assert world.pool.budget_bytes == 3 * PAGE + 100
-    assert (world.pool.picture().free_bytes, world.pool.picture().lost_bytes) == (3 * PAGE, 100)
+    assert (world.pool.usage().free_bytes, world.pool.usage().lost_bytes) == (3 * PAGE, 100)
     with pytest.raises(DeviceError, match="a pool needs at least 4096 bytes, given: 100"):
         World(0, budget_bytes=100)

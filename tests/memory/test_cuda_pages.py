@@ -18,8 +18,8 @@ from hearth.memory.cuda_pages import BASE_ADDRESS, SPACE_BYTES, CudaPages
 from hearth.memory.pool import EvictionTermsOf
 from hearth.memory.vmm import MappedPool
 from hearth.types import ModelId
-from tests.memory.steps import Step, carry_out, steps
-from tests.memory.tenancy import Audited, Holds, Sample, Tenancy, sample, wipe
+from tests.memory.pool_actions import Action, actions, carry_out
+from tests.memory.pool_caller import Audited, Holds, PoolCaller, Sample, sample, wipe
 
 pytestmark = pytest.mark.gpu
 
@@ -40,9 +40,8 @@ ADDRESSES = """
 import torch
 from hearth.memory.cuda_pages import CudaPages
 from hearth.memory.vmm import MappedPool
-from tests.memory.steps import Step, carry_out, steps
-from tests.memory.tenancy import Holds, sample
-pool = MappedPool(CudaPages(torch.device("cuda", 0), 32 << 20, 2 << 20), Holds().regard)
+from tests.memory.pool_caller import Holds, sample
+pool = MappedPool(CudaPages(torch.device("cuda", 0), 32 << 20, 2 << 20), Holds().eviction_terms)
 space = pool.place("a", sample([1, 2], 2 << 20, digest=0xABCDEF).shape)
 print(space.places["t0"].base.data_ptr(), space.kv.data_ptr(), space.workspace.data_ptr())
 pool.close()
@@ -50,21 +49,21 @@ pool.close()
 
 
 @contextmanager
-def mapped(regards: EvictionTermsOf) -> Iterator[Audited]:
+def mapped(eviction_terms: EvictionTermsOf) -> Iterator[Audited]:
     pages = CudaPages(DEVICE, 20 * PAGE_BYTES, PAGE_BYTES)
-    with closing(MappedPool(pages, regards, wipe=wipe)) as pool:
+    with closing(MappedPool(pages, eviction_terms, wipe=wipe)) as pool:
         yield pool
 
 
 @settings(max_examples=20)
-@given(st.lists(steps(tuple(SAMPLES), 12 * PAGE_BYTES), max_size=20))
-def test_what_is_there_is_intact_whatever_is_done_around_it(steps: list[Step]) -> None:
+@given(st.lists(actions(tuple(SAMPLES), 12 * PAGE_BYTES), max_size=20))
+def test_what_is_there_is_intact_whatever_is_done_around_it(done: list[Action]) -> None:
     holds = Holds()
-    with mapped(holds.regard) as pool:
-        tenancy = Tenancy(pool, holds, SAMPLES)
-        for step in steps:
-            carry_out(tenancy, step, CHANGED)
-            tenancy.check()
+    with mapped(holds.eviction_terms) as pool:
+        caller = PoolCaller(pool, holds, SAMPLES)
+        for action in done:
+            carry_out(caller, action, CHANGED)
+            caller.check()
 
 
 def test_addresses_are_the_same_in_every_process() -> None:

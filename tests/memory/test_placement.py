@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.memory.placement import Placement, Wish, plan_placement
+from hearth.memory.placement import Placement, PlacementNeed, plan_placement
 from hearth.memory.regions import Owner, RegionList, Span, Use
 from hearth.models.layout import ALIGNMENT_BYTES
 from hearth.policy.memory.packing import Item, pack
@@ -26,9 +26,9 @@ def books(*pages: tuple[Use | None, int]) -> RegionList:
     return regions
 
 
-def wish(*tensors: int, workspace: int = 0, num_blocks: int = 0, block_bytes: int = PAGE) -> Wish:
+def need(*tensors: int, workspace: int = 0, num_blocks: int = 0, block_bytes: int = PAGE) -> PlacementNeed:
     items = tuple(Item(Owner(NEW, Use.TENSOR, index), num * PAGE) for index, num in enumerate(tensors))
-    return Wish(NEW, items, workspace * PAGE, num_blocks, block_bytes)
+    return PlacementNeed(NEW, items, workspace * PAGE, num_blocks, block_bytes)
 
 
 def begins(placement: Placement | None) -> dict[str, int]:
@@ -39,14 +39,14 @@ def begins(placement: Placement | None) -> dict[str, int]:
 
 
 def test_what_cannot_move_goes_to_the_ends() -> None:
-    placement = plan_placement(books((None, 20)), wish(3, 2, workspace=4, num_blocks=2), set(), pack)
+    placement = plan_placement(books((None, 20)), need(3, 2, workspace=4, num_blocks=2), set(), pack)
 
     assert begins(placement) == {"workspace0": 0, "tensor0": 4, "tensor1": 7, "kv18": 18}
 
 
 def test_tensors_at_the_ends_give_way_to_what_cannot_move() -> None:
     regions = books((Use.TENSOR, 2), (None, 3), (Use.TENSOR, 1), (None, 4), (Use.TENSOR, 2))
-    placement = plan_placement(regions, wish(workspace=2, num_blocks=3), {OLD}, pack)
+    placement = plan_placement(regions, need(workspace=2, num_blocks=3), {OLD}, pack)
 
     assert placement is not None
     assert begins(placement) == {"workspace0": 0, "kv9": 9}
@@ -57,7 +57,7 @@ def test_it_goes_elsewhere_where_it_would_be_in_the_way() -> None:
     # The workspace fits at the high end, but then the tensor would fit nowhere.
     regions = books((None, 2), (Use.KV, 1), (None, 3))
 
-    assert begins(plan_placement(regions, wish(3, workspace=2), set(), pack)) == {
+    assert begins(plan_placement(regions, need(3, workspace=2), set(), pack)) == {
         "tensor0": 3,
         "workspace0": 0,
     }
@@ -65,7 +65,7 @@ def test_it_goes_elsewhere_where_it_would_be_in_the_way() -> None:
 
 def test_tensors_move_to_make_one_piece_of_several() -> None:
     regions = books((None, 2), (Use.TENSOR, 1), (None, 2))
-    placement = plan_placement(regions, wish(4), {OLD}, pack)
+    placement = plan_placement(regions, need(4), {OLD}, pack)
 
     assert placement is not None
     assert [(move.source // PAGE, move.target // PAGE) for move in placement.moves] == [(2, 0)]
@@ -75,14 +75,14 @@ def test_tensors_move_to_make_one_piece_of_several() -> None:
 def test_nothing_fits_beside_tensors_that_must_not_move() -> None:
     regions = books((None, 2), (Use.TENSOR, 1), (None, 2))
 
-    assert plan_placement(regions, wish(4), set(), pack) is None
-    assert plan_placement(regions, wish(5), {OLD}, pack) is None
+    assert plan_placement(regions, need(4), set(), pack) is None
+    assert plan_placement(regions, need(5), {OLD}, pack) is None
 
 
 def test_blocks_find_a_place_of_their_own_alignment_among_pieces() -> None:
     # Three pages at a multiple of three are nowhere free, but six are in sum.
     regions = books(*[(Use.TENSOR, 1), (None, 2)] * 3, (Use.KV, 3))
-    placement = plan_placement(regions, wish(num_blocks=1, block_bytes=3 * PAGE), {OLD}, pack)
+    placement = plan_placement(regions, need(num_blocks=1, block_bytes=3 * PAGE), {OLD}, pack)
 
     assert placement is not None
     assert begins(placement) == {"kv2": 6}
@@ -95,7 +95,7 @@ PIECES = st.lists(
     max_size=12,
 )
 WISHES = st.builds(
-    lambda tensors, workspace, num_blocks, block_bytes: wish(
+    lambda tensors, workspace, num_blocks, block_bytes: need(
         *tensors, workspace=workspace, num_blocks=num_blocks, block_bytes=block_bytes
     ),
     st.lists(st.integers(1, 4), max_size=4),
@@ -107,7 +107,7 @@ WISHES = st.builds(
 
 @given(PIECES, WISHES, st.booleans())
 def test_a_plan_can_be_carried_out_and_has_a_place_for_everything(
-    pieces: list[tuple[Use | None, int]], wanted: Wish, is_movable: bool
+    pieces: list[tuple[Use | None, int]], wanted: PlacementNeed, is_movable: bool
 ) -> None:
     regions = books(*pieces)
     placement = plan_placement(regions, wanted, {OLD} if is_movable else set(), pack)

@@ -16,22 +16,22 @@ from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import EvictionTermsOf
 from hearth.memory.vmm import MappedPool
 from hearth.types import Hold, ModelId
-from tests.memory.steps import Step, carry_out, steps
-from tests.memory.tenancy import Audited, Holds, Sample, Tenancy, sample, wipe
+from tests.memory.pool_actions import Action, actions, carry_out
+from tests.memory.pool_caller import Audited, Holds, PoolCaller, Sample, sample, wipe
 
 PAGE_BYTES = 8 << 10
 NUM_PAGES = 20
 
 
 @contextmanager
-def mapped(regards: EvictionTermsOf) -> Iterator[Audited]:
-    with closing(MappedPool(HostPages(NUM_PAGES, PAGE_BYTES), regards, wipe=wipe)) as pool:
+def mapped(eviction_terms: EvictionTermsOf) -> Iterator[Audited]:
+    with closing(MappedPool(HostPages(NUM_PAGES, PAGE_BYTES), eviction_terms, wipe=wipe)) as pool:
         yield pool
 
 
 @contextmanager
-def arena(regards: EvictionTermsOf) -> Iterator[Audited]:
-    yield ArenaPool(torch.device("cpu"), NUM_PAGES * PAGE_BYTES, regards, wipe=wipe)
+def arena(eviction_terms: EvictionTermsOf) -> Iterator[Audited]:
+    yield ArenaPool(torch.device("cpu"), NUM_PAGES * PAGE_BYTES, eviction_terms, wipe=wipe)
 
 
 POOLS: dict[str, Callable[[EvictionTermsOf], AbstractContextManager[Audited]]] = {
@@ -53,107 +53,107 @@ CHANGED = sample([1, 2, 1, 31, 5], PAGE_BYTES, digest=9, block_bytes=2500)
 
 
 @pytest.mark.parametrize("kind", POOLS)
-@given(st.lists(steps(tuple(SAMPLES), 12 * PAGE_BYTES), max_size=30))
-def test_what_is_there_is_intact_whatever_is_done_around_it(kind: str, steps: list[Step]) -> None:
+@given(st.lists(actions(tuple(SAMPLES), 12 * PAGE_BYTES), max_size=30))
+def test_what_is_there_is_intact_whatever_is_done_around_it(kind: str, done: list[Action]) -> None:
     holds = Holds()
-    with POOLS[kind](holds.regard) as pool:
-        tenancy = Tenancy(pool, holds, SAMPLES)
-        for step in steps:
-            carry_out(tenancy, step, CHANGED)
-            tenancy.check()
+    with POOLS[kind](holds.eviction_terms) as pool:
+        caller = PoolCaller(pool, holds, SAMPLES)
+        for action in done:
+            carry_out(caller, action, CHANGED)
+            caller.check()
         for model in SAMPLES:
-            tenancy.end(model, is_whole=False)
-            tenancy.drop(model)
-        picture = pool.picture()
-        assert picture.free_bytes + picture.lost_bytes == picture.budget_bytes
-        assert picture.holdings == ()
+            caller.end(model, is_whole=False)
+            caller.drop(model)
+        usage = pool.usage()
+        assert usage.free_bytes + usage.lost_bytes == usage.budget_bytes
+        assert usage.holdings == ()
 
 
 @pytest.fixture(params=POOLS)
-def tenancy(request: pytest.FixtureRequest) -> Iterator[Tenancy]:
+def caller(request: pytest.FixtureRequest) -> Iterator[PoolCaller]:
     holds = Holds()
-    with POOLS[request.param](holds.regard) as pool:
-        tenancy = Tenancy(pool, holds, SAMPLES)
-        yield tenancy
-        tenancy.check()
+    with POOLS[request.param](holds.eviction_terms) as pool:
+        caller = PoolCaller(pool, holds, SAMPLES)
+        yield caller
+        caller.check()
 
 
-def test_a_model_that_comes_back_lacks_only_its_tail(tenancy: Tenancy) -> None:
-    tenancy.host(A)
-    tenancy.vacate(A)
-    tenancy.take(2 * PAGE_BYTES, Hold.RETAINED)
+def test_a_model_that_comes_back_lacks_only_its_tail(caller: PoolCaller) -> None:
+    caller.host(A)
+    caller.retire(A)
+    caller.take(2 * PAGE_BYTES, Hold.RETAINED)
 
-    tenancy.begin(A)
+    caller.begin(A)
 
     layout = SAMPLES[A].shape.stored
-    assert tenancy.gaps[A][0].part.begin > layout.num_bytes / 2
-    assert tenancy.gaps[A][-1].part.end > layout.tensors[-1].offset
-    tenancy.end(A, is_whole=True)
+    assert caller.gaps[A][0].part.begin > layout.num_bytes / 2
+    assert caller.gaps[A][-1].part.end > layout.tensors[-1].offset
+    caller.end(A, is_whole=True)
 
 
-def test_a_load_that_failed_gives_its_gaps_back(tenancy: Tenancy) -> None:
-    tenancy.host(A)
-    tenancy.vacate(A)
-    tenancy.take(2 * PAGE_BYTES, Hold.RETAINED)
-    kept_bytes = tenancy.holdings()[A].weights_bytes
+def test_a_load_that_failed_gives_its_gaps_back(caller: PoolCaller) -> None:
+    caller.host(A)
+    caller.retire(A)
+    caller.take(2 * PAGE_BYTES, Hold.RETAINED)
+    kept_bytes = caller.holdings()[A].weights_bytes
 
-    tenancy.host(A, is_whole=False)
+    caller.host(A, is_whole=False)
 
-    assert tenancy.holdings()[A].weights_bytes == kept_bytes > 0
-    tenancy.check()
-    tenancy.host(A)
-    assert tenancy.holdings()[A].weights_bytes == tenancy.holdings()[A].total_bytes
-
-
-def test_what_is_warm_goes_after_all_that_is_retained(tenancy: Tenancy) -> None:
-    tenancy.host(A)
-    tenancy.host(C)
-    tenancy.holds.by_model.update({A: Hold.WARM, C: Hold.RETAINED})
-
-    tenancy.take(PAGE_BYTES, Hold.WARM)
-    assert tenancy.holdings()[A].weights_bytes == tenancy.holdings()[A].total_bytes
-
-    tenancy.take(NUM_PAGES * PAGE_BYTES, Hold.WARM)
-    assert not any(holding.weights_bytes for holding in tenancy.holdings().values())
+    assert caller.holdings()[A].weights_bytes == kept_bytes > 0
+    caller.check()
+    caller.host(A)
+    assert caller.holdings()[A].weights_bytes == caller.holdings()[A].total_bytes
 
 
-def test_nothing_is_taken_from_who_is_busy_or_pinned_or_loading(tenancy: Tenancy) -> None:
-    tenancy.host(A)
-    tenancy.begin(C)
-    tenancy.holds.by_model.update({A: Hold.PINNED, C: Hold.RETAINED})
+def test_what_is_warm_goes_after_all_that_is_retained(caller: PoolCaller) -> None:
+    caller.host(A)
+    caller.host(C)
+    caller.holds.by_model.update({A: Hold.WARM, C: Hold.RETAINED})
 
-    assert tenancy.take(NUM_PAGES * PAGE_BYTES, Hold.PINNED) == 0
+    caller.take(PAGE_BYTES, Hold.WARM)
+    assert caller.holdings()[A].weights_bytes == caller.holdings()[A].total_bytes
 
-
-def test_other_bytes_under_the_same_name_are_loaded_whole(tenancy: Tenancy) -> None:
-    tenancy.host(A)
-    tenancy.vacate(A)
-    tenancy.samples[A] = CHANGED
-
-    tenancy.begin(A)
-
-    assert sum(gap.part.end - gap.part.begin for gap in tenancy.gaps[A]) >= 0.9 * len(CHANGED.content)
-    tenancy.end(A, is_whole=True)
+    caller.take(NUM_PAGES * PAGE_BYTES, Hold.WARM)
+    assert not any(holding.weights_bytes for holding in caller.holdings().values())
 
 
-def test_kv_grows_into_all_that_is_free_and_no_further(tenancy: Tenancy) -> None:
-    tenancy.host(A)
-    tenancy.grow(A, 10_000)
+def test_nothing_is_taken_from_who_is_busy_or_pinned_or_loading(caller: PoolCaller) -> None:
+    caller.host(A)
+    caller.begin(C)
+    caller.holds.by_model.update({A: Hold.PINNED, C: Hold.RETAINED})
+
+    assert caller.take(NUM_PAGES * PAGE_BYTES, Hold.PINNED) == 0
+
+
+def test_other_bytes_under_the_same_name_are_loaded_whole(caller: PoolCaller) -> None:
+    caller.host(A)
+    caller.retire(A)
+    caller.samples[A] = CHANGED
+
+    caller.begin(A)
+
+    assert sum(gap.part.end - gap.part.begin for gap in caller.gaps[A]) >= 0.9 * len(CHANGED.content)
+    caller.end(A, is_whole=True)
+
+
+def test_kv_grows_into_all_that_is_free_and_no_further(caller: PoolCaller) -> None:
+    caller.host(A)
+    caller.grow(A, 10_000)
 
     block_bytes = SAMPLES[A].shape.block_bytes
-    assert tenancy.pool.picture().free_bytes < block_bytes + PAGE_BYTES
-    assert len(tenancy.blocks[A]) * block_bytes > 10 * PAGE_BYTES
+    assert caller.pool.usage().free_bytes < block_bytes + PAGE_BYTES
+    assert len(caller.blocks[A]) * block_bytes > 10 * PAGE_BYTES
 
 
-def test_a_model_that_lacks_memory_is_refused_with_the_numbers(tenancy: Tenancy) -> None:
+def test_a_model_that_lacks_memory_is_refused_with_the_numbers(caller: PoolCaller) -> None:
     huge = sample(range(NUM_PAGES + 1), PAGE_BYTES, digest=5)
 
-    assert tenancy.pool.lacks(D, huge.shape) >= PAGE_BYTES
+    assert caller.pool.missing_bytes(D, huge.shape) >= PAGE_BYTES
     with pytest.raises(DeviceError, match=rf"`d` .* of {NUM_PAGES * PAGE_BYTES} are free"):
-        tenancy.pool.place(D, huge.shape)
+        caller.pool.place(D, huge.shape)
 
 
-def test_dropping_what_is_unknown_changes_nothing(tenancy: Tenancy) -> None:
-    before = tenancy.pool.picture()
-    tenancy.pool.drop(D)
-    assert tenancy.pool.picture() == before
+def test_dropping_what_is_unknown_changes_nothing(caller: PoolCaller) -> None:
+    before = caller.pool.usage()
+    caller.pool.drop(D)
+    assert caller.pool.usage() == before

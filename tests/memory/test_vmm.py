@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 
 from bench.host_pages import Done, HostPages
 from hearth.errors import DeviceError
-from hearth.memory.kv_range import KvRange
+from hearth.memory.mapped_tenant import KvRange
 from hearth.memory.pages import Mark
 from hearth.memory.vmm import MappedPool
 from hearth.models.layout import ByteRange
 from hearth.types import Hold, ModelId
-from tests.memory.tenancy import Holds, Sample, Tenancy, sample, wipe
+from tests.memory.pool_caller import Holds, PoolCaller, Sample, sample, wipe
 
 PAGE = 4096
 A, B, C = (ModelId(name) for name in "abc")
 SAMPLES: dict[ModelId, Sample] = {
     A: sample([1, 2, 3, 4, 5], PAGE, digest=1, block_bytes=1500, workspace_bytes=2 * PAGE),
     B: sample([1, 2, 3, 7, 8], PAGE, digest=2, block_bytes=PAGE, workspace_bytes=PAGE),
-    C: sample([11, 12, 13], PAGE, digest=6, block_bytes=2 * PAGE, workspace_bytes=0),  # wants the slot of A
+    C: sample([11, 12, 13], PAGE, digest=6, block_bytes=2 * PAGE, workspace_bytes=0),  # wants the space of A
 }
 
 
@@ -60,12 +60,12 @@ class _Noted(Done):
 
 
 @contextmanager
-def hosting(pages: HostPages) -> Iterator[Tenancy]:
+def hosting(pages: HostPages) -> Iterator[PoolCaller]:
     holds = Holds()
-    with closing(MappedPool(pages, holds.regard, wipe=wipe)) as pool:
-        tenancy = Tenancy(pool, holds, SAMPLES)
-        yield tenancy
-        tenancy.check()
+    with closing(MappedPool(pages, holds.eviction_terms, wipe=wipe)) as pool:
+        caller = PoolCaller(pool, holds, SAMPLES)
+        yield caller
+        caller.check()
 
 
 @pytest.fixture
@@ -74,44 +74,44 @@ def pages() -> Watched:
 
 
 @pytest.fixture
-def tenancy(pages: Watched) -> Iterator[Tenancy]:
-    with hosting(pages) as tenancy:
-        yield tenancy
+def caller(pages: Watched) -> Iterator[PoolCaller]:
+    with hosting(pages) as caller:
+        yield caller
 
 
-def addresses(tenancy: Tenancy, model: ModelId) -> tuple[int, ...]:
-    space = tenancy.spaces[model]
+def addresses(caller: PoolCaller, model: ModelId) -> tuple[int, ...]:
+    space = caller.spaces[model]
     weights = next(iter(space.places.values())).base
     return weights.data_ptr(), space.kv.data_ptr(), space.workspace.data_ptr()
 
 
 def test_addresses_are_those_of_the_digest_however_often_a_model_goes(
-    tenancy: Tenancy, pages: Watched
+    caller: PoolCaller, pages: Watched
 ) -> None:
-    tenancy.host(B)
-    tenancy.host(A)
-    first = addresses(tenancy, A)
-    tenancy.vacate(A)
-    tenancy.host(A)
-    assert addresses(tenancy, A) == first
+    caller.host(B)
+    caller.host(A)
+    first = addresses(caller, A)
+    caller.retire(A)
+    caller.host(A)
+    assert addresses(caller, A) == first
     for model in (A, B):
-        tenancy.drop(model)
-    tenancy.host(A)
+        caller.drop(model)
+    caller.host(A)
 
-    assert addresses(tenancy, A) == first
+    assert addresses(caller, A) == first
     assert first[0] == pages.base_address + 1 * pages.space_bytes
-    assert tenancy.pool.picture().fallbacks["address"] == 0
+    assert caller.pool.usage().fallbacks["address"] == 0
 
 
 def test_of_two_that_want_one_slot_the_second_is_elsewhere_and_that_is_counted(
-    tenancy: Tenancy, caplog: pytest.LogCaptureFixture
+    caller: PoolCaller, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tenancy.host(A)
-    tenancy.host(C)
-    tenancy.vacate(C)
-    tenancy.host(C)
+    caller.host(A)
+    caller.host(C)
+    caller.retire(C)
+    caller.host(C)
 
-    assert tenancy.pool.picture().fallbacks["address"] == 1
+    assert caller.pool.usage().fallbacks["address"] == 1
     assert [record.message.split()[0] for record in caplog.records] == ["fallback"]
 
 
@@ -119,16 +119,16 @@ def test_a_refused_address_costs_nothing_but_the_address(pages: Watched) -> None
     other = HostPages(1, PAGE)
     wanted = other.base_address + 1 * other.space_bytes
     assert other.reserve(wanted) == wanted
-    with hosting(pages) as tenancy:
-        tenancy.host(A)
-        tenancy.grow(A, 5)
-        tenancy.check()
+    with hosting(pages) as caller:
+        caller.host(A)
+        caller.grow(A, 5)
+        caller.check()
 
-        assert addresses(tenancy, A)[0] != wanted
-        assert tenancy.pool.picture().fallbacks["address"] == 1
+        assert addresses(caller, A)[0] != wanted
+        assert caller.pool.usage().fallbacks["address"] == 1
         for _ in range(3):
-            tenancy.drop(A)
-            tenancy.host(A)
+            caller.drop(A)
+            caller.host(A)
         assert len(pages.reserved) == 1
     other.free(wanted)
     other.close()
@@ -136,25 +136,25 @@ def test_a_refused_address_costs_nothing_but_the_address(pages: Watched) -> None
 
 def test_where_all_spaces_are_taken_who_has_nothing_left_loses_the_oldest(pages: Watched) -> None:
     names = [ModelId(f"m{number}") for number in range(pages.num_spaces + 1)]
-    with hosting(pages) as tenancy:
+    with hosting(pages) as caller:
         for number, model in enumerate(names):
-            tenancy.samples[model] = sample([50 + number], PAGE, digest=number)
+            caller.samples[model] = sample([50 + number], PAGE, digest=number)
         for model in (*names[1:-1], names[0]):
-            tenancy.host(model)
-            tenancy.vacate(model)
-        tenancy.take(2 * PAGE, Hold.RETAINED)
-        nothing = {one.model for one in tenancy.pool.picture().holdings if not one.weights_bytes}
+            caller.host(model)
+            caller.retire(model)
+        caller.take(2 * PAGE, Hold.RETAINED)
+        nothing = {one.model for one in caller.pool.usage().holdings if not one.weights_bytes}
         assert len(nothing) == 2
         first = next(name for name in (*names[1:-1], names[0]) if name in nothing)
-        assert tenancy.pool.take_displaced() == []
+        assert caller.pool.take_displaced() == []
 
-        tenancy.host(names[-1])
-        tenancy.check()
-        assert tenancy.pool.take_displaced() == [first]
-        assert tenancy.pool.take_displaced() == []
+        caller.host(names[-1])
+        caller.check()
+        assert caller.pool.take_displaced() == [first]
+        assert caller.pool.take_displaced() == []
         assert len(pages.reserved) == pages.num_spaces
-        tenancy.host(first)  # at the addresses of the other one
-        tenancy.check()
+        caller.host(first)  # at the addresses of the other one
+        caller.check()
         assert len(pages.reserved) == pages.num_spaces
 
 
@@ -180,89 +180,89 @@ class Refusing(HostPages):
 @pytest.mark.parametrize("num_calls", range(1, 5))
 def test_what_the_driver_refuses_is_not_in_the_books(num_calls: int) -> None:
     pages = Refusing(12, PAGE)
-    with hosting(pages) as tenancy:
-        tenancy.host(A)
-        tenancy.vacate(A)
+    with hosting(pages) as caller:
+        caller.host(A)
+        caller.retire(A)
         pages.num_calls_left = num_calls
         with pytest.raises(DeviceError, match="refused"):
-            tenancy.host(C)
-        if tenancy.gaps.pop(C, None) is not None:
-            tenancy.holds.loading.discard(C)
-            tenancy.pool.landed(C, is_whole=False)
-        tenancy.drop(C)
+            caller.host(C)
+        if caller.gaps.pop(C, None) is not None:
+            caller.holds.loading.discard(C)
+            caller.pool.load_ended(C, is_whole=False)
+        caller.drop(C)
         for model in (A, C):
-            tenancy.host(model)
-            tenancy.check()
+            caller.host(model)
+            caller.check()
 
 
-def test_equal_chunks_are_had_once_and_outlive_each_of_their_models(tenancy: Tenancy) -> None:
-    tenancy.host(A)
-    free_bytes = tenancy.pool.picture().free_bytes
-    tenancy.begin(B)
+def test_equal_chunks_are_had_once_and_outlive_each_of_their_models(caller: PoolCaller) -> None:
+    caller.host(A)
+    free_bytes = caller.pool.usage().free_bytes
+    caller.begin(B)
 
-    assert [gap.part for gap in tenancy.gaps[B]] == [ByteRange(3 * PAGE, 5 * PAGE)]
-    assert tenancy.pool.picture().free_bytes == free_bytes - 3 * PAGE  # two of weights, one for the sink
-    tenancy.end(B, is_whole=True)
-    assert [one.shared_bytes for one in tenancy.pool.picture().holdings] == [3 * PAGE, 3 * PAGE]
+    assert [gap.part for gap in caller.gaps[B]] == [ByteRange(3 * PAGE, 5 * PAGE)]
+    assert caller.pool.usage().free_bytes == free_bytes - 3 * PAGE  # two of weights, one for the sink
+    caller.end(B, is_whole=True)
+    assert [one.shared_bytes for one in caller.pool.usage().holdings] == [3 * PAGE, 3 * PAGE]
 
-    tenancy.drop(A)
-    tenancy.check()  # finds B intact
-    tenancy.begin(A)
-    assert [gap.part for gap in tenancy.gaps[A]] == [ByteRange(3 * PAGE, 5 * PAGE)]
-    tenancy.end(A, is_whole=True)
-
-
-def test_what_is_shared_with_a_busy_model_frees_nothing(tenancy: Tenancy) -> None:
-    tenancy.host(A)
-    tenancy.host(B)
-    tenancy.vacate(B)
-
-    assert tenancy.take(100 * PAGE, Hold.WARM) == 2 * PAGE
-    tenancy.check()  # finds A intact
+    caller.drop(A)
+    caller.check()  # finds B intact
+    caller.begin(A)
+    assert [gap.part for gap in caller.gaps[A]] == [ByteRange(3 * PAGE, 5 * PAGE)]
+    caller.end(A, is_whole=True)
 
 
-def test_what_two_idle_models_share_is_taken_from_both(tenancy: Tenancy) -> None:
-    tenancy.host(A)
-    tenancy.host(B)
-    tenancy.vacate(A)
-    tenancy.vacate(B)
-    free_bytes = tenancy.pool.picture().free_bytes
+def test_what_is_shared_with_a_busy_model_frees_nothing(caller: PoolCaller) -> None:
+    caller.host(A)
+    caller.host(B)
+    caller.retire(B)
 
-    assert tenancy.take(5 * PAGE, Hold.RETAINED) == 5 * PAGE
-    assert tenancy.pool.picture().free_bytes == free_bytes + 5 * PAGE
+    assert caller.take(100 * PAGE, Hold.WARM) == 2 * PAGE
+    caller.check()  # finds A intact
 
 
-def test_chunks_that_are_still_loading_are_not_shared(tenancy: Tenancy) -> None:
-    tenancy.begin(A)
-    tenancy.begin(B)
-    assert [gap.part for gap in tenancy.gaps[B]] == [ByteRange(0, 5 * PAGE)]
-    tenancy.end(A, is_whole=False)
-    tenancy.end(B, is_whole=True)
-    tenancy.check()
+def test_what_two_idle_models_share_is_taken_from_both(caller: PoolCaller) -> None:
+    caller.host(A)
+    caller.host(B)
+    caller.retire(A)
+    caller.retire(B)
+    free_bytes = caller.pool.usage().free_bytes
+
+    assert caller.take(5 * PAGE, Hold.RETAINED) == 5 * PAGE
+    assert caller.pool.usage().free_bytes == free_bytes + 5 * PAGE
 
 
-def test_all_models_have_one_workspace(tenancy: Tenancy) -> None:
-    tenancy.host(B)
-    assert tenancy.pool.picture().workspace_bytes == PAGE
-    tenancy.host(A)
-    assert tenancy.pool.picture().workspace_bytes == 2 * PAGE
-
-    tenancy.spaces[A].workspace[:PAGE] = 7
-    assert (tenancy.spaces[B].workspace == 7).all()
-
-    tenancy.vacate(A)
-    assert tenancy.pool.picture().workspace_bytes == PAGE
+def test_chunks_that_are_still_loading_are_not_shared(caller: PoolCaller) -> None:
+    caller.begin(A)
+    caller.begin(B)
+    assert [gap.part for gap in caller.gaps[B]] == [ByteRange(0, 5 * PAGE)]
+    caller.end(A, is_whole=False)
+    caller.end(B, is_whole=True)
+    caller.check()
 
 
-def test_pages_that_come_back_to_their_places_cost_no_call(tenancy: Tenancy, pages: Watched) -> None:
-    tenancy.host(A)
-    tenancy.grow(A, 10)
-    tenancy.vacate(A)
-    tenancy.take(3 * PAGE, Hold.RETAINED)
+def test_all_models_have_one_workspace(caller: PoolCaller) -> None:
+    caller.host(B)
+    assert caller.pool.usage().workspace_bytes == PAGE
+    caller.host(A)
+    assert caller.pool.usage().workspace_bytes == 2 * PAGE
+
+    caller.spaces[A].workspace[:PAGE] = 7
+    assert (caller.spaces[B].workspace == 7).all()
+
+    caller.retire(A)
+    assert caller.pool.usage().workspace_bytes == PAGE
+
+
+def test_pages_that_come_back_to_their_places_cost_no_call(caller: PoolCaller, pages: Watched) -> None:
+    caller.host(A)
+    caller.grow(A, 10)
+    caller.retire(A)
+    caller.take(3 * PAGE, Hold.RETAINED)
     pages.story.clear()
 
-    tenancy.host(A)
-    tenancy.grow(A, 10)
+    caller.host(A)
+    caller.grow(A, 10)
 
     assert [one for one in pages.story if one != "wait"] == []  # waits are for what wiped them
 
@@ -281,15 +281,15 @@ class _Held:
 def test_nothing_is_unmapped_that_the_device_still_uses() -> None:
     mark = _Held()
     pages = HostPages(8, PAGE, new_mark=lambda: mark)
-    with hosting(pages) as tenancy:
-        tenancy.samples[A] = sample([1, 2], PAGE, digest=1, workspace_bytes=0)
-        tenancy.samples[B] = sample([7, 8, 9, 10], PAGE, digest=2, workspace_bytes=0)
-        tenancy.host(A)
-        tenancy.grow(A, 4)
-        tenancy.shrink(A)
-        tenancy.shrink(A)
+    with hosting(pages) as caller:
+        caller.samples[A] = sample([1, 2], PAGE, digest=1, workspace_bytes=0)
+        caller.samples[B] = sample([7, 8, 9, 10], PAGE, digest=2, workspace_bytes=0)
+        caller.host(A)
+        caller.grow(A, 4)
+        caller.shrink(A)
+        caller.shrink(A)
         before = dict(pages.mapped)
-        placing = threading.Thread(target=tenancy.host, args=(B,))
+        placing = threading.Thread(target=caller.host, args=(B,))
         placing.start()
         assert mark.is_waited_for.wait(timeout=30)
 
@@ -298,73 +298,73 @@ def test_nothing_is_unmapped_that_the_device_still_uses() -> None:
         placing.join()
         assert before.items() <= during.items()
         assert not before.items() <= pages.mapped.items()
-        assert B in tenancy.holdings()
+        assert B in caller.holdings()
 
 
 def test_the_books_change_without_the_driver_and_a_load_waits_for_the_device(pages: Watched) -> None:
-    with hosting(pages) as tenancy:
-        tenancy.host(A)
-        tenancy.grow(A, 1000)  # all there is
+    with hosting(pages) as caller:
+        caller.host(A)
+        caller.grow(A, 1000)  # all there is
         pages.story.clear()
         for _ in range(8):
-            tenancy.shrink(A)
+            caller.shrink(A)
         assert pages.story == []
-        tenancy.begin(C)  # maps its sink, of two pages
+        caller.begin(C)  # maps its sink, of two pages
         assert pages.story == ["wait", "wait", "unmap 2", "map 2"]
         pages.story.clear()
-        tenancy.end(C, is_whole=True)
+        caller.end(C, is_whole=True)
 
         assert pages.story == ["wait", "unmap 1", "map 1"] * 3  # chunk by chunk, as this test prepares them
 
 
-def test_kv_is_mapped_ahead_and_given_without_a_call(tenancy: Tenancy, pages: Watched) -> None:
-    tenancy.host(B)
+def test_kv_is_mapped_ahead_and_given_without_a_call(caller: PoolCaller, pages: Watched) -> None:
+    caller.host(B)
     while pages.mapped_once.acquire(blocking=False):
         pass
-    tenancy.grow(B, 1, ahead_blocks=3)
+    caller.grow(B, 1, ahead_blocks=3)
     for _ in range(4):
         assert pages.mapped_once.acquire(timeout=60)
-    tenancy.pool.check()  # returns when the mapping under way is in the books
+    caller.pool.check()  # returns when the mapping under way is in the books
     pages.story.clear()
 
-    tenancy.grow(B, 3)
+    caller.grow(B, 3)
 
     assert pages.story == []
-    assert tenancy.blocks[B] == {1, 2, 3, 4}
+    assert caller.blocks[B] == {1, 2, 3, 4}
 
 
-def test_what_is_only_ready_goes_first_when_others_need_it(tenancy: Tenancy) -> None:
-    tenancy.host(B)
-    tenancy.grow(B, 1, ahead_blocks=1000)
-    assert tenancy.pool.picture().free_bytes == 0
-    assert tenancy.holdings()[B].kv_bytes > 10 * PAGE
+def test_what_is_only_ready_goes_first_when_others_need_it(caller: PoolCaller) -> None:
+    caller.host(B)
+    caller.grow(B, 1, ahead_blocks=1000)
+    assert caller.pool.usage().free_bytes == 0
+    assert caller.holdings()[B].kv_bytes > 10 * PAGE
 
-    assert tenancy.pool.lacks(C, SAMPLES[C].shape) == 0
-    tenancy.host(C)
-    tenancy.grow(C, 2)
+    assert caller.pool.missing_bytes(C, SAMPLES[C].shape) == 0
+    caller.host(C)
+    caller.grow(C, 2)
 
-    assert len(tenancy.blocks[C]) == 2
-    tenancy.check()
+    assert len(caller.blocks[C]) == 2
+    caller.check()
 
 
-def test_loads_and_growth_go_on_side_by_side(tenancy: Tenancy) -> None:
-    tenancy.host(B)
-    tenancy.begin(A)
-    loading = threading.Thread(target=tenancy.fill, args=(A, tenancy.gaps[A]))
+def test_loads_and_growth_go_on_side_by_side(caller: PoolCaller) -> None:
+    caller.host(B)
+    caller.begin(A)
+    loading = threading.Thread(target=caller.fill, args=(A, caller.gaps[A]))
     loading.start()
     for _ in range(50):
-        tenancy.grow(B, 4, ahead_blocks=4)
-        while tenancy.shrink(B):
+        caller.grow(B, 4, ahead_blocks=4)
+        while caller.shrink(B):
             pass
     loading.join()
-    tenancy.end(A, is_whole=True)
-    tenancy.check()
+    caller.end(A, is_whole=True)
+    caller.check()
 
 
-def test_a_model_beyond_the_addresses_of_a_space_is_refused(tenancy: Tenancy) -> None:
+def test_a_model_beyond_the_addresses_of_a_space_is_refused(caller: PoolCaller) -> None:
     huge = sample([1], PAGE, digest=1, max_blocks=10**9)
     with pytest.raises(DeviceError, match=r"the KV of `a` could take 4096000000000 bytes"):
-        tenancy.pool.lacks(A, huge.shape)
+        caller.pool.missing_bytes(A, huge.shape)
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 60))

@@ -28,8 +28,8 @@ from hearth.types import Hold
 from tests.engine.harness import assert_greedy, prompts_for
 from tests.models.zoo import WIDE
 from tests.store.stored import converted, tiers_at
-from tests.worker.desk import Answer, Desk, NewPool, working_at
 from tests.worker.harness import greedy
+from tests.worker.in_process import Answer, LoopGateway, NewPool, working_in_process
 
 CONTEXT = 64
 CONFIG = EngineConfig(max_batch_tokens=32, max_seqs=12, block_tokens=4)
@@ -82,15 +82,15 @@ class Setting:
         return -(-num_bytes // self.page_bytes) * self.page_bytes
 
 
-def arena(setting: Setting, budget_bytes: int, regards: EvictionTermsOf) -> Pool:
-    return ArenaPool(setting.device, budget_bytes, regards, wipe=wiped)
+def arena(setting: Setting, budget_bytes: int, eviction_terms: EvictionTermsOf) -> Pool:
+    return ArenaPool(setting.device, budget_bytes, eviction_terms, wipe=wiped)
 
 
-def mapped(setting: Setting, budget_bytes: int, regards: EvictionTermsOf) -> Pool:
+def mapped(setting: Setting, budget_bytes: int, eviction_terms: EvictionTermsOf) -> Pool:
     page_bytes = setting.page_bytes
     if setting.device.type == "cuda":
-        return MappedPool(CudaPages(setting.device, budget_bytes, page_bytes), regards, wipe=wiped)
-    return MappedPool(HostPages(budget_bytes // page_bytes, page_bytes), regards, wipe=wiped)
+        return MappedPool(CudaPages(setting.device, budget_bytes, page_bytes), eviction_terms, wipe=wiped)
+    return MappedPool(HostPages(budget_bytes // page_bytes, page_bytes), eviction_terms, wipe=wiped)
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -120,7 +120,7 @@ class Asked:
 class Player:
     """A gateway that promises no more than there is, and otherwise does as it pleases. Mutable."""
 
-    desk: Desk
+    gateway: LoopGateway
     setting: Setting
     budget_bytes: int
     random: random.Random
@@ -128,10 +128,10 @@ class Player:
     open: list[Asked] = field(default_factory=list)
     done: list[Asked] = field(default_factory=list)
 
-    def play(self, num_turns: int) -> None:
+    def play(self, num_acts: int) -> None:
         acts = [self.ask] * 6 + [self.wait] * 2
-        acts += [self.look_down, self.retire, self.drop, self.cancel, self.change_its_mind]
-        for _ in range(num_turns):
+        acts += [self.lower_holds, self.retire, self.drop, self.cancel, self.change_its_mind]
+        for _ in range(num_acts):
             self.random.choice(acts)()
         self.finish()
 
@@ -139,7 +139,7 @@ class Player:
         name = self.random.choice(self.setting.names)
         self.host(name)
         (prompt,) = prompts_for(VOCABULARY, [self.random.randint(1, 24)], self.random.randrange(1 << 30))
-        run = self.desk.start(name, prompt, greedy(self.random.randint(4, 36), ignore_eos=True))
+        run = self.gateway.start(name, prompt, greedy(self.random.randint(4, 36), ignore_eos=True))
         self.open.append(Asked(name, prompt, run))
 
     def host(self, name: str) -> None:
@@ -150,10 +150,10 @@ class Player:
             if not self.idle():
                 self.wait()
             for other in self.idle()[:1]:
-                self.desk.retire(other)
+                self.gateway.retire(other)
                 del self.hosted[other]
         floor_bytes = setting.floor_bytes(name)
-        self.desk.host(
+        self.gateway.host(
             *(name, setting.where(name)),
             kv_floor_bytes=floor_bytes,
             max_kv_bytes=12 * floor_bytes,
@@ -164,9 +164,9 @@ class Player:
     def wait(self) -> None:
         """For one of them to end."""
         if self.open:
-            self.desk.until_ended(self.open[0].run)
-        self.done += [one for one in self.open if self.desk.answers[one.run].is_ended]
-        self.open = [one for one in self.open if not self.desk.answers[one.run].is_ended]
+            self.gateway.until_ended(self.open[0].run)
+        self.done += [one for one in self.open if self.gateway.answers[one.run].is_ended]
+        self.open = [one for one in self.open if not self.gateway.answers[one.run].is_ended]
 
     def idle(self) -> list[str]:
         busy = {one.name for one in self.open}
@@ -174,25 +174,25 @@ class Player:
         self.random.shuffle(names)
         return names
 
-    def look_down(self) -> None:
+    def lower_holds(self) -> None:
         for name in self.idle():
-            self.desk.regard(name, self.random.choice([Hold.RETAINED, Hold.WARM]))
+            self.gateway.set_hold(name, self.random.choice([Hold.RETAINED, Hold.WARM]))
 
     def retire(self) -> None:
         for name in self.idle()[:1]:
-            self.desk.retire(name)
+            self.gateway.retire(name)
             del self.hosted[name]
 
     def drop(self) -> None:
         if self.random.random() < 0.3:
             for name in self.idle()[:1]:
-                self.desk.drop(name)
+                self.gateway.drop(name)
                 del self.hosted[name]
 
     def cancel(self) -> None:
         if self.open:
             one = self.open.pop(self.random.randrange(len(self.open)))
-            self.desk.cancel(one.run)
+            self.gateway.cancel(one.run)
 
     def change_its_mind(self) -> None:
         """A model is retired while it is looked for, or loaded."""
@@ -200,8 +200,8 @@ class Player:
         if names:
             self.host(name := self.random.choice(names))
             if self.random.random() < 0.5:
-                self.desk.ping()
-            self.desk.retire(name)
+                self.gateway.ping()
+            self.gateway.retire(name)
             del self.hosted[name]
 
     def finish(self) -> None:
@@ -215,12 +215,12 @@ def playing(kind: str, budget_bytes: int, root: Path, seed: int) -> Iterator[Pla
     new_pool: NewPool = partial(setting.new_pool, setting, budget_bytes)
     with (
         tiers_at(root, num_cells=(16 << 20) // max(setting.page_bytes, 256 << 10)) as tiers,
-        working_at(tiers, new_pool, setting.device, CONFIG) as desk,
+        working_in_process(tiers, new_pool, setting.device, CONFIG) as gateway,
     ):
-        yield Player(desk, setting, budget_bytes, random.Random(seed))
-        desk.ping()
-        assert isinstance(desk.pool, ArenaPool | MappedPool)
-        desk.pool.check()  # the worker sleeps
+        yield Player(gateway, setting, budget_bytes, random.Random(seed))
+        gateway.ping()
+        assert isinstance(gateway.pool, ArenaPool | MappedPool)
+        gateway.pool.check()  # the worker sleeps
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -230,11 +230,11 @@ def test_every_answer_is_right_however_memory_is_shared_out(kind: str, seed: int
     budget_bytes = max(map(setting.promise_bytes, setting.names)) + 6 * setting.page_bytes
     with playing(kind, budget_bytes, tmp_path, seed) as player:
         player.play(60)
-        desk = player.desk
+        gateway = player.gateway
 
         for one in player.done:
-            assert_greedy(source(one.name), one.prompt, desk.answers[one.run].tokens)
-        assert any(load.reused_bytes and load.rungs for load in desk.loads), "no tail was ever taken"
+            assert_greedy(source(one.name), one.prompt, gateway.answers[one.run].tokens)
+        assert any(load.reused_bytes and load.rungs for load in gateway.loads), "no tail was ever taken"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -252,14 +252,14 @@ def test_several_models_compute_side_by_side_and_grow_into_each_others_spare_mem
         for name in (names[0], names[0], *names):
             for prompt in prompts:
                 asked.append(
-                    Asked(name, prompt, player.desk.start(name, prompt, greedy(40, ignore_eos=True)))
+                    Asked(name, prompt, player.gateway.start(name, prompt, greedy(40, ignore_eos=True)))
                 )
-        player.desk.until_ended(*(one.run for one in asked))
+        player.gateway.until_ended(*(one.run for one in asked))
 
         for one in asked:
-            assert_greedy(source(one.name), one.prompt, player.desk.answers[one.run].tokens)
+            assert_greedy(source(one.name), one.prompt, player.gateway.answers[one.run].tokens)
         if setting.device.type == "cpu":  # the workspace that models share on a GPU leaves room for all of it
-            assert any(player.desk.answers[one.run].num_admissions > 1 for one in asked), (
+            assert any(player.gateway.answers[one.run].num_admissions > 1 for one in asked), (
                 "nobody was preempted"
             )
 
@@ -278,9 +278,9 @@ def test_the_same_plans_give_the_same_bits_whatever_happens_to_the_memory(kind: 
             answers = []
             for name, prompt in zip(order, prompts, strict=True):
                 player.host(name)
-                answers.append(player.desk.ask(name, prompt, greedy(12, ignore_eos=True, logprobs=3)))
+                answers.append(player.gateway.ask(name, prompt, greedy(12, ignore_eos=True, logprobs=3)))
             told.append(answers)
-            reused.append(sum(load.reused_bytes > 0 for load in player.desk.loads))
+            reused.append(sum(load.reused_bytes > 0 for load in player.gateway.loads))
 
     undisturbed, disturbed = told
     assert reused[1] > 0, "nothing was ever left of a retired model"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,44 +18,48 @@ from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
 from hearth.messages import DeviceResidency, HostingFailed, LoadProgress, ModelLoaded, StepDone
+from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.store.manifest import WEIGHTS, read_manifest
 from hearth.types import Hold, Rung
-from hearth.worker.hosted_model import HostedModel, HostingNews, Opened
-from hearth.worker.watched_load import Loaded
-from hearth.worker.worth import Worth
+from hearth.worker.hosted_model import HostedModel
+from hearth.worker.model_load import EngineReady
+from hearth.worker.watched_load import WeightsLoaded
 from tests.store.stored import PATIENCE_S, Gated, converted, flip, gated_tiers
-from tests.worker.desk import Desk, working_at
 from tests.worker.harness import BUDGET_BYTES, greedy
+from tests.worker.in_process import LoopGateway, working_in_process
 
 PROMPT = (3, 14, 15, 92, 65, 35)
 
 
-def new_pool(regards: EvictionTermsOf) -> Pool:
-    return ArenaPool(torch.device("cpu"), BUDGET_BYTES, regards)
+def new_pool(eviction_terms: EvictionTermsOf) -> Pool:
+    return ArenaPool(torch.device("cpu"), BUDGET_BYTES, eviction_terms)
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    desk: Desk
+    gateway: LoopGateway
     gate: Gated
 
     @property
     def is_empty(self) -> bool:
-        pong = self.desk.ping()
+        pong = self.gateway.ping()
         return pong.free_bytes == pong.budget_bytes
 
     def start(self, name: str, num_tokens: int) -> int:
-        return self.desk.start(name, PROMPT, greedy(num_tokens))
+        return self.gateway.start(name, PROMPT, greedy(num_tokens))
 
     def num_tokens(self, run: int) -> int:
-        return len(self.desk.until_ended(run)[0].tokens)
+        return len(self.gateway.until_ended(run)[0].tokens)
 
 
 @contextmanager
 def bench_of(root: Path, max_facts: int = 0) -> Iterator[Bench]:
-    with gated_tiers(root) as gated, working_at(gated.tiers, new_pool, max_facts=max_facts) as desk:
+    with (
+        gated_tiers(root) as gated,
+        working_in_process(gated.tiers, new_pool, max_facts=max_facts) as gateway,
+    ):
         try:
-            yield Bench(desk, gated.gate)
+            yield Bench(gateway, gated.gate)
         finally:
             gated.gate.open()
 
@@ -73,23 +77,23 @@ def model() -> Path:
 
 def test_a_model_that_was_dropped_has_left_all_its_memory(bench: Bench, model: Path) -> None:
     bench.gate.open()
-    bench.desk.host("a", model)
+    bench.gateway.host("a", model)
     bench.start("a", 30)
-    bench.desk.until(StepDone)
+    bench.gateway.until(StepDone)
     assert not bench.is_empty
 
-    bench.desk.drop("a")
+    bench.gateway.drop("a")
 
     assert bench.is_empty
 
 
 def test_a_model_that_was_dropped_while_it_was_loaded_has_as_well(bench: Bench, model: Path) -> None:
-    bench.desk.host("a", model)
+    bench.gateway.host("a", model)
     bench.start("a", 30)
     bench.gate.next()  # its memory is taken, and its first chunk asked for
     assert not bench.is_empty
 
-    bench.desk.drop("a")
+    bench.gateway.drop("a")
 
     assert bench.is_empty
 
@@ -99,10 +103,10 @@ def test_a_model_whose_load_failed_has_as_well(bench: Bench, model: Path, tmp_pa
     shutil.copytree(model, rotten)
     flip(rotten / WEIGHTS, read_manifest(rotten).num_bytes - 5000)
     bench.gate.open()
-    bench.desk.host("a", rotten)
+    bench.gateway.host("a", rotten)
     bench.start("a", 30)
 
-    failed = bench.desk.until(HostingFailed)
+    failed = bench.gateway.until(HostingFailed)
 
     assert failed.label in ("chunk_corrupt", "chunk_missing")
     assert bench.is_empty
@@ -110,127 +114,120 @@ def test_a_model_whose_load_failed_has_as_well(bench: Bench, model: Path, tmp_pa
 
 def test_a_retired_model_keeps_its_weights_and_comes_back_without_a_load(bench: Bench, model: Path) -> None:
     bench.gate.open()
-    first = bench.desk.load("a", model)
-    before = bench.desk.ask("a", PROMPT, greedy(10)).tokens
-    bench.desk.retire("a")
-    pong = bench.desk.ping()
+    first = bench.gateway.load("a", model)
+    before = bench.gateway.ask("a", PROMPT, greedy(10)).tokens
+    bench.gateway.retire("a")
+    pong = bench.gateway.ping()
     (use,) = pong.models
     assert (use.is_hosted, use.hold, use.kv_bytes) == (False, Hold.RETAINED, 0)
     assert use.weights_bytes == use.total_bytes > 0
 
-    second = bench.desk.load("a", model)
+    second = bench.gateway.load("a", model)
 
     assert sum(rung.num_bytes for rung in first.rungs) > 0
     assert first.reused_bytes == 0
     assert second.rungs == ()
     assert second.reused_bytes > 0
-    assert bench.desk.ask("a", PROMPT, greedy(10)).tokens == before
+    assert bench.gateway.ask("a", PROMPT, greedy(10)).tokens == before
 
 
 def test_weights_that_are_on_their_way_have_memory_but_are_not_there_yet(bench: Bench, model: Path) -> None:
-    bench.desk.host("a", model)
+    bench.gateway.host("a", model)
     bench.gate.next()
-    (use,) = bench.desk.ping().models
+    (use,) = bench.gateway.ping().models
     assert use.coming_bytes == use.weights_bytes == use.total_bytes > 0
 
     bench.gate.open()
-    bench.desk.until(ModelLoaded)
+    bench.gateway.until(ModelLoaded)
     bench.start("a", 30)
-    bench.desk.until(StepDone)
+    bench.gateway.until(StepDone)
 
-    (use,) = bench.desk.ping().models
+    (use,) = bench.gateway.ping().models
     assert (use.coming_bytes, use.weights_bytes) == (0, use.total_bytes)
     assert 0 < use.kv_used_blocks * use.block_bytes <= use.kv_bytes
 
 
 def test_a_model_that_is_retired_while_it_is_loaded_can_be_hosted_again(bench: Bench, model: Path) -> None:
-    bench.desk.host("a", model)
+    bench.gateway.host("a", model)
     bench.gate.next()
-    bench.desk.retire("a")
+    bench.gateway.retire("a")
     assert bench.is_empty  # what had arrived was not whole
 
     bench.gate.open()
-    bench.desk.load("a", model)
+    bench.gateway.load("a", model)
 
-    assert len(bench.desk.ask("a", PROMPT, greedy(10)).tokens) == 10
+    assert len(bench.gateway.ask("a", PROMPT, greedy(10)).tokens) == 10
 
 
 def test_a_model_that_is_retired_while_it_is_looked_for_can_be_hosted_again(
     bench: Bench, model: Path
 ) -> None:
     bench.gate.open()
-    bench.desk.host("a", model)
-    bench.desk.retire("a")
+    bench.gateway.host("a", model)
+    bench.gateway.retire("a")
     assert bench.is_empty
 
-    bench.desk.load("a", model)
+    bench.gateway.load("a", model)
 
-    assert len(bench.desk.ask("a", PROMPT, greedy(10)).tokens) == 10
+    assert len(bench.gateway.ask("a", PROMPT, greedy(10)).tokens) == 10
 
 
 def test_a_load_that_was_called_off_holds_up_no_later_step(tmp_path: Path) -> None:
     model = converted("llama-gqa", chunk_bytes=64 << 10)
 
-    def pages(regards: EvictionTermsOf) -> Pool:
-        return MappedPool(HostPages(600, 64 << 10), regards)
+    def pages(eviction_terms: EvictionTermsOf) -> Pool:
+        return MappedPool(HostPages(600, 64 << 10), eviction_terms)
 
-    with gated_tiers(tmp_path) as gated, working_at(gated.tiers, pages) as desk:
-        desk.host("a", model)
+    with gated_tiers(tmp_path) as gated, working_in_process(gated.tiers, pages) as gateway:
+        gateway.host("a", model)
         gated.gate.next()
-        while not desk.ping().models[0].block_bytes:
+        while not gateway.ping().models[0].block_bytes:
             pass  # until it has its engine, which follows the load
-        desk.retire("a")
+        gateway.retire("a")
         gated.gate.open()
-        desk.load("b", model)
-        before = desk.ask("b", PROMPT, greedy(5)).tokens
+        gateway.load("b", model)
+        before = gateway.ask("b", PROMPT, greedy(5)).tokens
 
-        desk.host("a", model)
+        gateway.host("a", model)
 
-        assert desk.ask("a", PROMPT, greedy(5)).tokens == before
+        assert gateway.ask("a", PROMPT, greedy(5)).tokens == before
 
 
 def test_a_model_is_there_when_both_its_bytes_and_its_engine_are(
     bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_filled, may_open = Event(), Event()
-    start_thread, loaded = HostedModel._start_thread, HostedModel.loaded
+    weights_loaded = HostedModel.weights_loaded
 
-    def late(host: HostedModel, act: Callable[[], None]) -> None:
-        post = host._post
+    def late(engine: Engine, is_whole: bool) -> EngineReady:
+        may_open.wait(PATIENCE_S)
+        return EngineReady(engine, is_whole)
 
-        def post_late(hosting: int, news: HostingNews) -> None:
-            if isinstance(news, Opened):
-                may_open.wait(PATIENCE_S)
-            post(hosting, news)
-
-        host._post = post_late
-        start_thread(host, act)
-
-    def noted(host: HostedModel, news: Loaded) -> ModelLoaded | None:
-        told = loaded(host, news)
+    def noted(hosted: HostedModel, news: WeightsLoaded) -> ModelLoaded | None:
+        told = weights_loaded(hosted, news)
         is_filled.set()
         return told
 
-    monkeypatch.setattr(HostedModel, "_start_thread", late)
-    monkeypatch.setattr(HostedModel, "loaded", noted)
+    monkeypatch.setattr("hearth.worker.model_load.EngineReady", late)
+    monkeypatch.setattr(HostedModel, "weights_loaded", noted)
     bench.gate.open()
-    bench.desk.host("a", model)
+    bench.gateway.host("a", model)
     assert is_filled.wait(PATIENCE_S)
 
-    (use,) = bench.desk.ping().models
+    (use,) = bench.gateway.ping().models
     assert use.hold is Hold.BUSY  # nothing of it is taken or moved
-    assert not bench.desk.loads
+    assert not bench.gateway.loads
     may_open.set()
-    bench.desk.until(ModelLoaded)
-    assert len(bench.desk.ask("a", PROMPT, greedy(10)).tokens) == 10
+    bench.gateway.until(ModelLoaded)
+    assert len(bench.gateway.ask("a", PROMPT, greedy(10)).tokens) == 10
 
 
 def test_a_request_that_waited_for_its_engine_is_counted_once(
     bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(Worth, "asked", lambda worth, model, now_s: asked.append(model))
-    bench.desk.host("a", model)
+    monkeypatch.setattr(DeviceReloadCosts, "asked", lambda costs, model, now_s: asked.append(model))
+    bench.gateway.host("a", model)
     run = bench.start("a", 5)
     bench.gate.open()
 
@@ -242,34 +239,34 @@ def test_another_version_under_the_same_name_shares_nothing_with_the_one_before(
     bench: Bench, model: Path
 ) -> None:
     bench.gate.open()
-    bench.desk.load("a", model)
-    bench.desk.retire("a")
+    bench.gateway.load("a", model)
+    bench.gateway.retire("a")
 
-    other = bench.desk.load("a", converted("opt-pre"))
+    other = bench.gateway.load("a", converted("opt-pre"))
 
     assert other.reused_bytes == 0
-    (use,) = bench.desk.ping().models
+    (use,) = bench.gateway.ping().models
     assert use.weights_bytes == use.total_bytes
 
 
 def test_what_is_on_the_device_is_told_when_it_changes(bench: Bench, model: Path) -> None:
     bench.gate.open()
-    bench.desk.host("a", model)
-    there = bench.desk.until(DeviceResidency).bytes_by_model
-    bench.desk.ask("a", PROMPT, greedy(10))
-    bench.desk.drop("a")
+    bench.gateway.host("a", model)
+    there = bench.gateway.until(DeviceResidency).bytes_by_model
+    bench.gateway.ask("a", PROMPT, greedy(10))
+    bench.gateway.drop("a")
 
     assert list(there) == ["a"]
     assert all(num_bytes > 0 for num_bytes in there.values())
-    assert bench.desk.until(DeviceResidency).bytes_by_model == {}
+    assert bench.gateway.until(DeviceResidency).bytes_by_model == {}
 
 
 def test_a_model_that_breaks_in_a_step_leaves_and_others_go_on(
     bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.gate.open()
-    bench.desk.host("good", model)
-    bench.desk.host("bad", converted("opt-pre"))
+    bench.gateway.host("good", model)
+    bench.gateway.host("bad", converted("opt-pre"))
     step = Engine.step
     broken = read_manifest(converted("opt-pre")).arch
 
@@ -280,13 +277,13 @@ def test_a_model_that_breaks_in_a_step_leaves_and_others_go_on(
 
     monkeypatch.setattr(Engine, "step", breaks)
     bench.start("bad", 30)
-    failed = bench.desk.until(HostingFailed)
+    failed = bench.gateway.until(HostingFailed)
     run = bench.start("good", 5)
 
     assert (failed.model, failed.label) == ("bad", "engine_failed")
     assert "something is off" in failed.reason
     assert bench.num_tokens(run) == 5
-    assert [use.model for use in bench.desk.ping().models] == ["good"]
+    assert [use.model for use in bench.gateway.ping().models] == ["good"]
 
 
 def test_an_error_of_the_device_ends_the_worker(
@@ -297,18 +294,18 @@ def test_an_error_of_the_device_ends_the_worker(
 
     monkeypatch.setattr(Engine, "step", breaks)
     bench.gate.open()
-    bench.desk.load("a", model)
+    bench.gateway.load("a", model)
     bench.start("a", 30)
 
-    assert "the device is lost, under `a`" in str(bench.desk.lost.result(PATIENCE_S))
+    assert "the device is lost, under `a`" in str(bench.gateway.device_lost.result(PATIENCE_S))
 
 
 def test_a_model_answers_while_another_waits_for_its_bytes(bench: Bench, model: Path) -> None:
-    bench.desk.host("a", model)
+    bench.gateway.host("a", model)
     for _ in {chunk.digest for chunk in read_manifest(model).chunks}:
         bench.gate.next().allow()
-    bench.desk.until(ModelLoaded)
-    bench.desk.host("b", converted("opt-pre"))
+    bench.gateway.until(ModelLoaded)
+    bench.gateway.host("b", converted("opt-pre"))
     waiting = bench.start("b", 5)
     bench.gate.next()  # held back
 
@@ -321,14 +318,14 @@ def test_a_model_answers_while_another_waits_for_its_bytes(bench: Bench, model: 
 def test_nobody_takes_the_facts_so_no_step_is_made(model: Path, tmp_path: Path) -> None:
     with bench_of(tmp_path, max_facts=3) as bench:
         bench.gate.open()
-        bench.desk.load("a", model)
+        bench.gateway.load("a", model)
         run = bench.start("a", 50)
 
-        while not bench.desk.answers[run].is_ended:
-            bench.desk.hear()
-            assert bench.desk.facts.qsize() <= 3
+        while not bench.gateway.answers[run].is_ended:
+            bench.gateway.hear()
+            assert bench.gateway.facts.qsize() <= 3
 
-    assert len(bench.desk.answers[run].tokens) == 50
+    assert len(bench.gateway.answers[run].tokens) == 50
 
 
 def test_progress_is_told_by_bytes_and_layers(
@@ -337,10 +334,10 @@ def test_progress_is_told_by_bytes_and_layers(
     monkeypatch.setattr("hearth.worker.watched_load.PROGRESS_INTERVAL_S", 0.0)
     manifest = read_manifest(model)
     bench.gate.open()
-    bench.desk.host("a", model)
+    bench.gateway.host("a", model)
 
     told: list[LoadProgress] = []
-    while not isinstance(fact := bench.desk.hear(), ModelLoaded):
+    while not isinstance(fact := bench.gateway.hear(), ModelLoaded):
         if isinstance(fact, LoadProgress):
             told.append(fact)
 

@@ -36,7 +36,7 @@ def worker(kind: str, root: Path, *promised: str, spare_bytes: int = 0) -> Itera
 
 
 def uses(player: Player) -> dict[str, ModelUse]:
-    return {str(use.model): use for use in player.desk.ping().models}
+    return {str(use.model): use for use in player.gateway.ping().models}
 
 
 def is_whole(use: ModelUse) -> bool:
@@ -46,21 +46,21 @@ def is_whole(use: ModelUse) -> bool:
 def load(player: Player, *names: str) -> None:
     for name in names:
         player.host(name)
-        player.desk.ask(name, [1, 2, 3], greedy(2, ignore_eos=True))
+        player.gateway.ask(name, [1, 2, 3], greedy(2, ignore_eos=True))
 
 
 def fill(player: Player, name: str, num_requests: int = 6) -> list[int]:
     """Ask so much at once that KV has to grow; returns the runs."""
     prompts = prompts_for(VOCABULARY, [30] * num_requests, seed=num_requests)
-    return [player.desk.start(name, prompt, greedy(30, ignore_eos=True)) for prompt in prompts]
+    return [player.gateway.start(name, prompt, greedy(30, ignore_eos=True)) for prompt in prompts]
 
 
 def test_what_is_retained_goes_before_what_is_warm(kind: str, tmp_path: Path) -> None:
     with worker(kind, tmp_path, A, B, C) as player:
         load(player, A, B, C)
-        player.desk.regard(B, Hold.RETAINED)
+        player.gateway.set_hold(B, Hold.RETAINED)
 
-        player.desk.until_ended(*fill(player, C, num_requests=12))
+        player.gateway.until_ended(*fill(player, C, num_requests=12))
 
         there = uses(player)
         assert is_whole(there[A])
@@ -72,9 +72,9 @@ def test_running_requests_take_retained_weights_before_anybody_is_preempted(
 ) -> None:
     with worker(kind, tmp_path, A, B) as player:
         load(player, A, B)
-        player.desk.regard(A, Hold.RETAINED)
+        player.gateway.set_hold(A, Hold.RETAINED)
 
-        answers = player.desk.until_ended(*fill(player, B, num_requests=8))
+        answers = player.gateway.until_ended(*fill(player, B, num_requests=8))
 
         assert not is_whole(uses(player)[A])
         assert max(answer.num_admissions for answer in answers) == 1
@@ -83,9 +83,9 @@ def test_running_requests_take_retained_weights_before_anybody_is_preempted(
 def test_pinned_weights_stay_whoever_wants_the_room(kind: str, tmp_path: Path) -> None:
     with worker(kind, tmp_path, A, B) as player:
         load(player, A, B)
-        player.desk.regard(A, Hold.PINNED)
+        player.gateway.set_hold(A, Hold.PINNED)
 
-        player.desk.until_ended(*fill(player, B, num_requests=12))
+        player.gateway.until_ended(*fill(player, B, num_requests=12))
 
         there = uses(player)
         assert (there[A].hold, is_whole(there[A])) == (Hold.PINNED, True)
@@ -94,17 +94,17 @@ def test_pinned_weights_stay_whoever_wants_the_room(kind: str, tmp_path: Path) -
 def test_a_model_whose_tail_was_taken_gets_it_back_for_its_next_request(kind: str, tmp_path: Path) -> None:
     with worker(kind, tmp_path, A, B) as player:
         load(player, A, B)
-        player.desk.regard(A, Hold.RETAINED)
+        player.gateway.set_hold(A, Hold.RETAINED)
         num_requests = 4
         while is_whole(uses(player)[A]):
             num_requests += 1
-            player.desk.until_ended(*fill(player, B, num_requests))
-        num_loads = len(player.desk.loads)
+            player.gateway.until_ended(*fill(player, B, num_requests))
+        num_loads = len(player.gateway.loads)
 
-        answer = player.desk.ask(A, [5, 6, 7], greedy(12, ignore_eos=True))
+        answer = player.gateway.ask(A, [5, 6, 7], greedy(12, ignore_eos=True))
 
         assert_greedy(A, [5, 6, 7], answer.tokens)
-        (again,) = player.desk.loads[num_loads:]
+        (again,) = player.gateway.loads[num_loads:]
         assert again.reused_bytes > 0
         assert sum(rung.num_bytes for rung in again.rungs) > 0
         assert is_whole(uses(player)[A])
@@ -116,7 +116,7 @@ def test_kv_never_grows_beyond_its_ceiling_nor_takes_from_others_in_vain(kind: s
         floor_bytes = setting.floor_bytes(A)
         ceiling_bytes = 2 * floor_bytes
         load(player, B)
-        player.desk.load(
+        player.gateway.load(
             A,
             setting.where(A),
             kv_floor_bytes=floor_bytes,
@@ -125,8 +125,8 @@ def test_kv_never_grows_beyond_its_ceiling_nor_takes_from_others_in_vain(kind: s
         )
         num_blocks = 0
         runs = fill(player, A, num_requests=20)
-        while not all(player.desk.answers[run].is_ended for run in runs):
-            player.desk.hear()
+        while not all(player.gateway.answers[run].is_ended for run in runs):
+            player.gateway.hear()
             num_blocks = max(num_blocks, uses(player)[A].kv_blocks)
 
         assert 0 < num_blocks <= ceiling_bytes // setting.block_bytes(A)
@@ -137,32 +137,32 @@ def test_what_is_promised_is_had_though_others_have_borrowed_it(kind: str, tmp_p
     """B has grown into the memory that is promised to A; A comes back, and some of B's requests wait."""
     with worker(kind, tmp_path, A, B) as player:
         load(player, A, B)
-        player.desk.regard(A, Hold.RETAINED)
+        player.gateway.set_hold(A, Hold.RETAINED)
         greedy_ones = fill(player, B, num_requests=12)
-        while not player.desk.answers[greedy_ones[0]].tokens:
-            player.desk.hear()
+        while not player.gateway.answers[greedy_ones[0]].tokens:
+            player.gateway.hear()
 
-        answer = player.desk.ask(A, [5, 6, 7], greedy(40, ignore_eos=True))
-        player.desk.until_ended(*greedy_ones)
+        answer = player.gateway.ask(A, [5, 6, 7], greedy(40, ignore_eos=True))
+        player.gateway.until_ended(*greedy_ones)
 
         assert_greedy(A, [5, 6, 7], answer.tokens)
-        assert all(len(player.desk.answers[run].tokens) == 30 for run in greedy_ones)
+        assert all(len(player.gateway.answers[run].tokens) == 30 for run in greedy_ones)
 
 
 def test_a_request_that_was_preempted_for_another_model_may_be_cancelled(kind: str, tmp_path: Path) -> None:
     with worker(kind, tmp_path, A, B) as player:
         load(player, A, B)
-        player.desk.regard(A, Hold.RETAINED)
+        player.gateway.set_hold(A, Hold.RETAINED)
         runs = fill(player, B, num_requests=12)
-        while len(player.desk.answers[runs[0]].tokens) < 18:
-            player.desk.hear()
+        while len(player.gateway.answers[runs[0]].tokens) < 18:
+            player.gateway.hear()
 
-        back = player.desk.start(A, [5, 6, 7], greedy(40, ignore_eos=True))
+        back = player.gateway.start(A, [5, 6, 7], greedy(40, ignore_eos=True))
         for run in runs:
-            player.desk.cancel(run)
+            player.gateway.cancel(run)
 
-        assert len(player.desk.ask(B, [5, 6, 7], greedy(40, ignore_eos=True)).tokens) == 40
-        assert len(player.desk.until_ended(back)[0].tokens) == 40
+        assert len(player.gateway.ask(B, [5, 6, 7], greedy(40, ignore_eos=True)).tokens) == 40
+        assert len(player.gateway.until_ended(back)[0].tokens) == 40
 
 
 def test_a_model_that_breaks_while_it_gives_way_is_the_one_that_fails(
@@ -170,7 +170,7 @@ def test_a_model_that_breaks_while_it_gives_way_is_the_one_that_fails(
 ) -> None:
     with worker(kind, tmp_path, A, B) as player:
         load(player, A, B)
-        player.desk.until_ended(*fill(player, A))
+        player.gateway.until_ended(*fill(player, A))
         broken, clear = read_manifest(player.setting.where(A)).arch, Engine.clear
 
         def breaks(engine: Engine, extent: range, *, may_move: bool, may_preempt: bool) -> bool:
@@ -181,8 +181,8 @@ def test_a_model_that_breaks_while_it_gives_way_is_the_one_that_fails(
         monkeypatch.setattr(Engine, "clear", breaks)
         runs = fill(player, B, num_requests=12)
 
-        assert player.desk.until(HostingFailed).model == A
-        assert all(len(answer.tokens) == 30 for answer in player.desk.until_ended(*runs))
+        assert player.gateway.until(HostingFailed).model == A
+        assert all(len(answer.tokens) == 30 for answer in player.gateway.until_ended(*runs))
         assert list(uses(player)) == [B]
 
 
@@ -191,12 +191,12 @@ def test_kv_that_is_promised_and_not_to_be_had_fails_the_model_instead_of_spinni
 ) -> None:
     with worker(kind, tmp_path, A, B) as player:
         load(player, B)
-        assert player.desk.pool is not None
-        monkeypatch.setattr(player.desk.pool, "grow", lambda model, num_blocks, ahead_blocks=0: [])
+        assert player.gateway.pool is not None
+        monkeypatch.setattr(player.gateway.pool, "grow", lambda model, num_blocks, ahead_blocks=0: [])
         player.host(A)
-        player.desk.start(A, [5, 6, 7], greedy(3, ignore_eos=True))
+        player.gateway.start(A, [5, 6, 7], greedy(3, ignore_eos=True))
 
-        failed = player.desk.until(HostingFailed)
+        failed = player.gateway.until(HostingFailed)
 
         assert (failed.model, failed.label) == (A, DeviceError.label)
         assert "blocks of KV" in failed.reason
@@ -207,8 +207,8 @@ def test_kv_goes_back_when_the_pressure_has_gone(kind: str, tmp_path: Path) -> N
         load(player, A)
         runs = fill(player, A, num_requests=20)
         most = 0
-        while not all(player.desk.answers[run].is_ended for run in runs):
-            player.desk.hear()
+        while not all(player.gateway.answers[run].is_ended for run in runs):
+            player.gateway.hear()
             most = max(most, uses(player)[A].kv_blocks)
         load(player, B)  # it is promised its own, and what is only cached there gives way
 

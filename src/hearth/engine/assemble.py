@@ -96,9 +96,9 @@ def assemble(
         runner.capture_all()
     limits = BatchLimits(config.max_batch_tokens, config.max_seqs, spec.max_context)
     if is_elastic:
-        book = BlockBook.elastic(config.block_tokens, memory.floor_blocks)
+        book = BlockBook(config.block_tokens, memory.floor_blocks)
     else:
-        book = BlockBook(len(kv), config.block_tokens)
+        book = BlockBook.fixed(len(kv), config.block_tokens)
     guides = Guides(spec.tokenizer_json, arch.vocab_size, spec.eos_ids)
     return Engine(Batcher(limits, book), runner, guides, arch.vocab_size, spec.eos_ids)
 

@@ -173,7 +173,7 @@ class Engine:
         num_blocks = len(self.runner.kv)
         assert 0 <= extent.start < extent.stop <= num_blocks, f"{extent=} of {num_blocks=}"
         assert self.runner.sink not in extent, f"the sink is nobody's: {extent=}"
-        self.batcher.blocks.add(extent)
+        self.batcher.add_blocks(extent)
 
     @property
     def reserve_blocks(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hearth.memory.placement import Wish, extent_span
+from hearth.memory.placement import PlacementNeed, extent_span
 from hearth.memory.pool import Gap, Holding, Shape, Space
 from hearth.memory.regions import COMMON, Owner, RegionList, Use, aligned, blocks_within
 from hearth.models.layout import ByteRange
@@ -22,17 +22,17 @@ BATCH_BLOCKS = 8
 
 @dataclass(slots=True)
 class ArenaTenant:
-    """Mutable; written only by the pool. Which tensors it has the regions say."""
+    """One model in an arena. Mutable; written only by the pool. Which tensors it has the regions say."""
 
     model: ModelId
     shape: Shape
     #: Tensors that have a region but not yet their bytes.
-    landing: set[int] = field(default_factory=set)
+    coming: set[int] = field(default_factory=set)
     #: By first block, the sink's first. Empty unless the model is placed.
     extents: dict[int, range] = field(default_factory=dict)
-    #: What it held when its regions had changed so many times.
+    #: How often its regions had changed, and what it held then.
     _held: tuple[int, Holding] | None = None
-    #: With which regions, and with whose tensors to be moved, no block more had a place.
+    #: Version of the regions, and the models that could move, with which no block more had a place.
     vain: tuple[int, Set[ModelId]] | None = None
     #: On CUDA: what was queued when the model was placed. Its regions may still be read or moved by it.
     queued: torch.cuda.Event | None = None
@@ -43,27 +43,30 @@ class ArenaTenant:
 
     @property
     def own_workspace(self) -> Owner:
-        """What it has where the common one could not grow so far."""
+        """Owner of the workspace that the model has where the common one could not grow so far."""
         return Owner(self.model, Use.WORKSPACE, 0)
 
     def has_own_workspace(self, regions: RegionList) -> bool:
         return self.own_workspace in regions
 
     def common_bytes(self, regions: RegionList) -> int:
-        """How much of the common workspace it may use."""
+        """Return how much of the common workspace the model may use."""
         is_there = self.extents and not self.has_own_workspace(regions)
         return aligned(self.shape.workspace_bytes) if is_there else 0
 
     def is_other(self, shape: Shape) -> bool:
-        """Whether what is there is of no use for such a model."""
+        """True if what is there is of no use for a model of such a shape."""
         return (self.shape.digest, self.shape.served) != (shape.digest, shape.served)
 
     def tensors(self, regions: RegionList) -> list[Owner]:
-        """Those that have a region, in forward order."""
+        """Return the owners of the tensors that have a region, in forward order."""
         return [owner for owner in tensor_owners(self.model, self.shape) if owner in regions]
 
     def free_blocks(self, regions: RegionList, num_least: int, num_wanted: int) -> range:
-        """About as many as wanted, up to where extents end, of the highest free region that has the least."""
+        """Return about as many blocks as wanted, of the highest free region that has the least.
+
+        They begin where extents do.
+        """
         for span in reversed(regions.free_spans()):
             blocks = blocks_within(span.begin, span.end, self.shape.block_bytes)
             if len(blocks) >= num_least:
@@ -90,13 +93,13 @@ class ArenaTenant:
         )
 
     def checked_owners(self, regions: RegionList) -> set[Owner]:
-        """Who has regions for it. Raises where one has another size than it should, or none."""
+        """Return all owners of regions of the model. Raises where one has not the size that it should."""
         tensors = self.tensors(regions)
         assert self.extents or tensors, f"`{self.model}` has nothing and is still known"
         for owner in tensors:
             spec, span = self.shape.served.tensors[owner.index], regions.span_of(owner)
             assert span.num_bytes == aligned(spec.nbytes), f"{span} is not the size of {spec}"
-        assert self.landing <= {owner.index for owner in tensors}, f"lands nowhere: {self.landing=}"
+        assert self.coming <= {owner.index for owner in tensors}, f"lands nowhere: {self.coming=}"
         owners = set(tensors)
         for first, extent in self.extents.items():
             span = extent_span(self.model, extent, self.shape.block_bytes)
@@ -111,21 +114,21 @@ class ArenaTenant:
 
 
 def tensor_owners(model: ModelId, shape: Shape) -> list[Owner]:
-    """In forward order."""
+    """Return who owns the regions of a model's tensors, in forward order."""
     return [Owner(model, Use.TENSOR, index) for index in range(len(shape.served.tensors))]
 
 
 def places_of(tenant: ArenaTenant, regions: RegionList, memory: torch.Tensor) -> dict[str, TensorPlace]:
-    """Where its tensors are, all of which have a region."""
+    """Return where a model's tensors are, all of which have a region."""
     specs = zip(tenant.shape.served.tensors, tensor_owners(tenant.model, tenant.shape), strict=True)
     return {spec.name: TensorPlace(memory, regions.span_of(owner).begin) for spec, owner in specs}
 
 
 def space_of(tenant: ArenaTenant, regions: RegionList, memory: torch.Tensor) -> Space:
-    """Of one that is placed."""
+    """Return the memory of a model that is placed."""
     shape, places = tenant.shape, places_of(tenant, regions, memory)
     gaps = []
-    for index in sorted(tenant.landing):
+    for index in sorted(tenant.coming):
         stored, served = shape.stored.tensors[index], shape.served.tensors[index]
         # At the end of its place: from there it can be widened towards the front.
         end = places[served.name].offset + served.nbytes
@@ -138,13 +141,16 @@ def space_of(tenant: ArenaTenant, regions: RegionList, memory: torch.Tensor) -> 
     return Space(places, workspace, kv, sink, tuple(gaps), parts)
 
 
-def wish_of(model: ModelId, shape: Shape, tenant: ArenaTenant | None, regions: RegionList) -> Wish:
-    """What it needs to be placed; `regions` are without those of a tenant that is another one by now."""
+def need_of(model: ModelId, shape: Shape, tenant: ArenaTenant | None, regions: RegionList) -> PlacementNeed:
+    """Return what a model needs to be placed.
+
+    `regions` are without those of the tenant, if its bytes are other ones by now.
+    """
     owners = zip(tensor_owners(model, shape), shape.served.tensors, strict=True)
     tensors = tuple(Item(owner, aligned(spec.nbytes)) for owner, spec in owners if owner not in regions)
     if tenant is None or tenant.is_other(shape) or not tenant.extents:
         common_bytes = regions.span_of(COMMON).num_bytes if COMMON in regions else 0
-        return Wish(model, tensors, shape.workspace_bytes, 1, shape.block_bytes, common_bytes)
+        return PlacementNeed(model, tensors, shape.workspace_bytes, 1, shape.block_bytes, common_bytes)
     had = (tenant.shape.workspace_bytes, tenant.shape.block_bytes)
-    assert had == (shape.workspace_bytes, shape.block_bytes), f"vacate `{model}` first: {had=} {shape=}"
-    return Wish(model, tensors, workspace_bytes=0, num_blocks=0, block_bytes=shape.block_bytes)
+    assert had == (shape.workspace_bytes, shape.block_bytes), f"retire `{model}` first: {had=} {shape=}"
+    return PlacementNeed(model, tensors, workspace_bytes=0, num_blocks=0, block_bytes=shape.block_bytes)

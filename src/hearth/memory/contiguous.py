@@ -15,6 +15,8 @@ STAGED_BYTES = 16 << 20
 
 
 class ContiguousMemory:
+    """Bytes of a device in one piece. Mutable; one thread moves them."""
+
     def __init__(
         self, device: torch.device, num_bytes: int, wipe: Callable[[torch.Tensor], None] | None
     ) -> None:
@@ -40,7 +42,7 @@ class ContiguousMemory:
             self._wipe(self.bytes[begin:end])
 
     def move(self, source: int, target: int, num_bytes: int) -> None:
-        """Source and target may overlap. On CUDA in the order of the current stream."""
+        """Copy bytes; source and target may overlap. On CUDA in the order of the current stream."""
         if self.bytes.is_cuda:
             self._copy_in_pieces(source, target, num_bytes)
         else:
@@ -53,7 +55,7 @@ class ContiguousMemory:
             self.freed(source, min(source + num_bytes, target))
 
     def _copy_in_pieces(self, source: int, target: int, num_bytes: int) -> None:
-        """From the end that lies ahead, so that no piece is written over before it is read."""
+        """Copy from the end that lies ahead, so that no piece is written over before it is read."""
         distance = abs(target - source)
         piece_bytes = max(distance, STAGED_BYTES)
         begins = range(0, num_bytes, piece_bytes)

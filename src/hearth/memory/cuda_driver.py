@@ -50,10 +50,10 @@ class _Access(ctypes.Structure):
 
 
 class CudaDriver:
-    """Of one device, whose primary context it keeps alive. Any thread may call it."""
+    """The driver of one device, whose primary context it keeps alive. Any thread may call it."""
 
     def __init__(self, device_index: int) -> None:
-        """Raises DeviceError where there is no driver or no such device."""
+        """Open the driver. Raises DeviceError where there is none, or no such device."""
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
@@ -77,7 +77,7 @@ class CudaDriver:
         return value.value != 0
 
     def granularity_bytes(self, *, is_exportable: bool, is_rdma_capable: bool) -> int:
-        """What the size of a handle has to be a multiple of."""
+        """Return the bytes that the size of a handle has to be a multiple of."""
         properties, value = self._properties(is_exportable, is_rdma_capable), ctypes.c_size_t()
         minimum = ctypes.c_int(MEM_ALLOC_GRANULARITY_MINIMUM)
         self._call("cuMemGetAllocationGranularity", ctypes.byref(value), ctypes.byref(properties), minimum)
@@ -109,7 +109,7 @@ class CudaDriver:
         self._call("cuMemAddressFree", ctypes.c_ulonglong(address), ctypes.c_size_t(num_bytes))
 
     def map(self, address: int, num_bytes: int, handles: Sequence[int]) -> None:
-        """One behind the other, for reading and writing by this device.
+        """Map handles one behind the other, for reading and writing by this device.
 
         Access is allowed for all of them at once, which takes hardly longer than for one.
         """

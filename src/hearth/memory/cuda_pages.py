@@ -38,7 +38,7 @@ class CudaPages:
     """`Pages` of one device."""
 
     def __init__(self, device: torch.device, budget_bytes: int, page_bytes: int = PAGE_BYTES) -> None:
-        """As many whole pages as the budget has.
+        """Create as many whole pages as the budget has.
 
         Raises:
             NoMapping: the device cannot map memory.

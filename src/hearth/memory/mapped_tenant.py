@@ -12,16 +12,53 @@ from dataclasses import dataclass, field
 import torch
 
 from hearth.errors import DeviceError
-from hearth.memory.kv_range import KvRange
 from hearth.memory.pages import Pages
 from hearth.memory.pool import Gap, Shape, Space
 from hearth.models.layout import ByteRange
 from hearth.types import ModelId
 
 
+@dataclass(frozen=True, slots=True)
+class KvRange:
+    """How blocks of KV lie on pages, and which of them a page more makes usable.
+
+    blocks  | 0, the sink | 1       | 2       | 3       | 4     ...    a block may straddle pages
+    pages   | 0                 | 1                 | 2         ...
+              with the sink: 1    extent: 2, 3        extent: ...      an extent: what its last page completes
+    """
+
+    block_bytes: int
+    page_bytes: int
+    max_blocks: int  #: the sink included
+
+    @property
+    def sink_pages(self) -> int:
+        """Pages that have to be there from the beginning."""
+        return self.num_pages(1)
+
+    def num_blocks(self, num_pages: int) -> int:
+        """Return how many whole blocks so many pages hold."""
+        return min(self.max_blocks, num_pages * self.page_bytes // self.block_bytes)
+
+    def num_pages(self, num_blocks: int) -> int:
+        """Return the fewest pages that hold so many blocks."""
+        return -(-num_blocks * self.block_bytes // self.page_bytes)
+
+    def one_more(self, num_pages: int) -> int | None:
+        """Return how many pages one extent more takes in all; None: there is none."""
+        num_blocks = self.num_blocks(num_pages)
+        return None if num_blocks == self.max_blocks else self.num_pages(num_blocks + 1)
+
+    def one_less(self, num_pages: int) -> int | None:
+        """Return how many pages stay without the last extent; None: it has the sink."""
+        if num_pages <= self.sink_pages:
+            return None
+        return self.num_pages(self.num_blocks(num_pages - 1))
+
+
 @dataclass(slots=True)
-class Tenant:
-    """Mutable; written only by the pool."""
+class MappedTenant:
+    """One model in a mapped pool. Mutable; written only by the pool."""
 
     model: ModelId
     shape: Shape
@@ -38,7 +75,7 @@ class Tenant:
     num_ready_pages: int = 0  #: behind those, for what will be given next
     #: Pages of weights that it got from another model, by index; some of them may have no mapping yet.
     borrowed: set[int] = field(default_factory=set)
-    #: What it was told of its memory when it was placed last; that of a shape never changes.
+    #: Its memory as it was told when it was placed last; that of a shape never changes.
     space: Space | None = None
 
     @property
@@ -68,7 +105,7 @@ class Tenant:
         return [self.address + index * self.page_bytes for index in indices]
 
     def weights_index(self, place: int) -> int:
-        """The inverse; a place that is not among the model's weights gets an index that it does not have."""
+        """Return which page of the weights belongs at a place; if none does, an index that there is not."""
         return (place - self.address) // self.page_bytes
 
     def kv_places(self, indices: Iterable[int]) -> list[int]:
@@ -78,7 +115,7 @@ class Tenant:
         return [self.workspace_address + index * self.page_bytes for index in indices]
 
     def all_places(self) -> list[int]:
-        """Where pages belong now."""
+        """Return the places where pages belong now."""
         num_workspace_pages = self.num_workspace_pages if self.is_placed else 0
         return [
             *self.weights_places(sorted(self.there | self.coming)),
@@ -88,28 +125,28 @@ class Tenant:
 
     @property
     def last_stored_bytes(self) -> int:
-        """Of the weights, on their last page; all others are full."""
+        """Bytes of the weights on their last page; all others are full."""
         return self.shape.stored.num_bytes - (self.num_weights_pages - 1) * self.page_bytes
 
     def stored_bytes(self, indices: Collection[int]) -> int:
-        """Of the weights, on the pages of these indices."""
+        """Return the bytes of the weights on the pages of these indices."""
         lost_bytes = self.page_bytes - self.last_stored_bytes
         has_last = self.num_weights_pages - 1 in indices
         return len(indices) * self.page_bytes - (lost_bytes if has_last else 0)
 
     def gaps(self) -> tuple[Gap, ...]:
-        """Runs of pages that are coming, as parts of the file."""
+        """Return the runs of pages that are coming, as parts of the file."""
         parts = map(self.part, runs_of(sorted(self.coming)))
         return tuple(Gap(part, self.weights[part.begin : part.end]) for part in parts)
 
     def part(self, run: range) -> ByteRange:
-        """Of the file, on these pages."""
+        """Return the part of the file that lies on a run of pages."""
         begin, end = run.start * self.page_bytes, run.stop * self.page_bytes
         return ByteRange(begin, min(end, self.shape.stored.num_bytes))
 
 
 def runs_of(indices: Iterable[int]) -> list[range]:
-    """Sorted indices, those together that follow each other."""
+    """Return sorted indices as ranges, those together that follow each other."""
     runs: list[range] = []
     for index in indices:
         if runs and runs[-1].stop == index:

@@ -1,21 +1,23 @@
 """Which model has which pages, and what has to be given up before another can have them. Calls no driver.
 
 Two kinds of pages belong at several places: chunks that models have in common, which nobody writes again,
-and the workspace, one set for all models, for they step in turns.
+and the workspace, one set for all models, for only one steps at a time.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
-from hearth.memory.mapped_tenant import Tenant, num_pages
+from hearth.memory.mapped_tenant import MappedTenant, num_pages
 from hearth.memory.page_table import PageTable
 from hearth.memory.pages import Pages
-from hearth.memory.pool import Shape
+from hearth.memory.pool import EvictionTermsOf, Holding, PoolUsage, Shape
 from hearth.memory.shared_chunks import SharedChunks
 from hearth.memory.spaces import Spaces
-from hearth.types import ModelId
+from hearth.policy.memory.eviction import Tail
+from hearth.types import Hold, ModelId
 
 
 class PageBooks:
@@ -25,14 +27,14 @@ class PageBooks:
         self._pages = pages
         self.table = table
         self._spaces = spaces
-        #: Those that compute no more behind each other, in the order in which they ended.
-        self.tenants: dict[ModelId, Tenant] = {}
-        self.landed = SharedChunks(pages.page_bytes)
+        #: Models that have anything here; those that compute no more come last, in the order they ended.
+        self.tenants: dict[ModelId, MappedTenant] = {}
+        self.shared_chunks = SharedChunks(pages.page_bytes)
         #: As many pages as the largest workspace of a placed model has.
         self.workspace: list[int] = []
         self.displaced: list[ModelId] = []  #: models whose addresses went to others
 
-    def lacking_pages(self, model: ModelId, shape: Shape) -> int:
+    def missing_pages(self, model: ModelId, shape: Shape) -> int:
         tenant = self.tenants.get(model)
         num_available = self.table.num_free + sum(one.num_ready_pages for one in self.tenants.values())
         if tenant is not None and tenant.shape.digest == shape.digest:
@@ -45,35 +47,35 @@ class PageBooks:
         going = self._pages_only_of(tenant) if tenant is not None else set()
         num_available += len(going) - (tenant.num_ready_pages if tenant is not None else 0)
         indices = range(num_pages(shape.stored.num_bytes, self._pages.page_bytes))
-        num_needed = len(indices) - len(self.landed.find(shape, indices, going))
+        num_needed = len(indices) - len(self.shared_chunks.find(shape, indices, going))
         num_needed += self._num_rest_pages(shape, len([page for page in self.workspace if page not in going]))
         return max(0, num_needed - num_available)
 
     def _num_rest_pages(self, shape: Shape, num_workspace_pages: int) -> int:
-        """For the sink, and for what the workspace of a model has beyond that of all others."""
+        """Return the pages for the sink, and for what a workspace has beyond that of all others."""
         page_bytes = self._pages.page_bytes
         num_more = num_pages(shape.workspace_bytes, page_bytes) - num_workspace_pages
         return num_pages(shape.block_bytes, page_bytes) + max(0, num_more)
 
-    def _missing(self, tenant: Tenant) -> list[int]:
+    def _missing(self, tenant: MappedTenant) -> list[int]:
         if len(tenant.there) == tenant.num_weights_pages:
             return []
         return [index for index in range(tenant.num_weights_pages) if index not in tenant.there]
 
-    def _shareable(self, tenant: Tenant, missing: Sequence[int]) -> dict[int, int]:
-        """Pages of others for what a model lacks, by index."""
+    def _shareable(self, tenant: MappedTenant, missing: Sequence[int]) -> dict[int, int]:
+        """Return pages of others for what a model lacks, by index."""
         if not missing:
             return {}
         own = {self.table.page_at(place) for place in tenant.weights_places(tenant.there)}
-        return self.landed.find(tenant.shape, missing, own)
+        return self.shared_chunks.find(tenant.shape, missing, own)
 
-    def _pages_only_of(self, tenant: Tenant) -> set[int]:
-        """Those that come free when the model goes."""
+    def _pages_only_of(self, tenant: MappedTenant) -> set[int]:
+        """Return the pages that come free when a model goes."""
         pages = {self.table.page_at(place) for place in tenant.all_places()}
         return {page for page in pages if all(map(tenant.has, self.table.places_of(page)))}
 
-    def tenant(self, model: ModelId, shape: Shape) -> Tenant:
-        """The one that there is, if it has the same digest; else a new one."""
+    def tenant(self, model: ModelId, shape: Shape) -> MappedTenant:
+        """Return the model's own, if it has the same digest; else a new one in its place."""
         tenant = self.tenants.get(model)
         if tenant is not None and tenant.shape.digest != shape.digest:
             self.drop(tenant)
@@ -83,7 +85,9 @@ class PageBooks:
                 self._displace_one()
             address = self._spaces.give(model, shape.digest)
             weights = self._pages.bytes_at(address, shape.stored.num_bytes)
-            tenant = Tenant(model, shape, address, self._pages.space_bytes, self._pages.page_bytes, weights)
+            tenant = MappedTenant(
+                model, shape, address, self._pages.space_bytes, self._pages.page_bytes, weights
+            )
             self.tenants[model] = tenant
         if tenant.shape != shape:
             assert not tenant.is_placed, f"`{model}` is placed with another shape"
@@ -91,15 +95,15 @@ class PageBooks:
         return tenant
 
     def _displace_one(self) -> None:
-        """Of those that have nothing but their addresses, the one that computed longest ago loses them."""
+        """Take the addresses of the model that computed longest ago, of those that have nothing else."""
         for tenant in self.tenants.values():
             if not tenant.is_placed and not tenant.there and not tenant.coming:
                 self.drop(tenant)
                 self.displaced.append(tenant.model)
                 return
 
-    def place_weights(self, tenant: Tenant) -> None:
-        """Have a page for each of them; whoever needs it to be there maps it."""
+    def place_weights(self, tenant: MappedTenant) -> None:
+        """Give a model a page for each part of its weights; whoever needs one to be there maps it."""
         missing = self._missing(tenant)
         shared = self._shareable(tenant, missing)
         to_load = [index for index in missing if index not in shared]
@@ -111,14 +115,14 @@ class PageBooks:
         tenant.borrowed.update(shared)
         tenant.coming.update(to_load)
 
-    def unreal_weights(self, tenant: Tenant) -> list[int]:
-        """Indices of pages that are coming, or are still to be mapped, because another model has them."""
+    def unreal_weights(self, tenant: MappedTenant) -> list[int]:
+        """Return the indices of pages that are coming, or are another model's and still to be mapped."""
         places = dict(zip(tenant.borrowed, tenant.weights_places(tenant.borrowed), strict=True))
         tenant.borrowed = {index for index, place in places.items() if not self.table.is_real(place)}
         return sorted(tenant.coming | tenant.borrowed)
 
-    def place_rest(self, tenant: Tenant) -> list[int]:
-        """Workspace and sink; returns their places."""
+    def place_rest(self, tenant: MappedTenant) -> list[int]:
+        """Give a model its workspace and sink; return their places."""
         workspace = tenant.workspace_places(range(tenant.num_workspace_pages))
         num_shared = min(len(workspace), len(self.workspace))
         for place, page in zip(workspace[:num_shared], self.workspace, strict=False):
@@ -133,20 +137,20 @@ class PageBooks:
         return [*workspace, *sink]
 
     def _make_free(self, num_wanted: int) -> None:
-        """What is only ready to be given is as good as free."""
+        """Have so many pages be free, if need be those that are only ready to be given."""
         for tenant in self.tenants.values():
             num_more = num_wanted - self.table.num_free
             if num_more > 0 and tenant.num_ready_pages:
                 self._leave_ready(tenant, min(num_more, tenant.num_ready_pages))
 
-    def _leave_ready(self, tenant: Tenant, num_left: int) -> None:
+    def _leave_ready(self, tenant: MappedTenant, num_left: int) -> None:
         """Give up so many pages from the end."""
         end = tenant.num_kv_pages + tenant.num_ready_pages
         self.table.leave(tenant.kv_places(reversed(range(end - num_left, end))))
         tenant.num_ready_pages -= num_left
 
     def shared_weights(self) -> dict[ModelId, dict[int, int]]:
-        """Pages of weights that several models have: for each of them by index."""
+        """Return the pages of weights that several models have, for each of them by index."""
         tenants = sorted(self.tenants.values(), key=lambda tenant: tenant.address)
         addresses = [tenant.address for tenant in tenants]
         shared: dict[ModelId, dict[int, int]] = {tenant.model: {} for tenant in tenants}
@@ -157,7 +161,7 @@ class PageBooks:
                     shared[tenant.model][index] = page
         return shared
 
-    def land(self, tenant: Tenant, *, is_whole: bool) -> None:
+    def end_load(self, tenant: MappedTenant, *, is_whole: bool) -> None:
         indices = sorted(tenant.coming)
         places = tenant.weights_places(indices)
         tenant.coming.clear()
@@ -166,32 +170,32 @@ class PageBooks:
             return
         tenant.there.update(indices)
         for index, place in zip(indices, places, strict=True):
-            self.landed.add(tenant.shape, index, self.table.page_at(place))
+            self.shared_chunks.add(tenant.shape, index, self.table.page_at(place))
 
-    def shrink(self, tenant: Tenant, extent: range) -> None:
+    def shrink(self, tenant: MappedTenant, extent: range) -> None:
         num_kept = tenant.kv.one_less(tenant.num_kv_pages)
         assert num_kept is not None, f"`{tenant.model}` has no {extent=} to give back"
         self._leave_kv(tenant, num_kept)
         tenant.num_kv_blocks = extent.start
 
-    def _leave_kv(self, tenant: Tenant, num_kept: int) -> None:
+    def _leave_kv(self, tenant: MappedTenant, num_kept: int) -> None:
         """Give up all pages behind the first so many."""
         self._leave_ready(tenant, tenant.num_ready_pages)
         self.table.leave(tenant.kv_places(reversed(range(num_kept, tenant.num_kv_pages))))
         tenant.num_kv_pages = num_kept
 
-    def leave_weights(self, tenant: Tenant, indices: Sequence[int]) -> int:
-        """Of a model that computes nothing, so nobody has to wait. Returns how many pages came free."""
+    def leave_weights(self, tenant: MappedTenant, indices: Sequence[int]) -> int:
+        """Give up pages of weights of a model that computes nothing; return how many came free."""
         places = tenant.weights_places(indices)
         for index, place in zip(indices, places, strict=True):
             page = self.table.page_at(place)
             if len(self.table.places_of(page)) == 1:
-                self.landed.discard(tenant.shape, index, page)
+                self.shared_chunks.discard(tenant.shape, index, page)
         tenant.there.difference_update(indices)
         tenant.borrowed.difference_update(indices)
         return self.table.leave(places, is_idle=True)
 
-    def give_blocks(self, tenant: Tenant, num_blocks: int) -> list[range]:
+    def give_blocks(self, tenant: MappedTenant, num_blocks: int) -> list[range]:
         extents: list[range] = []
         wanted = tenant.num_kv_blocks + num_blocks
         while tenant.num_kv_blocks < wanted:
@@ -204,7 +208,7 @@ class PageBooks:
             tenant.num_kv_blocks = end
         return extents
 
-    def _claim_kv(self, tenant: Tenant, num_pages: int) -> bool:
+    def _claim_kv(self, tenant: MappedTenant, num_pages: int) -> bool:
         """Have so many pages of KV, the ready ones first; False: memory is short, and nothing has changed."""
         num_ready = min(tenant.num_ready_pages, num_pages - tenant.num_kv_pages)
         num_more = num_pages - tenant.num_kv_pages - num_ready
@@ -218,8 +222,8 @@ class PageBooks:
         tenant.num_kv_pages = num_pages
         return True
 
-    def claim_ahead(self, tenant: Tenant, ahead_blocks: int) -> list[int]:
-        """Returns the places to be mapped in the background."""
+    def claim_ahead(self, tenant: MappedTenant, ahead_blocks: int) -> list[int]:
+        """Have free pages be ready for a model; return the places to be mapped in the background."""
         num_blocks = min(tenant.num_kv_blocks + ahead_blocks, tenant.shape.max_blocks)
         begin = tenant.num_kv_pages + tenant.num_ready_pages
         end = min(tenant.kv.num_pages(num_blocks), begin + self.table.num_free)
@@ -228,11 +232,11 @@ class PageBooks:
         tenant.num_ready_pages += len(places)
         return places
 
-    def extents(self, tenant: Tenant) -> list[range]:
+    def extents(self, tenant: MappedTenant) -> list[range]:
         num_left = tenant.kv.one_less(tenant.num_kv_pages) if tenant.is_placed else None
         return [] if num_left is None else [range(tenant.kv.num_blocks(num_left), tenant.num_kv_blocks)]
 
-    def vacate(self, tenant: Tenant) -> None:
+    def retire(self, tenant: MappedTenant) -> None:
         if not tenant.is_placed:
             return
         self._leave_kv(tenant, 0)
@@ -242,9 +246,119 @@ class PageBooks:
         num_kept = max((one.num_workspace_pages for one in self.tenants.values() if one.is_placed), default=0)
         del self.workspace[num_kept:]
 
-    def drop(self, tenant: Tenant) -> None:
-        self.vacate(tenant)
+    def drop(self, tenant: MappedTenant) -> None:
+        self.retire(tenant)
         self.table.leave(tenant.weights_places(sorted(tenant.coming)))
         self.leave_weights(tenant, sorted(tenant.there, reverse=True))
         del self.tenants[tenant.model]
         self._spaces.take_back(tenant.address)
+
+
+def usage_of(books: PageBooks, pages: Pages, fallbacks: Mapping[str, int]) -> PoolUsage:
+    """Return the books as others see them."""
+    lost_bytes: dict[int, int] = {}  # behind the end of weights, by page, for it may be shared
+    for tenant in books.tenants.values():
+        last = tenant.num_weights_pages - 1
+        if last in tenant.there or last in tenant.coming:
+            (place,) = tenant.weights_places([last])
+            lost_bytes[books.table.page_at(place)] = pages.page_bytes - tenant.last_stored_bytes
+    shared = books.shared_weights()
+    return PoolUsage(
+        budget_bytes=pages.num_pages * pages.page_bytes,
+        free_bytes=books.table.num_free * pages.page_bytes,
+        workspace_bytes=len(books.workspace) * pages.page_bytes,
+        lost_bytes=sum(lost_bytes.values()),
+        holdings=tuple(_holding(books.tenants[model], shared[model]) for model in sorted(books.tenants)),
+        moved_bytes=0,
+        fallbacks=fallbacks,
+    )
+
+
+def check_books(books: PageBooks) -> None:
+    """Raise if what models have contradicts what is known of the pages."""
+    table = books.table
+    places = [place for tenant in books.tenants.values() for place in tenant.all_places()]
+    assert len(places) == len(set(places)), "two models have one place"
+    users = Counter(table.page_at(place) for place in places)
+    shared = books.shared_chunks.all_pages() | set(books.workspace)
+    for page in range(table.num_pages):
+        num_users = len(table.places_of(page))
+        assert num_users == users[page], f"{page=} {num_users=} {users[page]=}"
+        assert num_users <= 1 or page in shared, f"{page=} is shared, but neither a chunk nor workspace"
+    assert users.keys() >= shared, f"neither free nor anybody's: {shared - users.keys()}"
+    for tenant in books.tenants.values():
+        own = [table.page_at(place) for place in tenant.all_places()]
+        assert len(own) == len(set(own)), f"`{tenant.model}` has a page twice"
+        _check_tenant(tenant)
+        workspace = tenant.workspace_places(range(tenant.num_workspace_pages if tenant.is_placed else 0))
+        assert [table.page_at(place) for place in workspace] == books.workspace[: len(workspace)]
+    placed = [tenant.num_workspace_pages for tenant in books.tenants.values() if tenant.is_placed]
+    assert len(books.workspace) == max(placed, default=0), f"{len(books.workspace)=} {placed=}"
+
+
+def _check_tenant(tenant: MappedTenant) -> None:
+    assert not tenant.there & tenant.coming, f"{tenant}"
+    assert all(0 <= index < tenant.num_weights_pages for index in tenant.there | tenant.coming), f"{tenant}"
+    if not tenant.is_placed:
+        assert tenant.num_kv_pages == tenant.num_ready_pages == tenant.num_kv_blocks == 0, f"{tenant}"
+        return
+    assert 1 <= tenant.num_kv_blocks <= tenant.kv.num_blocks(tenant.num_kv_pages), f"{tenant}"
+    assert tenant.num_kv_pages >= tenant.kv.sink_pages, f"{tenant}"
+
+
+def _holding(tenant: MappedTenant, shared: Collection[int]) -> Holding:
+    """Return what a model has; what is on its way counts, for the memory is the model's."""
+    has = tenant.there | tenant.coming
+    return Holding(
+        model=tenant.model,
+        weights_bytes=tenant.stored_bytes(has),
+        total_bytes=tenant.shape.stored.num_bytes,
+        stored_bytes=tenant.stored_bytes(has),
+        shared_bytes=tenant.stored_bytes(shared),
+        kv_bytes=(tenant.num_kv_pages + tenant.num_ready_pages) * tenant.page_bytes,
+    )
+
+
+def tails_of(books: PageBooks, eviction_terms: EvictionTermsOf, hold: Hold) -> list[Tail]:
+    """Return what each model that is held so would free, page by page, unless somebody writes its bytes."""
+    assert hold <= Hold.WARM, f"never to be taken from: {hold=}"
+    terms_by_model = {
+        model: eviction_terms(model) for model, tenant in books.tenants.items() if not tenant.coming
+    }
+    costs = {
+        model: terms.cost_s_per_byte
+        for model, terms in terms_by_model.items()
+        if terms.hold == hold and not terms.is_loading
+    }
+    shared = books.shared_weights()
+    last = _last_owners(shared, costs)
+    return [
+        Tail(model, hold, cost, _units(books.tenants[model], shared[model], last))
+        for model, cost in costs.items()
+    ]
+
+
+def _last_owners(
+    shared: Mapping[ModelId, Mapping[int, int]], costs: Mapping[ModelId, float]
+) -> dict[int, ModelId | None]:
+    """Return with whom each page comes free that several models have.
+
+    That is the last of them: where all may be taken from the dearest, for the others go before; else None.
+    """
+    last: dict[int, ModelId | None] = {}
+    for model, pages in shared.items():
+        for page in pages.values():
+            other = last.get(page, model)
+            if model not in costs or other is None:
+                last[page] = None
+            else:
+                last[page] = max(model, other, key=lambda owner: (costs[owner], owner))
+    return last
+
+
+def _units(
+    tenant: MappedTenant, shared: Mapping[int, int], last: Mapping[int, ModelId | None]
+) -> tuple[int, ...]:
+    units = dict.fromkeys(sorted(tenant.there, reverse=True), tenant.page_bytes)
+    units.update((index, 0) for index, page in shared.items() if last[page] != tenant.model)
+    return tuple(units.values())

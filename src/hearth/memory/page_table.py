@@ -30,14 +30,14 @@ MAX_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class _Remap:
-    """What is to be done so that the books are true for some places."""
+    """Calls of the driver that make the books true for some places."""
 
     pages: dict[int, int]  #: to be mapped, by place, in their order
     stale: tuple[int, ...]  #: places to unmap before, in their order
 
 
 class PageTable:
-    """Mutable. `lock` has to be held for all methods but `make_real`, `settle`, `check` and `close`."""
+    """Mutable. `lock` is held for all methods but `make_real`, `wait_until_idle`, `check` and `close`."""
 
     def __init__(self, pages: Pages, wipe: Wipe | None = None) -> None:
         self._pages = pages
@@ -47,15 +47,15 @@ class PageTable:
         self.lock = threading.Lock()
         #: Keeps calls of the driver in order, one remapping at a time; taken before `lock`.
         self._driver = threading.Lock()
-        #: Belonging nowhere; those that came free first are given first, for the device is done with them.
+        #: Pages that belong nowhere; the first to come free is given first, for the device is done with it.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(pages.num_pages))
         self._page_at: dict[int, int] = {}  #: what belongs at a place
         self._places: list[set[int]] = [set() for _ in range(pages.num_pages)]  #: the inverse
         self.shared: set[int] = set()  #: pages that belong at more than one place
-        #: What is mapped at a place, and nobody is about to unmap; written with both locks held.
+        #: The page that is mapped at a place, and not about to be unmapped; written with both locks held.
         self._mapped: dict[int, int] = {}
         self._mapped_places: list[set[int]] = [set() for _ in range(pages.num_pages)]  #: the inverse
-        #: What the device had queued when a mapped place was given up.
+        #: By mapped place that was given up: what the device had queued then.
         self._left: dict[int, Mark] = {}
 
     @property
@@ -70,11 +70,11 @@ class PageTable:
         return self._page_at[place]
 
     def places_of(self, page: int) -> set[int]:
-        """Where it belongs; not to be changed."""
+        """Return the places where a page belongs; not to be changed."""
         return self._places[page]
 
     def is_real(self, place: int) -> bool:
-        """Whether what belongs at a place is mapped there."""
+        """True if what belongs at a place is mapped there."""
         return self._mapped.get(place) == self._page_at[place]
 
     def claim(self, places: Sequence[int]) -> None:
@@ -128,7 +128,7 @@ class PageTable:
             while not self._try_make_real(wanted[begin : begin + MAX_AT_ONCE]):
                 pass  # the books changed between waiting and mapping: others are as fast as we are
 
-    def settle(self, place: int) -> None:
+    def wait_until_idle(self, place: int) -> None:
         """Wait until the device is done with what was at a place, also if the same page is there again."""
         with self.lock:
             mark = self._left.get(place)
@@ -136,7 +136,7 @@ class PageTable:
             mark.synchronize()
 
     def _try_make_real(self, places: Sequence[int]) -> bool:
-        """False: the books have changed meanwhile."""
+        """Have the books be true for some places; False if they have changed meanwhile."""
         with self.lock:
             remap = self._remap(places)
             marks = [self._left.get(stale) for stale in remap.stale]
@@ -160,7 +160,7 @@ class PageTable:
         return True
 
     def _carry_out(self, remap: _Remap, stale_pages: Mapping[int, int]) -> None:
-        """What the driver refuses is not in the books, and what it has done before that is."""
+        """Call the driver. What it refuses is not in the books, and what it has done before that is."""
         there = dict(stale_pages)
         try:
             for run in self._runs(remap.stale):
@@ -192,7 +192,7 @@ class PageTable:
         return _Remap(pages, tuple(sorted(stale)))
 
     def _runs(self, places: Sequence[int]) -> Iterator[list[int]]:
-        """Sorted places, those together that follow each other."""
+        """Yield sorted places, those together that follow each other."""
         run: list[int] = []
         for place in places:
             if run and place != run[-1] + self._pages.page_bytes:

@@ -32,18 +32,18 @@ class Pages(Protocol):
 
     @property
     def base_address(self) -> int:
-        """Where the first space is wanted."""
+        """Address at which the first space is wanted."""
 
     @property
     def space_bytes(self) -> int:
-        """How far one space is from the next: a multiple of 32 pages."""
+        """Distance of one space from the next: a multiple of 32 pages."""
 
     @property
     def num_spaces(self) -> int: ...
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
-        """What had to be done otherwise than wished, by name."""
+        """Counts of what had to be done otherwise than wished, by name."""
 
     def reserve(self, wanted: int | None) -> int:
         """Reserve `space_bytes` of addresses; another address than `wanted` where that is not to be had."""
@@ -52,13 +52,13 @@ class Pages(Protocol):
         """Give back a space in which nothing is mapped."""
 
     def map(self, address: int, *pages: int) -> None:
-        """One behind the other. Nothing may be mapped there."""
+        """Map pages one behind the other. Nothing may be mapped there."""
 
     def unmap(self, address: int, num_pages: int = 1) -> None:
-        """The device must be done with them."""
+        """Unmap pages that the device is done with."""
 
     def mark(self) -> Mark:
-        """Of what is queued now on the calling thread's current stream."""
+        """Return a mark behind what is queued now on the calling thread's current stream."""
 
     def bytes_at(self, address: int, num_bytes: int) -> torch.Tensor:
         """A uint8 view of addresses, mapped or not. What is not must not be touched."""

@@ -1,19 +1,18 @@
 """Where in an arena a model's missing parts go, and what has to move for it. Decides only: it moves nothing.
 
 What can never move cuts the memory into stretches that cannot lend each other room, so it goes to the ends:
-the workspace, one for all models because they step in turns, to the low one, and KV to the high one; tensors
-that lie there shift. Where something is in the way that must not move, they go elsewhere. Tensors go where
-the packer puts them.
+the workspace, one for all models because only one steps at a time, to the low one, and KV to the high one;
+tensors that lie there shift. Where something is in the way that must not move, they go elsewhere. Tensors go
+where the packer puts them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from math import gcd
 
 from hearth.memory.regions import COMMON, Owner, RegionList, Span, Use, aligned, blocks_within, bytes_around
-from hearth.memory.shifting import is_fixed, room_at_begin, room_at_end, stretches
 from hearth.models.layout import ALIGNMENT_BYTES
 from hearth.policy.memory.packing import Item, Move, Packing, Region
 from hearth.types import ModelId
@@ -23,13 +22,13 @@ Packer = Callable[[Sequence[Region], Sequence[Item]], Packing | None]
 #: Where memory is too much in pieces, about as many tries end with room for all of a model in one piece.
 MAX_TRIES = 16
 
-#: What a window is packed as: which block it will be is known only once it has its place.
+#: Key of a window for the packer: which block it will be is known only once it has its place.
 _WINDOW = "window"
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What a model lacks. All of it has to be placed, or nothing is."""
+class PlacementNeed:
+    """Parts of a model that have no place. All of them are placed, or none is."""
 
     model: ModelId
     tensors: tuple[Item, ...]  #: under their owners
@@ -40,13 +39,13 @@ class Wish:
 
     @property
     def workspace(self) -> tuple[Item, ...]:
-        """Of its own, for where the common one cannot grow so far."""
+        """A workspace of the model's own, for where the common one cannot grow so far."""
         item = Item(Owner(self.model, Use.WORKSPACE, 0), aligned(self.workspace_bytes))
         return (item,) if self.more_bytes else ()
 
     @property
     def more_bytes(self) -> int:
-        """By which the common workspace has to grow."""
+        """Bytes by which the common workspace has to grow."""
         return max(0, aligned(self.workspace_bytes) - self.common_bytes)
 
     @property
@@ -56,7 +55,7 @@ class Wish:
 
     @property
     def step_bytes(self) -> int:
-        """With so much room more, another try may go well: not so little that there would be many."""
+        """Bytes that have to come free before another try: not so few that there would be many tries."""
         items = (*self.tensors, *self.workspace, *_windows(self))
         return max(self.least_bytes // MAX_TRIES, *(item.num_bytes for item in items))
 
@@ -70,19 +69,22 @@ class Placement:
 
 
 def plan_placement(
-    regions: RegionList, wish: Wish, movable: Set[ModelId], packer: Packer
+    regions: RegionList, need: PlacementNeed, movable: Set[ModelId], packer: Packer
 ) -> Placement | None:
-    """None: no place is found, though the tensors of models that are `movable` may move."""
-    if wish.least_bytes > regions.free_bytes:
+    """Return places for all parts, with what moves for them; None if there are none.
+
+    Only tensors of models that are `movable` may move.
+    """
+    if need.least_bytes > regions.free_bytes:
         return None
-    for grows in (True, False) if wish.more_bytes else (True,):
+    for grows in (True, False) if need.more_bytes else (True,):
         for is_high in (True, False):
-            draft = _Draft(regions.copy(), movable)
-            if grows and not _grow_common(draft, wish):
+            draft = _PlacementDraft(regions.copy(), movable)
+            if grows and not _grow_common(draft, need):
                 break
-            if is_high and not _place_high(draft, wish, has_own=not grows):
+            if is_high and not _place_high(draft, need, has_own=not grows):
                 continue
-            if _pack_rest(draft, wish, packer, has_own=not grows):
+            if _pack_rest(draft, need, packer, has_own=not grows):
                 return Placement(tuple(draft.moves), tuple(draft.spans))
     return None
 
@@ -93,7 +95,7 @@ def extent_span(model: ModelId, extent: range, block_bytes: int) -> Span:
 
 
 @dataclass(slots=True)
-class _Draft:
+class _PlacementDraft:
     """A placement in the making. Mutable; the functions below write it, the books as if it were done."""
 
     books: RegionList
@@ -115,36 +117,36 @@ class _Draft:
         return any(span.owner == owner for span in self.spans)
 
 
-def _grow_common(draft: _Draft, wish: Wish) -> bool:
-    """False: what lies behind the common workspace must not move, or has too little room."""
-    if not wish.more_bytes:
+def _grow_common(draft: _PlacementDraft, need: PlacementNeed) -> bool:
+    """Have the common workspace grow; False if what lies behind it must not move, or has no room."""
+    if not need.more_bytes:
         return True
-    lowest = list(stretches(draft.books, draft.movable))[-1]  # something is free
-    moves = room_at_begin(lowest, wish.more_bytes)
-    if lowest[0].begin != wish.common_bytes or moves is None:
+    lowest = list(_stretches(draft.books, draft.movable))[-1]  # something is free
+    moves = _room_at_begin(lowest, need.more_bytes)
+    if lowest[0].begin != need.common_bytes or moves is None:
         return False
     draft.move(moves)
     if COMMON in draft.books:
         draft.books.give(COMMON)
-    draft.take(Span(0, aligned(wish.workspace_bytes), COMMON))
+    draft.take(Span(0, aligned(need.workspace_bytes), COMMON))
     return True
 
 
-def _place_high(draft: _Draft, wish: Wish, *, has_own: bool) -> bool:
-    """What never moves, at the end of the highest stretch that has the room for it."""
-    for stretch in stretches(draft.books, draft.movable) if wish.num_blocks else ():
-        blocks = blocks_within(stretch[0].begin, stretch[-1].end, wish.block_bytes)[-wish.num_blocks :]
-        if len(blocks) < wish.num_blocks:
+def _place_high(draft: _PlacementDraft, need: PlacementNeed, *, has_own: bool) -> bool:
+    """Place what never moves, at the end of the highest stretch that has the room for it."""
+    for stretch in _stretches(draft.books, draft.movable) if need.num_blocks else ():
+        blocks = blocks_within(stretch[0].begin, stretch[-1].end, need.block_bytes)[-need.num_blocks :]
+        if len(blocks) < need.num_blocks:
             continue
-        span = extent_span(wish.model, blocks, wish.block_bytes)
-        moves = room_at_end(stretch, stretch[-1].end - span.begin)
+        span = extent_span(need.model, blocks, need.block_bytes)
+        moves = _room_at_end(stretch, stretch[-1].end - span.begin)
         if moves is not None:
             draft.move(moves)
             draft.take(span)
             break
-    for item in wish.workspace if has_own else ():
-        for stretch in stretches(draft.books, draft.movable):
-            moves = room_at_end(stretch, item.num_bytes)
+    for item in need.workspace if has_own else ():
+        for stretch in _stretches(draft.books, draft.movable):
+            moves = _room_at_end(stretch, item.num_bytes)
             if moves is not None:
                 draft.move(moves)
                 end = stretch[-1].end
@@ -153,12 +155,12 @@ def _place_high(draft: _Draft, wish: Wish, *, has_own: bool) -> bool:
     return bool(draft.spans)
 
 
-def _pack_rest(draft: _Draft, wish: Wish, packer: Packer, *, has_own: bool) -> bool:
-    """All that has no place yet, as the packer likes."""
-    items = [*wish.tensors, *(wish.workspace if has_own else ())]
+def _pack_rest(draft: _PlacementDraft, need: PlacementNeed, packer: Packer, *, has_own: bool) -> bool:
+    """Place all that has no place yet, as the packer likes."""
+    items = [*need.tensors, *(need.workspace if has_own else ())]
     items = [item for item in items if not draft.has(_owner(item.key))]
     has_blocks = any(span.owner is not None and span.owner.use is Use.KV for span in draft.spans)
-    windows = () if has_blocks else _windows(wish)
+    windows = () if has_blocks else _windows(need)
     if not items and not windows:
         return True
     spans = list(draft.books)
@@ -170,25 +172,90 @@ def _pack_rest(draft: _Draft, wish: Wish, packer: Packer, *, has_own: bool) -> b
         begin = packing.begins[item.key]
         draft.spans.append(Span(begin, begin + item.num_bytes, _owner(item.key)))
     for _ in windows:
-        first = -(-packing.begins[_WINDOW] // wish.block_bytes)
-        extent = range(first, first + wish.num_blocks)
-        draft.spans.append(extent_span(wish.model, extent, wish.block_bytes))
+        first = -(-packing.begins[_WINDOW] // need.block_bytes)
+        extent = range(first, first + need.num_blocks)
+        draft.spans.append(extent_span(need.model, extent, need.block_bytes))
     return True
 
 
-def _windows(wish: Wish) -> tuple[Item, ...]:
-    """Bytes that hold the blocks, and what is around them, at whichever boundary they begin."""
-    if not wish.num_blocks:
+def _windows(need: PlacementNeed) -> tuple[Item, ...]:
+    """Return the bytes that hold the blocks, and what is around them, wherever they begin."""
+    if not need.num_blocks:
         return ()
     # The furthest that a boundary can be from the next block.
-    ahead_bytes = wish.block_bytes - gcd(wish.block_bytes, ALIGNMENT_BYTES)
-    return (Item(_WINDOW, aligned(ahead_bytes + wish.num_blocks * wish.block_bytes)),)
+    ahead_bytes = need.block_bytes - gcd(need.block_bytes, ALIGNMENT_BYTES)
+    return (Item(_WINDOW, aligned(ahead_bytes + need.num_blocks * need.block_bytes)),)
 
 
 def _region(span: Span, movable: Set[ModelId]) -> Region:
-    return Region(span.begin, span.num_bytes, span.owner, is_fixed(span, movable))
+    return Region(span.begin, span.num_bytes, span.owner, _is_fixed(span, movable))
 
 
 def _owner(key: Hashable) -> Owner:
     assert isinstance(key, Owner), f"{key=} is no owner"
     return key
+
+
+# --- Shifting -----------------------------------------------------------------------------------------------
+#
+# Room at one end of a stretch is made by shifting tensors in it. Only those before enough holes shift:
+#
+#     | a |   | b | c |      |        | a | b | c |    | room |
+
+
+def _is_fixed(span: Span, movable: Set[ModelId]) -> bool:
+    owner = span.owner
+    return owner is not None and (owner.use is not Use.TENSOR or owner.model not in movable)
+
+
+def _stretches(regions: RegionList, movable: Set[ModelId]) -> Iterator[list[Span]]:
+    """Yield what lies between regions that must not move, the highest first, unless nothing does."""
+    stretch: list[Span] = []
+    for span in reversed(list(regions)):
+        if not _is_fixed(span, movable):
+            stretch.append(span)
+        elif stretch:
+            yield stretch[::-1]
+            stretch = []
+    if stretch:
+        yield stretch[::-1]
+
+
+def _room_at_end(stretch: Sequence[Span], num_bytes: int) -> list[Move] | None:
+    """Return moves towards the low end, in a safe order, with which the last so many bytes come free."""
+    passed, free_bytes = _passed(reversed(stretch), num_bytes)
+    if free_bytes < num_bytes:
+        return None
+    target = stretch[-1].end - num_bytes - sum(span.num_bytes for span in passed)
+    moves = []
+    for span in reversed(passed):
+        moves.append(Move(span.owner, span.begin, target, span.num_bytes))
+        target += span.num_bytes
+    return [move for move in moves if move.source != move.target]
+
+
+def _room_at_begin(stretch: Sequence[Span], num_bytes: int) -> list[Move] | None:
+    """Return moves towards the high end, in a safe order, with which the first so many bytes come free."""
+    passed, free_bytes = _passed(stretch, num_bytes)
+    if free_bytes < num_bytes:
+        return None
+    end = stretch[0].begin + num_bytes + sum(span.num_bytes for span in passed)
+    moves = []
+    for span in reversed(passed):
+        end -= span.num_bytes
+        moves.append(Move(span.owner, span.begin, end, span.num_bytes))
+    return [move for move in moves if move.source != move.target]
+
+
+def _passed(spans: Iterable[Span], num_bytes: int) -> tuple[list[Span], int]:
+    """Return the tensors before so many free bytes, and how many bytes those are."""
+    passed: list[Span] = []
+    free_bytes = 0
+    for span in spans:
+        if free_bytes >= num_bytes:
+            break
+        if span.owner is None:
+            free_bytes += span.num_bytes
+        else:
+            passed.append(span)
+    return passed, free_bytes

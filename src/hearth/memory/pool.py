@@ -27,7 +27,7 @@ from hearth.types import Digest, Hold, ModelId
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a pool has to know of a model."""
+    """Sizes and layouts of a model, as far as a pool has to know them."""
 
     digest: Digest  #: of its manifest: another one means other bytes
     stored: Layout  #: as its bytes lie in the file
@@ -41,10 +41,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class EvictionTerms:
-    """How the memory of a model is looked at when somebody needs room."""
+    """Terms on which weights of a model may be taken when somebody needs room."""
 
     hold: Hold  #: only what is retained or warm is ever taken
-    cost_s_per_byte: float  #: T2's: what it is expected to cost to have a byte back
+    cost_s_per_byte: float  #: the reload cost of one byte
     is_loading: bool  #: its bytes are being written: they are neither taken nor moved nor shared
 
 
@@ -73,7 +73,7 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a model has in a pool."""
+    """Memory of one model in a pool."""
 
     model: ModelId
     weights_bytes: int  #: that are there, of `total_bytes`; shared ones count for each who has them
@@ -84,7 +84,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class PoolUsage:
     """A pool at one moment. Free, workspace, lost and all holdings, shared bytes once, make up the budget."""
 
     budget_bytes: int
@@ -97,33 +97,33 @@ class Picture:
 
 
 class Pool(Protocol):
-    """Mutable; see above for the threads."""
+    """Device memory of one worker. Mutable; see above for the threads."""
 
     @property
     def budget_bytes(self) -> int: ...
 
     @property
     def keeps_addresses(self) -> bool:
-        """Whether a model's space is the same, however often its bytes leave and come back, unless
+        """True if a model's space is the same, however often its bytes leave and come back, unless
         `take_displaced` names it."""
 
-    def lacks(self, model: ModelId, shape: Shape) -> int:
-        """Bytes that have to come free before the model can be placed; 0: it can."""
+    def missing_bytes(self, model: ModelId, shape: Shape) -> int:
+        """Return the bytes that have to come free before a model can be placed; 0: it can."""
 
     def place(self, model: ModelId, shape: Shape) -> Space:
-        """Memory for all weights that are not there yet, for the workspace and the sink; KV is grown later.
+        """Return memory for all weights, for the workspace and the sink; KV is grown later.
 
         What is there of the model stays, unless its digest is another one. Weights of others may be moved.
-        Raises DeviceError where `lacks` is not 0.
+        Raises DeviceError where `missing_bytes` is not 0.
         """
 
     def prepare(self, model: ModelId, part: ByteRange) -> None:
-        """Called by a thread of the caller, for each of the parts of a space, or pieces of them."""
+        """Make a part of a space, or a piece of one, ready to be written. Any one thread may call it."""
 
-    def landed(self, model: ModelId, *, is_whole: bool) -> None:
-        """The load has ended: all gaps are filled, or those that are not `is_whole` are given back."""
+    def load_ended(self, model: ModelId, *, is_whole: bool) -> None:
+        """Note that a load has ended: all gaps are filled, or, unless `is_whole`, given back."""
 
-    def take(self, num_bytes: int, most: Hold) -> int:
+    def take_weights(self, num_bytes: int, most: Hold) -> int:
         """Take at least so many bytes of weights from models held at most so, cheapest first; returns how
         many came free, which is less only where there are no more. Nobody computes with any of them."""
 
@@ -139,23 +139,24 @@ class Pool(Protocol):
         the memory next waits for what is queued now."""
 
     def extents(self, model: ModelId) -> list[range]:
-        """Those that could be taken back next, in that order of preference; at most one with mapped pages."""
+        """Return extents that could be taken back next, best first; at most one with mapped pages."""
 
-    def vacate(self, model: ModelId) -> None:
-        """The model computes no more: its KV goes, and its place with it; its weights stay. One that is
+    def retire(self, model: ModelId) -> None:
+        """Take back KV, workspace and sink of a model that computes no more; its weights stay. One that is
         unknown has nothing."""
 
     def drop(self, model: ModelId) -> None:
-        """All of it goes. Nobody computes with it or loads it any more. One that is unknown has nothing."""
+        """Have all of a model go that nobody computes with or loads. One that is unknown has nothing."""
 
     def take_moved(self) -> dict[ModelId, Mapping[str, TensorPlace]]:
-        """Placed models whose tensors have moved since the last call, and where they are now."""
+        """Return the placed models whose tensors have moved since the last call, and where they are now."""
 
     def take_displaced(self) -> list[ModelId]:
-        """Models that had nothing left, and whose addresses went to another that was placed since the last
-        call: what was built there must not be used again."""
+        """Return models that had nothing left, and whose addresses went to another that was placed since the
+        last call: what was built there must not be used again."""
 
-    def picture(self) -> Picture: ...
+    def usage(self) -> PoolUsage:
+        """Return who has which memory."""
 
 
 EvictionTermsOf = Callable[[ModelId], EvictionTerms]

@@ -22,6 +22,8 @@ from hearth.types import ModelId
 
 
 class Use(StrEnum):
+    """Purpose of a region."""
+
     TENSOR = "tensor"
     WORKSPACE = "workspace"
     KV = "kv"
@@ -29,17 +31,21 @@ class Use(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Owner:
+    """A part of a model that has one region."""
+
     model: ModelId
     use: Use
     index: int  #: of the tensor in its layout, or of an extent's first block; 0 for a workspace
 
 
-#: One workspace for all models: they step in turns, and it holds nothing between two steps.
+#: One workspace for all models: only one steps at a time, and it holds nothing between two steps.
 COMMON = Owner(ModelId(""), Use.WORKSPACE, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
+    """A region: consecutive bytes with one owner, or free."""
+
     begin: int
     end: int
     owner: Owner | None  #: None: it is free
@@ -50,7 +56,7 @@ class Span:
 
 
 class RegionList:
-    """Mutable; written only by the pool that owns it."""
+    """All regions of one memory. Mutable; written only by the pool that owns it."""
 
     def __init__(self, num_bytes: int) -> None:
         assert num_bytes % ALIGNMENT_BYTES == 0 < num_bytes, f"{num_bytes=} is no number of whole regions"
@@ -58,7 +64,7 @@ class RegionList:
         self.free_bytes = num_bytes
         #: Where regions begin, in order.
         self._begins = [0]
-        #: They touch and cover the memory. No two free ones are neighbours.
+        #: Regions by where they begin. They touch and cover the memory; no two free ones are neighbours.
         self._span_by_begin = {0: Span(0, num_bytes, None)}
         self._begin_by_owner: dict[Owner, int] = {}
         self.used_bytes = Counter[Use]()
@@ -90,7 +96,7 @@ class RegionList:
         return self._span_by_begin[self._begin_by_owner[owner]]
 
     def take(self, span: Span) -> None:
-        """For its owner, out of one free region."""
+        """Give a span to its owner, out of one free region."""
         owner = span.owner
         assert owner is not None, f"{span} is for nobody"
         assert owner not in self, f"{owner} has its region already"
@@ -106,7 +112,7 @@ class RegionList:
         self._count(owner, span.num_bytes)
 
     def give(self, owner: Owner) -> Span:
-        """Back: it becomes one with what is free beside it. Returns the span that the owner had."""
+        """Have a region be free, as one with what is free beside it. Returns the span that the owner had."""
         given = self.span_of(owner)
         beside = self._free_beside(given)
         for span in (given, *beside):
@@ -159,18 +165,18 @@ def aligned(num_bytes: int) -> int:
 
 
 def blocks_within(begin: int, end: int, block_bytes: int) -> range:
-    """The blocks that lie in these bytes as a whole, perhaps none."""
+    """Return the blocks that lie in these bytes as a whole, perhaps none."""
     return range(-(-begin // block_bytes), end // block_bytes)
 
 
 def bytes_around(blocks: range, block_bytes: int) -> ByteRange:
-    """What a run of blocks takes: its bytes, up to the next boundaries of the books."""
+    """Return the bytes of a run of blocks, up to the next boundaries of the books."""
     begin = blocks.start * block_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     return ByteRange(begin, aligned(blocks.stop * block_bytes))
 
 
 def extents_of(blocks: range, block_bytes: int, batch_blocks: int) -> list[range]:
-    """A run of blocks, cut at multiples of a batch, unless two extents would share a boundary."""
+    """Return a run of blocks cut at multiples of a batch, unless two extents would share a boundary."""
     if batch_blocks * block_bytes % ALIGNMENT_BYTES:
         return [blocks]
     first = blocks.start // batch_blocks * batch_blocks

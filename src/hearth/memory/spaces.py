@@ -19,24 +19,24 @@ class Spaces:
 
     def __init__(self, pages: Pages) -> None:
         self._pages = pages
-        #: All that are reserved are in one of these two, and in no other.
+        #: Addresses of all spaces that are reserved: each is in one of these two, and in no other.
         self._owned: set[int] = set()
         self._idle: set[int] = set()
-        #: Slots that were not to be had, for they are somebody else's in this process.
+        #: Addresses that were not to be had, for they are somebody else's in this process.
         self._refused: set[int] = set()
         self.num_fallbacks = 0  #: spaces that are elsewhere than wanted
 
     @property
     def is_full(self) -> bool:
-        """Whether another space would be a further one, of which a process cannot have many."""
-        slots = map(self._address, range(self._pages.num_spaces))
-        return not self._idle and all(slot in self._owned or slot in self._refused for slot in slots)
+        """True if another space would be one beyond those with an index, of which a process has few."""
+        addresses = map(self._address, range(self._pages.num_spaces))
+        return not self._idle and all(at in self._owned or at in self._refused for at in addresses)
 
     def give(self, model: ModelId, digest: Digest) -> int:
-        """The address of a space: the digest's own slot, or else another that is free."""
-        slot = int(digest, 16) % self._pages.num_spaces
-        wanted = self._address(slot)
-        address = self._take_slot(wanted) if wanted not in self._owned else self._take_other(slot)
+        """Return the address of a space: the one whose index the digest prefers, or else another."""
+        index = int(digest, 16) % self._pages.num_spaces
+        wanted = self._address(index)
+        address = self._take(wanted) if wanted not in self._owned else self._take_other(index)
         if address != wanted:
             self.num_fallbacks += 1
             log.warning(
@@ -47,20 +47,21 @@ class Spaces:
         return address
 
     def take_back(self, address: int) -> None:
+        """Keep a space that its model does not need any more, for the next one."""
         self._owned.remove(address)
         self._idle.add(address)
 
     def close(self) -> None:
-        """Nothing may be mapped in any of them."""
+        """Give all addresses back. Nothing may be mapped in any of them."""
         for address in sorted(self._owned | self._idle):
             self._pages.free(address)
         self._owned.clear()
         self._idle.clear()
 
-    def _address(self, slot: int) -> int:
-        return self._pages.base_address + slot * self._pages.space_bytes
+    def _address(self, index: int) -> int:
+        return self._pages.base_address + index * self._pages.space_bytes
 
-    def _take_slot(self, wanted: int) -> int:
+    def _take(self, wanted: int) -> int:
         if wanted in self._idle:
             self._idle.remove(wanted)
             return wanted
@@ -71,18 +72,19 @@ class Spaces:
             self._refused.add(wanted)
         return address
 
-    def _take_other(self, slot: int) -> int:
-        num_slots = self._pages.num_spaces
-        for step in range(1, num_slots):
-            wanted = self._address((slot + step) % num_slots)
+    def _take_other(self, index: int) -> int:
+        """Take the next space by its index that is free."""
+        num_spaces = self._pages.num_spaces
+        for step in range(1, num_spaces):
+            wanted = self._address((index + step) % num_spaces)
             if wanted not in self._owned and wanted not in self._refused:
-                return self._take_slot(wanted)
+                return self._take(wanted)
         return self._take_beyond()
 
     def _take_beyond(self) -> int:
-        """Beyond the slots: where the driver once put a space, or wherever it puts one now."""
-        slots = set(map(self._address, range(self._pages.num_spaces)))
-        address = min(self._idle - slots, default=None)
+        """Take a space without an index: where the driver once put one, or wherever it puts one now."""
+        indexed = set(map(self._address, range(self._pages.num_spaces)))
+        address = min(self._idle - indexed, default=None)
         if address is None:
             return self._pages.reserve(None)
         self._idle.remove(address)

@@ -14,13 +14,11 @@ from dataclasses import replace
 from queue import SimpleQueue
 
 from hearth.errors import DeviceError
-from hearth.memory.mapped_tenant import Tenant, check_fits, num_pages, runs_of
-from hearth.memory.page_books import PageBooks
-from hearth.memory.page_picture import check, picture_of
+from hearth.memory.mapped_tenant import MappedTenant, check_fits, num_pages, runs_of
+from hearth.memory.page_books import PageBooks, check_books, tails_of, usage_of
 from hearth.memory.page_table import PageTable, Wipe
-from hearth.memory.page_tails import tails_of
 from hearth.memory.pages import Pages
-from hearth.memory.pool import EvictionTermsOf, Picture, Shape, Space
+from hearth.memory.pool import EvictionTermsOf, PoolUsage, Shape, Space
 from hearth.memory.spaces import Spaces
 from hearth.models.layout import ByteRange
 from hearth.models.weights import TensorPlace, contiguous_places
@@ -33,9 +31,9 @@ log = logging.getLogger(__name__)
 class MappedPool:
     """A `Pool` that owns its pages. Mutable; all but `prepare` is called by the thread of the steps."""
 
-    def __init__(self, pages: Pages, regards: EvictionTermsOf, *, wipe: Wipe | None = None) -> None:
+    def __init__(self, pages: Pages, eviction_terms: EvictionTermsOf, *, wipe: Wipe | None = None) -> None:
         """`wipe` is called with all bytes that come free, for tests."""
-        self._pages, self._regards = pages, regards
+        self._pages, self._eviction_terms = pages, eviction_terms
         self._table = PageTable(pages, wipe)
         self._spaces = Spaces(pages)
         self._books = PageBooks(pages, self._table, self._spaces)
@@ -53,18 +51,18 @@ class MappedPool:
     def keeps_addresses(self) -> bool:
         return True
 
-    def lacks(self, model: ModelId, shape: Shape) -> int:
+    def missing_bytes(self, model: ModelId, shape: Shape) -> int:
         """Chunks that others have are not counted; if `take` takes them, the next answer is a larger one."""
         check_fits(model, shape, self._pages)
         with self._table.lock:
-            return self._books.lacking_pages(model, shape) * self._pages.page_bytes
+            return self._books.missing_pages(model, shape) * self._pages.page_bytes
 
     def place(self, model: ModelId, shape: Shape) -> Space:
         check_fits(model, shape, self._pages)
         with self._table.lock:
-            if num_lacking := self._books.lacking_pages(model, shape):
+            if num_missing := self._books.missing_pages(model, shape):
                 raise DeviceError(
-                    f"`{model}` lacks {num_lacking * self._pages.page_bytes} bytes of device memory, "
+                    f"`{model}` lacks {num_missing * self._pages.page_bytes} bytes of device memory, "
                     f"{self._table.num_free * self._pages.page_bytes} of {self.budget_bytes} are free: take "
                     "weights of others, shrink their KV, or raise `service.memory_bytes`"
                 )
@@ -81,20 +79,22 @@ class MappedPool:
         indices = range(part.begin // tenant.page_bytes, num_pages(part.end, tenant.page_bytes))
         places = tenant.weights_places(indices)
         for place in places:
-            self._table.settle(place)  # loads write on a stream of their own
+            self._table.wait_until_idle(place)  # loads write on a stream of their own
         self._table.make_real(places)
 
-    def landed(self, model: ModelId, *, is_whole: bool) -> None:
+    def load_ended(self, model: ModelId, *, is_whole: bool) -> None:
         with self._table.lock:
-            self._books.land(self._books.tenants[model], is_whole=is_whole)
+            self._books.end_load(self._books.tenants[model], is_whole=is_whole)
 
-    def take(self, num_bytes: int, most: Hold) -> int:
+    def take_weights(self, num_bytes: int, most: Hold) -> int:
         freed_bytes = 0
         with self._table.lock:
             for hold in (Hold.RETAINED, Hold.WARM):
                 while hold <= most and freed_bytes < num_bytes:
                     # A plan may free less than it should, where models share pages: then once more.
-                    takes = plan_takes(tails_of(self._books, self._regards, hold), num_bytes - freed_bytes)
+                    takes = plan_takes(
+                        tails_of(self._books, self._eviction_terms, hold), num_bytes - freed_bytes
+                    )
                     if not takes:
                         break
                     for take in takes:
@@ -126,10 +126,10 @@ class MappedPool:
     def extents(self, model: ModelId) -> list[range]:
         return self._books.extents(self._books.tenants[model])
 
-    def vacate(self, model: ModelId) -> None:
+    def retire(self, model: ModelId) -> None:
         with self._table.lock:
             if (tenant := self._books.tenants.get(model)) is not None:
-                self._books.vacate(tenant)
+                self._books.retire(tenant)
 
     def drop(self, model: ModelId) -> None:
         with self._table.lock:
@@ -144,16 +144,16 @@ class MappedPool:
             displaced, self._books.displaced = self._books.displaced, []
         return displaced
 
-    def picture(self) -> Picture:
+    def usage(self) -> PoolUsage:
         with self._table.lock:
             ours = {"address": self._spaces.num_fallbacks, "mapping_ahead": self._num_later}
-            return picture_of(self._books, self._pages, {**ours, **self._pages.fallbacks})
+            return usage_of(self._books, self._pages, {**ours, **self._pages.fallbacks})
 
     def check(self) -> None:
         """Raise if the books contradict each other. For tests."""
         self._table.check()
         with self._table.lock:
-            check(self._books)
+            check_books(self._books)
 
     def close(self) -> None:
         """Give everything back to the device. Nobody may touch the memory or the pool any more."""
@@ -163,7 +163,7 @@ class MappedPool:
         self._spaces.close()
         self._pages.close()
 
-    def _space(self, tenant: Tenant, unreal: Sequence[int]) -> Space:
+    def _space(self, tenant: MappedTenant, unreal: Sequence[int]) -> Space:
         shape = tenant.shape
         if tenant.space is None:  # addresses never change, and looking at them takes its time
             tenant.space = Space(

@@ -21,10 +21,9 @@ from hearth.messages import WorkerSetup
 from hearth.store.borrower import Borrower
 from hearth.store.die_with_parent import die_with_parent
 from hearth.store.loader import Loader
-from hearth.worker.hosted_model import Workshop
 from hearth.worker.link import GatewayLink, Introduction, connect, greet
-from hearth.worker.runtime import Runtime, start
-from hearth.worker.worker import Inbox, WorkerLoop
+from hearth.worker.runtime import HostingResources, Runtime, start
+from hearth.worker.worker_loop import Inbox, WorkerLoop
 
 #: How long a thread may keep the interpreter from the others. Models are put together while others step, and
 #: the usual 5 ms would show between two tokens.
@@ -57,11 +56,11 @@ def _serve(setup: WorkerSetup) -> None:
     config = EngineConfig(**setup.engine)  # type: ignore[arg-type] # checked by the class itself
     runtime = start(setup, config)
     borrower = Borrower(Path(setup.keeper_socket))
-    workshop = Workshop(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device))
+    resources = HostingResources(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device))
     link = greet(connect(setup.host, setup.port), _introduction(setup, runtime), bytes.fromhex(setup.secret))
     inbox: Inbox = SimpleQueue()
     threading.Thread(target=_read, args=(link, inbox), name="hearth-reader", daemon=True).start()
-    WorkerLoop(workshop, inbox, link.send).run()
+    WorkerLoop(resources, inbox, link.send).run()
 
 
 def _introduction(setup: WorkerSetup, runtime: Runtime) -> Introduction:

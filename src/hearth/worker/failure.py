@@ -10,7 +10,7 @@ import torch
 from hearth.errors import EngineFailed, HearthError
 from hearth.types import ModelId
 
-#: Of CUDA's driver, in the words of `memory/cuda_driver.py`; after any other the context goes on.
+#: Errors of CUDA's driver that break the context, in the words of `memory/cuda_driver.py`.
 _FATAL_CODES = (
     "CUDA_ERROR_ASSERT",
     "CUDA_ERROR_CONTEXT_IS_DESTROYED",
@@ -32,6 +32,8 @@ _FATAL_CODES = (
 
 @dataclass(frozen=True, slots=True)
 class Failure:
+    """Why a model cannot be hosted any more."""
+
     label: str
     reason: str
     is_fatal: bool = False  #: the device's context is broken, and with it every model in this process
@@ -39,7 +41,7 @@ class Failure:
 
 
 class ModelBroke(Exception):
-    """What broke is a model that was to give way, and not the one that it was done for."""
+    """A model broke that was to give way, and not the one that it was done for."""
 
     def __init__(self, model: ModelId, error: Exception) -> None:
         super().__init__(f"`{model}`: {error!r}")
@@ -47,7 +49,7 @@ class ModelBroke(Exception):
 
 
 def blame(model: ModelId, error: Exception) -> tuple[ModelId, Failure]:
-    """Which model broke when something was done for this one, and how."""
+    """Return which model broke when something was done for this one, and how."""
     if isinstance(error, ModelBroke):
         error.__traceback__ = None  # as in `failure_of`
         return error.model, failure_of(error.error)
@@ -55,7 +57,10 @@ def blame(model: ModelId, error: Exception) -> tuple[ModelId, Failure]:
 
 
 def failure_of(error: Exception) -> Failure:
-    """Also has the error let go of its frames: they hold the model's memory, which is to be given back."""
+    """Return what is said of an error, and have it let go of its frames.
+
+    They hold the model's memory, which is to be given back.
+    """
     trace = "" if isinstance(error, HearthError) else "".join(traceback.format_exception(error))
     error.__traceback__ = None
     label, reason = EngineFailed.label, f"its engine broke: {error!r}"
@@ -65,7 +70,7 @@ def failure_of(error: Exception) -> Failure:
 
 
 def _is_fatal(error: Exception) -> bool:
-    """An error of the device's context makes every later call fail as well."""
+    """True if the device's context is broken, so that every later call fails as well."""
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
         return False

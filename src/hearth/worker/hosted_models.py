@@ -13,14 +13,18 @@ from collections.abc import Callable
 from hearth.engine.engine import StepOutcome
 from hearth.errors import DeviceError
 from hearth.messages import HostModel, ModelLoaded
-from hearth.types import Hold, ModelId, RequestId
-from hearth.worker.hosted_model import Found, HostedModel, HostingNews, Opened, Workshop
+from hearth.policy.batch.step_sharing import BusyModel, StepReadiness
+from hearth.types import Hold, ModelId
+from hearth.worker.failure import ModelBroke
+from hearth.worker.hosted_model import Finding, HostedModel, ServedModel
+from hearth.worker.model_load import EngineReady, HostingNews, ModelFound
 from hearth.worker.reclaimer import Reclaimer
-from hearth.worker.watched_load import Loaded
+from hearth.worker.runtime import HostingResources
+from hearth.worker.watched_load import WeightsLoaded
 
 #: Engines of retired models that are kept for their return. What they have besides the pool's memory, such as
 #: graphs and buffers of inputs, is some tens of MB each.
-MAX_DORMANT = 16
+MAX_RETIRED = 16
 
 log = logging.getLogger(__name__)
 
@@ -28,147 +32,159 @@ log = logging.getLogger(__name__)
 class HostedModels:
     """Mutable; the step thread alone calls it. `post` is called by other threads."""
 
-    def __init__(self, workshop: Workshop, post: Callable[[int, ModelId, HostingNews], None]) -> None:
-        self.hosts: dict[ModelId, HostedModel] = {}
-        self.steward = Reclaimer(workshop.new_pool, self.hosts)
-        self._workshop, self._post = workshop, post
-        #: Retired ones whose engine waits for them, the longest retired first.
-        self._dormant: dict[ModelId, HostedModel] = {}
-        #: By model whose last step had nothing to compute, for want of KV: the steward's generation then.
-        self._stuck: dict[ModelId, int] = {}
-        #: By model that has no place because one that is being loaded lies in the way: the generation then.
-        self._deferred: dict[ModelId, int] = {}
+    def __init__(
+        self, resources: HostingResources, post: Callable[[int, ModelId, HostingNews], None]
+    ) -> None:
+        self.hosted: dict[ModelId, HostedModel] = {}
+        self.reclaimer = Reclaimer(resources.new_pool, self.hosted)
+        self._resources, self._post = resources, post
+        #: Retired models whose engine waits for them, the longest retired first.
+        self._retired: dict[ModelId, HostedModel] = {}
+        self._readiness = StepReadiness()
+
+    # Coming and going.
 
     def host(self, order: HostModel) -> ModelLoaded | None:
+        """Take a model in; a retired one comes back with its engine, if that is still of use."""
         model, post = order.model, self._post
-        assert model not in self.hosts, f"`{model}` is hosted already"
-        self.steward.worth.hosted(model, order.weight)
-        for displaced in self.steward.pool.take_displaced():  # its engine was built at those addresses
-            if (gone := self._dormant.pop(displaced, None)) is not None:
+        assert model not in self.hosted, f"`{model}` is hosted already"
+        self.reclaimer.reload_costs.hosted(model, order.weight)
+        for displaced in self.reclaimer.pool.take_displaced():  # its engine was built at those addresses
+            if (gone := self._retired.pop(displaced, None)) is not None:
                 gone.close()
-        dormant = self._dormant.pop(model, None)
-        if dormant is not None and dormant.is_same(order):
-            dormant.come_back(order)
-            self.hosts[model] = dormant
-            return self.settle(dormant)
-        if dormant is not None:
-            dormant.close()
-        self.hosts[model] = HostedModel(
-            *(order, self._workshop, self.steward.pool), lambda hosting, news: post(hosting, model, news)
+        retired = self._retired.pop(model, None)
+        if retired is not None and retired.is_same(order):
+            retired.host_again(order)
+            self.hosted[model] = retired
+            return self.load(retired)
+        if retired is not None:
+            retired.close()
+        self.hosted[model] = HostedModel(
+            *(order, self._resources, self.reclaimer.pool), lambda hosting, news: post(hosting, model, news)
         )
+        self.hosted[model].find()
         return None
 
-    def asked(self, host: HostedModel) -> None:
-        """It has got a request."""
-        self.steward.worth.asked(host.model, time.monotonic())
-        if host.hold is Hold.RETAINED:
-            host.hold = Hold.WARM
-
-    def regard(self, model: ModelId, hold: Hold) -> None:
-        """How it is held while it has none. One that has just failed is gone already."""
-        if (host := self.hosts.get(model)) is not None:
-            host.hold = hold
-            self.steward.changed()
-
-    def settle(self, host: HostedModel) -> ModelLoaded | None:
-        """Have all of it loaded that is not there; others may have to give way.
-
-        In an arena what is being loaded cannot be moved, and may cut the room for this one in pieces: then it
-        has to wait for that.
-        """
-        self._deferred.pop(host.model, None)
+    def load(self, hosted: HostedModel) -> ModelLoaded | None:
+        """Have all of a model loaded that is not there; others may have to give way."""
         try:
-            return self._announced(host.settle(self.steward.place))
+            return self._announced(hosted.load(self.reclaimer.place))
         except DeviceError:
-            if self.steward.pool.keeps_addresses or not any(one.is_settling for one in self.hosts.values()):
+            is_any_loading = any(one.is_loading for one in self.hosted.values())
+            if not self.reclaimer.policy.defer(hosted.model, is_any_loading=is_any_loading):
                 raise
-        self._deferred[host.model] = self.steward.generation
-        log.info("model_deferred model=%s", host.model)
+        log.info("model_deferred model=%s", hosted.model)
         return None
 
     def deferred(self) -> list[HostedModel]:
-        """Those who may find a place now."""
-        generation = self.steward.generation
-        return [self.hosts[model] for model, then in self._deferred.items() if then != generation]
+        """Return the models that found no place and may find one now."""
+        return [self.hosted[model] for model in self.reclaimer.policy.deferred()]
 
-    def found(self, host: HostedModel, news: Found) -> ModelLoaded | None:
-        host.found(news)
-        return self.settle(host)
+    def found(self, hosted: HostedModel, news: ModelFound) -> ModelLoaded | None:
+        hosted.found(news)
+        return self.load(hosted)
 
-    def opened(self, host: HostedModel, news: Opened) -> ModelLoaded | None:
-        return self._announced(host.opened(news))
+    def engine_ready(self, hosted: HostedModel, news: EngineReady) -> ModelLoaded | None:
+        return self._announced(hosted.engine_ready(news))
 
-    def loaded(self, host: HostedModel, news: Loaded) -> ModelLoaded | None:
-        return self._announced(host.loaded(news))
-
-    def can_step(self) -> list[ModelId]:
-        """One that is still arriving would hold up others, so it steps only alone."""
-        generation = self.steward.generation
-        busy = [
-            name for name, host in self.hosts.items() if host.has_work and self._stuck.get(name) != generation
-        ]
-        loaded = [name for name in busy if self.hosts[name].is_loaded]
-        return loaded or [name for name in busy if self.hosts[name].is_near]
-
-    def step(self, host: HostedModel) -> StepOutcome:
-        assert host.engine is not None, f"`{host.model}` can step"
-        self.steward.before_step(host)
-        outcome = host.engine.step()
-        self.steward.after_step(host, outcome)
-        if not outcome.has_run and not outcome.preempted:
-            self._stuck[host.model] = self.steward.generation
-        return outcome
-
-    def stirred(self) -> None:
-        """Something has come from outside: whoever was stuck may look again."""
-        self._stuck.clear()
-
-    def stuck(self) -> HostedModel | None:
-        """When no model can step: one that waits for memory that nobody is going to give back."""
-        hosts = self.hosts.values()
-        if any(host.plan is None or host.is_settling for host in hosts):
-            return None  # there will be news
-        return next((host for host in hosts if host.model in self._stuck and host.has_work), None)
-
-    def cancel(self, host: HostedModel, run: int) -> None:
-        """One of its requests ends now, wherever it is."""
-        host.waiting = [order for order in host.waiting if order.run != run]
-        host.unchecked.discard(run)
-        if host.engine is not None:
-            host.engine.cancel(RequestId(str(run)))
-        self.steward.changed()
+    def weights_loaded(self, hosted: HostedModel, news: WeightsLoaded) -> ModelLoaded | None:
+        return self._announced(hosted.weights_loaded(news))
 
     def retire(self, model: ModelId) -> None:
-        """It has no requests; its weights stay until somebody needs their room."""
-        host = self.hosts[model]
-        while host.engine is not None and host.engine.has_work:
-            host.engine.step()  # what was under way when its requests ended
-        host.call_off()
-        self.steward.retire(host)
-        if host.engine is not None and self.steward.pool.keeps_addresses:
-            self._dormant[model] = host
-            if len(self._dormant) > MAX_DORMANT:
-                self._dormant.pop(next(iter(self._dormant))).close()
+        """Take back all memory of an idle model but its weights, which stay until somebody needs it."""
+        hosted = self.hosted[model]
+        while (served := hosted.served) is not None and served.engine.has_work:
+            served.engine.step()  # what was under way when its requests ended
+        hosted.stop_loading()
+        self.reclaimer.retire(hosted)
+        if hosted.served is not None and self.reclaimer.pool.keeps_addresses:
+            hosted.retire()
+            self._retired[model] = hosted
+            if len(self._retired) > MAX_RETIRED:
+                self._retired.pop(next(iter(self._retired))).close()
         else:
-            host.close()
-        del self.hosts[model]
-        self._deferred.pop(model, None)
+            hosted.close()
+        del self.hosted[model]
         log.info("model_retired model=%s", model)
 
     def drop(self, model: ModelId) -> None:
-        """All of it goes, also of a retired one; one that is unknown has nothing."""
-        host = self.hosts.pop(model, None) or self._dormant.pop(model, None)
-        self._deferred.pop(model, None)
-        if host is not None:
-            host.close()
-        self.steward.drop(model)
-        self.steward.worth.forget(model)
+        """Have all of a model go, also of a retired one; one that is unknown has nothing."""
+        hosted = self.hosted.pop(model, None) or self._retired.pop(model, None)
+        if hosted is not None:
+            hosted.close()
+        self.reclaimer.drop(model)
+        self.reclaimer.reload_costs.forget(model)
         log.info("model_dropped model=%s", model)
+
+    # Requests.
+
+    def request_came(self, hosted: HostedModel) -> None:
+        """Note that somebody asked for a model."""
+        self.reclaimer.reload_costs.asked(hosted.model, time.monotonic())
+        if hosted.hold is Hold.RETAINED:
+            hosted.hold = Hold.WARM
+
+    def set_hold(self, model: ModelId, hold: Hold) -> None:
+        """Note how a model is held while it has no requests. One that has just failed is gone already."""
+        if (hosted := self.hosted.get(model)) is not None:
+            hosted.hold = hold
+            self.reclaimer.policy.room_may_have_come()
+
+    def cancel(self, hosted: HostedModel, run: int) -> None:
+        """End one of a model's requests now, wherever it is."""
+        hosted.cancel(run)
+        self.reclaimer.policy.room_may_have_come()
+
+    # Steps.
+
+    def ready(self) -> dict[ModelId, ServedModel]:
+        """Return the models that may step now."""
+        busy = self._busy()
+        generation = self.reclaimer.policy.generation
+        return {model: busy[model] for model in self._readiness.ready(self._views(busy), generation)}
+
+    def step(self, model: ModelId, served: ServedModel) -> StepOutcome:
+        """Step one of the models that are ready, and have its KV grow and shrink around that."""
+        self.reclaimer.before_step(model, served)
+        outcome = served.engine.step()
+        self.reclaimer.after_step(model, served, outcome)
+        if not outcome.has_run and not outcome.preempted:
+            self._readiness.starved(model, self.reclaimer.policy.generation)
+        return outcome
+
+    def look_again(self) -> None:
+        """Let models step that had nothing to compute: something has come from outside."""
+        self._readiness.look_again()
+
+    def hopeless(self) -> ModelBroke | None:
+        """Return a model that waits for KV which nobody is going to give back, when no model is ready.
+
+        None: there is no such model, or there will be news that may change it.
+        """
+        if any(isinstance(one.state, Finding) or one.is_loading for one in self.hosted.values()):
+            return None
+        busy = self._busy()
+        model = self._readiness.hopeless(self._views(busy))
+        return None if model is None else ModelBroke(model, self.reclaimer.kv_shortage(model, busy[model]))
+
+    def _busy(self) -> dict[ModelId, ServedModel]:
+        servings = ((model, one.served) for model, one in self.hosted.items())
+        return {model: one for model, one in servings if one is not None and one.engine.has_work}
+
+    def _views(self, busy: dict[ModelId, ServedModel]) -> list[BusyModel]:
+        return [self._view(self.hosted[model]) for model in busy]
+
+    @staticmethod
+    def _view(hosted: HostedModel) -> BusyModel:
+        load = hosted.load_under_way
+        return BusyModel(hosted.model, hosted.is_loaded, load is not None and load.can_follow)
 
     def _announced(self, loaded: ModelLoaded | None) -> ModelLoaded | None:
         if loaded is not None:
             log.info("model_loaded model=%s load_s=%.3f", loaded.model, loaded.total_s)
-            num_bytes = sum(use.num_bytes for use in loaded.rungs)
-            self.steward.worth.loaded(loaded.model, num_bytes, loaded.total_s)
-            self.steward.changed()
+            costs = self.reclaimer.reload_costs
+            for use in loaded.rungs:
+                costs.moved(use.rung, use.num_bytes, use.seconds)
+            costs.loaded(loaded.model, {use.rung: use.num_bytes for use in loaded.rungs})
+            self.reclaimer.policy.room_may_have_come()
         return loaded

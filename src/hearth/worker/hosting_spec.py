@@ -26,21 +26,25 @@ class HostingSpec:
     """A model as it will be hosted."""
 
     manifest: Manifest
-    spec: ModelSpec
+    model: ModelSpec  #: what its engine has to know
     layout: Layout  #: as served
     shape: Shape
-    floor_blocks: int  #: of KV that it is promised, without the sink
+    floor_blocks: int  #: of KV, that the model is promised, without the sink
 
     @property
     def tensor_bytes(self) -> int:
-        """Of its tensors as stored, without the padding between them."""
+        """Bytes of the tensors as stored, without the padding between them."""
         return sum(spec.nbytes for spec in self.manifest.tensors)
 
 
 def hosting_spec(
     order: HostModel, model: BorrowedModel, device: torch.device, config: EngineConfig
 ) -> HostingSpec:
-    """Raises ModelError where the order asks for what the model was not made for."""
+    """Return how a model is hosted as an order asks for it.
+
+    Raises:
+        ModelError: the order asks for what the model was not made for.
+    """
     manifest = model.manifest
     dtype = computed_dtype(manifest.dtype, device.type)
     layout = served_layout(manifest, dtype)

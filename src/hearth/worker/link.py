@@ -15,13 +15,13 @@ from hearth.errors import ServiceError
 from hearth.messages import VERSION, Challenge, Fact, Order, Welcome, WorkerHello
 from hearth.types import WorkerId
 
-#: For the gateway to answer before it is thought to be no gateway.
+#: How long the gateway may take to answer before it is thought to be no gateway.
 GREETING_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """What a worker says of itself."""
+    """Facts that a worker tells of itself."""
 
     worker: WorkerId
     pid: int
@@ -31,16 +31,18 @@ class Introduction:
 
 
 class GatewayLink:
+    """A connection to the gateway after the handshake. One thread receives, one sends."""
+
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._incoming = connection.makefile("rb", buffering=1 << 16)
 
     def send(self, fact: Fact) -> None:
-        """Raises OSError when the gateway is gone."""
+        """Send a fact. Raises OSError when the gateway is gone."""
         self._connection.sendall(wire.frame(fact))
 
     def receive(self) -> Order | None:
-        """The next order; None at the end. Raises ServiceError for what is none."""
+        """Return the next order; None at the end. Raises ServiceError for what is none."""
         body = self.receive_body()
         return None if body is None else wire.order_of(body)
 
@@ -63,7 +65,7 @@ def connect(host: str, port: int) -> socket.socket:
 
 
 def greet(connection: socket.socket, introduction: Introduction, secret: bytes) -> GatewayLink:
-    """A link to a gateway that knows the secret, and to which this worker has proven that it does as well.
+    """Return a link to a gateway that knows the secret, as this worker has proven to it that it does.
 
     Raises:
         ServiceError: another version, another secret, or the gateway wants none of it.

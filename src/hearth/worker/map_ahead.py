@@ -17,26 +17,26 @@ FIRST_BYTES, MOST_BYTES = 16 << 20, 128 << 20
 
 
 class MapAhead:
-    """Work under way or done. Any thread may wait for parts of it."""
+    """Memory that is being made ready. Any thread may wait for parts of it."""
 
     def __init__(self, prepare: Callable[[ByteRange], None], parts: Sequence[ByteRange]) -> None:
         """`parts` in the order in which they are filled; `prepare` is called by one thread."""
         self._prepare, self._parts = prepare, parts
         self._end = parts[-1].end
-        #: Up to where all parts are ready, or why they never will be; and whether nobody needs them any more.
+        #: Up to where all parts are ready, or why they never will be; True once nobody needs them any more.
         self._done = parts[0].begin
         self._error: Exception | None = None
         self._is_stopped = False
         self._progress = threading.Condition()  #: guards these three
-        self._thread = threading.Thread(target=self._run, name="hearth-groundwork", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="hearth-map-ahead", daemon=True)
         self._thread.start()
 
     def wait_for(self, part: ByteRange) -> None:
-        """Until what belongs to the parts of these bytes can be written.
+        """Return when all of the parts that lie in these bytes can be written.
 
         Raises:
             DeviceError: the device refuses it.
-            LoadCancelled: it was stopped.
+            LoadCancelled: the work was stopped.
         """
         wanted = min(part.end, self._end)
         with self._progress:
@@ -50,7 +50,7 @@ class MapAhead:
         return self._done >= self._end
 
     def wait(self) -> None:
-        """For all of it; raises as `wait_for`."""
+        """Return when all parts can be written; raises as `wait_for`."""
         self.wait_for(ByteRange(0, self._end))
 
     def stop(self) -> None:

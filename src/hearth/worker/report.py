@@ -1,4 +1,4 @@
-"""What a worker says of its memory: a picture when asked, and whose weights are there when that changes.
+"""What a worker says of its memory: all of it when asked, and whose weights are there when that changes.
 
 Takes no memory and decides nothing.
 """
@@ -20,19 +20,19 @@ INTERVAL_S = 0.1
 class Reports:
     """Mutable; the step thread alone calls it."""
 
-    def __init__(self, pool: Pool, hosts: Mapping[ModelId, HostedModel]) -> None:
-        """`hosts` are the hosted models, kept by whoever calls."""
-        self._pool, self._hosts = pool, hosts
+    def __init__(self, pool: Pool, hosted: Mapping[ModelId, HostedModel]) -> None:
+        """`hosted` are the hosted models, kept by whoever calls."""
+        self._pool, self._hosted = pool, hosted
         self._told: dict[ModelId, int] = {}
         self._told_s = 0.0
 
     def residency(self, *, is_due: bool) -> DeviceResidency | None:
-        """None: it is as it was told, or was told a moment ago and is not due."""
+        """Return whose weights are there; None if that was told, or a report was made a moment ago."""
         now_s = time.monotonic()
         if not is_due and now_s < self._told_s + INTERVAL_S:
             return None
         self._told_s = now_s
-        all_bytes = {one.model: self._there(one) for one in self._pool.picture().holdings}
+        all_bytes = {one.model: self._there(one) for one in self._pool.usage().holdings}
         there = {model: num_bytes for model, num_bytes in all_bytes.items() if num_bytes}
         if there == self._told:
             return None
@@ -40,49 +40,51 @@ class Reports:
         return DeviceResidency(there)
 
     def _there(self, holding: Holding) -> int:
-        """Bytes as stored; what is still on its way has its memory already, but does not count."""
-        host = self._hosts.get(holding.model)
-        return host.reused_bytes if host is not None and host.is_settling else holding.stored_bytes
+        """Return the bytes, as stored, that are there: not what has its memory but is still to come."""
+        hosted = self._hosted.get(holding.model)
+        load = None if hosted is None else hosted.load_under_way
+        return holding.stored_bytes if load is None else load.reused_bytes
 
     def pong(self, number: int) -> Pong:
-        picture = self._pool.picture()
+        usage = self._pool.usage()
         return Pong(
             number=number,
-            budget_bytes=picture.budget_bytes,
-            free_bytes=picture.free_bytes,
-            workspace_bytes=picture.workspace_bytes,
-            lost_bytes=picture.lost_bytes,
-            moved_bytes=picture.moved_bytes,
-            fallbacks=dict(picture.fallbacks),
-            models=tuple(self._uses(picture.holdings)),
+            budget_bytes=usage.budget_bytes,
+            free_bytes=usage.free_bytes,
+            workspace_bytes=usage.workspace_bytes,
+            lost_bytes=usage.lost_bytes,
+            moved_bytes=usage.moved_bytes,
+            fallbacks=dict(usage.fallbacks),
+            models=tuple(self._uses(usage.holdings)),
         )
 
     def _uses(self, holdings: tuple[Holding, ...]) -> list[ModelUse]:
         by_model = {one.model: one for one in holdings}
-        names = sorted({*by_model, *self._hosts})
+        names = sorted({*by_model, *self._hosted})
         return [self._use(name, by_model.get(name) or Holding(name, 0, 0, 0, 0, 0)) for name in names]
 
     def _use(self, model: ModelId, holding: Holding) -> ModelUse:
-        host = self._hosts.get(model)
+        hosted = self._hosted.get(model)
         num_bytes = (holding.weights_bytes, holding.total_bytes, holding.shared_bytes, holding.kv_bytes)
-        if host is None:
+        if hosted is None:
             return ModelUse(model, Hold.RETAINED, False, *num_bytes)
-        hold = host.regarded
-        coming_bytes = self._coming_bytes(holding, host)
-        if host.engine is None:
-            waiting = len(host.waiting)
-            return ModelUse(model, hold, True, *num_bytes, num_waiting=waiting, coming_bytes=coming_bytes)
-        use = host.engine.usage
+        hold, served, coming_bytes = hosted.effective_hold, hosted.served, _coming_bytes(holding, hosted)
+        if served is None:
+            num_waiting = hosted.num_waiting
+            return ModelUse(model, hold, True, *num_bytes, num_waiting=num_waiting, coming_bytes=coming_bytes)
+        use = served.engine.usage
         return ModelUse(
             *(model, hold, True, *num_bytes, use.num_running, use.num_waiting),
             *(use.kv_used_blocks, use.kv_cached_blocks, use.kv_blocks),
-            block_bytes=0 if host.plan is None else host.plan.shape.block_bytes,
+            block_bytes=served.spec.shape.block_bytes,
             coming_bytes=coming_bytes,
         )
 
-    def _coming_bytes(self, holding: Holding, host: HostedModel) -> int:
-        """Of weights as served: all but what was there when it was settled, until that has ended."""
-        if not host.is_settling or not holding.stored_bytes:
-            return 0
-        there_bytes = holding.weights_bytes * host.reused_bytes // holding.stored_bytes
-        return max(0, holding.weights_bytes - there_bytes)
+
+def _coming_bytes(holding: Holding, hosted: HostedModel) -> int:
+    """Return the bytes of weights, as served, that a load under way still has to bring."""
+    load = hosted.load_under_way
+    if load is None or not holding.stored_bytes:
+        return 0
+    there_bytes = holding.weights_bytes * load.reused_bytes // holding.stored_bytes
+    return max(0, holding.weights_bytes - there_bytes)

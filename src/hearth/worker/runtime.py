@@ -23,11 +23,13 @@ from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
 from hearth.messages import WorkerSetup
 from hearth.models.layout import ALIGNMENT_BYTES
+from hearth.store.borrower import Borrower
+from hearth.store.loader import Loader
 
-#: What is on a device besides the pool: graphs, inputs and tables of engines, the sampler's temporaries,
+#: Memory on a device besides the pool: graphs, inputs and tables of engines, the sampler's temporaries,
 #: workspaces of libraries. torch may take this much, and a share of the budget.
 UNBOOKED_BYTES, UNBOOKED_SHARE = 2 << 30, 0.1
-#: Of the machine's memory, for all workers together; the rest is the store's, the system's and others'.
+#: Share of the machine's memory for all workers together; the rest is the store's, the system's and others'.
 _CPU_SHARE = 0.5
 
 log = logging.getLogger(__name__)
@@ -35,14 +37,27 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
+    """A device that is up, and its memory."""
+
     device: torch.device
     name: str  #: for people
     budget_bytes: int  #: of the pool
     new_pool: Callable[[EvictionTermsOf], Pool]
 
 
+@dataclass(frozen=True, slots=True)
+class HostingResources:
+    """Device, configuration and sources that all models of a worker are hosted with."""
+
+    device: torch.device
+    config: EngineConfig
+    new_pool: Callable[[EvictionTermsOf], Pool]
+    borrower: Borrower
+    loader: Loader
+
+
 def start(setup: WorkerSetup, config: EngineConfig) -> Runtime:
-    """Raises DeviceError where there is no such device."""
+    """Bring the device up. Raises DeviceError where there is no such device."""
     if setup.num_threads is not None:
         torch.set_num_threads(setup.num_threads)
     runtime = _start_cuda(setup, config) if setup.kind == "cuda" else _start_cpu(setup)
@@ -83,7 +98,7 @@ def _start_cuda(setup: WorkerSetup, config: EngineConfig) -> Runtime:
 
 
 def _limit_torch(share: float, device: torch.device) -> None:
-    """torch gives back what it keeps to itself before it takes more than this."""
+    """Have torch give back what it keeps to itself before it takes more than this share."""
     torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
 
 

@@ -1,4 +1,4 @@
-"""How a model's bytes come to its memory: a load that is watched, and what it has to tell. Computes nothing.
+"""How a model's bytes come to its memory: a load that is watched, and the news of it. Computes nothing.
 
 Nobody is called back: news are posted, and the thread that owns the model takes them when it comes to it.
 """
@@ -37,35 +37,41 @@ MAX_HOLD_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
+    """Some of the missing bytes have come."""
+
     num_bytes: int  #: of those that were missing
     num_layers: int  #: that can run
 
 
 @dataclass(frozen=True, slots=True)
-class Near:
+class AlmostLoaded:
     """A step that follows the load should hold up its thread for `MAX_HOLD_S` at most."""
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class WeightsLoaded:
+    """All of the missing bytes have come."""
+
     record: LoadRecord
     widen_s: float | None  #: after it; None: it is served as it is stored
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class ModelBroken:
+    """The model cannot be hosted."""
+
     failure: Failure
 
 
-LoadNews = Progressed | Near | Loaded | Broken
+LoadNews = Progressed | AlmostLoaded | WeightsLoaded | ModelBroken
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where the bytes that a model lacks go."""
+    """Memory that the bytes which a model lacks go to."""
 
     gaps: Sequence[Gap]
-    groundwork: MapAhead  #: to be waited for before any of them is written
+    map_ahead: MapAhead  #: to be waited for before any of them is written
     places: Mapping[str, TensorPlace]  #: of its tensors, laid out so in the end
     layout: Layout
 
@@ -89,11 +95,11 @@ class WatchedLoad:
         manifest = model.manifest
         self._manifest, self._to, self._post = manifest, to, post
         self._is_widened = is_widened = to.layout != manifest.layout
-        self._is_called_off = threading.Event()
+        self._is_cancelled = threading.Event()
         pieces = [LoadPiece(gap.part, gap.destination) for gap in to.gaps]
         watch = _Watch(manifest, chunks_of(manifest, pieces), model.is_in_host)
 
-        def tell(news: Progressed | Near) -> None:
+        def tell(news: Progressed | AlmostLoaded) -> None:
             # No method: the load would hold this object, and this object the load, and both the memory.
             if not is_widened:
                 post(news)
@@ -104,39 +110,39 @@ class WatchedLoad:
             model.opened.name,
             manifest,
             pieces,
-            lambda chunks: _Watched(source.fetch(model, chunks), watch, to.groundwork.wait_for, tell),
+            lambda chunks: _Watched(source.fetch(model, chunks), watch, to.map_ahead.wait_for, tell),
         )
-        self._thread = threading.Thread(target=self._wait, name="hearth-arrival", daemon=True)
+        self._thread = threading.Thread(target=self._wait, name="hearth-load-watch", daemon=True)
         self._thread.start()
 
     def gate(self) -> WeightGate | None:
-        """What the device has to wait for; None if nothing runs before all is there."""
+        """Return what the device has to wait for; None if nothing runs before all is there."""
         if self._is_widened:
             return None
-        return _GroundedGate(LoadGate(self._load, self._manifest), self._to.groundwork, self._manifest)
+        return _MappedGate(LoadGate(self._load, self._manifest), self._to.map_ahead, self._manifest)
 
     def cancel(self) -> None:
-        """Call it off, if it is not over, and wait until nobody touches the memory any more."""
-        self._is_called_off.set()
+        """Call the load off, if it is not over, and wait until nobody touches the memory any more."""
+        self._is_cancelled.set()
         self._load.cancel()
         self._thread.join()
 
     def _wait(self) -> None:
         try:
             record = self._load.wait()
-            self._to.groundwork.wait()
+            self._to.map_ahead.wait()
             widen_s = self._widen() if self._is_widened else None
         except Exception as error:  # the thread's top: whoever owns the model is told
-            self._post(Broken(failure_of(error)))
+            self._post(ModelBroken(failure_of(error)))
             return
-        self._post(Loaded(record, widen_s))
+        self._post(WeightsLoaded(record, widen_s))
 
     def _widen(self) -> float:
         began_s = time.perf_counter()
         tell_widening(self._manifest)
         begins = {gap.part.begin for gap in self._to.gaps}
         for stored, served in zip(self._manifest.tensors, self._to.layout.tensors, strict=True):
-            if self._is_called_off.is_set():
+            if self._is_cancelled.is_set():
                 raise LoadCancelled("the load was called off")
             if stored.offset in begins:
                 place = self._to.places[served.name]
@@ -144,30 +150,30 @@ class WatchedLoad:
         return time.perf_counter() - began_s
 
 
-class _GroundedGate:
+class _MappedGate:
     """A `WeightGate` that also waits for bytes that need not come, but have to be mapped."""
 
-    def __init__(self, load: LoadGate, groundwork: MapAhead, manifest: Manifest) -> None:
-        self._load, self._groundwork, self._manifest = load, groundwork, manifest
+    def __init__(self, load: LoadGate, map_ahead: MapAhead, manifest: Manifest) -> None:
+        self._load, self._map_ahead, self._manifest = load, map_ahead, manifest
 
     def is_open(self) -> bool:
-        return self._groundwork.is_done and self._load.is_open()
+        return self._map_ahead.is_done and self._load.is_open()
 
     def embed(self) -> None:
-        self._groundwork.wait_for(ByteRange(0, self._manifest.layers[0].begin))
+        self._map_ahead.wait_for(ByteRange(0, self._manifest.layers[0].begin))
         self._load.embed()
 
     def layer(self, layer: int) -> None:
-        self._groundwork.wait_for(self._manifest.layers[layer])
+        self._map_ahead.wait_for(self._manifest.layers[layer])
         self._load.layer(layer)
 
     def head(self) -> None:
-        self._groundwork.wait()
+        self._map_ahead.wait()
         self._load.head()
 
 
 class _Watch:
-    """What has to come, in which order. Not changed once it is made."""
+    """Which chunks have to come, and in which order. Not changed once it is made."""
 
     def __init__(self, manifest: Manifest, chunks: Sequence[int], is_in_host: bool) -> None:
         """`is_in_host`: nothing has to be read, so the rest comes as fast as what came before."""
@@ -179,7 +185,7 @@ class _Watch:
         self.before = dict(zip(chunks, accumulate(sizes, initial=0), strict=False))
 
     def rest_s(self, chunk: HostChunk, elapsed_s: float) -> float:
-        """How long the chunks from this one on should take, at the speed of those before."""
+        """Return how long the chunks from this one on should take, at the speed of those before."""
         done_bytes = self.before[chunk.index]
         return elapsed_s * (self.num_bytes - done_bytes) / done_bytes if done_bytes else math.inf
 
@@ -192,30 +198,30 @@ class _Watched:
         stream: ChunkStream,
         watch: _Watch,
         prepare: Callable[[ByteRange], None],
-        tell: Callable[[Progressed | Near], None],
+        tell: Callable[[Progressed | AlmostLoaded], None],
     ) -> None:
         self._stream, self._watch, self._prepare, self._tell = stream, watch, prepare, tell
         self._told_bytes = 0
         self._began_s = self._told_s = time.monotonic()
 
     def __iter__(self) -> Iterator[HostChunk]:
-        is_near, watch = False, self._watch
+        is_almost_loaded, watch = False, self._watch
         for chunk in self._stream:
-            if watch.is_in_host and not is_near:
-                is_near = watch.rest_s(chunk, time.monotonic() - self._began_s) <= MAX_HOLD_S
-                if is_near:
-                    self._tell(Near())
+            if watch.is_in_host and not is_almost_loaded:
+                is_almost_loaded = watch.rest_s(chunk, time.monotonic() - self._began_s) <= MAX_HOLD_S
+                if is_almost_loaded:
+                    self._tell(AlmostLoaded())
             try:
                 self._prepare(watch.manifest.chunk_range(chunk.index))
             except BaseException:
                 self._stream.release(chunk)
                 raise
             yield chunk
-        if not is_near:  # every copy is queued
-            self._tell(Near())
+        if not is_almost_loaded:  # every copy is queued
+            self._tell(AlmostLoaded())
 
     def release(self, *chunks: HostChunk) -> None:
-        """In the order of the chunks, when their copies have passed."""
+        """Give back chunks, in their order, when their copies have passed."""
         self._stream.release(*chunks)
         now_s, last = time.monotonic(), max(chunks, key=lambda chunk: chunk.index)
         num_bytes = self._watch.before[last.index] + len(last.data)

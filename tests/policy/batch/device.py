@@ -232,7 +232,9 @@ def loop(
     num_blocks: int = 65,
     block_tokens: int = 4,
 ) -> Loop:
-    return Loop(BatchLimits(max_batch_tokens, max_seqs, max_context), BlockBook(num_blocks, block_tokens))
+    return Loop(
+        BatchLimits(max_batch_tokens, max_seqs, max_context), BlockBook.fixed(num_blocks, block_tokens)
+    )
 
 
 def request(name: str, prompt: Sequence[int], max_tokens: int | None = 4, salt: bytes = b"") -> EngineRequest:

@@ -559,7 +559,7 @@ class Schedules(Driven):
     ) -> None:
         num_blocks = 1 + -(-13 // block_tokens) + spare_blocks
         limits = BatchLimits(max_batch_tokens, max_seqs, max_context)
-        self.engine = Loop(limits, BlockBook(num_blocks, block_tokens))
+        self.engine = Loop(limits, BlockBook.fixed(num_blocks, block_tokens))
         self.num_added = 0
 
     @precondition(lambda self: self.engine.live)

@@ -20,7 +20,7 @@ from tests.policy.batch.device import (
 
 def elastic(*extents: range, floor_blocks: int = 8, max_batch_tokens: int = 64, max_seqs: int = 8) -> Loop:
     """Blocks of 4 tokens."""
-    book = BlockBook.elastic(block_tokens=4, floor_blocks=floor_blocks)
+    book = BlockBook(block_tokens=4, floor_blocks=floor_blocks)
     for extent in extents:
         book.add(extent)
     return Loop(BatchLimits(max_batch_tokens, max_seqs, max_context=64), book)
@@ -43,7 +43,7 @@ def test_whoever_waits_wants_blocks_for_all_of_its_prompt() -> None:
     engine = elastic(max_batch_tokens=8)
     engine.add(request("a", range(10)))
     assert engine.batcher.wanted_blocks() == 3
-    engine.batcher.blocks.add(range(1, 4))
+    engine.batcher.add_blocks(range(1, 4))
     assert len(launched(engine).table_writes[0].blocks) == 2
     assert engine.batcher.wanted_blocks() == 1
 
@@ -84,7 +84,7 @@ def test_without_blocks_nothing_is_planned_until_some_are_given() -> None:
     engine = elastic()
     engine.add(request("a", [1, 2, 3]))
     assert engine.step() is None
-    engine.batcher.blocks.add(range(40, 48))
+    engine.batcher.add_blocks(range(40, 48))
     engine.drain()
 
 
@@ -126,7 +126,7 @@ def test_live_blocks_move_to_the_lowest_free_ones_and_tables_follow() -> None:
 def test_blocks_that_move_twice_before_a_step_are_written_once() -> None:
     engine = crowd()
     assert clear(engine, range(1, 3)) == 2
-    engine.batcher.blocks.add(range(1, 3))
+    engine.batcher.add_blocks(range(1, 3))
     assert clear(engine, range(11, 13)) == 2
     assert [write.blocks for write in launched(engine).table_writes] == [(1,), (2,)]
     engine.drain()
@@ -156,7 +156,7 @@ def test_a_moved_prefix_is_still_found_and_one_that_was_moved_over_is_not() -> N
     assert (book.num_live, book.num_cached, book.num_free) == (2, 2, 0)
     assert clear(engine, range(3, 5)) == 2
     engine.drain()
-    book.add(range(30, 38))
+    engine.batcher.add_blocks(range(30, 38))
     for name, token in (("after", 6), ("late", 5)):
         engine.add(request(name, [token] * 8, max_tokens=1))
     found = {a.request_id: a.num_cached_tokens for a in launched(engine).admissions}
@@ -228,7 +228,7 @@ class ElasticSchedules(Driven):
         spare_blocks=st.integers(0, 4),
     )
     def start(self, max_batch_tokens: int, max_seqs: int, block_tokens: int, spare_blocks: int) -> None:
-        book = BlockBook.elastic(block_tokens, floor_blocks=-(-13 // block_tokens) + spare_blocks)
+        book = BlockBook(block_tokens, floor_blocks=-(-13 // block_tokens) + spare_blocks)
         self.engine = Loop(BatchLimits(max_batch_tokens, max_seqs, max_context=30), book)
         self.extents: list[range] = []
         self.num_added = 0
@@ -238,7 +238,7 @@ class ElasticSchedules(Driven):
         extent = range(2 + 4 * place, 2 + 4 * place + EXTENT_BLOCKS)
         if extent not in self.extents:
             self.extents.append(extent)
-            self.engine.batcher.blocks.add(extent)
+            self.engine.batcher.add_blocks(extent)
 
     @rule()
     def grow_as_wanted(self) -> None:
@@ -291,7 +291,7 @@ class ElasticSchedules(Driven):
         if hasattr(self, "engine"):
             book = self.engine.batcher.blocks
             if (num_lacking := book.floor_blocks - book.num_blocks) > 0:
-                book.add(range(1000, 1000 + num_lacking))
+                self.engine.batcher.add_blocks(range(1000, 1000 + num_lacking))
             self.engine.drain()
             assert len(self.engine.reasons) == self.num_added
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hearth.policy.batch import blocks as blocks_module
-from hearth.policy.batch.blocks import BlockBook, BlockMove, block_digests
-from hearth.policy.batch.prefix import KnownPrefix
+from hearth.policy.batch.blocks import BlockBook, BlockMove
+from hearth.policy.batch.prefix import KEPT_FORGOTTEN, KnownPrefix, block_digests
 
 #: Chains that branch off each other.
 TOKENS = ([1, 2, 3, 4, 5, 6], [1, 2, 3, 9, 9, 9], [1, 8, 8, 8], [7, 7, 7, 7, 7])
@@ -17,7 +16,7 @@ CHAINS = [block_digests(tokens, b"", 1) for tokens in TOKENS]
 @given(st.data())
 @settings(derandomize=True, deadline=None, max_examples=100)
 def test_what_is_known_of_a_prefix_is_what_a_lookup_would_find(data: st.DataObject) -> None:
-    book = BlockBook.elastic(block_tokens=1, floor_blocks=1)
+    book = BlockBook(block_tokens=1, floor_blocks=1)
     book.add(range(1, 9))
     next_block, extents = 20, [range(1, 9)]
     held: list[list[int]] = []
@@ -26,7 +25,7 @@ def test_what_is_known_of_a_prefix_is_what_a_lookup_would_find(data: st.DataObje
         match data.draw(st.sampled_from(["compute", "compute", "release", "grow", "clear", "look", "empty"])):
             case "compute":
                 chain = data.draw(st.sampled_from(CHAINS))
-                hits = book.match(chain)
+                hits = book.prefixes.match(chain)
                 if book.can_allocate(len(chain) - len(hits), beside=hits):
                     book.take(hits)
                     new = book.allocate(len(chain) - len(hits)) or []
@@ -54,35 +53,35 @@ def test_what_is_known_of_a_prefix_is_what_a_lookup_would_find(data: st.DataObje
                 extents = []
             case _:
                 index = data.draw(st.integers(0, len(CHAINS) - 1))
-                prefixes[index].follow(book, CHAINS[index], len(CHAINS[index]))
-                assert prefixes[index].blocks == book.match(CHAINS[index])
+                prefixes[index].follow(book.prefixes, CHAINS[index], len(CHAINS[index]))
+                assert prefixes[index].blocks == book.prefixes.match(CHAINS[index])
         book.check()
     collected: set[int] = set()
     for prefix, chain in zip(prefixes, CHAINS, strict=True):
-        prefix.follow(book, chain, len(chain))
-        assert prefix.blocks == book.match(chain)
+        prefix.follow(book.prefixes, chain, len(chain))
+        assert prefix.blocks == book.prefixes.match(chain)
         prefix.collect(collected)
     assert collected == {block for prefix in prefixes for block in prefix.blocks}
 
 
 def test_who_has_not_looked_for_long_looks_at_all_of_it_anew() -> None:
-    book, prefix = BlockBook(3, block_tokens=1), KnownPrefix()
-    for number in range(blocks_module.KEPT_FORGOTTEN + 4):
+    book, prefix = BlockBook.fixed(3, block_tokens=1), KnownPrefix()
+    for number in range(KEPT_FORGOTTEN + 4):
         (digest,) = block_digests([number], b"", 1)
         blocks = book.allocate(1) or []
         book.publish(blocks[0], digest)
         book.release(blocks)
         if number == 0:
-            prefix.follow(book, [digest], 1)
+            prefix.follow(book.prefixes, [digest], 1)
             assert len(prefix) == 1
-    prefix.follow(book, block_digests([0], b"", 1), 1)
+    prefix.follow(book.prefixes, block_digests([0], b"", 1), 1)
 
-    assert book.forgotten_since(0) is None
+    assert book.prefixes.forgotten_since(0) is None
     assert len(prefix) == 0
 
 
 def test_blocks_that_come_and_go_leave_nothing_behind() -> None:
-    book = BlockBook.elastic(block_tokens=1, floor_blocks=1)
+    book = BlockBook(block_tokens=1, floor_blocks=1)
     for number in range(1000):
         extent = range(8 * number, 8 * number + 8)
         book.add(extent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.policy.batch.step_sharing import StepSharing
+from hearth.policy.batch.step_sharing import BusyModel, StepReadiness, StepSharing
 from hearth.types import ModelId
 
 A, B, C = ModelId("a"), ModelId("b"), ModelId("c")
@@ -13,88 +13,168 @@ STEP_S = st.floats(0.001, 0.5)
 
 
 def test_the_one_that_has_had_less_goes_next() -> None:
-    turns = StepSharing()
-    assert turns.next([A, B]) == A
-    turns.ran(A, 0.1)
-    assert turns.next([A, B]) == B
-    turns.ran(B, 0.3)
+    sharing = StepSharing()
+    assert sharing.next([A, B]) == A
+    sharing.stepped(A, 0.1)
+    assert sharing.next([A, B]) == B
+    sharing.stepped(B, 0.3)
 
     order = []
     for _ in range(3):
-        order.append(turns.next([A, B]))
-        turns.ran(order[-1], 0.1)
+        order.append(sharing.next([A, B]))
+        sharing.stepped(order[-1], 0.1)
 
     assert order == [A, A, B]
 
 
 def test_one_that_was_idle_has_saved_up_nothing() -> None:
-    turns = StepSharing()
+    sharing = StepSharing()
     for _ in range(100):
-        turns.ran(turns.next([A]), 1.0)
+        sharing.stepped(sharing.next([A]), 1.0)
 
     order = []
     for _ in range(4):
-        order.append(turns.next([A, B]))
-        turns.ran(order[-1], 1.0)
+        order.append(sharing.next([A, B]))
+        sharing.stepped(order[-1], 1.0)
 
     assert order == [B, A, B, A]
 
 
 def test_going_idle_for_a_moment_does_not_pay() -> None:
-    turns = StepSharing()
-    assert turns.next([A, B]) == A
-    turns.ran(A, 10.0)
+    sharing = StepSharing()
+    assert sharing.next([A, B]) == A
+    sharing.stepped(A, 10.0)
     for _ in range(5):
-        turns.ran(turns.next([B]), 1.0)
+        sharing.stepped(sharing.next([B]), 1.0)
 
-    assert turns.next([A, B]) == B
+    assert sharing.next([A, B]) == B
 
 
 def test_after_all_were_idle_nobody_is_behind() -> None:
-    turns = StepSharing()
-    turns.next([A])
-    turns.ran(A, 100.0)
-    turns.next([B])
-    turns.ran(B, 1.0)
+    sharing = StepSharing()
+    sharing.next([A])
+    sharing.stepped(A, 100.0)
+    sharing.next([B])
+    sharing.stepped(B, 1.0)
 
-    assert turns.next([A, B]) == A
+    assert sharing.next([A, B]) == A
 
 
 def test_a_model_that_comes_back_under_its_name_is_new() -> None:
-    turns = StepSharing()
-    turns.next([A, B])
-    turns.ran(A, 50.0)
-    turns.forget(A)
-    turns.next([B])
-    turns.ran(B, 1.0)
+    sharing = StepSharing()
+    sharing.next([A, B])
+    sharing.stepped(A, 50.0)
+    sharing.forget(A)
+    sharing.next([B])
+    sharing.stepped(B, 1.0)
 
-    turns.next([A, B])
-    turns.ran(B, 1.0)
-    assert turns.next([A, B]) == A
+    sharing.next([A, B])
+    sharing.stepped(B, 1.0)
+    assert sharing.next([A, B]) == A
 
 
 @given(st.dictionaries(st.sampled_from([A, B, C]), st.lists(STEP_S, min_size=40, max_size=40), min_size=2))
 def test_models_that_stay_busy_differ_by_at_most_one_step(steps: dict[ModelId, list[float]]) -> None:
-    turns, spent = StepSharing(), dict.fromkeys(steps, 0.0)
+    sharing, spent = StepSharing(), dict.fromkeys(steps, 0.0)
     longest_s = max(max(times) for times in steps.values())
     taken = dict.fromkeys(steps, 0)
     for _ in range(40):
-        model = turns.next(list(steps))
+        model = sharing.next(list(steps))
         step_s = steps[model][taken[model]]
         taken[model] += 1
-        turns.ran(model, step_s)
+        sharing.stepped(model, step_s)
         spent[model] += step_s
         assert max(spent.values()) - min(spent.values()) <= longest_s + 1e-9
 
 
 @given(st.lists(st.tuples(st.sets(st.sampled_from([A, B, C]), min_size=1), STEP_S), max_size=60))
-def test_whoever_comes_and_goes_a_busy_one_gets_its_turn(rounds: list[tuple[set[ModelId], float]]) -> None:
+def test_whoever_comes_and_goes_a_busy_one_steps(rounds: list[tuple[set[ModelId], float]]) -> None:
     """A is always busy: it never waits longer than the others need to catch up with it, and one step."""
-    turns, waited_s, longest_s = StepSharing(), 0.0, max((step_s for _, step_s in rounds), default=0.0)
+    sharing, waited_s, longest_s = StepSharing(), 0.0, max((step_s for _, step_s in rounds), default=0.0)
     for others, step_s in rounds:
         busy = sorted(others | {A})
-        model = turns.next(busy)
+        model = sharing.next(busy)
         assert model in busy
-        turns.ran(model, step_s)
+        sharing.stepped(model, step_s)
         waited_s = 0.0 if model == A else waited_s + step_s
         assert waited_s <= 4 * longest_s + 1e-9
+
+
+# --- Who may step ---
+
+
+def busy(model: ModelId, *, is_loaded: bool = True, can_follow_load: bool = False) -> BusyModel:
+    return BusyModel(model, is_loaded, can_follow_load)
+
+
+def test_one_that_is_still_loaded_steps_only_while_no_other_can() -> None:
+    readiness, arriving = StepReadiness(), busy(B, is_loaded=False, can_follow_load=True)
+    assert readiness.ready([busy(A), arriving], generation=0) == [A]
+    assert readiness.ready([arriving], generation=0) == [B]
+
+    readiness.starved(A, generation=0)
+    assert readiness.ready([busy(A), arriving], generation=0) == [B]
+
+
+def test_one_whose_bytes_are_far_away_does_not_step() -> None:
+    assert StepReadiness().ready([busy(A, is_loaded=False)], generation=0) == []
+
+
+def test_one_that_lacks_kv_steps_again_when_some_may_have_come_or_something_was_heard() -> None:
+    readiness = StepReadiness()
+    readiness.starved(A, generation=3)
+    assert readiness.ready([busy(A)], generation=3) == []
+    assert readiness.ready([busy(A)], generation=4) == [A]
+    readiness.look_again()
+    assert readiness.ready([busy(A)], generation=3) == [A]
+
+
+def test_only_one_that_lacks_kv_is_hopeless() -> None:
+    readiness = StepReadiness()
+    readiness.starved(B, generation=0)
+    assert readiness.hopeless([busy(A)]) is None
+    assert readiness.hopeless([busy(A), busy(B)]) == B
+
+
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["step", "starve", "room", "heard"]), st.sets(st.sampled_from([A, B, C]))),
+    max_size=60,
+)
+
+
+@given(st.dictionaries(st.sampled_from([A, B, C]), st.booleans(), min_size=1), EVENTS)
+def test_whoever_is_loaded_and_has_kv_is_ready_and_no_other_before_it(
+    is_loaded: dict[ModelId, bool], events: list[tuple[str, set[ModelId]]]
+) -> None:
+    """Against a plain account of which models lack KV; those that are not loaded could follow their load."""
+    readiness, generation, lacking = StepReadiness(), 0, set[ModelId]()
+    models = [busy(model, is_loaded=there, can_follow_load=not there) for model, there in is_loaded.items()]
+    for event, chosen in events:
+        match event:
+            case "starve":
+                for model in chosen:
+                    readiness.starved(model, generation)
+                lacking |= chosen
+            case "room":
+                generation += 1
+                lacking.clear()
+            case "heard":
+                readiness.look_again()
+                lacking.clear()
+        ready = set(readiness.ready(models, generation))
+        awake = is_loaded.keys() - lacking
+        loaded = {model for model in awake if is_loaded[model]}
+        assert ready == (loaded or awake)
+
+
+@given(st.lists(st.sampled_from([A, B, C]), min_size=90, max_size=90))
+def test_nobody_starves_who_is_ready(starving: list[ModelId]) -> None:
+    """Each round one model's step finds no KV, and room comes at the end of it: all others go on."""
+    readiness, sharing, steps = StepReadiness(), StepSharing(), dict.fromkeys([A, B, C], 0)
+    for generation, short in enumerate(starving):
+        model = sharing.next(readiness.ready([busy(one) for one in (A, B, C)], generation))
+        sharing.stepped(model, 1.0)
+        if model == short:
+            readiness.starved(model, generation)
+        steps[model] += 1
+    assert min(steps.values()) >= 90 // 3 - 1

@@ -14,7 +14,7 @@ from hearth.policy.fleet.device_bytes import (
     rank_retired,
     record_report,
 )
-from hearth.policy.fleet.events import Evict
+from hearth.policy.fleet.events import Evict, Promise
 from hearth.policy.fleet.records import Model, Replica, Worker
 from hearth.types import ModelId, WorkerId
 from tests.policy.fleet.world import profile
@@ -38,7 +38,7 @@ class Books:
         self.workers = {name: Worker(name, "cuda", 1, Promises(100)) for name in names}
         for worker_name, model_name in sorted(hosts):
             model, worker = self.models[model_name], self.workers[WorkerId(worker_name)]
-            replica = Replica(model, worker, 35, TOTAL_BYTES, "", is_ready=True)
+            replica = Replica(model, worker, Promise(35, 0), TOTAL_BYTES, "", is_ready=True)
             model.replicas[worker.name] = worker.replicas[model.name] = replica
             rank_retired(model, worker)
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.policy.fleet.capacity import Promises
+from hearth.policy.fleet.events import Promise
 from hearth.policy.fleet.holds import Expiries, HoldNotices
 from hearth.policy.fleet.records import Model, Replica, Worker
 from hearth.types import Hold, ModelId, WorkerId
@@ -23,7 +24,7 @@ CHANGES = st.lists(
 def some_replicas() -> list[Replica]:
     worker = Worker(WorkerId("w"), "cuda", 1, Promises(100))
     models = [Model(ModelId(name), profile(name, keep_alive_s=KEEP_ALIVE_S)) for name in "abcd"]
-    return [Replica(model, worker, 10, 10, "") for model in models]
+    return [Replica(model, worker, Promise(10, 0), 10, "") for model in models]
 
 
 @given(CHANGES, st.floats(0.0, 80.0))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hearth.policy.fleet.capacity import Promises
-from hearth.policy.fleet.events import RequestArrived
+from hearth.policy.fleet.events import Promise, RequestArrived
 from hearth.policy.fleet.queues import RequestQueues
 from hearth.policy.fleet.records import Model, Replica, Request, Worker
 from hearth.types import ModelId, RequestId, WorkerId
@@ -24,7 +24,7 @@ def new_models() -> list[Model]:
     """Two models: one with a usable replica, which is full, and one with none."""
     models = [Model(ModelId(name), profile(name)) for name in "ab"]
     worker = Worker(WorkerId("w"), "cuda", 1, Promises(100))
-    models[0].usable[worker.name] = Replica(models[0], worker, 10, 10, "")
+    models[0].usable[worker.name] = Replica(models[0], worker, Promise(10, 0), 10, "")
     return models
 
 

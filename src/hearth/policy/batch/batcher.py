@@ -26,20 +26,15 @@ away, for which live ones move, with their copies queued behind the steps in fli
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
 
 from hearth.errors import BadPrompt, ConfigError, PromptTooLong
-from hearth.policy.batch.blocks import BlockBook, BlockMove, extend_digests
-from hearth.policy.batch.clearing import plan_clearing
-from hearth.policy.batch.draft import Draft
-from hearth.policy.batch.moved import MovedBlocks
-from hearth.policy.batch.plan import Admission, Emission, EngineRequest, StepPlan
-from hearth.policy.batch.prefix import KnownPrefix
-from hearth.policy.batch.sequence import LiveSequence
+from hearth.policy.batch.blocks import BlockBook, BlockMove
+from hearth.policy.batch.plan import Admission, Emission, EngineRequest, Row, StepPlan, TableWrite
+from hearth.policy.batch.prefix import KnownPrefix, extend_digests
+from hearth.policy.batch.sequence import LiveSequence, Sequences
 from hearth.types import FinishReason, RequestId
 
 MAX_IN_FLIGHT = 2  #: plans that may wait for their commit
@@ -47,6 +42,8 @@ MAX_IN_FLIGHT = 2  #: plans that may wait for their commit
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
+    """Limits of what one engine computes at once."""
+
     max_batch_tokens: int  #: computed by one step
     max_seqs: int  #: running at once, each in a slot
     max_context: int  #: prompt and output tokens of one sequence
@@ -59,51 +56,77 @@ class BatchLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _PlannedStep:
+    """A step that was planned and not committed."""
+
     plan: StepPlan
     sequences: list[LiveSequence]  #: one for each row; an id could have a new owner by the time of the commit
 
 
+@dataclass(slots=True)
+class _PlanDraft:
+    """A step plan in the making. Mutable; lives for one call of `Batcher.plan`, its only writer."""
+
+    tokens_left: int
+    admissions: list[Admission] = field(default_factory=list)
+    table_writes: list[TableWrite] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    sequences: list[LiveSequence] = field(default_factory=list)  #: one for each row
+    has_preempted: bool = False
+
+    def assign(self, sequence: LiveSequence, blocks: list[int]) -> None:
+        """Give a sequence blocks that follow those which it has."""
+        assert sequence.slot is not None, f"{sequence.arrival=}"
+        self.table_writes.append(TableWrite(sequence.slot, len(sequence.blocks), tuple(blocks)))
+        sequence.blocks.extend(blocks)
+
+    def add_row(self, sequence: LiveSequence, num_tokens: int) -> None:
+        """Have the next tokens of a sequence computed, for which it has blocks."""
+        assert sequence.slot is not None, f"{sequence.arrival=}"
+        start = sequence.num_planned
+        end = start + num_tokens
+        tokens = tuple(sequence.tokens[start:end]) if start < sequence.num_prefill else None
+        samples = end >= sequence.num_prefill
+        guide = sequence.request.guide if samples else None
+        mask = None if guide is None else guide.mask
+        self.rows.append(
+            Row(sequence.request.request_id, sequence.slot, start, num_tokens, tokens, samples, mask)
+        )
+        self.sequences.append(sequence)
+        self.tokens_left -= num_tokens
+        sequence.num_planned = end
+        sequence.num_pending += samples
+        sequence.num_in_flight += 1
+
+
 class Batcher:
-    """Mutable; written only by the step loop that owns it, as is the `BlockBook` given to it."""
+    """Mutable; written only by the step loop that owns it. Others may read the `blocks`, which it writes."""
 
     def __init__(self, limits: BatchLimits, blocks: BlockBook) -> None:
         self.limits = limits
         self.blocks = blocks
-        #: All that have not ended; each is either running or waiting.
-        self._live: dict[RequestId, LiveSequence] = {}
-        #: Those with a slot, oldest first.
-        self._running: dict[RequestId, LiveSequence] = {}
-        #: Those without, oldest first; all younger than the running ones.
-        self._waiting: deque[LiveSequence] = deque()
+        self._sequences = Sequences(limits.max_seqs)
         #: Planned and not committed, oldest first; at most MAX_IN_FLIGHT.
-        self._flights: deque[_Flight] = deque()
-        #: A heap.
-        self._free_slots = list(range(limits.max_seqs))
-        #: Since `take_preempted` was called last, in order.
-        self._preempted: list[RequestId] = []
-        #: Of running sequences, until the next plan writes them to the table.
-        self._moved = MovedBlocks()
-        self._num_arrivals = 0
+        self._flights: deque[_PlannedStep] = deque()
         self._num_steps = 0
 
     @property
     def _max_length(self) -> int:
-        """Of prompt and output of one request, so that alone it fits into what is promised."""
+        """Tokens of prompt and output of one request, so that alone it fits into what is promised."""
         return min(self.limits.max_context, self.blocks.capacity_tokens)
 
     @property
     def has_work(self) -> bool:
-        """Whether anything is left to plan or to commit."""
-        return bool(self._live or self._flights)
+        """True if anything is left to plan or to commit."""
+        return bool(self._sequences or self._flights)
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return self._sequences.num_running
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return self._sequences.num_waiting
 
     def check_fits(self, request: EngineRequest) -> None:
         """Raise if the request can never be served. Reads limits only, so any thread may ask.
@@ -132,47 +155,43 @@ class Batcher:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request that fits. Its `max_tokens` is cut so that alone it can always finish."""
-        assert request.request_id not in self._live, f"request added twice: {request.request_id}"
+        assert request.request_id not in self._sequences, f"request added twice: {request.request_id}"
         self.check_fits(request)
         max_length, sampling = self._max_length, request.sampling
         if sampling.max_tokens is not None:
             max_length = min(max_length, len(request.prompt) + sampling.max_tokens)
-        sequence = LiveSequence(request, self._num_arrivals, [*request.prompt, *request.output], max_length)
-        self._num_arrivals += 1
-        self._live[request.request_id] = sequence
-        self._waiting.append(sequence)
+        self._sequences.add(request, max_length)
 
     def cancel(self, request_id: RequestId) -> bool:
         """End a request now, whatever it is doing; what it still samples is dropped. False if unknown."""
-        sequence = self._live.get(request_id)
-        if sequence is None:
+        if request_id not in self._sequences:
             return False
-        self._end(sequence)
+        self._end(self._sequences[request_id])
         return True
 
     def plan(self) -> StepPlan | None:
         """Decide the next step; None if nothing can be computed before a commit or an arrival."""
         assert len(self._flights) < MAX_IN_FLIGHT, f"commit first: {len(self._flights)} steps in flight"
-        draft = Draft(self.limits.max_batch_tokens)
+        draft = _PlanDraft(self.limits.max_batch_tokens)
         self._advance_running(draft)
         if not draft.has_preempted:
             self._admit_waiting(draft)
         if not draft.rows:
             return None
-        writes = (*self._moved.take_writes(self._running), *draft.table_writes)
+        writes = (*self._sequences.take_table_writes(), *draft.table_writes)
         plan = StepPlan(self._num_steps, tuple(draft.admissions), writes, tuple(draft.rows))
         self._num_steps += 1
-        self._flights.append(_Flight(plan, draft.sequences))
+        self._flights.append(_PlannedStep(plan, draft.sequences))
         return plan
 
     def wanted_blocks(self) -> int:
-        """Blocks that the next plan would hand out if there were enough of them for everybody.
+        """Return how many blocks the next plan would hand out if there were enough of them for everybody.
 
         Whoever is admitted counts with all of its prompt, for it is not admitted without room for that.
         """
         tokens_left, num_wanted = self.limits.max_batch_tokens, 0
         block_tokens = self.blocks.block_tokens
-        for sequence in self._running.values():
+        for sequence in self._sequences.running():
             if tokens_left == 0:
                 return num_wanted
             num_tokens = min(sequence.num_unplanned, tokens_left)
@@ -180,8 +199,8 @@ class Batcher:
             beyond_tokens = sequence.num_planned + num_tokens - len(sequence.blocks) * block_tokens
             if beyond_tokens > 0:
                 num_wanted += self._num_blocks(beyond_tokens)
-        for sequence in islice(self._waiting, len(self._free_slots)):
-            if tokens_left == 0 or sequence.num_in_flight:
+        for sequence in self._sequences.next_in_line():
+            if tokens_left == 0:
                 break
             num_hits = len(self._known_prefix(sequence))
             num_tokens = len(sequence.tokens)
@@ -190,30 +209,36 @@ class Batcher:
         return num_wanted
 
     def cached_to_spare(self) -> int:
-        """Cached blocks that the next plan could hand out: not those that whoever waits would read."""
+        """Return how many cached blocks the next plan could hand out: not what those who wait would read."""
         hits: set[int] = set()
-        for sequence in islice(self._waiting, len(self._free_slots)):
-            if sequence.num_in_flight:
-                break
+        for sequence in self._sequences.next_in_line():
             self._known_prefix(sequence).collect(hits)
-        return self.blocks.num_cached - len(self.blocks.cached_of(hits))
+        return self.blocks.num_cached - len(self.blocks.cached_among(hits))
+
+    def add_blocks(self, extent: range) -> None:
+        """Have blocks of KV from now on; what they hold does not matter."""
+        self.blocks.add(extent)
+
+    def remove_all_blocks(self) -> None:
+        """Have no KV any more. No sequence runs."""
+        self.blocks.remove_all()
 
     def clear(self, extent: range, *, may_move: bool, may_preempt: bool) -> list[BlockMove] | None:
         """Take an extent out of the book; None, and nothing has changed, if that is not possible.
 
         What is returned has to be copied on the device behind the steps in flight and before the next one.
         """
-        running = list(self._running.values())
-        clearing = plan_clearing(self.blocks, running, extent, may_move=may_move, may_preempt=may_preempt)
-        if clearing is None:
+        running = self._sequences.running()
+        preempted = _preempted_for(self.blocks, running, extent, may_move=may_move, may_preempt=may_preempt)
+        if preempted is None:
             return None
-        for sequence in clearing.preempted:
+        for sequence in preempted:
             self._preempt(sequence)
         live = self.blocks.live_in(extent)
         targets = self.blocks.available_outside(extent, len(live)) if live else []
         moves = list(map(BlockMove, live, targets))
         self.blocks.move(moves)
-        self._moved.follow(moves, self._running)
+        self._sequences.follow(moves)
         self.blocks.remove(extent)
         return moves
 
@@ -236,38 +261,17 @@ class Batcher:
         return emissions
 
     def take_preempted(self) -> tuple[RequestId, ...]:
-        """Who lost its slot since the last call, has not ended meanwhile and will be admitted again."""
-        preempted, self._preempted = tuple(self._preempted), []
-        return preempted
+        """Return who lost its slot since the last call and will be admitted again; none of them has ended."""
+        return self._sequences.take_preempted()
 
     def check(self) -> None:
         """Raise if the books disagree with each other. Tests call it after every change."""
-        self.blocks.check()
-        running, waiting = list(self._running.values()), list(self._waiting)
-        order = [sequence.arrival for sequence in running + waiting]
-        assert order == sorted(set(order)), f"running, then waiting, must be in order of arrival: {order}"
-        assert {s.request.request_id for s in running + waiting} == self._live.keys(), f"{self._live.keys()=}"
-        slots = sorted([s.slot for s in running if s.slot is not None] + self._free_slots)
-        assert slots == list(range(self.limits.max_seqs)), f"slots lost or given twice: {slots}"
-        holding = [s.arrival for s in waiting if s.slot is not None or s.blocks]
-        assert not holding, f"waiting with a slot or blocks: {holding}"
-        midway = [s.arrival for s in running[:-1] if s.num_planned < s.num_prefill]
-        assert not midway, f"in the midst of the prompt and not the youngest: {midway}"
-        holders = Counter(block for s in running for block in s.blocks)
-        in_book = self.blocks.holders()
-        for block in sorted(holders.keys() | in_book.keys()):
-            count = in_book.get(block, 0)
-            assert holders[block] == count, f"{block=} held {holders[block]} times, in the book {count}"
-            assert count <= 1 or self.blocks.is_published(block), f"{block=} shared without digest"
-        self._moved.check(self._running)
-        in_flight = Counter(s.arrival for flight in self._flights for s in flight.sequences)
-        for s in running + waiting:
-            assert s.num_in_flight == in_flight[s.arrival], f"{s.arrival=} {s.num_in_flight=} {in_flight=}"
-            assert s.num_pending <= s.num_in_flight, f"{s.arrival=} {s.num_pending=} {s.num_in_flight=}"
+        self._sequences.check([flight.sequences for flight in self._flights])
+        self.blocks.check(Counter(block for s in self._sequences.running() for block in s.blocks))
 
-    def _advance_running(self, draft: Draft) -> None:
-        """Decode rows, oldest first; the rest of a prompt comes last, since it is the youngest's."""
-        for sequence in list(self._running.values()):
+    def _advance_running(self, draft: _PlanDraft) -> None:
+        """Add decode rows, oldest first; the rest of a prompt comes last, since it is the youngest's."""
+        for sequence in self._sequences.running():
             if draft.tokens_left == 0:
                 return
             if sequence.slot is None:
@@ -276,13 +280,13 @@ class Batcher:
             if num_tokens and self._make_room(sequence, num_tokens, draft):
                 draft.add_row(sequence, num_tokens)
 
-    def _make_room(self, sequence: LiveSequence, num_tokens: int, draft: Draft) -> bool:
-        """Give it blocks for its next tokens, preempting the youngest; False if that was itself."""
+    def _make_room(self, sequence: LiveSequence, num_tokens: int, draft: _PlanDraft) -> bool:
+        """Give a sequence blocks for its next tokens, preempting the youngest; False if that was itself."""
         num_blocks = self._num_blocks(sequence.num_planned + num_tokens) - len(sequence.blocks)
         if num_blocks <= 0:
             return True
         while (blocks := self.blocks.allocate(num_blocks)) is None:
-            youngest = next(reversed(self._running.values()))
+            youngest = self._sequences.youngest()
             self._preempt(youngest)
             draft.has_preempted = True
             if youngest is sequence:
@@ -290,15 +294,13 @@ class Batcher:
         draft.assign(sequence, blocks)
         return True
 
-    def _admit_waiting(self, draft: Draft) -> None:
-        while self._waiting and self._free_slots and draft.tokens_left:
-            if not self._admit(self._waiting[0], draft):
+    def _admit_waiting(self, draft: _PlanDraft) -> None:
+        while draft.tokens_left and (oldest := next(self._sequences.next_in_line(), None)) is not None:
+            if not self._admit(oldest, draft):
                 return
 
-    def _admit(self, sequence: LiveSequence, draft: Draft) -> bool:
+    def _admit(self, sequence: LiveSequence, draft: _PlanDraft) -> bool:
         """Start the oldest waiting one, on top of the prefix that is found; False if it must wait."""
-        if sequence.num_in_flight:
-            return False
         request, num_tokens = sequence.request, len(sequence.tokens)
         hits = self._known_prefix(sequence).blocks
         num_cached = len(hits) * self.blocks.block_tokens
@@ -311,16 +313,14 @@ class Batcher:
         blocks = self.blocks.allocate(self._num_blocks(num_cached + num_first) - len(hits))
         assert blocks is not None, f"{num_tokens=} {self.blocks.num_available=}"
 
-        self._waiting.popleft()
-        self._running[request.request_id] = sequence
-        sequence.slot = heapq.heappop(self._free_slots)
+        slot = self._sequences.start(sequence)
         sequence.num_prefill = num_tokens
         sequence.num_planned = num_cached
         sequence.num_published = len(hits)
         draft.admissions.append(
             Admission(
                 request_id=request.request_id,
-                slot=sequence.slot,
+                slot=slot,
                 tokens=tuple(sequence.tokens),
                 num_prompt_tokens=len(request.prompt),
                 num_cached_tokens=num_cached,
@@ -332,11 +332,13 @@ class Batcher:
         return True
 
     def _known_prefix(self, sequence: LiveSequence) -> KnownPrefix:
-        """The blocks that a waiting sequence would find computed."""
+        """Return the blocks that a waiting sequence would find computed."""
         block_tokens = self.blocks.block_tokens
         extend_digests(sequence.digests, sequence.tokens, sequence.request.salt, block_tokens)
         # At least one token is computed, for there must be something to sample from.
-        sequence.prefix.follow(self.blocks, sequence.digests, (len(sequence.tokens) - 1) // block_tokens)
+        sequence.prefix.follow(
+            self.blocks.prefixes, sequence.digests, (len(sequence.tokens) - 1) // block_tokens
+        )
         return sequence.prefix
 
     def _num_blocks(self, num_tokens: int) -> int:
@@ -370,31 +372,42 @@ class Batcher:
         return Emission(request.request_id, token, sample_index, reason)
 
     def _preempt(self, sequence: LiveSequence) -> None:
-        """Back to the head of the queue: the youngest that ran is older than all that wait."""
-        self._stop_running(sequence)
-        self._waiting.appendleft(sequence)
-        self._preempted.append(sequence.request.request_id)
+        """Have a sequence wait at the head: the youngest that ran is older than all that wait."""
+        self.blocks.release(self._sequences.preempt(sequence))
 
     def _end(self, sequence: LiveSequence) -> None:
-        sequence.is_ended = True
-        request_id = sequence.request.request_id
-        del self._live[request_id]
-        self._preempted = [one for one in self._preempted if one != request_id]
-        if sequence.slot is None:
-            self._waiting.remove(sequence)
-        else:
-            self._stop_running(sequence)
+        self.blocks.release(self._sequences.end(sequence))
 
-    def _stop_running(self, sequence: LiveSequence) -> None:
-        assert sequence.slot is not None, f"{sequence.arrival=}"
-        del self._running[sequence.request.request_id]
-        self._moved.forget(sequence.request.request_id)
-        heapq.heappush(self._free_slots, sequence.slot)
-        self.blocks.release(sequence.blocks)
-        sequence.slot = None
-        sequence.blocks = []
+
+def _preempted_for(
+    book: BlockBook, running: Sequence[LiveSequence], extent: range, *, may_move: bool, may_preempt: bool
+) -> list[LiveSequence] | None:
+    """Return whom of the running ones (oldest first) to preempt before an extent can leave the book.
+
+    As few as it takes, the youngest first; whatever is live in the extent after that has to move. None: it
+    cannot leave. Nobody is preempted where less than what is promised would be left. As one sequence never
+    needs more than that, the oldest gives way only where blocks may not move.
+    """
+    num_inside = len(book.live_in(extent))
+    num_outside = book.num_available_outside(extent) if may_move and num_inside else 0
+    if num_inside <= num_outside:
+        return []
+    if not may_preempt or book.num_blocks - len(extent) < book.floor_blocks:
+        return None
+    num_released, preempted = Counter[int](), []
+    for sequence in reversed(running):
+        preempted.append(sequence)
+        for block in sequence.blocks:
+            num_released[block] += 1
+            if num_released[block] == book.num_holders(block):
+                num_inside -= block in extent
+                num_outside += may_move and block not in extent
+        if num_inside <= num_outside:
+            break
+    assert num_inside <= num_outside, f"live blocks of no running sequence: {book.live_in(extent)}"
+    return preempted
 
 
 def _stops(request: EngineRequest, token: int, num_before: int) -> bool:
-    """Whether a token that follows `num_before` sampled ones ends the request."""
+    """True if a token that follows `num_before` sampled ones ends the request."""
     return num_before >= request.sampling.min_tokens and token in request.sampling.stop_ids

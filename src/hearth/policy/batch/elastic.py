@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 #: Some seconds: longer than the gaps of a steady load, shorter than anybody would wait to have memory back.
 WINDOW_STEPS = 256
-#: What running sequences will fill in so many steps lies ready, so that it is mapped while they run.
+#: Blocks that running sequences will fill in so many steps lie ready, so that they are mapped meanwhile.
 AHEAD_STEPS = 16
 
 
@@ -34,28 +34,39 @@ class KvUse:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
+    """Blocks of KV that a model should get before its next step."""
+
     now_blocks: int  #: that the next step lacks
-    ahead_blocks: int  #: that should lie ready beside what it has then
+    ahead_blocks: int  #: that should lie ready beside what the model has then
+
+    def within(self, most_blocks: int) -> Growth:
+        """Return the growth cut to at most so many blocks in all, what the next step lacks first."""
+        now_blocks = min(self.now_blocks, most_blocks)
+        return Growth(now_blocks, min(self.ahead_blocks, most_blocks - now_blocks))
 
 
 class Elastic:
-    """Of one engine. Mutable; whoever steps it calls `growth` before each step and `surplus_blocks` after."""
+    """How the KV of one engine follows its load.
+
+    Mutable; whoever steps the engine calls `growth` before each step and `surplus_blocks` after.
+    """
 
     def __init__(self, block_tokens: int) -> None:
         assert block_tokens >= 1, f"{block_tokens=}"
         self._block_tokens = block_tokens
-        #: Of this epoch: its steps so far, the fewest blocks that were to spare, and the largest reserve.
+        #: Steps of this epoch so far, and in them: the fewest blocks that were to spare, the largest reserve.
         self._num_steps = 0
         self._spare_blocks: int | None = None
         self._reserve_blocks = 0
 
     def growth(self, use: KvUse) -> Growth:
+        """Return the blocks that should come before the next step."""
         spare = self._note(use)
         reserve = self.reserve_blocks(use.num_running)
         return Growth(now_blocks=max(0, -spare), ahead_blocks=max(0, reserve - max(0, spare)))
 
     def surplus_blocks(self, use: KvUse) -> int:
-        """Blocks that could go back; 0 but at the end of an epoch."""
+        """Return how many blocks could go back; 0 but at the end of an epoch."""
         spare = self._note(use)
         self._num_steps += 1
         if self._num_steps < WINDOW_STEPS:
@@ -66,12 +77,12 @@ class Elastic:
         return surplus
 
     def _note(self, use: KvUse) -> int:
-        """What would be left free after the next step; negative if it lacks some."""
+        """Return how many blocks would be left free after the next step; negative if it lacks some."""
         spare = use.num_free - use.num_wanted
         self._spare_blocks = spare if self._spare_blocks is None else min(self._spare_blocks, spare)
         self._reserve_blocks = max(self._reserve_blocks, self.reserve_blocks(use.num_running))
         return spare
 
     def reserve_blocks(self, num_running: int) -> int:
-        """What so many sequences will fill next: each takes a block every `block_tokens` steps."""
+        """Return the blocks that so many sequences will fill next: one each every `block_tokens` steps."""
         return -(-num_running * AHEAD_STEPS // self._block_tokens)

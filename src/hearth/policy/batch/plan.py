@@ -17,10 +17,10 @@ class Guide(Protocol):
 
     @property
     def mask(self) -> bytes:
-        """The tokens that may come next, a bit each, lowest first, in whole words of 32 bits; never none."""
+        """Tokens that may come next, a bit each, lowest first, in whole words of 32 bits; never none."""
 
     def take(self, token: int) -> FinishReason | None:
-        """The output goes on with `token`, which the mask allowed. A reason if nothing can follow it."""
+        """Go on with `token`, which the mask allowed; return a reason if nothing can follow it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
+    """One engine step."""
+
     step_id: int
     admissions: tuple[Admission, ...]
     table_writes: tuple[TableWrite, ...]

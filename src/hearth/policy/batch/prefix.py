@@ -1,48 +1,154 @@
-"""How much of a waiting sequence is in the book already: followed step by step, for a match of all its blocks
-before every step would cost more than the step where many wait. Holds no block.
+"""Prefixes of token sequences by their content: which blocks hold them, and how much of a sequence is known.
+
+Holds no block, and does not know which are free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from itertools import islice
 
-from hearth.policy.batch.blocks import BlockBook
+DIGEST_BYTES = 16
+
+#: Whoever has not looked for longer looks at everything anew.
+KEPT_FORGOTTEN = 1024
+
+
+def block_digests(tokens: Sequence[int], salt: bytes, block_tokens: int) -> list[bytes]:
+    """Return one digest for each full block, standing for all tokens up to that block's end."""
+    digests: list[bytes] = []
+    extend_digests(digests, tokens, salt, block_tokens)
+    return digests
+
+
+def extend_digests(digests: list[bytes], tokens: Sequence[int], salt: bytes, block_tokens: int) -> None:
+    """Append the digests of the full blocks of `tokens` that `digests` does not cover yet."""
+    if len(tokens) < (len(digests) + 1) * block_tokens:
+        return
+    # The root is set apart by `person`, so that no salt can pass for the digest of another chain.
+    parent = digests[-1] if digests else blake2b(salt, digest_size=DIGEST_BYTES, person=b"root").digest()
+    first, last = len(digests) * block_tokens, len(tokens) // block_tokens * block_tokens
+    content = array("I", tokens[first:last])
+    stride = block_tokens * content.itemsize
+    content_bytes = content.tobytes()
+    for at in range(0, len(content_bytes), stride):
+        parent = blake2b(parent + content_bytes[at : at + stride], digest_size=DIGEST_BYTES).digest()
+        digests.append(parent)
+
+
+class PrefixIndex:
+    """Mutable; written only by the `BlockBook` that owns it. Which block a digest leads to, and back."""
+
+    def __init__(self) -> None:
+        self._digest_by_block: dict[int, bytes] = {}
+        self._block_by_digest: dict[bytes, int] = {}
+        #: Blocks that a digest no longer leads to, the last ones of `num_forgotten`.
+        self._forgotten: deque[int] = deque(maxlen=KEPT_FORGOTTEN)
+        self.num_forgotten = 0
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._digest_by_block
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._digest_by_block)
+
+    def match(self, digests: Sequence[bytes]) -> list[int]:
+        """Return the blocks that hold the longest known prefix."""
+        blocks: list[int] = []
+        for digest in digests:
+            block = self._block_by_digest.get(digest)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def forgotten_since(self, num_forgotten: int) -> list[int] | None:
+        """Return blocks that no digest leads to since so many were forgotten; None: too long ago to know."""
+        num_new = self.num_forgotten - num_forgotten
+        if num_new > len(self._forgotten):
+            return None
+        return list(islice(reversed(self._forgotten), num_new))
+
+    def add(self, block: int, digest: bytes) -> None:
+        """Let a block be found by its content. Of two with the same content the first stays."""
+        assert block not in self, f"published twice: {block=}"
+        if digest not in self._block_by_digest:
+            self._digest_by_block[block] = digest
+            self._block_by_digest[digest] = block
+
+    def forget(self, block: int) -> None:
+        """No longer lead to a block whose content is lost."""
+        del self._block_by_digest[self._digest_by_block.pop(block)]
+        self._note_forgotten(block)
+
+    def move(self, source: int, target: int) -> None:
+        """Lead to `target` where a digest has led to `source`, if one has."""
+        if (digest := self._digest_by_block.pop(source, None)) is not None:
+            self._digest_by_block[target] = digest
+            self._block_by_digest[digest] = target
+            self._note_forgotten(source)
+
+    def clear(self) -> None:
+        """Forget all blocks at once."""
+        self._digest_by_block.clear()
+        self._block_by_digest.clear()
+        self._forgotten.clear()
+        self.num_forgotten += KEPT_FORGOTTEN + 1
+
+    def check(self) -> None:
+        """Raise if blocks and digests do not lead to each other."""
+        inverse = {block: digest for digest, block in self._block_by_digest.items()}
+        assert self._digest_by_block == inverse, f"{self._digest_by_block=} {inverse=}"
+
+    def _note_forgotten(self, block: int) -> None:
+        self._forgotten.append(block)
+        self.num_forgotten += 1
 
 
 class KnownPrefix:
-    """Mutable; written only by `follow`."""
+    """Mutable; written only by `follow`. How much of one waiting sequence an index leads to.
+
+    It is followed step by step: a match of all blocks before every step would cost more than the step where
+    many sequences wait.
+    """
 
     def __init__(self) -> None:
         #: Which block of the prefix each one is, in order.
         self._indices: dict[int, int] = {}
-        self._num_seen = 0  #: of what the book has forgotten
+        self._num_seen = 0  #: of what the index has forgotten
 
     @property
     def blocks(self) -> list[int]:
-        """As they were when last followed, as are the others."""
+        """The blocks of the prefix, as they were when last followed."""
         return list(self._indices)
 
     def __len__(self) -> int:
         return len(self._indices)
 
-    def follow(self, book: BlockBook, digests: Sequence[bytes], num_most: int) -> None:
-        """`digests` are the same as the last time, or more."""
-        forgotten = book.forgotten_since(self._num_seen)
-        self._num_seen = book.num_forgotten
+    def follow(self, index: PrefixIndex, digests: Sequence[bytes], num_most: int) -> None:
+        """Take in what has changed since the last call; `digests` are the same as then, or more."""
+        forgotten = index.forgotten_since(self._num_seen)
+        self._num_seen = index.num_forgotten
         if forgotten is None:
             self._indices.clear()
         for block in forgotten or ():
-            if (index := self._indices.get(block)) is not None:
-                while len(self._indices) > index:
+            if (at := self._indices.get(block)) is not None:
+                while len(self._indices) > at:
                     self._indices.popitem()
         while (num_known := len(self._indices)) < num_most:
-            found = book.match(digests[num_known : num_known + 1])
+            found = index.match(digests[num_known : num_known + 1])
             if not found:
                 break
             self._indices[found[0]] = num_known
 
     def collect(self, blocks: set[int]) -> None:
-        """Add them all. Whoever has one has all before it, for its digest stands for all of the prefix."""
+        """Add all blocks of the prefix to `blocks`, which has all before any that it has.
+
+        For a digest stands for all of the prefix.
+        """
         for block in reversed(self._indices):
             if block in blocks:
                 break

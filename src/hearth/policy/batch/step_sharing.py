@@ -1,4 +1,4 @@
-"""Which of a worker's busy models steps next. Pure: measures no time and steps nothing.
+"""Which of a worker's busy models may step, and which one steps next. Measures no time and steps nothing.
 
 Busy models share the device by time, not by steps: next is the one that has had the least. A model that was
 idle has saved up nothing: it starts where the least served of the others stands, so it neither waits for
@@ -7,9 +7,52 @@ them to catch up nor makes them wait. What it had beyond that it keeps, or going
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from hearth.types import ModelId
+
+
+@dataclass(frozen=True, slots=True)
+class BusyModel:
+    """A model with work, and how much of it is on the device."""
+
+    model: ModelId
+    is_loaded: bool  #: all of its bytes are there
+    can_follow_load: bool  #: the rest should be there soon, and a step may follow it layer by layer
+
+
+class StepReadiness:
+    """Mutable; written by the step thread alone. Which models had nothing to compute, for want of KV."""
+
+    def __init__(self) -> None:
+        #: By model whose last step had nothing to compute: the generation of memory then. As long as that is
+        #: the same, there is no more KV than there was.
+        self._starved: dict[ModelId, int] = {}
+
+    def ready(self, busy: Iterable[BusyModel], generation: int) -> list[ModelId]:
+        """Return the models that may step now.
+
+        A model that is still being loaded would hold up others, so it steps only while none of them can.
+        """
+        awake = [one for one in busy if self._starved.get(one.model) != generation]
+        loaded = [one.model for one in awake if one.is_loaded]
+        return loaded or [one.model for one in awake if one.can_follow_load]
+
+    def starved(self, model: ModelId, generation: int) -> None:
+        """Note that a model's step had nothing to compute, for want of KV."""
+        self._starved[model] = generation
+
+    def look_again(self) -> None:
+        """Let all models step that had nothing to compute: something has come from outside."""
+        self._starved.clear()
+
+    def hopeless(self, busy: Iterable[BusyModel]) -> ModelId | None:
+        """Return a model that waits for KV which nobody is going to give back; None if there is none.
+
+        To be asked when no model is ready, and none is being found or loaded.
+        """
+        return next((one.model for one in busy if one.model in self._starved), None)
 
 
 class StepSharing:
@@ -19,30 +62,30 @@ class StepSharing:
         #: Time on the device, on a common scale, of every model that was busy and is not forgotten.
         self._spent_s: dict[ModelId, float] = {}
         self._busy: set[ModelId] = set()  #: when `next` was last asked
-        #: When each model last had its turn: of equals the one that waits for longer goes first.
-        self._turn: dict[ModelId, int] = {}
-        self._num_turns = 0
+        #: Number of each model's last step: of equals the one that waits for longer goes first.
+        self._last_step: dict[ModelId, int] = {}
+        self._num_steps = 0
 
-    def next(self, busy: Collection[ModelId]) -> ModelId:
-        """One of `busy`, which must not be empty."""
-        stayed = self._busy.intersection(busy)
+    def next(self, ready: Collection[ModelId]) -> ModelId:
+        """Return the one of `ready`, which must not be empty, that steps next."""
+        stayed = self._busy.intersection(ready)
         if not stayed:
             self._spent_s.clear()  # nobody to be compared with: a new beginning
         least_s = min((self._spent_s[model] for model in stayed), default=0.0)
-        for model in busy:
+        for model in ready:
             if model not in stayed:
                 self._spent_s[model] = max(least_s, self._spent_s.get(model, 0.0))
-        self._busy = set(busy)
-        return min(busy, key=lambda model: (self._spent_s[model], self._turn.get(model, -1)))
+        self._busy = set(ready)
+        return min(ready, key=lambda model: (self._spent_s[model], self._last_step.get(model, -1)))
 
-    def ran(self, model: ModelId, seconds: float) -> None:
-        """It has stepped for so long."""
+    def stepped(self, model: ModelId, seconds: float) -> None:
+        """Note that a model has stepped for so long."""
         self._spent_s[model] += seconds
-        self._num_turns += 1
-        self._turn[model] = self._num_turns
+        self._num_steps += 1
+        self._last_step[model] = self._num_steps
 
     def forget(self, model: ModelId) -> None:
-        """It is no longer hosted. One that never was busy is unknown, which is no mistake."""
+        """Forget a model that is no longer hosted, if it ever was busy."""
         self._busy.discard(model)
         self._spent_s.pop(model, None)
-        self._turn.pop(model, None)
+        self._last_step.pop(model, None)

@@ -20,7 +20,7 @@ ORDERED_SHARE = 1 / 16
 
 
 def tail_first(cost: float, position: int) -> Price:
-    """Of chunks that cost the same, the later one in its model goes first: what stays is needed first."""
+    """Return a price by which the later of two chunks that cost the same goes first: it is needed later."""
     return (cost, -position)
 
 
@@ -107,13 +107,13 @@ def plan_takes(tails: Sequence[Tail], num_bytes: int) -> list[Take]:
         held_bytes = sum(sum(tail.units) for tail in held)
         chosen = [len(tail.units) for tail in held]
         if held_bytes >= num_bytes:
-            chosen = _Choice(held, num_bytes).improved()
+            chosen = _TakeChoice(held, num_bytes).improved()
         takes += [Take(tail.model, num) for tail, num in zip(held, chosen, strict=True) if num]
         num_bytes -= held_bytes
     return takes
 
 
-class _Choice:
+class _TakeChoice:
     """Mutable, and written by itself alone. How many units go from each of some tails that have enough.
 
     All bytes of a tail cost the same, so whole tails go by price until it suffices; where units are of one
@@ -124,7 +124,7 @@ class _Choice:
         """`tails`: the cheapest byte first."""
         self._tails = tails
         self._num_units = [0] * len(tails)
-        #: What is freed beyond what is needed; never below 0 after this.
+        #: Bytes that are freed beyond what is needed; never below 0 after this.
         self._spare_bytes = -num_bytes
         for index, tail in enumerate(tails):
             freed_bytes = list(accumulate(tail.units))

@@ -1,7 +1,7 @@
 """Where new tensors go in a contiguous memory, and what has to move for them. Moves nothing itself.
 
-Tangram's Partitioned-Gain Packing (its Algorithm 1, corrected; docs/design/memory.md has an example). Memory
-between two fixed regions is a section, and a section is holes with runs of movable regions between them:
+Tangram's Partitioned-Gain Packing (T3; its Algorithm 1, corrected; docs/design/memory.md has an example).
+Memory between two fixed regions is a section: holes with runs of movable regions between them.
 
     | hole 0 |  run  | hole 1 |  run  | hole 2 |
 
@@ -37,7 +37,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What needs a place in one piece."""
+    """Bytes that need a place in one piece."""
 
     key: Hashable
     num_bytes: int
@@ -55,6 +55,8 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
+    """Places for all items, and what moves for them."""
+
     begins: Mapping[Hashable, int]  #: of every item
     #: In an order that is safe: none writes over what a later one still reads.
     moves: tuple[Move, ...]
@@ -65,7 +67,7 @@ class Packing:
 
 
 def pack(regions: Sequence[Region], items: Sequence[Item]) -> Packing | None:
-    """Places for all items with few bytes moved, never more than by `merge_all`; None: they do not fit.
+    """Return places for all items, with no more bytes moved than by `merge_all`; None: they do not fit.
 
     Without fixed regions they fit if there are as many free bytes. With them it is a matter of bin packing,
     and None means that none of three rules could divide the items over the sections.
@@ -92,7 +94,7 @@ def _packed(
 
 
 class _Section:
-    """Never changed. Regions between two fixed ones, with at least one hole among them."""
+    """Regions between two fixed ones, with at least one hole among them. Never changed."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
         """`regions`: no two free ones touch."""
@@ -103,7 +105,7 @@ class _Section:
         self.holes_bytes = [hole.num_bytes for hole in self.holes]
         #: Free bytes before each hole, and in the end all of them.
         self._free_before = [0, *accumulate(self.holes_bytes)]
-        #: Of the run behind each hole but the last: what is gained if it stays.
+        #: Bytes of the run behind each hole but the last: what is gained if it stays.
         self.gains_bytes = [after.begin - hole.end for hole, after in pairwise(self.holes)]
 
     @property
@@ -114,13 +116,13 @@ class _Section:
         return self._free_before[holes.stop] - self._free_before[holes.start]
 
     def run_bytes(self, first: int, last: int) -> int:
-        """What lies between two holes: what moves when they and those between them are merged."""
+        """Return the bytes between two holes, which move when they and those between them are merged."""
         distance_bytes = self.holes[last].begin - self.holes[first].begin
         return distance_bytes - (self._free_before[last] - self._free_before[first])
 
 
 def _sections(regions: Sequence[Region]) -> list[_Section]:
-    """What fixed regions leave, without the parts in which nothing is free."""
+    """Return the sections between fixed regions, without those in which nothing is free."""
     parts: list[list[Region]] = [[]]
     for region in regions:
         if region.is_fixed:
@@ -244,7 +246,7 @@ def _partition(section: _Section, items: Sequence[Item]) -> Iterator[_Fit]:
             subspace.sides = _split(section, subspace)
             subspaces += subspace.sides
         num_looks += subspace.num_looks
-    for subspace in reversed(subspaces):  # so that the sides of each are settled before it
+    for subspace in reversed(subspaces):  # so that the sides of each are decided before it
         sides_bytes = sum(side.moved_bytes for side in subspace.sides)
         if subspace.sides and sides_bytes < subspace.moved_bytes:
             subspace.moved_bytes = sides_bytes
@@ -303,7 +305,7 @@ def _fit(section: _Section, holes: range, items: Sequence[Item]) -> _Fit:
 
 
 def _cheapest_merge(section: _Section, holes: range, rooms_bytes: Sequence[int], needed_bytes: int) -> range:
-    """Those consecutive holes that together have the room and the fewest bytes between them."""
+    """Return the consecutive holes that together have the room, with the fewest bytes between them."""
     best: range | None = None
     fewest_bytes = 0
     start, room_bytes = 0, 0

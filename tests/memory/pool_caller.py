@@ -82,12 +82,12 @@ class Holds:
         self.by_model: dict[ModelId, Hold] = {}
         self.loading: set[ModelId] = set()
 
-    def regard(self, model: ModelId) -> EvictionTerms:
+    def eviction_terms(self, model: ModelId) -> EvictionTerms:
         hold = self.by_model.get(model, Hold.RETAINED)
         return EvictionTerms(hold, cost_s_per_byte=1.0 + len(model), is_loading=model in self.loading)
 
 
-class Tenancy:
+class PoolCaller:
     """Each method is one thing that a worker does with its pool. What is given up is 0xFF in memory."""
 
     def __init__(self, pool: Audited, holds: Holds, samples: Mapping[ModelId, Sample]) -> None:
@@ -110,11 +110,11 @@ class Tenancy:
         held = self.holds.by_model.get(model, Hold.RETAINED)
         self.holds.by_model[model] = Hold.BUSY
         shape = self.samples[model].shape
-        while lack_bytes := self.pool.lacks(model, shape):
-            before = self.pool.picture()
+        while lack_bytes := self.pool.missing_bytes(model, shape):
+            before = self.pool.usage()
             with pytest.raises(DeviceError):
                 self.pool.place(model, shape)
-            assert self.pool.picture() == before
+            assert self.pool.usage() == before
             if not self.take(lack_bytes, Hold.WARM) and not self._clear_one(model):
                 self.holds.by_model[model] = held
                 return False
@@ -129,7 +129,7 @@ class Tenancy:
             for part in self.spaces[model].parts:
                 self.pool.prepare(model, part)
             del self.gaps[model]
-            self.pool.landed(model, is_whole=is_whole)
+            self.pool.load_ended(model, is_whole=is_whole)
             self.holds.loading.discard(model)
 
     def fill(self, model: ModelId, gaps: Sequence[Gap]) -> None:
@@ -144,22 +144,22 @@ class Tenancy:
 
     def take(self, num_bytes: int, most: Hold) -> int:
         before = self.holdings()
-        freed_bytes = self.pool.take(num_bytes, most)
+        freed_bytes = self.pool.take_weights(num_bytes, most)
         after = self.holdings()
         lost = {model for model in before if self._weights(before, model) > self._weights(after, model)}
-        regards = {model: self.holds.regard(model) for model in before}
+        terms_by_model = {model: self.holds.eviction_terms(model) for model in before}
         for model in lost:
-            assert regards[model].hold <= min(most, Hold.WARM), f"{model} {regards[model]}"
-            assert not regards[model].is_loading, f"{model} is loading"
-        if any(regards[model].hold == Hold.WARM for model in lost):
-            for model, regard in regards.items():
-                is_spared = regard.hold == Hold.RETAINED and not regard.is_loading
+            assert terms_by_model[model].hold <= min(most, Hold.WARM), f"{model} {terms_by_model[model]}"
+            assert not terms_by_model[model].is_loading, f"{model} is loading"
+        if any(terms_by_model[model].hold == Hold.WARM for model in lost):
+            for model, terms in terms_by_model.items():
+                is_spared = terms.hold == Hold.RETAINED and not terms.is_loading
                 assert not is_spared or not self._weights(after, model), f"{lost} before {model}"
         if freed_bytes < num_bytes:
             assert not any(
                 self._weights(after, model)
-                for model, regard in regards.items()
-                if regard.hold <= min(most, Hold.WARM) and not regard.is_loading
+                for model, terms in terms_by_model.items()
+                if terms.hold <= min(most, Hold.WARM) and not terms.is_loading
             ), "there was more to take"
         return freed_bytes
 
@@ -182,16 +182,16 @@ class Tenancy:
             return False
         assert set(extents[0]) <= self.blocks[model], f"{extents}"
         self.blocks[model] -= set(extents[0])
-        free_bytes = self.pool.picture().free_bytes
+        free_bytes = self.pool.usage().free_bytes
         self.pool.shrink(model, extents[0])
-        assert self.pool.picture().free_bytes > free_bytes
+        assert self.pool.usage().free_bytes > free_bytes
         return True
 
-    def vacate(self, model: ModelId) -> None:
+    def retire(self, model: ModelId) -> None:
         if model in self.spaces and model not in self.gaps:
             self.holds.by_model[model] = Hold.RETAINED
             self._forget(model)
-            self.pool.vacate(model)
+            self.pool.retire(model)
 
     def drop(self, model: ModelId) -> None:
         if model not in self.gaps:
@@ -200,13 +200,13 @@ class Tenancy:
             assert model not in self.holdings()
 
     def holdings(self) -> dict[ModelId, Holding]:
-        return {one.model: one for one in self.pool.picture().holdings}
+        return {one.model: one for one in self.pool.usage().holdings}
 
     def check(self) -> None:
         """Everything that has to be there is intact, and every byte is in one hand."""
         self.places.update(self.pool.take_moved())
         self.pool.check()
-        self._check_picture()
+        self._check_usage()
         for model, space in self.spaces.items():
             space.workspace.fill_(0xEE)
             self._block(model, space.sink).fill_(0xDD)
@@ -243,21 +243,21 @@ class Tenancy:
                 expected = content[where][run.start : run.stop]
                 assert torch.equal(found[run.start : run.stop].cpu(), expected), f"`{model}` at {spec} {run}"
 
-    def _check_picture(self) -> None:
-        picture = self.pool.picture()
-        assert picture.budget_bytes == self.pool.budget_bytes
-        holdings_bytes = sum(one.weights_bytes + one.kv_bytes for one in picture.holdings)
-        shared_bytes = sum(one.shared_bytes for one in picture.holdings)
-        total_bytes = picture.free_bytes + picture.workspace_bytes + picture.lost_bytes + holdings_bytes
-        assert picture.budget_bytes <= total_bytes <= picture.budget_bytes + shared_bytes, f"{picture}"
-        assert list(picture.holdings) == sorted(picture.holdings, key=lambda one: one.model)
+    def _check_usage(self) -> None:
+        usage = self.pool.usage()
+        assert usage.budget_bytes == self.pool.budget_bytes
+        holdings_bytes = sum(one.weights_bytes + one.kv_bytes for one in usage.holdings)
+        shared_bytes = sum(one.shared_bytes for one in usage.holdings)
+        total_bytes = usage.free_bytes + usage.workspace_bytes + usage.lost_bytes + holdings_bytes
+        assert usage.budget_bytes <= total_bytes <= usage.budget_bytes + shared_bytes, f"{usage}"
+        assert list(usage.holdings) == sorted(usage.holdings, key=lambda one: one.model)
 
     def _clear_one(self, kept: ModelId) -> bool:
         """Shrink or vacate another model, or say that none of them has anything to give."""
         for model in sorted(self.spaces):
             if model != kept and model not in self.gaps:
                 if not self.shrink(model):
-                    self.vacate(model)
+                    self.retire(model)
                 return True
         return False
 

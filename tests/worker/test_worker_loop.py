@@ -33,9 +33,11 @@ from hearth.store.convert import convert
 from hearth.store.loader import Loader
 from hearth.store.manifest import WEIGHTS, read_manifest
 from hearth.types import FinishReason, Hold, SamplingParams
-from hearth.worker import hosted_model
-from hearth.worker.hosted_model import HostedModel, HostingNews, Workshop
-from hearth.worker.watched_load import Broken
+from hearth.worker import model_load
+from hearth.worker.hosted_model import HostedModel
+from hearth.worker.model_load import HostingNews
+from hearth.worker.runtime import HostingResources
+from hearth.worker.watched_load import ModelBroken
 from tests.models.zoo import save, tiny
 from tests.store.stored import converted, flip
 from tests.text.conftest import byte_level
@@ -136,7 +138,7 @@ def test_seeded_sampling_with_logprobs_is_as_offline(gateway: Gateway, model: Pa
     assert all(one is not None and one[0] is not None and len(one[0].top) == 2 for one in logprobs)
 
 
-def test_two_models_take_turns(gateway: Gateway, model: Path) -> None:
+def test_two_models_step_side_by_side(gateway: Gateway, model: Path) -> None:
     gateway.host("a", model)
     gateway.host("b", converted("opt-pre"))
     gateway.facts.clear()
@@ -346,22 +348,23 @@ def test_a_load_waits_for_a_keeper_that_is_started_anew(model: Path) -> None:
 
 
 def test_without_a_keeper_a_load_fails_in_the_end(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosted_model, "LENDER_PATIENCE_S", 0.0)
+    monkeypatch.setattr(model_load, "LENDER_PATIENCE_S", 0.0)
     news: SimpleQueue[HostingNews] = SimpleQueue()
     with folder() as place, keeping(keeper_setup(place)) as keeper:
         borrower = Borrower(Path(keeper_setup(place).socket))
         keeper.kill()
         keeper.wait()
         device = torch.device("cpu")
-        shop = Workshop(
-            device, CONFIG, lambda regards: ArenaPool(device, 1 << 30, regards), borrower, Loader(device)
+        resources = HostingResources(
+            device, CONFIG, lambda terms: ArenaPool(device, 1 << 30, terms), borrower, Loader(device)
         )
-        pool = shop.new_pool(lambda model: EvictionTerms(Hold.BUSY, 0.0, is_loading=False))
-        HostedModel(host_order("a", model), shop, pool, lambda hosting, told: news.put(told))
+        pool = resources.new_pool(lambda model: EvictionTerms(Hold.BUSY, 0.0, is_loading=False))
+        hosted = HostedModel(host_order("a", model), resources, pool, lambda hosting, told: news.put(told))
+        hosted.find()
         failed = news.get(timeout=60)
         borrower.close()
 
-    assert isinstance(failed, Broken)
+    assert isinstance(failed, ModelBroken)
     assert failed.failure.label == "lender_gone"
 
 

@@ -38,8 +38,8 @@ from hearth.store.lender import Lender
 from hearth.store.loader import Loader
 from hearth.store.tiers import Tiers
 from hearth.types import Hold, ModelId, TokenLogprobs
-from hearth.worker.hosted_model import Workshop
-from hearth.worker.worker import DeviceLost, Inbox, WorkerLoop
+from hearth.worker.runtime import HostingResources
+from hearth.worker.worker_loop import DeviceLost, Inbox, WorkerLoop
 from tests.store.stored import PATIENCE_S
 from tests.worker.harness import CONFIG, folder, host_order
 
@@ -49,7 +49,7 @@ NewPool = Callable[[EvictionTermsOf], Pool]
 
 @dataclass(slots=True)
 class Answer:
-    """Mutable; written by the desk."""
+    """Mutable; written by the gateway."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -58,12 +58,12 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Desk:
+class LoopGateway:
     """The gateway's side. Mutable: facts are taken from it, and the worker's end is noted."""
 
     inbox: Inbox
     facts: Queue[Fact]
-    lost: Future[DeviceLost] = field(default_factory=Future)
+    device_lost: Future[DeviceLost] = field(default_factory=Future)
     answers: dict[int, Answer] = field(default_factory=dict)
     loads: list[ModelLoaded] = field(default_factory=list)
     pool: Pool | None = None  #: for looking on, while the worker rests
@@ -108,7 +108,7 @@ class Desk:
     def drop(self, name: str) -> None:
         self.inbox.put(DropModel(ModelId(name)))
 
-    def regard(self, name: str, hold: Hold) -> None:
+    def set_hold(self, name: str, hold: Hold) -> None:
         self.inbox.put(HoldModel(ModelId(name), hold))
 
     def start(self, name: str, prompt: Sequence[int], sampling: Sampling) -> int:
@@ -131,41 +131,41 @@ class Desk:
 
 
 @contextmanager
-def working_at(
+def working_in_process(
     tiers: Tiers,
     new_pool: NewPool,
     device: torch.device | None = None,
     config: EngineConfig = CONFIG,
     max_facts: int = 0,
-) -> Iterator[Desk]:
+) -> Iterator[LoopGateway]:
     """With `max_facts`, the worker waits when so many lie there untaken."""
     device = device or torch.device("cpu")
     with folder() as place, closing(Lender(tiers, place / "s")), closing(Borrower(place / "s")) as borrower:
-        desk = Desk(SimpleQueue(), Queue(max_facts))
+        gateway = LoopGateway(SimpleQueue(), Queue(max_facts))
 
-        def kept_pool(regards: EvictionTermsOf) -> Pool:
-            desk.pool = new_pool(regards)
-            return desk.pool
+        def kept_pool(eviction_terms: EvictionTermsOf) -> Pool:
+            gateway.pool = new_pool(eviction_terms)
+            return gateway.pool
 
-        shop = Workshop(device, config, kept_pool, borrower, Loader(device))
-        worker = WorkerLoop(shop, desk.inbox, desk.facts.put)
+        resources = HostingResources(device, config, kept_pool, borrower, Loader(device))
+        worker = WorkerLoop(resources, gateway.inbox, gateway.facts.put)
 
         def run() -> None:
             try:
                 worker.run()
             except DeviceLost as error:
-                desk.lost.set_result(error)
+                gateway.device_lost.set_result(error)
 
         thread = threading.Thread(target=run)
         thread.start()
         try:
-            yield desk
+            yield gateway
         finally:
-            desk.inbox.put(Shutdown())
+            gateway.inbox.put(Shutdown())
             while thread.is_alive():  # it may wait for somebody to take its facts
-                while not desk.facts.empty():
-                    desk.facts.get()
+                while not gateway.facts.empty():
+                    gateway.facts.get()
                 thread.join(0.01)
-            if isinstance(desk.pool, MappedPool):
-                del worker, shop  # nobody has a tensor of it any more
-                desk.pool.close()
+            if isinstance(gateway.pool, MappedPool):
+                del worker, resources  # nobody has a tensor of it any more
+                gateway.pool.close()

@@ -1,4 +1,4 @@
-"""The step loop of a worker: orders in, steps of busy models in turns, facts out. Opens no socket.
+"""The step loop of a worker: orders in, steps of busy models, facts out. Opens no socket.
 
 One thread runs it and owns all engines. Others post what they have into its inbox: orders of the gateway and
 news of models that are opened and loaded. With nothing to do it sleeps there.
@@ -40,10 +40,12 @@ from hearth.policy.batch.plan import EngineRequest
 from hearth.policy.batch.step_sharing import StepSharing
 from hearth.types import GuideSpec, ModelId, RequestId
 from hearth.worker.failure import Failure, blame, failure_of
-from hearth.worker.hosted_model import Found, HostedModel, HostingNews, Opened, Workshop
+from hearth.worker.hosted_model import HostedModel, Incomplete
 from hearth.worker.hosted_models import HostedModels
+from hearth.worker.model_load import EngineReady, HostingNews, ModelFound
 from hearth.worker.report import Reports
-from hearth.worker.watched_load import Broken, Loaded, Near, Progressed
+from hearth.worker.runtime import HostingResources
+from hearth.worker.watched_load import AlmostLoaded, ModelBroken, Progressed, WeightsLoaded
 
 log = logging.getLogger(__name__)
 
@@ -53,16 +55,16 @@ class DeviceLost(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ModelNews:
     """News of a hosted model."""
 
-    hosting: int  #: which stay of the model: one that was dropped has nothing to say any more
+    hosting: int  #: which stay of the model they are of: those of an earlier one are stale
     model: ModelId
     news: HostingNews
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckedRequest:
     """A guided request, whose grammar was compiled apart."""
 
     hosting: int
@@ -70,12 +72,12 @@ class Checked:
     outcome: EngineRequest | HearthError
 
 
-Inbox = SimpleQueue[Order | Told | Checked]
+Inbox = SimpleQueue[Order | ModelNews | CheckedRequest]
 
 
 @dataclass(slots=True)
 class _Run:
-    """Mutable; written by the step thread."""
+    """A request on this worker. Mutable; written by the step thread."""
 
     model: ModelId
     since_s: float  #: when it came, or was preempted
@@ -84,61 +86,61 @@ class _Run:
 class WorkerLoop:
     """Mutable; `run` is called by one thread, which owns all of it."""
 
-    def __init__(self, workshop: Workshop, inbox: Inbox, send: Callable[[Fact], None]) -> None:
+    def __init__(self, resources: HostingResources, inbox: Inbox, send: Callable[[Fact], None]) -> None:
         """`send` may block: then no step is made."""
         self._inbox, self._send = inbox, send
-        self._turns = StepSharing()
+        self._sharing = StepSharing()
         self._models = HostedModels(
-            workshop, lambda hosting, model, news: inbox.put(Told(hosting, model, news))
+            resources, lambda hosting, model, news: inbox.put(ModelNews(hosting, model, news))
         )
-        self._hosts = self._models.hosts
-        self._reports = Reports(self._models.steward.pool, self._hosts)
+        self._hosted = self._models.hosted
+        self._reports = Reports(self._models.reclaimer.pool, self._hosted)
         self._runs: dict[int, _Run] = {}  #: all that have not ended, each of a hosted model
         self._compilers = ThreadPoolExecutor(1, thread_name_prefix="hearth-guide")
 
     def run(self) -> None:
-        """Until it is told to shut down. Raises DeviceLost, and OSError when nobody listens any more."""
+        """Work until it is told to shut down. Raises DeviceLost, and OSError when nobody listens any more."""
         while self._take_orders():
             self._step()
 
     def _take_orders(self) -> bool:
         """Carry out what has come, sleeping while no model is busy; False at the end."""
-        while not self._inbox.empty() or not self._models.can_step():
+        while not self._inbox.empty() or not self._models.ready():
             if self._inbox.empty():
-                if (stuck := self._models.stuck()) is not None:
-                    self._fail(stuck.model, failure_of(self._models.steward.kv_shortage(stuck)))
+                if (broke := self._models.hopeless()) is not None:
+                    self._fail(broke.model, failure_of(broke.error))
                     continue
                 self._tell_residency(is_due=True)  # before it sleeps
             message = self._inbox.get()
             if isinstance(message, Shutdown):
                 return False
-            self._models.stirred()
+            self._models.look_again()
             self._handle(message)
-            for host in self._models.deferred():
-                self._try(host.model, partial(self._models.settle, host))
+            for hosted in self._models.deferred():
+                self._try(hosted.model, partial(self._models.load, hosted))
         return True
 
     def _step(self) -> None:
-        """One step of the model whose turn it is. If that breaks, the model leaves and the others go on."""
-        model = self._turns.next(self._models.can_step())
-        host = self._hosts[model]
+        """Make one step of the model that is next. If that breaks, the model leaves and the others go on."""
+        ready = self._models.ready()
+        model = self._sharing.next(ready)
         began_s = time.perf_counter()
         try:
-            outcome = self._models.step(host)
+            outcome = self._models.step(model, ready[model])
         except Exception as error:  # whatever it is, it is one model's alone, or `_fail` says otherwise
             broken, failure = blame(model, error)
         else:
             step_s = time.perf_counter() - began_s
-            self._turns.ran(model, step_s)
+            self._sharing.stepped(model, step_s)
             self._tell_step(model, outcome, step_s)
             self._tell_residency(is_due=False)
             return
-        del host  # the last of it besides the worker's own
+        del ready  # the last of it besides the worker's own
         self._fail(broken, failure)  # if it is another one, this one tries again
 
     # Orders.
 
-    def _handle(self, message: Order | Told | Checked) -> None:
+    def _handle(self, message: Order | ModelNews | CheckedRequest) -> None:
         match message:
             case HostModel(model):
                 self._try(model, lambda: self._models.host(message))
@@ -147,17 +149,17 @@ class WorkerLoop:
             case DropModel(model):
                 self._drop(model)
             case HoldModel(model, hold):
-                self._models.regard(model, hold)
+                self._models.set_hold(model, hold)
             case StartRequest():
                 self._start(message)
             case CancelRequest(run):
                 self._cancel(run)
             case Ping(number):
                 self._send(self._reports.pong(number))
-            case Told(hosting, model, news):
+            case ModelNews(hosting, model, news):
                 if self._is_current(model, hosting):
-                    self._hear(self._hosts[model], news)
-            case Checked(hosting, order, outcome):
+                    self._take_news(self._hosted[model], news)
+            case CheckedRequest(hosting, order, outcome):
                 if self._is_current(order.model, hosting) and order.run in self._runs:
                     self._add(order, outcome)
             case Welcome() | Shutdown():
@@ -166,7 +168,7 @@ class WorkerLoop:
                 assert_never(message)
 
     def _try(self, model: ModelId, act: Callable[[], ModelLoaded | None]) -> None:
-        """Whatever breaks is one model's alone, or `_fail` says otherwise."""
+        """Do something for a model; whatever breaks is one model's alone, or `_fail` says otherwise."""
         try:
             loaded = act()
         except Exception as error:  # as above
@@ -178,101 +180,101 @@ class WorkerLoop:
             return
         self._fail(broken, failure)
         if broken != model:  # it was to give way for this one, which has no place yet
-            self._try(model, lambda: self._models.settle(self._hosts[model]))
+            self._try(model, lambda: self._models.load(self._hosted[model]))
 
     def _is_current(self, model: ModelId, hosting: int) -> bool:
-        host = self._hosts.get(model)
-        return host is not None and host.order.hosting == hosting
+        hosted = self._hosted.get(model)
+        return hosted is not None and hosted.order.hosting == hosting
 
     def _retire(self, model: ModelId) -> None:
-        """One that has just failed is gone already."""
-        if model in self._hosts:
+        """Retire a model; one that has just failed is gone already."""
+        if model in self._hosted:
             self._forget_runs(model)
             self._try(model, lambda: self._models.retire(model))
 
     def _drop(self, model: ModelId) -> None:
-        """Also of a retired one; one that is unknown has nothing."""
+        """Have all of a model go, also of a retired one; one that is unknown has nothing."""
         self._forget_runs(model)
         self._models.drop(model)
 
     def _forget_runs(self, model: ModelId) -> None:
         for run in [run for run, entry in self._runs.items() if entry.model == model]:
             self._cancel(run)
-        self._turns.forget(model)
+        self._sharing.forget(model)
 
     def _start(self, order: StartRequest) -> None:
-        host = self._hosts.get(order.model)
-        if host is None:
+        hosted = self._hosted.get(order.model)
+        if hosted is None:
             reason = f"`{order.model}` is not on this worker; it was dropped or has failed"
             self._send(RunFailed(order.run, ServiceError.label, reason))
             return
         self._runs[order.run] = _Run(order.model, time.perf_counter())
-        self._models.asked(host)
-        if host.engine is None:
-            host.waiting.append(order)
-        else:
-            self._begin(order, host, host.engine.intake)
+        self._models.request_came(hosted)
+        if not hosted.queue_until_ready(order):
+            self._begin(order, hosted)
 
-    def _begin(self, order: StartRequest, host: HostedModel, intake: Intake) -> None:
-        """The engine is there, if not all of the model."""
+    def _begin(self, order: StartRequest, hosted: HostedModel) -> None:
+        """Check a request of a model that has its engine, if not all of its bytes."""
+        served = hosted.served
+        if served is None:  # it has failed meanwhile
+            return
+        intake = served.engine.intake
         if order.guide is None:
             self._add(order, _checked(intake, order))
         else:
             # Not the engine: its memory must be free as soon as it is dropped.
-            hosting, inbox = host.order.hosting, self._inbox
-            host.unchecked.add(order.run)
-            self._compilers.submit(lambda: inbox.put(Checked(hosting, order, _checked(intake, order))))
+            hosting, inbox = hosted.order.hosting, self._inbox
+            served.unchecked.add(order.run)
+            self._compilers.submit(lambda: inbox.put(CheckedRequest(hosting, order, _checked(intake, order))))
 
     def _add(self, order: StartRequest, outcome: EngineRequest | HearthError) -> None:
-        host = self._hosts[order.model]
-        assert host.engine is not None, f"`{order.model}` has checked a request"
+        hosted = self._hosted[order.model]
         if isinstance(outcome, HearthError):
             self._cancel(order.run)
             self._send(RunFailed(order.run, outcome.label, str(outcome)))
             return
-        host.unchecked.discard(order.run)
-        host.engine.add(outcome)
-        if not host.is_loaded and not host.is_settling:  # others took from it while it was idle
-            self._try(order.model, lambda: self._models.settle(host))
+        hosted.add(order.run, outcome)
+        if isinstance(hosted.state, Incomplete):  # others took from it while it was idle
+            self._try(order.model, lambda: self._models.load(hosted))
 
     def _cancel(self, run: int) -> None:
-        """One that has ended meanwhile has its last word on the way."""
+        """End a request now; one that has ended meanwhile has its last word on the way."""
         if (entry := self._runs.pop(run, None)) is not None:
-            self._models.cancel(self._hosts[entry.model], run)
+            self._models.cancel(self._hosted[entry.model], run)
 
     # News of models.
 
-    def _hear(self, host: HostedModel, news: HostingNews) -> None:
-        model = host.model
+    def _take_news(self, hosted: HostedModel, news: HostingNews) -> None:
+        model = hosted.model
         match news:
-            case Found():
-                self._try(model, lambda: self._models.found(host, news))
-            case Opened():
-                self._try(model, lambda: self._models.opened(host, news))
-                waiting, host.waiting = host.waiting, []
+            case ModelFound():
+                self._try(model, lambda: self._models.found(hosted, news))
+            case EngineReady():
+                waiting = hosted.take_waiting()
+                self._try(model, lambda: self._models.engine_ready(hosted, news))
                 for order in waiting:
-                    if order.run in self._runs and host.engine is not None:  # else it has failed meanwhile
-                        self._begin(order, host, host.engine.intake)
+                    if order.run in self._runs:
+                        self._begin(order, hosted)
             case Progressed(num_bytes, num_layers):
-                self._send(LoadProgress(model, host.order.hosting, num_bytes, num_layers))
-            case Near():
-                host.near()
-            case Loaded():
-                self._try(model, lambda: self._models.loaded(host, news))
-            case Broken(failure):
+                self._send(LoadProgress(model, hosted.order.hosting, num_bytes, num_layers))
+            case AlmostLoaded():
+                hosted.almost_loaded()
+            case WeightsLoaded():
+                self._try(model, lambda: self._models.weights_loaded(hosted, news))
+            case ModelBroken(failure):
                 self._fail(model, failure)
             case _:
                 assert_never(news)
 
     def _fail(self, model: ModelId, failure: Failure) -> None:
-        """The model leaves, and the others go on. Raises DeviceLost where they cannot."""
+        """Have a model leave, and the others go on. Raises DeviceLost where they cannot."""
         log.error(
             "model_failed model=%s label=%s reason=%s%s",
             *(model, failure.label, failure.reason, failure.trace and "\n" + failure.trace),
         )
         if failure.is_fatal:
             raise DeviceLost(f"the device is lost, under `{model}`: {failure.reason}")
-        hosting = self._hosts[model].order.hosting
+        hosting = self._hosted[model].order.hosting
         self._drop(model)
         self._send(HostingFailed(model, hosting, failure.label, failure.reason))
 

@@ -1,0 +1,122 @@
+"""Who has what in an arena, with the bytes that follow the books. Finds no place and takes from nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from hearth.memory.arena_tenant import ArenaTenant
+from hearth.memory.contiguous import ContiguousMemory
+from hearth.memory.pool import Shape
+from hearth.memory.regions import COMMON, Owner, RegionList, Span, Use
+from hearth.policy.memory.packing import Move
+from hearth.types import ModelId
+
+
+class ArenaBooks:
+    """Mutable; written only by the pool that owns it, by one thread."""
+
+    def __init__(self, memory: ContiguousMemory) -> None:
+        self._memory = memory
+        self.regions = RegionList(len(memory.bytes))
+        #: Models that have anything here.
+        self.tenants: dict[ModelId, ArenaTenant] = {}
+        self.moved: set[ModelId] = set()  #: placed models whose tensors have moved, until they are told
+        self.moved_bytes = 0
+
+    @property
+    def memory(self) -> torch.Tensor:
+        return self._memory.bytes
+
+    def tenant(self, model: ModelId, shape: Shape) -> ArenaTenant:
+        """Return the model's own if its bytes are the same, else a new one in its place."""
+        tenant = self.tenants.get(model)
+        if tenant is None or tenant.is_other(shape):
+            self.remove(model)
+            tenant = self.tenants[model] = ArenaTenant(model, shape)
+        tenant.shape = shape
+        return tenant
+
+    def regions_for(self, model: ModelId, shape: Shape) -> RegionList:
+        """Return the regions without what the model will lose because its bytes are other ones now."""
+        tenant = self.tenants.get(model)
+        if tenant is None or not tenant.is_other(shape):
+            return self.regions
+        regions = self.regions.copy()
+        for owner in _owned(regions, model):
+            regions.give(owner)
+        return regions
+
+    def take(self, tenant: ArenaTenant, span: Span) -> None:
+        """Give a model that is being placed one of its regions, or all a larger common workspace."""
+        if span.owner == COMMON and COMMON in self.regions:
+            self.regions.give(COMMON)  # to have it with what is behind it
+        self.regions.take(span)
+        match span.owner:
+            case Owner(use=Use.TENSOR, index=index):
+                tenant.coming.add(index)
+            case Owner(use=Use.KV, index=sink):
+                tenant.extents[sink] = range(sink, sink + 1)
+
+    def give(self, owner: Owner) -> None:
+        """Have a region be free."""
+        span = self.regions.give(owner)
+        self._memory.freed(span.begin, span.end)
+
+    def move(self, moves: Iterable[Move]) -> None:
+        """Have tensors elsewhere, with their bytes."""
+        for move in moves:
+            owner = move.key
+            assert isinstance(owner, Owner), f"{move} is of nobody"
+            self._memory.move(move.source, move.target, move.num_bytes)
+            self.regions.give(owner)
+            self.regions.take(Span(move.target, move.target + move.num_bytes, owner))
+            self.moved_bytes += move.num_bytes
+            if self.tenants[owner.model].extents:
+                self.moved.add(owner.model)
+
+    def remove(self, model: ModelId) -> None:
+        """Have all regions of a model be free. One that is unknown has none."""
+        if model in self.tenants:
+            for owner in _owned(self.regions, model):
+                self.give(owner)
+            del self.tenants[model]
+            self.moved.discard(model)
+
+    def forget_if_empty(self, model: ModelId) -> None:
+        tenant = self.tenants[model]
+        if not tenant.extents and not tenant.tensors(self.regions):
+            del self.tenants[model]
+
+    def cut_common(self) -> None:
+        """Give back what no placed model uses of the common workspace."""
+        if COMMON not in self.regions:
+            return
+        num_bytes, end = self._common_bytes(), self.regions.span_of(COMMON).end
+        if num_bytes < end:
+            self.regions.give(COMMON)
+            if num_bytes:
+                self.regions.take(Span(0, num_bytes, COMMON))
+            self._memory.freed(num_bytes, end)
+
+    def check(self) -> None:
+        """Raise unless the regions are sound and are those of the tenants. For tests."""
+        self.regions.check()
+        owners = set()
+        for model, tenant in self.tenants.items():
+            assert model == tenant.model, f"`{tenant.model}` is known as `{model}`"
+            owners |= tenant.checked_owners(self.regions)
+        common_bytes = self._common_bytes()
+        if common_bytes:
+            assert self.regions.span_of(COMMON) == Span(0, common_bytes, COMMON), f"{common_bytes=}"
+            owners.add(COMMON)
+        assert owners == {span.owner for span in self.regions if span.owner}, "a region is nobody's"
+        assert all(self.tenants[model].extents for model in self.moved), f"{self.moved=}"
+
+    def _common_bytes(self) -> int:
+        return max((tenant.common_bytes(self.regions) for tenant in self.tenants.values()), default=0)
+
+
+def _owned(regions: RegionList, model: ModelId) -> list[Owner]:
+    return [span.owner for span in regions if span.owner is not None and span.owner.model == model]

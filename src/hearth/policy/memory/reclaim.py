@@ -1,0 +1,302 @@
+"""Who gives way when a model on a worker needs memory. Pure: it yields orders that the worker carries out.
+
+    free memory, KV that nobody reads, weights of retained models, of warm ones, KV of running requests
+
+Each is touched only when all before it is used up. The gateway promises hosted models no more than there is,
+so whatever is promised can be had: what a model has beyond its promise is lent, and comes back in this order.
+
+A decision takes several orders, and each depends on what came of the one before. So whoever decides is a
+generator: it yields one order at a time and is sent the outcome, a number of blocks or of bytes. `carry_out`
+runs it, for a worker as for a simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Protocol
+
+from hearth.policy.batch.elastic import Elastic, KvUse
+from hearth.types import Hold, ModelId
+
+#: How often memory may come free without being of use before a model gives up what it is not promised.
+MAX_USELESS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class GrowKv:
+    """Give a model blocks of KV out of free memory. The outcome: how many blocks it got."""
+
+    model: ModelId
+    num_blocks: int
+    ahead_blocks: int  #: that should lie ready for the next call, if memory is free
+
+
+@dataclass(frozen=True, slots=True)
+class ClearKv:
+    """Take an extent of KV back from a model. The outcome: its blocks, or 0 where that was not possible."""
+
+    model: ModelId
+    extent: range
+    may_preempt: bool  #: running requests may lose their blocks, and be computed again
+    may_forget: bool  #: cached prefixes in the extent may be lost
+
+
+@dataclass(frozen=True, slots=True)
+class TakeWeights:
+    """Take weights of idle models, cheapest first. The outcome: how many bytes came free."""
+
+    num_bytes: int
+    most: Hold  #: only from models that are held at most so
+
+
+Order = GrowKv | ClearKv | TakeWeights
+#: Yields orders, is sent what came of each, and returns what came of all of them.
+Orders = Generator[Order, int, int]
+
+
+def carry_out(orders: Orders, act: Callable[[Order], int]) -> int:
+    """Have `act` carry out all orders; return what came of them. What `act` raises ends it."""
+    with closing(orders):
+        try:
+            order = next(orders)
+            while True:
+                order = orders.send(act(order))
+        except StopIteration as end:
+            total: int = end.value
+            return total
+
+
+@dataclass(frozen=True, slots=True)
+class KvView:
+    """The KV of one hosted model between two steps, the sink left out."""
+
+    hold: Hold  #: BUSY while the model has requests or is being loaded
+    has_work: bool
+    block_bytes: int
+    floor_blocks: int  #: that the model is promised
+    max_blocks: int
+    num_blocks: int
+    num_available: int  #: of `num_blocks`: free, or only cached
+    reserve_blocks: int  #: that running requests will fill next
+
+
+class KvBooks(Protocol):
+    """The KV on a worker as it is at the moment, for the policy to read."""
+
+    def models(self) -> Collection[ModelId]:
+        """Return the hosted models that have an engine, and so may have KV."""
+
+    def kv_of(self, model: ModelId) -> KvView:
+        """Return one model's KV in numbers."""
+
+    def extents(self, model: ModelId) -> Sequence[range]:
+        """Return the runs of blocks that could be given back next, best first."""
+
+    def cached_to_spare(self, model: ModelId) -> int:
+        """Return how many cached blocks the model's next step could use: nobody who waits would read them."""
+
+
+class FutileTries:
+    """Mutable; written by the `ReclaimPolicy` that owns it. Which models have looked for memory in vain.
+
+    Until something may have made room another look would be in vain as well, and one before every step would
+    cost more than it ever brings.
+    """
+
+    def __init__(self) -> None:
+        self._generation_by_model: dict[ModelId, int] = {}
+
+    def note(self, model: ModelId, generation: int) -> None:
+        self._generation_by_model[model] = generation
+
+    def is_known(self, model: ModelId, generation: int) -> bool:
+        """True if the model has tried in this generation."""
+        return self._generation_by_model.get(model) == generation
+
+    def outdated(self, generation: int) -> list[ModelId]:
+        """Return the models whose last try was in an earlier generation."""
+        return [model for model, then in self._generation_by_model.items() if then != generation]
+
+    def forget(self, model: ModelId) -> None:
+        self._generation_by_model.pop(model, None)
+
+
+class ReclaimPolicy:
+    """Mutable; written by the one thread that calls it and carries out its orders."""
+
+    def __init__(self, books: KvBooks, *, keeps_addresses: bool) -> None:
+        """`keeps_addresses`: the pool maps pages, so any free memory fits anywhere."""
+        self._books, self._keeps_addresses = books, keeps_addresses
+        #: Counts what may have made room: memory given back, requests that ended, a model that is held less.
+        self.generation = 0
+        #: The model that room is being made for: nothing is taken from a model for itself.
+        self.placing: ModelId | None = None
+        #: Tries to grow that found no free memory, and those for which nobody could give way. What a model is
+        #: promised is had all the same.
+        self._without_free = FutileTries()
+        self._refused = FutileTries()
+        #: Models that have no place because one that is being loaded lies in the way.
+        self._deferred = FutileTries()
+
+    def room_may_have_come(self) -> None:
+        """Have all models that looked for memory in vain look again."""
+        self.generation += 1
+
+    def forget(self, model: ModelId) -> None:
+        """Forget a model that is gone."""
+        self._without_free.forget(model)
+        self._refused.forget(model)
+        self._deferred.forget(model)
+
+    # Weights.
+
+    def make_room(self, model: ModelId, missing_bytes: Callable[[], int]) -> Orders:
+        """Have others give way until the model can be placed, which it is promised.
+
+        `missing_bytes` says how much has to come free. Returns what it said last: 0 unless nobody could give
+        way any more.
+        """
+        self._deferred.forget(model)
+        self.placing = model
+        try:
+            while (num_bytes := missing_bytes()) > 0:
+                if not (yield from self._free(num_bytes, may_preempt=True)):
+                    break
+        finally:
+            self.placing = None
+        return num_bytes
+
+    def defer(self, model: ModelId, *, is_any_loading: bool) -> bool:
+        """Note that a model found no place; False if it never will.
+
+        In an arena what is being loaded cannot be moved, and may cut the room for another model in pieces:
+        then that one has to wait for it.
+        """
+        if self._keeps_addresses or not is_any_loading:
+            return False
+        self._deferred.note(model, self.generation)
+        return True
+
+    def deferred(self) -> list[ModelId]:
+        """Return the models that found no place and may find one now."""
+        return self._deferred.outdated(self.generation)
+
+    def stop_deferring(self, model: ModelId) -> None:
+        """Have a model wait for a place no more."""
+        self._deferred.forget(model)
+
+    # KV.
+
+    def before_step(self, model: ModelId, elastic: Elastic, use: KvUse) -> Orders:
+        """Give a model the KV that its next step wants, as far as it can be had without harm."""
+        growth = elastic.growth(use)
+        if not growth.now_blocks and not growth.ahead_blocks:
+            return 0
+        kv = self._books.kv_of(model)
+        growth = growth.within(kv.max_blocks - kv.num_blocks)
+        short, ahead = growth.now_blocks, growth.ahead_blocks
+        if (short or ahead) and not self._without_free.is_known(model, self.generation):
+            short -= yield GrowKv(model, short, ahead)
+        if short > 0:
+            self._without_free.note(model, self.generation)
+            short -= self._books.cached_to_spare(model)  # its own cached blocks go before those of others
+            if short > 0 and not self._refused.is_known(model, self.generation):
+                short -= yield from self._grow_by_force(model, short, ahead, is_promised=False)
+            promised = min(short, kv.floor_blocks - self._books.kv_of(model).num_blocks)
+            if promised > 0:
+                short -= yield from self._grow_by_force(model, promised, 0, is_promised=True)
+            if short > 0:
+                self._refused.note(model, self.generation)
+        return growth.now_blocks - short
+
+    def after_step(
+        self, model: ModelId, elastic: Elastic, use: KvUse, *, has_work: bool, has_let_go: bool
+    ) -> Orders:
+        """Take back the KV that a model has not used for long, or does not use now that it is idle.
+
+        `has_let_go`: requests of the model ended with the step, or were preempted for it.
+        """
+        num_surplus = elastic.surplus_blocks(use) if has_work else use.num_free
+        num_given = (yield from self._give_back(model, num_surplus)) if num_surplus > 0 else 0
+        if num_given or has_let_go or not has_work:
+            self.room_may_have_come()
+        return num_given
+
+    def _give_back(self, model: ModelId, num_blocks: int) -> Orders:
+        """Take back up to so many blocks, none of them cached: nobody needs them yet."""
+        num_given = 0
+        while extents := tuple(self._books.extents(model)):
+            for extent in extents:
+                if len(extent) <= num_blocks - num_given:
+                    num_given += yield ClearKv(model, extent, may_preempt=False, may_forget=False)
+            if extents == tuple(self._books.extents(model)):
+                break  # else there may be one that is known only now that the one before it has gone
+        return num_given
+
+    def _grow_by_force(
+        self, model: ModelId, num_blocks: int, ahead_blocks: int, *, is_promised: bool
+    ) -> Orders:
+        """Have others give way until a model has so many blocks more, or nobody can; return how many it got.
+
+        With those that it will want next, so that it does not come again for every step. Not all that comes
+        free need be of use: in an arena a block has to lie at a multiple of its size. Others are not stripped
+        for that: what is not promised is given up when what came free was of no use twice.
+        """
+        block_bytes = self._books.kv_of(model).block_bytes
+        num_given = num_useless = 0
+        while num_given < num_blocks and (is_promised or num_useless < MAX_USELESS):
+            num_wanted = num_blocks - num_given
+            num_bytes = (num_wanted + ahead_blocks) * block_bytes
+            if not (yield from self._free(num_bytes, may_preempt=is_promised, beside=model)):
+                break
+            num_got = yield GrowKv(model, num_wanted, ahead_blocks)
+            if not num_got and self._keeps_addresses:  # any page fits, and there are not enough of them
+                break
+            num_given += num_got
+            num_useless = 0 if num_got else num_useless + 1
+        return num_given
+
+    # Making room.
+
+    def _free(self, num_bytes: int, *, may_preempt: bool, beside: ModelId | None = None) -> Orders:
+        """Have at least so many bytes come free, or as many as can; return how many."""
+        freed = yield from self._free_kv(num_bytes, beside, may_preempt=False)
+        for most in (Hold.RETAINED, Hold.WARM):
+            if freed < num_bytes:
+                freed += yield TakeWeights(num_bytes - freed, most)
+        if freed < num_bytes and may_preempt:
+            freed += yield from self._free_kv(num_bytes - freed, beside, may_preempt=True)
+        if freed:
+            self.room_may_have_come()  # it may be more than whoever asked makes use of
+        return freed
+
+    def _free_kv(self, num_bytes: int, beside: ModelId | None, *, may_preempt: bool) -> Orders:
+        """Clear KV of the models that are held least, first."""
+        freed = 0
+        views = {model: self._books.kv_of(model) for model in self._books.models() if model != beside}
+        for model, kv in sorted(views.items(), key=lambda item: (item[1].hold, item[0])):
+            while freed < num_bytes:
+                if not (num_blocks := (yield from self._clear_one(model, may_preempt=may_preempt))):
+                    break
+                freed += num_blocks * kv.block_bytes
+        return freed
+
+    def _clear_one(self, model: ModelId, *, may_preempt: bool) -> Orders:
+        """Have a model give back one extent; return its blocks, or 0 if it can give back none.
+
+        What a busy model will fill next it keeps, as long as nobody has to be preempted for it: two that are
+        full would take the same blocks from each other over and over. Running requests lose only what the
+        model has beyond its promise.
+        """
+        kv = self._books.kv_of(model)
+        num_spare = kv.num_blocks if may_preempt else kv.num_available - kv.reserve_blocks
+        for extent in self._books.extents(model):
+            if len(extent) > num_spare:
+                continue
+            is_lent = kv.num_blocks - len(extent) >= kv.floor_blocks
+            may_end = may_preempt and (is_lent or not kv.has_work)
+            if num_blocks := (yield ClearKv(model, extent, may_preempt=may_end, may_forget=True)):
+                return num_blocks
+        return 0

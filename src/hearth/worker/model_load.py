@@ -1,0 +1,173 @@
+"""How a placed model comes to be there: its engine is put together, and what is missing is loaded.
+
+Both happen on threads of their own, while the step thread makes tokens of other models. Places nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hearth.engine.assemble import Memory, assemble
+from hearth.engine.engine import Engine
+from hearth.errors import LenderGone, ModelError
+from hearth.memory.pool import Space
+from hearth.messages import HostModel
+from hearth.models.layout import ByteRange
+from hearth.models.weights import bind
+from hearth.store.borrower import BorrowedModel, Borrower
+from hearth.worker.failure import failure_of
+from hearth.worker.hosting_spec import HostingSpec
+from hearth.worker.map_ahead import MapAhead
+from hearth.worker.runtime import HostingResources
+from hearth.worker.watched_load import Destination, LoadNews, ModelBroken, WatchedLoad, WeightsLoaded
+
+#: How long a keeper that is not there is waited for, and how long between two looks.
+LENDER_PATIENCE_S, LENDER_DELAY_S = 15.0, 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFound:
+    """The keeper has the model, and what it takes to host it is known."""
+
+    spec: HostingSpec
+    borrowed: BorrowedModel
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReady:
+    """A placed model has its engine, which follows the bytes that are missing."""
+
+    engine: Engine
+    is_whole: bool  #: no bytes are missing
+
+
+HostingNews = ModelFound | EngineReady | LoadNews
+
+
+class ModelLoad:
+    """A load under way. The step thread makes and cancels it and notes its news; others call `post`."""
+
+    def __init__(
+        self,
+        order: HostModel,
+        spec: HostingSpec,
+        space: Space,
+        resources: HostingResources,
+        prepare: Callable[[ByteRange], None],
+        post: Callable[[HostingNews], None],
+        *,
+        began_s: float,
+        open_s: float,
+        engine: Engine | None = None,
+        borrowed: BorrowedModel | None = None,
+    ) -> None:
+        """Start to put the engine together, unless the model has one, and to load what is missing.
+
+        `prepare` makes a part of the space ready to be written. `borrowed`: the model as it was found, if it
+        was looked up a moment ago, which took `open_s`.
+        """
+        self._order, self._spec, self._space, self._resources = order, spec, space, resources
+        self._post, self.began_s, self.open_s = post, began_s, open_s
+        gap_bytes = sum(gap.part.end - gap.part.begin for gap in space.gaps)
+        #: Bytes as stored that need no load: the model's own, or those of a model like it.
+        self.reused_bytes = max(0, spec.tensor_bytes - gap_bytes)
+        #: News that the step thread has taken so far.
+        self.is_engine_ready = False
+        self.is_almost_loaded = False
+        self.weights: WeightsLoaded | None = None
+        self.ready_s = 0.0  #: when the engine was there, on the clock of `time.perf_counter`
+        #: Keeps building and cancelling apart; guards the fields below.
+        self._lock = threading.Lock()
+        self._is_cancelled = False
+        self._engine: Engine | None = None
+        self._watched: WatchedLoad | None = None
+        self._map_ahead = MapAhead(prepare, space.parts) if space.parts else None
+        start_thread(lambda: self._run(engine, borrowed), resources.device, post)
+
+    @property
+    def can_follow(self) -> bool:
+        """True if a step may follow the bytes: they should be there soon, and the engine waits for them."""
+        return self.is_almost_loaded and self.is_engine_ready
+
+    def cancel(self) -> Engine | None:
+        """Call the load off, if it is not over, and wait until nobody touches the memory any more.
+
+        Returns the engine as far as there is one. Whatever was posted is stale from here on.
+        """
+        with self._lock:
+            self._is_cancelled = True
+            if self._map_ahead is not None:
+                self._map_ahead.stop()
+            if self._watched is not None:
+                self._watched.cancel()
+            if self._engine is not None:
+                self._engine.runner.follow(None)
+            return self._engine
+
+    def _run(self, engine: Engine | None, borrowed: BorrowedModel | None) -> None:
+        """Put the engine together, where there is none, and start to load what is missing."""
+        spec, space, resources = self._spec, self._space, self._resources
+        if space.gaps and borrowed is None:
+            borrowed = borrow(resources.borrower, self._order, lambda: self._is_cancelled)
+        if engine is None and not self._is_cancelled:
+            # Not under the lock: it takes its time, and touches none of the space.
+            weights = bind(spec.model.arch, spec.layout, space.places)
+            memory = Memory(space.workspace, space.kv, space.sink, spec.floor_blocks)
+            engine = assemble(spec.model, weights, resources.config, resources.device, memory)
+        with self._lock:
+            if self._is_cancelled or engine is None:
+                return
+            self._engine, self.ready_s = engine, time.perf_counter()
+            if borrowed is not None and space.gaps and self._map_ahead is not None:  # gaps are to be mapped
+                # Only now: whatever else goes to the device would have to queue behind the weights.
+                to = Destination(space.gaps, self._map_ahead, space.places, spec.layout)
+                self._watched = WatchedLoad(borrowed, to, resources.borrower, resources.loader, self._post)
+                if (gate := self._watched.gate()) is not None:
+                    engine.runner.follow(gate)
+        if not space.gaps and self._map_ahead is not None:
+            self._map_ahead.wait()  # all of it is there, in other hands, and has to be mapped only
+        self._post(EngineReady(engine, is_whole=not space.gaps))
+
+
+def start_thread(act: Callable[[], None], device: torch.device, post: Callable[[HostingNews], None]) -> None:
+    """Have `act` run on a thread of its own; what it raises is posted."""
+
+    def run() -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # which every thread has to say for itself
+            act()
+        except Exception as error:  # the thread's top: whoever owns the model is told
+            post(ModelBroken(failure_of(error)))
+
+    threading.Thread(target=run, name="hearth-hosting", daemon=True).start()
+
+
+def borrow(borrower: Borrower, order: HostModel, is_given_up: Callable[[], bool]) -> BorrowedModel:
+    """Return the model as the keeper has it; one that died is started anew within seconds.
+
+    Raises:
+        LenderGone: the keeper does not come back, or nobody wants the model any more.
+        ModelError: the model is not the one that was deployed.
+    """
+    give_up_s = time.monotonic() + LENDER_PATIENCE_S
+    while True:
+        try:
+            model = borrower.open(order.where, order.weight)
+        except LenderGone:
+            if time.monotonic() > give_up_s or is_given_up():
+                raise
+            time.sleep(LENDER_DELAY_S)
+        else:
+            break
+    if model.manifest.digest != order.digest:
+        raise ModelError(
+            f"`{order.model}` was changed since it was deployed (manifest {model.manifest.digest}, "
+            f"deployed {order.digest}); deploy it again"
+        )
+    return model

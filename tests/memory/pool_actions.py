@@ -1,0 +1,58 @@
+"""What may happen to a pool, one action after the other, for property tests. Knows no kind of pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from hearth.types import Hold, ModelId
+from tests.memory.pool_caller import PoolCaller, Sample
+
+Action = tuple[object, ...]  #: a name and its arguments
+
+
+def actions(names: Sequence[ModelId], max_bytes: int) -> st.SearchStrategy[Action]:
+    """One action; `max_bytes` is the most that is taken at once."""
+    models = st.sampled_from(names)
+    return st.one_of(
+        st.tuples(st.just("begin"), models),
+        st.tuples(st.just("end"), models, st.booleans()),
+        st.tuples(st.just("host"), models),
+        st.tuples(st.just("hold"), models, st.sampled_from(Hold)),
+        st.tuples(st.just("take"), st.integers(0, max_bytes), st.sampled_from(Hold)),
+        st.tuples(st.just("grow"), models, st.integers(0, 12), st.integers(0, 8)),
+        st.tuples(st.just("shrink"), models),
+        st.tuples(st.just("retire"), models),
+        st.tuples(st.just("drop"), models),
+        st.tuples(st.just("change"), models),
+    )
+
+
+def carry_out(caller: PoolCaller, action: Action, changed: Sample) -> None:
+    """`changed`: what a model is after an action that changes it."""
+    match action:
+        case ("begin", str(model)):
+            caller.begin(ModelId(model))
+        case ("end", str(model), bool(is_whole)):
+            caller.end(ModelId(model), is_whole=is_whole)
+        case ("host", str(model)):
+            caller.host(ModelId(model))
+        case ("hold", str(model), Hold() as hold):
+            caller.holds.by_model[ModelId(model)] = hold
+        case ("take", int(num_bytes), Hold() as most):
+            caller.take(num_bytes, most)
+        case ("grow", str(model), int(num_blocks), int(ahead_blocks)):
+            caller.grow(ModelId(model), num_blocks, ahead_blocks)
+        case ("shrink", str(model)):
+            caller.shrink(ModelId(model))
+        case ("retire", str(model)):
+            caller.retire(ModelId(model))
+        case ("drop", str(model)):
+            caller.drop(ModelId(model))
+        case ("change", str(model)):
+            if model not in caller.gaps:
+                caller.retire(ModelId(model))
+                caller.samples[ModelId(model)] = changed
+        case _:
+            raise AssertionError(f"no such action: {action}")

@@ -1,0 +1,252 @@
+"""A pool, and the KV of models in it, as plain numbers: what a `ReclaimPolicy` decides about. Has no tests.
+
+Every order is checked when it is carried out: nobody gives way before all who come first have nothing left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hearth.policy.batch.elastic import Elastic, KvUse
+from hearth.policy.memory.reclaim import (
+    ClearKv,
+    GrowKv,
+    KvView,
+    Order,
+    Orders,
+    ReclaimPolicy,
+    TakeWeights,
+    carry_out,
+)
+from hearth.types import Hold, ModelId
+
+EXTENT_BLOCKS = 2  #: KV comes and goes by so many
+BLOCK_TOKENS = 8
+
+
+@dataclass(slots=True)
+class SimulatedModel:
+    """Mutable; written by the pool and by tests."""
+
+    weights_bytes: int
+    block_bytes: int
+    floor_blocks: int
+    max_blocks: int
+    hold: Hold = Hold.WARM  #: while it has no requests
+    is_hosted: bool = False
+    there_bytes: int = 0  #: of its weights
+    num_blocks: int = 0
+    num_cached: int = 0
+    #: Blocks of each running request, the oldest first.
+    running: list[int] = field(default_factory=list)
+    num_waiting: int = 0
+    elastic: Elastic = field(default_factory=lambda: Elastic(BLOCK_TOKENS))
+
+    @property
+    def promise_bytes(self) -> int:
+        return self.weights_bytes + self.floor_blocks * self.block_bytes
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.num_waiting)
+
+    @property
+    def effective_hold(self) -> Hold:
+        if not self.is_hosted:
+            return Hold.RETAINED
+        return Hold.BUSY if self.has_work and self.hold is not Hold.PINNED else self.hold
+
+    @property
+    def num_live(self) -> int:
+        return sum(self.running)
+
+    @property
+    def num_free(self) -> int:
+        return self.num_blocks - self.num_live - self.num_cached
+
+    @property
+    def num_available(self) -> int:
+        return self.num_free + self.num_cached
+
+    @property
+    def reserve_blocks(self) -> int:
+        return self.elastic.reserve_blocks(len(self.running))
+
+    def use(self, num_wanted: int) -> KvUse:
+        return KvUse(self.num_blocks, self.num_live, self.num_cached, num_wanted, len(self.running))
+
+    def check(self) -> None:
+        assert 0 <= self.num_free <= self.num_blocks <= self.max_blocks, f"{self}"
+        assert self.num_cached >= 0, f"{self}"
+        assert 0 <= self.there_bytes <= self.weights_bytes, f"{self}"
+
+
+@dataclass(slots=True)
+class SimulatedPool:
+    """Mutable. `KvBooks` for the policy, and whoever carries its orders out."""
+
+    budget_bytes: int
+    models_by_id: dict[ModelId, SimulatedModel]
+    keeps_addresses: bool = True
+    #: Times that free memory of an arena is in pieces which are too small.
+    num_useless: int = 0
+    orders: list[Order] = field(default_factory=list)  #: all that were carried out
+    num_preempted: int = 0
+    needed_bytes: int = 0  #: what the model that room is made for is promised, and has not got
+    policy: ReclaimPolicy = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.policy = ReclaimPolicy(self, keeps_addresses=self.keeps_addresses)
+
+    @property
+    def free_bytes(self) -> int:
+        models = self.models_by_id.values()
+        return self.budget_bytes - sum(one.there_bytes + one.num_blocks * one.block_bytes for one in models)
+
+    def run(self, orders: Orders) -> int:
+        self.orders.clear()
+        return carry_out(orders, self._act)
+
+    def place(self, model: ModelId) -> int:
+        """Have all weights of a hosted model there; returns how many bytes could not be had."""
+        one = self.models_by_id[model]
+        self.needed_bytes = self._missing_bytes(one)
+        missing_bytes = self.run(
+            self.policy.make_room(model, lambda: max(0, self._missing_bytes(one) - self.free_bytes))
+        )
+        if not missing_bytes:
+            one.there_bytes = one.weights_bytes
+        return missing_bytes
+
+    def before_step(self, model: ModelId, num_wanted: int) -> int:
+        one = self.models_by_id[model]
+        self.needed_bytes = max(0, one.floor_blocks - one.num_blocks) * one.block_bytes
+        return self.run(self.policy.before_step(model, one.elastic, one.use(num_wanted)))
+
+    def after_step(self, model: ModelId, *, has_let_go: bool = False) -> int:
+        one = self.models_by_id[model]
+        orders = self.policy.after_step(
+            model, one.elastic, one.use(0), has_work=one.has_work, has_let_go=has_let_go
+        )
+        return self.run(orders)
+
+    def check(self) -> None:
+        assert self.free_bytes >= 0, f"{self}"
+        for one in self.models_by_id.values():
+            one.check()
+
+    # What the policy reads.
+
+    def models(self) -> list[ModelId]:
+        return [model for model, one in self.models_by_id.items() if one.is_hosted]
+
+    def kv_of(self, model: ModelId) -> KvView:
+        one = self.models_by_id[model]
+        return KvView(
+            hold=one.effective_hold,
+            has_work=one.has_work,
+            block_bytes=one.block_bytes,
+            floor_blocks=one.floor_blocks,
+            max_blocks=one.max_blocks,
+            num_blocks=one.num_blocks,
+            num_available=one.num_available,
+            reserve_blocks=one.reserve_blocks,
+        )
+
+    def extents(self, model: ModelId) -> list[range]:
+        """The last one, as with mapped pages; all of them on an arena."""
+        num_blocks = self.models_by_id[model].num_blocks
+        starts = range(0, num_blocks, EXTENT_BLOCKS)
+        extents = [range(start, start + EXTENT_BLOCKS) for start in starts]
+        return extents[-1:] if self.keeps_addresses else extents
+
+    def cached_to_spare(self, model: ModelId) -> int:
+        return self.models_by_id[model].num_cached
+
+    # What it orders.
+
+    def _act(self, order: Order) -> int:
+        self.orders.append(order)
+        match order:
+            case GrowKv(model, num_blocks):
+                brought = self._grow(self.models_by_id[model], num_blocks)
+            case ClearKv(model):
+                brought = self._clear(self.models_by_id[model], order)
+            case TakeWeights():
+                brought = self._take(order)
+        self.check()
+        return brought
+
+    def _grow(self, one: SimulatedModel, num_blocks: int) -> int:
+        if self.num_useless and not self.keeps_addresses:
+            self.num_useless -= 1
+            return 0
+        num_got = 0
+        while num_got < num_blocks and one.num_blocks + EXTENT_BLOCKS <= one.max_blocks:
+            if self.free_bytes < EXTENT_BLOCKS * one.block_bytes:
+                break
+            one.num_blocks += EXTENT_BLOCKS
+            num_got += EXTENT_BLOCKS
+        return num_got
+
+    def _clear(self, one: SimulatedModel, order: ClearKv) -> int:
+        """Free blocks go first, then cached ones, as if blocks had moved."""
+        num_blocks = len(order.extent)
+        is_lent = one.num_blocks - num_blocks >= one.floor_blocks
+        assert is_lent or not order.may_preempt or not one.has_work, f"{order} takes what is promised"
+        num_more = num_blocks - one.num_free
+        if num_more > 0 and not order.may_forget:
+            return 0
+        if num_more > one.num_cached:
+            if not order.may_preempt:
+                return 0
+            self._check_nothing_else_is_left(order.model)
+            while one.num_available < num_blocks:
+                one.running.pop()
+                one.num_waiting += 1
+                self.num_preempted += 1
+        one.num_cached -= max(0, num_blocks - one.num_free)
+        one.num_blocks -= num_blocks
+        return num_blocks
+
+    def _take(self, order: TakeWeights) -> int:
+        assert order.most <= Hold.WARM, f"weights of busy models: {order}"
+        if order.most is Hold.WARM:
+            assert not self._takeable(Hold.RETAINED), f"{order} before what is retained"
+        assert not self._idle_kv(), f"{order} before KV that nobody reads: {self._idle_kv()}"
+        num_left = order.num_bytes
+        for one in self._takeable(order.most):
+            taken = min(num_left, one.there_bytes)
+            one.there_bytes -= taken
+            num_left -= taken
+        return order.num_bytes - num_left
+
+    def _check_nothing_else_is_left(self, victim: ModelId) -> None:
+        """Before a running request is preempted."""
+        spare_bytes = EXTENT_BLOCKS * max(one.block_bytes for one in self.models_by_id.values())
+        assert self.free_bytes < self.needed_bytes + spare_bytes, f"`{victim}` gives way beyond need"
+        assert not self._takeable(Hold.WARM), f"`{victim}` gives way before weights of idle models"
+        assert not self._idle_kv(), f"`{victim}` gives way before KV that nobody reads"
+
+    def _takeable(self, most: Hold) -> list[SimulatedModel]:
+        return [
+            one
+            for model, one in self.models_by_id.items()
+            if one.there_bytes and one.effective_hold <= most and model != self.policy.placing
+        ]
+
+    def _idle_kv(self) -> list[ModelId]:
+        """Models that could give back an extent without anybody noticing, beside the one that grows."""
+        grower = next((order.model for order in reversed(self.orders) if isinstance(order, GrowKv)), None)
+        return [
+            model
+            for model, one in self.models_by_id.items()
+            if model != grower
+            and one.is_hosted
+            and one.num_blocks >= EXTENT_BLOCKS
+            and one.num_available - one.reserve_blocks >= EXTENT_BLOCKS
+        ]
+
+    @staticmethod
+    def _missing_bytes(one: SimulatedModel) -> int:
+        return one.weights_bytes - one.there_bytes

@@ -1,0 +1,382 @@
+"""Who gives way when a model needs memory: every rule as an example, then any order of events."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from hearth.policy.memory.reclaim import ClearKv, GrowKv, Order, Orders, TakeWeights, carry_out
+from hearth.types import Hold, ModelId
+from tests.policy.memory.simulated_pool import EXTENT_BLOCKS, SimulatedModel, SimulatedPool
+
+A, B, C = ModelId("a"), ModelId("b"), ModelId("c")
+
+
+def hosted(
+    weights_bytes: int = 10,
+    num_blocks: int = 0,
+    running: tuple[int, ...] = (),
+    num_cached: int = 0,
+    hold: Hold = Hold.WARM,
+    floor_blocks: int = 4,
+    max_blocks: int = 100,
+) -> SimulatedModel:
+    return SimulatedModel(
+        weights_bytes=weights_bytes,
+        block_bytes=1,
+        floor_blocks=floor_blocks,
+        max_blocks=max_blocks,
+        hold=hold,
+        is_hosted=True,
+        there_bytes=weights_bytes,
+        num_blocks=num_blocks,
+        num_cached=num_cached,
+        running=list(running),
+    )
+
+
+def pool_of(free_bytes: int = 0, *, keeps_addresses: bool = True, **models: SimulatedModel) -> SimulatedPool:
+    """A pool with so many bytes free."""
+    used_bytes = sum(one.there_bytes + one.num_blocks * one.block_bytes for one in models.values())
+    by_id = {ModelId(name): one for name, one in models.items()}
+    return SimulatedPool(used_bytes + free_bytes, by_id, keeps_addresses)
+
+
+def kinds(orders: list[Order]) -> list[type[Order]]:
+    return [type(order) for order in orders]
+
+
+# --- Carrying out ---
+
+
+def test_orders_are_sent_what_came_of_each_and_return_what_came_of_all() -> None:
+    def decide() -> Orders:
+        first = yield TakeWeights(3, Hold.WARM)
+        second = yield TakeWeights(4, Hold.WARM)
+        return first + 10 * second
+
+    assert carry_out(decide(), lambda order: 5 if order == TakeWeights(3, Hold.WARM) else 7) == 75
+
+
+def test_what_breaks_ends_the_decision_and_leaves_no_model_being_placed() -> None:
+    pool = pool_of(a=hosted())
+
+    def breaks(order: Order) -> int:
+        raise ValueError(f"{order} cannot be carried out")
+
+    with pytest.raises(ValueError, match="cannot be carried out"):
+        carry_out(pool.policy.make_room(B, lambda: 5), breaks)
+
+    assert pool.policy.placing is None
+
+
+# --- The order of giving way ---
+
+
+def test_free_memory_goes_first_and_nobody_is_touched() -> None:
+    pool = pool_of(free_bytes=8, a=hosted(num_blocks=4, num_cached=4), b=hosted(running=(1,), num_blocks=2))
+
+    pool.before_step(B, num_wanted=4)
+
+    assert kinds(pool.orders) == [GrowKv]
+    assert pool.models_by_id[A].num_cached == 4
+
+
+def test_its_own_cached_blocks_go_before_those_of_others() -> None:
+    pool = pool_of(a=hosted(num_blocks=4, num_cached=4), b=hosted(running=(2,), num_blocks=6, num_cached=4))
+
+    pool.before_step(B, num_wanted=4)
+
+    assert kinds(pool.orders) == [GrowKv]
+    assert pool.models_by_id[A].num_cached == 4
+
+
+def test_cached_kv_of_the_least_held_goes_before_weights() -> None:
+    retained = hosted(num_blocks=4, num_cached=4, hold=Hold.RETAINED)
+    pool = pool_of(a=hosted(num_blocks=4, num_cached=4), b=hosted(running=(2,), num_blocks=2), c=retained)
+
+    pool.before_step(B, num_wanted=2)
+
+    assert pool.orders[1] == ClearKv(C, range(2, 4), may_preempt=False, may_forget=True)
+    assert not any(isinstance(order, TakeWeights) for order in pool.orders)
+    assert pool.models_by_id[A].num_cached == 4
+
+
+def test_retained_weights_go_before_warm_ones_and_those_before_running_requests() -> None:
+    warm, retained = hosted(weights_bytes=2), hosted(weights_bytes=2, hold=Hold.RETAINED)
+    grower = hosted(floor_blocks=8)
+    lent = hosted(num_blocks=8, running=(4, 4), floor_blocks=2)
+    pool = pool_of(a=warm, b=grower, c=retained, d=lent)
+    grower.num_waiting = 1
+
+    pool.before_step(B, num_wanted=6)
+
+    forced = [order for order in pool.orders if isinstance(order, TakeWeights)]
+    assert [order.most for order in forced[:2]] == [Hold.RETAINED, Hold.WARM]
+    assert (warm.there_bytes, retained.there_bytes) == (0, 0)
+    assert pool.num_preempted > 0
+    assert grower.num_blocks >= 6
+
+
+def test_nobody_is_preempted_for_what_is_not_promised() -> None:
+    grower, lent = hosted(num_blocks=4, running=(4,), floor_blocks=4), hosted(num_blocks=20, running=(20,))
+    pool = pool_of(a=grower, b=lent)
+
+    pool.before_step(A, num_wanted=2)
+
+    assert (grower.num_blocks, lent.running) == (4, [20])
+    assert not any(isinstance(order, ClearKv) and order.may_preempt for order in pool.orders)
+
+
+def test_running_requests_lose_nothing_that_their_model_is_promised() -> None:
+    grower, other = hosted(floor_blocks=4), hosted(num_blocks=4, running=(4,), floor_blocks=4)
+    grower.num_waiting = 1
+    pool = pool_of(a=grower, b=other)
+
+    assert pool.before_step(A, num_wanted=4) == 0
+    assert (other.num_blocks, pool.num_preempted) == (4, 0)
+
+
+def test_what_a_busy_model_will_fill_next_it_keeps() -> None:
+    """One block for each two requests, as blocks have 8 tokens and 16 steps are looked ahead: 4 for 2."""
+    busy = hosted(num_blocks=8, running=(2, 2), num_cached=4, hold=Hold.PINNED)
+    grower = hosted(num_blocks=4, running=(4,), floor_blocks=4)
+    pool = pool_of(a=busy, b=grower)
+    assert busy.reserve_blocks == 4
+
+    pool.before_step(B, num_wanted=2)
+
+    assert busy.num_blocks == 8
+
+
+def test_kv_never_grows_beyond_its_ceiling() -> None:
+    pool = pool_of(free_bytes=50, a=hosted(num_blocks=4, running=(4,), max_blocks=6))
+
+    pool.before_step(A, num_wanted=20)
+
+    assert pool.models_by_id[A].num_blocks == 6
+    assert pool.before_step(A, num_wanted=20) == 0
+    assert pool.orders == []
+
+
+# --- Looking again ---
+
+
+def test_who_was_refused_looks_again_only_when_room_may_have_come() -> None:
+    pool = pool_of(a=hosted(num_blocks=4, running=(4,)), b=hosted(num_blocks=4, running=(4,)))
+    pool.before_step(A, num_wanted=2)
+    assert pool.orders
+
+    pool.before_step(A, num_wanted=2)
+    assert pool.orders == []
+
+    pool.policy.room_may_have_come()
+    pool.before_step(A, num_wanted=2)
+    assert pool.orders
+
+
+def test_what_is_promised_is_asked_for_in_spite_of_a_refusal() -> None:
+    grower = hosted(floor_blocks=4)
+    grower.num_waiting = 1
+    other = hosted(num_blocks=8, running=(8,), floor_blocks=2)
+    pool = pool_of(a=grower, b=other, keeps_addresses=False)
+    pool.num_useless = 100
+    pool.before_step(A, num_wanted=2)
+    pool.num_useless = 0
+
+    pool.before_step(A, num_wanted=2)
+
+    assert grower.num_blocks >= 2
+
+
+def test_others_are_not_stripped_where_what_comes_free_is_of_no_use() -> None:
+    idle = hosted(num_blocks=40, num_cached=40)
+    pool = pool_of(a=hosted(num_blocks=4, running=(4,)), b=idle, keeps_addresses=False)
+    pool.num_useless = 100
+
+    pool.before_step(A, num_wanted=2)
+
+    assert idle.num_blocks >= 40 - 2 * 6
+
+
+def test_a_model_is_deferred_only_where_one_that_is_loaded_may_lie_in_its_way() -> None:
+    mapped, arena = pool_of(a=hosted()), pool_of(a=hosted(), keeps_addresses=False)
+    assert not mapped.policy.defer(A, is_any_loading=True)
+    assert not arena.policy.defer(A, is_any_loading=False)
+    assert arena.policy.defer(A, is_any_loading=True)
+    assert arena.policy.deferred() == []
+
+    arena.policy.room_may_have_come()
+    assert arena.policy.deferred() == [A]
+    arena.policy.stop_deferring(A)
+    assert arena.policy.deferred() == []
+
+
+# --- After a step ---
+
+
+def test_an_idle_model_gives_back_its_free_blocks_and_keeps_its_prefixes() -> None:
+    pool = pool_of(a=hosted(num_blocks=8, num_cached=3))
+
+    assert pool.after_step(A) == 4
+    assert (pool.models_by_id[A].num_blocks, pool.models_by_id[A].num_cached) == (4, 3)
+    assert pool.policy.generation == 1
+
+
+def test_a_busy_model_that_lets_nothing_go_changes_nothing() -> None:
+    pool = pool_of(a=hosted(num_blocks=8, running=(2,)))
+
+    assert pool.after_step(A) == 0
+    assert pool.policy.generation == 0
+    pool.after_step(A, has_let_go=True)
+    assert pool.policy.generation == 1
+
+
+# --- Any order of events ---
+
+
+class AnyEvents(RuleBasedStateMachine):
+    """Models come, get requests, step, end them and go, with promises that the budget can keep."""
+
+    @initialize(
+        weights=st.lists(st.integers(1, 12), min_size=2, max_size=4),
+        block_bytes=st.lists(st.integers(1, 3), min_size=4, max_size=4),
+        floors=st.lists(st.integers(1, 4), min_size=4, max_size=4),
+        spare_bytes=st.integers(0, 20),
+        keeps_addresses=st.booleans(),
+    )
+    def start(
+        self,
+        weights: list[int],
+        block_bytes: list[int],
+        floors: list[int],
+        spare_bytes: int,
+        keeps_addresses: bool,
+    ) -> None:
+        models = {
+            ModelId(f"m{number}"): SimulatedModel(
+                weights_bytes=weights[number],
+                block_bytes=block_bytes[number],
+                floor_blocks=EXTENT_BLOCKS * floors[number],
+                max_blocks=EXTENT_BLOCKS * (floors[number] + 8),
+            )
+            for number in range(len(weights))
+        }
+        # Not all of them can be hosted at once.
+        promises = sorted(one.promise_bytes for one in models.values())
+        budget_bytes = sum(promises[1:]) + spare_bytes
+        self.pool = SimulatedPool(budget_bytes, models, keeps_addresses)
+        self.names = list(models)
+
+    def pick(self, number: int) -> ModelId:
+        return self.names[number % len(self.names)]
+
+    @rule(number=st.integers(0, 3))
+    def host(self, number: int) -> None:
+        """What is promised can always be placed."""
+        model = self.pick(number)
+        one = self.pool.models_by_id[model]
+        hosted = [other for other in self.pool.models_by_id.values() if other.is_hosted]
+        if one in hosted or sum(x.promise_bytes for x in [*hosted, one]) > self.pool.budget_bytes:
+            return
+        one.is_hosted, one.hold = True, Hold.WARM
+        assert self.pool.place(model) == 0
+        assert one.there_bytes == one.weights_bytes
+
+    @rule(number=st.integers(0, 3), num_requests=st.integers(1, 6))
+    def ask(self, number: int, num_requests: int) -> None:
+        one = self.pool.models_by_id[model := self.pick(number)]
+        if one.is_hosted:
+            one.num_waiting += num_requests
+            if one.there_bytes < one.weights_bytes:  # others took from it while it was idle
+                assert self.pool.place(model) == 0
+
+    @rule(number=st.integers(0, 3), num_wanted=st.integers(0, 9))
+    def step(self, number: int, num_wanted: int) -> None:
+        one = self.pool.models_by_id[model := self.pick(number)]
+        if not one.has_work:
+            return
+        num_before, num_preempted = one.num_blocks, self.pool.num_preempted
+
+        self.pool.before_step(model, num_wanted)
+
+        is_short = num_wanted > one.num_available
+        assert not is_short or one.num_blocks >= one.floor_blocks, "what is promised was not had"
+        assert one.num_blocks - num_before <= max(0, num_wanted) + 2 * EXTENT_BLOCKS, (
+            "more than was asked for"
+        )
+        if num_before >= one.floor_blocks:
+            assert self.pool.num_preempted == num_preempted, "preempted for what is not promised"
+        if is_short:
+            generation = self.pool.policy.generation
+            self.pool.before_step(model, num_wanted)
+            if self.pool.policy.generation == generation:
+                self.pool.before_step(model, num_wanted)
+                assert not self.pool.orders, f"looked again in the same generation: {self.pool.orders}"
+        self._compute(one, num_wanted)
+
+    def _compute(self, one: SimulatedModel, num_wanted: int) -> None:
+        """A request starts with the blocks, if there are any; the oldest ends now and then."""
+        num_blocks = min(num_wanted, one.num_available)
+        one.num_cached -= max(0, num_blocks - one.num_free)
+        if num_blocks and one.num_waiting:
+            one.num_waiting -= 1
+            one.running.append(num_blocks)
+
+    @rule(number=st.integers(0, 3), is_cached=st.booleans())
+    def finish(self, number: int, is_cached: bool) -> None:
+        one = self.pool.models_by_id[model := self.pick(number)]
+        if one.running:
+            num_blocks = one.running.pop(0)
+            one.num_cached += num_blocks if is_cached else 0
+        else:
+            one.num_waiting = 0
+        if one.is_hosted:
+            before, num_cached, num_live = one.num_free, one.num_cached, one.num_live
+            generation = self.pool.policy.generation
+
+            num_given = self.pool.after_step(model, has_let_go=True)
+
+            assert num_given <= before
+            assert (one.num_cached, one.num_live) == (num_cached, num_live)
+            assert one.has_work or one.num_free < EXTENT_BLOCKS
+            assert self.pool.policy.generation > generation
+
+    @rule(number=st.integers(0, 3), hold=st.sampled_from([Hold.RETAINED, Hold.WARM, Hold.PINNED]))
+    def set_hold(self, number: int, hold: Hold) -> None:
+        one = self.pool.models_by_id[model := self.pick(number)]
+        if one.is_hosted:
+            one.hold = hold
+            self.pool.policy.room_may_have_come()
+            if hold is Hold.PINNED and one.there_bytes < one.weights_bytes:
+                assert self.pool.place(model) == 0
+
+    @rule(number=st.integers(0, 3), keeps_weights=st.booleans())
+    def leave(self, number: int, keeps_weights: bool) -> None:
+        one = self.pool.models_by_id[model := self.pick(number)]
+        if not one.has_work:
+            one.is_hosted, one.num_blocks, one.num_cached = False, 0, 0
+            if keeps_weights:
+                self.pool.policy.stop_deferring(model)
+            else:
+                one.there_bytes = 0
+                self.pool.policy.forget(model)
+            self.pool.policy.room_may_have_come()
+
+    @invariant()
+    def the_books_are_sound(self) -> None:
+        if hasattr(self, "pool"):
+            self.pool.check()
+            for one in self.pool.models_by_id.values():
+                pinned = one.is_hosted and (one.has_work or one.hold is Hold.PINNED)
+                assert not pinned or one.there_bytes == one.weights_bytes, (
+                    "weights of a busy model were taken"
+                )
+
+
+AnyEvents.TestCase.settings = settings(
+    derandomize=True, deadline=None, max_examples=100, stateful_step_count=40
+)
+TestAnyEvents = AnyEvents.TestCase
