@@ -90,6 +90,14 @@ def test_a_load_takes_the_time_of_its_bytes_and_requests_begin_after_it() -> Non
     assert not simulator.cluster.requests
 
 
+def test_requests_may_be_told_not_to_wait_for_loads() -> None:
+    recorder = Recorder()
+    simulator = Simulator(recorder, CostModel(Random(1), SPEEDS, 0.1, runs_from_dispatch=True))
+    simulator.feed(iter([deployed("a"), joined("w"), asked("r", "a", 1.0)]))
+    simulator.run(FOREVER)
+    assert recorder.at(RequestFinished) < recorder.at(ModelReady)
+
+
 def test_a_second_load_of_a_model_comes_half_from_host_memory() -> None:
     events: list[Event] = [
         deployed("a"),

@@ -78,10 +78,17 @@ class SimulatedCluster:
         return None if known is None else known.replicas.get(model)
 
     def check(self) -> None:
-        """Raise AssertionError if a device or the books of requests contradict themselves."""
+        """Raise AssertionError if a worker's books are wrong, or a version of a model loads twice at a time.
+
+        Walks over everything: for tests.
+        """
+        loading: set[ModelId] = set()
         for worker in self.workers.values():
             worker.check()
             for model, replica in worker.replicas.items():
+                if not replica.is_ready and replica.version == self.versions[model]:
+                    assert model not in loading, f"loaded twice at a time: `{model}`"
+                    loading.add(model)
                 for request_id in replica.running:
                     request = self.requests[request_id]
                     assert (request.worker, request.model) == (worker.name, model), f"{request_id=} {request}"
@@ -144,7 +151,6 @@ class SimulatedCluster:
     def _carry_out(self, action: Action, now_s: float) -> None:
         match action:
             case LoadModel(model, name):
-                self._check_no_other_load(model)
                 self.workers[name].load(action, self.profiles[model], self.versions[model], now_s)
             case Evict(_, name):
                 self.workers[name].evict(action)
@@ -174,11 +180,3 @@ class SimulatedCluster:
         request.worker = order.worker
         request.num_dispatches += 1
         worker.run(order.request_id, model, now_s)
-
-    def _check_no_other_load(self, model: ModelId) -> None:
-        for worker in self.workers.values():
-            replica = worker.replicas.get(model)
-            is_first_load = replica is not None and not replica.is_ready
-            assert not (is_first_load and replica and replica.version == self.versions[model]), (
-                f"loaded twice at a time: {model}"
-            )

@@ -18,6 +18,8 @@ class CostModel:
     bytes_per_s: Mapping[Rung, float]  #: that each rung delivers to a device
     mean_run_s: float  #: of a request; run times are distributed exponentially
     cancelled_share: float = 0.0  #: of requests, those whose clients go away before the end
+    #: A request ends so long after its dispatch even where its model was loading all the while.
+    runs_from_dispatch: bool = False
 
     def plan_load(self, num_bytes: int, host_bytes: int) -> tuple[RungUse, ...]:
         """Return how long each rung delivers to a load; what is not in host memory comes from disk."""

@@ -105,7 +105,7 @@ class Simulator:
                 assert replica is not None, f"dispatched to nobody: {action}"
                 if replica.is_loading:  # It may have to come back only now, because others took some of it.
                     self._schedule_load(worker, model)
-                else:
+                if self._costs.runs_from_dispatch or not replica.is_loading:
                     self._schedule_end(request_id)
             case SetTimer(at_s):
                 self._schedule(at_s, lambda: TimerFired(at_s) if self.cluster.timer_s == at_s else None)
