@@ -1,9 +1,9 @@
 """A simulated worker: carries out the brain's orders on a device that is only numbers. Knows no clock.
 
 An order that no worker could carry out raises AssertionError: a model beyond the budget, one evicted under
-its requests, a request without a slot. Whose weights give way is decided as on a real worker, by the reload
-cost per byte and from the end (`policy/memory/eviction.py`); `_make_room` is the one place that asks. When a
-load ends or a request is done is for whoever drives the worker.
+its requests, a request without a slot. Whose weights give way is decided by the code that decides it on a real
+worker (`policy/memory/reclaim.py`, `eviction.py` and `reload_cost.py`). When a load ends or a request is done
+is for whoever drives the worker.
 """
 
 from __future__ import annotations
@@ -13,9 +13,29 @@ from dataclasses import dataclass, field
 
 from hearth.policy.fleet.events import Evict, LoadModel, ModelProfile, Promise, RungUse, SetHold
 from hearth.policy.memory.eviction import Tail, plan_takes
+from hearth.policy.memory.reclaim import KvView, Order, ReclaimPolicy, TakeWeights, carry_out
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.sim.device import DeviceMemory
 from hearth.types import Hold, ModelId, RequestId, WorkerId
+
+
+class _NoKv:
+    """The books of KV on a worker whose models have just the KV that they are promised: none can give any."""
+
+    def models(self) -> tuple[ModelId, ...]:
+        return ()
+
+    def kv_of(self, model: ModelId) -> KvView:
+        raise AssertionError(f"`{model}` has no KV beyond its promise")
+
+    def extents(self, model: ModelId) -> tuple[range, ...]:
+        return ()
+
+    def cached_to_spare(self, model: ModelId) -> int:
+        return 0
+
+
+NO_KV = _NoKv()
 
 
 @dataclass(slots=True)
@@ -48,6 +68,7 @@ class SimulatedWorker:
         self.device = DeviceMemory(budget_bytes)
         self.replicas: dict[ModelId, SimulatedReplica] = {}
         self._costs = DeviceReloadCosts()
+        self._policy = ReclaimPolicy(NO_KV, keeps_addresses=True)
         self._num_loads = 0
 
     @property
@@ -155,22 +176,28 @@ class SimulatedWorker:
         self._num_loads += 1
         replica.is_loading, replica.load_number = True, self._num_loads
         replica.missing_bytes = profile.num_bytes - there_bytes
-        self._make_room(now_s)
+        self._make_room(model, now_s)
 
-    def _make_room(self, now_s: float) -> None:
-        """Have idle models give way until everything has a place, by the worker's memory policy."""
-        lacking_bytes = -self.device.free_bytes
-        if lacking_bytes <= 0:
-            return
+    def _make_room(self, model: ModelId, now_s: float) -> None:
+        """Have idle models give way until the model has its place, by the policy that real workers run."""
+        orders = self._policy.make_room(model, lambda: max(0, -self.device.free_bytes))
+        missing_bytes = carry_out(orders, lambda order: self._carry_out(order, now_s))
+        assert not missing_bytes, f"`{self.name}` cannot keep its promises: {missing_bytes=}"
+
+    def _carry_out(self, order: Order, now_s: float) -> int:
+        """Take weights as a pool does, cheapest first; return how many bytes came free."""
+        assert isinstance(order, TakeWeights), f"a simulated worker has no KV beyond its promise: {order}"
         tails = []
         for model, weights in self.device.weights.items():
             replica = self.replicas.get(model)
             hold = Hold.RETAINED if replica is None else replica.current_hold
-            if hold <= Hold.WARM and not (replica is not None and replica.is_loading):
+            is_loading = model == self._policy.placing or (replica is not None and replica.is_loading)
+            if hold <= min(order.most, Hold.WARM) and not is_loading:
                 tails.append(Tail(model, hold, self._costs.cost_s_per_byte(model, now_s), weights.tail))
-        for take in plan_takes(tails, lacking_bytes):
+        before_bytes = self.device.free_bytes
+        for take in plan_takes(tails, order.num_bytes):
             self.device.take_units(take.model, take.num_units)
-        assert self.device.free_bytes >= 0, f"`{self.name}` cannot keep its promises: {lacking_bytes=}"
+        return self.device.free_bytes - before_bytes
 
     def _forget(self, model: ModelId) -> None:
         """Drop all bytes of a model, and what was learnt of it: another of its name may differ."""
