@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from hearth.policy.memory.bandwidth import RunningRate
 from hearth.policy.memory.demand import Demand
 from hearth.types import ModelId, Rung
 
@@ -20,6 +19,8 @@ HORIZON_S = 600.0
 PRIOR_BYTES_PER_S: Mapping[Rung, float] = MappingProxyType(
     {Rung.HOST: 20e9, Rung.DISK: 2e9, Rung.OBJECT: 0.2e9}
 )
+#: What was moved this many bytes ago counts half as much as what is moved now.
+HALF_LIFE_BYTES = 4 << 30
 
 
 def reload_cost(p_wanted: float, load_s: float, weight: float) -> float:
@@ -32,6 +33,32 @@ def reload_cost(p_wanted: float, load_s: float, weight: float) -> float:
     """
     assert load_s >= 0, f"a load takes no negative time: {load_s=}"
     return p_wanted * load_s * weight
+
+
+class RunningRate:
+    """How fast a rung delivers, as a running average over its transfers. Mutable; one caller at a time.
+
+    Bytes over seconds, each summed over all transfers, so a transfer counts by its size. Both sums decay
+    with the bytes that are moved, not with time: a rung that rests is as fast as it was.
+    """
+
+    def __init__(self) -> None:
+        #: Decayed sums; both positive, or both 0 before the first transfer.
+        self._num_bytes = 0.0
+        self._seconds = 0.0
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """The average so far: None before the first transfer, otherwise positive."""
+        return self._num_bytes / self._seconds if self._seconds else None
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        """Count one transfer; one of no bytes, or faster than the clock could tell, says nothing."""
+        if num_bytes <= 0 or seconds <= 0:
+            return
+        decay = 0.5 ** (num_bytes / HALF_LIFE_BYTES)
+        self._num_bytes = self._num_bytes * decay + num_bytes
+        self._seconds = self._seconds * decay + seconds
 
 
 class ReloadCosts:

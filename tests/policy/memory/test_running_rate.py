@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.policy.memory.bandwidth import HALF_LIFE_BYTES, RunningRate
+from hearth.policy.memory.reload_cost import HALF_LIFE_BYTES, RunningRate
 
 GB = 10**9
 
