@@ -21,6 +21,9 @@ hypothesis.settings.register_profile("dev", deadline=None, max_examples=60)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
+#: Files of `tests/service` that start services of their own.
+OWN_SERVICE = ("test_affinity.py", "test_faults.py", "test_security.py", "test_states.py")
+
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
@@ -39,6 +42,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files with long tests first, so that no process is left with one when the others are done."""
     long = {item.path for item in items for name in ("slow", "e2e") if item.get_closest_marker(name)}
     items.sort(key=lambda item: item.path not in long)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
+    """Give a process whole files, and all that share the service of `tests/service` to the same one."""
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling  # here, because one process works without it
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            is_shared = file.startswith("tests/service/") and not file.endswith(OWN_SERVICE)
+            return "tests/service" if is_shared else file
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -26,7 +26,7 @@ HEADS = [
     Heads(9, 3, 20),
     Heads(20, 1, 64),
 ]
-LENGTHS = [1, 15, 16, 17, 100, 333]
+LENGTHS = [1, 15, 16, 17, 100, 205]
 #: A window, and into how many parts the past is split.
 SPLITS = [(None, 1), (None, 3), (None, 8), (40, 1), (130, 2)]
 

@@ -113,6 +113,12 @@ def all_streams(service: Service) -> list[Told]:
         return [job.result() for job in jobs]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(pair: Service) -> list[Told]:
+    """What the streams say when nothing happens to their worker."""
+    return all_streams(pair)
+
+
 def disturbed_streams(service: Service, signal_number: int) -> list[Told]:
     """The worker that has them all gets the signal in the middle of them."""
     begun = [threading.Event() for _ in STREAMS]
@@ -128,9 +134,8 @@ def disturbed_streams(service: Service, signal_number: int) -> list[Told]:
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
 def test_streams_go_on_elsewhere_as_if_nothing_had_happened(
-    workers: Service, signal_number: signal.Signals
+    undisturbed: list[Told], workers: Service, signal_number: signal.Signals
 ) -> None:
-    undisturbed = all_streams(workers)
     disturbed = disturbed_streams(workers, signal_number)
     for was, told, options in zip(undisturbed, disturbed, STREAMS, strict=True):
         assert told.text == was.text, options
