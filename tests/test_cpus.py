@@ -134,7 +134,6 @@ def test_where_torch_came_first_threads_spin_and_children_do_not() -> None:
     [
         ({"OMP_WAIT_POLICY": "active"}, False),
         ({"OMP_WAIT_POLICY": "passive"}, True),
-        ({"KMP_BLOCKTIME": "200"}, False),
         ({"GOMP_SPINCOUNT": "0"}, True),
         (PASSIVE, True),  # as a parent has set it
     ],
@@ -143,7 +142,17 @@ def test_a_choice_of_the_user_stays(chosen: Mapping[str, str], sleeps: bool) -> 
     environment = dict(chosen)
     policy = set_wait_policy(environment, set())
     assert (policy.spin_reason is None, policy.is_chosen) == (sleeps, True)
-    assert environment == chosen
+    assert {name: environment[name] for name in chosen} == chosen
+    assert environment.keys() <= {*chosen, "KMP_BLOCKTIME"}
+
+
+@pytest.mark.parametrize(
+    "chosen", [{"KMP_BLOCKTIME": "200"}, {"KMP_BLOCKTIME": "0"}, {"OMP_WAIT_POLICY": ""}]
+)
+def test_a_choice_for_another_openmp_does_not_leave_torchs_own_spinning(chosen: Mapping[str, str]) -> None:
+    environment = dict(chosen)
+    assert set_wait_policy(environment, set()) == WaitPolicy(None)
+    assert environment == {**PASSIVE, **{name: value for name, value in chosen.items() if value}}
 
 
 @pytest.mark.parametrize(
@@ -182,3 +191,22 @@ def test_openmp_sleeps_in_a_process_that_imports_hearth_before_torch(code: str, 
     if not told:
         pytest.skip("this torch has an OpenMP that does not show how long its threads spin")
     assert told[0].endswith("= '0'") == sleeps, told
+
+
+@pytest.mark.parametrize("odd", ["", "nonsense", "30 23 0:26 / @/cgroup rw - cgroup2", "1 - ", "0:"])
+def test_lines_that_no_kernel_should_write_limit_nothing(kernel: Kernel, odd: str) -> None:
+    kernel.has(f"{odd}\n", f"{odd}\n")
+    assert kernel.num_cores == 16
+
+
+@pytest.mark.parametrize("text", ["100000 0", "0 100000", "-1 100000", "max", "many few", ""])
+def test_a_limit_that_makes_no_sense_limits_nothing(kernel: Kernel, text: str) -> None:
+    kernel.has("0::/a\n", V2)
+    kernel.write("cgroup/a/cpu.max", text)
+    assert kernel.num_cores == 16
+
+
+def test_a_mount_point_with_a_blank_is_found(kernel: Kernel) -> None:
+    kernel.has("0::/a\n", V2.replace("@/cgroup", "@/c\\040group"))
+    kernel.write("c group/a/cpu.max", "300000 100000")
+    assert kernel.num_cores == 3

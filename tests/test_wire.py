@@ -31,7 +31,7 @@ WORKER = WorkerId("w0")
 
 def hello(nonce: bytes, secret: bytes = SECRET, version: int = VERSION) -> WorkerHello:
     proof = wire.proof(secret, nonce, WORKER)
-    return WorkerHello(version, WORKER, b"n" * 32, proof, 1, "cpu", "a CPU", 1 << 30)
+    return WorkerHello(version, WORKER, b"n" * 32, proof, 1, "cpu", "a CPU", 1 << 30, False)
 
 
 def body(frame: bytes) -> bytes:

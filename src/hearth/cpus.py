@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
-from collections.abc import Collection, Iterator, MutableMapping
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
 
-#: Settings that make threads sleep as soon as they wait; the second is for Intel's OpenMP.
+#: Settings that make threads sleep as soon as they wait: GNU's OpenMP, which torch brings, and Intel's.
 _SLEEP = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
-#: Settings by which a user chooses how threads wait, each with the value that makes them sleep.
-_CHOICES = {**_SLEEP, "GOMP_SPINCOUNT": "0"}
+#: Settings by which a user chooses how GNU's threads wait, each with the value that makes them sleep.
+_CHOICES = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 _REMEDY = "`" + " ".join(f"{name}={value}" for name, value in _SLEEP.items()) + "`"
 
 log = logging.getLogger(__name__)
@@ -40,13 +41,15 @@ def wait_policy() -> WaitPolicy:
 
 
 def set_wait_policy(environment: MutableMapping[str, str], modules: Collection[str]) -> WaitPolicy:
-    """Change `environment` unless a user has chosen there; `modules` are those that are imported already."""
-    for name, asleep in _CHOICES.items():
-        if (value := environment.get(name)) is not None:
-            if value.strip().upper() == asleep:
-                return WaitPolicy(None, is_chosen=True)
-            return WaitPolicy(f"`{name}={value}` is set; unset it, or set {_REMEDY}", is_chosen=True)
-    environment.update(_SLEEP)
+    """Set in `environment` what a user has not set there; `modules` are those that are imported already."""
+    chosen = {name: environment[name].strip() for name in _CHOICES if environment.get(name, "").strip()}
+    if not environment.get("KMP_BLOCKTIME", "").strip():
+        environment["KMP_BLOCKTIME"] = _SLEEP["KMP_BLOCKTIME"]
+    if chosen:
+        awake = [f"`{name}={value}`" for name, value in chosen.items() if value.upper() != _CHOICES[name]]
+        reason = f"{awake[0]} is set; unset it, or set {_REMEDY}" if awake else None
+        return WaitPolicy(reason, is_chosen=True)
+    environment["OMP_WAIT_POLICY"] = _SLEEP["OMP_WAIT_POLICY"]
     if "torch" in modules:
         return WaitPolicy(f"torch was imported before hearth; import hearth first, or set {_REMEDY}")
     return WaitPolicy(None)
@@ -109,7 +112,10 @@ def _memberships(proc: Path) -> dict[str, PurePosixPath]:
     """Return the process's cgroup by controller; lines of the file read `4:cpu,cpuacct:/a/b` or `0::/a/b`."""
     found: dict[str, PurePosixPath] = {}
     for line in _lines(proc / "cgroup"):
-        _, controllers, path = line.split(":", 2)
+        _, _, rest = line.partition(":")
+        controllers, colon, path = rest.partition(":")
+        if not colon:
+            continue
         found.update((controller, PurePosixPath(path)) for controller in controllers.split(","))
     return found
 
@@ -118,22 +124,35 @@ def _mounts(proc: Path) -> Iterator[_Mount]:
     """Yield the hierarchies that may limit processor time; see proc_pid_mountinfo(5) for the fields."""
     for line in _lines(proc / "mountinfo"):
         before, _, after = line.partition(" - ")
-        fields, (kind, _, options) = before.split(), after.split(" ", 2)
-        root, point = PurePosixPath(fields[3]), Path(fields[4])
+        fields, (kind, *rest) = before.split(), after.split() or [""]
+        if len(fields) < 5:
+            continue
+        options = rest[1] if len(rest) > 1 else ""
+        root, point = PurePosixPath(_unescaped(fields[3])), Path(_unescaped(fields[4]))
         if kind == "cgroup2":
             yield _Mount("", root, point)
         elif kind == "cgroup" and "cpu" in options.split(","):
             yield _Mount("cpu", root, point)
 
 
+def _unescaped(path: str) -> str:
+    """Return a path of the kernel's with its blanks, which are written as octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
+
+
 def _limit_v2(directory: Path) -> _Limit | None:
-    words = " ".join(_lines(directory / "cpu.max")).split()
-    return None if len(words) < 2 or words[0] == "max" else _Limit(int(words[0]), int(words[1]))
+    return _limit(" ".join(_lines(directory / "cpu.max")).split())
 
 
 def _limit_v1(directory: Path) -> _Limit | None:
-    quota, period = (_lines(directory / f"cpu.cfs_{what}_us") for what in ("quota", "period"))
-    return None if not quota or not period or int(quota[0]) < 0 else _Limit(int(quota[0]), int(period[0]))
+    return _limit([*_lines(directory / "cpu.cfs_quota_us"), *_lines(directory / "cpu.cfs_period_us")])
+
+
+def _limit(words: Sequence[str]) -> _Limit | None:
+    """Return a limit of quota and period; None where there is none, or the words are no such numbers."""
+    if len(words) < 2 or not all(word.isdecimal() and int(word) > 0 for word in words[:2]):
+        return None
+    return _Limit(int(words[0]), int(words[1]))
 
 
 def _lines(path: Path) -> list[str]:

@@ -78,6 +78,7 @@ class WorkerHello(Struct, frozen=True, tag=True):
     kind: Literal["cpu", "cuda"]
     device: str  #: for people, like "NVIDIA H200"
     budget_bytes: int  #: device memory for models: weights, workspace and KV
+    shares_workspace: bool  #: its pool is sure to need one workspace for all models
 
 
 class Welcome(Struct, frozen=True, tag=True):

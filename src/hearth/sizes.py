@@ -1,4 +1,4 @@
-"""What a model takes on a device besides its weights, buffer by buffer. Allocates nothing and needs no torch.
+"""The memory of a model on a device besides its weights, buffer by buffer. Allocates nothing.
 
 Whoever allocates a buffer takes its shape from here, and whoever promises memory adds up the same buffers:
 
@@ -75,7 +75,7 @@ class Dimensions:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What an engine is built for."""
+    """The largest batch, the slots and the block size that an engine is built for."""
 
     max_batch_tokens: int  #: of one step
     max_seqs: int  #: slots: sequences that run at the same time
@@ -196,7 +196,7 @@ def counter_buffer(dimensions: Dimensions, max_samples: int) -> Buffer:
 
 
 def rotary_buffer(rope_dim: int, context: int) -> Buffer:
-    """The table of rotary cosines and sines (`models/angles.py`)."""
+    """The table of rotary cosines and sines (`models/rope.py`)."""
     return Buffer((context, 2, rope_dim // 2), "float32")
 
 
@@ -213,7 +213,7 @@ def penalty_buffers(max_seqs: int, vocab_size: int) -> Mapping[str, Buffer]:
 
 
 def bias_buffers(max_seqs: int, vocab_size: int) -> Mapping[str, Buffer]:
-    """The rows that are added to logits (`engine/bias.py`)."""
+    """The rows that are added to logits (`engine/logit_bias.py`)."""
     return {"bias": Buffer((max_seqs, vocab_size), "float32")}
 
 

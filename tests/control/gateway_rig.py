@@ -75,7 +75,7 @@ class GatewayRig:
 
     def join(self, budget_bytes: int = 1 << 40) -> RecordingLink:
         link = RecordingLink()
-        self.driver.joined(link, WorkerHello(1, WORKER, b"", b"", 1, "cpu", "a CPU", budget_bytes))  # type: ignore[arg-type] # as much of a link as is needed
+        self.driver.joined(link, WorkerHello(1, WORKER, b"", b"", 1, "cpu", "a CPU", budget_bytes, False))  # type: ignore[arg-type] # as much of a link as is needed
         return link
 
     def receive(self, link: RecordingLink, fact: Fact | None) -> None:

@@ -55,7 +55,7 @@ class Peer:
     async def greet(self, secret: bytes = SECRET, worker: WorkerId = WORKER, version: int = VERSION) -> None:
         challenge = wire.challenge_of(await self.body())
         proof = wire.proof(secret, challenge.nonce, worker)
-        self.say(WorkerHello(version, worker, b"n" * 32, proof, 1, "cpu", "a CPU", 1 << 30))
+        self.say(WorkerHello(version, worker, b"n" * 32, proof, 1, "cpu", "a CPU", 1 << 30, False))
 
     def say(self, fact: Fact) -> None:
         self.writer.write(wire.frame(fact))

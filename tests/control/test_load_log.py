@@ -14,7 +14,7 @@ def loaded(loads: LoadLogs, model: ModelId, now_s: float) -> None:
     log = loads.get(W0, model)
     assert log is not None
     log.succeed(now_s, ModelLoaded(model, 7, (), 0, 0, 0.0, 0.0, 0.0, 0.0))
-    loads.landed(W0, model)
+    loads.mark_whole(W0, model)
 
 
 def hosted(whole_bytes: int = 100) -> LoadLogs:

@@ -201,11 +201,20 @@ def test_a_model_busy_on_a_device_keeps_its_place_in_host_memory_though_nobody_l
     assert cost(prices.of_host_chunk(chunk(busy))) > 5 * cost(prices.of_host_chunk(chunk(loaded_often))) > 0
 
 
-def test_loads_count_only_while_nobody_tells_of_requests() -> None:
+def test_a_request_that_is_told_late_does_not_make_a_model_cheap_that_was_just_loaded_twice() -> None:
     clock = Clock()
     prices, model = ChunkPrices(clock), model_of("a", A)
-    for clock.now_s in (0.0, 1.0, 2.0):
+    for clock.now_s in (0.0, 60.0):
         prices.load_began(model)
     by_loads = cost(prices.of_host_chunk(chunk(model)))
     prices.requests_came(model.manifest.digest, 1)
-    assert cost(prices.of_host_chunk(chunk(model))) < by_loads / 2
+    assert cost(prices.of_host_chunk(chunk(model))) == by_loads
+
+
+def test_requests_for_a_model_that_was_never_loaded_are_not_kept() -> None:
+    prices, model = ChunkPrices(Clock()), model_of("a", A)
+    prices.requests_came(model.manifest.digest, 1000)
+    prices.load_began(model)
+    once = ChunkPrices(Clock())
+    once.load_began(model)
+    assert prices.of_host_chunk(chunk(model)) == once.of_host_chunk(chunk(model))

@@ -15,7 +15,7 @@ from hearth.types import WorkerId
 from hearth.worker.link import GatewayLink, Introduction, connect, greet
 from tests.worker.harness import SECRET, Gateway
 
-ME = Introduction(WorkerId("w7"), pid=12, kind="cpu", device="a processor", budget_bytes=1000)
+ME = Introduction(WorkerId("w7"), 12, "cpu", "a processor", budget_bytes=1000, shares_workspace=False)
 
 
 @pytest.fixture

@@ -53,4 +53,6 @@ class DemandReports:
                 if not is_failing:
                     log.warning("demand_not_told reason=%s", error)
                 is_failing = True
+            except Exception:  # the task's top: prices go by loads then, and the service goes on
+                log.exception("demand_reports_broke")
             await asyncio.sleep(self._interval_s)

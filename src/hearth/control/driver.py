@@ -189,7 +189,10 @@ class Driver:
         self._links[hello.worker] = link
         self._pools.joined(hello.worker, link)
         self.post(
-            events.WorkerJoined(self.now_s, hello.worker, hello.kind, hello.budget_bytes, self._max_seqs)
+            events.WorkerJoined(
+                *(self.now_s, hello.worker, hello.kind, hello.budget_bytes, self._max_seqs),
+                hello.shares_workspace,
+            )
         )
 
     def receive(self, decoded: DecodedFact) -> None:

@@ -249,7 +249,8 @@ class Gateway:
         for seat in self._supervisor.seats:
             hello, pool = seat.hello, self._pools.view(seat.worker, now_s)
             if pool is None:
-                used = sum(one.num_bytes for one in residents if one.worker == seat.worker)
+                known = self._driver.fleet.workers.get(seat.worker)
+                used = 0 if known is None else known.promises.budget_bytes - known.promises.free_bytes
             else:
                 used = sum(part.num_bytes for part in pool.parts if part.kind != "free")
             views.append(

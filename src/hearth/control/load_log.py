@@ -102,7 +102,7 @@ class LoadLogs:
             if log is not None and log.is_guessed and num_bytes >= log.whole_bytes:
                 log.call_off()
 
-    def landed(self, worker: WorkerId, model: ModelId) -> None:
+    def mark_whole(self, worker: WorkerId, model: ModelId) -> None:
         """Take a model for whole whose load has ended, also before the worker reports its bytes."""
         log = self._measured(worker, model)
         if log is not None:

@@ -128,20 +128,22 @@ class Observer:
     # Facts that are no events of the brain.
 
     def load_progressed(self, now_s: float, worker: WorkerId, progress: LoadProgress) -> None:
-        self._running_load(now_s, worker, progress.model).progressed(now_s, progress.num_layers)
+        if (load := self._running_load(now_s, worker, progress.model)) is not None:
+            load.progressed(now_s, progress.num_layers)
 
     def load_ended(self, now_s: float, worker: WorkerId, loaded: ModelLoaded) -> None:
         """Note the details of a load, before the brain is told that the model is ready."""
-        self._running_load(now_s, worker, loaded.model).succeed(now_s, loaded)
-        self._loads.landed(worker, loaded.model)
+        if (load := self._running_load(now_s, worker, loaded.model)) is not None:
+            load.succeed(now_s, loaded)
+            self._loads.mark_whole(worker, loaded.model)
         self._metrics.reused_bytes.inc(loaded.reused_bytes)
         if loaded.is_widened:
             self._metrics.fallbacks.labels("float32").inc()
 
-    def _running_load(self, now_s: float, worker: WorkerId, model: ModelId) -> LoadLog:
+    def _running_load(self, now_s: float, worker: WorkerId, model: ModelId) -> LoadLog | None:
+        """Return the log of the load under way; None if nobody has ordered one, which breaks no service."""
         load = self._loads.get(worker, model)
-        assert load is not None, f"a load that nobody has ordered: {worker=} {model=}"
-        if load.ended_s is None:
+        if load is None or load.ended_s is None:
             return load
         # Weights were taken while a request was on its way there: the load is for those that wait.
         load = self._loads.begin_again(worker, model, now_s)

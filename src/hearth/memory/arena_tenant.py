@@ -1,4 +1,4 @@
-"""What one model has in an arena, and what it lacks there. Takes and gives nothing itself."""
+"""One model in an arena: the regions that it has and those that it lacks. Takes and gives nothing itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the mapped pool keeps of one model, and at which places its pages belong. Changes no book of pages.
+"""One model in the mapped pool: its state, and at which places its pages belong. Changes no book of pages.
 
 address            + 1/2 of the space       + 31/32        every offset is a whole number of pages and the
 | weights ...       | KV ...                 | workspace ...   same for all models and in all processes

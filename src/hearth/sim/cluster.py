@@ -101,8 +101,10 @@ class SimulatedCluster:
                 self._deploy(profile)
             case ModelRemoved(_, model):
                 self.profiles.pop(model, None)
-            case WorkerJoined(_, name, kind, budget_bytes, max_seqs):
-                self.workers[name] = SimulatedWorker(name, kind, budget_bytes, max_seqs)
+            case WorkerJoined(_, name, kind, budget_bytes, max_seqs, shares_workspace):
+                self.workers[name] = SimulatedWorker(
+                    *(name, kind, budget_bytes, max_seqs), shares_workspace=shares_workspace
+                )
             case WorkerLost(_, name):
                 self._lose(name)
             case RequestArrived(_, request_id, model):

@@ -61,8 +61,10 @@ class SimulatedReplica:
 class SimulatedWorker:
     """Hosted models on one device. Mutable; written only by whoever drives it."""
 
-    def __init__(self, name: WorkerId, kind: str, budget_bytes: int, max_seqs: int) -> None:
-        self.name = name
+    def __init__(
+        self, name: WorkerId, kind: str, budget_bytes: int, max_seqs: int, *, shares_workspace: bool = True
+    ) -> None:
+        self.name, self.shares_workspace = name, shares_workspace
         self.kind = kind
         self.max_seqs = max_seqs
         self.device = DeviceMemory(budget_bytes)
@@ -75,8 +77,9 @@ class SimulatedWorker:
     def promised_bytes(self) -> int:
         """Bytes owed to all hosted models: what each has for itself, and the largest of what they share."""
         promises = [replica.promise for replica in self.replicas.values()]
-        shared_bytes = max((promise.shared_bytes for promise in promises), default=0)
-        return shared_bytes + sum(promise.own_bytes for promise in promises)
+        workspaces = [promise.workspace_bytes for promise in promises]
+        workspace_bytes = max(workspaces, default=0) if self.shares_workspace else sum(workspaces)
+        return workspace_bytes + sum(promise.own_bytes for promise in promises)
 
     # Orders.
 
@@ -88,7 +91,11 @@ class SimulatedWorker:
         assert footprint.min_kv_bytes == order.kv_floor_bytes <= order.max_kv_bytes, f"{order} {footprint}"
         assert order.max_kv_bytes <= footprint.max_kv_bytes, f"{order} {footprint}"
         self._costs.hosted(model, profile.weight)
-        self.device.place_other(model, promise.own_bytes - profile.num_bytes, promise.shared_bytes)
+        own_bytes = promise.own_bytes - profile.num_bytes
+        if self.shares_workspace:
+            self.device.place_other(model, own_bytes, promise.workspace_bytes)
+        else:
+            self.device.place_other(model, own_bytes + promise.workspace_bytes, 0)
         replica = SimulatedReplica(profile, version, promise, load_number=0, missing_bytes=0)
         self.replicas[model] = replica
         assert self.promised_bytes <= self.device.budget_bytes, f"beyond the budget: {order}"

@@ -1,9 +1,9 @@
-"""What each chunk is worth to its tier: the reload costs of the models that it belongs to. Evicts nothing.
+"""The price of each chunk in its tier: the reload costs of the models that it belongs to. Evicts nothing.
 
 Whose demand prices a chunk: that of *requests*, which the gateway tells. A model that is constantly busy on a
 device is never loaded, yet its chunks must not age in host memory: when its worker is lost, or the model is
-paused, they are wanted at once. Where nobody tells of requests, as in a process without a gateway, a load
-counts as one.
+paused, they are wanted at once. Loads are counted too, for a process without a gateway and for the moment
+before it tells; the larger of both estimates holds.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 
+from hearth.policy.memory.demand import Demand
 from hearth.policy.memory.eviction import Price, tail_first
-from hearth.policy.memory.reload_cost import ReloadCosts
+from hearth.policy.memory.reload_cost import HORIZON_S, ReloadCosts, reload_cost
 from hearth.store.model import StoredModel
 from hearth.types import Digest, Rung
 
@@ -43,8 +44,8 @@ class ChunkPrices:
         """`is_on_disk` is called without this object's lock: the disk asks for prices under its own."""
         self._clock_s = clock_s
         self._is_on_disk = is_on_disk
-        #: By demand that was told, and by loads, which count for models that nobody tells of.
-        self._by_requests, self._by_loads = ReloadCosts(), ReloadCosts()
+        self._costs = ReloadCosts()  #: the demand of requests, and the speed of rungs
+        self._loads = Demand()
         self._chunks: dict[Digest, _PricedChunk] = {}
         #: As each was last loaded. Every model here is in `_digests`, and its chunks in `_chunks`.
         self._models: dict[Digest, StoredModel] = {}
@@ -57,7 +58,7 @@ class ChunkPrices:
         """Price the chunks of a model from now on. Another that its directory held before is forgotten."""
         digest = model.manifest.digest
         with self._lock:
-            self._by_loads.asked(digest, self._clock_s())
+            self._loads.arrived(digest, self._clock_s())
             is_known = digest in self._models
             self._models[digest] = model
             if not is_known:
@@ -71,7 +72,7 @@ class ChunkPrices:
         """Count requests for a model since the last call; of one that was never loaded nothing is priced."""
         with self._lock:
             if digest in self._models:
-                self._by_requests.asked(digest, self._clock_s(), num_requests)
+                self._costs.asked(digest, self._clock_s(), num_requests)
 
     def forget(self, directory: Path) -> None:
         """Forget the model of a directory that is no longer deployed; shared chunks keep others' prices."""
@@ -83,13 +84,12 @@ class ChunkPrices:
     def moved(self, rung: Rung, num_bytes: int, seconds: float) -> None:
         """Learn from one transfer how fast a rung delivers."""
         with self._lock:
-            self._by_requests.moved(rung, num_bytes, seconds)
-            self._by_loads.moved(rung, num_bytes, seconds)
+            self._costs.moved(rung, num_bytes, seconds)
 
     def bytes_per_s(self, rung: Rung) -> float:
         """Return the speed of a rung as it is priced."""
         with self._lock:
-            return self._by_requests.bytes_per_s(rung)
+            return self._costs.bytes_per_s(rung)
 
     def of_host_chunk(self, digest: str) -> Price:
         """Return the price of a chunk in host memory: it would come from disk, or object storage, again."""
@@ -109,9 +109,10 @@ class ChunkPrices:
             cost = 0.0
             for member in chunk.positions:
                 model = self._models[member]
-                costs = self._by_requests if self._by_requests.is_known(member) else self._by_loads
-                load_s = costs.load_s(chunk.num_bytes, {below(model): chunk.num_bytes})
-                cost += costs.cost_s(member, load_s, model.weight, now_s)
+                p_loaded = self._loads.probability(member, now_s, HORIZON_S)
+                p_wanted = max(p_loaded, self._costs.p_wanted(member, now_s))
+                load_s = chunk.num_bytes / self._costs.bytes_per_s(below(model))
+                cost += reload_cost(p_wanted, load_s, model.weight)
             return tail_first(cost, min(chunk.positions.values()))
 
     # Below here the lock is held.
@@ -125,8 +126,8 @@ class ChunkPrices:
         """Forget a model that one directory no longer holds, unless another does."""
         if digest in self._digests.values():
             return
-        self._by_requests.forget(digest)
-        self._by_loads.forget(digest)
+        self._costs.forget(digest)
+        self._loads.forget(digest)
         for chunk in self._models.pop(digest).manifest.chunks:
             entry = self._chunks.get(chunk.digest)
             if entry is None:  # it stands in the model twice

@@ -64,7 +64,10 @@ def _serve(setup: WorkerSetup) -> None:
 
 
 def _introduction(setup: WorkerSetup, runtime: Runtime) -> Introduction:
-    return Introduction(setup.worker, os.getpid(), setup.kind, runtime.name, runtime.budget_bytes)
+    return Introduction(
+        *(setup.worker, os.getpid(), setup.kind, runtime.name, runtime.budget_bytes),
+        shares_workspace=runtime.shares_workspace,
+    )
 
 
 def _read(link: GatewayLink, inbox: Inbox) -> None:

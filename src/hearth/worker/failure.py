@@ -1,4 +1,4 @@
-"""What is said of a model that broke, and whether more is lost with it. Drops nothing and logs nothing."""
+"""Says why a model broke, and whether more is lost with it. Drops nothing and logs nothing."""
 
 from __future__ import annotations
 

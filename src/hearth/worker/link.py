@@ -28,6 +28,7 @@ class Introduction:
     kind: Literal["cpu", "cuda"]
     device: str
     budget_bytes: int
+    shares_workspace: bool
 
 
 class GatewayLink:
@@ -85,6 +86,7 @@ def greet(connection: socket.socket, introduction: Introduction, secret: bytes) 
                 kind=introduction.kind,
                 device=introduction.device,
                 budget_bytes=introduction.budget_bytes,
+                shares_workspace=introduction.shares_workspace,
             )
         )
         welcome = link.receive()

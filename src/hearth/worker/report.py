@@ -1,4 +1,4 @@
-"""What a worker says of its memory: all of it when asked, and whose weights are there when that changes.
+"""Reports a worker's memory: all of it when asked, and whose weights are there when that changes.
 
 Takes no memory and decides nothing.
 """

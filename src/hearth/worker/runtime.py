@@ -1,4 +1,4 @@
-"""What has to be in place before the first model: threads, the device's context, its libraries, its memory.
+"""Brings up a worker's device before the first model: threads, context, libraries, memory.
 
 All of it takes seconds, which no request should wait for. It hosts nothing.
 """
@@ -43,6 +43,7 @@ class Runtime:
     name: str  #: for people
     budget_bytes: int  #: of the pool
     new_pool: Callable[[EvictionTermsOf], Pool]
+    shares_workspace: bool  #: the pool is sure to need one workspace for all models
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,8 @@ def start(setup: WorkerSetup, config: EngineConfig) -> Runtime:
 def _start_cpu(setup: WorkerSetup) -> Runtime:
     budget_bytes = setup.budget_bytes or int(machine_bytes() * _CPU_SHARE) // setup.num_sharing
     device, budget_bytes = torch.device("cpu"), budget_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-    return Runtime(device, _processor(), budget_bytes, partial(ArenaPool, device, budget_bytes))
+    new_pool = partial(ArenaPool, device, budget_bytes)
+    return Runtime(device, _processor(), budget_bytes, new_pool, shares_workspace=False)
 
 
 def _start_cuda(setup: WorkerSetup, config: EngineConfig) -> Runtime:
@@ -92,9 +94,10 @@ def _start_cuda(setup: WorkerSetup, config: EngineConfig) -> Runtime:
         log.warning("fallback pool=arena reason=`%s`", error)
         _limit_torch((most_bytes + budget_bytes) / total_bytes, device)
         new_arena = partial(ArenaPool, device, budget_bytes, fallbacks={"arena": 1})
-        return Runtime(device, name, budget_bytes, new_arena)
+        return Runtime(device, name, budget_bytes, new_arena, shares_workspace=False)
     _limit_torch(most_bytes / total_bytes, device)
-    return Runtime(device, name, pages.num_pages * pages.page_bytes, partial(MappedPool, pages))
+    new_pool = partial(MappedPool, pages)
+    return Runtime(device, name, pages.num_pages * pages.page_bytes, new_pool, shares_workspace=True)
 
 
 def _limit_torch(share: float, device: torch.device) -> None:

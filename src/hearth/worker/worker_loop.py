@@ -116,6 +116,7 @@ class WorkerLoop:
                 return False
             self._models.look_again()
             self._handle(message)
+            del message  # it may hold the engine of a model that is dropped while this sleeps
             for hosted in self._models.deferred():
                 self._try(hosted.model, partial(self._models.load, hosted))
         return True

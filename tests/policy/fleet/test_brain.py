@@ -1204,7 +1204,7 @@ def test_nothing_is_left_of_models_and_workers_that_are_gone() -> None:
     desk.now_s = 1.0
     estimates = desk.fleet.estimates
     assert desk.fleet.models == {}
-    assert not estimates.reload.is_known("a")
+    assert estimates.reload.p_wanted("a", 1.0) == 0.0
     assert estimates.run_s(ModelId("a")) == estimates.run_s()
     desk.deploy(profile("b"))
     desk.ask("r3", "b")

@@ -45,8 +45,9 @@ def can_take(worker: Worker, model: Model, *holds: Hold) -> bool:
         return False
     footprint = model.profile.footprints[worker.kind]
     owed = [one.promise for one in worker.replicas.values() if one.hold not in holds] + [footprint.promise]
-    shared_bytes = max(promise.shared_bytes for promise in owed)
-    return shared_bytes + sum(promise.own_bytes for promise in owed) <= worker.promises.budget_bytes
+    workspaces = [promise.workspace_bytes for promise in owed]
+    workspace_bytes = max(workspaces) if worker.promises.shares_workspace else sum(workspaces)
+    return workspace_bytes + sum(promise.own_bytes for promise in owed) <= worker.promises.budget_bytes
 
 
 def check_nobody_waits_in_vain(fleet: Fleet) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,21 +19,24 @@ NEEDS = st.dictionaries(st.sampled_from(["cpu", "cuda", "other"]), PROMISES.map(
 
 
 def footprint_of(promise: Promise, more_bytes: int = 0) -> Footprint:
-    shared_bytes = promise.shared_bytes
-    all_bytes = promise.own_bytes + more_bytes + shared_bytes
-    return Footprint(all_bytes, 0, 0, shared_bytes, 0, shared_bytes)
+    workspace_bytes = promise.workspace_bytes
+    return Footprint(promise.own_bytes + more_bytes + workspace_bytes, 0, 0, workspace_bytes)
 
 
-def promised(held: list[tuple[Promise, Hold]], budget_bytes: int = BUDGET_BYTES) -> Promises:
-    promises = Promises(budget_bytes)
+def promised(
+    held: list[tuple[Promise, Hold]], budget_bytes: int = BUDGET_BYTES, *, shares_workspace: bool = True
+) -> Promises:
+    promises = Promises(budget_bytes, shares_workspace)
     for promise, hold in held:
         promises.add(promise, hold)
     return promises
 
 
-def owed_bytes(promises: list[Promise]) -> int:
-    """Add up promises as a person would: what each has for itself, and the largest of what they share."""
-    return sum(one.own_bytes for one in promises) + max((one.shared_bytes for one in promises), default=0)
+def add_up(promises: list[Promise], *, shares_workspace: bool = True) -> int:
+    """Add up promises as a person would: what each has for itself, and one workspace, or each its own."""
+    workspaces = [one.workspace_bytes for one in promises]
+    workspace_bytes = max(workspaces, default=0) if shares_workspace else sum(workspaces)
+    return sum(one.own_bytes for one in promises) + workspace_bytes
 
 
 def test_models_share_one_workspace_as_large_as_the_largest_needs() -> None:
@@ -42,16 +47,25 @@ def test_models_share_one_workspace_as_large_as_the_largest_needs() -> None:
     assert not promises.has_room(footprint_of(Promise(640, 61)))
 
 
-@given(HELD, st.sampled_from(Hold), PROMISES)
+def test_where_the_pool_cannot_share_a_workspace_each_model_is_charged_its_own() -> None:
+    held = [(Promise(100, 30), Hold.BUSY), (Promise(200, 60), Hold.WARM)]
+    promises = promised(held, shares_workspace=False)
+    assert promises.free_bytes == BUDGET_BYTES - 300 - 90
+    assert promises.has_room(footprint_of(Promise(550, 60)))
+    assert not promises.has_room(footprint_of(Promise(551, 60)))
+
+
+@given(HELD, st.sampled_from(Hold), PROMISES, st.booleans())
 def test_a_model_has_room_exactly_if_all_promises_together_fit(
-    held: list[tuple[Promise, Hold]], most: Hold, newcomer: Promise
+    held: list[tuple[Promise, Hold]], most: Hold, newcomer: Promise, shares_workspace: bool
 ) -> None:
-    promises = promised(held)
+    promises = promised(held, shares_workspace=shares_workspace)
+    owed_bytes = partial(add_up, shares_workspace=shares_workspace)
     kept = [promise for promise, hold in held if hold > most]
     assert promises.free_bytes == BUDGET_BYTES - owed_bytes([promise for promise, _ in held])
     assert promises.freeable_bytes(most) == BUDGET_BYTES - owed_bytes(kept)
     for more_bytes in (0, BUDGET_BYTES - owed_bytes([*kept, newcomer]) + 1):
-        larger = Promise(newcomer.own_bytes + more_bytes, newcomer.shared_bytes)
+        larger = Promise(newcomer.own_bytes + more_bytes, newcomer.workspace_bytes)
         fits = owed_bytes([*kept, larger]) <= BUDGET_BYTES
         assert promises.could_have_room(footprint_of(larger), most) == fits
     everybody = [*(promise for promise, _ in held), newcomer]

@@ -30,7 +30,7 @@ def test_a_removed_model_is_forgotten() -> None:
     estimates.reload.asked(A, 0.0)
     estimates.forget(A)
     assert estimates.run_s(A) == estimates.run_s()
-    assert not estimates.reload.is_known(A)
+    assert estimates.reload.p_wanted(A, 0.0) == 0.0
 
 
 @given(st.lists(st.floats(0.0, 1e6), min_size=1))

@@ -62,11 +62,10 @@ def profile(
     digest: str = "",
     workspace_bytes: int = 0,
 ) -> ModelProfile:
-    """A model of so many bytes of weights; `workspace_bytes` come on top, and are shared on CUDA devices."""
+    """A model of so many bytes of weights; `workspace_bytes` come on top."""
     all_bytes = fixed_bytes + workspace_bytes
     footprints = {
-        "cuda": Footprint(all_bytes, min_kv_bytes, max_kv_bytes, workspace_bytes, 0, workspace_bytes),
-        "cpu": Footprint(all_bytes, min_kv_bytes, max_kv_bytes, workspace_bytes),
+        kind: Footprint(all_bytes, min_kv_bytes, max_kv_bytes, workspace_bytes) for kind in ("cuda", "cpu")
     }
     return ModelProfile(ModelId(model), fixed_bytes, footprints, keep_alive_s, is_pinned, weight, digest)
 
@@ -158,7 +157,7 @@ class World:
             name = WorkerId(self.new_id("w"))
             kind = ("cuda", "cuda", "cpu")[number % 3]
             budget_bytes = (100, 100, 60)[number // 3 % 3]
-            self.tell(WorkerJoined(self.now_s, name, kind, budget_bytes, max_seqs=1 + number // 9 % 3))
+            self.tell(WorkerJoined(self.now_s, name, kind, budget_bytes, 1 + number // 9 % 3, kind == "cuda"))
 
     def lose(self, number: int) -> None:
         if name := _pick(sorted(self.cluster.workers), number):

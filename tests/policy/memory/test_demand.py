@@ -116,11 +116,3 @@ def test_requests_told_together_count_as_if_evenly_spaced(
     now_s = num * interval_s
     expected = apart.probability("model", now_s, horizon_s)
     assert together.probability("model", now_s, horizon_s) == pytest.approx(expected, rel=1e-6)
-
-
-def test_a_model_is_known_from_its_first_request_until_it_is_forgotten() -> None:
-    demand = asked(0.0)
-    assert demand.is_known("model")
-    assert not demand.is_known("another")
-    demand.forget("model")
-    assert not demand.is_known("model")

@@ -62,7 +62,6 @@ def test_more_on_a_near_rung_never_makes_a_load_longer(
 def test_a_model_that_nobody_has_asked_for_costs_nothing_to_have_back() -> None:
     costs = ReloadCosts(PRIORS)
     assert costs.cost_s(A, 10.0, 1.0, now_s=5.0) == 0.0
-    assert not costs.is_known(A)
     costs.asked(A, 5.0)
     assert costs.cost_s(A, 10.0, 2.0, now_s=5.0) == 2 * costs.cost_s(A, 10.0, 1.0, now_s=5.0) > 0.0
     costs.forget(A)

@@ -1,4 +1,4 @@
-"""What one engine step does, in plain ints: the only thing that crosses from policy to the engine.
+"""The plan of one engine step, in plain ints: the only thing that crosses from policy to the engine.
 
 A sequence that runs holds a *slot*. On the device a slot owns a row of the block table, its sampling
 parameters and the token it sampled last, so a decode row needs no token from the host.

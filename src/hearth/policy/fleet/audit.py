@@ -45,7 +45,7 @@ def _check_expiries(fleet: Fleet) -> None:
 
 
 def _check_worker(fleet: Fleet, worker: Worker) -> None:
-    promises = Promises(worker.promises.budget_bytes)
+    promises = Promises(worker.promises.budget_bytes, worker.promises.shares_workspace)
     for replica in worker.replicas.values():
         hold = replica.hold_at(fleet.now_s)
         assert replica.hold is hold, f"`{replica.model.name}` on `{worker.name}`: {replica.hold=} {hold=}"

@@ -20,59 +20,69 @@ class Promises:
     """Bytes of one worker's budget, by how the replicas are held that they are promised to.
 
     Mutable; a worker's own are written only by `Fleet.reindex`, a copy by whoever made it. Nothing else adds
-    up what replicas take of a worker: what each has for itself, and the largest of what they share.
+    up what replicas take of a worker: what each has for itself, and the largest workspace of all, or each its
+    own where the worker's pool is not sure to share it.
     """
 
     budget_bytes: int
-    #: By `Hold`; what replicas have for themselves.
-    own_bytes: list[int] = field(default_factory=lambda: [0] * len(Hold))
-    #: By `Hold`: how many replicas were promised each size of what all share.
-    shared_sizes: list[Counter[int]] = field(default_factory=lambda: [Counter() for _ in Hold])
+    shares_workspace: bool = True
+    #: What replicas have for themselves.
+    own_bytes_by_hold: list[int] = field(default_factory=lambda: [0] * len(Hold))
+    #: How many replicas were promised a shared workspace of each size.
+    workspaces_by_hold: list[Counter[int]] = field(default_factory=lambda: [Counter() for _ in Hold])
 
     def add(self, promise: Promise, hold: Hold) -> None:
         """Promise bytes to a replica that is held so."""
-        self.own_bytes[hold] += promise.own_bytes
-        self.shared_sizes[hold][promise.shared_bytes] += 1
+        promise = self._booked(promise)
+        self.own_bytes_by_hold[hold] += promise.own_bytes
+        self.workspaces_by_hold[hold][promise.workspace_bytes] += 1
 
     def release(self, promise: Promise, hold: Hold) -> None:
         """Take back what a replica that is held so was promised."""
-        self.own_bytes[hold] -= promise.own_bytes
-        sizes = self.shared_sizes[hold]
-        sizes[promise.shared_bytes] -= 1
-        if not sizes[promise.shared_bytes]:
-            del sizes[promise.shared_bytes]
+        promise = self._booked(promise)
+        self.own_bytes_by_hold[hold] -= promise.own_bytes
+        sizes = self.workspaces_by_hold[hold]
+        sizes[promise.workspace_bytes] -= 1
+        if not sizes[promise.workspace_bytes]:
+            del sizes[promise.workspace_bytes]
 
     def copy(self) -> Promises:
         """Return the same promises, to try out what would be free without some of them."""
-        shared_sizes = [sizes.copy() for sizes in self.shared_sizes]
-        return Promises(self.budget_bytes, self.own_bytes.copy(), shared_sizes)
+        workspaces = [sizes.copy() for sizes in self.workspaces_by_hold]
+        return Promises(self.budget_bytes, self.shares_workspace, self.own_bytes_by_hold.copy(), workspaces)
 
-    def shared_bytes(self, above: Hold | None = None) -> int:
-        """Return the largest of what replicas share, of those that are held more than `above`, or of all."""
+    def workspace_bytes(self, above: Hold | None = None) -> int:
+        """Return the largest shared workspace, of replicas that are held more than `above`, or of all."""
         first = 0 if above is None else above + 1
-        return max((size for sizes in self.shared_sizes[first:] for size in sizes), default=0)
+        return max((size for sizes in self.workspaces_by_hold[first:] for size in sizes), default=0)
 
     @property
     def free_bytes(self) -> int:
         """Bytes that are promised to nobody; models may use them all the same."""
-        return self.budget_bytes - sum(self.own_bytes) - self.shared_bytes()
+        return self.budget_bytes - sum(self.own_bytes_by_hold) - self.workspace_bytes()
 
     def freeable_bytes(self, most: Hold) -> int:
         """Return how many bytes are free once every replica that is held at most so is gone."""
-        return self.budget_bytes - sum(self.own_bytes[most + 1 :]) - self.shared_bytes(most)
+        return self.budget_bytes - sum(self.own_bytes_by_hold[most + 1 :]) - self.workspace_bytes(most)
 
     def has_room(self, footprint: Footprint) -> bool:
         """True if a model can be promised its least without anybody going."""
-        return self._more_bytes(footprint, self.shared_bytes()) <= self.free_bytes
+        return self._more_bytes(footprint, self.workspace_bytes()) <= self.free_bytes
 
     def could_have_room(self, footprint: Footprint, most: Hold) -> bool:
         """True if a model can be promised its least once every replica that is held at most so is gone."""
-        return self._more_bytes(footprint, self.shared_bytes(most)) <= self.freeable_bytes(most)
+        return self._more_bytes(footprint, self.workspace_bytes(most)) <= self.freeable_bytes(most)
 
-    def _more_bytes(self, footprint: Footprint, shared_bytes: int) -> int:
-        """Return what a model would be promised beside replicas that share so much."""
-        promise = footprint.promise
-        return promise.own_bytes + max(0, promise.shared_bytes - shared_bytes)
+    def _more_bytes(self, footprint: Footprint, workspace_bytes: int) -> int:
+        """Return what a model would be promised beside replicas that share such a workspace."""
+        promise = self._booked(footprint.promise)
+        return promise.own_bytes + max(0, promise.workspace_bytes - workspace_bytes)
+
+    def _booked(self, promise: Promise) -> Promise:
+        """Return a promise as this worker keeps it: with a workspace of its own where none can be shared."""
+        if self.shares_workspace:
+            return promise
+        return Promise(promise.own_bytes + promise.workspace_bytes, 0)
 
     @property
     def utilisation(self) -> float:
@@ -85,8 +95,8 @@ class Promises:
 class CapacityIndex:
     """The workers of one kind of device, ranked by bytes.
 
-    A worker with room for a model ranks at least as high as what the model has for itself; the converse does
-    not hold where the model shares more than the replicas that are there, so `find_fitting` looks again.
+    A worker with room for a model ranks at least as high as what the model has for itself. The converse does
+    not hold where the model needs a larger workspace than those that are there: `find_fitting` looks again.
     """
 
     promises: dict[WorkerId, Promises] = field(default_factory=dict)

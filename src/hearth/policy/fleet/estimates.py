@@ -1,4 +1,4 @@
-"""What the brain has learnt of times: how long requests run, and what it costs to have a model back.
+"""Times that the brain has learnt: how long requests run, and what it costs to have a model back.
 
 Running averages over what the events said. Decides nothing, measures nothing.
 """

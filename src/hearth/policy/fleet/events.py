@@ -18,7 +18,7 @@ class Promise:
     """Device memory that a worker owes a model which it hosts."""
 
     own_bytes: int  #: for the model alone
-    shared_bytes: int  #: that all models of the worker see: only the largest of them is owed
+    workspace_bytes: int  #: one for all models, as large as the largest needs, where the pool can share it
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,6 @@ class Footprint:
     max_kv_bytes: int  #: it never has more; what is between is lent out by its worker
     workspace_bytes: int = 0  #: of `fixed_bytes`, what all models of a worker see, one after the other
     tables_bytes: int = 0  #: of `fixed_bytes`, what its engine has besides, always
-    shared_bytes: int = 0  #: of `workspace_bytes`, what the models of a worker are sure to share
 
     @property
     def weights_bytes(self) -> int:
@@ -45,7 +44,7 @@ class Footprint:
     @property
     def promise(self) -> Promise:
         """The least that a worker must promise to host the model beside others."""
-        return Promise(self.least_bytes - self.shared_bytes, self.shared_bytes)
+        return Promise(self.least_bytes - self.workspace_bytes, self.workspace_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +97,7 @@ class WorkerJoined:
     kind: str
     budget_bytes: int
     max_seqs: int  #: requests that one model runs at a time
+    shares_workspace: bool = True  #: its pool is sure to need one workspace for all models
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,8 @@ class Fleet:
     def join(self, event: WorkerJoined) -> None:
         """Enter a new worker, which has promised nothing yet."""
         assert event.worker not in self.workers, f"joined twice: worker `{event.worker}`"
-        worker = Worker(event.worker, event.kind, event.max_seqs, Promises(event.budget_bytes))
+        promises = Promises(event.budget_bytes, event.shares_workspace)
+        worker = Worker(event.worker, event.kind, event.max_seqs, promises)
         self.workers[worker.name] = worker
         self._most_workers = max(self._most_workers, len(self.workers))
         self.capacity.put(worker.kind, worker.name, worker.promises)
@@ -251,7 +252,7 @@ def _describe_resident(replica: Replica, now_s: float) -> Resident:
         model=replica.model.name,
         worker=replica.worker.name,
         state=state,
-        num_bytes=replica.promise.own_bytes + replica.promise.shared_bytes,
+        num_bytes=replica.promise.own_bytes + replica.promise.workspace_bytes,
         loaded_bytes=replica.loaded_bytes,
         total_bytes=replica.total_bytes,
         num_running=len(replica.running),

@@ -7,7 +7,8 @@ Tables of penalties and biases are not among them: they are there while a reques
 
 The workspace is one for all models of a worker, as large as the largest of them needs, for they step one
 after the other. Mapped pages are always shared so. In an arena something that must not move may lie where the
-common workspace would have to grow: then a model gets one of its own, so there each is promised its own.
+common workspace would have to grow: then a model gets one of its own. So a worker with an arena does not
+count on it, and `Promises` charges each its own there.
 
 The least KV holds one full context: whatever a request may ask for, every replica can serve it. So the
 context is cut to what the budget of a worker can hold, where nobody has named one.
@@ -34,8 +35,8 @@ from hearth.sizes import (
     bytes_of,
     computed_dtype,
     table_buffers,
+    workspace_bytes,
 )
-from hearth.sizes import workspace_bytes as bytes_of_workspace
 
 #: A conversation of this length is the least that makes sense.
 _MIN_CONTEXT = 2048
@@ -52,7 +53,7 @@ MAX_EXTENTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a deployed model without opening it. Becomes JSON."""
+    """Sizes and properties of a deployed model, known without opening it. Becomes JSON."""
 
     num_bytes: int  #: as stored
     wide_bytes: int  #: in float32, as a CPU computes; what is quantised stays so
@@ -74,7 +75,7 @@ def footprint(
     floor_bytes: int | None = None,
     ceiling_bytes: int | None = None,
 ) -> Footprint:
-    """What the model takes on a `kind` of device, "cpu" or "cuda". Floor and ceiling bound all of it.
+    """Return the memory that a model takes on a `kind` of device, "cpu" or "cuda", within floor and ceiling.
 
     KV is as much as one full context or the floor needs, and up to the ceiling or what can be filled.
 
@@ -98,14 +99,12 @@ def footprint(
                 "`memory_ceiling_bytes` or lower `context`, `engine.max_batch_tokens` or `engine.max_seqs`"
             )
         most_bytes = min(most_bytes, room_bytes)
-    workspace_bytes = workspace_bytes_of(facts, kind, limits)
     return Footprint(
         fixed_bytes=fixed_bytes,
         min_kv_bytes=least_bytes,
         max_kv_bytes=most_bytes,
-        workspace_bytes=workspace_bytes,
+        workspace_bytes=workspace_bytes_of(facts, kind, limits),
         tables_bytes=tables_bytes_of(facts, kind, limits, context),
-        shared_bytes=workspace_bytes if kind == "cuda" else 0,
     )
 
 
@@ -158,19 +157,19 @@ def weights_bytes_of(facts: Facts, kind: str, limits: StepLimits) -> int:
 
 
 def arena_loss_bytes(facts: Facts, limits: StepLimits) -> int:
-    """What the least KV of a model may lose at the ends of the free regions that it is taken from."""
+    """Return the bytes that the least KV may lose at the ends of the free regions that it is taken from."""
     return 2 * MAX_EXTENTS * _block_bytes(facts, "cpu", limits)
 
 
 def workspace_bytes_of(facts: Facts, kind: str, limits: StepLimits) -> int:
     """The workspace on the largest device of the kind."""
     dimensions, dtype = facts.dimensions, computed_dtype(facts.dtype, kind)
-    num_bytes = bytes_of_workspace(dimensions, dimensions.layers, dtype, StepSize.of(limits, kind))
+    num_bytes = workspace_bytes(dimensions, dimensions.layers, dtype, StepSize.of(limits, kind))
     return _in_units(num_bytes, kind)
 
 
 def tables_bytes_of(facts: Facts, kind: str, limits: StepLimits, context: int) -> int:
-    """What an engine always has on its device besides weights, workspace and KV."""
+    """Return the bytes that an engine always has on its device besides weights, workspace and KV."""
     return _in_units(bytes_of(table_buffers(facts.dimensions, limits, context)), kind)
 
 

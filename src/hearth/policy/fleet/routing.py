@@ -77,15 +77,18 @@ class ReservedWorkers:
     """Workers whose room is for those who came before. Mutable; written by `serving.py`, within a step."""
 
     names: set[WorkerId] = field(default_factory=set)
-    #: By kind of device: workers are reserved that could have room for this, were all unpinned models gone.
-    least_by_kind: dict[str, Footprint] = field(default_factory=dict)
+    #: By kind of device: workers are reserved that could have room for any of these, were all unpinned models
+    #: gone. None of them is larger in every way than another.
+    footprints_by_kind: dict[str, list[Footprint]] = field(default_factory=dict)
 
     def add_suited(self, capacity: FleetCapacity, profile: ModelProfile) -> None:
         """Reserve all workers that could ever hold a model."""
         for kind in capacity.by_kind:
             if (footprint := profile.footprints.get(kind)) is not None:
-                least = self.least_by_kind.get(kind, footprint)
-                self.least_by_kind[kind] = _smaller(footprint, least)
+                known = self.footprints_by_kind.get(kind, [])
+                if not any(_fits_within(one, footprint) for one in known):
+                    kept = [one for one in known if not _fits_within(footprint, one)]
+                    self.footprints_by_kind[kind] = [*kept, footprint]
 
     def has_all(self, fleet: Fleet) -> bool:
         """True if no worker is left for anybody else."""
@@ -95,20 +98,19 @@ class ReservedWorkers:
 
     def has_kind(self, kind: str, index: CapacityIndex) -> bool:
         """True if no worker of a kind of device is left for anybody else."""
-        least = self.least_by_kind.get(kind)
-        return least is not None and least.least_bytes <= (index.unpinned.lowest or 0)
+        least_bytes = min((one.least_bytes for one in self.footprints_by_kind.get(kind, ())), default=None)
+        return least_bytes is not None and least_bytes <= (index.unpinned.lowest or 0)
 
     def __contains__(self, worker: Worker) -> bool:
-        least = self.least_by_kind.get(worker.kind)
-        is_suited = least is not None and worker.promises.could_have_room(least, Hold.BUSY)
+        footprints = self.footprints_by_kind.get(worker.kind, ())
+        is_suited = any(worker.promises.could_have_room(one, Hold.BUSY) for one in footprints)
         return is_suited or worker.name in self.names
 
 
-def _smaller(one: Footprint, other: Footprint) -> Footprint:
-    """Return a footprint that fits wherever either of two does, and little else."""
-    own_bytes = min(one.promise.own_bytes, other.promise.own_bytes)
-    shared_bytes = min(one.shared_bytes, other.shared_bytes)
-    return Footprint(own_bytes + shared_bytes, 0, 0, shared_bytes, 0, shared_bytes)
+def _fits_within(one: Footprint, other: Footprint) -> bool:
+    """True if a model has room wherever another has."""
+    mine, theirs = one.promise, other.promise
+    return mine.own_bytes <= theirs.own_bytes and mine.workspace_bytes <= theirs.workspace_bytes
 
 
 def choose_replica(fleet: Fleet, model: Model) -> FreeReplica | None:

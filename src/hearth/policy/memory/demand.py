@@ -43,10 +43,6 @@ class Demand:
         history.mean_interval_s = interval_s + kept * (mean_s - interval_s)
         history.last_s = max(now_s, history.last_s)
 
-    def is_known(self, model: str) -> bool:
-        """True if a request for the model was ever counted."""
-        return model in self._history_by_model
-
     def forget(self, model: str) -> None:
         """Drop the history of a model."""
         self._history_by_model.pop(model, None)

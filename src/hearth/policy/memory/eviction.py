@@ -1,4 +1,4 @@
-"""What is given up first: the price of keeping a chunk, and the order that follows. Evicts nothing itself."""
+"""The order in which bytes are given up, by the price of keeping them. Evicts nothing itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it costs to have bytes back that were given up: the one price by which brain, worker and keeper evict.
+"""The cost of having bytes back that were given up: the one price by which brain, worker and keeper evict.
 
 Whoever has to give up bytes gives up those that are cheapest to have back. All three estimate that in the
 same way, each from what it sees: how often a model is asked for, and how fast the rungs deliver. Evicts
@@ -76,10 +76,6 @@ class ReloadCosts:
         """Count requests that have come for a model since the last call for it."""
         self._demand.arrived(model, now_s, num_requests)
 
-    def is_known(self, model: str) -> bool:
-        """True if a request for the model was ever counted."""
-        return self._demand.is_known(model)
-
     def forget(self, model: str) -> None:
         """Drop what is known of a model that was removed: another of the same name may be nothing like it."""
         self._demand.forget(model)
@@ -108,13 +104,17 @@ class ReloadCosts:
             + object_bytes / self.bytes_per_s(Rung.OBJECT)
         )
 
+    def p_wanted(self, model: str, now_s: float) -> float:
+        """Return how probable it is that a model is asked for within the horizon."""
+        return self._demand.probability(model, now_s, HORIZON_S)
+
     def cost_s(self, model: str, load_s: float, weight: float, now_s: float) -> float:
         """Return the reload cost of bytes of a model that would take `load_s` to come back."""
-        return reload_cost(self._demand.probability(model, now_s, HORIZON_S), load_s, weight)
+        return reload_cost(self.p_wanted(model, now_s), load_s, weight)
 
 
 class DeviceReloadCosts:
-    """What a byte of each model is worth on one worker's device, from what was asked and loaded there.
+    """The reload cost of a byte of each model on one worker's device, from what was asked and loaded there.
 
     Mutable; one caller at a time. A model's bytes are taken to come back from where they came last.
     """
