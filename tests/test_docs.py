@@ -31,6 +31,8 @@ DOCUMENTS = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 PLACEHOLDER = "path/to/model"
 SERVICE = "http://127.0.0.1:8000"
 MAX_README_LINES = 150
+#: What a person reads in ten minutes.
+MAX_MAP_LINES, MAX_MAP_CHARS = 170, 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,11 @@ def listed(document: Path, heading: str) -> list[str]:
     """What the bullets under a heading begin with."""
     section = document.read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     return re.findall(r"^- `([^`]+)`: ", section, re.MULTILINE)
+
+
+def rooms() -> list[str]:
+    """The folders of the package."""
+    return [f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")]
 
 
 def name(path: Path) -> str:
@@ -151,21 +158,32 @@ def test_links_between_documents_lead_somewhere(document: Path) -> None:
     assert [target for target in local if not (document.parent / target).exists()] == []
 
 
-def test_the_map_lists_every_module_once_and_nothing_else() -> None:
-    modules = [path for path in PACKAGE.rglob("*.py") if path.stat().st_size]
-    assert sorted(listed(STRUCTURE, "Modules")) == sorted(p.relative_to(PACKAGE).as_posix() for p in modules)
+def test_the_map_has_an_entry_for_every_room_and_every_chamber_of_policy() -> None:
+    chambers = [f"policy/{p.parent.name}/" for p in PACKAGE.glob("policy/*/__init__.py")]
+    assert chambers
+    assert sorted(listed(STRUCTURE, "Rooms")) == sorted([*rooms(), *chambers])
+
+
+def test_the_map_names_every_file_at_the_top_of_the_package() -> None:
+    files = [path.name for path in PACKAGE.glob("*.py") if path.stem not in ("__init__", "version")]
+    assert [file for file in files if file not in spans(STRUCTURE)] == []
+
+
+def test_the_map_is_one_page() -> None:
+    lines = STRUCTURE.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= MAX_MAP_LINES
+    assert [line for line in lines if len(line) > MAX_MAP_CHARS] == []
 
 
 def test_rooms_that_come_later_have_not_come() -> None:
-    rooms = listed(STRUCTURE, "Rooms that come later")
-    assert rooms
-    assert [room for room in rooms if (PACKAGE / room).exists()] == []
+    coming = listed(STRUCTURE, "Rooms that come later")
+    assert coming
+    assert [room for room in coming if (PACKAGE / room).exists()] == []
 
 
 def test_the_readme_is_short_and_its_tree_shows_every_room() -> None:
     (tree,) = blocks(README, "text")
-    rooms = [f"{p.parent.name}/" for p in PACKAGE.glob("*/__init__.py")]
-    assert [room for room in rooms if room not in tree.code.split()] == []
+    assert [room for room in rooms() if room not in tree.code.split()] == []
     assert len(README.read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
 
 

@@ -1,9 +1,9 @@
 """Configuration: a TOML file and flags become small frozen sections, checked once. It reads no environment
 variables and does not know what the sections are for.
 
-A section is a frozen dataclass whose `__post_init__` calls `_settle`; a field of `HearthConfig` puts it into
-the file. Type and limits of a key are its annotation; a key named `..._bytes` also takes sizes like "8GiB",
-a time annotated as spoken also texts like "5m".
+A section is a frozen dataclass whose `__post_init__` calls `_check_section`; a field of `HearthConfig` puts it
+into the file. Type and limits of a key are its annotation; a key named `..._bytes` also takes sizes like
+"8GiB", a time annotated as spoken also texts like "5m".
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class EngineConfig:
     graphs: Literal["lazy", "start", "off"] = "lazy"  #: when decode steps are captured as CUDA graphs
 
     def __post_init__(self) -> None:
-        _settle(self, "engine")
+        _check_section(self, "engine")
 
     @property
     def step_limits(self) -> StepLimits:
@@ -74,7 +74,7 @@ class StoreConfig:
     host_bytes: Annotated[int, Limits(16 << 20)] = 1 << 30  #: host memory for chunks, pinned for CUDA
 
     def __post_init__(self) -> None:
-        _settle(self, "store")
+        _check_section(self, "store")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class LogConfig:
     level: Literal["debug", "info", "warning", "error"] = "info"
 
     def __post_init__(self) -> None:
-        _settle(self, "log")
+        _check_section(self, "log")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class ServiceConfig:
     journal_bytes: Annotated[int, Limits(0)] = 256 << 20  #: of the event log on disk
 
     def __post_init__(self) -> None:
-        _settle(self, "service")
+        _check_section(self, "service")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class ModelConfig:
     memory_ceiling_bytes: Annotated[int | None, Limits(1)] = None  #: likewise
 
     def __post_init__(self) -> None:
-        _settle(self, "models.NAME")
+        _check_section(self, "models.NAME")
         floor, ceiling = self.memory_floor_bytes, self.memory_ceiling_bytes
         if floor is not None and ceiling is not None and floor > ceiling:
             raise ConfigError(
@@ -310,7 +310,7 @@ def _table(name: str, value: object) -> dict[str, object]:
     return value
 
 
-def _settle(section: object, name: str) -> None:
+def _check_section(section: object, name: str) -> None:
     """Replaces every field of `section` by its checked value; called once, while `section` is being made."""
     for key, hint in get_type_hints(type(section), include_extras=True).items():
         object.__setattr__(section, key, _checked(f"{name}.{key}", hint, getattr(section, key)))

@@ -30,7 +30,7 @@ from hearth.store.manifest import MANIFEST, Manifest
 from hearth.store.record import LoadRecord
 from hearth.store.source import ModelSource
 from hearth.store.tiers import Tiers
-from hearth.store.widen_dtype import landing, served_layout, widen
+from hearth.store.widen_dtype import served_layout, stored_part, widen
 from hearth.text.tokenizer import Tokenizer
 
 
@@ -132,7 +132,7 @@ class _ConvertedModel:
         weights = bind(spec.arch, layout, contiguous_places(layout, base))
         engine = assemble(spec, weights, self._config, self._device)
         # Only now: whatever else goes to the device would have to queue behind the weights.
-        load = self._start(landing(base, manifest))
+        load = self._start(stored_part(base, manifest))
         if self._dtype == manifest.dtype:
             engine.runner.follow(LoadGate(load, manifest))
         else:

@@ -156,7 +156,7 @@ def workspace_bytes(dimensions: Dimensions, layers: range, dtype: str, size: Ste
 
 
 def padded_bytes(buffer: Buffer) -> int:
-    """How far a buffer of a workspace is from the next one."""
+    """Return the bytes of a workspace's buffer, rounded up to the alignment of the next one."""
     return -(-buffer.num_bytes // WORKSPACE_ALIGNMENT_BYTES) * WORKSPACE_ALIGNMENT_BYTES
 
 

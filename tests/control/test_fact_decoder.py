@@ -14,7 +14,7 @@ from hearth import wire
 from hearth.control.active_request import ActiveRequest
 from hearth.control.fact_decoder import DecodedFact, FactDecoder
 from hearth.control.generation import AnswerStream
-from hearth.control.link import WorkerLink
+from hearth.control.worker_link import WorkerLink
 from hearth.messages import Fact, Sampling, StepDone
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import TextDelta, Transcript

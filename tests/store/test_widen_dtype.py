@@ -7,7 +7,7 @@ import torch
 
 from hearth.models.layout import STORED_DTYPES
 from hearth.store.manifest import WEIGHTS, read_manifest
-from hearth.store.widen_dtype import landing, served_layout, widen
+from hearth.store.widen_dtype import served_layout, stored_part, widen
 from tests.models.zoo import VARIANTS
 from tests.store.stored import converted
 
@@ -23,7 +23,7 @@ def test_every_tensor_is_what_it_was(name: str, dtype: str, quant: str) -> None:
     stored = torch.frombuffer(bytearray((where / WEIGHTS).read_bytes()), dtype=torch.uint8)
     layout = served_layout(manifest, "float32")
     base = torch.randint(0, 256, (layout.num_bytes,), dtype=torch.uint8)
-    landing(base, manifest).copy_(stored)
+    stored_part(base, manifest).copy_(stored)
 
     widen(base, manifest, layout)
 
@@ -42,4 +42,4 @@ def test_what_is_served_as_it_is_stored_is_left_alone() -> None:
     widen(base, manifest, served_layout(manifest, "float32"))
 
     assert torch.equal(base, before)
-    assert landing(base, manifest).data_ptr() == base.data_ptr()
+    assert stored_part(base, manifest).data_ptr() == base.data_ptr()

@@ -17,9 +17,9 @@ from hearth.control.active_request import ActiveRequest, ActiveRequests
 from hearth.control.crash import end_process
 from hearth.control.fact_decoder import DecodedFact, DecodedToken
 from hearth.control.journal import Journal
-from hearth.control.link import WorkerLink
 from hearth.control.observer import Observer
 from hearth.control.pool_reports import PoolReports
+from hearth.control.worker_link import WorkerLink
 from hearth.errors import HearthError
 from hearth.policy.fleet import events
 from hearth.policy.fleet.brain import step

@@ -19,7 +19,7 @@ from hearth import wire
 from hearth.control.active_request import ActiveRequest
 from hearth.control.crash import end_process, frames_of
 from hearth.control.generation import TokenDelta
-from hearth.control.link import WorkerLink
+from hearth.control.worker_link import WorkerLink
 from hearth.errors import ServiceError
 from hearth.messages import Fact, StepDone
 

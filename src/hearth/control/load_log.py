@@ -29,7 +29,7 @@ class LoadLog:
     failure: str | None = None
     whole_bytes: int = 0  #: the most of the model that the worker has had on its device
     is_again: bool = False  #: the model was ready before and had lost some of its weights
-    is_void: bool = False  #: it was expected, but nothing had to come
+    is_void: bool = False  #: the load was expected and never happened: the model was whole
 
     @property
     def was_ready(self) -> bool:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from hearth.control.link import WorkerLink
 from hearth.control.pool_views import pool_parts
 from hearth.control.views import PoolView
+from hearth.control.worker_link import WorkerLink
 from hearth.messages import Ping, Pong
 from hearth.types import WorkerId
 

@@ -24,7 +24,6 @@ from hearth.control.fact_decoder import FactDecoder
 from hearth.control.gateway import Gateway
 from hearth.control.journal import Journal
 from hearth.control.keys import ApiKeys, is_loopback
-from hearth.control.link import WorkerLink
 from hearth.control.metrics import Metrics
 from hearth.control.observer import Observer
 from hearth.control.pool_reports import PoolReports
@@ -32,6 +31,7 @@ from hearth.control.registry import LOOP_WAIT_S, Registry
 from hearth.control.residency import ResidencyReporter
 from hearth.control.supervisor import Supervisor, Vigilance
 from hearth.control.tokenization import PromptEncoder
+from hearth.control.worker_link import WorkerLink
 from hearth.errors import ConfigError
 from hearth.messages import KeeperSetup, WorkerHello, WorkerSetup
 from hearth.policy.fleet.events import BrainConfig, ModelDeployed

@@ -22,7 +22,7 @@ from typing import IO
 import msgspec
 
 from hearth.control.crash import end_process
-from hearth.control.link import WorkerLink
+from hearth.control.worker_link import WorkerLink
 from hearth.errors import HearthError, error_of
 from hearth.messages import KeeperSetup, Ping, Shutdown, WorkerHello, WorkerSetup
 from hearth.types import WorkerId

@@ -199,13 +199,13 @@ class Engine:
         """
         plan = self.batcher.plan()
         launched = None if plan is None else self._launch(plan)
-        landed, self._flight = self._flight, launched
+        previous, self._flight = self._flight, launched
         blocks = self.batcher.blocks
-        assert launched or landed or not self.has_work or blocks.num_blocks < blocks.floor_blocks, (
+        assert launched or previous or not self.has_work or blocks.num_blocks < blocks.floor_blocks, (
             f"there is work, but nothing to compute and to wait for: {self.usage}"
         )
-        outputs = [] if landed is None else self._commit(landed.plan, landed.pending.wait())
-        has_run = launched is not None or landed is not None
+        outputs = [] if previous is None else self._commit(previous.plan, previous.pending.wait())
+        has_run = launched is not None or previous is not None
         return StepOutcome(outputs, plan.admissions if plan else (), self.batcher.take_preempted(), has_run)
 
     def close(self) -> None:

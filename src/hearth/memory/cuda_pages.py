@@ -131,7 +131,7 @@ class CudaPages:
         log.warning("fallback pages=without_%s device=%s reason=%s", name, self._device, reason)
 
     def _probe(self) -> None:
-        """Some systems name an ability and then refuse it: ask for one page as all will be."""
+        """Create one page as all will be: some systems name an ability and then refuse it."""
         while self._is_rdma_capable or self._is_exportable:
             try:
                 self._driver.release(self._create_one())

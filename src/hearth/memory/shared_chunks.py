@@ -23,7 +23,7 @@ class SharedChunks:
             self._pages.setdefault(shape.chunks[index], set()).add(page)
 
     def discard(self, shape: Shape, index: int, page: int) -> None:
-        """Nobody has this page any more."""
+        """Forget a page that no model maps any more."""
         if shape.chunk_bytes == self._page_bytes:
             pages = self._pages[shape.chunks[index]]
             pages.remove(page)

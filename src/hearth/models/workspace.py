@@ -1,7 +1,7 @@
 """Static buffers for everything a forward pass computes, cut from one run of bytes that someone else owns.
 
 `hearth/sizes.py` says which buffers there are, sized once for the largest step, so captured graphs see
-stable addresses; models that take turns on a device may share one such run. Only the counters of split
+stable addresses; models that step one after the other may share one such run. Only the counters of split
 attention mean anything between steps, so they are not part of it.
 """
 

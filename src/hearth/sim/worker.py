@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from hearth.policy.fleet.events import Evict, LoadModel, ModelProfile, Promise, RungUse, SetHold
 from hearth.policy.memory.eviction import Tail, plan_takes
-from hearth.policy.memory.reclaim import KvView, Order, ReclaimPolicy, TakeWeights, carry_out
+from hearth.policy.memory.reclaim import KvView, ReclaimOrder, ReclaimPolicy, TakeWeights, carry_out
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.sim.device import DeviceMemory
 from hearth.types import Hold, ModelId, RequestId, WorkerId
@@ -191,7 +191,7 @@ class SimulatedWorker:
         missing_bytes = carry_out(orders, lambda order: self._carry_out(order, now_s))
         assert not missing_bytes, f"`{self.name}` cannot keep its promises: {missing_bytes=}"
 
-    def _carry_out(self, order: Order, now_s: float) -> int:
+    def _carry_out(self, order: ReclaimOrder, now_s: float) -> int:
         """Take weights as a pool does, cheapest first; return how many bytes came free."""
         assert isinstance(order, TakeWeights), f"a simulated worker has no KV beyond its promise: {order}"
         tails = []

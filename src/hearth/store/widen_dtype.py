@@ -27,17 +27,17 @@ def served_layout(manifest: Manifest, dtype: str) -> Layout:
     return manifest.layout if dtype == manifest.dtype else layout_of(manifest.arch, dtype, manifest.quant)
 
 
-def landing(base: torch.Tensor, manifest: Manifest) -> torch.Tensor:
+def stored_part(base: torch.Tensor, manifest: Manifest) -> torch.Tensor:
     """Return the part of a served model's memory that its stored bytes are loaded to: all, or the end."""
     return base[len(base) - manifest.num_bytes :]
 
 
 def widen(base: torch.Tensor, manifest: Manifest, layout: Layout) -> None:
-    """Convert weights at the landing from the stored dtype to the layout's, if they differ."""
+    """Convert weights at their stored part from the stored dtype to the layout's, if they differ."""
     if layout == manifest.layout:
         return
     tell_widening(manifest)
-    narrow = landing(base, manifest)
+    narrow = stored_part(base, manifest)
     for stored, spec in zip(manifest.tensors, layout.tensors, strict=True):
         # A copy: the tensor's own wide bytes may begin in front of its narrow ones and end behind.
         source = narrow[stored.offset : stored.offset + stored.nbytes].clone()
@@ -52,7 +52,7 @@ def tell_widening(manifest: Manifest) -> None:
 
 
 def widen_in_place(base: torch.Tensor, stored: TensorSpec, served: TensorSpec) -> None:
-    """Widen one tensor that has landed, narrow, at the end of its own wide bytes."""
+    """Widen one tensor that was loaded, narrow, at the end of its own wide bytes."""
     if stored.dtype != served.dtype:
         _widen(base[len(base) - stored.nbytes :].clone(), base, stored, served)
 

@@ -21,7 +21,7 @@ from hearth.messages import WorkerSetup
 from hearth.store.borrower import Borrower
 from hearth.store.die_with_parent import die_with_parent
 from hearth.store.loader import Loader
-from hearth.worker.link import GatewayLink, Introduction, connect, greet
+from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
 from hearth.worker.runtime import HostingResources, Runtime, start
 from hearth.worker.worker_loop import Inbox, WorkerLoop
 

@@ -126,7 +126,7 @@ class HostedModel:
         pool: Pool,
         post: Callable[[int, HostingNews], None],
     ) -> None:
-        """`post` is told of which stay the news are."""
+        """`post(hosting, news)`: `hosting` is the number of the stay that the news are of."""
         self.order = order
         self.hold = Hold.WARM  #: while it has no requests
         self.state: HostingState = Finding(time.perf_counter(), [])

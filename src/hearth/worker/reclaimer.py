@@ -17,8 +17,8 @@ from hearth.policy.memory.reclaim import (
     ClearKv,
     GrowKv,
     KvView,
-    Order,
     Orders,
+    ReclaimOrder,
     ReclaimPolicy,
     TakeWeights,
     carry_out,
@@ -135,7 +135,7 @@ class Reclaimer:
     def _run(self, orders: Orders) -> int:
         return carry_out(orders, self._act)
 
-    def _act(self, order: Order) -> int:
+    def _act(self, order: ReclaimOrder) -> int:
         match order:
             case GrowKv(model, num_blocks, ahead_blocks):
                 return self._grow(model, num_blocks, ahead_blocks)

@@ -12,8 +12,8 @@ from hearth.policy.memory.reclaim import (
     ClearKv,
     GrowKv,
     KvView,
-    Order,
     Orders,
+    ReclaimOrder,
     ReclaimPolicy,
     TakeWeights,
     carry_out,
@@ -90,7 +90,7 @@ class SimulatedPool:
     keeps_addresses: bool = True
     #: Times that free memory of an arena is in pieces which are too small.
     num_useless: int = 0
-    orders: list[Order] = field(default_factory=list)  #: all that were carried out
+    orders: list[ReclaimOrder] = field(default_factory=list)  #: all that were carried out
     num_preempted: int = 0
     needed_bytes: int = 0  #: what the model that room is made for is promised, and has not got
     policy: ReclaimPolicy = field(init=False)
@@ -165,7 +165,7 @@ class SimulatedPool:
 
     # What it orders.
 
-    def _act(self, order: Order) -> int:
+    def _act(self, order: ReclaimOrder) -> int:
         self.orders.append(order)
         match order:
             case GrowKv(model, num_blocks):

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from hearth.policy.memory.reclaim import ClearKv, GrowKv, Order, Orders, TakeWeights, carry_out
+from hearth.policy.memory.reclaim import ClearKv, GrowKv, Orders, ReclaimOrder, TakeWeights, carry_out
 from hearth.types import Hold, ModelId
 from tests.policy.memory.simulated_pool import EXTENT_BLOCKS, SimulatedModel, SimulatedPool
 
@@ -44,7 +44,7 @@ def pool_of(free_bytes: int = 0, *, keeps_addresses: bool = True, **models: Simu
     return SimulatedPool(used_bytes + free_bytes, by_id, keeps_addresses)
 
 
-def kinds(orders: list[Order]) -> list[type[Order]]:
+def kinds(orders: list[ReclaimOrder]) -> list[type[ReclaimOrder]]:
     return [type(order) for order in orders]
 
 
@@ -63,7 +63,7 @@ def test_orders_are_sent_what_came_of_each_and_return_what_came_of_all() -> None
 def test_what_breaks_ends_the_decision_and_leaves_no_model_being_placed() -> None:
     pool = pool_of(a=hosted())
 
-    def breaks(order: Order) -> int:
+    def breaks(order: ReclaimOrder) -> int:
         raise ValueError(f"{order} cannot be carried out")
 
     with pytest.raises(ValueError, match="cannot be carried out"):

@@ -200,7 +200,7 @@ class ResidencyReported:
 class DeviceReported:
     """How much of the weights of each model lies in a worker's device memory, whether hosted or retired.
 
-    A whole picture, which replaces the one before: of a model that it does not name, nothing is there.
+    A full report, which replaces the one before: of a model that it does not name, nothing is there.
     """
 
     now_s: float

@@ -139,7 +139,7 @@ def fitted_context(facts: Facts, kind: str, limits: StepLimits, budget_bytes: in
 
 
 def fixed_bytes_of(facts: Facts, kind: str, limits: StepLimits, context: int) -> int:
-    """All that does not grow with the number of tokens in flight."""
+    """Return the bytes of weights, workspace and tables: all that does not grow with the tokens in flight."""
     return (
         weights_bytes_of(facts, kind, limits)
         + workspace_bytes_of(facts, kind, limits)
@@ -185,7 +185,7 @@ def _block_bytes(facts: Facts, kind: str, limits: StepLimits) -> int:
 
 
 def _in_units(num_bytes: int, kind: str) -> int:
-    """In whole pages or regions."""
+    """Return bytes rounded up to whole pages on CUDA devices, to whole regions of an arena elsewhere."""
     return _up_to(num_bytes, PAGE_BYTES if kind == "cuda" else REGION_BYTES)
 
 

@@ -144,7 +144,7 @@ class Replica:
     total_bytes: int  #: of its weights
     digest: str  #: of its weights
     reused_bytes: int = 0  #: of `total_bytes`, those that were taken to be there already
-    loaded_bytes: int = 0  #: likewise, those that are there now
+    loaded_bytes: int = 0  #: of `total_bytes`, those that are on the device now
     is_ready: bool = False
     ready_s: float = 0.0
     running: dict[RequestId, Request] = field(default_factory=dict)
@@ -228,6 +228,6 @@ class Drain:
     Idle ones are among them: a request that made one busy again would undo the plan.
     """
 
-    model: Model  #: for which
+    model: Model  #: that waits for the room
     worker: Worker
     victims: tuple[Replica, ...]

@@ -51,12 +51,12 @@ class TakeWeights:
     most: Hold  #: only from models that are held at most so
 
 
-Order = GrowKv | ClearKv | TakeWeights
+ReclaimOrder = GrowKv | ClearKv | TakeWeights
 #: Yields orders, is sent what came of each, and returns what came of all of them.
-Orders = Generator[Order, int, int]
+Orders = Generator[ReclaimOrder, int, int]
 
 
-def carry_out(orders: Orders, act: Callable[[Order], int]) -> int:
+def carry_out(orders: Orders, act: Callable[[ReclaimOrder], int]) -> int:
     """Have `act` carry out all orders; return what came of them. What `act` raises ends it."""
     with closing(orders):
         try:

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from hearth import wire
-from hearth.control import link as link_module
-from hearth.control.link import WorkerLink
+from hearth.control import worker_link as link_module
+from hearth.control.worker_link import WorkerLink
 from hearth.messages import VERSION, Fact, Ping, Pong, WorkerHello
 from hearth.types import WorkerId
 

@@ -12,7 +12,7 @@ from hearth import wire
 from hearth.errors import ServiceError
 from hearth.messages import VERSION, Challenge, Ping, Pong, Welcome, WorkerHello
 from hearth.types import WorkerId
-from hearth.worker.link import GatewayLink, Introduction, connect, greet
+from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
 from tests.worker.harness import SECRET, Gateway
 
 ME = Introduction(WorkerId("w7"), 12, "cpu", "a processor", budget_bytes=1000, shares_workspace=False)
