@@ -1,8 +1,8 @@
 """Configuration: a TOML file and flags become small frozen sections, checked once. It reads no environment
 variables and does not know what the sections are for.
 
-A section is a frozen dataclass whose `__post_init__` calls `_check_section`; a field of `HearthConfig` puts it
-into the file. Type and limits of a key are its annotation; a key named `..._bytes` also takes sizes like
+A section is a frozen dataclass whose `__post_init__` calls `_check_section`; a field of `HearthConfig` puts
+it into the file. Type and limits of a key are its annotation; a key named `..._bytes` also takes sizes like
 "8GiB", a time annotated as spoken also texts like "5m".
 """
 

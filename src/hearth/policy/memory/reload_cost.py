@@ -89,7 +89,7 @@ class ReloadCosts:
         return self._rates[rung].bytes_per_s or self._priors[rung]
 
     def load_s(self, num_bytes: int, bytes_by_rung: Mapping[Rung, int] | None) -> float:
-        """Return how long a load of some bytes takes: missing bytes per rung over its speed.
+        """Return how long a load of some bytes takes: missing bytes per rung over its speed (T6).
 
         The nearest rung delivers what it has. What nobody has reported on is taken to be on disk.
         """
