@@ -17,7 +17,8 @@ from hearth.models.families import arch_from_config
 from hearth.models.layout import layout_of
 from hearth.policy.fleet.events import Footprint
 from hearth.policy.fleet.footprint import Facts, footprint
-from hearth.sizes import bias_buffers, bytes_of, penalty_buffers
+from hearth.sizes import optional_table_bytes
+from hearth.types import SamplingTable
 
 #: Hidden and inner width, layers, heads, KV heads, vocabulary, whether the head is tied.
 SHAPES = {
@@ -76,7 +77,7 @@ def measure(budget_bytes: int, context: int) -> list[Mapping[str, object]]:
             facts = facts_of(name, quant, context)
             taken = footprint(facts, "cuda", limits, context)
             sizes = (limits.max_seqs, facts.dimensions.vocab_size)
-            optional_bytes = bytes_of(penalty_buffers(*sizes)) + bytes_of(bias_buffers(*sizes))
+            optional_bytes = sum(optional_table_bytes(table, *sizes) for table in SamplingTable)
             parts = {**asdict(taken), "weights_bytes": taken.weights_bytes}
             rows.append(
                 {
