@@ -61,7 +61,7 @@ class Reports:
     def _uses(self, holdings: tuple[Holding, ...]) -> list[ModelUse]:
         by_model = {one.model: one for one in holdings}
         names = sorted({*by_model, *self._hosted})
-        return [self._use(name, by_model.get(name) or Holding(name, 0, 0, 0, 0, 0)) for name in names]
+        return [self._use(name, by_model.get(name) or Holding(name, 0, 0, 0, 0, 0, 0)) for name in names]
 
     def _use(self, model: ModelId, holding: Holding) -> ModelUse:
         hosted = self._hosted.get(model)
