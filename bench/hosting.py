@@ -17,8 +17,7 @@ from hearth.models.families import arch_from_config
 from hearth.models.layout import layout_of
 from hearth.policy.fleet.events import Footprint
 from hearth.policy.fleet.footprint import Facts, footprint
-from hearth.sizes import optional_table_bytes
-from hearth.types import SamplingTable
+from hearth.sizes import bias_buffers, bytes_of, penalty_buffers
 
 #: Hidden and inner width, layers, heads, KV heads, vocabulary, whether the head is tied.
 SHAPES = {
@@ -77,7 +76,7 @@ def measure(budget_bytes: int, context: int) -> list[Mapping[str, object]]:
             facts = facts_of(name, quant, context)
             taken = footprint(facts, "cuda", limits, context)
             sizes = (limits.max_seqs, facts.dimensions.vocab_size)
-            optional_bytes = sum(optional_table_bytes(table, *sizes) for table in SamplingTable)
+            optional_bytes = bytes_of(penalty_buffers(*sizes)) + bytes_of(bias_buffers(*sizes))
             parts = {**asdict(taken), "weights_bytes": taken.weights_bytes}
             rows.append(
                 {

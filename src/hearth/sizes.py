@@ -16,8 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from hearth.types import SamplingTable
-
 ITEM_BYTES = {"bool": 1, "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
 #: Buffers of a workspace begin at multiples of it.
 WORKSPACE_ALIGNMENT_BYTES = 256
@@ -203,15 +201,6 @@ def rotary_buffer(rope_dim: int, context: int) -> Buffer:
 
 
 # Optional tables. The buffers of one may lie behind each other without a gap, so larger items come first.
-
-
-def optional_table_bytes(table: SamplingTable, max_seqs: int, vocab_size: int) -> int:
-    """The bytes that a table of the sampler takes."""
-    match table:
-        case SamplingTable.PENALTIES:
-            return bytes_of(penalty_buffers(max_seqs, vocab_size))
-        case SamplingTable.BIAS:
-            return bytes_of(bias_buffers(max_seqs, vocab_size))
 
 
 def penalty_buffers(max_seqs: int, vocab_size: int) -> Mapping[str, Buffer]:

@@ -16,8 +16,10 @@ from hearth.errors import BadPrompt, BadSampling
 from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.elastic import Elastic, KvUse
 from hearth.policy.batch.plan import Admission, EngineRequest, Guide, StepPlan
-from hearth.sizes import optional_table_bytes
+from hearth.sizes import bias_buffers, bytes_of, penalty_buffers
 from hearth.types import FinishReason, GuideSpec, RequestId, SamplingParams, SamplingTable, TokenLogprobs
+
+_TABLE_BUFFERS = {SamplingTable.PENALTIES: penalty_buffers, SamplingTable.BIAS: bias_buffers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ class Engine:
         """
         max_seqs = self.batcher.limits.max_seqs
         return {
-            table: optional_table_bytes(table, max_seqs, self._vocab_size)
+            table: bytes_of(_TABLE_BUFFERS[table](max_seqs, self._vocab_size))
             for table, users in self._users_by_table.items()
             if users
         }
