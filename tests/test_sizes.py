@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import fields, replace
+from itertools import count
 from types import FunctionType, ModuleType
 
 import pytest
@@ -31,7 +32,7 @@ from hearth.sizes import (
     workspace_buffers,
     workspace_bytes,
 )
-from hearth.types import RequestId, SamplingParams
+from hearth.types import RequestId, SamplingParams, SamplingTable
 from tests.engine.harness import ask, engine_for, greedy
 from tests.models.zoo import VARIANTS, build
 
@@ -96,10 +97,10 @@ def test_an_engine_on_a_gpu_allocates_exactly_what_is_told(name: str) -> None:
     assert memory_beside_weights_and_kv(engine) == told_bytes
     engine.add(engine.request(RequestId("one"), [5, 6, 7], replace(PENALISED, logit_bias={7: 2.0})))
     engine.step()
-    assert held_tables_bytes(engine) == engine.optional_table_bytes == PENALTIES_BYTES + BIAS_BYTES
+    assert held_tables_bytes(engine) == needed_tables_bytes(engine) == PENALTIES_BYTES + BIAS_BYTES
     while engine.has_work:
         engine.step()
-    assert held_tables_bytes(engine) == engine.optional_table_bytes == 0
+    assert held_tables_bytes(engine) == needed_tables_bytes(engine) == 0
 
 
 PENALISED = replace(greedy(4), presence_penalty=0.5)
@@ -124,17 +125,22 @@ def test_tables_that_only_some_requests_need_are_there_while_one_needs_them(
 ) -> None:
     engine = engine_for("llama-gqa", CONFIG)
     before_bytes = memory_beside_weights_and_kv(engine)
-    assert engine.optional_table_bytes == 0
+    assert needed_tables_bytes(engine) == 0
 
     engine.add(engine.request(RequestId("one"), [5, 6, 7], params))
-    assert engine.optional_table_bytes == num_bytes, "known before the step that admits it"
+    assert needed_tables_bytes(engine) == num_bytes, "known before the step that admits it"
     assert memory_beside_weights_and_kv(engine) == before_bytes
     engine.step()
-    assert engine.optional_table_bytes == num_bytes
+    assert needed_tables_bytes(engine) == num_bytes
     assert held_tables_bytes(engine) == num_bytes
     while engine.has_work:
         engine.step()
-    assert engine.optional_table_bytes == held_tables_bytes(engine) == 0
+    assert needed_tables_bytes(engine) == held_tables_bytes(engine) == 0
+
+
+def needed_tables_bytes(engine: Engine) -> int:
+    """Tables that requests of an engine need, whether they are there or not."""
+    return sum(engine.needed_tables().values())
 
 
 def held_tables_bytes(engine: Engine) -> int:
@@ -155,7 +161,7 @@ def test_a_table_goes_with_the_last_who_needs_it_and_no_other_table_with_it() ->
         ended |= {one.request_id for one in engine.step().outputs if one.finish_reason is not None}
         penalties_bytes = 0 if {"short", "long"} <= ended else PENALTIES_BYTES
         bias_bytes = 0 if "biased" in ended else BIAS_BYTES
-        assert engine.optional_table_bytes == penalties_bytes + bias_bytes == held_tables_bytes(engine)
+        assert needed_tables_bytes(engine) == penalties_bytes + bias_bytes == held_tables_bytes(engine)
     assert ended == asked.keys()
 
 
@@ -169,7 +175,7 @@ def test_a_table_goes_when_its_request_is_cancelled_wherever_that_is(num_steps: 
 
     assert engine.cancel(RequestId("one"))
 
-    assert engine.optional_table_bytes == held_tables_bytes(engine) == 0
+    assert needed_tables_bytes(engine) == held_tables_bytes(engine) == 0
     while engine.has_work:
         engine.step()
 
@@ -187,7 +193,53 @@ def test_preempted_requests_keep_their_tables_and_their_outputs() -> None:
     tight = engine_for("llama-gqa", replace(CONFIG, kv_bytes=8 * block_bytes()))
     roomy = engine_for("llama-gqa", CONFIG)
     assert ask(tight, prompts, params) == ask(roomy, prompts, params)
-    assert tight.optional_table_bytes == held_tables_bytes(tight) == 0
+    assert needed_tables_bytes(tight) == held_tables_bytes(tight) == 0
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 5])
+def test_tables_in_given_memory_give_the_same_tokens_also_when_they_are_moved_out_of_it(
+    num_steps: int,
+) -> None:
+    """Given memory is full of ones, and is filled with ones again once the tables have left it."""
+    params = replace(PENALISED, frequency_penalty=0.7, logit_bias={7: 2.0}, max_tokens=20)
+    prompts = [[5, 6, 7], [8, 9, 8], [3, 3, 4]]
+    expected = ask(engine_for("llama-gqa", CONFIG), prompts, params)
+    engine = engine_for("llama-gqa", CONFIG)
+    for number, prompt in enumerate(prompts):
+        engine.add(engine.request(RequestId(str(number)), prompt, params))
+    memory = {
+        table: torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
+        for table, num_bytes in engine.needed_tables().items()
+    }
+    for table, piece in memory.items():
+        engine.place_table(table, piece)
+        assert engine.has_table(table)
+
+    tokens: list[list[int]] = [[] for _ in prompts]
+    for step in count():
+        if step == num_steps:
+            for table, piece in memory.items():
+                engine.place_table(table, None)
+                piece.fill_(0xFF)
+        for one in engine.step().outputs:
+            tokens[int(one.request_id)].append(one.token)
+        if not engine.has_work:
+            break
+
+    assert tokens == [answer.tokens for answer in expected]
+    assert not any(engine.has_table(table) for table in memory)
+
+
+def test_tables_lie_in_the_memory_that_was_given() -> None:
+    engine = engine_for("llama-gqa", CONFIG)
+    engine.add(engine.request(RequestId("one"), [5, 6, 7], replace(PENALISED, logit_bias={7: 2.0})))
+    before_bytes = memory_beside_weights_and_kv(engine)
+    memory = torch.empty(PENALTIES_BYTES + BIAS_BYTES, dtype=torch.uint8)
+    for table, begin in zip(SamplingTable, (0, PENALTIES_BYTES), strict=True):
+        engine.place_table(table, memory[begin : begin + engine.needed_tables()[table]])
+
+    assert memory_beside_weights_and_kv(engine) == before_bytes + len(memory)
+    assert held_tables_bytes(engine) == len(memory)
 
 
 def block_bytes() -> int:

@@ -307,6 +307,7 @@ class ModelUse(Struct, frozen=True):
     kv_blocks: int = 0  #: that it has now
     block_bytes: int = 0  #: of KV
     coming_bytes: int = 0  #: of `weights_bytes`, those that are still on their way
+    tables_bytes: int = 0  #: of its sampler, while requests need them
 
 
 class Pong(Struct, frozen=True, tag=True):

@@ -4,7 +4,7 @@ Whoever allocates a buffer takes its shape from here, and whoever promises memor
 
     workspace    `models/workspace.py` cuts it from bytes that all models of a worker have in common
     tables       the inputs of a step, sampler state, rotary table: each engine has its own, always
-    optional     the tables of penalties and of biases: an engine has them while a request needs them
+    optional     the tables of penalties and of biases: in the pool, while a request needs one
     blocks       of KV, as many as a pool gives
 
 Workspace and blocks are those of a range of layers, for an engine need not run all of a model.
@@ -200,15 +200,15 @@ def rotary_buffer(rope_dim: int, context: int) -> Buffer:
     return Buffer((context, 2, rope_dim // 2), "float32")
 
 
-# Optional tables.
+# Optional tables. The buffers of one may lie behind each other without a gap, so larger items come first.
 
 
 def penalty_buffers(max_seqs: int, vocab_size: int) -> Mapping[str, Buffer]:
     """The counts that penalties go by (`engine/penalties.py`)."""
     return {
-        "in_prompt": Buffer((max_seqs, vocab_size), "bool"),
         "num_sampled": Buffer((max_seqs, vocab_size), "int32"),
         "weights": Buffer((max_seqs, 3), "float32"),
+        "in_prompt": Buffer((max_seqs, vocab_size), "bool"),
     }
 
 

@@ -33,6 +33,13 @@ class Hold(IntEnum):
     PINNED = 3  #: never gives way
 
 
+class SamplingTable(StrEnum):
+    """A table of [slots, vocabulary] that a sampler has only while one of its requests needs it."""
+
+    PENALTIES = "penalties"
+    BIAS = "bias"
+
+
 class FinishReason(StrEnum):
     """Why an output has ended."""
 

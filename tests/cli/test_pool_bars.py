@@ -76,6 +76,15 @@ def test_shared_and_lost_bytes_have_signs_of_their_own() -> None:
     ]
 
 
+def test_tables_have_a_sign_of_their_own() -> None:
+    parts = (PartView("kv", "active", "smol", 3 * GIB), PartView("tables", "active", "smol", GIB))
+    assert drawn(holding(*parts))[2:] == [
+        "  " + "▒" * 45 + "≡" * 15,
+        "  " + "b" * 60,
+        "  ▒ KV 3.0 GiB  ≡ tables 1.0 GiB",
+    ]
+
+
 def test_an_empty_worker_is_free_and_has_no_owners() -> None:
     assert drawn(holding(PartView("free", "spare", None, GIB)))[2:] == ["  " + "·" * 60, "  · free 1.0 GiB"]
 
@@ -92,7 +101,7 @@ def test_what_was_told_long_ago_is_shown_with_its_age() -> None:
 
 def test_fallbacks_are_named_below() -> None:
     assert WORKER.pool is not None
-    fallen = replace(WORKER, pool=replace(WORKER.pool, fallbacks={"other": 2, "address": 1}))
+    fallen = replace(WORKER, pool=replace(WORKER.pool, fallbacks={"other": 2, "address": 1, "tables": 0}))
     assert list(fallbacks(fallen)) == [
         "fallback address: 1 at another address than planned",
         "fallback other: 2 times",

@@ -31,17 +31,19 @@ def resident(model: ModelId, state: State, **fields: int) -> Resident:
 
 
 def test_a_part_says_whose_it_is_what_it_holds_and_whether_it_is_in_use() -> None:
-    busy = use(A, kv_bytes=200, kv_blocks=15, kv_used_blocks=5, kv_cached_blocks=3, block_bytes=10)
+    kv = {"kv_bytes": 200, "kv_blocks": 15, "kv_used_blocks": 5, "kv_cached_blocks": 3, "block_bytes": 10}
+    busy = use(A, **kv, tables_bytes=30)
     retired = use(B, Hold.RETAINED, is_hosted=False, weights_bytes=60)
-    assert pool_parts(pong(retired, busy, free=580, workspace=50, lost=10)) == (
+    assert pool_parts(pong(retired, busy, free=550, workspace=50, lost=10)) == (
         PartView("weights", "active", "a", 100),
         PartView("kv", "active", "a", 50),
         PartView("kv", "retained", "a", 30),
         PartView("kv", "spare", "a", 120),
+        PartView("tables", "active", "a", 30),
         PartView("weights", "retained", "b", 60),
         PartView("workspace", "active", None, 50),
         PartView("lost", "spare", None, 10),
-        PartView("free", "spare", None, 580),
+        PartView("free", "spare", None, 550),
     )
 
 
@@ -92,10 +94,11 @@ def pongs(draw: st.DrawFn) -> Pong:
                 kv_blocks=blocks,
                 kv_used_blocks=used,
                 kv_cached_blocks=draw(st.integers(0, blocks - used)),
+                tables_bytes=draw(st.integers(0, 9)),
             )
         )
     free, workspace, lost = (draw(st.integers(0, most)) for most in (1000, 100, 30))
-    own = sum(one.weights_bytes - one.shared_bytes + one.kv_bytes for one in uses)
+    own = sum(one.weights_bytes - one.shared_bytes + one.kv_bytes + one.tables_bytes for one in uses)
     once = max((one.shared_bytes for one in uses), default=0)
     budget = free + workspace + lost + own + once
     return pong(*uses, budget=budget, free=free, workspace=workspace, lost=lost)
@@ -111,7 +114,8 @@ def test_parts_are_of_known_kinds_and_make_up_the_budget(told: Pong) -> None:
     assert all(part.num_bytes > 0 and (part.kind, part.state) in PARTS for part in found)
     for one in told.models:
         own_bytes = one.weights_bytes - one.shared_bytes
-        for kind, num_bytes in (("weights", own_bytes), ("kv", one.kv_bytes)):
+        parts = (("weights", own_bytes), ("tables", one.tables_bytes), ("kv", one.kv_bytes))
+        for kind, num_bytes in parts:
             of_it = {
                 part.state: part.num_bytes for part in found if (part.kind, part.model) == (kind, one.model)
             }
@@ -121,10 +125,12 @@ def test_parts_are_of_known_kinds_and_make_up_the_budget(told: Pong) -> None:
 
 
 def test_a_hosted_model_has_the_brains_state_and_the_pools_bytes() -> None:
-    told = pong(use(A, Hold.BUSY, weights_bytes=70, kv_bytes=40, kv_blocks=4, kv_used_blocks=1))
+    told = pong(
+        use(A, Hold.BUSY, weights_bytes=70, kv_bytes=40, kv_blocks=4, kv_used_blocks=1, tables_bytes=5)
+    )
     (view,) = resident_views([resident(A, State.WARM)], {W0: told}, now_s=10.0)
     assert (view.state, view.expires_in_s, view.is_hosted) == ("warm", 2.0, True)
-    assert (view.loaded_bytes, view.total_bytes, view.kv_bytes, view.num_bytes) == (70, 100, 40, 110)
+    assert (view.loaded_bytes, view.total_bytes, view.kv_bytes, view.num_bytes) == (70, 100, 40, 115)
     assert (view.kv_used_blocks, view.kv_blocks) == (1, 4)
 
 

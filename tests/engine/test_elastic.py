@@ -197,7 +197,7 @@ def test_an_engine_that_had_no_requests_for_a_while_answers_as_before() -> None:
     for name in ("before", "after"):
         engine.add(engine.request(RequestId(name), [5, 6, 7], params))
         tokens.append([one.token for one in finish(engine)])
-        assert engine.optional_table_bytes == 0, "no table of the request before is left"
+        assert engine.needed_tables() == {}, "no table of the request before is left"
 
     assert tokens[0] == tokens[1]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from hearth.types import Hold, ModelId
+from hearth.types import Hold, ModelId, SamplingTable
 from tests.memory.pool_caller import PoolCaller, Sample
 
 Action = tuple[object, ...]  #: a name and its arguments
@@ -23,6 +23,10 @@ def actions(names: Sequence[ModelId], max_bytes: int) -> st.SearchStrategy[Actio
         st.tuples(st.just("take"), st.integers(0, max_bytes), st.sampled_from(Hold)),
         st.tuples(st.just("grow"), models, st.integers(0, 12), st.integers(0, 8)),
         st.tuples(st.just("shrink"), models),
+        st.tuples(
+            st.just("place_table"), models, st.sampled_from(SamplingTable), st.integers(1, max_bytes // 2)
+        ),
+        st.tuples(st.just("drop_table"), models, st.sampled_from(SamplingTable)),
         st.tuples(st.just("retire"), models),
         st.tuples(st.just("drop"), models),
         st.tuples(st.just("change"), models),
@@ -46,6 +50,10 @@ def carry_out(caller: PoolCaller, action: Action, changed: Sample) -> None:
             caller.grow(ModelId(model), num_blocks, ahead_blocks)
         case ("shrink", str(model)):
             caller.shrink(ModelId(model))
+        case ("place_table", str(model), SamplingTable() as table, int(num_bytes)):
+            caller.place_table(ModelId(model), table, num_bytes)
+        case ("drop_table", str(model), SamplingTable() as table):
+            caller.drop_table(ModelId(model), table)
         case ("retire", str(model)):
             caller.retire(ModelId(model))
         case ("drop", str(model)):

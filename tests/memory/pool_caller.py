@@ -15,7 +15,7 @@ from hearth.errors import DeviceError
 from hearth.memory.pool import EvictionTerms, Gap, Holding, Pool, Shape, Space
 from hearth.models.layout import ALIGNMENT_BYTES, ByteRange, Layout, TensorSpec
 from hearth.models.weights import TensorPlace
-from hearth.types import Digest, Hold, ModelId
+from hearth.types import Digest, Hold, ModelId, SamplingTable
 
 _TENSOR_BYTES = 3 * ALIGNMENT_BYTES
 
@@ -95,6 +95,7 @@ class PoolCaller:
         self.places: dict[ModelId, Mapping[str, TensorPlace]] = {}  #: of placed models
         self.spaces: dict[ModelId, Space] = {}
         self.blocks: dict[ModelId, set[int]] = {}  #: that placed models were given, without the sink
+        self.tables: dict[ModelId, dict[SamplingTable, torch.Tensor]] = {}  #: of placed models
         self.gaps: dict[ModelId, list[Gap]] = {}  #: of models that are being loaded, still to be filled
 
     def host(self, model: ModelId, *, is_whole: bool = True) -> bool:
@@ -187,6 +188,27 @@ class PoolCaller:
         assert self.pool.usage().free_bytes > free_bytes
         return True
 
+    def place_table(self, model: ModelId, table: SamplingTable, num_bytes: int) -> bool:
+        """Place a table that a placed model has not got; False: it is no such model, or memory is short."""
+        if model not in self.spaces or table in self.tables[model]:
+            return False
+        before = self.pool.usage()
+        memory = self.pool.place_table(model, table, num_bytes)
+        if memory is None:
+            assert self.pool.usage() == before
+            return False
+        assert (memory.dtype, len(memory)) == (torch.uint8, num_bytes)
+        assert memory.data_ptr() % ALIGNMENT_BYTES == 0
+        self.tables[model][table] = memory.fill_(self._table_pattern(model, table))
+        return True
+
+    def drop_table(self, model: ModelId, table: SamplingTable) -> None:
+        if model in self.spaces and table in self.tables[model]:
+            num_bytes = len(self.tables[model].pop(table))
+            free_bytes = self.pool.usage().free_bytes
+            self.pool.drop_table(model, table)
+            assert self.pool.usage().free_bytes >= free_bytes + num_bytes
+
     def retire(self, model: ModelId) -> None:
         if model in self.spaces and model not in self.gaps:
             self.holds.by_model[model] = Hold.RETAINED
@@ -217,10 +239,15 @@ class PoolCaller:
                 self._check_content(model, ())
             for block in self.blocks[model]:
                 assert (self._block(model, block) == self._pattern(model, block)).all(), f"{model} {block}"
+            for table, memory in self.tables[model].items():
+                assert (memory == self._table_pattern(model, table)).all(), f"{model} {table}"
+            own_bytes = sum(map(len, self.tables[model].values()))
+            assert own_bytes <= holding.tables_bytes, f"{own_bytes=} {holding}"
+            assert bool(own_bytes) == bool(holding.tables_bytes), f"{own_bytes=} {holding}"
 
     def _placed(self, model: ModelId, space: Space) -> None:
         if model not in self.spaces:
-            self.blocks[model] = set()
+            self.blocks[model], self.tables[model] = set(), {}
         self.spaces[model], self.places[model] = space, space.places
         for before, after in pairwise(space.gaps):
             assert before.part.end <= after.part.begin, f"{space.gaps}"
@@ -246,7 +273,7 @@ class PoolCaller:
     def _check_usage(self) -> None:
         usage = self.pool.usage()
         assert usage.budget_bytes == self.pool.budget_bytes
-        holdings_bytes = sum(one.weights_bytes + one.kv_bytes for one in usage.holdings)
+        holdings_bytes = sum(one.weights_bytes + one.kv_bytes + one.tables_bytes for one in usage.holdings)
         shared_bytes = sum(one.shared_bytes for one in usage.holdings)
         total_bytes = usage.free_bytes + usage.workspace_bytes + usage.lost_bytes + holdings_bytes
         assert usage.budget_bytes <= total_bytes <= usage.budget_bytes + shared_bytes, f"{usage}"
@@ -262,7 +289,7 @@ class PoolCaller:
         return False
 
     def _forget(self, model: ModelId) -> None:
-        for books in (self.spaces, self.places, self.blocks):
+        for books in (self.spaces, self.places, self.blocks, self.tables):
             books.pop(model, None)
 
     def _block(self, model: ModelId, block: int) -> torch.Tensor:
@@ -272,6 +299,10 @@ class PoolCaller:
     @staticmethod
     def _pattern(model: ModelId, block: int) -> int:
         return (sum(map(ord, model)) * 31 + block) % 200
+
+    @staticmethod
+    def _table_pattern(model: ModelId, table: SamplingTable) -> int:
+        return 200 + (sum(map(ord, model + table)) % 50)
 
     @staticmethod
     def _weights(holdings: Mapping[ModelId, Holding], model: ModelId) -> int:

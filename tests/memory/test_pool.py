@@ -15,7 +15,7 @@ from hearth.errors import DeviceError
 from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import EvictionTermsOf
 from hearth.memory.vmm import MappedPool
-from hearth.types import Hold, ModelId
+from hearth.types import Hold, ModelId, SamplingTable
 from tests.memory.pool_actions import Action, actions, carry_out
 from tests.memory.pool_caller import Audited, Holds, PoolCaller, Sample, sample, wipe
 
@@ -143,6 +143,42 @@ def test_kv_grows_into_all_that_is_free_and_no_further(caller: PoolCaller) -> No
     block_bytes = SAMPLES[A].shape.block_bytes
     assert caller.pool.usage().free_bytes < block_bytes + PAGE_BYTES
     assert len(caller.blocks[A]) * block_bytes > 10 * PAGE_BYTES
+
+
+def test_a_table_comes_out_of_free_memory_and_goes_with_its_model(caller: PoolCaller) -> None:
+    caller.host(A)
+    before = caller.pool.usage()
+
+    assert caller.place_table(A, SamplingTable.PENALTIES, PAGE_BYTES + 1)
+    assert caller.place_table(A, SamplingTable.BIAS, 100)
+
+    tables_bytes = caller.holdings()[A].tables_bytes
+    assert tables_bytes >= PAGE_BYTES + 101
+    assert caller.pool.usage().free_bytes == before.free_bytes - tables_bytes
+    caller.drop_table(A, SamplingTable.PENALTIES)
+    caller.check()
+    assert 100 <= caller.holdings()[A].tables_bytes < tables_bytes
+    caller.retire(A)
+    assert caller.holdings()[A].tables_bytes == 0
+
+
+def test_a_table_beyond_what_is_free_is_refused_and_changes_nothing(caller: PoolCaller) -> None:
+    caller.host(A)
+    free_bytes = caller.pool.usage().free_bytes
+
+    assert not caller.place_table(A, SamplingTable.BIAS, free_bytes + 1)
+    assert caller.place_table(A, SamplingTable.BIAS, free_bytes)
+    assert caller.pool.usage().free_bytes == 0
+
+
+def test_blocks_that_lie_ready_give_way_to_a_table(caller: PoolCaller) -> None:
+    caller.host(A)
+    caller.grow(A, 1, ahead_blocks=1000)
+    usage = caller.pool.usage()
+    given_bytes = (len(caller.blocks[A]) + 1) * SAMPLES[A].shape.block_bytes
+    spare_bytes = usage.free_bytes + caller.holdings()[A].kv_bytes - given_bytes - 2 * PAGE_BYTES
+
+    assert caller.place_table(A, SamplingTable.BIAS, spare_bytes)
 
 
 def test_a_model_that_lacks_memory_is_refused_with_the_numbers(caller: PoolCaller) -> None:

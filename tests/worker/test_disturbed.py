@@ -24,17 +24,23 @@ from hearth.memory.cuda_pages import CudaPages
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
 from hearth.store.manifest import read_manifest
-from hearth.types import Hold
+from hearth.types import Hold, ModelId, SamplingTable
 from tests.engine.harness import assert_greedy, prompts_for
 from tests.models.zoo import WIDE
 from tests.store.stored import converted, tiers_at
 from tests.worker.harness import greedy
 from tests.worker.in_process import Answer, LoopGateway, NewPool, working_in_process
 
+PlaceTable = Callable[[ModelId, SamplingTable, int], torch.Tensor | None]
 CONTEXT = 64
 CONFIG = EngineConfig(max_batch_tokens=32, max_seqs=12, block_tokens=4)
 VOCABULARY = 160
 TWIN = "-twin"
+#: Penalties and biases that have a table and leave all logits as they are.
+NO_EFFECT: dict[str, object] = {"frequency_penalty": 1e-30, "logit_bias": {3: 0.0}}
+PENALISED_AND_BIASED = greedy(
+    36, ignore_eos=True, frequency_penalty=0.7, repetition_penalty=1.3, logit_bias={7: 2.0}
+)
 
 
 def wiped(memory: torch.Tensor) -> None:
@@ -139,7 +145,9 @@ class Player:
         name = self.random.choice(self.setting.names)
         self.host(name)
         (prompt,) = prompts_for(VOCABULARY, [self.random.randint(1, 24)], self.random.randrange(1 << 30))
-        run = self.gateway.start(name, prompt, greedy(self.random.randint(4, 36), ignore_eos=True))
+        # Some have tables that change nothing, unless they hold what they should not.
+        tables = {table: none for table, none in NO_EFFECT.items() if self.random.random() < 0.25}
+        run = self.gateway.start(name, prompt, greedy(self.random.randint(4, 36), ignore_eos=True, **tables))
         self.open.append(Asked(name, prompt, run))
 
     def host(self, name: str) -> None:
@@ -278,7 +286,9 @@ def test_the_same_plans_give_the_same_bits_whatever_happens_to_the_memory(kind: 
             answers = []
             for name, prompt in zip(order, prompts, strict=True):
                 player.host(name)
-                answers.append(player.gateway.ask(name, prompt, greedy(12, ignore_eos=True, logprobs=3)))
+                changes = {"frequency_penalty": 0.5, "logit_bias": {7: 1.0}} if len(prompt) % 2 else {}
+                sampling = greedy(12, ignore_eos=True, logprobs=3, **changes)
+                answers.append(player.gateway.ask(name, prompt, sampling))
             told.append(answers)
             reused.append(sum(load.reused_bytes > 0 for load in player.gateway.loads))
 
@@ -286,3 +296,37 @@ def test_the_same_plans_give_the_same_bits_whatever_happens_to_the_memory(kind: 
     assert reused[1] > 0, "nothing was ever left of a retired model"
     assert [one.tokens for one in disturbed] == [one.tokens for one in undisturbed]
     assert [one.logprobs for one in disturbed] == [one.logprobs for one in undisturbed]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tables_are_the_pools_while_they_are_used_and_answer_as_they_do_outside_of_it(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = SETTINGS[kind]
+    name = setting.names[0]
+    (prompt,) = prompts_for(VOCABULARY, [20], seed=3)
+    with playing(kind, 2 * setting.promise_bytes(name), tmp_path, seed=0) as player:
+        gateway = player.gateway
+        player.host(name)
+        pool, held_bytes = gateway.pool, []
+        assert pool is not None
+
+        def watched(place: PlaceTable, model: ModelId, table: SamplingTable, num_bytes: int) -> object:
+            memory = place(model, table, num_bytes)
+            held_bytes.extend(holding.tables_bytes for holding in pool.usage().holdings)
+            return memory
+
+        monkeypatch.setattr(pool, "place_table", partial(watched, pool.place_table))
+        inside = gateway.ask(name, prompt, PENALISED_AND_BIASED)
+        first_bytes, both_bytes = held_bytes
+        assert 0 < first_bytes < both_bytes
+        told = gateway.ping()
+        assert (told.models[0].tables_bytes, told.fallbacks["tables"]) == (0, 0)
+
+        monkeypatch.setattr(pool, "place_table", lambda model, table, num_bytes: None)
+        outside = gateway.ask(name, prompt, PENALISED_AND_BIASED)
+
+        assert inside.tokens == outside.tokens
+        assert inside.tokens != gateway.ask(name, prompt, greedy(36, ignore_eos=True)).tokens
+        told = gateway.ping()
+        assert (told.models[0].tables_bytes, told.fallbacks["tables"]) == (0, 2)

@@ -17,6 +17,7 @@ from tests.engine.harness import assert_greedy, prompts_for
 from tests.worker.harness import greedy
 from tests.worker.test_disturbed import (
     CONTEXT,
+    PENALISED_AND_BIASED,
     SETTINGS,
     VOCABULARY,
     Player,
@@ -78,6 +79,39 @@ def test_running_requests_take_retained_weights_before_anybody_is_preempted(
 
         assert not is_whole(uses(player)[A])
         assert max(answer.num_admissions for answer in answers) == 1
+
+
+def test_a_request_whose_table_has_no_room_is_answered_all_the_same(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with worker(kind, tmp_path, A) as player:
+        load(player, A)
+        expected = player.gateway.ask(A, [5, 6, 7], PENALISED_AND_BIASED).tokens
+        runs = fill(player, A, num_requests=20)
+        while not player.gateway.answers[runs[0]].tokens:
+            player.gateway.hear()
+
+        run = player.gateway.start(A, [5, 6, 7], PENALISED_AND_BIASED)
+        answers = player.gateway.until_ended(*runs, run)
+
+        assert answers[-1].tokens == expected
+        assert all(len(answer.tokens) == 30 for answer in answers[:-1])
+        told = player.gateway.ping()
+        assert told.fallbacks["tables"] > 0
+        assert told.models[0].tables_bytes == 0
+        assert caplog.text.count("fallback tables=torch") == 1
+
+
+def test_a_table_goes_back_when_its_request_is_cancelled(kind: str, tmp_path: Path) -> None:
+    with worker(kind, tmp_path, A, spare_bytes=1 << 20) as player:
+        load(player, A)
+        run = player.gateway.start(A, [5, 6, 7], PENALISED_AND_BIASED)
+        while not uses(player)[A].tables_bytes:
+            if player.gateway.answers[run].is_ended:  # faster than we looked
+                run = player.gateway.start(A, [5, 6, 7], PENALISED_AND_BIASED)
+        player.gateway.cancel(run)
+
+        assert uses(player)[A].tables_bytes == 0
 
 
 def test_pinned_weights_stay_whoever_wants_the_room(kind: str, tmp_path: Path) -> None:

@@ -21,15 +21,18 @@ MARGIN = "  "
 #: A report that is older is shown with its age.
 OLD_S = 2.0
 #: The meanings of signs, in the order of the legend.
-MEANINGS = ("weights", "retained", "KV", "workspace", "lost", "free")
-UNICODE = dict(zip(MEANINGS, "█░▒≈-·", strict=True))
-ASCII = dict(zip(MEANINGS, "#=+~-.", strict=True))
+MEANINGS = ("weights", "retained", "KV", "tables", "workspace", "lost", "free")
+UNICODE = dict(zip(MEANINGS, "█░▒≡≈-·", strict=True))
+ASCII = dict(zip(MEANINGS, "#=+%~-.", strict=True))
 #: The colours of models; the letters below the bar tell the same where there is no colour.
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 #: Letters of models; the one for all that come after them; for bytes of several; for those of nobody.
 LETTERS, LAST, SHARED, NOBODY = ascii_letters + digits, "?", "*", " "
 #: What each fallback of a pool means, for people.
-FALLBACKS = {"address": "at another address than planned"}
+FALLBACKS = {
+    "address": "at another address than planned",
+    "tables": "of penalties or biases outside of the pool",
+}
 
 LegendKeys = Mapping[tuple[str, str], str]
 
@@ -95,7 +98,8 @@ def fallbacks(worker: WorkerView) -> Iterator[str]:
     """Yield lines like `fallback address: 1 at another address than planned`."""
     if worker.pool is not None:
         for name, number in sorted(worker.pool.fallbacks.items()):
-            yield f"fallback {name}: {number} {FALLBACKS.get(name, 'times')}"
+            if number:
+                yield f"fallback {name}: {number} {FALLBACKS.get(name, 'times')}"
 
 
 def _stretches(worker: str, parts: Sequence[PartView], keys: LegendKeys) -> list[_Stretch]:

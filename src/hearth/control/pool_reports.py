@@ -29,6 +29,7 @@ PARTS = (
     ("kv", "active"),
     ("kv", "retained"),
     ("kv", "spare"),
+    ("tables", "active"),
     ("workspace", "active"),
     ("lost", "spare"),
     ("free", "spare"),

@@ -4,6 +4,7 @@ The parts of a pool are disjoint and make up its budget:
 
     weights   active: of a hosted model        retained: kept until somebody needs the room
     kv        active: of running requests      retained: cached prefixes    spare: a model's, but empty
+    tables    active: of requests that are penalised or biased
     workspace active: of all models together
     lost      spare: to rounding and fragments
     free      spare
@@ -62,6 +63,7 @@ def _parts_of(use: ModelUse) -> Iterator[PartView]:
     yield PartView("kv", "active", use.model, used_bytes)
     yield PartView("kv", "retained", use.model, cached_bytes)
     yield PartView("kv", "spare", use.model, use.kv_bytes - used_bytes - cached_bytes)
+    yield PartView("tables", "active", use.model, use.tables_bytes)
 
 
 def _weights_state(use: ModelUse) -> str:
@@ -71,7 +73,9 @@ def _weights_state(use: ModelUse) -> str:
 def _shared_once_bytes(pong: Pong) -> int:
     """Return the bytes that models share, counted once: it follows from what the pool has left."""
     most_bytes = sum(use.shared_bytes for use in pong.models)
-    own_bytes = sum(use.weights_bytes - use.shared_bytes + use.kv_bytes for use in pong.models)
+    own_bytes = sum(
+        use.weights_bytes - use.shared_bytes + use.kv_bytes + use.tables_bytes for use in pong.models
+    )
     others_bytes = pong.free_bytes + pong.workspace_bytes + pong.lost_bytes
     taken_bytes = pong.budget_bytes - others_bytes - own_bytes
     return max(0, min(most_bytes, taken_bytes))
@@ -87,7 +91,7 @@ def _used_view(worker: WorkerId, use: ModelUse, one: Resident | None, now_s: flo
         model=use.model,
         worker=worker,
         state=State.RETAINED if one is None else one.state,
-        num_bytes=use.weights_bytes + use.kv_bytes,
+        num_bytes=use.weights_bytes + use.kv_bytes + use.tables_bytes,
         loaded_bytes=use.weights_bytes - use.coming_bytes if loading is None else loading.loaded_bytes,
         total_bytes=use.total_bytes if loading is None else loading.total_bytes,
         num_running=0 if one is None else one.num_running,

@@ -36,7 +36,7 @@ class ModelView:
 class PartView:
     """Bytes of a pool that serve one purpose."""
 
-    kind: str  #: weights, kv, workspace, lost, free
+    kind: str  #: weights, kv, tables, workspace, lost, free
     state: str  #: active, retained, spare
     model: str | None  #: None: nobody's, or of several
     num_bytes: int
@@ -74,7 +74,7 @@ class ResidentView:
     model: str
     worker: str
     state: str  #: loading, busy, warm, retained, pinned
-    num_bytes: int  #: of device memory, KV included
+    num_bytes: int  #: of device memory, KV and tables included
     loaded_bytes: int  #: of its weights, on the device
     total_bytes: int
     num_running: int

@@ -6,6 +6,8 @@ import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from hearth.engine.guide import Guides
 from hearth.engine.logit_bias import is_biased
 from hearth.engine.penalties import is_penalised
@@ -15,7 +17,9 @@ from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.elastic import Elastic, KvUse
 from hearth.policy.batch.plan import Admission, EngineRequest, Guide, StepPlan
 from hearth.sizes import bias_buffers, bytes_of, penalty_buffers
-from hearth.types import FinishReason, GuideSpec, RequestId, SamplingParams, TokenLogprobs
+from hearth.types import FinishReason, GuideSpec, RequestId, SamplingParams, SamplingTable, TokenLogprobs
+
+_TABLE_BUFFERS = {SamplingTable.PENALTIES: penalty_buffers, SamplingTable.BIAS: bias_buffers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +121,8 @@ class Engine:
         self.request = self.intake.request
         self._flight: _LaunchedStep | None = None
         self._vocab_size = vocab_size
-        #: Live requests that need a table of the sampler, which is there from the first one's step on.
-        self._penalised: set[RequestId] = set()
-        self._biased: set[RequestId] = set()
+        #: Live requests that need a table of the sampler, which is there from the first one's step at latest.
+        self._users_by_table: dict[SamplingTable, set[RequestId]] = {table: set() for table in SamplingTable}
 
     @property
     def has_work(self) -> bool:
@@ -132,26 +135,35 @@ class Engine:
             batcher.num_running, batcher.num_waiting, blocks.num_live, blocks.num_cached, blocks.num_blocks
         )
 
-    @property
-    def optional_table_bytes(self) -> int:
-        """Device memory for the penalties and biases of all requests that are here, running or waiting.
+    def needed_tables(self) -> dict[SamplingTable, int]:
+        """Return the bytes of each table that a request which is here needs, be it running or waiting.
 
-        `step` allocates it when the first of them is admitted, outside of any pool; it goes with the last of
-        them. So whoever keeps books of the device asks before each step, and after.
+        A table that nobody has placed is allocated, outside of any pool, by the step that admits the first of
+        them; it goes with the last. So whoever keeps books of the device asks before each step, and after.
         """
-        max_seqs, num_bytes = self.batcher.limits.max_seqs, 0
-        if self._penalised:
-            num_bytes += bytes_of(penalty_buffers(max_seqs, self._vocab_size))
-        if self._biased:
-            num_bytes += bytes_of(bias_buffers(max_seqs, self._vocab_size))
-        return num_bytes
+        max_seqs = self.batcher.limits.max_seqs
+        return {
+            table: bytes_of(_TABLE_BUFFERS[table](max_seqs, self._vocab_size))
+            for table, users in self._users_by_table.items()
+            if users
+        }
+
+    def has_table(self, table: SamplingTable) -> bool:
+        return self.runner.has_table(table)
+
+    def place_table(self, table: SamplingTable, memory: torch.Tensor | None) -> None:
+        """Have a table lie in `memory` (uint8) from the next step on, with what it holds.
+
+        None: where torch finds memory. Steps in flight may still read it where it was.
+        """
+        self.runner.place_table(table, memory)
 
     def add(self, request: EngineRequest) -> None:
         self.batcher.add(request)
         if is_penalised(request.sampling):
-            self._penalised.add(request.request_id)
+            self._users_by_table[SamplingTable.PENALTIES].add(request.request_id)
         if is_biased(request.sampling):
-            self._biased.add(request.request_id)
+            self._users_by_table[SamplingTable.BIAS].add(request.request_id)
 
     def cancel(self, request_id: RequestId) -> bool:
         self._needs_no_tables(request_id)
@@ -229,11 +241,12 @@ class Engine:
         return outputs
 
     def _needs_no_tables(self, request_id: RequestId) -> None:
-        """A request has ended: no plan has a row of it any more."""
-        if request_id in self._penalised or request_id in self._biased:
-            self._penalised.discard(request_id)
-            self._biased.discard(request_id)
-            self.runner.drop_tables(of_penalties=not self._penalised, of_bias=not self._biased)
+        """Let go of tables that only a request which has ended needed: no plan has a row of it any more."""
+        for table, users in self._users_by_table.items():
+            if request_id in users:
+                users.remove(request_id)
+                if not users:
+                    self.runner.drop_table(table)
 
 
 def _check_tokens(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from hearth.engine.upload import Uploads
-from hearth.models.buffers import zeros
+from hearth.models.buffers import zeroed
 from hearth.policy.batch.plan import Admission
 from hearth.sizes import bias_buffers
 from hearth.types import SamplingParams
@@ -21,10 +21,17 @@ def is_biased(sampling: SamplingParams) -> bool:
 class LogitBias:
     """The bias of every slot. Mutable; only slots with a biased request hold meaningful rows."""
 
-    def __init__(self, num_slots: int, vocab_size: int, uploads: Uploads) -> None:
+    def __init__(
+        self, num_slots: int, vocab_size: int, uploads: Uploads, memory: torch.Tensor | None = None
+    ) -> None:
+        """`memory` (uint8) has room for the table; None: torch allocates it."""
         self._uploads = uploads
         #: The number added to each logit; minus infinity forbids a token.
-        self._bias = zeros(bias_buffers(num_slots, vocab_size)["bias"], uploads.device)
+        self._bias = zeroed(bias_buffers(num_slots, vocab_size), uploads.device, memory)["bias"]
+
+    def copy(self, other: LogitBias) -> None:
+        """Take over all that another table of the same size holds."""
+        self._bias.copy_(other._bias)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Write the rows of these requests' slots anew, whoever held them before."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from hearth.engine.upload import Uploads
-from hearth.models.buffers import zeros
+from hearth.models.buffers import zeroed
 from hearth.policy.batch.plan import Admission
 from hearth.sizes import penalty_buffers
 from hearth.types import SamplingParams
@@ -27,16 +27,25 @@ def is_penalised(sampling: SamplingParams) -> bool:
 class Penalties:
     """Token counts of every slot. Mutable; only slots with a penalised request hold meaningful rows."""
 
-    def __init__(self, num_slots: int, vocab_size: int, uploads: Uploads) -> None:
+    def __init__(
+        self, num_slots: int, vocab_size: int, uploads: Uploads, memory: torch.Tensor | None = None
+    ) -> None:
+        """`memory` (uint8) has room for the table; None: torch allocates it."""
         self._vocab_size = vocab_size
         self._uploads = uploads
-        buffers, device = penalty_buffers(num_slots, vocab_size), uploads.device
+        tensors = zeroed(penalty_buffers(num_slots, vocab_size), uploads.device, memory)
         #: Whether the prompt of a slot holds a token.
-        self._in_prompt = zeros(buffers["in_prompt"], device)
+        self._in_prompt = tensors["in_prompt"]
         #: How often a slot has sampled a token.
-        self._num_sampled = zeros(buffers["num_sampled"], device)
+        self._num_sampled = tensors["num_sampled"]
         #: Repetition, presence and frequency penalty of each slot.
-        self._weights = zeros(buffers["weights"], device)
+        self._weights = tensors["weights"]
+
+    def copy(self, other: Penalties) -> None:
+        """Take over all that another table of the same size holds."""
+        self._in_prompt.copy_(other._in_prompt)
+        self._num_sampled.copy_(other._num_sampled)
+        self._weights.copy_(other._weights)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Count anew from the tokens of the admissions, whoever held the slots before."""

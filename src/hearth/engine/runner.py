@@ -16,7 +16,7 @@ from hearth.models.step_inputs import StepInputs
 from hearth.models.weights import WeightGate, Weights
 from hearth.policy.batch.blocks import BlockMove
 from hearth.policy.batch.plan import StepPlan
-from hearth.types import TokenLogprob, TokenLogprobs
+from hearth.types import SamplingTable, TokenLogprob, TokenLogprobs
 
 #: Blocks that move are copied in pieces of at most this, or one by one: the copy takes memory of its own.
 _COPY_BYTES = 16 << 20
@@ -106,9 +106,17 @@ class Runner:
         """
         self._gate = gate
 
-    def drop_tables(self, *, of_penalties: bool, of_bias: bool) -> None:
-        """Let go of sampling tables, because no plan from now on has a row that needs one."""
-        self._sampler.drop_tables(of_penalties=of_penalties, of_bias=of_bias)
+    def has_table(self, table: SamplingTable) -> bool:
+        return self._sampler.has_table(table)
+
+    @torch.inference_mode()
+    def place_table(self, table: SamplingTable, memory: torch.Tensor | None) -> None:
+        """Have a sampling table lie in `memory`, behind all launched steps; None: where torch finds some."""
+        self._sampler.place_table(table, memory)
+
+    def drop_table(self, table: SamplingTable) -> None:
+        """Let go of a sampling table, because no plan from now on has a row that needs it."""
+        self._sampler.drop_table(table)
 
     def synchronize(self) -> None:
         """Wait for all steps that were launched."""

@@ -23,6 +23,7 @@ from hearth.engine.upload import Uploads
 from hearth.models.buffers import zeros
 from hearth.policy.batch.plan import Admission
 from hearth.sizes import sampler_buffers
+from hearth.types import SamplingTable
 
 #: Beyond these a temperature is as good as greedy or uniform, and float32 quotients would not stay finite.
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
@@ -94,14 +95,14 @@ class Sampler:
         self._rules_by_slot: dict[int, _Rules] = {}
         #: Temperature, top-k, top-p, log of min-p; meaningful in slots with a random request.
         self._knobs = zeros(buffers["knobs"], uploads.device)
-        #: Tables of [slots, vocabulary], so they wait for the first request that needs them.
+        #: Tables of [slots, vocabulary], so they wait for a request that needs them.
         self._penalties: Penalties | None = None
         self._bias: LogitBias | None = None
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Give each slot to a request, forgetting the one before. Greedy requests alone cost no copy.
 
-        The first that is penalised or biased has the table allocated that its rule needs, for all slots.
+        A table that one of them needs, and that nobody has placed, is placed where torch finds memory.
         """
         rules = [_rules(admission, self._vocab_size) for admission in admissions]
         self._rules_by_slot.update((a.slot, r) for a, r in zip(admissions, rules, strict=True))
@@ -110,23 +111,52 @@ class Sampler:
             knobs = [knob for a in random for knob in _knobs(a, self._vocab_size)]
             self._knobs.index_copy_(0, slots, self._uploads.floats(knobs).view(-1, 4))
         if penalised := [a for a in admissions if is_penalised(a.sampling)]:
-            if self._penalties is None:
-                self._penalties = Penalties(self._num_slots, self._vocab_size, self._uploads)
-            self._penalties.admit(penalised)
+            (self._penalties or self._place_penalties(None)).admit(penalised)
         if biased := [a for a in admissions if is_biased(a.sampling)]:
-            if self._bias is None:
-                self._bias = LogitBias(self._num_slots, self._vocab_size, self._uploads)
-            self._bias.admit(biased)
+            (self._bias or self._place_bias(None)).admit(biased)
 
-    def drop_tables(self, *, of_penalties: bool, of_bias: bool) -> None:
-        """Let go of tables, which take some hundreds of MB, because no row that needs one will be sampled.
+    def has_table(self, table: SamplingTable) -> bool:
+        match table:
+            case SamplingTable.PENALTIES:
+                return self._penalties is not None
+            case SamplingTable.BIAS:
+                return self._bias is not None
 
-        Steps in flight may still read them: whoever gets their memory next is queued behind those.
+    def place_table(self, table: SamplingTable, memory: torch.Tensor | None) -> None:
+        """Have a table lie in `memory`, with what it holds if it is there; None: where torch finds some.
+
+        Steps in flight may still read it where it was.
         """
-        if of_penalties:
-            self._penalties = None
-        if of_bias:
-            self._bias = None
+        match table:
+            case SamplingTable.PENALTIES:
+                self._place_penalties(memory)
+            case SamplingTable.BIAS:
+                self._place_bias(memory)
+
+    def drop_table(self, table: SamplingTable) -> None:
+        """Let go of a table, which takes some hundreds of MB: no row that needs it will be sampled.
+
+        Steps in flight may still read it: whoever gets its memory next is queued behind those.
+        """
+        match table:
+            case SamplingTable.PENALTIES:
+                self._penalties = None
+            case SamplingTable.BIAS:
+                self._bias = None
+
+    def _place_penalties(self, memory: torch.Tensor | None) -> Penalties:
+        before = self._penalties
+        self._penalties = Penalties(self._num_slots, self._vocab_size, self._uploads, memory)
+        if before is not None:
+            self._penalties.copy(before)
+        return self._penalties
+
+    def _place_bias(self, memory: torch.Tensor | None) -> LogitBias:
+        before = self._bias
+        self._bias = LogitBias(self._num_slots, self._vocab_size, self._uploads, memory)
+        if before is not None:
+            self._bias.copy(before)
+        return self._bias
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Samples:
         """Choose a token for each row of float32 `logits`, which are overwritten, and note it in `tokens`."""

@@ -3,7 +3,7 @@
 The unit of residency is a fused tensor: it is there as a whole or not at all, and tensors of two models are
 never shared, equal as they may be. When free memory lies in pieces that are too small, tensors move and
 whoever computes with them binds them anew. What never moves lies at the ends: the workspace, which all models
-have in common, and KV.
+have in common, KV and tables.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hearth.memory.arena_tenant import BATCH_BLOCKS, ArenaTenant, need_of, place
 from hearth.memory.contiguous import ContiguousMemory
 from hearth.memory.placement import Packer, PlacementNeed, extent_span, plan_placement
 from hearth.memory.pool import EvictionTermsOf, PoolUsage, Shape, Space
-from hearth.memory.regions import Owner, Use, extents_of
+from hearth.memory.regions import Owner, Use, aligned, extents_of
 from hearth.models.layout import ALIGNMENT_BYTES, ByteRange
 from hearth.models.weights import TensorPlace
 from hearth.policy.memory.eviction import Tail, plan_takes
-from hearth.policy.memory.packing import pack
-from hearth.types import Hold, ModelId
+from hearth.policy.memory.packing import Item, pack
+from hearth.types import Hold, ModelId, SamplingTable
 
 #: For KV, unless there is no other way: some hundredths of a second on a CPU.
 MAX_MOVED_BYTES = 256 << 20
@@ -156,6 +156,22 @@ class ArenaPool:
         sink = next(iter(extents), None)
         return [extents[first] for first in sorted(extents) if first != sink]
 
+    def place_table(self, model: ModelId, table: SamplingTable, num_bytes: int) -> torch.Tensor | None:
+        books, tenant = self._books, self._books.tenants[model]
+        assert tenant.extents, f"`{model}` is not placed"
+        item = Item(tenant.table_owner(table), aligned(num_bytes))
+        need = PlacementNeed(model, (), 0, 0, tenant.shape.block_bytes, tables=(item,))
+        placement = plan_placement(books.regions, need, self._movable(), self._packer)
+        if placement is None:
+            return None
+        books.move(placement.moves)
+        (span,) = placement.spans
+        books.take(tenant, span)
+        return books.memory[span.begin : span.begin + num_bytes]
+
+    def drop_table(self, model: ModelId, table: SamplingTable) -> None:
+        self._books.give(self._books.tenants[model].table_owner(table))
+
     def retire(self, model: ModelId) -> None:
         tenant = self._books.tenants.get(model)
         if tenant is None:
@@ -163,6 +179,8 @@ class ArenaPool:
         for first in tenant.extents:
             self._books.give(Owner(model, Use.KV, first))
         tenant.extents = {}
+        for table in tenant.tables(self._books.regions):
+            self._books.give(table)
         if tenant.has_own_workspace(self._books.regions):
             self._books.give(tenant.own_workspace)
         self._books.cut_common()

@@ -13,7 +13,7 @@ from hearth.memory.regions import COMMON, Owner, RegionList, Use, aligned, block
 from hearth.models.layout import ByteRange
 from hearth.models.weights import TensorPlace
 from hearth.policy.memory.packing import Item
-from hearth.types import ModelId
+from hearth.types import ModelId, SamplingTable
 
 #: KV grows by about as many, so that it seldom has to, and extents end at multiples of it: what is lent comes
 #: back by extents, and the smaller they are, the fewer requests are in the way.
@@ -48,6 +48,13 @@ class ArenaTenant:
 
     def has_own_workspace(self, regions: RegionList) -> bool:
         return self.own_workspace in regions
+
+    def table_owner(self, table: SamplingTable) -> Owner:
+        return Owner(self.model, Use.TABLE, list(SamplingTable).index(table))
+
+    def tables(self, regions: RegionList) -> list[Owner]:
+        """Return the owners of the tables that have a region."""
+        return [owner for owner in map(self.table_owner, SamplingTable) if owner in regions]
 
     def common_bytes(self, regions: RegionList) -> int:
         """Return how much of the common workspace the model may use."""
@@ -90,6 +97,7 @@ class ArenaTenant:
             stored_bytes=sum(aligned(self.shape.stored.tensors[owner.index].nbytes) for owner in tensors),
             shared_bytes=0,
             kv_bytes=self.num_blocks * self.shape.block_bytes,
+            tables_bytes=sum(regions.span_of(owner).num_bytes for owner in self.tables(regions)),
         )
 
     def checked_owners(self, regions: RegionList) -> set[Owner]:
@@ -110,7 +118,9 @@ class ArenaTenant:
         if self.has_own_workspace(regions):
             assert self.extents, f"`{self.model}` has a workspace and is not placed"
             owners.add(self.own_workspace)
-        return owners
+        tables = self.tables(regions)
+        assert self.extents or not tables, f"`{self.model}` has tables and is not placed: {tables}"
+        return owners | set(tables)
 
 
 def tensor_owners(model: ModelId, shape: Shape) -> list[Owner]:

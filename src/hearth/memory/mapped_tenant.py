@@ -1,7 +1,10 @@
 """One model in the mapped pool: its state, and at which places its pages belong. Changes no book of pages.
 
-address            + 1/2 of the space       + 31/32        every offset is a whole number of pages and the
-| weights ...       | KV ...                 | workspace ...   same for all models and in all processes
+address       + 32/64 of the space   + 60/64     + 61/64    + 62/64
+| weights ...  | KV ...               | penalties  | bias     | workspace ...
+                                       tables, while requests need them
+
+Every offset is a whole number of pages and the same for all models and in all processes.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from hearth.errors import DeviceError
 from hearth.memory.pages import Pages
 from hearth.memory.pool import Gap, Shape, Space
 from hearth.models.layout import ByteRange
-from hearth.types import ModelId
+from hearth.types import ModelId, SamplingTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ class MappedTenant:
     num_kv_pages: int = 0  #: beneath the blocks that were given, the sink's included
     num_kv_blocks: int = 0  #: that were given, the sink included
     num_ready_pages: int = 0  #: behind those, for what will be given next
+    #: Tables that it has. None unless the model is placed.
+    num_table_pages: dict[SamplingTable, int] = field(default_factory=dict)
     #: Pages of weights that it got from another model, by index; some of them may have no mapping yet.
     borrowed: set[int] = field(default_factory=set)
     #: Its memory as it was told when it was placed last; that of a shape never changes.
@@ -98,6 +103,9 @@ class MappedTenant:
     def workspace_address(self) -> int:
         return self.address + self.space_bytes // 32 * 31
 
+    def table_address(self, table: SamplingTable) -> int:
+        return self.address + self.space_bytes // 64 * (60 + list(SamplingTable).index(table))
+
     def has(self, place: int) -> bool:
         return self.address <= place < self.address + self.space_bytes
 
@@ -114,6 +122,9 @@ class MappedTenant:
     def workspace_places(self, indices: Iterable[int]) -> list[int]:
         return [self.workspace_address + index * self.page_bytes for index in indices]
 
+    def table_places(self, table: SamplingTable, indices: Iterable[int]) -> list[int]:
+        return [self.table_address(table) + index * self.page_bytes for index in indices]
+
     def all_places(self) -> list[int]:
         """Return the places where pages belong now."""
         num_workspace_pages = self.num_workspace_pages if self.is_placed else 0
@@ -121,6 +132,11 @@ class MappedTenant:
             *self.weights_places(sorted(self.there | self.coming)),
             *self.kv_places(range(self.num_kv_pages + self.num_ready_pages)),
             *self.workspace_places(range(num_workspace_pages)),
+            *(
+                place
+                for table, num_pages in self.num_table_pages.items()
+                for place in self.table_places(table, range(num_pages))
+            ),
         ]
 
     @property
@@ -166,7 +182,7 @@ def check_fits(model: ModelId, shape: Shape, pages: Pages) -> None:
     assert shape.max_blocks > 0, f"`{model}` has no block that could be the sink"
     parts = {
         "weights": (shape.stored.num_bytes, pages.space_bytes // 2),
-        "KV": (shape.max_blocks * shape.block_bytes, pages.space_bytes // 32 * 15),
+        "KV": (shape.max_blocks * shape.block_bytes, pages.space_bytes // 64 * 28),
         "workspace": (shape.workspace_bytes, pages.space_bytes // 32),
     }
     for name, (num_bytes, most_bytes) in parts.items():

@@ -17,7 +17,7 @@ from hearth.memory.pool import EvictionTermsOf, Holding, PoolUsage, Shape
 from hearth.memory.shared_chunks import SharedChunks
 from hearth.memory.spaces import Spaces
 from hearth.policy.memory.eviction import Tail
-from hearth.types import Hold, ModelId
+from hearth.types import Hold, ModelId, SamplingTable
 
 
 class PageBooks:
@@ -236,9 +236,27 @@ class PageBooks:
         num_left = tenant.kv.one_less(tenant.num_kv_pages) if tenant.is_placed else None
         return [] if num_left is None else [range(tenant.kv.num_blocks(num_left), tenant.num_kv_blocks)]
 
+    def claim_table(self, tenant: MappedTenant, table: SamplingTable, num_bytes: int) -> list[int] | None:
+        """Have pages for a table; return their places. None: memory or addresses are short."""
+        assert table not in tenant.num_table_pages, f"`{tenant.model}` has its {table=}"
+        num_wanted = num_pages(num_bytes, tenant.page_bytes)
+        num_available = self.table.num_free + sum(one.num_ready_pages for one in self.tenants.values())
+        if num_wanted > num_available or num_bytes > tenant.space_bytes // 64:
+            return None
+        self._make_free(num_wanted)
+        places = tenant.table_places(table, range(num_wanted))
+        self.table.claim(places)
+        tenant.num_table_pages[table] = num_wanted
+        return places
+
+    def leave_table(self, tenant: MappedTenant, table: SamplingTable) -> None:
+        self.table.leave(tenant.table_places(table, range(tenant.num_table_pages.pop(table))))
+
     def retire(self, tenant: MappedTenant) -> None:
         if not tenant.is_placed:
             return
+        for table in list(tenant.num_table_pages):
+            self.leave_table(tenant, table)
         self._leave_kv(tenant, 0)
         self.table.leave(tenant.workspace_places(range(tenant.num_workspace_pages)))
         tenant.is_placed, tenant.num_kv_blocks = False, 0
@@ -301,6 +319,7 @@ def _check_tenant(tenant: MappedTenant) -> None:
     assert all(0 <= index < tenant.num_weights_pages for index in tenant.there | tenant.coming), f"{tenant}"
     if not tenant.is_placed:
         assert tenant.num_kv_pages == tenant.num_ready_pages == tenant.num_kv_blocks == 0, f"{tenant}"
+        assert not tenant.num_table_pages, f"{tenant}"
         return
     assert 1 <= tenant.num_kv_blocks <= tenant.kv.num_blocks(tenant.num_kv_pages), f"{tenant}"
     assert tenant.num_kv_pages >= tenant.kv.sink_pages, f"{tenant}"
@@ -316,6 +335,7 @@ def _holding(tenant: MappedTenant, shared: Collection[int]) -> Holding:
         stored_bytes=tenant.stored_bytes(has),
         shared_bytes=tenant.stored_bytes(shared),
         kv_bytes=(tenant.num_kv_pages + tenant.num_ready_pages) * tenant.page_bytes,
+        tables_bytes=sum(tenant.num_table_pages.values()) * tenant.page_bytes,
     )
 
 

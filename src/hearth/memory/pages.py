@@ -36,7 +36,7 @@ class Pages(Protocol):
 
     @property
     def space_bytes(self) -> int:
-        """Distance of one space from the next: a multiple of 32 pages."""
+        """Distance of one space from the next: a multiple of 64 pages."""
 
     @property
     def num_spaces(self) -> int: ...

@@ -1,9 +1,9 @@
 """Where in an arena a model's missing parts go, and what has to move for it. Decides only: it moves nothing.
 
 What can never move cuts the memory into stretches that cannot lend each other room, so it goes to the ends:
-the workspace, one for all models because only one steps at a time, to the low one, and KV to the high one;
-tensors that lie there shift. Where something is in the way that must not move, they go elsewhere. Tensors go
-where the packer puts them.
+the workspace, one for all models because only one steps at a time, to the low one, KV and tables to the high
+one; tensors that lie there shift. Where something is in the way that must not move, they go elsewhere.
+Tensors go where the packer puts them.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class PlacementNeed:
     num_blocks: int  #: of KV, in one extent
     block_bytes: int
     common_bytes: int = 0  #: of the workspace, that there are
+    tables: tuple[Item, ...] = ()  #: under their owners
 
     @property
     def workspace(self) -> tuple[Item, ...]:
@@ -50,13 +51,13 @@ class PlacementNeed:
 
     @property
     def least_bytes(self) -> int:
-        tensors_bytes = sum(item.num_bytes for item in self.tensors)
-        return tensors_bytes + self.more_bytes + aligned(self.num_blocks * self.block_bytes)
+        items_bytes = sum(item.num_bytes for item in (*self.tensors, *self.tables))
+        return items_bytes + self.more_bytes + aligned(self.num_blocks * self.block_bytes)
 
     @property
     def step_bytes(self) -> int:
         """Bytes that have to come free before another try: not so few that there would be many tries."""
-        items = (*self.tensors, *self.workspace, *_windows(self))
+        items = (*self.tensors, *self.tables, *self.workspace, *_windows(self))
         return max(self.least_bytes // MAX_TRIES, *(item.num_bytes for item in items))
 
 
@@ -144,7 +145,7 @@ def _place_high(draft: _PlacementDraft, need: PlacementNeed, *, has_own: bool) -
             draft.move(moves)
             draft.take(span)
             break
-    for item in need.workspace if has_own else ():
+    for item in (*need.tables, *(need.workspace if has_own else ())):
         for stretch in _stretches(draft.books, draft.movable):
             moves = _room_at_end(stretch, item.num_bytes)
             if moves is not None:
@@ -157,7 +158,7 @@ def _place_high(draft: _PlacementDraft, need: PlacementNeed, *, has_own: bool) -
 
 def _pack_rest(draft: _PlacementDraft, need: PlacementNeed, packer: Packer, *, has_own: bool) -> bool:
     """Place all that has no place yet, as the packer likes."""
-    items = [*need.tensors, *(need.workspace if has_own else ())]
+    items = [*need.tensors, *need.tables, *(need.workspace if has_own else ())]
     items = [item for item in items if not draft.has(_owner(item.key))]
     has_blocks = any(span.owner is not None and span.owner.use is Use.KV for span in draft.spans)
     windows = () if has_blocks else _windows(need)

@@ -1,4 +1,4 @@
-"""Device memory as whoever hosts models asks for it: one pool for the weights and the KV of all of them.
+"""Device memory as whoever hosts models asks for it: one pool for weights, KV and tables of all of them.
 
 A pool keeps books of its own, and no reading of the device is ever asked again. It places, maps and moves; it
 never decides that somebody has to go: its caller makes room first, in the order
@@ -22,7 +22,7 @@ import torch
 
 from hearth.models.layout import ByteRange, Layout
 from hearth.models.weights import TensorPlace
-from hearth.types import Digest, Hold, ModelId
+from hearth.types import Digest, Hold, ModelId, SamplingTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,7 @@ class Holding:
     stored_bytes: int  #: what `weights_bytes` take in the file, which is less where they were widened
     shared_bytes: int  #: of `weights_bytes`, those that another model has as well
     kv_bytes: int  #: the sink and what is ready to be given included
+    tables_bytes: int  #: of its sampler, while requests need them
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +142,19 @@ class Pool(Protocol):
     def extents(self, model: ModelId) -> list[range]:
         """Return extents that could be taken back next, best first; at most one with mapped pages."""
 
+    def place_table(self, model: ModelId, table: SamplingTable, num_bytes: int) -> torch.Tensor | None:
+        """Give a placed model memory (uint8) for a table that it has not got, out of free memory.
+
+        None where that does not suffice, and nothing has changed. It holds arbitrary bits, and never moves;
+        weights may be moved for it.
+        """
+
+    def drop_table(self, model: ModelId, table: SamplingTable) -> None:
+        """Take back the memory of a table. The device may still be computing with it, as in `shrink`."""
+
     def retire(self, model: ModelId) -> None:
-        """Take back KV, workspace and sink of a model that computes no more; its weights stay. One that is
-        unknown has nothing."""
+        """Take back KV, tables, workspace and sink of a model that computes no more; its weights stay. One
+        that is unknown has nothing."""
 
     def drop(self, model: ModelId) -> None:
         """Have all of a model go that nobody computes with or loads. One that is unknown has nothing."""

@@ -2,7 +2,7 @@
 
     0                                                                                    num_bytes
     | workspace | a's tensor 0 | b's tensor 0 | free | a's tensor 1 | free | b's KV | a's KV |
-      of all      what may move, from the low end                       what may not, from the high end
+      of all      what may move, from the low end        what may not, from the high end; tables as well
 
 A block of KV lies at its number times its size, so that a model sees all its blocks in one array. A run of
 them takes what lies around it up to the next boundaries of the books.
@@ -27,6 +27,7 @@ class Use(StrEnum):
     TENSOR = "tensor"
     WORKSPACE = "workspace"
     KV = "kv"
+    TABLE = "table"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,9 @@ class Owner:
 
     model: ModelId
     use: Use
-    index: int  #: of the tensor in its layout, or of an extent's first block; 0 for a workspace
+    index: (
+        int  #: of the tensor in its layout, or of an extent's first block, or of the table; 0 for a workspace
+    )
 
 
 #: One workspace for all models: only one steps at a time, and it holds nothing between two steps.

@@ -1,8 +1,9 @@
 """The pool of a device whose memory is mapped by pages. Any free page fits anywhere: it never moves a byte.
 
-Weights, KV and workspace of a model lie at addresses that its digest decides; pages come and go beneath them.
-What others give up is at once free in the books. It is unmapped and mapped anew by whoever needs it next: by
-the thread of a load, just before a chunk is copied, and for KV by a thread that maps ahead.
+Weights, KV, tables and workspace of a model lie at addresses that its digest decides; pages come and go
+beneath them. What others give up is at once free in the books. It is unmapped and mapped anew by whoever
+needs it next: by the thread of a load, just before a chunk is copied, for KV by a thread that maps ahead, and
+for a table by the thread of the steps.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
+
+import torch
 
 from hearth.errors import DeviceError
 from hearth.memory.mapped_tenant import MappedTenant, check_fits, num_pages, runs_of
@@ -23,7 +26,7 @@ from hearth.memory.spaces import Spaces
 from hearth.models.layout import ByteRange
 from hearth.models.weights import TensorPlace, contiguous_places
 from hearth.policy.memory.eviction import plan_takes
-from hearth.types import Hold, ModelId
+from hearth.types import Hold, ModelId, SamplingTable
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +128,21 @@ class MappedPool:
 
     def extents(self, model: ModelId) -> list[range]:
         return self._books.extents(self._books.tenants[model])
+
+    def place_table(self, model: ModelId, table: SamplingTable, num_bytes: int) -> torch.Tensor | None:
+        """Pages that are ready for KV, but not given, count as free."""
+        with self._table.lock:
+            tenant = self._books.tenants[model]
+            assert tenant.is_placed, f"`{model}` is not placed"
+            places = self._books.claim_table(tenant, table, num_bytes)
+        if places is None:
+            return None
+        self._table.make_real(places)
+        return self._pages.bytes_at(tenant.table_address(table), num_bytes)
+
+    def drop_table(self, model: ModelId, table: SamplingTable) -> None:
+        with self._table.lock:
+            self._books.leave_table(self._books.tenants[model], table)
 
     def retire(self, model: ModelId) -> None:
         with self._table.lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 
 import torch
@@ -31,6 +32,20 @@ def zeros(buffer: Buffer, device: torch.device) -> torch.Tensor:
 def filled(buffer: Buffer, value: int, device: torch.device) -> torch.Tensor:
     """Memory of its own, with one value everywhere."""
     return torch.full(buffer.shape, value, dtype=_DTYPES[buffer.dtype], device=device)
+
+
+def zeroed(
+    buffers: Mapping[str, Buffer], device: torch.device, memory: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Zero tensors for buffers: behind each other in `memory` (uint8), or each with memory of its own."""
+    if memory is None:
+        return {name: zeros(buffer, device) for name, buffer in buffers.items()}
+    memory.zero_()
+    views, offset = {}, 0
+    for name, buffer in buffers.items():
+        views[name] = view(buffer, memory, offset)
+        offset += buffer.num_bytes
+    return views
 
 
 def view(buffer: Buffer, base: torch.Tensor, offset: int) -> torch.Tensor:

@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 
 from hearth.policy.fleet.events import Evict, LoadModel, ModelProfile, Promise, RungUse, SetHold
 from hearth.policy.memory.eviction import Tail, plan_takes
-from hearth.policy.memory.reclaim import KvView, ReclaimOrder, ReclaimPolicy, TakeWeights, carry_out
+from hearth.policy.memory.reclaim import (
+    KvView,
+    ReclaimOrder,
+    ReclaimPolicy,
+    TablesView,
+    TakeWeights,
+    carry_out,
+)
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.sim.device import DeviceMemory
 from hearth.types import Hold, ModelId, RequestId, WorkerId
@@ -33,6 +40,9 @@ class _NoKv:
 
     def cached_to_spare(self, model: ModelId) -> int:
         return 0
+
+    def tables_of(self, model: ModelId) -> TablesView:
+        raise AssertionError(f"`{model}` has no tables")
 
 
 NO_KV = _NoKv()

@@ -29,7 +29,7 @@ from hearth.models.weights import TensorPlace, bind
 from hearth.policy.batch.plan import EngineRequest
 from hearth.store.borrower import BorrowedModel
 from hearth.store.record import LoadRecord
-from hearth.types import Hold, ModelId, RequestId
+from hearth.types import Hold, ModelId, RequestId, SamplingTable
 from hearth.worker.hosting_spec import HostingSpec, hosting_spec
 from hearth.worker.model_load import EngineReady, HostingNews, ModelFound, ModelLoad, borrow, start_thread
 from hearth.worker.runtime import HostingResources
@@ -46,6 +46,8 @@ class ServedModel:
     spec: HostingSpec
     engine: Engine
     unchecked: set[int] = field(default_factory=set)  #: runs whose grammar is being compiled
+    #: Bytes of the tables that lie in the pool; written by the `Reclaimer`.
+    pooled_tables: dict[SamplingTable, int] = field(default_factory=dict)
 
     def rebind(self, places: Mapping[str, TensorPlace]) -> None:
         """Compute with tensors that are elsewhere now."""

@@ -133,7 +133,7 @@ class HostedModels:
     def cancel(self, hosted: HostedModel, run: int) -> None:
         """End one of a model's requests now, wherever it is."""
         hosted.cancel(run)
-        self.reclaimer.policy.room_may_have_come()
+        self.reclaimer.request_cancelled(hosted)
 
     # Steps.
 

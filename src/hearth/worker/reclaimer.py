@@ -5,6 +5,7 @@ All of it happens on the step thread, between steps. It loads nothing and steps 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,23 +16,29 @@ from hearth.errors import DeviceError
 from hearth.memory.pool import EvictionTerms, EvictionTermsOf, Pool, Space
 from hearth.policy.memory.reclaim import (
     ClearKv,
+    DropTable,
     GrowKv,
     KvView,
     Orders,
+    PlaceTable,
     ReclaimOrder,
     ReclaimPolicy,
+    SpillTable,
+    TablesView,
     TakeWeights,
     carry_out,
 )
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
-from hearth.types import Hold, ModelId
+from hearth.types import Hold, ModelId, SamplingTable
 from hearth.worker.failure import ModelBroke
 from hearth.worker.hosted_model import HostedModel, ServedModel
 from hearth.worker.hosting_spec import HostingSpec
 
+log = logging.getLogger(__name__)
+
 
 class Reclaimer:
-    """Mutable; the step thread alone calls it. Shows the policy the KV of all models, as `KvBooks`."""
+    """Mutable; the step thread alone calls it. Shows the policy KV and tables of all models: `ModelBooks`."""
 
     def __init__(
         self, new_pool: Callable[[EvictionTermsOf], Pool], hosted: Mapping[ModelId, HostedModel]
@@ -41,6 +48,7 @@ class Reclaimer:
         self.policy = ReclaimPolicy(self, keeps_addresses=self.pool.keeps_addresses)
         self.reload_costs = DeviceReloadCosts()
         self._hosted = hosted
+        self.num_spilled_tables = 0  #: so far: tables for which the pool had no room
 
     def eviction_terms(self, model: ModelId) -> EvictionTerms:
         """Return how the pool is to treat a model's weights; one that is not hosted is retained."""
@@ -73,6 +81,7 @@ class Reclaimer:
         """Have an idle model give back all but its weights."""
         if (served := hosted.served) is not None:
             served.engine.batcher.remove_all_blocks()
+            served.pooled_tables.clear()
         self.pool.retire(hosted.model)
         self.policy.stop_deferring(hosted.model)
         self.policy.room_may_have_come()
@@ -86,7 +95,7 @@ class Reclaimer:
     # KV.
 
     def before_step(self, model: ModelId, served: ServedModel) -> None:
-        """Give a model the KV that its next step wants, as far as it can be had without harm."""
+        """Give a model the tables and the KV that its next step wants, as far as KV is to be had."""
         self._run(self.policy.before_step(model, served.engine.elastic, served.engine.kv_use()))
 
     def after_step(self, model: ModelId, served: ServedModel, outcome: StepOutcome) -> None:
@@ -97,6 +106,13 @@ class Reclaimer:
             *(model, engine.elastic, engine.kv_use()), has_work=engine.has_work, has_let_go=has_let_go
         )
         self._run(orders)
+        self._run(self.policy.drop_tables(model))
+
+    def request_cancelled(self, hosted: HostedModel) -> None:
+        """Take back what only a request needed that was cancelled; its KV is its engine's again."""
+        if hosted.served is not None:
+            self._run(self.policy.drop_tables(hosted.model))
+        self.policy.room_may_have_come()
 
     # What the policy reads.
 
@@ -123,6 +139,13 @@ class Reclaimer:
     def cached_to_spare(self, model: ModelId) -> int:
         return self._served(model).engine.batcher.cached_to_spare()
 
+    def tables_of(self, model: ModelId) -> TablesView:
+        served = self._served(model)
+        engine, pooled = served.engine, dict(served.pooled_tables)
+        needed = engine.needed_tables()
+        spilled = [table for table in needed if table not in pooled and engine.has_table(table)]
+        return TablesView(needed, pooled, spilled)
+
     def _served(self, model: ModelId) -> ServedModel:
         """Return a model with its engine; the policy asks for none that has no engine."""
         served = self._hosted[model].served
@@ -143,8 +166,37 @@ class Reclaimer:
                 return self._clear(model, extent, may_preempt=may_preempt, may_forget=may_forget)
             case TakeWeights(num_bytes, most):
                 return self._take(num_bytes, most)
+            case PlaceTable(model, table, num_bytes):
+                return self._place_table(model, table, num_bytes)
+            case SpillTable(model, table):
+                return self._spill_table(model, table)
+            case DropTable(model, table):
+                self.pool.drop_table(model, table)
+                return self._served(model).pooled_tables.pop(table)
             case _:
                 assert_never(order)
+
+    def _place_table(self, model: ModelId, table: SamplingTable, num_bytes: int) -> int:
+        memory = self.pool.place_table(model, table, num_bytes)
+        self._follow_moves()
+        if memory is None:
+            return 0
+        served = self._served(model)
+        served.engine.place_table(table, memory)
+        served.pooled_tables[table] = num_bytes
+        return num_bytes
+
+    def _spill_table(self, model: ModelId, table: SamplingTable) -> int:
+        served = self._served(model)
+        with _blaming(model):
+            served.engine.place_table(table, None)
+        self.num_spilled_tables += 1
+        if self.num_spilled_tables == 1:
+            log.warning("fallback tables=torch model=%s table=%s reason=no_room", model, table)
+        num_bytes = served.pooled_tables.pop(table, 0)
+        if num_bytes:
+            self.pool.drop_table(model, table)
+        return num_bytes
 
     def _grow(self, model: ModelId, num_blocks: int, ahead_blocks: int) -> int:
         engine = self._served(model).engine
@@ -183,7 +235,9 @@ class Reclaimer:
     def _shortage(self, model: ModelId, spec: HostingSpec, lack_bytes: int) -> str:
         usage, shape = self.pool.usage(), spec.shape
         others = (one for one in usage.holdings if one.model != model)
-        held = ", ".join(f"{one.model} {one.weights_bytes + one.kv_bytes}" for one in others)
+        held = ", ".join(
+            f"{one.model} {one.weights_bytes + one.kv_bytes + one.tables_bytes}" for one in others
+        )
         return (
             f"`{model}` needs {shape.served.num_bytes} bytes for weights and {shape.workspace_bytes} for the "
             f"workspace, {lack_bytes} more than can be freed of {usage.budget_bytes}; others have: "

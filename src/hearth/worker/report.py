@@ -8,10 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from hearth.memory.pool import Holding, Pool
+from hearth.memory.pool import Holding
 from hearth.messages import DeviceResidency, ModelUse, Pong
 from hearth.types import Hold, ModelId
 from hearth.worker.hosted_model import HostedModel
+from hearth.worker.reclaimer import Reclaimer
 
 #: How long a change may wait while steps are made.
 INTERVAL_S = 0.1
@@ -20,9 +21,9 @@ INTERVAL_S = 0.1
 class Reports:
     """Mutable; the step thread alone calls it."""
 
-    def __init__(self, pool: Pool, hosted: Mapping[ModelId, HostedModel]) -> None:
+    def __init__(self, reclaimer: Reclaimer, hosted: Mapping[ModelId, HostedModel]) -> None:
         """`hosted` are the hosted models, kept by whoever calls."""
-        self._pool, self._hosted = pool, hosted
+        self._reclaimer, self._hosted = reclaimer, hosted
         self._told: dict[ModelId, int] = {}
         self._told_s = 0.0
 
@@ -32,7 +33,7 @@ class Reports:
         if not is_due and now_s < self._told_s + INTERVAL_S:
             return None
         self._told_s = now_s
-        all_bytes = {one.model: self._there(one) for one in self._pool.usage().holdings}
+        all_bytes = {one.model: self._there(one) for one in self._reclaimer.pool.usage().holdings}
         there = {model: num_bytes for model, num_bytes in all_bytes.items() if num_bytes}
         if there == self._told:
             return None
@@ -46,7 +47,7 @@ class Reports:
         return holding.stored_bytes if load is None else load.reused_bytes
 
     def pong(self, number: int) -> Pong:
-        usage = self._pool.usage()
+        usage = self._reclaimer.pool.usage()
         return Pong(
             number=number,
             budget_bytes=usage.budget_bytes,
@@ -54,14 +55,14 @@ class Reports:
             workspace_bytes=usage.workspace_bytes,
             lost_bytes=usage.lost_bytes,
             moved_bytes=usage.moved_bytes,
-            fallbacks=dict(usage.fallbacks),
+            fallbacks={**usage.fallbacks, "tables": self._reclaimer.num_spilled_tables},
             models=tuple(self._uses(usage.holdings)),
         )
 
     def _uses(self, holdings: tuple[Holding, ...]) -> list[ModelUse]:
         by_model = {one.model: one for one in holdings}
         names = sorted({*by_model, *self._hosted})
-        return [self._use(name, by_model.get(name) or Holding(name, 0, 0, 0, 0, 0)) for name in names]
+        return [self._use(name, by_model.get(name) or Holding(name, 0, 0, 0, 0, 0, 0)) for name in names]
 
     def _use(self, model: ModelId, holding: Holding) -> ModelUse:
         hosted = self._hosted.get(model)
@@ -78,6 +79,7 @@ class Reports:
             *(use.kv_used_blocks, use.kv_cached_blocks, use.kv_blocks),
             block_bytes=served.spec.shape.block_bytes,
             coming_bytes=coming_bytes,
+            tables_bytes=holding.tables_bytes,
         )
 
 

@@ -94,7 +94,7 @@ class WorkerLoop:
             resources, lambda hosting, model, news: inbox.put(ModelNews(hosting, model, news))
         )
         self._hosted = self._models.hosted
-        self._reports = Reports(self._models.reclaimer.pool, self._hosted)
+        self._reports = Reports(self._models.reclaimer, self._hosted)
         self._runs: dict[int, _Run] = {}  #: all that have not ended, each of a hosted model
         self._compilers = ThreadPoolExecutor(1, thread_name_prefix="hearth-guide")
 

@@ -1,4 +1,4 @@
-"""A pool, and the KV of models in it, as plain numbers: what a `ReclaimPolicy` decides about. Has no tests.
+"""A pool, with KV and tables of models, as plain numbers: what a `ReclaimPolicy` decides about. Has no tests.
 
 Every order is checked when it is carried out: nobody gives way before all who come first have nothing left.
 """
@@ -10,15 +10,19 @@ from dataclasses import dataclass, field
 from hearth.policy.batch.elastic import Elastic, KvUse
 from hearth.policy.memory.reclaim import (
     ClearKv,
+    DropTable,
     GrowKv,
     KvView,
     Orders,
+    PlaceTable,
     ReclaimOrder,
     ReclaimPolicy,
+    SpillTable,
+    TablesView,
     TakeWeights,
     carry_out,
 )
-from hearth.types import Hold, ModelId
+from hearth.types import Hold, ModelId, SamplingTable
 
 EXTENT_BLOCKS = 2  #: KV comes and goes by so many
 BLOCK_TOKENS = 8
@@ -40,6 +44,10 @@ class SimulatedModel:
     #: Blocks of each running request, the oldest first.
     running: list[int] = field(default_factory=list)
     num_waiting: int = 0
+    #: Bytes of the tables that requests need, and of those that lie in the pool.
+    needed: dict[SamplingTable, int] = field(default_factory=dict)
+    pooled: dict[SamplingTable, int] = field(default_factory=dict)
+    spilled: set[SamplingTable] = field(default_factory=set)
     elastic: Elastic = field(default_factory=lambda: Elastic(BLOCK_TOKENS))
 
     @property
@@ -49,6 +57,10 @@ class SimulatedModel:
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.num_waiting)
+
+    @property
+    def used_bytes(self) -> int:
+        return self.there_bytes + self.num_blocks * self.block_bytes + sum(self.pooled.values())
 
     @property
     def effective_hold(self) -> Hold:
@@ -79,11 +91,12 @@ class SimulatedModel:
         assert 0 <= self.num_free <= self.num_blocks <= self.max_blocks, f"{self}"
         assert self.num_cached >= 0, f"{self}"
         assert 0 <= self.there_bytes <= self.weights_bytes, f"{self}"
+        assert not self.pooled.keys() & self.spilled, f"{self}"
 
 
 @dataclass(slots=True)
 class SimulatedPool:
-    """Mutable. `KvBooks` for the policy, and whoever carries its orders out."""
+    """Mutable. `ModelBooks` for the policy, and whoever carries its orders out."""
 
     budget_bytes: int
     models_by_id: dict[ModelId, SimulatedModel]
@@ -93,6 +106,7 @@ class SimulatedPool:
     orders: list[ReclaimOrder] = field(default_factory=list)  #: all that were carried out
     num_preempted: int = 0
     needed_bytes: int = 0  #: what the model that room is made for is promised, and has not got
+    stepping: ModelId | None = None  #: the model that KV or a table is wanted for
     policy: ReclaimPolicy = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,8 +114,7 @@ class SimulatedPool:
 
     @property
     def free_bytes(self) -> int:
-        models = self.models_by_id.values()
-        return self.budget_bytes - sum(one.there_bytes + one.num_blocks * one.block_bytes for one in models)
+        return self.budget_bytes - sum(one.used_bytes for one in self.models_by_id.values())
 
     def run(self, orders: Orders) -> int:
         self.orders.clear()
@@ -121,14 +134,25 @@ class SimulatedPool:
     def before_step(self, model: ModelId, num_wanted: int) -> int:
         one = self.models_by_id[model]
         self.needed_bytes = max(0, one.floor_blocks - one.num_blocks) * one.block_bytes
-        return self.run(self.policy.before_step(model, one.elastic, one.use(num_wanted)))
+        self.stepping = model
+        num_got = self.run(self.policy.before_step(model, one.elastic, one.use(num_wanted)))
+        self.stepping = None
+        return num_got
 
     def after_step(self, model: ModelId, *, has_let_go: bool = False) -> int:
         one = self.models_by_id[model]
         orders = self.policy.after_step(
             model, one.elastic, one.use(0), has_work=one.has_work, has_let_go=has_let_go
         )
-        return self.run(orders)
+        num_given = self.run(orders)
+        self.drop_tables(model)
+        return num_given
+
+    def drop_tables(self, model: ModelId) -> int:
+        """The engine lets go of tables that nobody needs by itself, so those outside are gone."""
+        one = self.models_by_id[model]
+        one.spilled &= one.needed.keys()
+        return carry_out(self.policy.drop_tables(model), self._act)
 
     def check(self) -> None:
         assert self.free_bytes >= 0, f"{self}"
@@ -163,6 +187,10 @@ class SimulatedPool:
     def cached_to_spare(self, model: ModelId) -> int:
         return self.models_by_id[model].num_cached
 
+    def tables_of(self, model: ModelId) -> TablesView:
+        one = self.models_by_id[model]
+        return TablesView(dict(one.needed), dict(one.pooled), set(one.spilled))
+
     # What it orders.
 
     def _act(self, order: ReclaimOrder) -> int:
@@ -174,6 +202,13 @@ class SimulatedPool:
                 brought = self._clear(self.models_by_id[model], order)
             case TakeWeights():
                 brought = self._take(order)
+            case PlaceTable(model, table, num_bytes):
+                brought = self._place_table(self.models_by_id[model], table, num_bytes)
+            case SpillTable(model, table):
+                brought = self._spill_table(model, table)
+            case DropTable(model, table):
+                assert table not in self.models_by_id[model].needed, f"{order} takes what requests need"
+                brought = self.models_by_id[model].pooled.pop(table)
         self.check()
         return brought
 
@@ -209,6 +244,43 @@ class SimulatedPool:
         one.num_blocks -= num_blocks
         return num_blocks
 
+    def _place_table(self, one: SimulatedModel, table: SamplingTable, num_bytes: int) -> int:
+        assert table in one.needed, f"nobody needs {table}: {one}"
+        assert table not in one.pooled, f"{table} is there already: {one}"
+        assert table not in one.spilled, f"{table} is there already: {one}"
+        if self.num_useless and not self.keeps_addresses:
+            self.num_useless -= 1
+            return 0
+        if num_bytes > self.free_bytes:
+            return 0
+        one.pooled[table] = num_bytes
+        return num_bytes
+
+    def _spill_table(self, model: ModelId, table: SamplingTable) -> int:
+        """For what is promised after all else; for a table that has no room once nobody can give way."""
+        one = self.models_by_id[model]
+        assert table not in one.spilled, f"{table} is outside already: {one}"
+        if table in one.pooled:
+            self._check_nothing_else_is_left(model)
+            assert not self._lent(), f"`{model}` gives way before KV beyond a promise: {self._lent()}"
+        elif self.keeps_addresses:
+            assert self.free_bytes < one.needed[table], f"{table} has room: {one}"
+            assert not self._takeable(Hold.WARM), f"{table} is outside, and weights of idle models are not"
+            assert not self._idle_kv(), f"{table} is outside, and KV that nobody reads is not"
+        one.spilled.add(table)
+        return one.pooled.pop(table, 0)
+
+    def _lent(self) -> list[ModelId]:
+        """Models with KV beyond their promise, beside the one that grows."""
+        return [
+            model
+            for model, one in self.models_by_id.items()
+            if model != self.stepping
+            and one.is_hosted
+            and one.num_blocks >= EXTENT_BLOCKS
+            and (not one.has_work or one.num_blocks - EXTENT_BLOCKS >= one.floor_blocks)
+        ]
+
     def _take(self, order: TakeWeights) -> int:
         assert order.most <= Hold.WARM, f"weights of busy models: {order}"
         if order.most is Hold.WARM:
@@ -237,11 +309,10 @@ class SimulatedPool:
 
     def _idle_kv(self) -> list[ModelId]:
         """Models that could give back an extent without anybody noticing, beside the one that grows."""
-        grower = next((order.model for order in reversed(self.orders) if isinstance(order, GrowKv)), None)
         return [
             model
             for model, one in self.models_by_id.items()
-            if model != grower
+            if model != self.stepping
             and one.is_hosted
             and one.num_blocks >= EXTENT_BLOCKS
             and one.num_available - one.reserve_blocks >= EXTENT_BLOCKS

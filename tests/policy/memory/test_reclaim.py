@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from hearth.policy.memory.reclaim import ClearKv, GrowKv, Orders, ReclaimOrder, TakeWeights, carry_out
-from hearth.types import Hold, ModelId
+from hearth.policy.memory.reclaim import (
+    ClearKv,
+    DropTable,
+    GrowKv,
+    Orders,
+    PlaceTable,
+    ReclaimOrder,
+    SpillTable,
+    TakeWeights,
+    carry_out,
+)
+from hearth.types import Hold, ModelId, SamplingTable
 from tests.policy.memory.simulated_pool import EXTENT_BLOCKS, SimulatedModel, SimulatedPool
 
 A, B, C = ModelId("a"), ModelId("b"), ModelId("c")
+PENALTIES, BIAS = SamplingTable
 
 
 def hosted(
@@ -39,7 +52,7 @@ def hosted(
 
 def pool_of(free_bytes: int = 0, *, keeps_addresses: bool = True, **models: SimulatedModel) -> SimulatedPool:
     """A pool with so many bytes free."""
-    used_bytes = sum(one.there_bytes + one.num_blocks * one.block_bytes for one in models.values())
+    used_bytes = sum(one.used_bytes for one in models.values())
     by_id = {ModelId(name): one for name, one in models.items()}
     return SimulatedPool(used_bytes + free_bytes, by_id, keeps_addresses)
 
@@ -234,6 +247,102 @@ def test_a_busy_model_that_lets_nothing_go_changes_nothing() -> None:
     assert pool.policy.generation == 1
 
 
+# --- Tables ---
+
+
+def needing(one: SimulatedModel, **bytes_by_table: int) -> SimulatedModel:
+    one.needed = {SamplingTable(table): num_bytes for table, num_bytes in bytes_by_table.items()}
+    return one
+
+
+def test_tables_come_out_of_free_memory_each_when_it_is_needed() -> None:
+    one = needing(hosted(num_blocks=4, running=(2,)), bias=3)
+    pool = pool_of(free_bytes=10, a=one)
+
+    pool.before_step(A, num_wanted=0)
+    assert pool.orders == [PlaceTable(A, BIAS, 3)]
+    needing(one, bias=3, penalties=4)
+    pool.before_step(A, num_wanted=0)
+    assert pool.orders == [PlaceTable(A, PENALTIES, 4)]
+    pool.before_step(A, num_wanted=0)
+    assert pool.orders == []
+    assert pool.free_bytes == 3
+
+
+def test_a_table_that_nobody_needs_any_more_goes_back_at_once_and_others_look_again() -> None:
+    one = needing(hosted(num_blocks=4, running=(2,)), bias=3, penalties=4)
+    pool = pool_of(free_bytes=10, a=one)
+    pool.before_step(A, num_wanted=0)
+    generation = pool.policy.generation
+
+    needing(one, penalties=4)
+    assert pool.drop_tables(A) == 3
+
+    assert pool.orders[-1] == DropTable(A, BIAS)
+    assert one.pooled == {PENALTIES: 4}
+    assert pool.policy.generation > generation
+    assert pool.drop_tables(A) == 0
+
+
+def test_room_for_a_table_is_made_in_the_usual_order_and_own_kv_goes_first() -> None:
+    one = needing(hosted(num_blocks=8, running=(2,), num_cached=4, floor_blocks=6), bias=6)
+    cached, retained = hosted(num_blocks=2, num_cached=2), hosted(weights_bytes=2, hold=Hold.RETAINED)
+    pool = pool_of(a=one, b=cached, c=retained)
+
+    pool.before_step(A, num_wanted=0)
+
+    assert kinds(pool.orders) == [PlaceTable, ClearKv, ClearKv, TakeWeights, PlaceTable]
+    assert [order.model for order in pool.orders if isinstance(order, ClearKv)] == [A, B]
+    assert (one.pooled, one.num_blocks, cached.num_blocks) == ({BIAS: 6}, 6, 0)
+
+
+def test_nobody_is_preempted_for_a_table_which_lies_outside_then() -> None:
+    one = needing(hosted(num_blocks=4, running=(4,)), bias=3)
+    lent = hosted(num_blocks=20, running=(20,))
+    pool = pool_of(free_bytes=2, a=one, b=lent)
+
+    pool.before_step(A, num_wanted=0)
+
+    assert (one.spilled, one.pooled, lent.running) == ({BIAS}, {}, [20])
+    pool.before_step(A, num_wanted=0)
+    assert not any(isinstance(order, PlaceTable | SpillTable) for order in pool.orders), "it stays there"
+
+
+def test_others_are_not_stripped_for_a_table_where_what_comes_free_is_of_no_use() -> None:
+    idle = hosted(num_blocks=40, num_cached=40)
+    one = needing(hosted(num_blocks=4, running=(4,)), bias=3)
+    pool = pool_of(a=one, b=idle, keeps_addresses=False)
+    pool.num_useless = 100
+
+    pool.before_step(A, num_wanted=0)
+
+    assert (one.spilled, idle.num_blocks) == ({BIAS}, 40 - 2 * 4)
+
+
+def test_a_table_leaves_the_pool_for_what_is_promised_after_all_that_is_lent() -> None:
+    one = needing(hosted(num_blocks=8, running=(2, 2, 2, 2), floor_blocks=4), bias=6)
+    newcomer = hosted(weights_bytes=8)
+    newcomer.there_bytes = 0
+    pool = pool_of(free_bytes=6, a=one, b=newcomer)
+    pool.before_step(A, num_wanted=0)
+    assert one.pooled == {BIAS: 6}
+
+    assert pool.place(B) == 0
+
+    assert (one.num_blocks, one.pooled, one.spilled) == (4, {}, {BIAS})
+    assert isinstance(pool.orders[-1], SpillTable)
+
+
+def test_a_model_s_own_table_leaves_the_pool_for_the_kv_that_it_is_promised() -> None:
+    one = needing(hosted(floor_blocks=4), bias=4)
+    one.num_waiting = 1
+    pool = pool_of(free_bytes=4, a=one)
+
+    pool.before_step(A, num_wanted=4)
+
+    assert (one.num_blocks, one.pooled, one.spilled) == (4, {}, {BIAS})
+
+
 # --- Any order of events ---
 
 
@@ -269,39 +378,55 @@ class AnyEvents(RuleBasedStateMachine):
         budget_bytes = sum(promises[1:]) + spare_bytes
         self.pool = SimulatedPool(budget_bytes, models, keeps_addresses)
         self.names = list(models)
+        for number in range(len(models)):
+            self.host(number)
 
-    def pick(self, number: int) -> ModelId:
-        return self.names[number % len(self.names)]
+    def pick(self, number: int, can_be: Callable[[SimulatedModel], bool]) -> ModelId | None:
+        """One of the models that something can happen to, if there is one, so that few rules do nothing."""
+        names = [name for name in self.names if can_be(self.pool.models_by_id[name])]
+        return names[number % len(names)] if names else None
 
     @rule(number=st.integers(0, 3))
     def host(self, number: int) -> None:
         """What is promised can always be placed."""
-        model = self.pick(number)
+        model = self.pick(number, lambda one: not one.is_hosted)
+        if model is None:
+            return
         one = self.pool.models_by_id[model]
         hosted = [other for other in self.pool.models_by_id.values() if other.is_hosted]
-        if one in hosted or sum(x.promise_bytes for x in [*hosted, one]) > self.pool.budget_bytes:
+        if sum(x.promise_bytes for x in [*hosted, one]) > self.pool.budget_bytes:
             return
         one.is_hosted, one.hold = True, Hold.WARM
         assert self.pool.place(model) == 0
         assert one.there_bytes == one.weights_bytes
 
-    @rule(number=st.integers(0, 3), num_requests=st.integers(1, 6))
-    def ask(self, number: int, num_requests: int) -> None:
-        one = self.pool.models_by_id[model := self.pick(number)]
-        if one.is_hosted:
-            one.num_waiting += num_requests
-            if one.there_bytes < one.weights_bytes:  # others took from it while it was idle
-                assert self.pool.place(model) == 0
+    @rule(number=st.integers(0, 3), table=st.sampled_from(SamplingTable))
+    def no_longer_need(self, number: int, table: SamplingTable) -> None:
+        if (model := self.pick(number, lambda one: table in one.needed)) is not None:
+            del self.pool.models_by_id[model].needed[table]
+            self.pool.drop_tables(model)
 
-    @rule(number=st.integers(0, 3), num_wanted=st.integers(0, 9))
-    def step(self, number: int, num_wanted: int) -> None:
-        one = self.pool.models_by_id[model := self.pick(number)]
-        if not one.has_work:
+    @rule(
+        number=st.integers(0, 3),
+        num_requests=st.integers(0, 3),
+        tables=st.dictionaries(st.sampled_from(SamplingTable), st.integers(1, 12)),
+        num_wanted=st.integers(0, 9),
+    )
+    def step(self, number: int, num_requests: int, tables: dict[SamplingTable, int], num_wanted: int) -> None:
+        """Requests may have come before it, some of which need tables."""
+        model = self.pick(number, lambda one: one.is_hosted and (one.has_work or num_requests > 0))
+        if model is None:
             return
+        one = self.pool.models_by_id[model]
+        one.num_waiting += num_requests
+        one.needed = {**tables, **one.needed}
+        if one.there_bytes < one.weights_bytes:  # others took from it while it was idle
+            assert self.pool.place(model) == 0
         num_before, num_preempted = one.num_blocks, self.pool.num_preempted
 
         self.pool.before_step(model, num_wanted)
 
+        assert one.needed.keys() == one.pooled.keys() | one.spilled, "a request waits for a table"
         is_short = num_wanted > one.num_available
         assert not is_short or one.num_blocks >= one.floor_blocks, "what is promised was not had"
         assert one.num_blocks - num_before <= max(0, num_wanted) + 2 * EXTENT_BLOCKS, (
@@ -312,7 +437,8 @@ class AnyEvents(RuleBasedStateMachine):
         if is_short:
             generation = self.pool.policy.generation
             self.pool.before_step(model, num_wanted)
-            if self.pool.policy.generation == generation:
+            is_short = num_wanted > one.num_available
+            if is_short and self.pool.policy.generation == generation:
                 self.pool.before_step(model, num_wanted)
                 assert not self.pool.orders, f"looked again in the same generation: {self.pool.orders}"
         self._compute(one, num_wanted)
@@ -327,27 +453,31 @@ class AnyEvents(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 3), is_cached=st.booleans())
     def finish(self, number: int, is_cached: bool) -> None:
-        one = self.pool.models_by_id[model := self.pick(number)]
+        model = self.pick(number, lambda one: one.is_hosted)
+        if model is None:
+            return
+        one = self.pool.models_by_id[model]
         if one.running:
             num_blocks = one.running.pop(0)
             one.num_cached += num_blocks if is_cached else 0
         else:
             one.num_waiting = 0
-        if one.is_hosted:
-            before, num_cached, num_live = one.num_free, one.num_cached, one.num_live
-            generation = self.pool.policy.generation
+        if not one.has_work:
+            one.needed.clear()
+        before, num_cached, num_live = one.num_free, one.num_cached, one.num_live
+        generation = self.pool.policy.generation
 
-            num_given = self.pool.after_step(model, has_let_go=True)
+        num_given = self.pool.after_step(model, has_let_go=True)
 
-            assert num_given <= before
-            assert (one.num_cached, one.num_live) == (num_cached, num_live)
-            assert one.has_work or one.num_free < EXTENT_BLOCKS
-            assert self.pool.policy.generation > generation
+        assert num_given <= before
+        assert (one.num_cached, one.num_live) == (num_cached, num_live)
+        assert one.has_work or one.num_free < EXTENT_BLOCKS
+        assert self.pool.policy.generation > generation
 
     @rule(number=st.integers(0, 3), hold=st.sampled_from([Hold.RETAINED, Hold.WARM, Hold.PINNED]))
     def set_hold(self, number: int, hold: Hold) -> None:
-        one = self.pool.models_by_id[model := self.pick(number)]
-        if one.is_hosted:
+        if (model := self.pick(number, lambda one: one.is_hosted)) is not None:
+            one = self.pool.models_by_id[model]
             one.hold = hold
             self.pool.policy.room_may_have_come()
             if hold is Hold.PINNED and one.there_bytes < one.weights_bytes:
@@ -355,8 +485,8 @@ class AnyEvents(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 3), keeps_weights=st.booleans())
     def leave(self, number: int, keeps_weights: bool) -> None:
-        one = self.pool.models_by_id[model := self.pick(number)]
-        if not one.has_work:
+        if (model := self.pick(number, lambda one: one.is_hosted and not one.has_work)) is not None:
+            one = self.pool.models_by_id[model]
             one.is_hosted, one.num_blocks, one.num_cached = False, 0, 0
             if keeps_weights:
                 self.pool.policy.stop_deferring(model)
@@ -371,6 +501,7 @@ class AnyEvents(RuleBasedStateMachine):
             self.pool.check()
             for one in self.pool.models_by_id.values():
                 pinned = one.is_hosted and (one.has_work or one.hold is Hold.PINNED)
+                assert one.pooled.keys() <= one.needed.keys(), "a table that nobody needs is in the pool"
                 assert not pinned or one.there_bytes == one.weights_bytes, (
                     "weights of a busy model were taken"
                 )

@@ -1,9 +1,12 @@
 """Who gives way when a model on a worker needs memory. Pure: it yields orders that the worker carries out.
 
-    free memory, KV that nobody reads, weights of retained models, of warm ones, KV of running requests
+    free memory, KV that nobody reads, weights of retained models, of warm ones, KV of running requests,
+    tables of samplers
 
 Each is touched only when all before it is used up. The gateway promises hosted models no more than there is,
 so whatever is promised can be had: what a model has beyond its promise is lent, and comes back in this order.
+Tables of a sampler are lent as well. Requests that need one must not wait for it, so where the pool has no
+room it lies outside, in memory that nobody promised: the last resort, and a fallback that is counted.
 
 A decision takes several orders, and each depends on what came of the one before. So whoever decides is a
 generator: it yields one order at a time and is sent the outcome, a number of blocks or of bytes. `carry_out`
@@ -12,13 +15,13 @@ runs it, for a worker as for a simulator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
 from hearth.policy.batch.elastic import Elastic, KvUse
-from hearth.types import Hold, ModelId
+from hearth.types import Hold, ModelId, SamplingTable
 
 #: How often memory may come free without being of use before a model gives up what it is not promised.
 MAX_USELESS = 2
@@ -51,7 +54,32 @@ class TakeWeights:
     most: Hold  #: only from models that are held at most so
 
 
-ReclaimOrder = GrowKv | ClearKv | TakeWeights
+@dataclass(frozen=True, slots=True)
+class PlaceTable:
+    """Give a model a table out of free memory. The outcome: its bytes, or 0 where that does not suffice."""
+
+    model: ModelId
+    table: SamplingTable
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpillTable:
+    """Have a table lie outside of the pool, with what it holds. The outcome: how many bytes came free."""
+
+    model: ModelId
+    table: SamplingTable
+
+
+@dataclass(frozen=True, slots=True)
+class DropTable:
+    """Take back the memory of a table that nobody needs. The outcome: how many bytes came free."""
+
+    model: ModelId
+    table: SamplingTable
+
+
+ReclaimOrder = GrowKv | ClearKv | TakeWeights | PlaceTable | SpillTable | DropTable
 #: Yields orders, is sent what came of each, and returns what came of all of them.
 Orders = Generator[ReclaimOrder, int, int]
 
@@ -82,8 +110,17 @@ class KvView:
     reserve_blocks: int  #: that running requests will fill next
 
 
-class KvBooks(Protocol):
-    """The KV on a worker as it is at the moment, for the policy to read."""
+@dataclass(frozen=True, slots=True)
+class TablesView:
+    """The tables of one model's sampler between two steps, with their bytes."""
+
+    needed: Mapping[SamplingTable, int]  #: by requests that run or wait
+    pooled: Mapping[SamplingTable, int]  #: tables that lie in the pool, needed or not
+    spilled: Collection[SamplingTable]  #: needed tables that lie outside of the pool
+
+
+class ModelBooks(Protocol):
+    """KV and tables on a worker as they are at the moment, for the policy to read."""
 
     def models(self) -> Collection[ModelId]:
         """Return the hosted models that have an engine, and so may have KV."""
@@ -96,6 +133,9 @@ class KvBooks(Protocol):
 
     def cached_to_spare(self, model: ModelId) -> int:
         """Return how many cached blocks the model's next step could use: nobody who waits would read them."""
+
+    def tables_of(self, model: ModelId) -> TablesView:
+        """Return the tables of one model's sampler."""
 
 
 class FutileTries:
@@ -126,7 +166,7 @@ class FutileTries:
 class ReclaimPolicy:
     """Mutable; written by the one thread that calls it and carries out its orders."""
 
-    def __init__(self, books: KvBooks, *, keeps_addresses: bool) -> None:
+    def __init__(self, books: ModelBooks, *, keeps_addresses: bool) -> None:
         """`keeps_addresses`: the pool maps pages, so any free memory fits anywhere."""
         self._books, self._keeps_addresses = books, keeps_addresses
         #: Counts what may have made room: memory given back, requests that ended, a model that is held less.
@@ -190,7 +230,11 @@ class ReclaimPolicy:
     # KV.
 
     def before_step(self, model: ModelId, elastic: Elastic, use: KvUse) -> Orders:
-        """Give a model the KV that its next step wants, as far as it can be had without harm."""
+        """Give a model the tables and the KV that its next step wants, as far as KV can be had without harm.
+
+        Returns how many blocks it got.
+        """
+        yield from self._place_tables(model)
         growth = elastic.growth(use)
         if not growth.now_blocks and not growth.ahead_blocks:
             return 0
@@ -258,6 +302,54 @@ class ReclaimPolicy:
             num_useless = 0 if num_got else num_useless + 1
         return num_given
 
+    # Tables.
+
+    def _place_tables(self, model: ModelId) -> Orders:
+        """Have a model get the tables that its requests need; return how many bytes of the pool they take.
+
+        Nobody is preempted for one, for none is promised. Who has no room in the pool gets it elsewhere.
+        """
+        placed_bytes = 0
+        tables = self._books.tables_of(model)
+        for table, num_bytes in tables.needed.items():
+            if table in tables.pooled or table in tables.spilled:
+                continue
+            order = PlaceTable(model, table, num_bytes)
+            got_bytes = yield order
+            num_tries = 0
+            while not got_bytes and num_tries < MAX_USELESS:
+                if not (yield from self._free_for_table(model, num_bytes)):
+                    break
+                got_bytes = yield order
+                num_tries += 1
+            if not got_bytes:
+                yield SpillTable(model, table)
+            placed_bytes += got_bytes
+        return placed_bytes
+
+    def _free_for_table(self, model: ModelId, num_bytes: int) -> Orders:
+        """Have so many bytes come free, as far as nobody is preempted; the model's own lent KV goes first."""
+        freed = 0
+        block_bytes = self._books.kv_of(model).block_bytes
+        while freed < num_bytes:
+            if not (num_blocks := (yield from self._clear_one(model, may_preempt=False, keeps_floor=True))):
+                break
+            freed += num_blocks * block_bytes
+        if freed < num_bytes:
+            freed += yield from self._free(num_bytes - freed, may_preempt=False, beside=model)
+        return freed
+
+    def drop_tables(self, model: ModelId) -> Orders:
+        """Take back the tables that no request of a model needs any more; return how many bytes came free."""
+        freed = 0
+        tables = self._books.tables_of(model)
+        for table in tables.pooled:
+            if table not in tables.needed:
+                freed += yield DropTable(model, table)
+        if freed:
+            self.room_may_have_come()
+        return freed
+
     # Making room.
 
     def _free(self, num_bytes: int, *, may_preempt: bool, beside: ModelId | None = None) -> Orders:
@@ -268,8 +360,19 @@ class ReclaimPolicy:
                 freed += yield TakeWeights(num_bytes - freed, most)
         if freed < num_bytes and may_preempt:
             freed += yield from self._free_kv(num_bytes - freed, beside, may_preempt=True)
+        if freed < num_bytes and may_preempt:
+            freed += yield from self._spill_tables(num_bytes - freed)
         if freed:
             self.room_may_have_come()  # it may be more than whoever asked makes use of
+        return freed
+
+    def _spill_tables(self, num_bytes: int) -> Orders:
+        """Have tables leave the pool for what somebody is promised, also those of the one who is."""
+        freed = 0
+        for model in sorted(self._books.models()):
+            for table in self._books.tables_of(model).pooled:
+                if freed < num_bytes:
+                    freed += yield SpillTable(model, table)
         return freed
 
     def _free_kv(self, num_bytes: int, beside: ModelId | None, *, may_preempt: bool) -> Orders:
@@ -283,19 +386,19 @@ class ReclaimPolicy:
                 freed += num_blocks * kv.block_bytes
         return freed
 
-    def _clear_one(self, model: ModelId, *, may_preempt: bool) -> Orders:
+    def _clear_one(self, model: ModelId, *, may_preempt: bool, keeps_floor: bool = False) -> Orders:
         """Have a model give back one extent; return its blocks, or 0 if it can give back none.
 
         What a busy model will fill next it keeps, as long as nobody has to be preempted for it: two that are
         full would take the same blocks from each other over and over. Running requests lose only what the
-        model has beyond its promise.
+        model has beyond its promise. `keeps_floor`: so does whatever is free or cached.
         """
         kv = self._books.kv_of(model)
         num_spare = kv.num_blocks if may_preempt else kv.num_available - kv.reserve_blocks
         for extent in self._books.extents(model):
-            if len(extent) > num_spare:
-                continue
             is_lent = kv.num_blocks - len(extent) >= kv.floor_blocks
+            if len(extent) > num_spare or (keeps_floor and not is_lent):
+                continue
             may_end = may_preempt and (is_lent or not kv.has_work)
             if num_blocks := (yield ClearKv(model, extent, may_preempt=may_end, may_forget=True)):
                 return num_blocks
