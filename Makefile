@@ -18,7 +18,7 @@ ON_GPU := PYTHONPATH=src:.carry python3
 # Tests that concern no device and need packages that are not carried there.
 NOT_ON_GPU := tests/api tests/cli tests/control tests/service tests/engine/test_guide.py
 # Processes for the tests: two are right for two cores, and few enough for the memory of any machine.
-TESTERS ?= 2
+TESTERS ?= 3
 # Types are checked beside the tests; what was said about them is shown after these.
 TYPES := .mypy_cache/said
 BENCHES := engine kernels load chunks service_gpu reuse elastic

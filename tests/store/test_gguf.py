@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFEndian
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFEndian, GGUFReader
 from gguf.quants import dequantize
 
 from hearth.errors import BadCheckpoint, UnsupportedModel
 from hearth.models.arch import Arch, Llama3Scaling
 from hearth.models.families import read_arch
 from hearth.models.pack import checkpoint_dtype
-from hearth.store.gguf import open_gguf
+from hearth.store.gguf import _ArrayReader, open_gguf
 from tests.models.zoo import build, save, tiny
 from tests.store.gguf_files import EMBEDDING, SMALLEST, Floats, interleave, model_tensors, write, write_model
 
@@ -66,6 +66,26 @@ def llama3_factors(factor: float) -> Floats:
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     factors: Floats = (500000.0 ** -(torch.arange(0, 16, 2).float() / 16) / scaled).numpy()
     return factors
+
+
+def test_fields_are_read_as_gguf_reads_them(path: Path) -> None:
+    model, _ = build("smollm2")
+    write_model(
+        path,
+        model,
+        changes={
+            "tokenizer.ggml.tokens": ["a", "", "\u00e9\u4e16" * 40, "z"],
+            "tokenizer.ggml.scores": [0.5, -1.0, float("inf")],
+            "tokenizer.ggml.token_type": [1, 2, 3],
+            "some.flags": [True, False],
+        },
+    )
+    ours, theirs = _ArrayReader(path), GGUFReader(path)
+    assert ours.fields.keys() == theirs.fields.keys()
+    for name, field in theirs.fields.items():
+        assert ours.fields[name].types == field.types, name
+        assert ours.fields[name].contents() == field.contents(), name
+    assert [tensor.name for tensor in ours.tensors] == [tensor.name for tensor in theirs.tensors]
 
 
 @pytest.mark.parametrize("name", NAMES)

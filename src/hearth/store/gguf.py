@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from struct import Struct
+from struct import error as StructError
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +32,10 @@ from hearth.store.source import ModelSource
 SLAB_BYTES = 8 << 20
 
 #: What gguf raises, by accident or on purpose, for a file that is no GGUF or ends early.
-_UNREADABLE = (OSError, ValueError, LookupError, TypeError, ArithmeticError)
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, ArithmeticError, StructError)
+
+#: What an array begins with, the kind and number of its items; and what a string does.
+_ARRAY_HEAD, _LENGTH = Struct("<IQ"), Struct("<Q")
 
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -64,7 +70,7 @@ _FLOATS = {
 def open_gguf(path: Path) -> Iterator[ModelSource]:
     """Open a GGUF file by mapping it; each tensor is dequantised on its own when it is read."""
     with _naming(path):
-        reader = GGUFReader(path)
+        reader = _ArrayReader(path)
         values = {name: _value(field) for name, field in reader.fields.items()}
     if reader.endianess != GGUFEndian.LITTLE:
         raise BadCheckpoint(f"`{path}` is big-endian; supported: little-endian, so convert it again")
@@ -80,6 +86,59 @@ def open_gguf(path: Path) -> Iterator[ModelSource]:
     heads = _interleaved_heads(arch) if architecture(metadata) == "llama" else {}
     checkpoint = {_transformers_name(name): _in_order(name, tensors[name], heads) for name in tensors}
     yield ModelSource(arch, checkpoint, lambda: text_files(metadata))
+
+
+class _ArrayReader(GGUFReader):
+    """gguf's reader, with arrays read at once: element by element, a tokenizer takes it seconds.
+
+    Fields come out as gguf makes them, for the tests compare both.
+    """
+
+    def _get_field_parts(
+        self, orig_offs: int, raw_type: int
+    ) -> tuple[int, list[npt.NDArray[np.generic]], list[int], list[GGUFValueType]]:
+        if raw_type != GGUFValueType.ARRAY or self.byte_order != "I":
+            return super()._get_field_parts(orig_offs, raw_type)
+        data, begin = self.data.view(np.ndarray), orig_offs + _ARRAY_HEAD.size
+        item_type, num_items = _ARRAY_HEAD.unpack(data[orig_offs:begin].tobytes())
+        items: list[npt.NDArray[np.generic]]
+        head: list[npt.NDArray[np.generic]] = [
+            data[orig_offs : orig_offs + 4].view(np.uint32),
+            data[orig_offs + 4 : begin].view(np.uint64),
+        ]
+        if item_type == GGUFValueType.STRING:
+            items, end = _strings(data, begin, num_items)
+        elif (dtype := self.gguf_scalar_to_np.get(GGUFValueType(item_type))) is not None:
+            end = begin + num_items * np.dtype(dtype).itemsize
+            items = [*_part(data, begin, end).view(dtype).reshape(-1, 1)]
+        else:
+            return super()._get_field_parts(orig_offs, raw_type)
+        types = [GGUFValueType.ARRAY, *([GGUFValueType(item_type)] if items else [])]
+        return end - orig_offs, [*head, *items], list(range(len(head), len(head) + len(items))), types
+
+
+def _strings(data: npt.NDArray[np.uint8], begin: int, num_strings: int) -> _Strings:
+    """Return the bytes of strings that stand one after the other, each behind its length, and their end."""
+    strings: list[npt.NDArray[np.generic]] = []
+    for _ in range(num_strings):
+        text = begin + _LENGTH.size
+        (num_bytes,) = _LENGTH.unpack(_part(data, begin, text).tobytes())
+        begin = text + num_bytes
+        strings.append(_part(data, text, begin))
+    return _Strings(strings, begin)
+
+
+def _part(data: npt.NDArray[np.uint8], begin: int, end: int) -> npt.NDArray[np.uint8]:
+    if end > len(data):
+        raise ValueError(f"it ends at byte {len(data)}, in the midst of a field that goes to {end}")
+    return data[begin:end]
+
+
+class _Strings(NamedTuple):
+    """Strings of an array, and where they end."""
+
+    items: list[npt.NDArray[np.generic]]
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
