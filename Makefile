@@ -17,7 +17,7 @@ CODE := src tests bench scripts/tables
 ON_GPU := PYTHONPATH=src:.carry python3
 # Tests that concern no device and need packages that are not carried there.
 NOT_ON_GPU := tests/api tests/cli tests/control tests/service tests/engine/test_guide.py
-# Processes for the tests: two are right for two cores, and few enough for the memory of any machine.
+# Processes for the tests: one more than the cores of a small machine, for services make tests wait.
 TESTERS ?= 3
 # Types are checked beside the tests; what was said about them is shown after these.
 TYPES := .mypy_cache/said
