@@ -1,7 +1,7 @@
 """How many cores this process may use, and how its threads wait. Starts no thread.
 
 Between two parallel regions OpenMP's threads spin for a while, in the hope that the next one is near. Alone
-on a machine that gains next to nothing; beside a busy process it takes cores from those that work, and then
+on a machine that gains a few percent; beside a busy process it takes cores from those that work, and then
 decoding is many times slower. So threads are told to sleep instead, unless the user has chosen. OpenMP reads
 its environment once, when torch loads it: `hearth/__init__.py` sees to it that this comes first.
 """
