@@ -3,7 +3,7 @@
 An order that no worker could carry out raises AssertionError: a model beyond the budget, one evicted under
 its requests, a request without a slot. Whose weights give way is decided by the code that decides it on a
 real worker (`policy/memory/reclaim.py`, `eviction.py`, `reload_cost.py`). When a load ends or a request is
-done is for whoever drives the worker.
+done is for whoever drives the worker. KV beyond a promise and single steps are not simulated.
 """
 
 from __future__ import annotations
