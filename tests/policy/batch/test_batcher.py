@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
@@ -384,6 +384,27 @@ def test_other_salts_find_nothing() -> None:
     engine.drain()
     engine.add(request("b", range(8), salt=b"two"))
     assert launched(engine).admissions[0].num_cached_tokens == 0
+
+
+@given(st.lists(st.tuples(PROMPTS, st.sampled_from([b"alice", b"bob", b""])), min_size=2, max_size=8))
+@settings(derandomize=True, deadline=None, max_examples=60)
+def test_with_room_for_all_no_salt_changes_what_another_finds(
+    asked: list[tuple[tuple[int, ...], bytes]],
+) -> None:
+    def found(salts: set[bytes]) -> dict[int, int]:
+        engine = loop(block_tokens=2, num_blocks=513)
+        num_cached = {}
+        for number, (prompt, salt) in enumerate(asked):
+            if salt in salts:
+                engine.add(request(str(number), prompt, salt=salt))
+                (admission,) = [one for plan in engine.drain() for one in plan.admissions]
+                num_cached[number] = admission.num_cached_tokens
+        return num_cached
+
+    together = found({salt for _, salt in asked})
+    for _, salt in asked:
+        alone = found({salt})
+        assert alone == {number: together[number] for number in alone}
 
 
 # --- preemption ---

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hearth.policy.batch.blocks import BlockBook, BlockMove
@@ -62,6 +62,25 @@ def test_what_is_known_of_a_prefix_is_what_a_lookup_would_find(data: st.DataObje
         assert prefix.blocks == book.prefixes.match(chain)
         prefix.collect(collected)
     assert collected == {block for prefix in prefixes for block in prefix.blocks}
+
+
+PROMPTS = st.lists(st.integers(0, 2), max_size=24)
+SALTS = st.one_of(st.binary(max_size=4), st.binary(min_size=32, max_size=32))
+
+
+@given(PROMPTS, PROMPTS, SALTS, SALTS, st.integers(1, 4))
+@settings(derandomize=True, deadline=None)
+def test_two_salts_have_no_digest_in_common_and_one_has_those_of_common_blocks(
+    one: list[int], other: list[int], salt: bytes, other_salt: bytes, block_tokens: int
+) -> None:
+    mine = block_digests(one, salt, block_tokens)
+    num_common = next((n for n, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+    num_common = min(len(one), len(other)) if num_common is None else num_common
+    shared = set(mine) & set(block_digests(other, salt, block_tokens))
+    assert shared == set(mine[: num_common // block_tokens])
+
+    assume(salt != other_salt)
+    assert not set(mine) & set(block_digests(other, other_salt, block_tokens))
 
 
 def test_who_has_not_looked_for_long_looks_at_all_of_it_anew() -> None:

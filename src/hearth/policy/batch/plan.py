@@ -30,7 +30,9 @@ class EngineRequest:
     request_id: RequestId
     prompt: tuple[int, ...]
     sampling: SamplingParams
-    salt: bytes = b""  #: keeps prefixes of different adapters or tenants apart
+    #: Keeps prefixes of different adapters or tenants apart. A secret one also keeps tenants from computing
+    #: digests of their own, so it is shown nowhere.
+    salt: bytes = field(default=b"", repr=False)
     output: tuple[int, ...] = ()  #: what it had sampled before it came here; all limits count it
     guide: Guide | None = field(default=None, compare=False, repr=False)  #: has taken `output`
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import islice
 
-DIGEST_BYTES = 16
+#: So many that nobody finds two prefixes with one digest: who did could have the KV of another text served.
+DIGEST_BYTES = 32
 
 #: Whoever has not looked for longer looks at everything anew.
 KEPT_FORGOTTEN = 1024
