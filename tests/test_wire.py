@@ -65,7 +65,8 @@ def test_a_request_arrives_with_all_that_shapes_its_output() -> None:
         temperature=0.5, top_k=3, max_tokens=None, logit_bias={7: -1.5}, allowed_token_ids=(1, 7)
     )
     order = StartRequest(
-        *(5, ModelId("m"), (1, 2), (3,), Sampling.of(params, seed=9), GuideOrder("json_schema", "{}"))
+        *(5, ModelId("m"), (1, 2), (3,), Sampling.of(params, seed=9), b"salt"),
+        GuideOrder("json_schema", "{}"),
     )
     received = wire.order_of(body(wire.frame(order)))
     assert received == order

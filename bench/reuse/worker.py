@@ -102,7 +102,7 @@ class WorkerClient:
         """Ask a model for one token."""
         run = next(self._numbers)
         sampling = Sampling(seed=0, temperature=0.0, max_tokens=1, ignore_eos=True)
-        self.send(StartRequest(run, model, tuple(prompt), (), sampling))
+        self.send(StartRequest(run, model, tuple(prompt), (), sampling, salt=b""))
         return run
 
     def first_token(self, run: int) -> float:

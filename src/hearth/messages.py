@@ -23,7 +23,7 @@ from msgspec import Struct
 from hearth.types import FinishReason, Hold, ModelId, Rung, SamplingParams, TokenLogprobs, WorkerId
 
 #: The version that gateway and worker must share. Raise it with every change of this file.
-VERSION = 3
+VERSION = 4
 
 
 # What a process is told on its standard input, as one line of JSON, when it is started.
@@ -192,6 +192,7 @@ class StartRequest(Struct, frozen=True, tag=True):
     prompt: tuple[int, ...]
     output: tuple[int, ...]  #: emitted before, on workers that are gone
     sampling: Sampling
+    salt: bytes  #: shared by those who may find each other's cached prefixes; secret, never logged
     guide: GuideOrder | None = None
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter
 
+from hearth.control.caller import Caller, GroupId
 from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest, TokenDelta
-from hearth.control.keys import KeyInfo
 from hearth.control.views import Explanation, Health, ModelView, ProcessView
 from hearth.errors import HearthError, NameTaken, UnknownModel
 from hearth.text.tokenizer import Tokenizer
@@ -52,9 +52,13 @@ def with_logprobs(made: Sequence[TokenDelta]) -> list[TokenDelta]:
 
 
 class FakeKeys:
-    def check(self, key: str) -> KeyInfo | None:
-        roles = {"user-key": KeyInfo("ann", "user", 0.0), "admin-key": KeyInfo("bob", "admin", 0.0)}
-        return roles.get(key)
+    def check(self, key: str) -> Caller | None:
+        callers = {
+            "user-key": Caller("ann", "user", GroupId("ann's")),
+            "monitor-key": Caller("eve", "monitor", GroupId("eve's")),
+            "admin-key": Caller("bob", "admin", GroupId("bob's")),
+        }
+        return callers.get(key)
 
 
 @dataclass
@@ -69,6 +73,7 @@ class FakeGateway:
     admin_token: str = "admin-token"
     metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
     requests: list[GenerationRequest] = field(default_factory=list)
+    callers: list[Caller] = field(default_factory=list)  #: of requests and explanations
     encoded: list[str | list[int] | ChatPrompt] = field(default_factory=list)
     streams: list[AnswerStream] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -80,8 +85,9 @@ class FakeGateway:
     def __post_init__(self) -> None:
         Counter("hearth_test", "Something to see.", registry=self.metrics).inc()
 
-    async def submit(self, request: GenerationRequest) -> AnswerStream:
+    async def submit(self, request: GenerationRequest, caller: Caller) -> AnswerStream:
         self.requests.append(request)
+        self.callers.append(caller)
         if self.refusal is not None:
             raise self.refusal
         request_id = RequestId(f"r{len(self.streams)}")
@@ -134,7 +140,8 @@ class FakeGateway:
     async def look(self) -> ProcessView:
         return ProcessView((), (), 0, 0)
 
-    def explain(self, request_id: str) -> Explanation | None:
+    def explain(self, request_id: str, caller: Caller) -> Explanation | None:
+        self.callers.append(caller)
         return self.explanation if request_id == "r0" else None
 
     def health(self) -> Health:

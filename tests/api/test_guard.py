@@ -65,6 +65,38 @@ def test_changes_need_an_admins_key(
     assert statuses == [403, 200, 200]
 
 
+@pytest.mark.parametrize("path", ["/metrics", "/hearth/ps"])
+def test_what_shows_everybodys_requests_needs_a_monitors_key(locked: FakeGateway, path: str) -> None:
+    """Counts and times would tell one user how long another's prompt was, and whether it was cached."""
+    keys = ("user-key", "monitor-key", "admin-key", "admin-token")
+    statuses = [request(locked, "GET", path, headers=bearer(key)).status_code for key in keys]
+
+    assert statuses == [403, 200, 200, 200]
+    refused = error_of(request(locked, "GET", path, headers=bearer("user-key")))
+    assert "this needs `monitor`; make one with `hearth keys add NAME --monitor`" in str(refused["message"])
+
+
+def test_a_monitors_key_changes_nothing(locked: FakeGateway) -> None:
+    deleted = request(locked, "DELETE", "/hearth/models/tiny", headers=bearer("monitor-key"))
+    assert (deleted.status_code, locked.done) == (403, [])
+
+
+def test_the_gateway_is_told_who_asks(locked: FakeGateway) -> None:
+    body = {"model": "tiny", "prompt": "Hi", "n": 2}
+    for key in ("user-key", "admin-key", "admin-token"):
+        request(locked, "POST", "/v1/completions", body, headers=bearer(key))
+    request(locked, "GET", "/hearth/requests/r0", headers=bearer("user-key"))
+    names = [caller.name for caller in locked.callers]
+    assert names == [*["ann"] * 2, *["bob"] * 2, *["operator"] * 2, "ann"]
+
+
+def test_without_keys_all_callers_are_one(gateway: FakeGateway) -> None:
+    for headers in ({}, bearer("user-key"), bearer("admin-token")):
+        request(gateway, "POST", "/v1/completions", {"model": "tiny", "prompt": "Hi"}, headers=headers)
+    assert len(gateway.callers) == 3
+    assert len(set(gateway.callers)) == 1
+
+
 def test_a_users_key_is_enough_to_ask(locked: FakeGateway) -> None:
     body = {"model": "tiny", "prompt": "Hi"}
 

@@ -21,12 +21,23 @@ def test_keys_are_listed_without_themselves(hearth: Hearth, data_dir: Path) -> N
     hearth("keys", "add", "ada")
     hearth("keys", "add", "bob", "--admin")
 
-    assert [line.split()[:2] for line in hearth("keys", "list").out.splitlines()[1:]] == [
-        ["ada", "user"],
-        ["bob", "admin"],
+    hearth("keys", "add", "eve", "--monitor", "--group", "watchers")
+
+    assert [line.split()[:3] for line in hearth("keys", "list").out.splitlines()] == [
+        ["NAME", "ROLE", "GROUP"],
+        ["ada", "user", "-"],
+        ["bob", "admin", "-"],
+        ["eve", "monitor", "watchers"],
     ]
-    (ada, _) = json.loads(hearth("keys", "list", "--json").out)
-    assert ada.keys() == {"name", "role", "created_at_s"}
+    (ada, _, eve) = json.loads(hearth("keys", "list", "--json").out)
+    assert ada.keys() == {"name", "role", "created_at_s", "group"}
+    assert (ada["group"], eve["group"]) == (None, "watchers")
+
+
+def test_a_group_that_cannot_be_one_is_wrong_input(hearth: Hearth, data_dir: Path) -> None:
+    refused = hearth("keys", "add", "ada", "--group", "two words")
+    assert (refused.code, refused.out) == (2, "")
+    assert "the name of a group is 1 to 64 letters" in " ".join(refused.err.split())
 
 
 def test_a_removed_key_is_refused(hearth: Hearth, data_dir: Path) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hearth.control import keys
+
 
 def completed(line: str, data_dir: Path) -> list[str]:
     """Return what the shell would offer at the end of a line, asked as bash asks."""
@@ -29,6 +31,17 @@ def completed(line: str, data_dir: Path) -> list[str]:
 def test_names_of_deployed_models_are_offered(data_dir: Path, tiny: Path) -> None:
     assert completed("hearth chat t", data_dir) == ["tiny"]
     assert completed("hearth chat x", data_dir) == []
+
+
+def test_keys_and_their_groups_are_offered(data_dir: Path, tmp_path: Path) -> None:
+    assert completed("hearth keys rm ", data_dir) == []
+    assert not data_dir.exists()
+    for name, group in (("ada", None), ("s1", "support"), ("s2", "support")):
+        keys.add(data_dir / "keys.json", name, "user", group)
+    keys.add(tmp_path / "k.json", "other", "user")
+    assert completed("hearth keys rm s", data_dir) == ["s1", "s2"]
+    assert completed("hearth keys add s3 --group s", data_dir) == ["support"]
+    assert completed(f"hearth keys rm --api-keys-file {tmp_path / 'k.json'} ", data_dir) == ["other"]
 
 
 def test_commands_are_offered(data_dir: Path) -> None:

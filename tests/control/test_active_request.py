@@ -30,6 +30,7 @@ def request_of(tokenizer: Tokenizer, name: str, model: ModelId = A) -> ActiveReq
         model=model,
         prompt=(1,),
         sampling=Sampling.of(params, 0),
+        salt=b"",
         guide=None,
         stream=AnswerStream(request_id, model, tokenizer, 1, lambda: None),
         transcript=Transcript(tokenizer, params),

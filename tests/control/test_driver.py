@@ -9,6 +9,7 @@ import pytest
 from msgspec import structs
 from prometheus_client import generate_latest
 
+from hearth.control.caller import ANYBODY
 from hearth.control.datadir import DataDir
 from hearth.control.registry import Deployed, Registry
 from hearth.control.views import Explanation
@@ -50,11 +51,11 @@ def loaded(rig: GatewayRig, link: RecordingLink, come_bytes: int = BYTES) -> Non
 
 async def answered(rig: GatewayRig, link: RecordingLink, come_bytes: int | None = None) -> Explanation:
     """A request from its arrival to its end, with the load that it causes."""
-    stream = await rig.gateway.submit(ask())
+    stream = await rig.gateway.submit(ask(), ANYBODY)
     if come_bytes is not None:
         loaded(rig, link, come_bytes)
     emit(rig, link, 5, finished=True)
-    explained = rig.gateway.explain(stream.request_id)
+    explained = rig.gateway.explain(stream.request_id, ANYBODY)
     assert explained is not None
     return explained
 
@@ -67,7 +68,7 @@ def metric(rig: GatewayRig, name: str) -> float:
 def test_a_model_is_hosted_with_its_floor_and_its_most_of_kv(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        await rig.gateway.submit(ask())
+        await rig.gateway.submit(ask(), ANYBODY)
         (order,) = host_orders(link)
         assert 0 < order.kv_floor_bytes <= order.max_kv_bytes
         rig.gateway.end_all()
@@ -84,7 +85,7 @@ def test_a_model_that_makes_room_is_retired_and_its_bytes_stay(data_dir: DataDir
         assert profile is not None
         link = rig.join(budget_bytes=profile.footprints["cpu"].least_bytes * 3 // 2)
         await answered(rig, link, BYTES)
-        await rig.gateway.submit(replace(ask([1, 2]), model="other"))
+        await rig.gateway.submit(replace(ask([1, 2]), model="other"), ANYBODY)
         assert [type(order) for order in link.orders[2:]] == [RetireModel, HostModel, StartRequest]
         assert metric(rig, "hearth_evictions_total") == 1
         rig.gateway.end_all()
@@ -152,7 +153,7 @@ def test_a_request_that_comes_between_the_end_of_a_load_and_word_of_the_bytes_wa
         link = rig.join()
         await answered(rig, link, BYTES)
         rig.receive(link, DeviceResidency({TINY: 600}))
-        await rig.gateway.submit(ask())
+        await rig.gateway.submit(ask(), ANYBODY)
         rungs = (RungBytes(Rung.HOST, 400, 0.1),)
         rig.receive(link, ModelLoaded(TINY, host_orders(link)[-1].hosting, rungs, 600, 0, 0.0, 0.0, 0.0, 0.1))
         assert (await answered(rig, link)).load_s is None
@@ -165,12 +166,12 @@ def test_a_request_that_is_preempted_and_admitted_again_in_one_step_is_shown_so(
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        stream = await rig.gateway.submit(ask())
+        stream = await rig.gateway.submit(ask(), ANYBODY)
         loaded(rig, link)
         (run,) = rig.driver.requests.by_run
         rig.receive(link, StepDone(TINY, [], [], admitted=[Admitted(run, 1, 0.0)]))
         rig.receive(link, StepDone(TINY, [], [], admitted=[Admitted(run, 9, 0.0)], preempted=[run]))
-        explained = rig.gateway.explain(stream.request_id)
+        explained = rig.gateway.explain(stream.request_id, ANYBODY)
         assert explained is not None
         assert [mark.what for mark in explained.marks][-2:] == ["preempted", "started"]
         assert (explained.num_preemptions, explained.num_cached_tokens) == (1, 1)
@@ -185,12 +186,12 @@ def test_weights_that_are_taken_while_a_request_is_on_its_way_are_shown_too(
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
         await answered(rig, link, BYTES)
-        stream = await rig.gateway.submit(ask())
+        stream = await rig.gateway.submit(ask(), ANYBODY)
         rig.receive(link, DeviceResidency({TINY: 600}))
         rig.receive(link, LoadProgress(TINY, host_orders(link)[-1].hosting, 100, 1))
         loaded(rig, link, come_bytes=400)
         emit(rig, link, 5, finished=True)
-        explained = rig.gateway.explain(stream.request_id)
+        explained = rig.gateway.explain(stream.request_id, ANYBODY)
         assert explained is not None
         assert (explained.reused_bytes, explained.rungs[0].num_bytes) == (600, 400)
 
@@ -204,11 +205,11 @@ def test_a_load_that_fails_when_the_model_was_ready_before_moves_its_requests(
         link = rig.join()
         await answered(rig, link, BYTES)
         rig.receive(link, DeviceResidency({TINY: 600}))
-        stream = await rig.gateway.submit(ask())
+        stream = await rig.gateway.submit(ask(), ANYBODY)
         rig.receive(
             link, HostingFailed(TINY, host_orders(link)[-1].hosting, "store_error", "the disk is gone")
         )
-        explained = rig.gateway.explain(stream.request_id)
+        explained = rig.gateway.explain(stream.request_id, ANYBODY)
         assert explained is not None
         assert "worker_lost" in [mark.what for mark in explained.marks]
         rig.gateway.end_all()
@@ -264,7 +265,7 @@ def test_a_worker_that_does_not_answer_is_shown_as_the_brain_sees_it(
 
     async def scene(rig: GatewayRig) -> None:
         rig.join()
-        await rig.gateway.submit(ask())
+        await rig.gateway.submit(ask(), ANYBODY)
         view = await rig.gateway.look()
         assert [(one.model, one.state) for one in view.models] == [("tiny", "loading")]
         assert view.workers[0].pool is None

@@ -67,6 +67,7 @@ def active(tokenizer: Tokenizer, run: int, kind: type[Transcript] = Transcript) 
         model=MODEL,
         prompt=(1,),
         sampling=Sampling.of(params, 0),
+        salt=b"",
         guide=None,
         stream=AnswerStream(request_id, MODEL, tokenizer, 1, lambda: None),
         transcript=kind(tokenizer, params),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
+from hearth.control.caller import ANYBODY, Caller, GroupId
 from hearth.control.datadir import DataDir
 from hearth.control.fact_decoder import DecodedFact
 from hearth.control.gateway import MIN_TEXT_CHARS
@@ -15,7 +17,7 @@ from hearth.control.registry import Deployed, Registry
 from hearth.errors import BadPrompt, EngineFailed, PromptTooLong, ServiceError, ShuttingDown, UnknownModel
 from hearth.messages import CancelRequest, HostModel, StartRequest, StepDone
 from hearth.types import FinishReason, SamplingParams
-from tests.control.gateway_rig import CONTEXT, GatewayRig, ask, emit, with_rig
+from tests.control.gateway_rig import CONTEXT, GatewayRig, RecordingLink, ask, emit, with_rig
 
 
 def test_a_prompt_is_encoded_and_checked(data_dir: DataDir, deployed: Deployed) -> None:
@@ -60,16 +62,16 @@ def test_what_happens_while_a_prompt_is_encoded_is_noticed(
             with monkeypatch.context() as patch:
                 during_encoding(rig, lambda: other.replace(replace(deployed, digest="1" * 32)), patch)
                 with pytest.raises(ServiceError, match="`tiny` was replaced while the request was prepared"):
-                    await rig.gateway.submit(ask())
+                    await rig.gateway.submit(ask(), ANYBODY)
             with monkeypatch.context() as patch:
                 during_encoding(rig, lambda: other.remove("tiny") and None, patch)
                 with pytest.raises(UnknownModel):
-                    await rig.gateway.submit(ask())
+                    await rig.gateway.submit(ask(), ANYBODY)
             other.add(deployed)
         with monkeypatch.context() as patch:
             during_encoding(rig, rig.gateway.end_all, patch)
             with pytest.raises(ShuttingDown):
-                await rig.gateway.submit(ask())
+                await rig.gateway.submit(ask(), ANYBODY)
         assert rig.driver.requests.by_id == {}
 
     with_rig(data_dir, scene)
@@ -80,7 +82,7 @@ def test_a_text_that_breaks_fails_its_request_and_frees_the_worker(
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        broken, other = await rig.gateway.submit(ask()), await rig.gateway.submit(ask())
+        broken, other = await rig.gateway.submit(ask(), ANYBODY), await rig.gateway.submit(ask(), ANYBODY)
         starts = [order for order in link.orders if isinstance(order, StartRequest)]
         assert len(starts) == 2
         request = rig.driver.requests.by_id[broken.request_id]
@@ -100,9 +102,9 @@ def test_a_request_is_on_its_way_in_the_turn_in_which_it_is_taken(
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        await rig.gateway.submit(ask())
+        await rig.gateway.submit(ask(), ANYBODY)
         assert [type(order) for order in link.orders] == [HostModel, StartRequest]
-        await rig.gateway.submit(ask())
+        await rig.gateway.submit(ask(), ANYBODY)
         assert [type(order) for order in link.orders] == [HostModel, StartRequest, StartRequest]
         rig.gateway.end_all()
 
@@ -114,7 +116,7 @@ def test_a_request_whose_worker_is_lost_goes_on_with_all_that_was_said(
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         first = rig.join()
-        stream = await rig.gateway.submit(ask())
+        stream = await rig.gateway.submit(ask(), ANYBODY)
         emit(rig, first, 5, 6)
         rig.receive(first, None)
         second = rig.join()
@@ -124,12 +126,76 @@ def test_a_request_whose_worker_is_lost_goes_on_with_all_that_was_said(
         )
         assert (before.output, after.output) == ((), (5, 6))
         assert (before.prompt, before.sampling) == (after.prompt, after.sampling)
+        assert before.salt == after.salt
         assert before.run != after.run
         emit(rig, second, 7, finished=True)
         assert [piece.token for piece in await stream.next()] == [5, 6, 7]
-        explained = rig.gateway.explain(stream.request_id)
+        explained = rig.gateway.explain(stream.request_id, ANYBODY)
         assert explained is not None
         assert (explained.outcome, explained.num_resumes, explained.num_output_tokens) == ("stop", 1, 3)
+
+    with_rig(data_dir, scene)
+
+
+ADA, AMY = (Caller(name, "user", GroupId("a")) for name in ("ada", "amy"))
+BOB = Caller("bob", "user", GroupId("b"))
+
+
+def salts(link: RecordingLink) -> list[bytes]:
+    return [order.salt for order in link.orders if isinstance(order, StartRequest)]
+
+
+def test_requests_of_one_group_have_its_salt_and_those_of_another_have_another(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        for caller in (ADA, BOB, AMY, ADA):
+            await rig.gateway.submit(ask(), caller)
+        ada, bob, amy, again = salts(link)
+        assert ada == amy == again
+        assert ada != bob
+        assert len(ada) == len(bob) == 32
+        rig.gateway.end_all()
+
+    with_rig(data_dir, scene)
+
+
+def test_a_salt_is_guessed_from_no_name_and_written_nowhere(
+    data_dir: DataDir, deployed: Deployed, caplog: pytest.LogCaptureFixture
+) -> None:
+    found: list[bytes] = []
+
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        stream = await rig.gateway.submit(ask(), ADA)
+        (salt,) = salts(link)
+        assert repr(salt) not in repr(rig.driver.requests.by_id[stream.request_id])
+        rig.gateway.end_all()
+        found.append(salt)
+
+    caplog.set_level("DEBUG")
+    for _ in range(2):  # two services, or one that is started again
+        with_rig(data_dir, scene)
+    assert found[0] != found[1]
+    spelled = [
+        text.encode() for salt in found for text in (salt.hex(), repr(salt), base64.b64encode(salt).decode())
+    ]
+    kept = [path.read_bytes() for path in data_dir.path.rglob("*") if path.is_file()] + [caplog.text.encode()]
+    assert len(kept) > 2
+    assert not [text for text in (*found, *spelled) for content in kept if text in content]
+
+
+def test_a_request_is_explained_to_its_own_group_and_to_monitors(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        rig.join()
+        stream = await rig.gateway.submit(ask(), ADA)
+        monitor = Caller("eve", "monitor", GroupId("m"))
+        told = [rig.gateway.explain(stream.request_id, caller) for caller in (ADA, AMY, monitor, BOB)]
+        assert [one is not None for one in told] == [True, True, True, False]
+        rig.gateway.end_all()
 
     with_rig(data_dir, scene)
 
@@ -139,7 +205,9 @@ def test_a_stop_string_ends_the_answer_and_frees_the_worker(data_dir: DataDir, d
         link = rig.join()
         tokenizer = await rig.gateway.tokenizer("tiny")
         (token, *_) = tokenizer.encode("!", add_special_tokens=False)
-        stream = await rig.gateway.submit(GenerationRequest("tiny", "!!", SamplingParams(stop=["!"])))
+        stream = await rig.gateway.submit(
+            GenerationRequest("tiny", "!!", SamplingParams(stop=["!"])), ANYBODY
+        )
         emit(rig, link, token)
         assert [piece.finish_reason for piece in await stream.next()] == [FinishReason.STOP]
         assert isinstance(link.orders[-1], CancelRequest)

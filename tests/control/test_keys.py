@@ -24,8 +24,11 @@ def test_a_key_is_known_by_its_owner_and_role(path: Path) -> None:
     ada, root = known.check(user), known.check(admin)
     assert ada is not None
     assert root is not None
-    assert [(info.name, info.role) for info in (ada, root)] == [("ada", "user"), ("root@home", "admin")]
-    assert keys.list_keys(path) == [ada, root]
+    assert [(owner.name, owner.role) for owner in (ada, root)] == [("ada", "user"), ("root@home", "admin")]
+    assert [(info.name, info.role) for info in keys.list_keys(path)] == [
+        ("ada", "user"),
+        ("root@home", "admin"),
+    ]
     assert len(known) == 2
 
 
@@ -69,6 +72,47 @@ def test_a_name_has_one_key(path: Path) -> None:
     with pytest.raises(ConfigError, match="holds a key named `ada` already; choose another name, or remove"):
         keys.add(path, "ada", "admin")
     assert ApiKeys.load(path).check(key) is not None
+
+
+def group_of(path: Path, key: str) -> str:
+    caller = ApiKeys.load(path).check(key)
+    assert caller is not None
+    return caller.group
+
+
+def test_a_key_shares_with_those_of_its_group_alone(path: Path) -> None:
+    ada, bob = keys.add(path, "ada", "user"), keys.add(path, "bob", "user")
+    first, second = (keys.add(path, name, "user", group="support") for name in ("s1", "s2"))
+    # Named like a key that is its own group, and like the file tells that one.
+    named = [keys.add(path, f"n{n}", "user", group=name) for n, name in enumerate(("ada", "key", "group"))]
+
+    assert group_of(path, first) == group_of(path, second)
+    assert len({group_of(path, key) for key in (ada, bob, first, *named)}) == 6
+    assert [info.group for info in keys.list_keys(path)][:4] == [None, None, "support", "support"]
+
+
+def test_a_key_that_is_made_anew_has_nothing_of_its_namesake(path: Path) -> None:
+    before = group_of(path, keys.add(path, "ada", "user"))
+    keys.remove(path, "ada")
+    assert group_of(path, keys.add(path, "ada", "user")) != before
+
+
+def test_keys_of_a_file_without_groups_each_are_their_own(path: Path) -> None:
+    made = [keys.add(path, name, "user") for name in ("ada", "bob")]
+    entries = json.loads(path.read_text())
+    for entry in entries:
+        del entry["group"]
+    path.write_text(json.dumps(entries))
+
+    assert len({group_of(path, key) for key in made}) == 2
+    assert [info.group for info in keys.list_keys(path)] == [None, None]
+
+
+@pytest.mark.parametrize("group", ["", " ", "a b", "-a", "a\n", "x" * 65])
+def test_a_group_is_named_like_a_key(path: Path, group: str) -> None:
+    with pytest.raises(ConfigError, match="the name of a group is 1 to 64 letters"):
+        keys.add(path, "ada", "user", group)
+    assert not path.exists()
 
 
 def test_removing_an_unknown_key_names_those_that_are_there(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import generate_latest
 
+from hearth.control.caller import ANYBODY
 from hearth.control.metrics import Metrics
 from hearth.control.observer import Observer
 from hearth.control.timeline import Timeline
@@ -24,7 +25,7 @@ class Scene:
     def __init__(self) -> None:
         self._metrics = Metrics()
         self.observer = Observer(self._metrics)
-        self.observer.begin(Timeline(R0, A, 10.0, 0.0, 7))
+        self.observer.begin(Timeline(R0, A, 10.0, 0.0, 7, ANYBODY.group))
 
     def arrive(self, *actions: events.Action) -> None:
         self.observer.observe(events.RequestArrived(10.5, R0, A, 7, None), actions)
@@ -34,7 +35,7 @@ class Scene:
         return next(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
 
     def marks(self) -> list[tuple[float, str]]:
-        explained = self.observer.explain(R0, 100.0)
+        explained = self.observer.explain(R0, 100.0, ANYBODY)
         assert explained is not None
         return [(mark.at_s, mark.what) for mark in explained.marks]
 
@@ -121,7 +122,7 @@ def test_the_details_of_a_load_are_facts_that_events_do_not_have(scene: Scene) -
     scene.observer.load_ended(
         12.0, W0, ModelLoaded(A, 1, rungs, 700, 0, 0.25, 0.25, 0.5, 1.0, is_widened=True)
     )
-    explained = scene.observer.explain(R0, 20.0)
+    explained = scene.observer.explain(R0, 20.0, ANYBODY)
     assert explained is not None
     assert (explained.reused_bytes, explained.load_s) == (700, 1.5)
     assert [span.what for span in explained.spans] == ["queue", "open", "assemble", "load"]

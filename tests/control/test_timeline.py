@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hearth.control.caller import ANYBODY
 from hearth.control.load_log import LoadLog
 from hearth.control.timeline import MAX_EXPLAINED, Timeline, Timelines
 from hearth.messages import ModelLoaded, RungBytes
@@ -12,7 +13,7 @@ W0, W1 = WorkerId("w0"), WorkerId("w1")
 
 
 def timeline() -> Timeline:
-    return Timeline(RequestId("r"), "m", arrived_s=100.0, arrived_at_s=5e9, num_prompt_tokens=7)
+    return Timeline(RequestId("r"), "m", 100.0, arrived_at_s=5e9, num_prompt_tokens=7, group=ANYBODY.group)
 
 
 def loaded() -> ModelLoaded:
@@ -162,7 +163,7 @@ def test_a_request_that_was_refused_is_explained_too() -> None:
 def test_the_last_thousand_are_kept() -> None:
     timelines = Timelines()
     for number in range(MAX_EXPLAINED + 5):
-        timelines.add(Timeline(RequestId(f"r{number}"), "m", 0.0, 0.0, 1))
+        timelines.add(Timeline(RequestId(f"r{number}"), "m", 0.0, 0.0, 1, ANYBODY.group))
     assert timelines.get("r4") is None
     assert timelines.get("r5") is not None
     assert timelines.get(f"r{MAX_EXPLAINED + 4}") is not None

@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from hearth.control import keys
 from tests.service.harness import SMALL, Service, Shelf, run_hearth, serving
 
 pytestmark = pytest.mark.e2e
@@ -69,6 +70,45 @@ def test_a_user_may_ask_but_not_remove_deploy_or_unload(guarded: Guarded) -> Non
         assert http.delete("/hearth/models/tiny-a").status_code == 403
         assert http.post("/hearth/models", json={"source": "/tmp"}).status_code == 403
         assert http.post("/hearth/models/tiny-a/unload", json={"free": True}).status_code == 403
+
+
+def test_nobody_learns_from_the_cache_what_another_key_asked(guarded: Guarded) -> None:
+    ada, bob, first, second = (
+        guarded.user_key,
+        *(
+            keys.add(guarded.service.data_dir / "keys.json", name, "user", group)
+            for name, group in (("bob", None), ("team-1", "team"), ("team-2", "team"))
+        ),
+    )
+    prompt = "the plan is to meet at the old mill when the moon is up and nobody looks " * 2
+
+    def num_cached_tokens(key: str) -> int:
+        with guarded.service.client(key) as client:
+            usage = client.completions.create(model="tiny-a", prompt=prompt, max_tokens=1).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        return usage.prompt_tokens_details.cached_tokens or 0
+
+    assert num_cached_tokens(ada) == 0
+    assert [num_cached_tokens(key) for key in (bob, first)] == [0, 0]
+    assert num_cached_tokens(ada) == num_cached_tokens(bob) == num_cached_tokens(second) > 0
+
+
+def test_a_request_is_explained_to_the_key_that_sent_it(guarded: Guarded) -> None:
+    bob = keys.add(guarded.service.data_dir / "keys.json", "bob-2", "user")
+    with guarded.service.client(guarded.user_key) as client:
+        answer = client.completions.create(model="tiny-a", prompt="Hi", max_tokens=1)
+
+    def asked(key: str, request_id: str) -> httpx.Response:
+        with guarded.http(key) as http:
+            return http.get(f"/hearth/requests/{request_id}")
+
+    found = [asked(key, answer.id).status_code for key in (guarded.user_key, guarded.admin_key, bob)]
+    assert found == [200, 200, 404]
+    invented = "cmpl-" + "0" * 24
+    assert asked(bob, answer.id).text.replace(answer.id, "") == asked(bob, invented).text.replace(
+        invented, ""
+    )
 
 
 def test_an_admin_may_unload(guarded: Guarded) -> None:

@@ -60,6 +60,7 @@ class Run:
     finish_reason: FinishReason | None = None
     failed: RunFailed | None = None
     num_admissions: int = 0
+    num_cached_tokens: int = 0  #: found when it was last admitted
 
 
 class Gateway:
@@ -91,10 +92,11 @@ class Gateway:
         sampling: Sampling,
         output: Sequence[int] = (),
         guide: GuideOrder | None = None,
+        salt: bytes = b"",
     ) -> int:
         run = next(self._numbers)
         self.runs[run] = Run()
-        self.send(StartRequest(run, ModelId(model), tuple(prompt), tuple(output), sampling, guide))
+        self.send(StartRequest(run, ModelId(model), tuple(prompt), tuple(output), sampling, salt, guide))
         return run
 
     def hear(self) -> Fact | None:
@@ -112,6 +114,7 @@ class Gateway:
                 self.runs[run].finish_reason = reason
             for one in fact.admitted:
                 self.runs[one.run].num_admissions += 1
+                self.runs[one.run].num_cached_tokens = one.num_cached_tokens
         if isinstance(fact, RunFailed):
             self.runs[fact.run].failed = fact
         return fact

@@ -114,7 +114,7 @@ class LoopGateway:
     def start(self, name: str, prompt: Sequence[int], sampling: Sampling) -> int:
         run = next(self._runs)
         self.answers[run] = Answer()
-        self.inbox.put(StartRequest(run, ModelId(name), tuple(prompt), (), sampling))
+        self.inbox.put(StartRequest(run, ModelId(name), tuple(prompt), (), sampling, salt=b""))
         return run
 
     def cancel(self, run: int) -> None:

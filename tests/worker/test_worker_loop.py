@@ -106,6 +106,20 @@ def test_a_model_is_loaded_and_answers_as_it_does_offline(gateway: Gateway, mode
     assert run.finish_reason is FinishReason.LENGTH
 
 
+def test_a_prefix_is_found_by_those_alone_who_have_its_salt(gateway: Gateway, model: Path) -> None:
+    gateway.host("a", model)
+    prompt = tuple(range(40))
+
+    def num_cached_tokens(salt: bytes, output: tuple[int, ...] = ()) -> int:
+        run = gateway.start("a", prompt, greedy(len(output) + 1), output, salt=salt)
+        return gateway.until_ended(run)[0].num_cached_tokens
+
+    assert num_cached_tokens(b"alice") == 0
+    assert num_cached_tokens(b"bob") == 0
+    assert num_cached_tokens(b"alice") >= 16
+    assert num_cached_tokens(b"bob", output=(7,)) >= 16  # as when it is resumed here
+
+
 def test_requests_that_come_with_the_model_run_when_it_is_there(gateway: Gateway, model: Path) -> None:
     gateway.send(host_order("a", model))
     runs = [gateway.start("a", PROMPT[:length], greedy(8)) for length in (2, 4, 6)]

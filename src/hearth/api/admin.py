@@ -23,7 +23,7 @@ from hearth.api.answer import SSE_HEADERS, WAITING, unless_gone
 from hearth.api.answer_spec import CHAT, COMPLETION
 from hearth.api.body import Strict, Text
 from hearth.api.errors import hearth_error_object
-from hearth.api.guard import MODELS_PATH
+from hearth.api.guard import MODELS_PATH, caller_of
 from hearth.api.openai import as_json
 from hearth.errors import ConfigError, HearthError, RequestError, UnknownRequest
 from hearth.version import hearth_version
@@ -102,10 +102,13 @@ def service_routes(gateway: Gateway) -> APIRouter:
         return as_json(await gateway.look())
 
     @routes.get("/hearth/requests/{request_id}", summary="What happened to a request, and why")
-    async def explain(request_id: str) -> Response:
-        """Explain a request by its id or by that of its answer."""
+    async def explain(request_id: str, request: Request) -> Response:
+        """Explain a request by its id or by that of its answer.
+
+        One that a key of another group has sent is unknown, unless the caller's key is a monitor's.
+        """
         plain = request_id.removeprefix(CHAT.id_prefix).removeprefix(COMPLETION.id_prefix)
-        explanation = gateway.explain(plain)
+        explanation = gateway.explain(plain, caller_of(request))
         if explanation is None:
             raise UnknownRequest(
                 f"no request has the id `{request_id:.80}`, or it is too long ago; "

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from hearth.api.answer_spec import CHAT, AnswerSpec
 from hearth.api.errors import hearth_error_object, request_id_headers
 from hearth.api.sse import EventWriter, call_id, finish_reason, identity
+from hearth.control.caller import Caller
 from hearth.control.generation import AnswerStream, TokenDelta
 from hearth.errors import HearthError
 from hearth.text.tool_calls import ToolCall
@@ -38,10 +39,11 @@ SSE_HEADERS = {
 class Answer(Response):
     """Submits the requests of one answer and sends what comes of them."""
 
-    def __init__(self, gateway: Gateway, spec: AnswerSpec, heartbeat_s: float) -> None:
+    def __init__(self, gateway: Gateway, spec: AnswerSpec, caller: Caller, heartbeat_s: float) -> None:
         super().__init__()
         self._gateway = gateway
         self._spec = spec
+        self._caller = caller
         self._heartbeat_s = heartbeat_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,7 +73,7 @@ class Answer(Response):
                 prompt = await self._gateway.encode(request.model, request.prompt)
             if prompt is not None:
                 request = replace(request, prompt=prompt)
-            streams.append(await self._gateway.submit(request))
+            streams.append(await self._gateway.submit(request, self._caller))
 
     async def _stream(self, streams: Sequence[AnswerStream], send: Send) -> None:
         first_deltas = await streams[0].next(self._heartbeat_s)

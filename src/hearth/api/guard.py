@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hearth.api.errors import body_too_large, error_response, on_hearth_error
+from hearth.control.caller import ANYBODY, OPERATOR, Caller, Role
 from hearth.control.crash import frames_of
 from hearth.control.keys import is_loopback
 from hearth.errors import Forbidden, HearthError, Unauthorized
@@ -28,8 +29,10 @@ log = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 32 << 10
 OPEN_PATHS = frozenset(["/health"])
+#: Paths that show the whole service, other callers' requests included: each counts, and is timed, in them.
+MONITOR_PATHS = frozenset(["/metrics", "/hearth/ps"])
 MODELS_PATH = "/hearth/models"  #: where models are listed, and admins alone deploy, remove and unload
-IS_ADMIN = "hearth.is_admin"  #: in the scope of a request
+_CALLER = "hearth.caller"  #: in the scope of a request that was let in
 
 
 class Guard:
@@ -79,29 +82,29 @@ class Guard:
         await response(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: Headers) -> HearthError | None:
-        """Return why a request is refused; note in the scope whether it is an admin's, for what follows."""
-        scope[IS_ADMIN] = False
+        """Return why a request is refused; note in the scope who sends it, for what follows."""
         if scope["path"] in OPEN_PATHS:
             return None
         if self._gateway.keys is None:
-            scope[IS_ADMIN] = True
+            scope[_CALLER] = ANYBODY
             return _foreign_host(headers) or _foreign_page(headers)
         scheme, _, given = headers.get("authorization", "").partition(" ")
         key = given.strip() if scheme.lower() == "bearer" else ""
         if hmac.compare_digest(key.encode(), self._gateway.admin_token.encode()):
-            scope[IS_ADMIN] = True
+            scope[_CALLER] = OPERATOR
             return None
-        who = self._gateway.keys.check(key) if key else None
-        if who is None:
+        caller = self._gateway.keys.check(key) if key else None
+        if caller is None:
             return Unauthorized(
                 f"the API key is {'wrong' if key else 'missing'}; send `Authorization: Bearer KEY` with one "
                 "that `hearth keys add` made"
             )
-        scope[IS_ADMIN] = who.role == "admin"
-        if _is_for_admins(scope) and who.role != "admin":
+        scope[_CALLER] = caller
+        needed = _needed_role(scope)
+        if not caller.has_role(needed):
             return Forbidden(
-                f"key `{who.name}` has the role `{who.role}`, this needs `admin`; "
-                "make one with `hearth keys add NAME --admin`"
+                f"key `{caller.name}` has the role `{caller.role}`, this needs `{needed}`; "
+                f"make one with `hearth keys add NAME --{needed}`"
             )
         return None
 
@@ -119,8 +122,17 @@ class Guard:
         return counted
 
 
-def _is_for_admins(scope: Scope) -> bool:
-    return scope["path"].startswith(MODELS_PATH) and scope["method"] not in ("GET", "HEAD")
+def caller_of(request: Request) -> Caller:
+    """Return who sends a request that the guard has let in."""
+    caller = request.scope[_CALLER]
+    assert isinstance(caller, Caller), f"{type(caller)=}"
+    return caller
+
+
+def _needed_role(scope: Scope) -> Role:
+    if scope["path"].startswith(MODELS_PATH) and scope["method"] not in ("GET", "HEAD"):
+        return "admin"
+    return "monitor" if scope["path"] in MONITOR_PATHS else "user"
 
 
 def _header_bytes(scope: Scope) -> int:

@@ -13,7 +13,7 @@ from hearth.api.answer import Answer
 from hearth.api.body import Body
 from hearth.api.chat import ChatBody
 from hearth.api.completion import CompletionBody
-from hearth.api.guard import IS_ADMIN
+from hearth.api.guard import caller_of
 from hearth.control.views import ModelView
 from hearth.errors import Forbidden
 
@@ -40,14 +40,15 @@ def openai_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
     @routes.post("/completions", summary="Continue a text", responses=_ANSWER)
     async def complete(body: CompletionBody, request: Request) -> Response:
         _check_pin(body, request)
-        return Answer(gateway, body.answer_spec(_fingerprint(gateway, body.model)), heartbeat_s)
+        spec = body.answer_spec(_fingerprint(gateway, body.model))
+        return Answer(gateway, spec, caller_of(request), heartbeat_s)
 
     @routes.post("/chat/completions", summary="Answer a conversation", responses=_ANSWER)
     async def chat(body: ChatBody, request: Request) -> Response:
         _check_pin(body, request)
         fingerprint = _fingerprint(gateway, body.model)
         tokenizer = await gateway.tokenizer(body.model) if body.uses_tools else None
-        return Answer(gateway, body.answer_spec(fingerprint, tokenizer), heartbeat_s)
+        return Answer(gateway, body.answer_spec(fingerprint, tokenizer), caller_of(request), heartbeat_s)
 
     return routes
 
@@ -58,7 +59,7 @@ def as_json(value: object, status: int = 200) -> Response:
 
 def _check_pin(body: Body, request: Request) -> None:
     """Refuse a pin by anybody but an admin: a pinned model takes its room from everybody."""
-    if body.keep_alive_s() == math.inf and not request.scope[IS_ADMIN]:
+    if body.keep_alive_s() == math.inf and not caller_of(request).has_role("admin"):
         raise Forbidden(
             "`keep_alive` below 0 pins the model, which needs a key with the role `admin`; give a duration "
             'like "30m", or have the model pinned in the configuration: `models.NAME.pinned`'

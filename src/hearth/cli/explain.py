@@ -28,7 +28,7 @@ def explain(
 
     One bar per phase on a common axis of time, then what happened when, where the model's bytes came from and
     which were there already, and what each worker would have cost. The service keeps the last thousand
-    requests.
+    requests. With a key you see those of its own group; with a monitor's or an admin's, all.
 
     [bold]Example[/bold]
 

@@ -12,7 +12,9 @@ from rich.text import Text
 
 from hearth.cli.console import DEFAULT_DATA_DIR, AsJson, DataDirectory, app, err, print_columns
 from hearth.cli.figures import duration
+from hearth.cli.tab_completion import complete_group, complete_key
 from hearth.control import keys
+from hearth.control.caller import Role
 from hearth.control.datadir import DataDir
 
 KeysFile = Annotated[
@@ -21,6 +23,10 @@ KeysFile = Annotated[
 ]
 KeyName = Annotated[str, typer.Argument(metavar="NAME", help="Whose key it is.")]
 
+KnownKey = Annotated[
+    str, typer.Argument(metavar="NAME", help="Whose key it is.", autocompletion=complete_key)
+]
+
 keys_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 app.add_typer(keys_app, name="keys", help="Add, list and remove API keys.", rich_help_panel="Service")
 
@@ -28,7 +34,21 @@ app.add_typer(keys_app, name="keys", help="Add, list and remove API keys.", rich
 @keys_app.command()
 def add(
     name: KeyName,
-    admin: Annotated[bool, typer.Option("--admin", help="May also deploy, remove and unload.")] = False,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="May also deploy, remove and unload; implies --monitor.")
+    ] = False,
+    monitor: Annotated[
+        bool, typer.Option("--monitor", help="May also look at the whole service: ps, metrics, all requests.")
+    ] = False,
+    group: Annotated[
+        str | None,
+        typer.Option(
+            "--group",
+            metavar="GROUP",
+            help="Share cached prompts with all keys of this group; by default with no other key.",
+            autocompletion=complete_group,
+        ),
+    ] = None,
     file: KeysFile = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
 ) -> None:
@@ -37,13 +57,23 @@ def add(
     It is shown this once: only its hash is kept. A service that starts when there are keys asks for one of
     them, and accepts further ones at once; one that runs without keys has to be restarted.
 
+    A prompt that begins like an earlier one is answered sooner, and `cached_tokens` in the answer's usage
+    says so. So that nobody learns what others ask, only prompts of the same key count. Keys of one group
+    trust each other: what they have in common, such as a system prompt, is computed once for all of them,
+    and each may explain the requests of the others.
+
     [bold]Examples[/bold]
 
       hearth keys add ada
 
+      hearth keys add support-1 --group support
+
+      hearth keys add prometheus --monitor
+
       hearth keys add deployer --admin
     """
-    typer.echo(keys.add(_path(file, data_dir), name, "admin" if admin else "user"))
+    role: Role = "admin" if admin else "monitor" if monitor else "user"
+    typer.echo(keys.add(_path(file, data_dir), name, role, group))
     err.print(Text("keep it: it is not shown again", style="dim"))
 
 
@@ -51,17 +81,20 @@ def add(
 def list_keys(
     file: KeysFile = None, data_dir: DataDirectory = DEFAULT_DATA_DIR, as_json: AsJson = False
 ) -> None:
-    """List who has a key, and for what."""
+    """List who has a key, for what, and which keys share cached prompts: those of one group."""
     known = keys.list_keys(_path(file, data_dir))
     if as_json:
         typer.echo(msgspec.json.encode(known))
         return
-    rows = [[key.name, key.role, f"{duration(time.time() - key.created_at_s)} ago"] for key in known]
-    print_columns(["NAME", "ROLE", "CREATED"], rows)
+    rows = [
+        [key.name, key.role, key.group or "-", f"{duration(time.time() - key.created_at_s)} ago"]
+        for key in known
+    ]
+    print_columns(["NAME", "ROLE", "GROUP", "CREATED"], rows)
 
 
 @keys_app.command()
-def rm(name: KeyName, file: KeysFile = None, data_dir: DataDirectory = DEFAULT_DATA_DIR) -> None:
+def rm(name: KnownKey, file: KeysFile = None, data_dir: DataDirectory = DEFAULT_DATA_DIR) -> None:
     """Remove a key: whoever has it is refused from now on."""
     keys.remove(_path(file, data_dir), name)
     typer.echo(f"removed the key of {name}")

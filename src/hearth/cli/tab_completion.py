@@ -1,4 +1,4 @@
-"""Names of deployed models for the shell: press Tab. Never fails and never prints."""
+"""Names of deployed models, of keys and of their groups for the shell: press Tab. Never fails or prints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import typer
 
 from hearth.cli.console import DEFAULT_DATA_DIR
 from hearth.cli.local_models import names
-from hearth.errors import HearthError
+from hearth.control.datadir import DataDir
+from hearth.control.keys import KeyInfo, list_keys
+from hearth.errors import ConfigError, HearthError
 
 
 def complete_model(context: typer.Context, incomplete: str) -> list[str]:
@@ -20,6 +22,25 @@ def complete_model(context: typer.Context, incomplete: str) -> list[str]:
     except (HearthError, OSError):
         return []
     return [name for name in known if name.startswith(incomplete)]
+
+
+def complete_key(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of keys that begin so."""
+    return [key.name for key in _keys(context) if key.name.startswith(incomplete)]
+
+
+def complete_group(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the groups of keys that begin so."""
+    groups = {key.group for key in _keys(context) if key.group is not None}
+    return sorted(group for group in groups if group.startswith(incomplete))
+
+
+def _keys(context: typer.Context) -> list[KeyInfo]:
+    data_dir = DataDir(Path(context.params.get("data_dir") or DEFAULT_DATA_DIR))
+    try:
+        return list_keys(Path(context.params.get("file") or data_dir.keys_path).expanduser())
+    except ConfigError:
+        return []
 
 
 ModelName = Annotated[

@@ -27,6 +27,7 @@ class ActiveRequest:
     model: ModelId
     prompt: tuple[int, ...]
     sampling: Sampling
+    salt: bytes = field(repr=False)  #: of the caller's group; secret
     guide: GuideOrder | None
     stream: AnswerStream
     transcript: Transcript

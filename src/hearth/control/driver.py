@@ -158,7 +158,8 @@ class Driver:
         self._send(
             order.worker,
             messages.StartRequest(
-                *(run, order.model, request.prompt, tuple(request.emitted), request.sampling, request.guide)
+                *(run, order.model, request.prompt, tuple(request.emitted), request.sampling),
+                *(request.salt, request.guide),
             ),
         )
 

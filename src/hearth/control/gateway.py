@@ -6,6 +6,7 @@ Speaks no HTTP, and all decisions about where things run are the brain's.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from hearth.config import ServiceConfig
 from hearth.control.active_request import ActiveRequest
+from hearth.control.caller import Caller, GroupId
 from hearth.control.catalog import Catalog, CatalogEntry
 from hearth.control.demand_reports import DemandReports
 from hearth.control.deploy import DeployOrder, DeployProgress
@@ -41,6 +43,7 @@ from hearth.version import hearth_version
 LOOK_S = 0.5
 #: Characters per token and least limit beyond which text is refused without being tokenised.
 MAX_TOKEN_CHARS, MIN_TEXT_CHARS = 64, 64 << 10
+SALT_BYTES = 32
 
 
 class Gateway:
@@ -69,12 +72,14 @@ class Gateway:
         self.metrics = metrics.registry
         self.keys = keys
         self.admin_token = secrets.token_urlsafe(32)
+        #: The salts of groups follow from it. Kept nowhere else: cached prefixes end with the service, too.
+        self._salt_secret = secrets.token_bytes(SALT_BYTES)
         self._watch(metrics)
 
     # Requests.
 
-    async def submit(self, wanted: GenerationRequest) -> AnswerStream:
-        """Take a request; its answer arrives in the stream.
+    async def submit(self, wanted: GenerationRequest, caller: Caller) -> AnswerStream:
+        """Take a caller's request; its answer arrives in the stream.
 
         Raises:
             HearthError: the request is wrong, or cannot be taken. Nothing was started then.
@@ -94,7 +99,7 @@ class Gateway:
         stream = AnswerStream(
             request_id, model, tokenizer, len(prompt), lambda: self._driver.cancel(request_id)
         )
-        timeline = Timeline(request_id, model, arrived_s, arrived_at_s, len(prompt))
+        timeline = Timeline(request_id, model, arrived_s, arrived_at_s, len(prompt), caller.group)
         seed = secrets.randbits(63) if wanted.sampling.seed is None else wanted.sampling.seed
         active = ActiveRequest(
             request_id=request_id,
@@ -102,6 +107,7 @@ class Gateway:
             digest=entry.deployed.digest,
             prompt=prompt,
             sampling=Sampling.of(wanted.sampling, seed),
+            salt=self._salt_of(caller.group),
             guide=wanted.guide,
             stream=stream,
             transcript=Transcript(tokenizer, wanted.sampling),
@@ -164,8 +170,8 @@ class Gateway:
         workers = tuple(self._worker_views(residents, now_s))
         return ProcessView(workers, residents, fleet.queues.num_waiting, fleet.queues.num_running)
 
-    def explain(self, request_id: str) -> Explanation | None:
-        return self._observer.explain(request_id, self._driver.now_s)
+    def explain(self, request_id: str, caller: Caller) -> Explanation | None:
+        return self._observer.explain(request_id, self._driver.now_s, caller)
 
     def health(self) -> Health:
         seats = self._supervisor.seats
@@ -221,6 +227,10 @@ class Gateway:
             lambda: sum(use.kv_blocks for pong in pools.pongs.values() for use in pong.models),
         )
         watch("hearth_gateway_tasks", "Tasks of the gateway's event loop.", lambda: len(asyncio.all_tasks()))
+
+    def _salt_of(self, group: GroupId) -> bytes:
+        """Return what sets a group's cached prefixes apart, on every worker; nobody outside can guess it."""
+        return hashlib.blake2b(group.encode(), key=self._salt_secret, digest_size=SALT_BYTES).digest()
 
     def _refuse_when_draining(self) -> None:
         if self._is_draining:

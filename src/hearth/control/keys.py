@@ -18,15 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
+from hearth.control.caller import Caller, GroupId, Role
 from hearth.control.datadir import write_private
 from hearth.errors import ConfigError
 
 PREFIX = "hearth-"
-Role = Literal["user", "admin"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9@._-]{0,63}", re.ASCII)
 _SALT_BYTES = 16
@@ -37,8 +36,9 @@ class KeyInfo:
     """The owner of a key."""
 
     name: str
-    role: Role  #: an admin may also deploy, remove and unload
+    role: Role
     created_at_s: float  #: since the epoch
+    group: str | None  #: of keys that share cached prefixes; None: the key shares with no other
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +50,31 @@ class _StoredKey:
     salt: str  #: in hexadecimal, as is the hash
     hash: str
     created_at_s: float
+    group: str | None = None
 
     @property
     def info(self) -> KeyInfo:
-        return KeyInfo(self.name, self.role, self.created_at_s)
+        return KeyInfo(self.name, self.role, self.created_at_s, self.group)
+
+    @property
+    def caller(self) -> Caller:
+        """The owner, in the group that was named, or else in one of the key alone.
+
+        A key's own group is known by its salt: no name leads into it, nor does a later key of the same name.
+        """
+        group = f"key:{self.salt}" if self.group is None else f"group:{self.group}"
+        return Caller(self.name, self.role, GroupId(group))
 
 
-def add(path: Path, name: str, role: Role) -> str:
+def add(path: Path, name: str, role: Role, group: str | None = None) -> str:
     """Make a key and return it; nothing can tell it again.
 
     Raises:
-        ConfigError: the name is taken or cannot be one, or the file cannot be used.
+        ConfigError: the name is taken or cannot be one, nor the group's, or the file cannot be used.
     """
-    if _NAME.fullmatch(name) is None:
-        raise ConfigError(
-            "the name of a key is 1 to 64 letters, digits, `@`, `.`, `_` or `-` and begins with a letter or "
-            f"digit, given: {name!r:.80}"
-        )
+    _check_name("key", name)
+    if group is not None:
+        _check_name("group", group)
     key, salt = PREFIX + secrets.token_urlsafe(32), secrets.token_bytes(_SALT_BYTES)
     with _changing(path):
         entries = _read(path)
@@ -74,7 +82,9 @@ def add(path: Path, name: str, role: Role) -> str:
             raise ConfigError(
                 f"`{path}` holds a key named `{name}` already; choose another name, or remove that one first"
             )
-        _write(path, [*entries, _StoredKey(name, role, salt.hex(), _hash(key, salt).hex(), time.time())])
+        _write(
+            path, [*entries, _StoredKey(name, role, salt.hex(), _hash(key, salt).hex(), time.time(), group)]
+        )
     return key
 
 
@@ -130,7 +140,7 @@ class ApiKeys:
         self._refresh()
         return len(self._entries)
 
-    def check(self, key: str) -> KeyInfo | None:
+    def check(self, key: str) -> Caller | None:
         """Return the owner of a key, None if it is nobody's, in the same time for wrong keys and right ones.
 
         Raises:
@@ -141,7 +151,7 @@ class ApiKeys:
         for entry in self._entries:
             given = _hash(key, bytes.fromhex(entry.salt))
             if hmac.compare_digest(given, bytes.fromhex(entry.hash)):
-                found = entry.info
+                found = entry.caller
         return found
 
     def _refresh(self) -> None:
@@ -150,6 +160,14 @@ class ApiKeys:
         if version != self._version or version is None:
             self._entries = _read(self._path)
             self._version = version
+
+
+def _check_name(what: str, name: str) -> None:
+    if _NAME.fullmatch(name) is None:
+        raise ConfigError(
+            f"the name of a {what} is 1 to 64 letters, digits, `@`, `.`, `_` or `-` and begins with a letter "
+            f"or digit, given: {name!r:.80}"
+        )
 
 
 def _hash(key: str, salt: bytes) -> bytes:

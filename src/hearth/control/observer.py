@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from hearth.control.active_request import ActiveRequest
+from hearth.control.caller import Caller
 from hearth.control.load_log import LoadLog, LoadLogs
 from hearth.control.metrics import Metrics
 from hearth.control.timeline import Timeline, Timelines
@@ -39,10 +40,12 @@ class Observer:
         self._active[timeline.request_id] = timeline
         self._recent.add(timeline)
 
-    def explain(self, request_id: str, now_s: float) -> Explanation | None:
-        """Return what happened to a request; None if none of the last ones has that id."""
+    def explain(self, request_id: str, now_s: float, caller: Caller) -> Explanation | None:
+        """Return what happened to a request; None if it is none of the last ones, or not for the caller."""
         timeline = self._recent.get(request_id)
-        return None if timeline is None else timeline.explain(now_s)
+        if timeline is None or not caller.can_see(timeline.group):
+            return None
+        return timeline.explain(now_s)
 
     def close(self) -> None:
         """Expect workers to leave: from now on, one that does is not lost."""

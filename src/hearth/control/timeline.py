@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from hearth.control.caller import GroupId
 from hearth.control.load_log import LoadLog
 from hearth.control.views import Explanation, RungView, TimelineMark, TimelineSpan
 from hearth.policy.fleet.events import Option
@@ -35,6 +36,7 @@ class Timeline:
     arrived_s: float
     arrived_at_s: float  #: since the epoch
     num_prompt_tokens: int
+    group: GroupId  #: of the caller; others are not told of the request
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0

@@ -325,6 +325,7 @@ def _checked(intake: Intake, order: StartRequest) -> EngineRequest | HearthError
             RequestId(str(order.run)),
             order.prompt,
             order.sampling.params(),
+            salt=order.salt,
             output=order.output,
             guide=guide,
         )
