@@ -155,6 +155,10 @@ def test_a_digest_depends_on_everything_before_it_and_nothing_after() -> None:
     assert block_digests([9, 2, 3, 4, 5, 6], b"", block_tokens=2)[2] != digests[2]
 
 
+def test_a_digest_has_too_many_bits_for_anybody_to_find_a_second_text_with_it() -> None:
+    assert [len(digest) * 8 for digest in block_digests(range(8), b"", block_tokens=4)] == [256, 256]
+
+
 def test_different_salts_share_nothing() -> None:
     plain = block_digests(range(8), b"", block_tokens=4)
     assert not set(plain) & set(block_digests(range(8), b"adapter", block_tokens=4))
