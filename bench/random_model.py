@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from hearth.models.families import arch_from_config
 from hearth.models.layout import TensorSpec, layout_of
-from hearth.store.manifest import CHUNK_BYTES, MANIFEST, WEIGHTS, Chunk, Manifest, digest_of
+from hearth.store.manifest import CHUNK_BYTES, MANIFEST, WEIGHTS, Manifest, chunk_of
 
 #: Costs almost nothing to compute, so that what is left is the service.
 TINY: Mapping[str, object] = {
@@ -49,7 +49,7 @@ def write_random(
     with (directory / WEIGHTS).open("wb") as file:
         for at in range(0, layout.num_bytes, CHUNK_BYTES):
             data = base[at : at + CHUNK_BYTES].cpu().numpy().data
-            chunks.append(Chunk(digest_of(data), data.nbytes))
+            chunks.append(chunk_of(data))
             file.write(data)
     files = {"tokenizer.json": tokenizer_json(arch.vocab_size).encode()}
     for name, content in files.items():

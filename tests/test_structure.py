@@ -43,7 +43,7 @@ ARROWS: dict[str, set[str]] = {
     "control": BASE | {"config", "cpus", "policy", "store", "messages", "wire", "forecast", "text"},
     "api": BASE | {"config", "control", "messages", "policy", "text"},
     "sim": BASE | {"config", "policy", "snapshot"},
-    "doctor": BASE | {"config", "cpus", "kernels"},
+    "doctor": BASE | {"config", "cpus", "kernels", "store"},
     "offline": COMPOSITION,
     "llm": COMPOSITION | {"offline"},
     "cli": COMPOSITION | {"doctor", "llm", "offline"},

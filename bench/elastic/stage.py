@@ -91,7 +91,7 @@ class Body:
             stored=layout,
             served=layout,
             chunk_bytes=self.page_bytes,
-            chunks=tuple(digest_of(f"{name} {at}".encode()) for at in starts),
+            chunks=tuple(Chunk(digest_of(f"{name} {at}".encode()), self.page_bytes).id for at in starts),
             workspace_bytes=workspace_bytes,
             block_bytes=self.block_bytes,
             max_blocks=1 + self.kv_blocks,

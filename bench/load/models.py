@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from hearth.store.convert import convert
-from hearth.store.manifest import MANIFEST, WEIGHTS, Chunk, Manifest, digest_of, read_manifest
+from hearth.store.manifest import MANIFEST, WEIGHTS, Chunk, Manifest, chunk_of, read_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_SHARDS = 3
@@ -170,7 +170,7 @@ def hashed(path: Path, chunk_bytes: int) -> tuple[Chunk, ...]:
 
         def chunk_at(begin: int) -> Chunk:
             with view[begin : begin + chunk_bytes] as data:
-                return Chunk(digest_of(data), len(data))
+                return chunk_of(data)
 
         with view, ThreadPoolExecutor(os.cpu_count()) as pool:
             return tuple(pool.map(chunk_at, range(0, len(view), chunk_bytes)))

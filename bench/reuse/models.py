@@ -23,7 +23,7 @@ from hearth.models.families import arch_from_config
 from hearth.models.layout import ByteRange, layout_of
 from hearth.sizes import block_buffer
 from hearth.store.fetch import HostChunk
-from hearth.store.manifest import Chunk, Manifest, digest_of
+from hearth.store.manifest import Chunk, Manifest, chunk_of
 from hearth.store.segment import Segment
 from hearth.types import ModelId
 
@@ -217,7 +217,7 @@ class Library:
 
     def _chunk(self, cell: int, size: int) -> Chunk:
         with self.segment.memory(cell, size) as data:
-            return Chunk(digest_of(data), size)
+            return chunk_of(data)
 
 
 class HostStream:

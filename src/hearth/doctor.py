@@ -16,6 +16,7 @@ import torch
 from hearth.config import StoreConfig
 from hearth.cpus import num_usable_cores, wait_policy
 from hearth.kernels.jit import HAS_TRITON
+from hearth.store.read_hashed import is_native
 
 #: Open files that a service should be allowed; with fewer, one that has many streams would run out of them.
 MANY_OPEN_FILES = 4096
@@ -77,6 +78,11 @@ def examine(store: StoreConfig) -> Report:
         notes.append(
             f"only {found.locked_bytes} bytes of host memory may be pinned, `store.host_bytes` is "
             f"{store.host_bytes}: copies from the rest are slow; raise `ulimit -l`"
+        )
+    if not is_native():
+        notes.append(
+            "no C compiler (cc): chunks are read by the interpreter, which is slower from memory when many "
+            "are read at once; install one, as Triton needs it too"
         )
     if (spin_reason := wait_policy().spin_reason) is not None:
         notes.append(

@@ -15,6 +15,7 @@ from hearth.errors import DeviceError
 from hearth.memory.pool import EvictionTerms, Gap, Holding, Pool, Shape, Space
 from hearth.models.layout import ALIGNMENT_BYTES, ByteRange, Layout, TensorSpec
 from hearth.models.weights import TensorPlace
+from hearth.store.manifest import Chunk
 from hearth.types import Digest, Hold, ModelId, SamplingTable
 
 _TENSOR_BYTES = 3 * ALIGNMENT_BYTES
@@ -53,15 +54,15 @@ def sample(
         for begin in begins
     )
     layout = Layout(specs, len(content))
-    digests = [Digest(f"{seed:032x}") for seed in chunks]
-    digests[-1] = Digest(f"{chunks[-1]:016x}{cut_bytes:016x}")
+    sizes = [chunk_bytes] * (len(chunks) - 1) + [chunk_bytes - cut_bytes]
+    ids = [Chunk(Digest(f"{seed:064x}"), size).id for seed, size in zip(chunks, sizes, strict=True)]
     return Sample(
         Shape(
-            digest=Digest(f"{digest:032x}"),
+            digest=Digest(f"{digest:064x}"),
             stored=layout,
             served=layout,
             chunk_bytes=chunk_bytes,
-            chunks=tuple(digests),
+            chunks=tuple(ids),
             workspace_bytes=workspace_bytes,
             block_bytes=block_bytes,
             max_blocks=max_blocks,

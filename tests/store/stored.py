@@ -23,13 +23,13 @@ from hearth.store.chunk_prices import ChunkPrices
 from hearth.store.chunk_reader import ChunkReader
 from hearth.store.convert import convert
 from hearth.store.fetch import Fetch, Fetcher
-from hearth.store.manifest import MANIFEST, WEIGHTS, Chunk, Manifest, digest_of, read_manifest
+from hearth.store.manifest import MANIFEST, WEIGHTS, Manifest, chunk_of, read_manifest
 from hearth.store.model import StoredModel
 from hearth.store.record import Delivery
 from hearth.store.remote import Retry
 from hearth.store.segment import Segment
 from hearth.store.tiers import Tiers
-from hearth.types import Digest, Rung
+from hearth.types import ChunkId, Rung
 from tests.models.zoo import build
 from tests.store.bad_server import BadServer, serve
 
@@ -50,7 +50,7 @@ def parts_of(seed: int, num_chunks: int) -> list[bytes]:
 
 def model_of(name: str, parts: Sequence[bytes]) -> StoredModel:
     """A model that is nowhere on disk: any chunks, a layer for each."""
-    chunks = tuple(Chunk(digest_of(part), len(part)) for part in parts)
+    chunks = tuple(chunk_of(part) for part in parts)
     ends = [sum(len(part) for part in parts[: i + 1]) for i in range(len(parts))]
     layers = tuple(ByteRange(end - len(part), end) for part, end in zip(parts, ends, strict=True))
     manifest = Manifest.of(ARCH, "float32", "none", chunks, CHUNK_BYTES, {})
@@ -63,7 +63,7 @@ def write_model(directory: Path, seed: int = 0) -> bytes:
     """A converted model of random bytes, which are returned."""
     data = random.Random(seed).randbytes(WEIGHTS_BYTES)
     parts = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
-    chunks = tuple(Chunk(digest_of(part), len(part)) for part in parts)
+    chunks = tuple(chunk_of(part) for part in parts)
     directory.mkdir(parents=True)
     (directory / WEIGHTS).write_bytes(data)
     manifest = Manifest.of(ARCH, "float32", "none", chunks, CHUNK_BYTES, {})
@@ -107,7 +107,7 @@ class Shelf(ChunkReader):
     """Delivers from memory. Mutable: readers append to what was asked, tests say what is broken."""
 
     def __init__(self, *contents: Sequence[bytes], rung: Rung = Rung.DISK) -> None:
-        self.parts: dict[Digest, bytes] = {digest_of(part): part for parts in contents for part in parts}
+        self.parts: dict[ChunkId, bytes] = {chunk_of(part).id: part for parts in contents for part in parts}
         self.rung = rung
         self.broken: set[str] = set()  #: names of models that have no place for anything
         self.asked: list[tuple[str, int]] = []
@@ -119,7 +119,7 @@ class Shelf(ChunkReader):
         self.asked.append((model.name, index))
         if model.name in self.broken:
             raise ChunkMissing(f"chunk {index} of `{model.name}` is broken")
-        buffer[:] = self.parts[model.manifest.chunks[index].digest]
+        buffer[:] = self.parts[model.manifest.chunk_ids[index]]
         return Delivery(self.rung, len(buffer), began_s=0.0, read_s=1.0, verify_s=0.5, num_failures=0)
 
     def keep(self, model: StoredModel, index: int, data: memoryview) -> None:

@@ -13,7 +13,7 @@ from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
 from hearth.store.chunk_prices import ChunkPrices
 from hearth.store.model import StoredModel
 from hearth.store.remote import RemoteModel
-from hearth.types import Digest, Rung
+from hearth.types import ChunkId, Rung
 from tests.store import stored
 from tests.store.stored import parts_of
 
@@ -35,8 +35,8 @@ def model_of(name: str, parts: Sequence[bytes]) -> StoredModel:
     return replace(stored.model_of(name, parts), directory=Path(name))
 
 
-def chunk(model: StoredModel, index: int = 0) -> Digest:
-    return model.manifest.chunks[index].digest
+def chunk(model: StoredModel, index: int = 0) -> ChunkId:
+    return model.manifest.chunk_ids[index]
 
 
 def cost(price: Price) -> float:
@@ -104,7 +104,7 @@ def test_what_would_come_from_farther_away_is_worth_more() -> None:
 
 def test_what_of_a_remote_model_is_on_disk_is_worth_as_little_as_a_local_one() -> None:
     local, remote = model_of("local", A), replace(model_of("remote", B), remote=ELSEWHERE)
-    prices = ChunkPrices(Clock(), is_on_disk=lambda digest: digest == chunk(remote, 1))
+    prices = ChunkPrices(Clock(), is_on_disk=lambda chunk_id: chunk_id == chunk(remote, 1))
     prices.load_began(local)
     prices.load_began(remote)
     assert prices.of_host_chunk(chunk(remote, 1)) == prices.of_host_chunk(chunk(local, 1))
@@ -114,8 +114,8 @@ def test_what_of_a_remote_model_is_on_disk_is_worth_as_little_as_a_local_one() -
 def test_the_disk_may_be_asked_while_it_asks_for_prices_itself() -> None:
     model = model_of("a", A)
 
-    def is_on_disk(digest: Digest) -> bool:
-        return prices.of_disk_chunk(digest) is not None  # needs the lock of the prices, as the disk does
+    def is_on_disk(chunk_id: ChunkId) -> bool:
+        return prices.of_disk_chunk(chunk_id) is not None  # needs the lock of the prices, as the disk does
 
     prices = ChunkPrices(Clock(), is_on_disk=is_on_disk)
     prices.load_began(model)

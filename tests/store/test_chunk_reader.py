@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from hearth.errors import ChunkCorrupt, ChunkMissing, Unreachable
 from hearth.policy.memory.eviction import Price
@@ -88,9 +89,7 @@ class TestFromDisk:
         delivery = ChunkReader(disk, no_price).deliver(local, AT, buffer, always)
         assert bytes(buffer) == stored(copy)
         assert delivery.num_failures == disk.counters.num_condemned == 1
-        assert [place.path.parent for place in disk.locate(local.manifest.chunks[AT].digest)] == [
-            copy.directory
-        ]
+        assert [place.path.parent for place in disk.locate(local.manifest.chunk_ids[AT])] == [copy.directory]
 
     def test_nowhere_to_be_had_names_chunk_tensors_and_what_was_tried(
         self, disk: DiskTier, local: StoredModel
@@ -109,8 +108,8 @@ class TestFromDisk:
     def test_a_place_that_cannot_even_be_deleted_does_not_stand_in_the_way(
         self, tmp_path: Path, remote: StoredModel
     ) -> None:
-        digest = remote.manifest.chunks[AT].digest
-        (tmp_path / "cache" / "chunks" / digest[:2] / digest / "in the way").mkdir(parents=True)
+        name = f"{remote.manifest.chunk_ids[AT]}-{xxhash.xxh3_128_hexdigest(stored(remote))}"
+        (tmp_path / "cache" / "chunks" / name[:2] / name / "in the way").mkdir(parents=True)
         buffer = memory()
         delivery = ChunkReader(DiskTier(tmp_path / "cache"), no_price).deliver(remote, AT, buffer, always)
         assert delivery.rung is Rung.OBJECT

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import xxhash
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -23,8 +24,8 @@ from hearth.errors import StoreError, StoreFull
 from hearth.models.families import arch_from_config
 from hearth.models.layout import layout_of
 from hearth.store.disk import TEMPORARY_MAX_AGE_S, DiskCounters, DiskTier, Location
-from hearth.store.manifest import MANIFEST, WEIGHTS, Chunk, Manifest, digest_of
-from hearth.types import Digest
+from hearth.store.manifest import MANIFEST, WEIGHTS, Manifest, chunk_of
+from hearth.types import ChunkId
 
 TINY = {"num_hidden_layers": 1, "vocab_size": 10, "hidden_size": 8, "num_attention_heads": 2}
 ARCH = arch_from_config({"model_type": "llama", **TINY, "intermediate_size": 8})
@@ -36,7 +37,7 @@ def write_model(directory: Path, seed: int = 0, *, has_weights: bool = True) -> 
     """A model of random bytes; `has_weights=False` is one whose chunks are in object storage."""
     data = random.Random(seed).randbytes(WEIGHTS_BYTES)
     parts = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
-    chunks = tuple(Chunk(digest_of(part), len(part)) for part in parts)
+    chunks = tuple(map(chunk_of, parts))
     manifest = Manifest.of(ARCH, "float32", "none", chunks, CHUNK_BYTES, {})
     directory.mkdir(parents=True)
     (directory / MANIFEST).write_text(manifest.to_json())
@@ -49,14 +50,18 @@ def chunk(number: int, num_bytes: int = 1000) -> bytes:
     return number.to_bytes(2, "big") * (num_bytes // 2)
 
 
-def free_of_charge(digest: str) -> float:
+def xxh3(data: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def free_of_charge(chunk_id: str) -> float:
     return 0.0
 
 
-def keep(tier: DiskTier, data: bytes) -> Digest:
-    digest = digest_of(data)
-    assert tier.keep(digest, memoryview(data), free_of_charge)
-    return digest
+def keep(tier: DiskTier, data: bytes) -> ChunkId:
+    chunk_id = chunk_of(data).id
+    assert tier.keep(chunk_id, xxh3(data), memoryview(data), free_of_charge)
+    return chunk_id
 
 
 def read(location: Location) -> bytes:
@@ -89,14 +94,14 @@ def test_finds_every_chunk_of_a_model_under_the_root(tmp_path: Path) -> None:
     manifest = write_model(tmp_path / "models" / "tiny")
     tier = DiskTier(tmp_path)
     for part in manifest.chunks:
-        (location,) = tier.locate(part.digest)
-        assert digest_of(read(location)) == part.digest
+        (location,) = tier.locate(part.id)
+        assert chunk_of(read(location)) == part
 
 
 def test_a_model_without_weights_has_no_places(tmp_path: Path) -> None:
     manifest = write_model(tmp_path / "models" / "tiny", has_weights=False)
     tier = DiskTier(tmp_path)
-    assert tier.locate(manifest.chunks[0].digest) == []
+    assert tier.locate(manifest.chunk_ids[0]) == []
     assert tier.used_bytes == 0
 
 
@@ -111,7 +116,7 @@ def test_an_unreadable_manifest_is_skipped_and_named(
 
     tier = DiskTier(tmp_path)
 
-    assert [location.path.parent.name for location in tier.locate(manifest.chunks[0].digest)] == ["good"]
+    assert [location.path.parent.name for location in tier.locate(manifest.chunk_ids[0])] == ["good"]
     assert [record.getMessage().split()[0] for record in caplog.records] == 2 * ["model_skipped"]
     assert "models/bad" in caplog.text
 
@@ -120,7 +125,7 @@ def test_a_model_that_is_being_converted_is_not_seen(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     manifest = write_model(tmp_path / "models" / ".tiny.converting")
-    assert DiskTier(tmp_path).locate(manifest.chunks[0].digest) == []
+    assert DiskTier(tmp_path).locate(manifest.chunk_ids[0]) == []
     assert caplog.records == []
 
 
@@ -128,17 +133,17 @@ def test_a_model_outside_the_root_is_found_until_it_is_forgotten(tmp_path: Path)
     manifest = write_model(tmp_path / "elsewhere")
     tier = DiskTier(tmp_path / "root")
     tier.register(tmp_path / "elsewhere", manifest)
-    (location,) = tier.locate(manifest.chunks[1].digest)
+    (location,) = tier.locate(manifest.chunk_ids[1])
     tier.forget(tmp_path / "elsewhere")
     assert location == Location(tmp_path / "elsewhere" / WEIGHTS, CHUNK_BYTES, CHUNK_BYTES)
-    assert tier.locate(manifest.chunks[1].digest) == []
+    assert tier.locate(manifest.chunk_ids[1]) == []
 
 
 def test_registering_a_model_again_finds_its_chunks_once(tmp_path: Path) -> None:
     manifest = write_model(tmp_path / "models" / "tiny")
     tier = DiskTier(tmp_path)
     tier.register(tmp_path / "models" / "tiny", manifest)
-    assert len(tier.locate(manifest.chunks[0].digest)) == 1
+    assert len(tier.locate(manifest.chunk_ids[0])) == 1
     assert tier.used_bytes == WEIGHTS_BYTES
 
 
@@ -150,7 +155,7 @@ def test_a_kept_chunk_is_found_before_any_weights_and_after_a_restart(tmp_path: 
 
     tier = DiskTier(tmp_path)
     tier.register(tmp_path / "elsewhere", manifest)
-    own, shared = tier.locate(manifest.chunks[0].digest)
+    own, shared = tier.locate(manifest.chunk_ids[0])
 
     assert (read(own), own.offset, own.num_bytes) == (data, 0, CHUNK_BYTES)
     assert shared.path == tmp_path / "elsewhere" / WEIGHTS
@@ -163,21 +168,21 @@ def test_a_chunk_that_is_on_the_disk_is_not_kept_again(tmp_path: Path) -> None:
     keep(tier, chunk(1))
     before = files_under(tmp_path)
 
-    assert not tier.keep(digest_of(data), memoryview(data), free_of_charge)
-    assert not tier.keep(digest_of(chunk(1)), memoryview(chunk(1)), free_of_charge)
+    assert not tier.keep(chunk_of(data).id, xxh3(data), memoryview(data), free_of_charge)
+    assert not tier.keep(chunk_of(chunk(1)).id, xxh3(chunk(1)), memoryview(chunk(1)), free_of_charge)
     assert files_under(tmp_path) == before
 
 
 def test_a_view_of_other_items_than_bytes_is_kept_whole(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path)
-    assert tier.keep(digest_of(chunk(1)), memoryview(chunk(1)).cast("i"), free_of_charge)
+    assert tier.keep(chunk_of(chunk(1)).id, xxh3(chunk(1)), memoryview(chunk(1)).cast("i"), free_of_charge)
     assert tier.used_bytes == stored_bytes(tmp_path) == 1000
 
 
 def test_what_a_killed_writer_left_is_no_chunk_and_is_removed_in_time(tmp_path: Path) -> None:
-    digest = keep(DiskTier(tmp_path), chunk(1))
+    chunk_id = keep(DiskTier(tmp_path), chunk(1))
     (file,) = files_under(tmp_path)
-    fresh, old = file.with_name(f".{digest}.0"), file.with_name(f".{digest}.1")
+    fresh, old = file.with_name(f".{chunk_id}.0"), file.with_name(f".{chunk_id}.1")
     file.rename(fresh)
     old.write_bytes(b"half")
     written_s = time.time() - TEMPORARY_MAX_AGE_S - 60
@@ -185,7 +190,7 @@ def test_what_a_killed_writer_left_is_no_chunk_and_is_removed_in_time(tmp_path: 
 
     tier = DiskTier(tmp_path)
 
-    assert tier.locate(digest) == []
+    assert tier.locate(chunk_id) == []
     assert files_under(tmp_path) == [fresh]
 
 
@@ -200,19 +205,20 @@ def test_a_stranger_among_the_chunks_is_left_alone(tmp_path: Path) -> None:
 
 def test_the_quota_evicts_the_cheapest_chunks_first(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, quota_bytes=3000)
-    digests = [keep(tier, chunk(number)) for number in range(3)]
-    price: dict[str, float] = dict(zip(digests, [2.0, 1.0, 3.0], strict=True))
-    assert tier.keep(digest_of(chunk(9, 2000)), memoryview(chunk(9, 2000)), price.__getitem__)
-    assert [len(tier.locate(digest)) for digest in digests] == [0, 0, 1]
+    chunk_ids = [keep(tier, chunk(number)) for number in range(3)]
+    price: dict[str, float] = dict(zip(chunk_ids, [2.0, 1.0, 3.0], strict=True))
+    large = chunk(9, 2000)
+    assert tier.keep(chunk_of(large).id, xxh3(large), memoryview(large), price.__getitem__)
+    assert [len(tier.locate(chunk_id)) for chunk_id in chunk_ids] == [0, 0, 1]
     assert tier.used_bytes == stored_bytes(tmp_path) == 3000
 
 
 def test_a_chunk_that_cannot_fit_evicts_nothing(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, quota_bytes=3000)
-    digest = keep(tier, chunk(1))
+    chunk_id = keep(tier, chunk(1))
     with pytest.raises(StoreFull, match=r"chunk of 3002 bytes .* 1000 bytes of 3000 are used"):
         keep(tier, chunk(2, 3002))
-    assert len(tier.locate(digest)) == 1
+    assert len(tier.locate(chunk_id)) == 1
     assert tier.used_bytes == 1000
 
 
@@ -300,10 +306,10 @@ def test_a_condemned_chunk_file_is_deleted_and_can_be_kept_anew(tmp_path: Path) 
 def test_a_condemned_place_in_weights_is_left_out_until_registered_again(tmp_path: Path) -> None:
     manifest = write_model(tmp_path / "models" / "tiny")
     tier = DiskTier(tmp_path)
-    bad, good = manifest.chunks[1].digest, manifest.chunks[2].digest
+    bad, good = manifest.chunk_ids[1], manifest.chunk_ids[2]
     (location,) = tier.locate(bad)
     tier.condemn(location)
-    assert [len(tier.locate(digest)) for digest in (bad, good)] == [0, 1]
+    assert [len(tier.locate(chunk_id)) for chunk_id in (bad, good)] == [0, 1]
     tier.register(tmp_path / "models" / "tiny", manifest)
     assert tier.locate(bad) == [location]
 
@@ -311,17 +317,17 @@ def test_a_condemned_place_in_weights_is_left_out_until_registered_again(tmp_pat
 def test_a_condemned_place_in_weights_lets_the_chunk_be_kept(tmp_path: Path) -> None:
     manifest = write_model(tmp_path / "models" / "tiny")
     tier = DiskTier(tmp_path)
-    (location,) = tier.locate(manifest.chunks[0].digest)
+    (location,) = tier.locate(manifest.chunk_ids[0])
     data = read(location)
     tier.condemn(location)
     keep(tier, data)
-    assert [read(place) for place in tier.locate(manifest.chunks[0].digest)] == [data]
+    assert [read(place) for place in tier.locate(manifest.chunk_ids[0])] == [data]
 
 
 def test_condemning_twice_is_harmless_and_counted_once(tmp_path: Path) -> None:
     manifest = write_model(tmp_path / "models" / "tiny")
     tier = DiskTier(tmp_path)
-    places = [*tier.locate(keep(tier, chunk(1))), *tier.locate(manifest.chunks[0].digest)]
+    places = [*tier.locate(keep(tier, chunk(1))), *tier.locate(manifest.chunk_ids[0])]
     for location in places * 2:
         tier.condemn(location)
     assert tier.counters.num_condemned == 2
@@ -337,24 +343,24 @@ def test_collects_the_chunks_that_no_model_refers_to(tmp_path: Path) -> None:
 
     assert tier.collect() == 1000
 
-    assert [len(tier.locate(digest)) for digest in (wanted, garbage)] == [1, 0]
+    assert [len(tier.locate(chunk_id)) for chunk_id in (wanted, garbage)] == [1, 0]
     assert tier.used_bytes == CHUNK_BYTES
 
 
 def test_a_model_that_arrived_unregistered_keeps_its_chunks(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path / "root")
     write_model(tmp_path / "whole")
-    digest = keep(tier, (tmp_path / "whole" / WEIGHTS).read_bytes()[:CHUNK_BYTES])
+    chunk_id = keep(tier, (tmp_path / "whole" / WEIGHTS).read_bytes()[:CHUNK_BYTES])
     write_model(tmp_path / "root" / "models" / "tiny", has_weights=False)
     assert tier.collect() == 0
-    assert len(tier.locate(digest)) == 1
+    assert len(tier.locate(chunk_id)) == 1
 
 
 def test_counts_what_it_does(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, quota_bytes=2000)
     for number in range(3):
         tier.locate(keep(tier, chunk(number)))
-    tier.locate(Digest("absent"))
+    tier.locate(ChunkId("absent"))
     tier.collect()
     assert tier.counters == DiskCounters(
         num_hits=3, num_kept=3, num_evicted=1, num_collected=2, kept_bytes=3000, evicted_bytes=1000
@@ -370,9 +376,9 @@ def test_four_threads_never_exceed_the_quota_nor_mix_up_chunks(tmp_path: Path) -
         for _ in range(60):
             data = choices.choice(chunks)
             with suppress(StoreFull):  # the others may be writing that much right now
-                tier.keep(digest_of(data), memoryview(data), lambda _: choices.random())
+                tier.keep(chunk_of(data).id, xxh3(data), memoryview(data), lambda _: choices.random())
             assert tier.used_bytes <= 4000
-            for location in tier.locate(digest_of(data)):
+            for location in tier.locate(chunk_of(data).id):
                 if choices.random() < 0.1:
                     tier.condemn(location)
 
@@ -382,7 +388,10 @@ def test_four_threads_never_exceed_the_quota_nor_mix_up_chunks(tmp_path: Path) -
 
     assert tier.counters.num_evicted > 0
     assert tier.used_bytes == stored_bytes(tmp_path)
-    assert all(digest_of(path.read_bytes()) == path.name for path in files_under(tmp_path))
+    assert all(
+        f"{chunk_of(data := path.read_bytes()).id}-{xxh3(data)}" == path.name
+        for path in files_under(tmp_path)
+    )
 
 
 class AnyOrderOfCalls(RuleBasedStateMachine):
@@ -402,10 +411,10 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
     @rule(number=numbers, prices=st.lists(st.integers(0, 3), min_size=6, max_size=6))
     def keep(self, number: int, prices: list[int]) -> None:
         data = self.CHUNKS[number]
-        price: dict[str, int] = dict(zip(map(digest_of, self.CHUNKS), prices, strict=True))
-        was_there = bool(self.tier.locate(digest_of(data)))
-        assert self.tier.keep(digest_of(data), memoryview(data), price.__getitem__) != was_there
-        assert len(self.tier.locate(digest_of(data))) == 1
+        price: dict[str, int] = dict(zip((chunk_of(part).id for part in self.CHUNKS), prices, strict=True))
+        was_there = bool(self.tier.locate(chunk_of(data).id))
+        assert self.tier.keep(chunk_of(data).id, xxh3(data), memoryview(data), price.__getitem__) != was_there
+        assert len(self.tier.locate(chunk_of(data).id)) == 1
 
     @rule()
     def keep_too_much(self) -> None:
@@ -415,29 +424,29 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
     @rule(number=numbers)
     def fail_to_write(self, number: int) -> None:
         data = self.CHUNKS[number]
-        if not self.tier.locate(digest_of(data)):
+        if not self.tier.locate(chunk_of(data).id):
             with file_size_limit(len(data) // 2), pytest.raises(StoreFull):
                 keep(self.tier, data)
-            assert self.tier.locate(digest_of(data)) == []
+            assert self.tier.locate(chunk_of(data).id) == []
 
     @rule(number=numbers)
     def condemn_file(self, number: int) -> None:
-        digest = digest_of(self.CHUNKS[number])
-        for location in self.tier.locate(digest):
+        chunk_id = chunk_of(self.CHUNKS[number]).id
+        for location in self.tier.locate(chunk_id):
             self.tier.condemn(location)
-        assert self.tier.locate(digest) == []
+        assert self.tier.locate(chunk_id) == []
 
     @rule(number=st.integers(0, 2))
     def condemn_weights(self, number: int) -> None:
-        digest = self.manifest.chunks[number].digest
-        for location in self.tier.locate(digest):
+        chunk_id = self.manifest.chunk_ids[number]
+        for location in self.tier.locate(chunk_id):
             self.tier.condemn(location)
-        assert self.tier.locate(digest) == []
+        assert self.tier.locate(chunk_id) == []
 
     @rule()
     def register(self) -> None:
         self.tier.register(self.model, self.manifest)
-        assert all(self.tier.locate(part.digest) for part in self.manifest.chunks)
+        assert all(self.tier.locate(part.id) for part in self.manifest.chunks)
 
     @rule()
     def collect(self) -> None:
@@ -452,9 +461,9 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
     def books_and_disk_agree(self) -> None:
         assert self.tier.used_bytes == stored_bytes(self.root)
         assert self.tier.used_bytes <= self.QUOTA_BYTES
-        digests = [*map(digest_of, self.CHUNKS), *(part.digest for part in self.manifest.chunks)]
-        for digest in digests:
-            assert all(digest_of(read(location)) == digest for location in self.tier.locate(digest))
+        chunk_ids = [*(chunk_of(part).id for part in self.CHUNKS), *self.manifest.chunk_ids]
+        for chunk_id in chunk_ids:
+            assert all(chunk_of(read(location)).id == chunk_id for location in self.tier.locate(chunk_id))
 
     def teardown(self) -> None:
         shutil.rmtree(self.root)

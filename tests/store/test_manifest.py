@@ -88,7 +88,7 @@ def test_a_description_without_its_digest_is_refused() -> None:
     "text",
     [
         "[" * 100_000,
-        '{"format": "hearth-model", "version": 1, "arch": ' + "[" * 100_000,
+        '{"format": "hearth-model", "version": 2, "arch": ' + "[" * 100_000,
         '{"format": "hearth-model", "version": ' + "1" * 5000 + "}",
     ],
 )
@@ -185,8 +185,8 @@ def _signed(raw: Raw) -> str:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (_set("version", to=2), r"has version 2, this Hearth reads version 1; convert the model again"),
-        (_set("version", to="1"), r"has version '1'"),
+        (_set("version", to=3), r"has version 3, this Hearth reads version 2; convert the model again"),
+        (_set("version", to="2"), r"has version '2'"),
         (_set("format", to="gguf"), r"does not describe a Hearth model"),
         (_set("colour", to="red"), r"unknown fields: colour"),
         (_set("arch", "colour", to="red"), r"here\.arch: .*unknown fields: colour"),
@@ -224,10 +224,10 @@ def _signed(raw: Raw) -> str:
         (lambda raw: raw.update(chunks=[]), r"`chunks` do not add up to"),
         (
             _set("chunks", 1, "digest", to="../../etc/passwd"),
-            r"a digest is 32 hexadecimal digits, given: '\.\.",
+            r"a digest is 64 hexadecimal digits, given: '\.\.",
         ),
-        (_set("chunks", 1, "digest", to="F" * 32), r"a digest is 32 hexadecimal digits"),
-        (_set("files", 0, "digest", to=""), r"a digest is 32 hexadecimal digits, given: ''"),
+        (_set("chunks", 1, "digest", to="F" * 64), r"a digest is 64 hexadecimal digits"),
+        (_set("files", 0, "digest", to=""), r"a digest is 64 hexadecimal digits, given: ''"),
         (_set("files", 0, "name", to="../config.json"), r"`files` names '\.\./config\.json'"),
         (_set("files", 0, "name", to="weights.bin"), r"`files` names 'weights\.bin'"),
         (_set("files", 0, "name", to=""), r"`files` names ''"),

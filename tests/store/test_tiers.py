@@ -64,7 +64,7 @@ class TestDirectory:
         assert tiers.open(source).manifest.files == ()
 
     def test_chunks_that_no_model_refers_to_are_gone_after_a_start(self, tmp_path: Path) -> None:
-        path = tmp_path / "root" / "chunks" / "ab" / ("ab" * 16)
+        path = tmp_path / "root" / "chunks" / "ab" / f"{'ab' * 32}-{CHUNK_BYTES}-{'cd' * 16}"
         path.parent.mkdir(parents=True)
         path.write_bytes(bytes(CHUNK_BYTES))
         with tiers_at(tmp_path / "root"):

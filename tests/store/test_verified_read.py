@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from hearth.errors import ChunkCorrupt, ChunkMissing, StoreError
+from hearth.store import read_hashed
 from hearth.store.manifest import digest_of
-from hearth.store.verified_read import DIRECT_PIECE_BYTES, ReadTimes, read_verified
+from hearth.store.verified_read import DIRECT_PIECE_BYTES, VerifiedRead, read_verified
 from tests.store.stored import flip
 
 CHUNK_BYTES = DIRECT_PIECE_BYTES + (64 << 10)  # more than one request to the disk, and a rest
@@ -56,11 +57,20 @@ def is_cached(path: Path, offset: int) -> bool:
             return error.errno != errno.EAGAIN
 
 
-def read(path: Path, offset: int, data: bytes) -> tuple[bytes, ReadTimes]:
+def read(path: Path, offset: int, data: bytes) -> tuple[bytes, VerifiedRead]:
     """What lies where `data` should."""
     memory = mmap.mmap(-1, len(data))
     times = read_verified(path, offset, memoryview(memory), digest_of(data))
     return memory[:], times
+
+
+@pytest.fixture(params=["native", "interpreted"], autouse=True)
+def _reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs with both readers: a machine without a C compiler has only the second."""
+    if request.param == "interpreted":
+        monkeypatch.setattr(read_hashed, "_native", lambda: None)
+    else:
+        assert read_hashed.is_native(), "these tests need a C compiler"
 
 
 def test_a_cached_chunk_is_read(path: Path) -> None:

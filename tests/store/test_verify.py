@@ -9,7 +9,7 @@ import pytest
 from hearth.errors import BadCheckpoint
 from hearth.store.convert import convert
 from hearth.store.manifest import MANIFEST, WEIGHTS, Manifest, read_manifest
-from hearth.store.verify import NUM_THREADS, BadChunk, BadFile, verify
+from hearth.store.verify import NUM_THREADS, BadChunk, BadFile, _Checked, verify
 from hearth.store.writer import Progress
 from tests.models.zoo import build
 
@@ -107,11 +107,11 @@ def test_an_interrupt_does_not_wait_for_what_is_queued(model: Path, monkeypatch:
     num_chunks, is_over = len(read_manifest(model).chunks), Event()
     begun: list[int] = []
 
-    def check(file: int, manifest: Manifest, index: int) -> str | None:
+    def check(file: int, manifest: Manifest, index: int) -> _Checked:
         begun.append(index)
         if index:
             is_over.wait()
-        return None
+        return _Checked(None)
 
     def interrupt(progress: Progress) -> None:
         Timer(0.1, is_over.set).start()  # by then nothing is queued any more

@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import xxhash
 
 from hearth.errors import StoreError, StoreFull
 from hearth.models.layout import TensorSpec
 from hearth.models.pack import PackedTensor
 from hearth.store import writer
-from hearth.store.manifest import MANIFEST, Chunk, digest_of
+from hearth.store.manifest import MANIFEST, chunk_of
 from hearth.store.writer import Progress, staged
 
 CHUNK_BYTES = 8192
@@ -63,11 +64,12 @@ def test_tensors_lie_at_their_offsets_with_zeros_between(tmp_path: Path) -> None
     expected = _expected(packed)
 
     with staged(tmp_path / "m", len(expected)) as staging:
-        chunks = staging.write_weights(packed, len(expected), CHUNK_BYTES)
+        written = staging.write_weights(packed, len(expected), CHUNK_BYTES)
 
     assert (tmp_path / "m" / "weights.bin").read_bytes() == expected
     parts = [expected[begin : begin + CHUNK_BYTES] for begin in range(0, len(expected), CHUNK_BYTES)]
-    assert chunks == tuple(Chunk(digest_of(part), len(part)) for part in parts)
+    assert written.chunks == tuple(map(chunk_of, parts))
+    assert written.xxh3 == tuple(map(xxhash.xxh3_128_hexdigest, parts))
     assert [len(part) for part in parts] == [8192, 8192, 8192, 4096]
 
 

@@ -72,7 +72,7 @@ def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) ->
         case UrlSource(url):
             placed = _fetch(url, data_dir, on_progress)
         case PathSource(path) if (path / "manifest.json").is_file():
-            placed = _in_place(path)
+            placed = _in_place(path, data_dir, on_progress)
         case PathSource(path):
             placed = _convert(path, name, order, data_dir, on_progress)
         case HubSource():
@@ -130,8 +130,10 @@ def _fetch(url: str, data_dir: DataDir, on_progress: OnProgress) -> _Placed:
     return _Placed(url, model.directory, model.manifest)
 
 
-def _in_place(directory: Path) -> _Placed:
+def _in_place(directory: Path, data_dir: DataDir, on_progress: OnProgress) -> _Placed:
+    """Check all bytes of a converted model: it came from somewhere, and its manifest came along."""
     from hearth.store.manifest import WEIGHTS, read_manifest
+    from hearth.store.verify import BadFile, verify
 
     manifest = read_manifest(directory)
     weights = directory / WEIGHTS
@@ -140,6 +142,19 @@ def _in_place(directory: Path) -> _Placed:
         raise BadCheckpoint(
             f"`{weights}` has {num_bytes} bytes, its manifest says {manifest.num_bytes}; convert or copy the "
             "model again"
+        )
+    bad = verify(
+        directory,
+        lambda progress: on_progress("verifying", progress.done_bytes, progress.total_bytes),
+        manifest,
+        data_dir.path,
+    )
+    if bad:
+        first = bad[0]
+        what = f"`{first.name}`" if isinstance(first, BadFile) else f"chunk {first.index} of its weights"
+        raise BadCheckpoint(
+            f"`{directory}` is not what its manifest says: {what} is bad: {first.reason}, {len(bad)} in all; "
+            "convert or copy the model again"
         )
     return _Placed(str(directory), directory, manifest)
 
@@ -156,6 +171,7 @@ def _convert(
         place,
         dtype="float32" if order.dtype == "auto" and order.kind == "cpu" else order.dtype,
         quant=order.quant,
+        store=data_dir.path,
         on_progress=lambda progress: on_progress("converting", progress.done_bytes, progress.total_bytes),
     )
     return _Placed(str(place), place, manifest, is_new=True)

@@ -22,7 +22,7 @@ import torch
 
 from hearth.models.layout import ByteRange, Layout
 from hearth.models.weights import TensorPlace
-from hearth.types import Digest, Hold, ModelId, SamplingTable
+from hearth.types import ChunkId, Digest, Hold, ModelId, SamplingTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Shape:
     stored: Layout  #: as its bytes lie in the file
     served: Layout  #: as it is computed; another one only where it is widened, on a CPU
     chunk_bytes: int
-    chunks: tuple[Digest, ...]  #: of the stored bytes: what is equal may be shared
+    chunks: tuple[ChunkId, ...]  #: of the stored bytes: what is equal may be shared
     workspace_bytes: int
     block_bytes: int  #: of KV
     max_blocks: int  #: KV never has more, the sink included

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from hearth.memory.pool import Shape
-from hearth.types import Digest
+from hearth.types import ChunkId
 
 
 class SharedChunks:
@@ -16,7 +16,7 @@ class SharedChunks:
 
     def __init__(self, page_bytes: int) -> None:
         self._page_bytes = page_bytes
-        self._pages: dict[Digest, set[int]] = {}
+        self._pages: dict[ChunkId, set[int]] = {}
 
     def add(self, shape: Shape, index: int, page: int) -> None:
         if shape.chunk_bytes == self._page_bytes:

@@ -46,7 +46,7 @@ class BorrowedModel:
     @property
     def is_in_host(self) -> bool:
         """True if all of the model was in host memory when it was opened."""
-        distinct = {chunk.digest: chunk.num_bytes for chunk in self.manifest.chunks}
+        distinct = {chunk.id: chunk.num_bytes for chunk in self.manifest.chunks}
         return self.opened.host_bytes >= sum(distinct.values())
 
 

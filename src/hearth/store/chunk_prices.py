@@ -18,7 +18,7 @@ from hearth.policy.memory.demand import Demand
 from hearth.policy.memory.eviction import Price, tail_first
 from hearth.policy.memory.reload_cost import HORIZON_S, ReloadCosts, reload_cost
 from hearth.store.model import StoredModel
-from hearth.types import Digest, Rung
+from hearth.types import ChunkId, Digest, Rung
 
 
 @dataclass(slots=True)
@@ -39,14 +39,14 @@ class ChunkPrices:
     def __init__(
         self,
         clock_s: Callable[[], float] = time.monotonic,
-        is_on_disk: Callable[[Digest], bool] = lambda _: False,
+        is_on_disk: Callable[[ChunkId], bool] = lambda _: False,
     ) -> None:
         """`is_on_disk` is called without this object's lock: the disk asks for prices under its own."""
         self._clock_s = clock_s
         self._is_on_disk = is_on_disk
         self._costs = ReloadCosts()  #: the demand of requests, and the speed of rungs
         self._loads = Demand()
-        self._chunks: dict[Digest, _PricedChunk] = {}
+        self._chunks: dict[ChunkId, _PricedChunk] = {}
         #: As each was last loaded. Every model here is in `_digests`, and its chunks in `_chunks`.
         self._models: dict[Digest, StoredModel] = {}
         #: What each directory holds; copies of one model share a digest.
@@ -91,18 +91,18 @@ class ChunkPrices:
         with self._lock:
             return self._costs.bytes_per_s(rung)
 
-    def of_host_chunk(self, digest: str) -> Price:
+    def of_host_chunk(self, chunk_id: str) -> Price:
         """Return the price of a chunk in host memory: it would come from disk, or object storage, again."""
-        remote = Rung.DISK if self._is_on_disk(Digest(digest)) else Rung.OBJECT
-        return self._price(digest, lambda model: Rung.DISK if model.remote is None else remote)
+        remote = Rung.DISK if self._is_on_disk(ChunkId(chunk_id)) else Rung.OBJECT
+        return self._price(chunk_id, lambda model: Rung.DISK if model.remote is None else remote)
 
-    def of_disk_chunk(self, digest: str) -> Price:
+    def of_disk_chunk(self, chunk_id: str) -> Price:
         """Return the price of a chunk that lies on disk because it came from object storage."""
-        return self._price(digest, lambda _: Rung.OBJECT)
+        return self._price(chunk_id, lambda _: Rung.OBJECT)
 
-    def _price(self, digest: str, below: Callable[[StoredModel], Rung]) -> Price:
+    def _price(self, chunk_id: str, below: Callable[[StoredModel], Rung]) -> Price:
         with self._lock:
-            chunk = self._chunks.get(Digest(digest))
+            chunk = self._chunks.get(ChunkId(chunk_id))
             if chunk is None:
                 return tail_first(0.0, 0)
             now_s = self._clock_s()
@@ -119,7 +119,7 @@ class ChunkPrices:
 
     def _enter(self, model: StoredModel) -> None:
         for position, chunk in enumerate(model.manifest.chunks):
-            entry = self._chunks.setdefault(chunk.digest, _PricedChunk(chunk.num_bytes))
+            entry = self._chunks.setdefault(chunk.id, _PricedChunk(chunk.num_bytes))
             entry.positions.setdefault(model.manifest.digest, position)
 
     def _leave(self, digest: Digest) -> None:
@@ -128,10 +128,10 @@ class ChunkPrices:
             return
         self._costs.forget(digest)
         self._loads.forget(digest)
-        for chunk in self._models.pop(digest).manifest.chunks:
-            entry = self._chunks.get(chunk.digest)
+        for chunk_id in self._models.pop(digest).manifest.chunk_ids:
+            entry = self._chunks.get(chunk_id)
             if entry is None:  # it stands in the model twice
                 continue
             entry.positions.pop(digest, None)
             if not entry.positions:
-                del self._chunks[chunk.digest]
+                del self._chunks[chunk_id]

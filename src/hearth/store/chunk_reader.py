@@ -1,7 +1,8 @@
 """Reads one chunk from the nearest rung that has it whole into a buffer. Schedules nothing, keeps no books.
 
-The order is disk, then object storage. Bytes that do not match their hash never leave this module: the place
-they came from is struck off, the next one is tried, and object storage is asked again, for its errors pass.
+The order is disk, then object storage. Bytes that are not what their digest says never leave this module: the
+place they came from is struck off, the next one is tried, and object storage is asked again, for its errors
+pass. What comes from outside this machine is checked by BLAKE3, each time; a file, see `verified_read.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import xxhash
+
 from hearth.errors import ChunkCorrupt, ChunkMissing, StoreError
 from hearth.policy.memory.eviction import Price
 from hearth.store.disk import DiskTier, Location
@@ -18,7 +21,7 @@ from hearth.store.manifest import WEIGHTS, digest_of
 from hearth.store.model import StoredModel
 from hearth.store.record import Delivery
 from hearth.store.verified_read import read_verified
-from hearth.types import Digest, Rung
+from hearth.types import Rung
 
 #: How often object storage may send wrong bytes for one chunk; lost answers are retried below this level.
 MAX_WRONG_ANSWERS = 3
@@ -44,9 +47,8 @@ class ChunkReader:
         Raises:
             StoreError: no rung has it; the message says what was tried.
         """
-        digest = model.manifest.chunks[index].digest
         failures: list[StoreError] = []
-        delivery = self._from_disk(digest, buffer, failures) or self._from_object(
+        delivery = self._from_disk(model, index, buffer, failures) or self._from_object(
             model, index, buffer, failures, is_wanted
         )
         if delivery is None:
@@ -55,10 +57,10 @@ class ChunkReader:
 
     def keep(self, model: StoredModel, index: int, data: memoryview) -> None:
         """Write a chunk from object storage to disk, if the disk takes it: no load depends on that."""
-        digest = model.manifest.chunks[index].digest
         failure = None
         try:
-            self._disk.keep(digest, data, self._price)
+            xxh3 = xxhash.xxh3_128_hexdigest(data)
+            self._disk.keep(model.manifest.chunk_ids[index], xxh3, data, self._price)
         except StoreError as error:
             failure = error
         with self._telling:
@@ -66,18 +68,23 @@ class ChunkReader:
                 log.warning("chunks_not_kept model=%s reason=%s", model.name, failure)
             self._is_full_known = failure is not None
 
-    def _from_disk(self, digest: Digest, buffer: memoryview, failures: list[StoreError]) -> Delivery | None:
-        for place in self._disk.locate(digest):
+    def _from_disk(
+        self, model: StoredModel, index: int, buffer: memoryview, failures: list[StoreError]
+    ) -> Delivery | None:
+        chunk = model.manifest.chunks[index]
+        for place in self._disk.locate(chunk.id, model.directory):
             began_s = time.perf_counter()
             try:
-                times = read_verified(place.path, place.offset, buffer, digest)
+                read = read_verified(place.path, place.offset, buffer, chunk.digest, place.known)
             except StoreError as error:
                 failures.append(error)
                 if isinstance(error, ChunkCorrupt | ChunkMissing):
                     log.warning("place_condemned path=%s reason=%s", place.path, error)
                     self._condemn(place)
                 continue
-            return Delivery(Rung.DISK, len(buffer), began_s, times.read_s, times.verify_s, len(failures))
+            if read.known is not None and read.known != place.known:
+                self._disk.verified(place, read.known)
+            return Delivery(Rung.DISK, len(buffer), began_s, read.read_s, read.verify_s, len(failures))
         return None
 
     def _condemn(self, place: Location) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 from hearth.errors import BadCheckpoint, ModelError
 from hearth.models.layout import layout_of
 from hearth.models.pack import checkpoint_dtype, iter_tensors
+from hearth.store.file_stamp import stamp_of
 from hearth.store.hf import open_directory
-from hearth.store.manifest import CHUNK_BYTES, MANIFEST, Manifest
+from hearth.store.local_hashes import write_hashes
+from hearth.store.manifest import CHUNK_BYTES, MANIFEST, WEIGHTS, Manifest
 from hearth.store.source import ModelSource
 from hearth.store.writer import OnProgress, staged
 
@@ -25,13 +27,15 @@ def convert(
     quant: str = "none",
     overwrite: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
+    store: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> Manifest:
     """Write the model at `source` to `dest`, all of it or nothing.
 
     `auto` keeps the dtype of the source; the values of a quantised GGUF file become bfloat16.
 
-    Needs memory for about one fused tensor and its parts. An existing model stays unless `overwrite`.
+    Needs memory for about one fused tensor and its parts. An existing model stays unless `overwrite`. `store`
+    is the root of the disk tier that will read it, if known: it finds the chunks checked (`local_hashes.py`).
     """
     with open_source(source) as opened:
         arch, checkpoint = opened.arch, opened.checkpoint
@@ -41,11 +45,14 @@ def convert(
         num_bytes = layout.num_bytes + sum(map(len, files.values()))
         with staged(dest, num_bytes, overwrite=overwrite) as staging:
             tensors = iter_tensors(checkpoint, arch, layout)
-            chunks = staging.write_weights(tensors, layout.num_bytes, chunk_bytes, on_progress)
+            written = staging.write_weights(tensors, layout.num_bytes, chunk_bytes, on_progress)
             for name, content in files.items():
                 staging.write_file(name, content)
-            manifest = Manifest.of(arch, stored, quant, chunks, chunk_bytes, files)
+            manifest = Manifest.of(arch, stored, quant, written.chunks, chunk_bytes, files)
             staging.write_file(MANIFEST, manifest.to_json().encode())
+    dest = dest.resolve()
+    if store is not None and (stamp := stamp_of(dest / WEIGHTS)) is not None:
+        write_hashes(store.resolve(), dest, manifest, stamp, written.xxh3)
     return manifest
 
 

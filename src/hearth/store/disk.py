@@ -2,33 +2,41 @@
 
     root/models/NAME/manifest.json     a model; one that came from object storage has no weights.bin
     root/models/NAME/weights.bin
-    root/chunks/ab/abcdef0123...       one chunk, named by its digest; whole or absent
+    root/chunks/ab/DIGEST-BYTES-XXH3   one chunk that came from object storage; whole or absent
+    root/hashes/ab12...                the xxh3 of chunks in files of weights (`local_hashes.py`)
 
-Reads no chunk: whoever does finds out whether the bytes are right, and condemns the location if not.
+Reads no chunk: whoever does finds out whether the bytes are right, condemns the location if not, and tells
+the xxh3 where it was not known.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 
 from hearth.errors import HearthError, StoreError, StoreFull
 from hearth.policy.memory.eviction import EvictionOrder, Price
-from hearth.store.manifest import MANIFEST, WEIGHTS, Manifest, is_digest, read_manifest
+from hearth.store.file_stamp import FileStamp, stamp_of
+from hearth.store.local_hashes import collect_hashes, forget_hashes, read_hashes, write_hashes
+from hearth.store.manifest import MANIFEST, WEIGHTS, Manifest, read_manifest
+from hearth.store.verified_read import LocalHash
 from hearth.store.writer import NO_ROOM
-from hearth.types import Digest
+from hearth.types import ChunkId
 
 log = logging.getLogger(__name__)
 
 #: A chunk is written within seconds. A temporary file that is older belongs to a process that is dead.
 TEMPORARY_MAX_AGE_S = 3600.0
+
+_CHUNK_FILE = re.compile("([0-9a-f]{64}-[0-9]{1,15})-([0-9a-f]{32})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,7 @@ class Location:
     path: Path
     offset: int
     num_bytes: int
+    known: LocalHash | None = field(default=None, compare=False)  #: None: only the chunk's digest is known
 
 
 @dataclass(slots=True)
@@ -54,11 +63,22 @@ class DiskCounters:
 
 
 @dataclass(frozen=True, slots=True)
-class _Registered:
-    """A model that the disk tier knows."""
+class _ChunkFile:
+    """A chunk in a file of its own, named by all that is known of it."""
 
-    digest_by_offset: Mapping[int, Digest]
+    num_bytes: int
+    xxh3: str
+
+
+@dataclass(slots=True)
+class _Registered:
+    """A model that the disk tier knows. Mutable; written only by the tier, under its lock."""
+
+    manifest: Manifest
     weights_bytes: int  #: what its weights.bin takes of the quota
+    stamp: FileStamp | None  #: of its weights.bin; None: it has none
+    #: The xxh3 of chunks, as far as known, by their offset.
+    xxh3: dict[int, str] = field(default_factory=dict)
 
 
 class DiskTier:
@@ -78,12 +98,12 @@ class DiskTier:
         self._lock = Lock()
         self._models: dict[Path, _Registered] = {}
         #: Where files of weights hold each chunk, in the order of registration. No list is empty.
-        self._locations: dict[Digest, list[Location]] = {}
-        #: Size in bytes of every chunk file.
-        self._files: dict[Digest, int] = {}
+        self._locations: dict[ChunkId, list[Location]] = {}
+        #: Every chunk that has a file of its own.
+        self._files: dict[ChunkId, _ChunkFile] = {}
         #: Size in bytes of every chunk file that is being written. It counts as used already, and as long as
-        #: a digest is in here nobody else touches its file.
-        self._writing: dict[Digest, int] = {}
+        #: a chunk is in here nobody else touches its file.
+        self._writing: dict[ChunkId, int] = {}
         #: Some of the chunk files, the first to be evicted first.
         self._order = EvictionOrder()
         self._scan()
@@ -100,62 +120,94 @@ class DiskTier:
         """
         directory = directory.resolve()
         weights = directory / WEIGHTS
-        num_bytes = weights.stat().st_size if weights.is_file() else None
-        digest_by_offset = {
-            manifest.chunk_range(index).begin: chunk.digest for index, chunk in enumerate(manifest.chunks)
-        }
+        stamp = stamp_of(weights) if weights.is_file() else None
+        found = None if stamp is None else read_hashes(self.root, directory, manifest, stamp)
         is_under_root = directory.is_relative_to(self.root)
         with self._lock:
             self._forget(directory)
-            self._models[directory] = _Registered(digest_by_offset, (num_bytes or 0) if is_under_root else 0)
-            if num_bytes is None:
+            weights_bytes = stamp.num_bytes if stamp is not None and is_under_root else 0
+            model = self._models[directory] = _Registered(manifest, weights_bytes, stamp)
+            if stamp is None:
                 return
-            for (offset, digest), chunk in zip(digest_by_offset.items(), manifest.chunks, strict=True):
-                self._locations.setdefault(digest, []).append(Location(weights, offset, chunk.num_bytes))
+            for index, chunk in enumerate(manifest.chunks):
+                offset, known = index * manifest.chunk_bytes, None
+                if found is not None:
+                    model.xxh3[offset] = found.xxh3[index]
+                    known = LocalHash(found.xxh3[index], stamp)
+                location = Location(weights, offset, chunk.num_bytes, known)
+                self._locations.setdefault(chunk.id, []).append(location)
 
     def forget(self, directory: Path) -> None:
-        """Know the model in a directory no longer: the opposite of `register`. Deletes nothing."""
+        """Know the model in a directory no longer: the opposite of `register`. Deletes none of its files."""
+        directory = directory.resolve()
         with self._lock:
-            self._forget(directory.resolve())
+            self._forget(directory)
+        forget_hashes(self.root, directory)
 
-    def locate(self, digest: Digest) -> list[Location]:
-        """Return all locations that should hold a chunk: its own file, then weights as they were registered.
+    def locate(self, chunk_id: ChunkId, directory: Path | None = None) -> list[Location]:
+        """Return all locations that should hold a chunk, the trustier first.
 
-        A chunk file may be evicted before it is opened.
+        The weights in `directory`, where the model that wants it lives, come first: what is wrong with other
+        models, or slow, concerns them alone. Then the chunk's own file, which may be evicted before it is
+        opened, and other weights as they were registered.
         """
         with self._lock:
-            locations = list(self._locations.get(digest, ()))
-            if digest in self._files:
-                locations.insert(0, Location(self._path(digest), 0, self._files[digest]))
-                self._order.discard(digest)
+            locations = list(self._locations.get(chunk_id, ()))
+            if chunk_id in self._files:
+                file = self._files[chunk_id]
+                known = LocalHash(file.xxh3, None)
+                locations.insert(0, Location(self._path(chunk_id, file), 0, file.num_bytes, known))
+                self._order.discard(chunk_id)
             self.counters.num_hits += bool(locations)
-            return locations
+            return sorted(locations, key=lambda location: location.path.parent != directory)
 
-    def holds(self, digest: Digest) -> bool:
+    def holds(self, chunk_id: ChunkId) -> bool:
         """True if some location should hold the chunk. Counts no hit."""
         with self._lock:
-            return digest in self._files or digest in self._locations
+            return chunk_id in self._files or chunk_id in self._locations
 
-    def keep(self, digest: Digest, data: memoryview, price: Callable[[str], Price]) -> bool:
-        """Write a chunk file, evicting the cheapest ones where the quota demands it.
+    def verified(self, location: Location, known: LocalHash) -> None:
+        """Learn the xxh3 of a chunk in a file of weights, whose digest was found right.
+
+        Once all of a file's are known, they are kept for the next process.
+        """
+        with self._lock:
+            directory = location.path.parent
+            model = self._models.get(directory)
+            if model is None or known.stamp is None or known.stamp != model.stamp:
+                return  # it has changed since it was registered, and will be opened anew
+            index = location.offset // model.manifest.chunk_bytes
+            locations = self._locations.get(model.manifest.chunk_ids[index], [])
+            if location not in locations:
+                return
+            locations[locations.index(location)] = replace(location, known=known)
+            model.xxh3[location.offset] = known.xxh3
+            if len(model.xxh3) < len(model.manifest.chunks):
+                return
+            xxh3 = [model.xxh3[at] for at in sorted(model.xxh3)]
+        write_hashes(self.root, directory, model.manifest, known.stamp, xxh3)
+
+    def keep(self, chunk_id: ChunkId, xxh3: str, data: memoryview, price: Callable[[str], Price]) -> bool:
+        """Write a verified chunk to a file of its own, evicting the cheapest where the quota demands it.
 
         Returns False if the chunk is on the disk in any location, or another thread is writing it. `price` is
         called with the lock held. Raises StoreFull; then nothing is left behind.
         """
         with self._lock:
-            if digest in self._files or digest in self._locations or digest in self._writing:
+            if chunk_id in self._files or chunk_id in self._locations or chunk_id in self._writing:
                 return False
             self._make_room(data.nbytes, price)
-            self._writing[digest] = data.nbytes
+            self._writing[chunk_id] = data.nbytes
         is_kept = False
+        file = _ChunkFile(data.nbytes, xxh3)
         try:
-            _write(self._path(digest), data)
+            _write(self._path(chunk_id, file), data)
             is_kept = True
         finally:
             with self._lock:
-                del self._writing[digest]
+                del self._writing[chunk_id]
                 if is_kept:
-                    self._files[digest] = data.nbytes
+                    self._files[chunk_id] = file
                     self.counters.num_kept += 1
                     self.counters.kept_bytes += data.nbytes
         return True
@@ -167,25 +219,27 @@ class DiskTier:
         again.
         """
         with self._lock:
-            file, model = Digest(location.path.name), self._models.get(location.path.parent)
-            if file in self._files and location.path == self._path(file):
-                self._delete(file)
+            chunk_id, model = _chunk_of(location.path), self._models.get(location.path.parent)
+            file = None if chunk_id is None else self._files.get(chunk_id)
+            if chunk_id is not None and file is not None and location.path == self._path(chunk_id, file):
+                self._delete(chunk_id)
                 self.counters.num_condemned += 1
-            elif model and location.offset in model.digest_by_offset:
-                digest = model.digest_by_offset[location.offset]
-                self.counters.num_condemned += location in self._locations.get(digest, ())
-                self._remove_locations(digest, lambda other: other == location)
+            elif model is not None and location.path.name == WEIGHTS:
+                wanted = model.manifest.chunk_ids[location.offset // model.manifest.chunk_bytes]
+                self.counters.num_condemned += location in self._locations.get(wanted, ())
+                self._remove_locations(wanted, lambda other: other == location)
 
     def collect(self) -> int:
         """Delete the chunk files that no model refers to, registered or under the root; return the bytes."""
         described = [manifest for _, manifest in self._read_models()]
         with self._lock:
-            wanted = {chunk.digest for manifest in described for chunk in manifest.chunks}
-            wanted.update(*(model.digest_by_offset.values() for model in self._models.values()))
-            garbage = [digest for digest in self._files if digest not in wanted]
-            freed_bytes = sum(self._delete(digest) for digest in garbage)
+            wanted = {chunk_id for manifest in described for chunk_id in manifest.chunk_ids}
+            wanted.update(*(model.manifest.chunk_ids for model in self._models.values()))
+            garbage = [chunk_id for chunk_id in self._files if chunk_id not in wanted]
+            freed_bytes = sum(self._delete(chunk_id) for chunk_id in garbage)
             self.counters.num_collected += len(garbage)
-            return freed_bytes
+        collect_hashes(self.root)
+        return freed_bytes
 
     def _scan(self) -> None:
         for directory, manifest in self._read_models():
@@ -195,8 +249,10 @@ class DiskTier:
                 if path.name.startswith("."):
                     if time.time() - path.stat().st_mtime > TEMPORARY_MAX_AGE_S:
                         path.unlink()
-                elif is_digest(path.name) and path == self._path(Digest(path.name)):
-                    self._files[Digest(path.name)] = path.stat().st_size
+                elif (chunk_id := _chunk_of(path)) is not None:
+                    file = _ChunkFile(path.stat().st_size, path.name.rpartition("-")[2])
+                    if path == self._path(chunk_id, file):
+                        self._files[chunk_id] = file
 
     def _read_models(self) -> Iterator[tuple[Path, Manifest]]:
         for path in sorted(self.root.glob(f"models/[!.]*/{MANIFEST}")):
@@ -205,21 +261,24 @@ class DiskTier:
             except HearthError as error:
                 log.warning("model_skipped directory=%s reason=%s", path.parent, error)
 
-    def _path(self, digest: Digest) -> Path:
-        return self.root / "chunks" / digest[:2] / digest
+    def _path(self, chunk_id: ChunkId, file: _ChunkFile) -> Path:
+        return self.root / "chunks" / chunk_id[:2] / f"{chunk_id}-{file.xxh3}"
 
     # Below here the lock is held.
 
     def _used_bytes(self) -> int:
         weights_bytes = sum(model.weights_bytes for model in self._models.values())
-        return weights_bytes + sum(self._files.values()) + sum(self._writing.values())
+        return weights_bytes + self._file_bytes() + sum(self._writing.values())
+
+    def _file_bytes(self) -> int:
+        return sum(file.num_bytes for file in self._files.values())
 
     def _make_room(self, num_bytes: int, price: Callable[[str], Price]) -> None:
         """Evict until `num_bytes` fit, or raise before anything is evicted."""
         if self.capacity_bytes is None:
             return
         excess_bytes = self._used_bytes() + num_bytes - self.capacity_bytes
-        if excess_bytes > sum(self._files.values()):
+        if excess_bytes > self._file_bytes():
             raise StoreFull(
                 f"no room for a chunk of {num_bytes} bytes in `{self.root}`: {self._used_bytes()} bytes of "
                 f"{self.capacity_bytes} are used, too few of them by chunks that can be evicted; "
@@ -228,29 +287,36 @@ class DiskTier:
         while excess_bytes > 0:
             cheapest = self._order.pop(self._files, price)
             assert cheapest is not None, f"books say {excess_bytes=} can be evicted: {self._files}"
-            evicted_bytes = self._delete(Digest(cheapest))
+            evicted_bytes = self._delete(ChunkId(cheapest))
             excess_bytes -= evicted_bytes
             self.counters.num_evicted += 1
             self.counters.evicted_bytes += evicted_bytes
 
-    def _delete(self, digest: Digest) -> int:
+    def _delete(self, chunk_id: ChunkId) -> int:
         """Delete a chunk file and return its bytes."""
+        path = self._path(chunk_id, self._files[chunk_id])
         try:
-            self._path(digest).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         except OSError as error:
-            raise StoreError(f"`{self._path(digest)}` cannot be deleted: {error}") from error
-        self._order.discard(digest)
-        return self._files.pop(digest)
+            raise StoreError(f"`{path}` cannot be deleted: {error}") from error
+        self._order.discard(chunk_id)
+        return self._files.pop(chunk_id).num_bytes
 
     def _forget(self, directory: Path) -> None:
         model = self._models.pop(directory, None)
-        for digest in model.digest_by_offset.values() if model else ():
-            self._remove_locations(digest, lambda location: location.path == directory / WEIGHTS)
+        for chunk_id in model.manifest.chunk_ids if model else ():
+            self._remove_locations(chunk_id, lambda location: location.path == directory / WEIGHTS)
 
-    def _remove_locations(self, digest: Digest, is_gone: Callable[[Location], bool]) -> None:
-        locations = [location for location in self._locations.pop(digest, ()) if not is_gone(location)]
+    def _remove_locations(self, chunk_id: ChunkId, is_gone: Callable[[Location], bool]) -> None:
+        locations = [location for location in self._locations.pop(chunk_id, ()) if not is_gone(location)]
         if locations:
-            self._locations[digest] = locations
+            self._locations[chunk_id] = locations
+
+
+def _chunk_of(path: Path) -> ChunkId | None:
+    """Return the chunk that a file is named by; None for a file that is no chunk's."""
+    found = _CHUNK_FILE.fullmatch(path.name)
+    return ChunkId(found[1]) if found else None
 
 
 def _write(path: Path, data: memoryview) -> None:

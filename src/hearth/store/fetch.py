@@ -29,7 +29,7 @@ from hearth.store.chunk_reader import ChunkReader
 from hearth.store.model import StoredModel
 from hearth.store.record import Delivery
 from hearth.store.segment import Segment
-from hearth.types import Digest, Rung
+from hearth.types import ChunkId, Rung
 
 #: Chunks of one load that hold a cell at a time: being read, waiting to be copied, or being copied.
 WINDOW = 32
@@ -72,8 +72,8 @@ class _Job:
     cell: int
 
     @property
-    def digest(self) -> Digest:
-        return self.fetch.model.manifest.chunks[self.index].digest
+    def chunk_id(self) -> ChunkId:
+        return self.fetch.model.manifest.chunk_ids[self.index]
 
     @property
     def num_bytes(self) -> int:
@@ -94,7 +94,7 @@ class Fetcher:
         #: Loads that want more chunks; the one to be served next stands first.
         self._round_robin: deque[Fetch] = deque()
         #: Loads that wait for a chunk that is being read; the first of them asked for the reading.
-        self._waiting: dict[Digest, list[_Job]] = {}
+        self._waiting: dict[ChunkId, list[_Job]] = {}
         #: Guards the books, the order of loads and every fetch: consumers and readers meet here.
         self._lock = threading.Lock()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
@@ -124,10 +124,10 @@ class Fetcher:
             self._pump()
         return fetch
 
-    def resident(self, digests: Iterable[Digest]) -> list[Digest]:
-        """Return those of the digests whose chunks are in host memory now."""
+    def resident(self, chunk_ids: Iterable[ChunkId]) -> list[ChunkId]:
+        """Return those of the chunks that are in host memory now."""
         with self._lock:
-            return [digest for digest in digests if self.book.is_resident(digest)]
+            return [chunk_id for chunk_id in chunk_ids if self.book.is_resident(chunk_id)]
 
     def close(self) -> None:
         """Call off the loads under way and stop the readers. One that waits for a server may outlive this."""
@@ -156,17 +156,17 @@ class Fetcher:
     def _take(self, fetch: Fetch) -> bool:
         """Schedule the load's next chunk; return False if there is no cell for it now."""
         index = fetch.todo[0]
-        digest = fetch.model.manifest.chunks[index].digest
-        match self.book.take(digest, self._prices.of_host_chunk):
+        chunk_id = fetch.model.manifest.chunk_ids[index]
+        match self.book.take(chunk_id, self._prices.of_host_chunk):
             case Hit(cell):
                 self.counters.num_hits += 1
                 self._hand_over(fetch, index, cell, None)
             case Fill(cell, evicted):
                 self.counters.num_evictions += evicted is not None
-                self._waiting[digest] = [_Job(fetch, index, cell)]
-                self._jobs.put(self._waiting[digest][0])
+                self._waiting[chunk_id] = [_Job(fetch, index, cell)]
+                self._jobs.put(self._waiting[chunk_id][0])
             case Pending():
-                self._waiting[digest].append(_Job(fetch, index, self._waiting[digest][0].cell))
+                self._waiting[chunk_id].append(_Job(fetch, index, self._waiting[chunk_id][0].cell))
             case Full():
                 return False
         fetch.todo.popleft()
@@ -183,7 +183,7 @@ class Fetcher:
 
     def _read_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
-            if job.fetch.is_over and not self._is_wanted(job.digest):
+            if job.fetch.is_over and not self._is_wanted(job.chunk_id):
                 continue
             try:
                 self._read(job)
@@ -195,26 +195,28 @@ class Fetcher:
 
     def _read(self, job: _Job) -> None:
         model, memory = job.fetch.model, self.segment.memory(job.cell, job.num_bytes)
-        delivery = self._chunk_reader.deliver(model, job.index, memory, lambda: self._has_takers(job.digest))
+        delivery = self._chunk_reader.deliver(
+            model, job.index, memory, lambda: self._has_takers(job.chunk_id)
+        )
         is_kept = delivery.rung is Rung.OBJECT
         self._deliver(job, delivery, is_leased_on=is_kept)
         if is_kept:
             try:
                 self._chunk_reader.keep(model, job.index, memory)
             finally:
-                self._release(job.digest)
+                self._release(job.chunk_id)
 
-    def _has_takers(self, digest: Digest) -> bool:
+    def _has_takers(self, chunk_id: ChunkId) -> bool:
         with self._lock:
-            return any(not waiter.fetch.is_over for waiter in self._waiting[digest])
+            return any(not waiter.fetch.is_over for waiter in self._waiting[chunk_id])
 
-    def _is_wanted(self, digest: Digest) -> bool:
+    def _is_wanted(self, chunk_id: ChunkId) -> bool:
         """Return False, and free the cell, if all loads that waited for the chunk are over."""
         with self._lock:
-            if any(not waiter.fetch.is_over for waiter in self._waiting[digest]):
+            if any(not waiter.fetch.is_over for waiter in self._waiting[chunk_id]):
                 return True
-            del self._waiting[digest]
-            self.book.failed(digest)
+            del self._waiting[chunk_id]
+            self.book.failed(chunk_id)
             self._pump()
             return False
 
@@ -222,17 +224,17 @@ class Fetcher:
         """Hand a chunk that was read to all who wait for it; `is_leased_on`: the caller keeps a lease."""
         with self._lock:
             self.counters.num_fills += 1
-            self.book.filled(job.digest)  # with a lease, which is given back below
-            for waiter in self._waiting.pop(job.digest):
+            self.book.filled(job.chunk_id)  # with a lease, which is given back below
+            for waiter in self._waiting.pop(job.chunk_id):
                 if waiter.fetch.is_over:
                     continue
-                self.book.take(job.digest, self._prices.of_host_chunk)
+                self.book.take(job.chunk_id, self._prices.of_host_chunk)
                 self.counters.num_shared += waiter is not job
                 is_own = waiter is job
                 own = delivery if is_own else None
                 self._hand_over(waiter.fetch, waiter.index, job.cell, own, is_shared=not is_own)
             if not is_leased_on:
-                self.book.release(job.digest)
+                self.book.release(job.chunk_id)
             self._pump()
 
     def _fail(self, job: _Job, error: StoreError) -> None:
@@ -240,19 +242,19 @@ class Fetcher:
         with self._lock:
             self.counters.num_failures += 1
             self._end(job.fetch, error)
-            if job.digest not in self._waiting:
+            if job.chunk_id not in self._waiting:
                 return  # it was delivered; what broke came after that
-            others = [waiter for waiter in self._waiting.pop(job.digest) if not waiter.fetch.is_over]
+            others = [waiter for waiter in self._waiting.pop(job.chunk_id) if not waiter.fetch.is_over]
             if others:
-                self._waiting[job.digest] = others
+                self._waiting[job.chunk_id] = others
                 self._jobs.put(others[0])
             else:
-                self.book.failed(job.digest)
+                self.book.failed(job.chunk_id)
             self._pump()
 
-    def _release(self, digest: Digest) -> None:
+    def _release(self, chunk_id: ChunkId) -> None:
         with self._lock:
-            self.book.release(digest)
+            self.book.release(chunk_id)
             self._pump()
 
     def _end(self, fetch: Fetch, error: StoreError | None) -> None:
@@ -263,7 +265,7 @@ class Fetcher:
         self._live.discard(fetch)
         fetch.todo.clear()
         for index in fetch.ready:
-            self.book.release(fetch.model.manifest.chunks[index].digest)
+            self.book.release(fetch.model.manifest.chunk_ids[index])
         fetch.ready.clear()
         fetch.arrived.notify_all()
 
@@ -322,7 +324,7 @@ class Fetch:
             return
         with self.arrived:
             for chunk in chunks:
-                self._fetcher.book.release(self.model.manifest.chunks[chunk.index].digest)
+                self._fetcher.book.release(self.model.manifest.chunk_ids[chunk.index])
             self.num_open -= len(chunks)
             if not self.num_open and not self.todo:
                 self._fetcher._live.discard(self)

@@ -1,4 +1,4 @@
-"""The description of a stored model: what it is, where its tensors lie, and the hash of every chunk.
+"""The description of a stored model: what it is, where its tensors lie, and the digest of every chunk.
 
 A model is a directory, or a prefix in object storage:
 
@@ -10,8 +10,9 @@ A model is a directory, or a prefix in object storage:
     | chunk 0            | chunk 1           | ...    | last chunk, shorter  |
     | embed    | layer 0        | layer 1    | ...        | final norm | head |
 
-Chunks know nothing of tensors: a chunk is what is read, hashed and moved. The last field, `digest`, is the
-hash of all the others, so that a damaged description is known as such. Reads no bytes of weights.
+Chunks know nothing of tensors: a chunk is what is read, hashed and moved. A digest is BLAKE3, which nobody
+can forge: bytes that have it are the bytes that were stored, wherever they come from. The last field,
+`digest`, is that of all the others; it names the model. Reads no bytes of weights.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 
-import xxhash
+from blake3 import blake3
 
 from hearth.errors import BadCheckpoint, DeviceError
 from hearth.models.arch import Arch
 from hearth.models.layout import ALIGNMENT_BYTES, ByteRange, Layout, TensorSpec, layout_of
 from hearth.store.dataclass_json import decode
-from hearth.types import Digest
+from hearth.types import ChunkId, Digest
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.bin"
 FORMAT = "hearth-model"
-VERSION = 1
+VERSION = 2
 CHUNK_BYTES = 16 << 20
 
 #: Far more than any model has; checked before anything is done for each of them.
@@ -43,7 +44,7 @@ MAX_LAYERS = 10_000
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> Digest:
-    return Digest(xxhash.xxh3_128_hexdigest(data))
+    return Digest(blake3(data).hexdigest())
 
 
 def mismatch(data: bytes | bytearray, wanted: Digest) -> str | None:
@@ -53,7 +54,7 @@ def mismatch(data: bytes | bytearray, wanted: Digest) -> str | None:
 
 
 def is_digest(text: str) -> bool:
-    return re.fullmatch("[0-9a-f]{32}", text) is not None
+    return re.fullmatch("[0-9a-f]{64}", text) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,15 @@ class Chunk:
 
     digest: Digest
     num_bytes: int
+
+    @property
+    def id(self) -> ChunkId:
+        """The identity of the chunk. The length is part of it: nobody reads bytes at another's length."""
+        return ChunkId(f"{self.digest}-{self.num_bytes}")
+
+
+def chunk_of(data: bytes | bytearray | memoryview) -> Chunk:
+    return Chunk(digest_of(data), memoryview(data).nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +131,11 @@ class Manifest:
     def digest(self) -> Digest:
         """The identity of the model: a hash of all that this description says, chunk hashes included."""
         return _digest_of_fields(_fields(self))
+
+    @cached_property
+    def chunk_ids(self) -> tuple[ChunkId, ...]:
+        """The identities of the chunks, in their order."""
+        return tuple(chunk.id for chunk in self.chunks)
 
     def to_json(self) -> str:
         return json.dumps({**_fields(self), "digest": self.digest}, default=_fields, indent=1)
@@ -278,7 +293,7 @@ def _check_layout(manifest: Manifest, where: str) -> None:
 def _check_names(manifest: Manifest, where: str) -> None:
     for digest in [*(chunk.digest for chunk in manifest.chunks), *(file.digest for file in manifest.files)]:
         if not is_digest(digest):
-            raise BadCheckpoint(f"{where}: a digest is 32 hexadecimal digits, given: {digest!r:.80}")
+            raise BadCheckpoint(f"{where}: a digest is 64 hexadecimal digits, given: {digest!r:.80}")
     taken = {"", ".", "..", MANIFEST, WEIGHTS}
     for file in manifest.files:
         if file.name in taken or "/" in file.name or not file.name.isprintable():

@@ -19,6 +19,7 @@ from hearth.store.chunk_prices import ChunkPrices
 from hearth.store.chunk_reader import ChunkReader
 from hearth.store.disk import DiskTier
 from hearth.store.fetch import Fetch, Fetcher
+from hearth.store.file_stamp import FileStamp, stamp_of
 from hearth.store.manifest import (
     CHUNK_BYTES,
     MANIFEST,
@@ -51,26 +52,17 @@ class TierReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _FileStamp:
-    """The state of a file, which differs once it is replaced or written to."""
-
-    inode: int
-    mtime_ns: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Opened:
     """A model in a directory and the state of its files when it was opened."""
 
-    stamps: Mapping[str, _FileStamp | None]  #: by file name, of all files that make up the model
+    stamps: Mapping[str, FileStamp | None]  #: by file name, of all files that make up the model
     model: StoredModel
 
     @property
     def is_current(self) -> bool:
         """True if no file of the model has changed since it was opened."""
         directory = self.model.directory
-        return all(_stamp_of(directory / name) == stamp for name, stamp in self.stamps.items())
+        return all(stamp_of(directory / name) == stamp for name, stamp in self.stamps.items())
 
 
 class Tiers:
@@ -104,9 +96,9 @@ class Tiers:
         known = self._opened.get(directory)
         if known is not None and known.is_current and known.model.weight == weight:
             return known.model
-        stamps = {name: _stamp_of(directory / name) for name in (MANIFEST, WEIGHTS)}
+        stamps = {name: stamp_of(directory / name) for name in (MANIFEST, WEIGHTS)}
         manifest = read_manifest(directory)
-        stamps |= {file.name: _stamp_of(directory / file.name) for file in manifest.files}
+        stamps |= {file.name: stamp_of(directory / file.name) for file in manifest.files}
         for file in manifest.files:
             if damage := damage_of(file, directory):
                 raise ChunkCorrupt(f"`{directory / file.name}` {damage}; convert or fetch the model again")
@@ -128,11 +120,11 @@ class Tiers:
 
     def resident_bytes(self, model: StoredModel) -> dict[Rung, int]:
         """Return how much of a model lies in host memory and on disk; a chunk in both counts in both."""
-        chunks = {chunk.digest: chunk.num_bytes for chunk in model.manifest.chunks}
-        on_host = self.fetcher.resident(chunks)
+        sizes = {chunk.id: chunk.num_bytes for chunk in model.manifest.chunks}
+        on_host = self.fetcher.resident(sizes)
         return {
-            Rung.HOST: sum(chunks[digest] for digest in on_host),
-            Rung.DISK: sum(size for digest, size in chunks.items() if self.disk.holds(digest)),
+            Rung.HOST: sum(sizes[chunk_id] for chunk_id in on_host),
+            Rung.DISK: sum(size for chunk_id, size in sizes.items() if self.disk.holds(chunk_id)),
         }
 
     def forget(self, where: str | Path) -> Path:
@@ -239,11 +231,3 @@ def _is_fresh(directory: Path, text: bytes, manifest: Manifest) -> bool:
     path = directory / MANIFEST
     is_same = path.is_file() and path.read_bytes() == text
     return is_same and not any(damage_of(file, directory) for file in manifest.files)
-
-
-def _stamp_of(path: Path) -> _FileStamp | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return _FileStamp(found.st_ino, found.st_mtime_ns, found.st_size)

@@ -1,12 +1,17 @@
-"""Checks the bytes of a stored model against the hashes of its manifest. Repairs nothing."""
+"""Checks the bytes of a stored model against the digests of its manifest. Repairs nothing."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
+
+from hearth.store.file_stamp import FileStamp, stamp_of
+from hearth.store.local_hashes import write_hashes
 from hearth.store.manifest import WEIGHTS, Manifest, damage_of, mismatch, read_manifest
 from hearth.store.writer import OnProgress, Progress
 
@@ -31,12 +36,24 @@ class BadFile:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """The result of checking one chunk."""
+
+    reason: str | None  #: why the chunk is bad; None: it is good
+    xxh3: str = ""
+
+
 def verify(
-    directory: Path, on_progress: OnProgress | None = None, manifest: Manifest | None = None
+    directory: Path,
+    on_progress: OnProgress | None = None,
+    manifest: Manifest | None = None,
+    store: Path | None = None,
 ) -> list[BadChunk | BadFile]:
     """Hash every chunk and every file. The model is whole if the list is empty.
 
     `manifest` is that of the directory, where it has been read. Raises BadCheckpoint for a broken one.
+    `store` is the root of a disk tier, which then need not check these chunks by BLAKE3 again.
     """
     manifest = manifest or read_manifest(directory)
     texts = [
@@ -44,12 +61,27 @@ def verify(
         for file in manifest.files
         if (reason := damage_of(file, directory)) is not None
     ]
-    return [*_check_weights(directory / WEIGHTS, manifest, on_progress), *texts]
+    directory = directory.resolve()
+    before = stamp_of(directory / WEIGHTS)
+    xxh3: list[str] = []
+    bad = [*_check_weights(directory / WEIGHTS, manifest, on_progress, xxh3), *texts]
+    if store is not None and not bad:
+        _keep_hashes(store, directory, manifest, before, xxh3)
+    return bad
+
+
+def _keep_hashes(
+    store: Path, directory: Path, manifest: Manifest, before: FileStamp | None, xxh3: Sequence[str]
+) -> None:
+    """Keep the xxh3 of the chunks, unless the file was written to while it was read."""
+    if before is not None and stamp_of(directory / WEIGHTS) == before:
+        write_hashes(store.resolve(), directory, manifest, before, xxh3)
 
 
 def _check_weights(
-    path: Path, manifest: Manifest, on_progress: OnProgress | None
+    path: Path, manifest: Manifest, on_progress: OnProgress | None, xxh3: list[str]
 ) -> list[BadChunk | BadFile]:
+    """Return what is wrong with the chunks, and append the xxh3 of each."""
     try:
         file = os.open(path, os.O_RDONLY)
     except OSError as error:
@@ -59,10 +91,11 @@ def _check_weights(
     threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="verify")
     try:
         indices = range(len(manifest.chunks))
-        reasons = threads.map(lambda index: _check_chunk(file, manifest, index), indices)
-        for index, reason in zip(indices, reasons, strict=True):
-            if reason is not None:
-                bad.append(BadChunk(index, reason, tuple(manifest.tensors_in(index))))
+        results = threads.map(lambda index: _check_chunk(file, manifest, index), indices)
+        for index, checked in zip(indices, results, strict=True):
+            xxh3.append(checked.xxh3)
+            if checked.reason is not None:
+                bad.append(BadChunk(index, checked.reason, tuple(manifest.tensors_in(index))))
             done_bytes += manifest.chunks[index].num_bytes
             if on_progress is not None:
                 on_progress(Progress(done_bytes, manifest.num_bytes))
@@ -73,15 +106,14 @@ def _check_weights(
     return [*bad, BadFile(WEIGHTS, f"{num_extra_bytes} bytes too many")] if num_extra_bytes > 0 else bad
 
 
-def _check_chunk(file: int, manifest: Manifest, index: int) -> str | None:
-    """Return what is wrong with a chunk; None if nothing is."""
+def _check_chunk(file: int, manifest: Manifest, index: int) -> _Checked:
     part, wanted = manifest.chunk_range(index), manifest.chunks[index]
     data = bytearray()
     try:
         while read := os.pread(file, wanted.num_bytes - len(data), part.begin + len(data)):
             data += read
     except OSError as error:
-        return f"cannot be read: {error.strerror}"
+        return _Checked(f"cannot be read: {error.strerror}")
     if len(data) != wanted.num_bytes:
-        return f"the file ends after {len(data)} of its {wanted.num_bytes} bytes"
-    return mismatch(data, wanted.digest)
+        return _Checked(f"the file ends after {len(data)} of its {wanted.num_bytes} bytes")
+    return _Checked(mismatch(data, wanted.digest), xxhash.xxh3_128_hexdigest(data))

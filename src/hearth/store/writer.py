@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import xxhash
 
 from hearth.errors import StoreError, StoreFull
 from hearth.models.layout import ALIGNMENT_BYTES
 from hearth.models.pack import PackedTensor
-from hearth.store.manifest import FORMAT, MANIFEST, WEIGHTS, Chunk, digest_of
+from hearth.store.manifest import FORMAT, MANIFEST, WEIGHTS, Chunk, chunk_of
 
 LOCK = ".lock"
 
@@ -59,6 +60,14 @@ OnProgress = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, slots=True)
+class WrittenWeights:
+    """The chunks that were written, and the xxh3 of each for this machine's own use (`local_hashes.py`)."""
+
+    chunks: tuple[Chunk, ...]
+    xxh3: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Staging:
     """A directory that becomes a model when it is complete."""
 
@@ -71,21 +80,23 @@ class Staging:
         num_bytes: int,
         chunk_bytes: int,
         on_progress: OnProgress | None = None,
-    ) -> tuple[Chunk, ...]:
-        """Write the tensors, given in the order of their layout, to their offsets; return the chunks."""
+    ) -> WrittenWeights:
+        """Write the tensors, given in the order of their layout, to their offsets."""
         assert chunk_bytes >= ALIGNMENT_BYTES, f"{chunk_bytes=}"
         assert chunk_bytes % ALIGNMENT_BYTES == 0, f"{chunk_bytes=}"
         chunks: list[Chunk] = []
+        xxh3: list[str] = []
         done_bytes = 0
         with self._create(WEIGHTS) as file:
             for data in _cut(_padded(tensors), chunk_bytes):
                 self._write(file, data)
-                chunks.append(Chunk(digest_of(data), len(data)))
+                chunks.append(chunk_of(data))
+                xxh3.append(xxhash.xxh3_128_hexdigest(data))
                 done_bytes += len(data)
                 if on_progress is not None:
                     on_progress(Progress(done_bytes, num_bytes))
         assert done_bytes == num_bytes, f"{done_bytes=} {num_bytes=}"
-        return tuple(chunks)
+        return WrittenWeights(tuple(chunks), tuple(xxh3))
 
     def write_file(self, name: str, content: bytes) -> None:
         with self._create(name) as file:

@@ -61,7 +61,7 @@ def hosting_spec(
         stored=manifest.layout,
         served=layout,
         chunk_bytes=manifest.chunk_bytes,
-        chunks=tuple(chunk.digest for chunk in manifest.chunks),
+        chunks=manifest.chunk_ids,
         workspace_bytes=workspace_bytes(spec, config, device),
         block_bytes=num_bytes,
         max_blocks=max(2, order.max_kv_bytes // num_bytes),

@@ -1,0 +1,29 @@
+"""The state of a file, by which a later look tells whether it is still the same. Reads no content."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class FileStamp:
+    """The state of a file, which differs once it is replaced or written to.
+
+    `ctime_ns` is what the owner of a file cannot set back, as he can `mtime_ns`.
+    """
+
+    inode: int
+    ctime_ns: int
+    mtime_ns: int
+    num_bytes: int
+
+
+def stamp_of(file: Path | int) -> FileStamp | None:
+    """Return the state of a file, given by its path or a descriptor; None if there is none."""
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None
+    return FileStamp(found.st_ino, found.st_ctime_ns, found.st_mtime_ns, found.st_size)

@@ -1,0 +1,136 @@
+"""Reads a part of a file into memory and hashes it on the way. Judges nothing: the caller compares.
+
+The reading is C (`read_hashed.c`), compiled in a fraction of a second by the C compiler that Triton needs as
+well, once per process. Where there is none, the interpreter does the same in pieces, slower when many read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import xxhash
+
+#: Bytes that are read and hashed at a time, in C: what fits into a core's own cache beside its copy.
+CACHED_PIECE_BYTES = 256 << 10
+#: Longest time for the compiler, which takes a tenth of a second; on a busy machine much longer.
+COMPILER_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HashedRead:
+    """How far a read came, and what it found."""
+
+    num_bytes: int  #: fewer than wanted where the file has ended
+    xxh3: str  #: of these bytes, in hexadecimal
+    hash_s: float
+
+
+class _HashFunctions(ctypes.Structure):
+    """The functions of the hash library, as `read_hashed.c` calls them."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("create", "reset", "update", "digest", "destroy"))
+
+
+class _Result(ctypes.Structure):
+    """The result that `read_hashed.c` fills in."""
+
+    _fields_ = (("low", ctypes.c_uint64), ("high", ctypes.c_uint64), ("hash_s", ctypes.c_double))
+
+
+def read_hashed(fd: int, offset: int, buffer: memoryview, piece_bytes: int, block_bytes: int) -> HashedRead:
+    """Fill `buffer` from `offset` on, in reads of at most `piece_bytes`.
+
+    Ends early where the file does, or behind a read that is not a multiple of `block_bytes`. Raises OSError.
+    """
+    return (_native() or _read_interpreted)(fd, offset, buffer, piece_bytes, block_bytes)
+
+
+def is_native() -> bool:
+    """True if chunks are read outside the interpreter on this machine."""
+    return _native() is not None
+
+
+Read = Callable[[int, int, memoryview, int, int], HashedRead]
+
+
+@cache
+def _native() -> Read | None:
+    """Return the reader in C; None, logged once, where it cannot be had."""
+    try:
+        library, functions = _compiled(), _hash_functions()
+    except (OSError, subprocess.SubprocessError, AttributeError, ImportError) as error:
+        log.warning(
+            "fallback reader=interpreted reason=%s remedy=`install a C compiler (cc)`",
+            str(error).partition("\n")[0],
+        )
+        return None
+    call = library.hearth_read_hashed
+    call.restype = ctypes.c_int64
+    call.argtypes = (
+        *(ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
+        *(ctypes.POINTER(_HashFunctions), ctypes.POINTER(_Result)),
+    )
+
+    def read(fd: int, offset: int, buffer: memoryview, piece_bytes: int, block_bytes: int) -> HashedRead:
+        target, result = ctypes.c_char.from_buffer(buffer), _Result()
+        done = call(
+            *(fd, offset, ctypes.addressof(target), len(buffer), piece_bytes, block_bytes),
+            *(ctypes.byref(functions), ctypes.byref(result)),
+        )
+        if done < 0:
+            raise OSError(-done, os.strerror(-done))
+        return HashedRead(done, f"{result.high:016x}{result.low:016x}", result.hash_s)
+
+    return read
+
+
+def _compiled() -> ctypes.CDLL:
+    """Return the library made from `read_hashed.c`. Its file does not stay, so nobody can replace it."""
+    source = Path(__file__).with_suffix(".c")
+    with tempfile.TemporaryDirectory(prefix="hearth-") as folder:
+        library = Path(folder) / "read_hashed.so"
+        command = [os.environ.get("CC", "cc"), "-O2", "-shared", "-fPIC", "-o", str(library), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILER_S, check=False)
+        if done.returncode:
+            raise OSError(f"{command[0]} failed: {done.stderr.strip()[:200]}")
+        return ctypes.CDLL(str(library))
+
+
+def _hash_functions() -> _HashFunctions:
+    """Return xxh3's functions out of the library that Python's xxhash brings along."""
+    path = importlib.import_module("xxhash._xxhash").__file__
+    library = ctypes.CDLL(str(path))
+    names = ("createState", "128bits_reset", "128bits_update", "128bits_digest", "freeState")
+    functions = [ctypes.cast(getattr(library, f"XXH3_{name}"), ctypes.c_void_p) for name in names]
+    return _HashFunctions(*functions)
+
+
+def _read_interpreted(
+    fd: int, offset: int, buffer: memoryview, piece_bytes: int, block_bytes: int
+) -> HashedRead:
+    # Each call that ends waits for the interpreter: few calls beat hashing what a core's cache still holds.
+    piece_bytes = len(buffer) if piece_bytes == CACHED_PIECE_BYTES else piece_bytes
+    hasher, hash_s, done = xxhash.xxh3_128(), 0.0, 0
+    while done < len(buffer):
+        num_bytes = os.preadv(fd, [buffer[done : done + piece_bytes]], offset + done)
+        if num_bytes == 0:
+            break
+        read_at_s = time.perf_counter()
+        hasher.update(buffer[done : done + num_bytes])
+        hash_s += time.perf_counter() - read_at_s
+        done += num_bytes
+        if num_bytes % block_bytes:
+            break
+    return HashedRead(done, hasher.hexdigest(), hash_s)
