@@ -177,8 +177,14 @@ class DiskTier:
                 self._remove_locations(digest, lambda other: other == location)
 
     def collect(self) -> int:
-        """Delete the chunk files that no model refers to, registered or under the root; return the bytes."""
-        described = [manifest for _, manifest in self._read_models()]
+        """Delete the chunk files that no model refers to, registered or under the root; return the bytes.
+
+        While the description of a model cannot be read, nobody knows which chunks are its own, and all stay.
+        """
+        models = list(self._read_models())
+        described = [manifest for _, manifest in models if manifest is not None]
+        if len(described) < len(models):
+            return 0
         with self._lock:
             wanted = {chunk.digest for manifest in described for chunk in manifest.chunks}
             wanted.update(*(model.digest_by_offset.values() for model in self._models.values()))
@@ -189,7 +195,8 @@ class DiskTier:
 
     def _scan(self) -> None:
         for directory, manifest in self._read_models():
-            self.register(directory, manifest)
+            if manifest is not None:
+                self.register(directory, manifest)
         for path in sorted(self.root.glob("chunks/*/*")):
             with suppress(FileNotFoundError):  # another process may tidy up as well
                 if path.name.startswith("."):
@@ -198,12 +205,14 @@ class DiskTier:
                 elif is_digest(path.name) and path == self._path(Digest(path.name)):
                     self._files[Digest(path.name)] = path.stat().st_size
 
-    def _read_models(self) -> Iterator[tuple[Path, Manifest]]:
+    def _read_models(self) -> Iterator[tuple[Path, Manifest | None]]:
+        """Yield the models under the root; None stands for a description that cannot be read."""
         for path in sorted(self.root.glob(f"models/[!.]*/{MANIFEST}")):
             try:
                 yield path.parent, read_manifest(path.parent)
             except HearthError as error:
                 log.warning("model_skipped directory=%s reason=%s", path.parent, error)
+                yield path.parent, None
 
     def _path(self, digest: Digest) -> Path:
         return self.root / "chunks" / digest[:2] / digest
