@@ -23,6 +23,7 @@ from hearth.store.lending import (
     FetchChunks,
     ForgetModel,
     LenderHello,
+    LookUpstream,
     Message,
     ModelBytes,
     ModelForgotten,
@@ -31,6 +32,7 @@ from hearth.store.lending import (
     OpenModel,
     ReleaseChunk,
     RequestsCounted,
+    UpstreamSeen,
     encode,
     received,
     refusal,
@@ -39,6 +41,7 @@ from hearth.store.lending import (
 from hearth.store.model import StoredModel
 from hearth.store.record import Delivery, totals_by_rung
 from hearth.store.tiers import Tiers
+from hearth.store.upstream import version_now
 from hearth.types import Digest, Rung
 
 #: Held by a lender while it makes its socket, beside that.
@@ -165,6 +168,8 @@ class _Session:
                 self._send(self._count_requests(models))
             case ForgetModel(where):
                 self._send(self._answer(where, lambda: self._forget(where)))
+            case LookUpstream(source):
+                self._send(self._answer(source, lambda: UpstreamSeen(version_now(source))))
             case _:
                 raise StoreError(f"a borrower does not say {type(message).__name__}")
 
