@@ -30,6 +30,7 @@
         ├── ChunkCorrupt      bytes were read, but they are not those that were stored
         ├── ChunkMissing      a file or object ends early, is gone, or cannot be read
         ├── Unreachable       object storage gave no usable answer, retries included
+        ├── UpstreamChanged   a URL holds another version, and what is deployed is not all here
         ├── StoreFull         a quota or the disk has no room for what must be written
         └── LoadCancelled     whoever asked for the load has called it off
 
@@ -164,6 +165,10 @@ class ChunkMissing(StoreError):
 
 class Unreachable(StoreError):
     label = "unreachable"
+
+
+class UpstreamChanged(StoreError):
+    label = "upstream_changed"
 
 
 class LenderGone(StoreError):

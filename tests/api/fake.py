@@ -6,13 +6,13 @@ Its streams, tokenizer and views are the real ones.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from prometheus_client import CollectorRegistry, Counter
 
 from hearth.control.caller import Caller, GroupId
 from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest, TokenDelta
-from hearth.control.views import Explanation, Health, ModelView, ProcessView
+from hearth.control.views import Explanation, Health, ModelView, ProcessView, UpstreamView
 from hearth.errors import HearthError, NameTaken, UnknownModel
 from hearth.text.tokenizer import Tokenizer
 from hearth.types import FinishReason, ModelId, RequestId, TokenLogprob, TokenLogprobs
@@ -115,6 +115,11 @@ class FakeGateway:
         if name not in ("tiny", "small"):
             raise UnknownModel(f"no model is deployed under `{name}`, there are: `tiny`; deploy it")
         return MODEL
+
+    async def show(self, name: str, *, look: bool) -> ModelView:
+        if not look:
+            return self.model(name)
+        return replace(self.model(name), upstream=UpstreamView("unchanged", "v1"))
 
     async def tokenizer(self, name: str) -> Tokenizer:
         self.model(name)

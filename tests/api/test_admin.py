@@ -27,6 +27,8 @@ def test_models_are_listed_as_openai_does(gateway: FakeGateway) -> None:
 def test_models_are_shown_in_full(gateway: FakeGateway) -> None:
     assert request(gateway, "GET", "/hearth/models").json() == [VIEW]
     assert request(gateway, "GET", "/hearth/models/tiny").json() == VIEW
+    looked = request(gateway, "GET", "/hearth/models/tiny?look=true").json()
+    assert (looked["upstream"]["state"], VIEW["upstream"]) == ("unchanged", None)
 
 
 def test_deploying_tells_its_progress(gateway: FakeGateway) -> None:

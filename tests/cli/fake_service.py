@@ -164,7 +164,7 @@ class _Handler(BaseHTTPRequestHandler):
         service.asked.append((self.command, self.path, body))
         if service.key is not None and self.headers["authorization"] != f"Bearer {service.key}":
             return self._fail(401, "invalid_api_key", "the API key is missing or wrong")
-        match self.command, self.path.strip("/").split("/"):
+        match self.command, self.path.partition("?")[0].strip("/").split("/"):
             case "GET", ["health"]:
                 self._send(200 if service.status == "ok" else 503, Health(service.status, 1, 1, "0.1.0"))
             case "GET", ["hearth", "ps"]:

@@ -2,13 +2,18 @@ from __future__ import annotations
 
 import json
 import re
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hearth.cli import local_models
+from hearth.control.views import UpstreamView
+from hearth.store.convert import convert
 from tests.cli.fake_service import FakeService
 from tests.cli.shell import Hearth
+from tests.store.stored import serving
 
 
 def test_without_a_service_deploy_works_on_the_data_directory(
@@ -52,6 +57,30 @@ def test_show_takes_a_name(hearth: Hearth, tiny: Path) -> None:
     shown = hearth("show", "tiny").out
     assert "max_context" in shown
     assert re.search(r"keep_alive +│ 5m ", shown)
+
+
+def test_show_tells_that_upstream_has_changed(service: FakeService, hearth: Hearth) -> None:
+    remedy = "hearth deploy s3://models/smol --name smol --overwrite"
+    changed = UpstreamView("changed", "v1", "v2", time.time() - 125, None, remedy)
+    service.models[0] = replace(service.models[0], upstream=changed)
+
+    shown = " ".join(hearth("show", "smol", "--url", service.url).out.replace("│", " ").split())
+
+    assert re.search(r"changed to v2, noticed 2m\d+s ago; v1 is served on", shown)
+    assert remedy in shown
+    assert ("GET", "/hearth/models/smol?look=true", None) in service.asked
+
+
+def test_show_looks_upstream_without_a_service(hearth: Hearth, data_dir: Path, chatty: Path) -> None:
+    convert(chatty, data_dir.parent / "made", dtype="float32")
+    with serving(data_dir.parent / "made") as server:
+        assert hearth("deploy", f"{server.url}/tiny", "--name", "far").code == 0
+        view = json.loads(hearth("show", "far", "--json").out)
+        assert view["upstream"]["state"] == "unchanged"
+        server.files = {}
+        shown = json.loads(hearth("show", "far", "--json").out)["upstream"]
+        assert (shown["state"], shown["deployed_version"]) == ("unknown", view["digest"])
+        assert "does not exist: 404" in shown["reason"]
 
 
 def test_rm_takes_what_deploy_made_and_leaves_the_source(hearth: Hearth, data_dir: Path, tiny: Path) -> None:

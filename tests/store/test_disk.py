@@ -347,6 +347,23 @@ def test_collects_the_chunks_that_no_model_refers_to(tmp_path: Path) -> None:
     assert tier.used_bytes == CHUNK_BYTES
 
 
+def test_collects_nothing_while_a_description_cannot_be_read(tmp_path: Path) -> None:
+    write_model(tmp_path / "whole")
+    data = (tmp_path / "whole" / WEIGHTS).read_bytes()
+    write_model(tmp_path / "models" / "tiny", has_weights=False)
+    whole = (tmp_path / "models" / "tiny" / MANIFEST).read_text()
+    (tmp_path / "models" / "tiny" / MANIFEST).write_text(whole[:100])
+    tier = DiskTier(tmp_path)
+    cached = keep(tier, data[:CHUNK_BYTES])
+
+    assert tier.collect() == 0
+
+    assert len(tier.locate(cached)) == 1
+    (tmp_path / "models" / "tiny" / MANIFEST).write_text(whole)
+    assert tier.collect() == 0
+    assert len(tier.locate(cached)) == 1
+
+
 def test_a_model_that_arrived_unregistered_keeps_its_chunks(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path / "root")
     write_model(tmp_path / "whole")

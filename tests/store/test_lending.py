@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -427,6 +427,28 @@ def test_a_lender_takes_the_place_of_one_that_is_gone(tmp_path: Path, path: Path
         gone.bind(str(path))
     with lending(tmp_path, path):
         Borrower(path).close()
+
+
+def test_of_two_lenders_at_once_one_takes_the_place_of_a_third_that_is_gone(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as gone:
+        gone.bind(str(path))
+    begun: list[Future[Lender]] = []
+    with lending(tmp_path, path.with_name("other.sock")) as (tiers, _), ThreadPoolExecutor(1) as pool:
+
+        def rival_begins(place: Path, missing_ok: bool = False) -> None:
+            if place == path and not begun:
+                begun.append(pool.submit(Lender, tiers, path))
+                wait(begun, timeout=0.3)  # in which it may do what it can
+            unlink(place, missing_ok)
+
+        unlink = Path.unlink
+        monkeypatch.setattr(Path, "unlink", rival_begins)
+        with closing(Lender(tiers, path)):
+            with pytest.raises(StoreError, match="another process lends"):
+                begun[0].result(PATIENCE_S).close()
+            Borrower(path).close()
 
 
 def test_a_lender_that_closes_leaves_the_socket_of_its_successor(tmp_path: Path, path: Path) -> None:

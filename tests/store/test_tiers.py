@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hearth.errors import BadCheckpoint, ChunkCorrupt, StoreError, Unreachable
-from hearth.store.manifest import MANIFEST, TextFile, digest_of
+from hearth.errors import BadCheckpoint, ChunkCorrupt, StoreError, Unreachable, UpstreamChanged
+from hearth.store.manifest import MANIFEST, WEIGHTS, TextFile, digest_of
 from hearth.store.record import LoadRecord, RungTotals
 from hearth.store.tiers import Tiers
+from hearth.store.upstream import Upstream, note_version, read_upstream
 from hearth.types import Rung
 from tests.store import bad_server
 from tests.store.bad_server import BadServer
@@ -155,6 +156,112 @@ class TestUrl:
             pass
         with pytest.raises(Unreachable, match="gave no usable answer"):
             tiers.open(f"{server.url}/tiny")
+
+
+class TestVersion:
+    """A version of what lies at a URL, which another one replaces there."""
+
+    @pytest.fixture
+    def changed(self, tmp_path: Path) -> Path:
+        write_model(tmp_path / "changed", seed=1)
+        return tmp_path / "changed"
+
+    def test_a_version_is_served_from_disk_whatever_is_uploaded_later(
+        self, tiers: Tiers, server: BadServer, source: Path, changed: Path
+    ) -> None:
+        where = tiers.resolve(f"{server.url}/tiny")
+        model = tiers.open(where)
+        assert consume(tiers.fetch(model, all_chunks(model))) == (source / WEIGHTS).read_bytes()
+        tiers.fetcher.close()  # waits for what is written on the side
+        server.files = files_of(changed)
+        newest = tiers.open(f"{server.url}/tiny")
+        assert newest.manifest.digest != model.manifest.digest
+        server.asked.clear()
+        with tiers_at(tiers.disk.root) as later:
+            again = later.open(where)
+            assert again.manifest == model.manifest
+            assert consume(later.fetch(again, all_chunks(again))) == (source / WEIGHTS).read_bytes()
+        assert server.asked == []
+
+    def test_opening_a_version_again_asks_nobody(self, tiers: Tiers, server: BadServer) -> None:
+        where = tiers.resolve(f"{server.url}/tiny/")
+        server.asked.clear()
+        assert tiers.open(where) is tiers.open(where)
+        assert tiers.resolve(where) == where
+        assert server.asked == []
+
+    def test_two_versions_lie_side_by_side_and_one_is_forgotten_alone(
+        self, tiers: Tiers, server: BadServer, source: Path, changed: Path
+    ) -> None:
+        old = tiers.resolve(f"{server.url}/tiny")
+        kept = tiers.open(old)
+        consume(tiers.fetch(kept, all_chunks(kept)))
+        server.files = files_of(changed)
+        new = tiers.resolve(f"{server.url}/tiny")
+        assert tiers.open(new).manifest == stored_at(changed).manifest
+        assert tiers.open(old) is kept
+        tiers.fetcher.close()  # waits for what is written on the side
+        tiers.forget(new)
+        assert tiers.resident_bytes(kept)[Rung.DISK] == kept.manifest.num_bytes
+        assert (kept.directory / MANIFEST).exists()
+
+    def test_a_chunk_that_is_gone_with_its_version_says_so_and_costs_nobody_else(
+        self, tiers: Tiers, server: BadServer, source: Path, changed: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        where = tiers.resolve(f"{server.url}/tiny")
+        model = tiers.open(where)
+        consume(tiers.fetch(model, [0]))
+        server.files = files_of(changed)
+        new = tiers.open(tiers.resolve(f"{server.url}/tiny"))
+        version = stored_at(changed).manifest.digest
+        for _ in range(2):
+            with pytest.raises(UpstreamChanged, match=rf"chunk 1 of .* holds version {version} now, this is"):
+                consume(tiers.fetch(model, [1]))
+        with pytest.raises(UpstreamChanged, match="deploy the model again, or put the version back"):
+            consume(tiers.fetch(model, [1]))
+        assert consume(tiers.fetch(model, [0])) == (source / WEIGHTS).read_bytes()[:CHUNK_BYTES]
+        assert consume(tiers.fetch(new, all_chunks(new))) == (changed / WEIGHTS).read_bytes()
+        noted = read_upstream(model.directory)
+        assert noted is not None
+        assert noted.change is not None
+        assert (noted.version, noted.change.version) == (model.manifest.digest, version)
+        assert caplog.text.count("upstream_changed") == 1
+
+    def test_a_shorter_version_is_not_taken_for_a_broken_upload(
+        self, tiers: Tiers, server: BadServer, changed: Path
+    ) -> None:
+        model = tiers.open(tiers.resolve(f"{server.url}/tiny"))
+        server.files = {**files_of(changed), "/tiny/weights.bin": b""}
+        with pytest.raises(UpstreamChanged, match="deploy the model again"):
+            consume(tiers.fetch(model, [1]))
+
+    def test_a_version_that_is_back_has_not_changed(
+        self, tiers: Tiers, server: BadServer, source: Path
+    ) -> None:
+        model = tiers.open(tiers.resolve(f"{server.url}/tiny"))
+        note_version(model.directory, "another")
+        tiers.resolve(f"{server.url}/tiny")
+        assert read_upstream(model.directory) == Upstream(model.manifest.digest)
+
+    def test_a_damaged_description_is_fetched_again_while_the_version_is_there(
+        self, tiers: Tiers, server: BadServer
+    ) -> None:
+        where = tiers.resolve(f"{server.url}/tiny")
+        directory = tiers.open(where).directory
+        (directory / "tokenizer.json").write_bytes(b"damaged")
+        tiers.open(where)
+        assert (directory / "tokenizer.json").read_bytes() == TEXT
+
+    def test_a_damaged_description_of_a_version_that_is_gone_is_refused_and_kept(
+        self, tiers: Tiers, server: BadServer, changed: Path
+    ) -> None:
+        where = tiers.resolve(f"{server.url}/tiny")
+        directory = tiers.open(where).directory
+        (directory / "tokenizer.json").write_bytes(b"damaged")
+        server.files = files_of(changed)
+        with pytest.raises(UpstreamChanged, match=r"is not whole on disk: .*tokenizer.json.*; deploy"):
+            tiers.open(where)
+        assert (directory / MANIFEST).exists()
 
 
 class TestReport:

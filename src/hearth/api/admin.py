@@ -58,8 +58,9 @@ def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
         return as_json(gateway.models())
 
     @routes.get("/{name:path}", summary="Show a deployed model")
-    async def show_model(name: str) -> Response:
-        return as_json(gateway.model(name))
+    async def show_model(name: str, look: bool = False) -> Response:
+        """With `look`, what it was deployed from is asked whether it has changed; that may take seconds."""
+        return as_json(await gateway.show(name, look=look))
 
     @routes.post("", summary="Deploy a model", responses=_EVENTS)
     async def deploy(body: DeployBody, request: Request) -> Response:

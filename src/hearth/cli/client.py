@@ -126,8 +126,9 @@ class Client:
     def models(self) -> list[ModelView]:
         return self._get("/hearth/models", list[ModelView])
 
-    def model(self, name: str) -> ModelView:
-        return self._get(f"/hearth/models/{_segment(name)}", ModelView)
+    def model(self, name: str, *, look: bool = False) -> ModelView:
+        """Return a deployed model; `look`: ask what it was deployed from whether that has changed."""
+        return self._get(f"/hearth/models/{_segment(name)}{'?look=true' if look else ''}", ModelView)
 
     def ps(self) -> ProcessView:
         return self._get("/hearth/ps", ProcessView)

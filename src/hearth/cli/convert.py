@@ -37,7 +37,7 @@ from hearth.cli.tab_completion import complete_model
 from hearth.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hearth.control.views import ModelView
+    from hearth.control.views import ModelView, UpstreamView
     from hearth.models.layout import Layout
     from hearth.store.manifest import Manifest
 
@@ -171,6 +171,7 @@ def show(
     """Show what a model is made of.
 
     Its weights are not loaded. Of a deployed model the service is asked; where none runs, the data directory.
+    A model from a URL or the Hub is served as it was deployed; `upstream` says whether there is a newer one.
 
     [bold]Examples[/bold]
 
@@ -186,10 +187,10 @@ def show(
     client = running(url, api_key, data_dir)
     with named(model):
         if client is None:
-            view = find(data_dir, model)
+            view = find(data_dir, model, look=True)
         else:
             with client:
-                view = client.model(model)
+                view = client.model(model, look=True)
     if as_json:
         typer.echo(msgspec.json.encode(view))
     else:
@@ -198,11 +199,25 @@ def show(
 
 def _print_view(view: ModelView) -> None:
     facts: dict[str, object] = asdict(view)
-    del facts["created_at_s"], facts["keep_alive_s"]
+    del facts["created_at_s"], facts["keep_alive_s"], facts["upstream"]
     facts["aliases"] = list(view.aliases)
     facts["created"] = f"{duration(time.time() - view.created_at_s)} ago"
     facts["keep_alive"] = "for ever" if view.keep_alive_s is None else duration(view.keep_alive_s)
+    if view.upstream is not None:
+        facts["upstream"] = _upstream(view.upstream)
     print_table(view.name, facts)
+
+
+def _upstream(upstream: UpstreamView) -> str:
+    deployed = upstream.deployed_version
+    unanswered = f"; no answer just now: {upstream.reason}" if upstream.reason else ""
+    if upstream.noticed_at_s is None:
+        return f"{upstream.state}, deployed is {deployed}{unanswered}"
+    ago = duration(time.time() - upstream.noticed_at_s)
+    return (
+        f"changed to {upstream.current_version}, noticed {ago} ago; {deployed} is served on, as it was "
+        f"deployed; to take the new one: {upstream.remedy}{unanswered}"
+    )
 
 
 def _show_place(path: Path, as_json: bool) -> None:

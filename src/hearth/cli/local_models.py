@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hearth.config import HearthConfig, ServiceConfig
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
-from hearth.control.registry import Names, Registry
-from hearth.control.views import ModelView
+from hearth.control.registry import Deployed, Names, Registry
+from hearth.control.views import ModelView, UpstreamView
+from hearth.errors import HearthError
 
 if TYPE_CHECKING:
     from hearth.control.deploy import DeployProgress
@@ -30,13 +32,33 @@ def views(data_dir: Path) -> list[ModelView]:
         return [catalog.view(entry) for entry in catalog.entries()]
 
 
-def find(data_dir: Path, name: str) -> ModelView:
-    """Return a model by its name or alias. Raises UnknownModel."""
+def find(data_dir: Path, name: str, *, look: bool = False) -> ModelView:
+    """Return a model by its name or alias. Raises UnknownModel.
+
+    `look`: ask what it was deployed from whether that has changed.
+    """
     if not DataDir(data_dir).registry_path.exists():
         Names([], {}).resolve(name)
     with Registry.open(DataDir.open(data_dir)) as registry:
         catalog = _catalog(registry)
-        return catalog.view(catalog.find(name))
+        entry = catalog.find(name)
+        view = catalog.view(entry)
+    return replace(view, upstream=_looked(entry.deployed)) if look else view
+
+
+def _looked(deployed: Deployed) -> UpstreamView | None:
+    from hearth.control.upstream_view import upstream_view
+    from hearth.store.upstream import note_version, read_upstream, version_now
+
+    directory = Path(deployed.directory)
+    known = read_upstream(directory)
+    if known is None:
+        return None
+    try:
+        known = note_version(directory, version_now(deployed.source)) or known
+    except HearthError as error:
+        return upstream_view(deployed, known, has_looked=False, failure=str(error))
+    return upstream_view(deployed, known, has_looked=True, failure=None)
 
 
 def remove(data_dir: Path, name: str) -> None:

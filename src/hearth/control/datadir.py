@@ -8,6 +8,7 @@ downloads/          checkpoints on their way to models/
 logs/               of the service, its processes and its events
 run/lock            held by the running service; a dead one holds nothing
 run/deploying       held by deployments under way
+run/lending         held by a keeper while it makes its socket
 run/service.json    where it can be reached; means nothing while the lock is free
 """
 

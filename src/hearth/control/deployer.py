@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,9 +29,10 @@ from hearth.config import StoreConfig
 from hearth.control.datadir import DataDir
 from hearth.control.deploy import DeployOrder, Task
 from hearth.control.registry import Deployed, Registry, check_name, name_taken
-from hearth.control.sources import HubSource, PathSource, UrlSource, default_name, download, parse_source
+from hearth.control.sources import HubSource, PathSource, UrlSource, default_name, downloaded, parse_source
 from hearth.errors import BadCheckpoint, HearthError
 from hearth.policy.fleet.footprint import Facts
+from hearth.store.upstream import Upstream, write_upstream
 from hearth.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # loads torch, which takes seconds: an order that cannot be carried out is refused before
@@ -57,6 +58,7 @@ class _Placed:
     directory: Path
     manifest: Manifest
     is_new: bool = False  #: made for this order
+    commit: str | None = None  #: of the repository that it was downloaded from
 
 
 def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) -> Deployed:
@@ -76,15 +78,17 @@ def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) ->
         case PathSource(path):
             placed = _convert(path, name, order, data_dir, on_progress)
         case HubSource():
-            downloaded = download(
+            with downloaded(
                 source, data_dir.downloads_path, lambda done, total: on_progress("downloading", done, total)
-            )
-            placed = _convert(downloaded, name, order, data_dir, on_progress)
-            shutil.rmtree(downloaded, ignore_errors=True)  # where converting fails, it stays for the next try
+            ) as download:
+                placed = _convert(download.directory, name, order, data_dir, on_progress)
+                placed = replace(placed, commit=download.commit)
     with ExitStack() as undo:
         if placed.is_new:
             undo.callback(shutil.rmtree, placed.directory, ignore_errors=True)
         facts = facts_of(placed.manifest, Tokenizer.load(placed.directory))
+        if placed.commit is not None:
+            write_upstream(placed.directory, Upstream(placed.commit))
         undo.pop_all()
     digest, directory = placed.manifest.digest, str(placed.directory)
     return Deployed(name, source.text, placed.where, directory, digest, facts, created_at_s=time.time())
@@ -124,10 +128,11 @@ def _fetch(url: str, data_dir: DataDir, on_progress: OnProgress) -> _Placed:
     on_progress("fetching", 0, 0)
     tiers = Tiers(StoreConfig(path=str(data_dir.path), host_bytes=_HOST_BYTES))
     try:
-        model = tiers.open(url)
+        where = tiers.resolve(url)
+        model = tiers.open(where)
     finally:
         tiers.close()
-    return _Placed(url, model.directory, model.manifest)
+    return _Placed(where, model.directory, model.manifest)
 
 
 def _in_place(directory: Path, data_dir: DataDir, on_progress: OnProgress) -> _Placed:

@@ -16,10 +16,13 @@ from hearth.control.datadir import DataDir
 from hearth.control.deploy import DeployDone, DeployOrder, DeployProgress, deploying, remove_files, switch
 from hearth.control.driver import Driver
 from hearth.control.registry import Deployed, ModelLocation, Registry
+from hearth.control.upstream_view import upstream_view
+from hearth.control.views import UpstreamView
 from hearth.errors import ConfigError, DataDirError, HearthError, StoreError
 from hearth.policy.fleet import events
 from hearth.policy.fleet.events import ModelProfile
 from hearth.store.keeper_client import KeeperClient
+from hearth.store.upstream import note_version, read_upstream
 from hearth.types import ModelId
 
 #: Time for the keeper to forget a model, which takes it milliseconds.
@@ -85,6 +88,24 @@ class Deployments:
         location = self._registry.remove(name)
         self._refresh()
         await self._clear(location)
+
+    async def upstream(self, deployed: Deployed, *, look: bool) -> UpstreamView | None:
+        """Return what is known of where a model was deployed from; None where that is a path.
+
+        `look`: ask upstream first, by way of the keeper, which takes seconds at most.
+        """
+        directory = Path(deployed.directory)
+        known = await asyncio.to_thread(read_upstream, directory)
+        if known is None:
+            return None
+        if not look:
+            return upstream_view(deployed, known, has_looked=False, failure=None)
+        try:
+            version = await self._keeper.look_upstream(deployed.source)
+        except HearthError as error:
+            return upstream_view(deployed, known, has_looked=False, failure=str(error))
+        seen = await asyncio.to_thread(note_version, directory, version) or known
+        return upstream_view(deployed, seen, has_looked=True, failure=None)
 
     def _register(self, deployed: Deployed, overwrite: bool) -> ModelLocation | None:
         """Register a model and return where what had its name lies.

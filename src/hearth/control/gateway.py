@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 from hearth.config import ServiceConfig
@@ -137,6 +138,12 @@ class Gateway:
 
     def model(self, name: str) -> ModelView:
         return self._catalog.view(self._deployments.find(name))
+
+    async def show(self, name: str, *, look: bool) -> ModelView:
+        """Return a model with what is known of its upstream, which is asked first if `look`."""
+        entry = self._deployments.find(name)
+        upstream = await self._deployments.upstream(entry.deployed, look=look)
+        return replace(self._catalog.view(entry), upstream=upstream)
 
     async def deploy(
         self, source: str, name: str | None, dtype: str, quant: str, overwrite: bool

@@ -1,21 +1,26 @@
 """The sources that a model can be deployed from, as users write them, and downloads. Converts nothing.
 
 hf:ORG/NAME, hf:ORG/NAME@REVISION      a repository on the Hub, downloaded
-s3://BUCKET/PREFIX, https://HOST/PATH  a converted model in object storage, read from there
+s3://BUCKET/PREFIX, https://HOST/PATH  a converted model in object storage, read from there; behind it
+                                       @DIGEST may name the version that must be there
 anything else                          a path on this machine
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
+import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from hearth.errors import ModelError, RequestError, StoreFull, Unreachable
+from hearth.store.upstream import parse_address
 
 #: Is called with the bytes that are done, and of how many.
 OnBytes = Callable[[int, int], None]
@@ -99,7 +104,7 @@ def default_name(source: Source) -> str:
         case HubSource(repo_id):
             last = repo_id.rpartition("/")[2]
         case UrlSource(url):
-            last = url.rpartition("/")[2]
+            last = parse_address(url).url.rpartition("/")[2]
         case PathSource(path):
             last = path.name
     text = re.sub(r"[^a-z0-9._-]+", "-", last.lower().removesuffix(".gguf"))
@@ -109,27 +114,70 @@ def default_name(source: Source) -> str:
     return text
 
 
-def download(source: HubSource, root: Path, on_bytes: OnBytes) -> Path:
-    """Download a repository's model into a directory of its own below `root`, and return that.
+@dataclass(frozen=True, slots=True)
+class Download:
+    """A repository's model on this machine."""
 
-    What an earlier try has left there is used.
+    directory: Path
+    commit: str  #: the version of the repository that it is
+
+
+@contextmanager
+def downloaded(source: HubSource, root: Path, on_bytes: OnBytes) -> Iterator[Download]:
+    """Yield a repository's model, downloaded to below `root` for as long as the context lasts.
+
+    If the context fails, the download stays, and the next one of the same source goes on from there. Whoever
+    wants the same source meanwhile waits.
 
     Raises:
         ModelError: there is no such model, or it is not for everyone.
         Unreachable: the Hub does not answer.
         StoreFull: it does not fit.
     """
+    where = root / source.text.removeprefix("hf:").replace("/", "--")
+    with _locked(where.with_name(f".{where.name}.lock")):
+        yield Download(where, _download(source, where, on_bytes))
+        shutil.rmtree(where, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock file until the context ends, which removes it, or the process does."""
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not _is_open_as(path, lock):
+                continue  # whoever had it before has removed it
+            try:
+                yield
+            finally:
+                path.unlink()
+            return
+        finally:
+            os.close(lock)
+
+
+def _is_open_as(path: Path, file: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _download(source: HubSource, where: Path, on_bytes: OnBytes) -> str:
+    """Bring a directory to the state of a repository's model and return the commit that it is."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    where = root / source.text.removeprefix("hf:").replace("/", "--")
     try:
         found = snapshot_download(source.repo_id, revision=source.revision, local_dir=where, dry_run=True)
         sizes = {file.filename: file.file_size or 0 for file in found}
         wanted = _wanted(source, sizes)
         missing_bytes = sum(sizes[file.filename] for file in found if file.will_download)
         total_bytes = sum(sizes[name] for name in wanted)
-        _check_room(root, min(missing_bytes, total_bytes), source)
+        _check_room(where.parent, min(missing_bytes, total_bytes), source)
+        _remove_others(where, wanted)
         snapshot_download(
             source.repo_id,
             revision=found[0].commit_hash,  # what was looked at, whatever is pushed meanwhile
@@ -139,7 +187,14 @@ def download(source: HubSource, root: Path, on_bytes: OnBytes) -> Path:
         )
     except (OSError, HFValidationError) as error:  # all others of the library are OSErrors
         raise _translated(source, error) from error
-    return where
+    return str(found[0].commit_hash)
+
+
+def _remove_others(where: Path, wanted: Collection[str]) -> None:
+    """Remove files of an earlier try that the repository has no more: two versions must not be mixed."""
+    for path in where.iterdir() if where.is_dir() else ():
+        if path.is_file() and path.name not in wanted:
+            path.unlink()
 
 
 def _wanted(source: HubSource, names: Iterable[str]) -> list[str]:

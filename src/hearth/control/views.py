@@ -1,7 +1,7 @@
 """The views that the service shows of itself: plain frozen values that become JSON. Computes nothing.
 
-Times are in seconds and count from the arrival of their request; only `created_at_s` and `arrived_at_s` count
-since the epoch.
+Times are in seconds and count from the arrival of their request; only `created_at_s`, `noticed_at_s` and
+`arrived_at_s` count since the epoch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,18 @@ from dataclasses import dataclass
 
 from hearth.policy.fleet.events import Option
 from hearth.types import Rung
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamView:
+    """The URL or repository that a model was deployed from, as it was last seen."""
+
+    state: str  #: unchanged, changed, unknown: nobody has looked, or upstream did not answer
+    deployed_version: str  #: digest of a manifest, or commit of a repository
+    current_version: str | None = None  #: where it has changed
+    noticed_at_s: float | None = None  #: when the change was seen first
+    reason: str | None = None  #: why upstream gave no answer just now
+    remedy: str | None = None  #: the command that takes the new version
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +42,7 @@ class ModelView:
     has_chat_template: bool
     keep_alive_s: float | None  #: None: for ever
     is_pinned: bool
+    upstream: UpstreamView | None = None  #: None: it was deployed from a path, or is only listed
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,14 @@ from collections.abc import Callable
 
 import xxhash
 
-from hearth.errors import ChunkCorrupt, ChunkMissing, StoreError
+from hearth.errors import ChunkCorrupt, ChunkMissing, HearthError, StoreError, UpstreamChanged
 from hearth.policy.memory.eviction import Price
 from hearth.store.disk import DiskTier, Location
 from hearth.store.manifest import WEIGHTS, digest_of
 from hearth.store.model import StoredModel
 from hearth.store.record import Delivery
+from hearth.store.remote import RemoteModel
+from hearth.store.upstream import note_version, version_at
 from hearth.store.verified_read import read_verified
 from hearth.types import Rung
 
@@ -104,12 +106,14 @@ class ChunkReader:
         if model.remote is None:
             return None
         chunk, part = model.manifest.chunks[index], model.manifest.chunk_range(index)
-        for _ in range(MAX_WRONG_ANSWERS):
+        for num_wrong in range(MAX_WRONG_ANSWERS):
             began_s = time.perf_counter()
             try:
                 model.remote.read_into(part.begin, buffer, is_wanted)
             except StoreError as error:
                 failures.append(error)
+                if isinstance(error, ChunkMissing) and (change := _change_upstream(model, model.remote)):
+                    failures.append(change)
                 return None
             read_s = time.perf_counter() - began_s
             found = digest_of(buffer)
@@ -120,7 +124,25 @@ class ChunkReader:
             failures.append(
                 ChunkCorrupt(f"`{model.remote.url}` sent bytes that hash to {found}, stored: {chunk.digest}")
             )
+            if num_wrong == 0 and (change := _change_upstream(model, model.remote)):
+                failures.append(change)
+                return None  # asking again would bring the same
         return None
+
+
+def _change_upstream(model: StoredModel, remote: RemoteModel) -> UpstreamChanged | None:
+    """Return that the model's URL holds another version, if it does: that is why a chunk could not be had.
+
+    The look costs a request, and so is taken after a failure only. `hearth show` tells what was seen.
+    """
+    try:
+        version = version_at(remote)
+    except HearthError:  # nobody knows then, and the failure before says what is wrong
+        return None
+    note_version(model.directory, version)
+    if version == model.manifest.digest:
+        return None
+    return UpstreamChanged(f"`{remote.url}` holds version {version} now, this is {model.manifest.digest}")
 
 
 def _nobody_has_it(model: StoredModel, index: int, failures: list[StoreError]) -> StoreError:
@@ -130,7 +152,9 @@ def _nobody_has_it(model: StoredModel, index: int, failures: list[StoreError]) -
     nowhere = f"no {WEIGHTS} in `{model.directory}` is known to be good, and it came from no URL"
     tried = "; ".join(str(failure) for failure in failures) or nowhere
     kind = type(failures[-1]) if failures else ChunkMissing
+    remedy = "run `hearth verify` on the model and convert or fetch it again"
+    if kind is UpstreamChanged:
+        remedy = "deploy the model again, or put the version back; what is cached of it stays"
     return kind(
-        f"chunk {index} of `{model.name}` (`{'` to `'.join(tensors)}`) cannot be had: {tried}; "
-        "run `hearth verify` on the model and convert or fetch it again"
+        f"chunk {index} of `{model.name}` (`{'` to `'.join(tensors)}`) cannot be had: {tried}; {remedy}"
     )

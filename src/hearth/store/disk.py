@@ -230,8 +230,14 @@ class DiskTier:
                 self._remove_locations(wanted, lambda other: other == location)
 
     def collect(self) -> int:
-        """Delete the chunk files that no model refers to, registered or under the root; return the bytes."""
-        described = [manifest for _, manifest in self._read_models()]
+        """Delete the chunk files that no model refers to, registered or under the root; return the bytes.
+
+        While the description of a model cannot be read, nobody knows which chunks are its own, and all stay.
+        """
+        models = list(self._read_models())
+        described = [manifest for _, manifest in models if manifest is not None]
+        if len(described) < len(models):
+            return 0
         with self._lock:
             wanted = {chunk_id for manifest in described for chunk_id in manifest.chunk_ids}
             wanted.update(*(model.manifest.chunk_ids for model in self._models.values()))
@@ -243,7 +249,8 @@ class DiskTier:
 
     def _scan(self) -> None:
         for directory, manifest in self._read_models():
-            self.register(directory, manifest)
+            if manifest is not None:
+                self.register(directory, manifest)
         for path in sorted(self.root.glob("chunks/*/*")):
             with suppress(FileNotFoundError):  # another process may tidy up as well
                 if path.name.startswith("."):
@@ -254,12 +261,14 @@ class DiskTier:
                     if path == self._path(chunk_id, file):
                         self._files[chunk_id] = file
 
-    def _read_models(self) -> Iterator[tuple[Path, Manifest]]:
+    def _read_models(self) -> Iterator[tuple[Path, Manifest | None]]:
+        """Yield the models under the root; None stands for a description that cannot be read."""
         for path in sorted(self.root.glob(f"models/[!.]*/{MANIFEST}")):
             try:
                 yield path.parent, read_manifest(path.parent)
             except HearthError as error:
                 log.warning("model_skipped directory=%s reason=%s", path.parent, error)
+                yield path.parent, None
 
     def _path(self, chunk_id: ChunkId, file: _ChunkFile) -> Path:
         return self.root / "chunks" / chunk_id[:2] / f"{chunk_id}-{file.xxh3}"

@@ -12,11 +12,13 @@ from hearth.store.lending import (
     CountBytes,
     CountRequests,
     ForgetModel,
+    LookUpstream,
     Message,
     ModelForgotten,
     ModelRequests,
     Refused,
     RequestsCounted,
+    UpstreamSeen,
     encode,
     error_of,
     parse,
@@ -64,6 +66,18 @@ class KeeperClient:
         match await self._ask(ForgetModel(where)):
             case ModelForgotten():
                 return
+            case other:
+                raise self._failure(other)
+
+    async def look_upstream(self, source: str) -> str:
+        """Return the version that the source of a model has now, which takes seconds at most.
+
+        Raises:
+            HearthError: the keeper or upstream does not answer, or there is nothing any more.
+        """
+        match await self._ask(LookUpstream(source)):
+            case UpstreamSeen(version):
+                return version
             case other:
                 raise self._failure(other)
 

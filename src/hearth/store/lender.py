@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hearth.errors import ChunkMissing, HearthError, StoreError
@@ -22,6 +23,7 @@ from hearth.store.lending import (
     FetchChunks,
     ForgetModel,
     LenderHello,
+    LookUpstream,
     Message,
     ModelBytes,
     ModelForgotten,
@@ -30,6 +32,7 @@ from hearth.store.lending import (
     OpenModel,
     ReleaseChunk,
     RequestsCounted,
+    UpstreamSeen,
     encode,
     received,
     refusal,
@@ -38,8 +41,11 @@ from hearth.store.lending import (
 from hearth.store.model import StoredModel
 from hearth.store.record import Delivery, totals_by_rung
 from hearth.store.tiers import Tiers
+from hearth.store.upstream import version_now
 from hearth.types import Digest, Rung
 
+#: Held by a lender while it makes its socket, beside that.
+LOCK = "lending"
 #: Before the next try to accept a borrower, when the system has no room for one more connection.
 ACCEPT_DELAY_S = 0.1
 
@@ -162,6 +168,8 @@ class _Session:
                 self._send(self._count_requests(models))
             case ForgetModel(where):
                 self._send(self._answer(where, lambda: self._forget(where)))
+            case LookUpstream(source):
+                self._send(self._answer(source, lambda: UpstreamSeen(version_now(source))))
             case _:
                 raise StoreError(f"a borrower does not say {type(message).__name__}")
 
@@ -260,8 +268,31 @@ class _Session:
 
 
 def _listen(path: Path) -> socket.socket:
-    """Listen at a new socket, in the place of one whose owner is gone."""
-    _make_way(path)
+    """Listen at a new socket, in the place of one whose owner is gone.
+
+    Who finds a dead socket, removes it and binds must be alone with it from the first to the last: of two at
+    once, one would remove the socket that the other has just bound.
+    """
+    with _alone_at(path):
+        _make_way(path)
+        return _bind(path)
+
+
+@contextmanager
+def _alone_at(path: Path) -> Iterator[None]:
+    """Keep other lenders from making a socket at a path or beside it. The lock's file stays for the next."""
+    try:
+        lock = os.open(path.with_name(LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StoreError(f"host memory cannot be lent at `{path}`: {error}; lend elsewhere") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held for milliseconds
+        yield
+    finally:
+        os.close(lock)
+
+
+def _bind(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     mask = os.umask(0o177)
     try:

@@ -9,6 +9,7 @@
     CountBytes                            BytesCounted
     CountRequests                         RequestsCounted
     ForgetModel                           ModelForgotten
+    LookUpstream                          UpstreamSeen | Refused
     (closes, or dies)                     takes back whatever was not released
 
 A message is a line of JSON. A connection carries one load, so the end of the connection is the end of its
@@ -144,6 +145,20 @@ class ModelForgotten:
 
 
 @dataclass(frozen=True, slots=True)
+class LookUpstream:
+    """Say which version the source of a model has now."""
+
+    source: str  #: a URL, or hf:ORG/NAME[@REVISION]
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamSeen:
+    """The answer to `LookUpstream`."""
+
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """The lender cannot do what was asked."""
 
@@ -153,7 +168,8 @@ class Refused:
 
 _Load = OpenModel | ModelOpened | FetchChunks | ChunkLent | ReleaseChunk | CancelLoad
 _Question = CountBytes | BytesCounted | CountRequests | RequestsCounted | ForgetModel | ModelForgotten
-Message = LenderHello | _Load | _Question | Refused
+_Look = LookUpstream | UpstreamSeen
+Message = LenderHello | _Load | _Question | _Look | Refused
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 
 

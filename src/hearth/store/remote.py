@@ -60,6 +60,8 @@ class Retry:
 
 
 PATIENT = Retry()
+#: For a look that somebody waits for, and that nothing depends on.
+BRIEF = Retry(num_tries=1, stall_s=2.0, timeout_s=3.0)
 
 
 @dataclass(slots=True)

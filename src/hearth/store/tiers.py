@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hearth.config import StoreConfig
-from hearth.errors import ChunkCorrupt, StoreError, Unreachable
+from hearth.errors import BadCheckpoint, ChunkCorrupt, StoreError, Unreachable, UpstreamChanged
 from hearth.store.chunk_prices import ChunkPrices
 from hearth.store.chunk_reader import ChunkReader
 from hearth.store.disk import DiskTier
@@ -34,6 +34,7 @@ from hearth.store.model import StoredModel
 from hearth.store.record import LoadRecord
 from hearth.store.remote import RemoteModel
 from hearth.store.segment import Segment
+from hearth.store.upstream import RemoteAddress, Upstream, note_version, parse_address, write_upstream
 from hearth.store.writer import staged
 from hearth.types import Rung
 
@@ -82,17 +83,42 @@ class Tiers:
         #: Models that are open: reading a description takes milliseconds, which a cold start does not have.
         #: Single operations of a dict are atomic and opening twice does no harm, so it needs no lock.
         self._opened: dict[Path, _Opened] = {}
-        self._remotes: dict[str, RemoteModel] = {}
+        self._remotes: dict[RemoteAddress, RemoteModel] = {}
         self.fetcher = Fetcher(self.segment, ChunkReader(self.disk, self.prices.of_disk_chunk), self.prices)
 
     def open(self, where: str | Path, weight: float = 1.0) -> StoredModel:
-        """Open a converted model: its directory, or its URL in object storage. `weight`: see `StoredModel`.
+        """Open a converted model: its directory, its URL in object storage, or a version there, `URL@DIGEST`.
 
-        All but the weights of a remote model is kept on disk; opening it again asks for the manifest alone.
+        All but the weights of a remote model is kept on disk. A URL is asked for its manifest each time, for
+        it may hold another version; a version is opened from disk, and its URL asked only where that lacks
+        it. `weight`: see `StoredModel`.
         """
-        if "://" in str(where):
-            return self._admit(self._open_remote(str(where), weight))
-        directory = Path(where).resolve()
+        if "://" not in str(where):
+            return self._open_described(Path(where).resolve(), weight)
+        address = parse_address(str(where))
+        if address.version is None:
+            return self._admit(self._open_newest(address, weight))
+        return self._open_version(address, weight)
+
+    def resolve(self, where: str) -> str:
+        """Keep the description of what a URL holds now, and return the address of that version, for `open`.
+
+        An address that names its version stays what it is.
+        """
+        address = parse_address(where)
+        if address.version is not None:
+            self._open_version(address)
+            return str(address)
+        remote = RemoteModel(address.url)
+        found = _read_description(remote)
+        version = RemoteAddress(address.url, found.manifest.digest)
+        self._keep_version(remote, found, self._directory_of(version))
+        return str(version)
+
+    def _open_described(
+        self, directory: Path, weight: float, remote: RemoteModel | None = None
+    ) -> StoredModel:
+        """Open the model whose description lies in a directory, and its weights too unless it is remote."""
         known = self._opened.get(directory)
         if known is not None and known.is_current and known.model.weight == weight:
             return known.model
@@ -102,7 +128,7 @@ class Tiers:
         for file in manifest.files:
             if damage := damage_of(file, directory):
                 raise ChunkCorrupt(f"`{directory / file.name}` {damage}; convert or fetch the model again")
-        model = self._admit(StoredModel(directory.name, manifest, directory, weight=weight))
+        model = self._admit(StoredModel(directory.name, manifest, directory, remote, weight))
         self._opened[directory] = _Opened(stamps, model)
         return model
 
@@ -133,8 +159,9 @@ class Tiers:
         Whatever the disk keeps of a remote model is deleted; the files of a local one are its owner's.
         """
         if is_url := "://" in str(where):
-            self._remotes.pop(str(where), None)
-            directory = self._directory_of(str(where))
+            address = parse_address(str(where))
+            self._remotes.pop(address, None)
+            directory = self._directory_of(address)
         else:
             directory = Path(where).resolve()
         self._opened.pop(directory, None)
@@ -186,34 +213,70 @@ class Tiers:
         self.fetcher.close()
         self.segment.close()
 
-    def _open_remote(self, url: str, weight: float) -> StoredModel:
-        remote = self._remotes.setdefault(url, RemoteModel(url))
-        directory = self._directory_of(url)
-        name = directory.name
+    def _open_newest(self, address: RemoteAddress, weight: float) -> StoredModel:
+        """Open whatever a URL holds now; that replaces on disk what it held when it was opened before."""
+        remote, directory = self._remote(address), self._directory_of(address)
         try:
-            manifest = self._refresh(remote, directory)
+            found = _read_description(remote)
+            manifest = found.manifest
+            if not found.is_in(directory):
+                self._describe(remote, found, directory)
+                self.disk.register(directory, manifest)
+                self.disk.collect()
         except Unreachable as error:
             if not (directory / MANIFEST).is_file():
                 raise
-            log.warning("fallback description=disk model=%s reason=%s", name, error)
+            log.warning("fallback description=disk model=%s reason=%s", directory.name, error)
             manifest = read_manifest(directory)
-        return StoredModel(name, manifest, directory, remote, weight)
+        return StoredModel(directory.name, manifest, directory, remote, weight)
 
-    def _directory_of(self, url: str) -> Path:
-        """Return the directory in which a remote model's description is kept."""
-        url = url.rstrip("/")
-        return self.disk.root / "models" / f"{url.rpartition('/')[2]}-{digest_of(url.encode())[:8]}"
+    def _open_version(self, address: RemoteAddress, weight: float = 1.0) -> StoredModel:
+        """Open one version of what lies at a URL, which is asked only if the description here is not whole.
 
-    def _refresh(self, remote: RemoteModel, directory: Path) -> Manifest:
-        """Bring all but the weights into the directory, as the URL has it now, and return the manifest."""
-        text = remote.read_file(MANIFEST)
-        manifest = parse_manifest(text.decode(errors="replace"), f"{remote.url}/{MANIFEST}")
-        if _is_fresh(directory, text, manifest):
-            return manifest
-        num_bytes = len(text) + sum(file.num_bytes for file in manifest.files)
+        Raises:
+            UpstreamChanged: the description is neither here nor there.
+        """
+        remote, directory = self._remote(address), self._directory_of(address)
+        try:
+            model = self._open_described(directory, weight, remote)
+            if model.manifest.digest == address.version:
+                return model
+            reason = f"its digest is {model.manifest.digest}"
+        except (BadCheckpoint, ChunkCorrupt) as error:
+            reason = str(error)
+        if directory.exists():
+            log.warning("fallback description=upstream model=%s reason=%s", directory.name, reason)
+        found = _read_description(remote)
+        if found.manifest.digest != address.version:
+            raise UpstreamChanged(
+                f"`{address.url}` holds version {found.manifest.digest} now, and version {address.version} "
+                f"is not whole on disk: {reason}; deploy the model again, or put that version back"
+            )
+        self._keep_version(remote, found, directory)
+        return self._open_described(directory, weight, remote)
+
+    def _remote(self, address: RemoteAddress) -> RemoteModel:
+        known = self._remotes.get(address)
+        return self._remotes.setdefault(address, RemoteModel(address.url)) if known is None else known
+
+    def _directory_of(self, address: RemoteAddress) -> Path:
+        """Return the directory in which the description of a remote model, or of a version, is kept."""
+        name = address.url.rpartition("/")[2]
+        return self.disk.root / "models" / f"{name}-{digest_of(str(address).encode())[:8]}"
+
+    def _keep_version(self, remote: RemoteModel, found: _Description, directory: Path) -> None:
+        """Have a directory describe the version that a URL holds now, and say that it was seen there."""
+        if not found.is_in(directory):
+            self._describe(remote, found, directory)
+        if note_version(directory, found.manifest.digest) is None:
+            write_upstream(directory, Upstream(found.manifest.digest))
+
+    def _describe(self, remote: RemoteModel, found: _Description, directory: Path) -> None:
+        """Bring all but the weights of a remote model into a directory."""
+        num_bytes = len(found.text) + sum(file.num_bytes for file in found.manifest.files)
         # Whoever opens it at the same moment, also in another process, waits and finds it done.
         with staged(directory, num_bytes, overwrite=True, wait=True) as staging:
-            for file in manifest.files:
+            for file in found.manifest.files:
                 content = remote.read_file(file.name)
                 if digest_of(content) != file.digest:
                     raise ChunkCorrupt(
@@ -221,13 +284,23 @@ class Tiers:
                         f"{file.digest}; upload the model again"
                     )
                 staging.write_file(file.name, content)
-            staging.write_file(MANIFEST, text)
-        self.disk.register(directory, manifest)
-        self.disk.collect()
-        return manifest
+            staging.write_file(MANIFEST, found.text)
 
 
-def _is_fresh(directory: Path, text: bytes, manifest: Manifest) -> bool:
-    path = directory / MANIFEST
-    is_same = path.is_file() and path.read_bytes() == text
-    return is_same and not any(damage_of(file, directory) for file in manifest.files)
+@dataclass(frozen=True, slots=True)
+class _Description:
+    """The manifest that a URL holds now."""
+
+    text: bytes
+    manifest: Manifest
+
+    def is_in(self, directory: Path) -> bool:
+        """True if the directory holds this manifest, and whole all files that it names."""
+        path = directory / MANIFEST
+        is_same = path.is_file() and path.read_bytes() == self.text
+        return is_same and not any(damage_of(file, directory) for file in self.manifest.files)
+
+
+def _read_description(remote: RemoteModel) -> _Description:
+    text = remote.read_file(MANIFEST)
+    return _Description(text, parse_manifest(text.decode(errors="replace"), f"{remote.url}/{MANIFEST}"))

@@ -25,6 +25,7 @@ from hearth.errors import StoreError, StoreFull
 from hearth.models.layout import ALIGNMENT_BYTES
 from hearth.models.pack import PackedTensor
 from hearth.store.manifest import FORMAT, MANIFEST, WEIGHTS, Chunk, chunk_of
+from hearth.store.upstream import UPSTREAM
 
 LOCK = ".lock"
 
@@ -36,7 +37,7 @@ KNOWN_FILES = frozenset(
     {
         *(MANIFEST, WEIGHTS, LOCK),
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-        *("generation_config.json", "chat_template.jinja"),
+        *("generation_config.json", "chat_template.jinja", UPSTREAM),
     }
 )
 
