@@ -52,10 +52,10 @@ class DataDir:
 
     @staticmethod
     def open(path: str | Path, *, may_be_old: bool = False) -> DataDir:
-        """Open the directory, which is made where there is none, for its owner alone.
+        """Open the directory, which is made where there is none, for its owner alone. `may_be_old`: to upgrade it.
 
         Raises:
-            DataDirError: a newer Hearth has written it, or an older one and not `may_be_old`; it cannot be used.
+            DataDirError: a newer Hearth has written it, or an older one; or it cannot be used.
         """
         data_dir = DataDir(Path(path).expanduser().absolute())
         with _translated(data_dir.path):
