@@ -52,7 +52,7 @@ class DataDir:
 
     @staticmethod
     def open(path: str | Path, *, may_be_old: bool = False) -> DataDir:
-        """Open the directory, which is made where there is none, for its owner alone. `may_be_old`: to upgrade it.
+        """Open the directory, which is made where there is none, for its owner alone; an old one to upgrade.
 
         Raises:
             DataDirError: a newer Hearth has written it, or an older one; or it cannot be used.
