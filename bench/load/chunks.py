@@ -25,6 +25,7 @@ def chunks(setting: Setting) -> Part:
     rows = []
     for size, directory in directories.items():
         name = f"{size / (1 << 20):g} MiB"
+        setting.register(directory)
         with step(f"chunks: {name}"), setting.tiers(scale.host_bytes, size) as tiers:
             from_tmpfs = [setting.open_and_load(tiers, directory).seconds]
             from_host = setting.reload_s(tiers, directory)

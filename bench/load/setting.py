@@ -31,6 +31,7 @@ from hearth.store.model import StoredModel
 from hearth.store.record import LoadRecord
 from hearth.store.segment import Segment
 from hearth.store.tiers import Tiers
+from hearth.store.verify import verify
 from hearth.types import Rung
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -119,13 +120,25 @@ class Setting:
     def bound_s(self, num_bytes: int) -> float:
         return num_bytes / self.bytes_per_s
 
+    @property
+    def store(self) -> Path:
+        """Return the root of the disk tier."""
+        return self.shelf.disk / "store"
+
+    def register(self, directory: Path) -> float:
+        """Check a model as deploying it does, and return the seconds; loads then check decay alone."""
+        began_s = time.perf_counter()
+        bad = verify(directory, store=self.store)
+        assert not bad, f"a model that was just made is damaged: {bad[0]}"
+        return time.perf_counter() - began_s
+
     @contextmanager
     def tiers(
         self, host_bytes: int, cell_bytes: int | None = None, *, is_pinned: bool = True
     ) -> Iterator[Tiers]:
         """Open new tiers, which hold nothing yet. Unless `is_pinned`, pinning has only begun."""
         gc.collect()  # the memory of those before goes with the last reference to it
-        config = StoreConfig(path=str(self.shelf.disk / "store"), host_bytes=host_bytes)
+        config = StoreConfig(path=str(self.store), host_bytes=host_bytes)
         tiers = Tiers(config, cell_bytes or self.scale.chunk_bytes)
         try:
             if is_pinned:

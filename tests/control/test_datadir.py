@@ -47,9 +47,9 @@ def test_a_new_directory_is_for_its_owner_alone(tmp_path: Path) -> None:
 
 
 def test_a_directory_of_a_newer_hearth_is_refused_with_both_versions(tmp_path: Path) -> None:
-    (tmp_path / "VERSION").write_text("2\n")
+    (tmp_path / "VERSION").write_text("3\n")
     with pytest.raises(
-        DataDirError, match=r"has version '2', this Hearth reads up to 1; use the Hearth that"
+        DataDirError, match=r"has version '3', this Hearth reads up to 2; use the Hearth that"
     ):
         DataDir.open(tmp_path)
     assert not (tmp_path / "models").exists()

@@ -17,6 +17,7 @@ import uvloop
 from hearth.api.app import ApiLimits, create_app
 from hearth.api.protocol import LimitedProtocol
 from hearth.cli.console import LOG_FORMAT
+from hearth.cli.upgrade import tell, upgrade_held
 from hearth.config import HearthConfig, ServiceConfig
 from hearth.control.datadir import DataDir
 from hearth.control.devices import Devices, resolve
@@ -44,12 +45,13 @@ def run_service(config: HearthConfig, on_ready: Callable[[str, Gateway], None] =
     config = suited(config, devices)
     service = config.service
     with (
-        DataDir.hold(service.data_dir) as data_dir,
+        DataDir.hold(service.data_dir, may_be_old=True) as data_dir,
         _listening(service) as listener,
         _log_file(data_dir.log_path),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         keys_of(service, data_dir)  # before anything is started
+        tell(upgrade_held(data_dir))
         runner.run(_serve(config, data_dir, devices, listener, on_ready))
 
 

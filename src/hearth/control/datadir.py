@@ -4,6 +4,8 @@ VERSION             of this layout
 registry.db         deployed models (`registry.py`)
 keys.json           API keys (`keys.py`)
 models/ chunks/     the store's: converted models, chunks from object storage
+hashes/             the store's: what this machine found of files that it has checked
+upgrade/            the way back to the format before, until the first model is deployed or removed
 downloads/          checkpoints on their way to models/
 logs/               of the service, its processes and its events
 run/lock            held by the running service; a dead one holds nothing
@@ -18,6 +20,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,7 +29,8 @@ from pathlib import Path
 
 from hearth.errors import DataDirError
 
-VERSION = 1
+#: Format 1 named chunks by xxh3-128; `upgrade.py` brings such a directory here.
+VERSION = 2
 
 #: Whoever looks for a running service holds the lock for microseconds; a service that starts tries again.
 _LOCK_TRIES, _LOCK_DELAY_S = 10, 0.05
@@ -48,16 +52,16 @@ class DataDir:
     path: Path
 
     @staticmethod
-    def open(path: str | Path) -> DataDir:
-        """Open the directory, which is made where there is none, for its owner alone.
+    def open(path: str | Path, *, may_be_old: bool = False) -> DataDir:
+        """Open the directory, which is made where there is none, for its owner alone; an old one to upgrade.
 
         Raises:
-            DataDirError: a newer Hearth has written it, or it cannot be used.
+            DataDirError: a newer Hearth has written it, or an older one; or it cannot be used.
         """
         data_dir = DataDir(Path(path).expanduser().absolute())
         with _translated(data_dir.path):
             data_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            data_dir._check_version()
+            data_dir._check_version(may_be_old)
             for part in (
                 data_dir.models_path,
                 data_dir.downloads_path,
@@ -69,13 +73,13 @@ class DataDir:
 
     @staticmethod
     @contextmanager
-    def hold(path: str | Path) -> Iterator[DataDir]:
+    def hold(path: str | Path, *, may_be_old: bool = False) -> Iterator[DataDir]:
         """Hold the directory for one service alone, until the context or the process ends, however it does.
 
         Raises:
             DataDirError: another service runs on it, or see `open`.
         """
-        data_dir = DataDir.open(path)
+        data_dir = DataDir.open(path, may_be_old=may_be_old)
         with _translated(data_dir.path):
             # Processes that the service starts do not inherit it, or they could outlive it with the lock.
             lock = os.open(data_dir._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -145,15 +149,42 @@ class DataDir:
     def _service_path(self) -> Path:
         return self.run_path / "service.json"
 
-    def _check_version(self) -> None:
-        path = self.path / "VERSION"
-        if not path.exists():
-            write_private(path, f"{VERSION}\n")
-        text = path.read_text(encoding="utf-8", errors="replace").strip()
-        if not (text.isascii() and text.isdigit() and int(text) <= VERSION):
+    @property
+    def upgrade_path(self) -> Path:
+        return self.path / "upgrade"
+
+    @property
+    def version(self) -> int:
+        """The format of the directory."""
+        with _translated(self.path):
+            return int(self._version_path.read_text(encoding="utf-8"))
+
+    def set_version(self, version: int) -> None:
+        with _translated(self.path):
+            write_private(self._version_path, f"{version}\n")
+
+    def forget_upgrade(self) -> None:
+        """Close the way back to an older format, before the first change that it could not read."""
+        if self.upgrade_path.exists():
+            shutil.rmtree(self.upgrade_path, ignore_errors=True)
+
+    @property
+    def _version_path(self) -> Path:
+        return self.path / "VERSION"
+
+    def _check_version(self, may_be_old: bool) -> None:
+        if not self._version_path.exists():
+            self.set_version(VERSION)
+        text = self._version_path.read_text(encoding="utf-8", errors="replace").strip()
+        if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= VERSION):
             raise DataDirError(
                 f"`{self.path}` has version {text[:40]!r}, this Hearth reads up to {VERSION}; use the Hearth "
                 "that wrote it, or choose another directory with `--data-dir`"
+            )
+        if int(text) < VERSION and not may_be_old:
+            raise DataDirError(
+                f"`{self.path}` has version {text}, this Hearth uses {VERSION}; `hearth serve` brings it up "
+                f"to date as it starts, or do so now: `hearth upgrade --data-dir {self.path}`"
             )
 
 

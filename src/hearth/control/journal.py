@@ -15,7 +15,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -43,7 +43,17 @@ class Journal:
     Recording ends, logged once, at `max_bytes` or when the disk takes no more: the service matters more.
     """
 
-    def __init__(self, path: Path, config: BrainConfig, max_bytes: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        config: BrainConfig,
+        max_bytes: int,
+        renamed_digests: Mapping[str, str] | None = None,
+    ) -> None:
+        """Begin a file. `renamed_digests`: new by old, of models whose digests changed with their format.
+
+        They stand in the first line, so that who compares with an older recording finds the same models.
+        """
         if path.exists():
             os.replace(path, previous(path))
         self.path = path
@@ -51,7 +61,10 @@ class Journal:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._file = open(path, "wb")  # noqa: SIM115 it is open for the object's life
-        self._write(_infinite_json({"version": VERSION, "config": config}))
+        header: dict[str, object] = {"version": VERSION, "config": config}
+        if renamed_digests:
+            header["renamed_digests"] = dict(renamed_digests)
+        self._write(_infinite_json(header))
 
     def record(self, event: Event, actions: Sequence[Action]) -> None:
         if self.is_full:

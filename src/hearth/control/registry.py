@@ -6,9 +6,10 @@ import logging
 import re
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 
 import msgspec
 
@@ -29,6 +30,7 @@ create table if not exists models (
     digest text not null, facts text not null, created_at_s real not null
 ) without rowid
 """
+_RENAMED_SCHEMA = "create table if not exists renamed_digests (old text primary key, new text not null)"
 _FIELDS = "name, source, location, directory, digest, facts, created_at_s"
 
 log = logging.getLogger(__name__)
@@ -78,12 +80,14 @@ class Registry:
 
     def __init__(self, data_dir: DataDir, wait_s: float = WAIT_S) -> None:
         self._path = data_dir.registry_path
+        self._data_dir = data_dir
         with self._translated():
             # Without transactions of its own: a statement outside `transaction` is one.
             self._connection = sqlite3.connect(self._path, timeout=wait_s, isolation_level=None)
             self._connection.execute("pragma journal_mode = wal")
             self._connection.execute("pragma synchronous = full")
             self._connection.execute(_SCHEMA)
+            self._connection.execute(_RENAMED_SCHEMA)
         self._seen_version = -1
 
     @staticmethod
@@ -133,8 +137,26 @@ class Registry:
             location = self.location(name)
             if location is None:
                 raise Names(self.all(), {}).unknown(name)
+            self._data_dir.forget_upgrade()
             self._execute("delete from models where name = ?", name)
         return location
+
+    def rename_digests(self, new_by_old: Mapping[str, str]) -> None:
+        """Give models the digests that an upgrade has found; which was which stays written down."""
+        with self.transaction():
+            for old, new in new_by_old.items():
+                self._execute("update models set digest = ? where digest = ?", new, old)
+                if old != new:
+                    self._execute("insert or replace into renamed_digests values (?, ?)", old, new)
+
+    def renamed_digests(self) -> dict[str, str]:
+        """Return the digests that models have now, by those that they had in an older format."""
+        return dict(self._execute("select old, new from renamed_digests").fetchall())
+
+    def back_up(self, path: Path) -> None:
+        """Write a copy of the registry to a new file."""
+        with self._translated(), closing(sqlite3.connect(path)) as copy:
+            self._connection.backup(copy)
 
     def location(self, name: str) -> ModelLocation | None:
         """Return where the files of a model lie, also if its row cannot be read otherwise."""
@@ -164,6 +186,7 @@ class Registry:
         return bool(version != before)
 
     def _write(self, verb: str, deployed: Deployed) -> None:
+        self._data_dir.forget_upgrade()
         self._execute(
             f"{verb} into models ({_FIELDS}) values (?, ?, ?, ?, ?, ?, ?)",
             *(check_name(deployed.name), deployed.source, deployed.where, deployed.directory),

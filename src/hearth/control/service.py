@@ -65,7 +65,9 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
             kind=devices.kind,
             budget_bytes=service.memory_bytes,
         )
-        journal = Journal(data_dir.journal_path(), brain, service.journal_bytes)
+        journal = Journal(
+            *(data_dir.journal_path(), brain, service.journal_bytes, registry.renamed_digests())
+        )
         stack.callback(journal.close)
         metrics = Metrics()
         observer, pools = Observer(metrics), PoolReports()

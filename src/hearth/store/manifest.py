@@ -200,6 +200,11 @@ def _fields(item: object) -> dict[str, object]:
     return {field.name: getattr(item, field.name) for field in fields(item)}
 
 
+def with_digest(content: Mapping[str, object]) -> dict[str, object]:
+    """Return the fields of a manifest with the digest of them all."""
+    return {**content, "digest": _digest_of_fields(content)}
+
+
 def _digest_of_fields(content: Mapping[str, object]) -> Digest:
     """Return the hash of the fields in one fixed form, however they are laid out in the file."""
     return digest_of(json.dumps(content, default=_fields, sort_keys=True, separators=(",", ":")).encode())
@@ -217,9 +222,11 @@ def _take_digest(raw: object, where: str) -> Digest:
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise BadCheckpoint(f"`{where}` does not describe a Hearth model: `format` is not {FORMAT!r}")
     if raw.get("version") != VERSION:
+        is_old = raw.get("version") in range(1, VERSION)
+        remedy = "bring it up to date with `hearth upgrade`" if is_old else "use the Hearth that wrote it"
         raise BadCheckpoint(
             f"`{where}` has version {raw.get('version')!r}, this Hearth reads version {VERSION}; "
-            "convert the model again, or use the Hearth that wrote it"
+            f"convert the model again, or {remedy}"
         )
     stated, found = raw.pop("digest", None), _digest_of_fields(raw)
     if stated != found:

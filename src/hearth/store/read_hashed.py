@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -109,12 +110,19 @@ def _compiled() -> ctypes.CDLL:
 
 
 def _hash_functions() -> _HashFunctions:
-    """Return xxh3's functions out of the library that Python's xxhash brings along."""
+    """Return xxh3's functions: the system's, where they use all that the processor has, or Python's xxhash's.
+
+    That package is built for the oldest processors: 6 GB/s on a core, where AVX-512 would do 20.
+    """
+    with suppress(OSError, AttributeError):
+        return _functions_of(ctypes.CDLL("libxxhash.so.0"), "128bits_update_dispatch")
     path = importlib.import_module("xxhash._xxhash").__file__
-    library = ctypes.CDLL(str(path))
-    names = ("createState", "128bits_reset", "128bits_update", "128bits_digest", "freeState")
-    functions = [ctypes.cast(getattr(library, f"XXH3_{name}"), ctypes.c_void_p) for name in names]
-    return _HashFunctions(*functions)
+    return _functions_of(ctypes.CDLL(str(path)), "128bits_update")
+
+
+def _functions_of(library: ctypes.CDLL, update: str) -> _HashFunctions:
+    names = ("createState", "128bits_reset", update, "128bits_digest", "freeState")
+    return _HashFunctions(*(ctypes.cast(getattr(library, f"XXH3_{name}"), ctypes.c_void_p) for name in names))
 
 
 def _read_interpreted(
