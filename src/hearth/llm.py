@@ -234,9 +234,9 @@ class _ReceivedAnswer:
             text, self.finish_reason = delta.text, delta.finish_reason
         self.token_ids.append(output.token)
         self.texts.append(text)
-        logprobs = self._own_logprobs(output)
-        self.logprobs.extend(logprobs or ())
-        return Delta(text, (output.token,), self.finish_reason, logprobs)
+        logprobs = () if output.logprobs is None else (output.logprobs,)
+        self.logprobs.extend(logprobs)
+        return Delta(text, (output.token,), self.finish_reason, logprobs or None)
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None, f"{self.request.request_id} has not ended"
@@ -248,13 +248,6 @@ class _ReceivedAnswer:
             finish_reason=self.finish_reason,
             logprobs=self.logprobs if has_logprobs else None,
         )
-
-    def _own_logprobs(self, output: Output) -> tuple[TokenLogprobs, ...] | None:
-        """Return as many logprobs as this request asked for; a step may have computed more."""
-        wanted = self.request.sampling.logprobs
-        if wanted is None or output.logprobs is None:
-            return None
-        return (TokenLogprobs(output.logprobs.logprob, output.logprobs.top[:wanted]),)
 
 
 def _close_apart(loop: StepLoop, opened: OpenedModel | None) -> None:

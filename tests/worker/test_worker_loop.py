@@ -138,6 +138,22 @@ def test_seeded_sampling_with_logprobs_is_as_offline(gateway: Gateway, model: Pa
     assert all(one is not None and one[0] is not None and len(one[0].top) == 2 for one in logprobs)
 
 
+def test_each_request_of_a_batch_gets_the_logprobs_it_asked_for(gateway: Gateway, model: Path) -> None:
+    wishes = (1, 20, None, 0)
+    params = [SamplingParams(temperature=0.0, max_tokens=4, logprobs=wish) for wish in wishes]
+    gateway.host("a", model)
+    gateway.facts.clear()
+    runs = [gateway.start("a", PROMPT, Sampling.of(each, seed=1)) for each in params]
+    gateway.until_ended(*runs)
+
+    told: dict[int, set[int | None]] = {run: set() for run in runs}
+    for fact in gateway.facts:
+        if isinstance(fact, StepDone):
+            for run, one in zip(fact.runs, fact.logprobs or [None] * len(fact.runs), strict=True):
+                told[run].add(None if one is None else len(one.top))
+    assert list(told.values()) == [{wish} for wish in wishes]
+
+
 def test_two_models_step_side_by_side(gateway: Gateway, model: Path) -> None:
     gateway.host("a", model)
     gateway.host("b", converted("opt-pre"))

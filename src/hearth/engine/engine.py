@@ -234,7 +234,7 @@ class Engine:
     def _commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
         outputs = []
         for emission in self.batcher.commit(plan, result.tokens):
-            logprobs = None if result.logprobs is None else result.logprobs[emission.sample_index]
+            logprobs = result.logprobs[emission.sample_index]
             outputs.append(Output(emission.request_id, emission.token, logprobs, emission.finish_reason))
             if emission.finish_reason is not None:
                 self._needs_no_tables(emission.request_id)

@@ -27,7 +27,7 @@ class StepResult:
     """The tokens that a step has sampled: one entry per sampling row of the plan, in order."""
 
     tokens: list[int]
-    logprobs: list[TokenLogprobs] | None  #: None if no row asked for them
+    logprobs: list[TokenLogprobs | None]  #: as many as the row asked for; None: it asked for none
 
 
 class PendingStep:
@@ -36,6 +36,7 @@ class PendingStep:
     def __init__(self, samples: Samples) -> None:
         parts = (samples.tokens, samples.logprobs, samples.top_ids, samples.top_logprobs)
         self._tokens, self._logprobs, self._top_ids, self._top_logprobs = map(_to_host, parts)
+        self._num_logprobs = samples.num_logprobs
         self._event: torch.cuda.Event | None = None
         if samples.tokens.is_cuda:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch leaves it untyped
@@ -45,16 +46,19 @@ class PendingStep:
         if self._event is not None:
             self._event.synchronize()
         assert self._tokens is not None, "every step samples into a tensor"
-        tokens = self._tokens.tolist()
+        return StepResult(self._tokens.tolist(), self._asked_logprobs())
+
+    def _asked_logprobs(self) -> list[TokenLogprobs | None]:
+        """Return to each row what it asked for, whatever was computed because others asked for more."""
         if self._logprobs is None:
-            return StepResult(tokens, None)
-        tops: list[tuple[TokenLogprob, ...]] = [()] * len(tokens)
-        if self._top_ids is not None and self._top_logprobs is not None:
-            pairs = zip(self._top_ids.tolist(), self._top_logprobs.tolist(), strict=True)
-            tops = [tuple(map(TokenLogprob, ids, logprobs)) for ids, logprobs in pairs]
-        return StepResult(
-            tokens, [TokenLogprobs(*p) for p in zip(self._logprobs.tolist(), tops, strict=True)]
-        )
+            return [None] * len(self._num_logprobs)
+        tops = (self._top_ids, self._top_logprobs)
+        top_ids, top_logprobs = ([[]] * len(self._logprobs) if top is None else top.tolist() for top in tops)
+        rows = zip(self._num_logprobs, self._logprobs.tolist(), top_ids, top_logprobs, strict=True)
+        return [
+            None if num is None else TokenLogprobs(own, tuple(map(TokenLogprob, ids[:num], best[:num])))
+            for num, own, ids, best in rows
+        ]
 
 
 def _to_host(tensor: torch.Tensor | None) -> torch.Tensor | None:

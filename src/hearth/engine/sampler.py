@@ -23,7 +23,7 @@ from hearth.engine.upload import Uploads
 from hearth.models.buffers import zeros
 from hearth.policy.batch.plan import Admission
 from hearth.sizes import sampler_buffers
-from hearth.types import SamplingTable
+from hearth.types import MAX_LOGPROBS, SamplingTable
 
 #: Beyond these a temperature is as good as greedy or uniform, and float32 quotients would not stay finite.
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
@@ -40,12 +40,13 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Sampled tokens on the device, one per row. If one row wants logprobs, all rows get them."""
+    """Sampled tokens on the device, one per row. If one row wants logprobs, they are there for all rows."""
 
     tokens: torch.Tensor  #: int64 [n]
     logprobs: torch.Tensor | None  #: [n], of the sampled tokens
     top_ids: torch.Tensor | None  #: [n, k], most likely first; k is the most that a row asked for
     top_logprobs: torch.Tensor | None  #: [n, k], minus infinity for a forbidden token
+    num_logprobs: tuple[int | None, ...]  #: how many of the k each row asked for; None: no logprobs at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class _Rules:
 class _Work:
     """Which rows need which part of sampling. The host knows a tensor's length: `len` waits for nothing."""
 
-    num_logprobs: int | None
+    num_logprobs: tuple[int | None, ...]  #: of every row
     has_min_p: bool
     top_ks: list[int]  #: of the topped rows
     masks: torch.Tensor | None  #: of the guided rows, int32 [rows, words]
@@ -190,7 +191,7 @@ class Sampler:
             for token in rule.banned
         ]
         return _Work(
-            max((rule.num_logprobs for rule in rules if rule.num_logprobs is not None), default=None),
+            tuple(rule.num_logprobs for rule in rules),
             any(rules[i].has_min_p for i in random),
             [rules[random[i]].top_k for i in topped],
             self._uploads.words(masks) if masks else None,
@@ -280,12 +281,17 @@ def apply_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -
     logits.index_copy_(0, rows, scores)
 
 
-def _with_logprobs(tokens: torch.Tensor, logits: torch.Tensor, num_top: int | None) -> Samples:
+def _with_logprobs(
+    tokens: torch.Tensor, logits: torch.Tensor, num_logprobs: tuple[int | None, ...]
+) -> Samples:
+    num_top = max((num for num in num_logprobs if num is not None), default=None)
     if num_top is None:
-        return Samples(tokens, None, None, None)
+        return Samples(tokens, None, None, None, num_logprobs)
     log_sum = logits.logsumexp(-1, keepdim=True)
     logprobs = (logits.gather(1, tokens.unsqueeze(-1)) - log_sum).squeeze(-1)
     if num_top == 0:
-        return Samples(tokens, logprobs, None, None)
-    top = logits.topk(min(num_top, logits.shape[-1]))
-    return Samples(tokens, logprobs, top.indices, top.values - log_sum)
+        return Samples(tokens, logprobs, None, None, num_logprobs)
+    # Always as many as anybody may ask for: which of equals come first may depend on how many are ranked.
+    top = logits.topk(min(MAX_LOGPROBS, logits.shape[-1]))
+    ids, values = top.indices[:, :num_top].contiguous(), top.values[:, :num_top]
+    return Samples(tokens, logprobs, ids, values - log_sum, num_logprobs)
