@@ -383,7 +383,7 @@ def test_a_mixed_batch_draws_the_same_tokens_on_the_gpu_without_waiting_for_it()
 
 def result(sampler: Sampler, logits: torch.Tensor, slots: Sequence[int]) -> StepResult:
     samples = sampler.sample(logits.clone(), [SampleRow(slot, 3) for slot in slots])
-    return PendingStep(samples).wait()
+    return PendingStep(samples, samples.best_logits).wait()
 
 
 @settings(max_examples=60, deadline=None)
@@ -407,3 +407,25 @@ def test_each_request_gets_the_logprobs_it_asked_for_whoever_shares_the_batch(
         own = together.logprobs[slot]
         assert (None if own is None else len(own.top)) == wish
         assert result(sampler, logits[slot : slot + 1], [slot]).logprobs == [own]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(samplings, min_size=2, max_size=5),
+    st.sampled_from([math.nan, math.inf]),
+    st.integers(0, VOCAB - 1),
+    st.integers(0, 2**20),
+)
+def test_a_row_that_is_not_finite_is_named_and_changes_no_other(
+    params: list[SamplingParams], broken: float, token: int, seed: int
+) -> None:
+    logits = random_logits(len(params), seed=seed)
+    undisturbed = result(sampler_with(*params), logits, range(len(params)))
+    logits[0, token] = broken
+
+    disturbed = result(sampler_with(*params), logits, range(len(params)))
+
+    assert (undisturbed.broken_rows, disturbed.broken_rows) == ([], [0])
+    assert disturbed.tokens[1:] == undisturbed.tokens[1:]
+    assert disturbed.logprobs[1:] == undisturbed.logprobs[1:]
+    assert 0 <= disturbed.tokens[0] < VOCAB, "the next step reads it before anybody knows"
