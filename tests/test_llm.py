@@ -33,6 +33,7 @@ from hearth.errors import (
     DeviceError,
     EngineFailed,
     HearthError,
+    LogitsNotFinite,
     ModelError,
     PromptTooLong,
 )
@@ -44,6 +45,7 @@ from tests.models.zoo import build
 NAME = "llama-gqa"
 VOCAB_SIZE = 160
 EOS_ID = 2
+NAN_ID = 3  #: a character that no prompt has
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 CONFIG = EngineConfig(max_batch_tokens=64, max_seqs=8, block_tokens=4, kv_bytes=8 << 20)
 TEMPLATE = (
@@ -263,6 +265,35 @@ def test_each_prompt_gets_as_many_logprobs_as_it_asked_for(llm: LLM) -> None:
     for logprobs, count in ((zero, 0), (four, 4), (two, 2)):
         assert logprobs is not None
         assert [len(each.top) for each in logprobs] == [count] * 3
+
+
+def test_a_prompt_that_breaks_raises_its_own_error_and_the_model_answers_on(directory: Path) -> None:
+    with LLM(directory, device="cpu", engine=CONFIG) as llm:
+        (expected,) = llm.generate("warm", greedy(3))
+        weights = llm.engine.runner.decoder.weights
+        assert weights.embed is not None
+        weights.embed[NAN_ID] = float("nan")
+
+        with pytest.raises(LogitsNotFinite, match="NaN or infinite logits after 2 tokens of prompt"):
+            llm.generate([[NAN_ID, NAN_ID], "warm"], greedy(3))
+
+        with pytest.raises(LogitsNotFinite):
+            list(llm.stream([NAN_ID], greedy(3)))
+        assert llm.generate("warm", greedy(3)) == [expected]
+
+
+def test_what_breaks_behind_a_stop_string_harms_nobody(directory: Path) -> None:
+    """The engine goes on until it hears that the answer has ended."""
+    with LLM(directory, device="cpu", engine=CONFIG) as llm:
+        weights = llm.engine.runner.decoder.weights
+        assert weights.embed is not None
+        weights.embed[NAN_ID] = float("nan")
+        stopped = greedy(9, logit_bias={NAN_ID: 100.0}, stop=[text_of([NAN_ID])])
+
+        (first, second) = llm.generate(["warm", "cold"], [stopped, greedy(30)])
+
+    assert (first.token_ids, first.finish_reason) == ([NAN_ID], STOP)
+    assert len(second.token_ids) == 30
 
 
 def test_the_same_seed_gives_the_same_answer_in_any_company(llm: LLM) -> None:

@@ -133,6 +133,7 @@ class Drive:
 
     def _step_once(self) -> Mark:
         outcome = self._step()
+        assert not outcome.failures, f"{outcome.failures}"
         self._num_tokens += len(outcome.outputs)
         self._num_preempted += len(outcome.preempted)
         for output in outcome.outputs:

@@ -93,7 +93,7 @@ def _losses(decoder: Decoder, kv: torch.Tensor, prompts: Sequence[list[int]]) ->
         decode_rows=rows.first(0),
         spans=tuple(PrefillSpan(begin, length, 0) for begin, length in zip(begins, lengths, strict=False)),
         span_begins=torch.tensor(begins, dtype=torch.int32),
-        sample_rows=None,
+        logit_rows=None,
     )
     logits = decoder.logits(decoder.run(decoder.embed(step), step, kv))
     for begin, prompt in zip(begins, prompts, strict=False):

@@ -5,6 +5,7 @@
     ├── DataDirError          the data directory cannot be used: newer, locked, unreadable
     ├── DeviceError           the device, its memory or a dtype on it cannot be had
     ├── EngineFailed          the engine broke or was closed while the request was live
+    ├── LogitsNotFinite       the model computed NaN or infinity where a token was to be sampled
     ├── ModelError            a model directory cannot be served
     │   ├── UnsupportedModel  the decoder has no way to represent it
     │   ├── BadCheckpoint     its weights are missing, misshapen or unreadable
@@ -14,6 +15,7 @@
     │   ├── PromptTooLong     does not fit the context or the KV memory
     │   ├── BadSampling       a sampling value out of range or in contradiction
     │   ├── BadGuide          a schema or grammar that no output can be held to
+    │   ├── GuideStuck        a schema or grammar that cannot be followed to the end of an output
     │   ├── UnknownModel      no model is deployed under that name
     │   ├── UnknownRequest    nothing is known of that request, or no longer
     │   ├── NameTaken         a model is deployed under that name, or it is busy
@@ -65,6 +67,10 @@ class EngineFailed(HearthError):
     label = "engine_failed"
 
 
+class LogitsNotFinite(HearthError):
+    label = "logits_not_finite"
+
+
 class ModelError(HearthError):
     http_status, label = 422, "model"
 
@@ -99,6 +105,10 @@ class BadSampling(RequestError):
 
 class BadGuide(RequestError):
     label = "bad_guide"
+
+
+class GuideStuck(RequestError):
+    label = "guide_stuck"
 
 
 class UnknownModel(RequestError):

@@ -23,7 +23,7 @@ from hearth.engine.engine import Engine, Output
 from hearth.engine.loop import Failed, Outbox, StepLoop
 from hearth.errors import BadPrompt, BadSampling, EngineFailed
 from hearth.offline import ModelOptions, OpenedModel, open_model
-from hearth.policy.batch.plan import EngineRequest
+from hearth.policy.batch.plan import EngineRequest, RequestFailed
 from hearth.store.record import LoadRecord
 from hearth.store.tiers import Tiers
 from hearth.text.chat_template import Message
@@ -136,7 +136,8 @@ class LLM:
         """Complete prompts, all at once, and return the completions in their order.
 
         A prompt is text or token ids; `params` is for all of them or one for each. If one of them is wrong,
-        nothing is generated. `progress` shows a bar on the terminal.
+        nothing is generated; if one fails on the way, its error is raised and the others end. `progress`
+        shows a bar on the terminal.
         """
         asked = _as_prompts(prompts)
         requests = [self._request(*pair) for pair in zip(asked, _as_params(params, len(asked)), strict=True)]
@@ -185,13 +186,13 @@ class LLM:
         num_open = len(requests)
         try:
             while num_open:
-                output = _received(outbox)
-                answer = answers[output.request_id]
+                message = _received(outbox)
+                answer = answers[message.request_id]
                 if answer.finish_reason is not None:
-                    continue  # sampled before the stop string was seen
-                answer.take(output)
+                    continue  # it went on until the stop string was seen
+                answer.take(message)
                 if answer.finish_reason is not None:
-                    loop.cancel(output.request_id)
+                    loop.cancel(message.request_id)
                     num_open -= 1
                     yield
         finally:
@@ -227,16 +228,19 @@ class _ReceivedAnswer:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
-    def take(self, output: Output) -> Delta:
+    def take(self, output: Output | RequestFailed) -> Delta:
+        """Add a token. Raises the error of a request that has failed."""
+        if isinstance(output, RequestFailed):
+            raise output.error
         text, self.finish_reason = "", output.finish_reason
         if self.transcript is not None:
             delta = self.transcript.push(output.token, output.finish_reason)
             text, self.finish_reason = delta.text, delta.finish_reason
         self.token_ids.append(output.token)
         self.texts.append(text)
-        logprobs = self._own_logprobs(output)
-        self.logprobs.extend(logprobs or ())
-        return Delta(text, (output.token,), self.finish_reason, logprobs)
+        logprobs = () if output.logprobs is None else (output.logprobs,)
+        self.logprobs.extend(logprobs)
+        return Delta(text, (output.token,), self.finish_reason, logprobs or None)
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None, f"{self.request.request_id} has not ended"
@@ -248,13 +252,6 @@ class _ReceivedAnswer:
             finish_reason=self.finish_reason,
             logprobs=self.logprobs if has_logprobs else None,
         )
-
-    def _own_logprobs(self, output: Output) -> tuple[TokenLogprobs, ...] | None:
-        """Return as many logprobs as this request asked for; a step may have computed more."""
-        wanted = self.request.sampling.logprobs
-        if wanted is None or output.logprobs is None:
-            return None
-        return (TokenLogprobs(output.logprobs.logprob, output.logprobs.top[:wanted]),)
 
 
 def _close_apart(loop: StepLoop, opened: OpenedModel | None) -> None:
@@ -272,7 +269,7 @@ def _close(loop: StepLoop, opened: OpenedModel | None) -> None:
     loop.close()
 
 
-def _received(outbox: Outbox) -> Output:
+def _received(outbox: Outbox) -> Output | RequestFailed:
     message = outbox.get()
     if isinstance(message, Failed):
         raise EngineFailed(

@@ -180,7 +180,7 @@ def input_buffers(limits: StepLimits, context: int) -> Mapping[str, Buffer]:
     return {
         "packed": Buffer((3 * max_tokens + 2 * max_seqs + 1,), "int32"),
         "tokens": Buffer((max_tokens,), "int64"),
-        "sample_rows": Buffer((max_seqs,), "int64"),
+        "logit_rows": Buffer((max_seqs,), "int64"),
         "block_table": Buffer((max_seqs + 1, limits.num_blocks(context)), "int32"),
     }
 

@@ -5,7 +5,16 @@ from collections.abc import Sequence
 import pytest
 from fastapi.exceptions import RequestValidationError
 
-from hearth.errors import HearthError, NoCapacity, Overloaded, PromptTooLong, ShuttingDown, UnknownModel
+from hearth.errors import (
+    GuideStuck,
+    HearthError,
+    LogitsNotFinite,
+    NoCapacity,
+    Overloaded,
+    PromptTooLong,
+    ShuttingDown,
+    UnknownModel,
+)
 from tests.api.conftest import chat, complete, request
 from tests.api.fake import FakeGateway
 
@@ -94,6 +103,8 @@ def test_a_body_that_is_none_is_refused(gateway: FakeGateway, content: str, mess
         (UnknownModel("who?"), 404, "invalid_request_error", "model_not_found"),
         (Overloaded("full", 2.5), 429, "rate_limit_error", "overloaded"),
         (NoCapacity("never"), 503, "server_error", "no_capacity"),
+        (LogitsNotFinite("NaN"), 500, "server_error", "logits_not_finite"),
+        (GuideStuck("too complex"), 400, "invalid_request_error", "guide_stuck"),
         (ShuttingDown("bye"), 503, "server_error", "shutting_down"),
     ],
 )

@@ -13,6 +13,7 @@ from hearth.control.caller import ANYBODY
 from hearth.control.datadir import DataDir
 from hearth.control.registry import Deployed, Registry
 from hearth.control.views import Explanation
+from hearth.errors import LogitsNotFinite
 from hearth.messages import (
     Admitted,
     DeviceResidency,
@@ -26,6 +27,7 @@ from hearth.messages import (
     Ping,
     Pong,
     RetireModel,
+    RunFailed,
     RungBytes,
     StartRequest,
     StepDone,
@@ -271,6 +273,28 @@ def test_a_worker_that_does_not_answer_is_shown_as_the_brain_sees_it(
         assert view.workers[0].pool is None
         assert view.workers[0].used_bytes == view.models[0].num_bytes > 0
         rig.gateway.end_all()
+
+    with_rig(data_dir, scene)
+
+
+def test_a_run_that_fails_ends_its_request_with_the_error_and_is_counted(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        broken, sound = await rig.gateway.submit(ask()), await rig.gateway.submit(ask())
+        loaded(rig, link)
+        emit(rig, link, 5)
+        run = rig.driver.requests.by_id[broken.request_id].run
+        assert run is not None
+        rig.receive(link, RunFailed(run, LogitsNotFinite.label, "the model computed NaN"))
+        assert len(await broken.next()) == 1
+        with pytest.raises(LogitsNotFinite, match="the model computed NaN"):
+            await broken.next()
+        emit(rig, link, 6, finished=True)
+        assert [delta.token for delta in await sound.next()] == [5, 6]
+        for outcome in ("logits_not_finite", "stop"):
+            assert metric(rig, f'hearth_requests_total{{outcome="{outcome}"}}') == 1
 
     with_rig(data_dir, scene)
 

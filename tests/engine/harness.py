@@ -14,6 +14,7 @@ import torch
 from hearth.config import EngineConfig
 from hearth.engine.assemble import Memory, ModelSpec, assemble
 from hearth.engine.engine import Engine
+from hearth.errors import HearthError
 from hearth.models.families import read_arch
 from hearth.models.layout import DTYPES, layout_of
 from hearth.models.weights import bind, contiguous_places
@@ -31,6 +32,7 @@ ROOMY = EngineConfig(max_batch_tokens=256, max_seqs=8, block_tokens=4, kv_bytes=
 class Answer:
     tokens: list[int]
     finish_reason: FinishReason | None = None
+    error: HearthError | None = None
 
 
 #: How often a reference's near tie was decided the other way; printed at the end of the run.
@@ -89,11 +91,16 @@ def run(engine: Engine, requests: Sequence[EngineRequest]) -> list[Answer]:
     for request in requests:
         engine.add(request)
     while engine.has_work:
-        for output in engine.step().outputs:
+        outcome = engine.step()
+        for output in outcome.outputs:
             answer = answers[output.request_id]
-            assert answer.finish_reason is None, "a request ended twice"
+            assert answer.finish_reason is answer.error is None, "a request ended twice"
             answer.tokens.append(output.token)
             answer.finish_reason = output.finish_reason
+        for failure in outcome.failures:
+            answer = answers[failure.request_id]
+            assert answer.finish_reason is answer.error is None, "a request ended twice"
+            answer.error = failure.error
     engine.batcher.check()
     return list(answers.values())
 

@@ -7,6 +7,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -14,11 +15,23 @@ import torch
 from hearth import LLM
 from hearth.config import EngineConfig
 from hearth.engine.engine import Output
+from hearth.engine.runner import PendingStep
 from hearth.engine.sampler import Sampler, SampleRow
 from hearth.engine.upload import Uploads
+from hearth.errors import LogitsNotFinite
 from hearth.policy.batch.plan import Admission
 from hearth.types import RequestId, SamplingParams
-from tests.engine.harness import ROOMY, ask, assert_greedy, engine_for, greedy, kv_bytes, prompts_for
+from tests.engine.harness import (
+    ROOMY,
+    ask,
+    assert_greedy,
+    engine_for,
+    greedy,
+    kv_bytes,
+    new_id,
+    prompts_for,
+    run,
+)
 from tests.models.zoo import build
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
@@ -136,6 +149,72 @@ def test_guided_rows_are_masked_on_the_device() -> None:
     tokens = sampler.sample(torch.randn(4, 100, device="cuda"), rows).tokens.tolist()
 
     assert {tokens[1], tokens[3]} <= {31, 32, 99}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("graphs", ["start", "off"])
+@pytest.mark.parametrize("budget", [256, 16])
+def test_a_request_that_breaks_fails_and_its_neighbours_are_untouched(
+    budget: int, graphs: Literal["start", "off"], dtype: str
+) -> None:
+    """One breaks in its prompt and one while it is answered, among rows of prompts, chunks and graphs."""
+    config = replace(ROOMY, max_batch_tokens=budget, graphs=graphs)
+    nan_token, asked = 2, prompts("llama-gqa", [7, 40, 7, 7])
+    asked[1][20] = nan_token
+    wishes = [greedy(), greedy(), replace(greedy(), logit_bias={nan_token: 100.0}), greedy()]
+    answers = []
+    for is_broken in (False, True):
+        engine = engine_for("llama-gqa", config, "cuda", dtype=dtype)
+        embed = engine.runner.decoder.weights.embed
+        assert embed is not None
+        if is_broken:
+            embed[nan_token] = torch.nan
+        requests = [engine.request(new_id(), *pair) for pair in zip(asked, wishes, strict=True)]
+        answers.append(run(engine, requests))
+
+    undisturbed, disturbed = answers
+    assert [type(answer.error) for answer in disturbed[1:3]] == [LogitsNotFinite] * 2
+    assert [answer.tokens for answer in disturbed[1:3]] == [[], [nan_token]]
+    for at in (0, 3):
+        assert disturbed[at].error is None
+        if dtype == "float32":
+            assert_greedy("llama-gqa", asked[at], disturbed[at].tokens)
+        assert len(disturbed[at].tokens) == len(undisturbed[at].tokens) == 12
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_is_named_and_changes_no_other(broken: float, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, seed=1, top_p=0.9, top_k=50, logprobs=5)
+    logits = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0)).cuda()
+    results = []
+    for is_broken in (False, True):
+        sampler = Sampler(4, 1000, Uploads(torch.device("cuda")))
+        sampler.admit([Admission(RequestId(str(slot)), slot, (1,), 1, 0, params) for slot in range(4)])
+        given = logits.clone()
+        if is_broken:
+            given[1, 77] = broken
+        samples = sampler.sample(given, [SampleRow(slot, 1) for slot in range(4)])
+        results.append(PendingStep(samples, samples.best_logits).wait())
+
+    sound, disturbed = results
+    assert (sound.broken_rows, disturbed.broken_rows) == ([], [1])
+    for at in (0, 2, 3):
+        assert disturbed.tokens[at] == sound.tokens[at]
+        assert disturbed.logprobs[at] == sound.logprobs[at]
+    assert 0 <= disturbed.tokens[1] < 1000
+
+
+def test_each_row_gets_the_logprobs_it_asked_for() -> None:
+    wishes = (1, 20, None, 0)
+    sampler = Sampler(4, 1000, Uploads(torch.device("cuda")))
+    params = [SamplingParams(temperature=0.0, logprobs=wish) for wish in wishes]
+    sampler.admit([Admission(RequestId(str(at)), at, (1,), 1, 0, each) for at, each in enumerate(params)])
+    samples = sampler.sample(torch.randn(4, 1000, device="cuda"), [SampleRow(slot, 1) for slot in range(4)])
+
+    told = PendingStep(samples, samples.best_logits).wait().logprobs
+
+    assert [None if one is None else len(one.top) for one in told] == list(wishes)
 
 
 def test_a_full_batch_has_a_graph_of_its_own() -> None:

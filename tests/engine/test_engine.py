@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hearth.engine.engine import Usage
-from hearth.errors import BadPrompt, BadSampling, PromptTooLong
+from hearth.config import EngineConfig
+from hearth.engine.engine import Engine, Usage
+from hearth.errors import BadPrompt, BadSampling, LogitsNotFinite, PromptTooLong
 from hearth.types import FinishReason, RequestId, SamplingParams
 from tests.engine.harness import (
     ROOMY,
@@ -20,7 +21,9 @@ from tests.engine.harness import (
     engine_for,
     greedy,
     kv_bytes,
+    new_id,
     prompts_for,
+    run,
 )
 from tests.models.zoo import VARIANTS, build
 
@@ -225,3 +228,90 @@ def test_token_ids_outside_the_vocabulary_are_refused(field: str) -> None:
 
     with pytest.raises(BadSampling, match=f"`{field}` holds 99999"):
         engine.request(RequestId("bad"), [1, 2], SamplingParams(**{field: [99_999]}))
+
+
+# --- logits that are not finite ---
+
+NAN_TOKEN = 2  #: below all that `prompts` draws
+
+
+def with_nan_embedding(config: EngineConfig = ROOMY) -> Engine:
+    """An engine in which one token's embedding is NaN, so that all who have it in their sequence break."""
+    engine = engine_for("llama-gqa", config)
+    embedding(engine)[NAN_TOKEN] = torch.nan
+    return engine
+
+
+def embedding(engine: Engine) -> torch.Tensor:
+    weights = engine.runner.decoder.weights
+    assert weights.embed is not None
+    assert weights.head is not None
+    assert weights.embed.data_ptr() != weights.head.weight.data_ptr(), "all logits would be NaN"
+    return weights.embed
+
+
+@pytest.mark.parametrize("budget", [256, 7])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_that_breaks_fails_and_its_neighbours_are_untouched(
+    budget: int, temperature: float
+) -> None:
+    config = replace(ROOMY, max_batch_tokens=budget, max_seqs=4)
+    params = SamplingParams(temperature=temperature, seed=5, max_tokens=10, ignore_eos=True)
+    asked = prompts("llama-gqa", [5, 9, 17, 30, 8])
+    broken = {1: 0, 3: 20}  #: where in the prompt
+    for number, at in broken.items():
+        asked[number][at] = NAN_TOKEN
+
+    undisturbed = ask(engine_for("llama-gqa", config), asked, params)
+    answers = ask(with_nan_embedding(config), asked, params)
+
+    for number, answer in enumerate(answers):
+        if number in broken:
+            assert (answer.tokens, answer.finish_reason, type(answer.error)) == ([], None, LogitsNotFinite)
+        else:
+            assert answer == undisturbed[number]
+
+
+def test_a_request_that_breaks_while_it_is_answered_keeps_what_it_has() -> None:
+    """The step behind the broken one is under way by the time that the host knows."""
+    (asked,) = prompts("llama-gqa", [5])
+    engine = with_nan_embedding()
+    wishes = [replace(greedy(8), logit_bias={NAN_TOKEN: 100.0}), greedy(8)]
+
+    answer, neighbour = run(engine, [engine.request(new_id(), asked, wish) for wish in wishes])
+
+    assert (answer.tokens, answer.finish_reason) == ([NAN_TOKEN], None)
+    assert isinstance(answer.error, LogitsNotFinite)
+    assert "after 5 tokens of prompt and 1 of output" in str(answer.error)
+    assert neighbour == ask(engine_for("llama-gqa"), [asked], greedy(8))[0]
+    assert engine.needed_tables() == {}
+    assert engine.usage.num_running == engine.usage.kv_used_blocks == 0
+
+
+def test_a_prompt_that_breaks_fails_at_the_chunk_where_it_does() -> None:
+    """Before anything of that chunk could be a prefix of others, and before the rest is computed."""
+    (asked,) = prompts("llama-gqa", [30])
+    asked[9] = NAN_TOKEN
+    engine = with_nan_embedding(replace(ROOMY, max_batch_tokens=7))
+    engine.add(engine.request(RequestId("a"), asked, greedy()))
+
+    outcomes = [engine.step() for _ in range(3)]
+
+    assert [len(outcome.failures) for outcome in outcomes] == [0, 0, 1]
+    assert engine.usage == Usage(0, 0, 0, 0, engine.usage.kv_blocks)
+
+
+@pytest.mark.parametrize("budget", [256, 7])
+def test_nobody_finds_the_prefix_of_a_request_that_broke(budget: int) -> None:
+    (asked,) = prompts("llama-gqa", [30])
+    asked[11] = NAN_TOKEN
+    config = replace(ROOMY, max_batch_tokens=budget)
+    engine = with_nan_embedding(config)
+    (broken,) = ask(engine, [asked], greedy())
+    assert isinstance(broken.error, LogitsNotFinite)
+    sound = engine_for("llama-gqa", config)
+    embedding(engine)[NAN_TOKEN] = embedding(sound)[NAN_TOKEN]  # as after a fault that has passed
+    admissions = admissions_of(engine)
+
+    assert ask(engine, [asked], greedy()) == ask(sound, [asked], greedy())
+    assert admissions[0].num_cached_tokens == 0

@@ -19,7 +19,7 @@ from hearth.config import EngineConfig
 from hearth.engine.assemble import ModelSpec, assemble
 from hearth.engine.engine import Engine
 from hearth.engine.guide import GrammarGuide, Guides
-from hearth.errors import BadGuide, BadSampling
+from hearth.errors import BadGuide, BadSampling, GuideStuck
 from hearth.models.layout import layout_of
 from hearth.models.pack import pack
 from hearth.models.weights import bind, contiguous_places
@@ -337,8 +337,7 @@ def test_many_threads_make_guides_at_once(parts: Parts) -> None:
         assert len(set(pool.map(make, range(4)))) == 1
 
 
-def test_a_grammar_that_becomes_too_costly_cuts_the_output_off(parts: Parts) -> None:
-    """And does not end the engine, which serves others as well."""
+def test_a_grammar_that_becomes_too_costly_says_so(parts: Parts) -> None:
     tokenizer = LLTokenizer(parts.tokenizer_json.read_text(), 49_152, [2])
     limits = LLParserLimits(max_items_in_row=30)
     ambiguous = "start: a\na: a a | /[a-z]/ | b\nb: b a | a b | /[a-z]/"
@@ -346,12 +345,53 @@ def test_a_grammar_that_becomes_too_costly_cuts_the_output_off(parts: Parts) -> 
     guide = GrammarGuide(matcher, [2], avoids_end=False)
     (letter,) = parts.tokenizer.encode("a")
 
-    reasons = []
-    while not guide.is_stuck and len(reasons) < 50:
-        reasons.append(guide.take(letter))
+    with pytest.raises(GuideStuck, match=r"cannot be followed beyond token \d+ of the output") as caught:
+        all(guide.take(letter) is None for _ in range(50))
 
-    assert reasons[-1] is FinishReason.LENGTH
-    assert not any(reasons[:-1])
+    assert "items; max is 30" in str(caught.value)
+    assert "<state>" not in str(caught.value), "which quotes the output"
+
+
+class PanickingMatcher:
+    """A matcher that panics at the first token, as code in Rust may."""
+
+    def compute_bitmask(self) -> bytes:
+        return b"\xff" * 4
+
+    def is_error(self) -> bool:
+        return False
+
+    def consume_token(self, token: int) -> bool:
+        raise Panic("index out of bounds")
+
+
+class Panic(BaseException):
+    """An error like those of packages in Rust, which are no Exceptions."""
+
+
+def test_a_guide_that_breaks_is_stuck() -> None:
+    guide = GrammarGuide(PanickingMatcher(), [2], avoids_end=False)  # type: ignore[arg-type] # it plays one
+
+    with pytest.raises(GuideStuck, match="beyond token 1 of the output: llguidance broke by Panic"):
+        guide.take(5)
+
+
+def test_a_stuck_guide_fails_its_request_and_its_neighbours_are_untouched(
+    parts: Parts, engine: Engine
+) -> None:
+    """200 alternatives of objects with optional fields are more than llguidance follows."""
+    kinds = [{"type": "object", "properties": {f"k{i}_{j}": {} for j in range(3)}} for i in range(200)]
+    hopeless = GuideSpec("json_schema", json.dumps({"anyOf": kinds}))
+    guides = [SHORT_GUIDE, hopeless, None]
+    params = [sampling(seed, max_tokens=60) for seed in range(3)]
+    alone = [ask(engine, [params[at]], guides[at])[0] for at in (0, 2)]
+
+    guided, stuck, free = run(engine, [request(engine, *pair) for pair in zip(params, guides, strict=True)])
+
+    assert [guided, free] == alone
+    assert stuck.finish_reason is None
+    assert isinstance(stuck.error, GuideStuck)
+    assert len(stuck.tokens) < 5
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def filled(inputs: InputBuffers, step: StepPlan) -> list[list[int]]:
     return [view.tokens.tolist(), view.rows.positions.tolist(), view.rows.slots.tolist()]
 
 
-MIXED = plan(decode(2, 9), decode(0, 4), prefill(3, 5, 41, 42, 43, samples=False), prefill(1, 0, 51, 52))
+MIXED = plan(decode(2, 9), decode(0, 4), prefill(3, 5, 41, 42, 43), prefill(1, 0, 51, 52, samples=False))
 
 
 def test_decode_rows_take_what_their_slot_sampled_and_prefill_rows_what_the_plan_says() -> None:
@@ -64,24 +64,14 @@ def test_spans_say_the_same_on_the_host_and_on_the_device() -> None:
     assert view.span_begins.tolist() == [2, 5, 7]
 
 
-def test_sample_rows_are_the_last_tokens_of_the_rows_that_sample() -> None:
+def test_logit_rows_are_the_last_tokens_of_all_rows_whether_they_sample_or_not() -> None:
     inputs = buffers()
     inputs.fill(MIXED)
 
-    sample_rows = inputs.view(MIXED).sample_rows
+    logit_rows = inputs.view(MIXED).logit_rows
 
-    assert sample_rows is not None
-    assert (sample_rows.tolist(), sample_rows.dtype) == ([0, 1, 6], torch.int64)
-
-
-def test_a_step_that_samples_nothing_has_no_sample_rows() -> None:
-    inputs, step = buffers(), plan(prefill(0, 0, 7, 8, samples=False))
-    inputs.fill(step)
-
-    sample_rows = inputs.view(step).sample_rows
-
-    assert sample_rows is not None
-    assert sample_rows.tolist() == []
+    assert logit_rows is not None
+    assert (logit_rows.tolist(), logit_rows.dtype) == ([0, 1, 4, 6], torch.int64)
 
 
 def test_padded_rows_go_to_the_dummy_slot_and_so_to_the_sink_block() -> None:
@@ -97,7 +87,7 @@ def test_padded_rows_go_to_the_dummy_slot_and_so_to_the_sink_block() -> None:
     assert view.rows.positions.tolist() == [7, 0, 0, 0]
     assert view.tokens.tolist() == [101] + [100 + DUMMY] * 3
     assert view.rows.block_table[view.rows.slots[1:].long()].tolist() == [[SINK] * MAX_BLOCKS] * 3
-    assert (len(view.decode_rows.positions), view.spans, view.sample_rows) == (4, (), None)
+    assert (len(view.decode_rows.positions), view.spans, view.logit_rows) == (4, (), None)
 
 
 def test_parked_rows_go_to_the_dummy_slot_too() -> None:

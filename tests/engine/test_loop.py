@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from queue import Empty, SimpleQueue
 
 import pytest
+import torch
 
 from hearth.engine import loop as loop_module
 from hearth.engine.engine import Engine, Output, StepOutcome
 from hearth.engine.loop import Failed, Outbox, StepLoop
-from hearth.errors import DeviceError, EngineFailed
-from hearth.policy.batch.plan import EngineRequest
+from hearth.errors import DeviceError, EngineFailed, LogitsNotFinite
+from hearth.policy.batch.plan import EngineRequest, RequestFailed
 from hearth.types import FinishReason, RequestId
 from tests.engine.harness import engine_for, greedy
 
@@ -36,20 +37,20 @@ def request(engine: Engine, name: str, num_prompt: int = 4, max_tokens: int = 5)
     return engine.request(RequestId(name), list(range(3, 3 + num_prompt)), greedy(max_tokens))
 
 
-def messages(outbox: Outbox) -> list[Output | Failed]:
+def messages(outbox: Outbox) -> list[Output | RequestFailed | Failed]:
     """Everything up to the end of one request."""
-    received: list[Output | Failed] = []
+    received: list[Output | RequestFailed | Failed] = []
     while not received or not is_end(received[-1]):
         received.append(outbox.get(timeout=PATIENCE_S))
     return received
 
 
-def is_end(message: Output | Failed) -> bool:
-    return isinstance(message, Failed) or message.finish_reason is not None
+def is_end(message: Output | RequestFailed | Failed) -> bool:
+    return isinstance(message, RequestFailed | Failed) or message.finish_reason is not None
 
 
-def rest(outbox: Outbox) -> list[Output | Failed]:
-    received: list[Output | Failed] = []
+def rest(outbox: Outbox) -> list[Output | RequestFailed | Failed]:
+    received: list[Output | RequestFailed | Failed] = []
     while True:
         try:
             received.append(outbox.get_nowait())
@@ -105,6 +106,23 @@ def test_whatever_threads_add_and_cancel_every_request_ends_exactly_once(
         late = rest(outbox)
         assert sum(map(is_end, late)) <= (request_id in cancelled)
         assert not any(isinstance(message, Failed) for message in late)
+
+
+def test_a_request_that_fails_is_told_so_and_the_others_go_on(engine: Engine, loop: StepLoop) -> None:
+    weights = engine.runner.decoder.weights
+    assert weights.embed is not None
+    weights.embed[9] = torch.nan
+    broken, sound = Outbox(), Outbox()
+    loop.add(request(engine, "broken", num_prompt=9), broken)
+    loop.add(request(engine, "sound", num_prompt=4), sound)
+
+    (failed,) = messages(broken)
+
+    assert isinstance(failed, RequestFailed)
+    assert (failed.request_id, type(failed.error)) == ("broken", LogitsNotFinite)
+    assert len(messages(sound)) == 5
+    loop.close()
+    assert rest(broken) == rest(sound) == []
 
 
 @pytest.mark.parametrize("when", ["before it was added", "after its end"])

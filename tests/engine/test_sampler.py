@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hearth.engine.runner import PendingStep, StepResult
 from hearth.engine.sampler import Sampler, SampleRow, Samples
 from hearth.engine.upload import Uploads
 from hearth.policy.batch.plan import Admission
@@ -375,3 +376,56 @@ def test_a_mixed_batch_draws_the_same_tokens_on_the_gpu_without_waiting_for_it()
             torch.cuda.set_sync_debug_mode("default")
 
     assert torch.stack(drawn["cuda"]).tolist() == torch.stack(drawn["cpu"]).tolist()
+
+
+# --- who shares the batch ---
+
+
+def result(sampler: Sampler, logits: torch.Tensor, slots: Sequence[int]) -> StepResult:
+    samples = sampler.sample(logits.clone(), [SampleRow(slot, 3) for slot in slots])
+    return PendingStep(samples, samples.best_logits).wait()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.none() | st.integers(0, 20), min_size=1, max_size=6),
+    st.sampled_from([0.0, 1.0]),
+    st.integers(0, 2**20),
+    st.sampled_from([VOCAB, 300]),
+)
+def test_each_request_gets_the_logprobs_it_asked_for_whoever_shares_the_batch(
+    wishes: list[int | None], temperature: float, seed: int, vocab_size: int
+) -> None:
+    """Logits are rounded, as those of half precision are, so that many are equal."""
+    params = [SamplingParams(temperature=temperature, seed=3, logprobs=wish) for wish in wishes]
+    sampler = sampler_with(*params, vocab_size=vocab_size)
+    logits = random_logits(len(wishes), vocab_size, seed).round()
+
+    together = result(sampler, logits, range(len(wishes)))
+
+    for slot, wish in enumerate(wishes):
+        own = together.logprobs[slot]
+        assert (None if own is None else len(own.top)) == wish
+        assert result(sampler, logits[slot : slot + 1], [slot]).logprobs == [own]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(samplings, min_size=2, max_size=5),
+    st.sampled_from([math.nan, math.inf]),
+    st.integers(0, VOCAB - 1),
+    st.integers(0, 2**20),
+)
+def test_a_row_that_is_not_finite_is_named_and_changes_no_other(
+    params: list[SamplingParams], broken: float, token: int, seed: int
+) -> None:
+    logits = random_logits(len(params), seed=seed)
+    undisturbed = result(sampler_with(*params), logits, range(len(params)))
+    logits[0, token] = broken
+
+    disturbed = result(sampler_with(*params), logits, range(len(params)))
+
+    assert (undisturbed.broken_rows, disturbed.broken_rows) == ([], [0])
+    assert disturbed.tokens[1:] == undisturbed.tokens[1:]
+    assert disturbed.logprobs[1:] == undisturbed.logprobs[1:]
+    assert 0 <= disturbed.tokens[0] < VOCAB, "the next step reads it before anybody knows"

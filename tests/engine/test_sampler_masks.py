@@ -38,12 +38,23 @@ def test_forbidden_tokens_are_out_and_all_else_stays(data: st.DataObject, vocab_
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_whatever_a_model_computes_an_allowed_token_is_chosen(temperature: float, broken: float) -> None:
-    sampler = Sampler(1, 40, UPLOADS)
+def test_a_mask_hides_nothing_that_a_model_should_not_compute(temperature: float, broken: float) -> None:
+    sampler = Sampler(2, 40, UPLOADS)
     params = SamplingParams(temperature=temperature, seed=1, top_p=0.9, min_p=0.1)
-    sampler.admit([Admission(RequestId("a"), 0, (1,), 1, 0, params)])
-    logits = torch.full((1, 40), broken)
+    sampler.admit([Admission(RequestId("a"), slot, (1,), 1, 0, params) for slot in range(2)])
+    logits = torch.randn(2, 40)
+    logits[0] = broken
 
-    samples = sampler.sample(logits, [SampleRow(0, 1, mask_of({17, 35}, 40))])
+    samples = sampler.sample(logits, [SampleRow(slot, 1, mask_of({17, 35}, 40)) for slot in range(2)])
 
-    assert samples.tokens.item() in {17, 35}
+    assert samples.best_logits.isfinite().tolist() == [False, True]
+    assert samples.tokens[1].item() in {17, 35}
+
+
+def test_a_mask_that_allows_no_token_shows() -> None:
+    sampler = Sampler(1, 40, UPLOADS)
+    sampler.admit([Admission(RequestId("a"), 0, (1,), 1, 0, SamplingParams(temperature=0.0))])
+
+    samples = sampler.sample(torch.randn(1, 40), [SampleRow(0, 1, mask_of(set(), 40))])
+
+    assert samples.best_logits.tolist() == [-math.inf]

@@ -89,7 +89,7 @@ def prefill(name: str) -> StepInputs:
         decode_rows=rows.first(0),
         spans=tuple(PrefillSpan(begin, length, 0) for begin, length in zip(begins, LENGTHS, strict=False)),
         span_begins=torch.tensor(begins, dtype=torch.int32),
-        sample_rows=None,
+        logit_rows=None,
     )
 
 
@@ -167,7 +167,7 @@ def test_rows_that_nobody_samples_change_nothing_for_the_others(name: str) -> No
     rows = torch.tensor([12, 13, 19, 4])
     expected = whole_logits(name, step)[rows]
 
-    logits = whole_logits(name, replace(step, sample_rows=rows))
+    logits = whole_logits(name, replace(step, logit_rows=rows))
 
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
@@ -190,7 +190,7 @@ def test_a_later_chunk_and_a_decode_row_give_the_logits_of_one_prefill(name: str
             decode_rows=rows.first(int(is_decode)),
             spans=() if is_decode else (PrefillSpan(0, end - start, start),),
             span_begins=torch.tensor([0, end - start], dtype=torch.int32),
-            sample_rows=None,
+            logit_rows=None,
         )
         logits.append(whole.decoder.logits(whole.run(whole.decoder.embed(step), step)).clone())
 

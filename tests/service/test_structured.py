@@ -97,6 +97,30 @@ def test_an_answer_in_json_mode_is_an_object_as_far_as_it_goes(client: openai.Op
         assert isinstance(json.loads(text), dict)
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_schema_that_cannot_be_followed_to_the_end_is_an_error(
+    client: openai.OpenAI, is_stream: bool
+) -> None:
+    kinds = [{"type": "object", "properties": {f"k{i}_{j}": {} for j in range(3)}} for i in range(200)]
+
+    def ask() -> None:
+        answer = client.chat.completions.create(
+            model="tiny-a",
+            messages=QUESTION,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"anyOf": kinds}},
+            },
+            stream=is_stream,
+        )
+        list(answer)
+
+    with pytest.raises(openai.APIError, match="cannot be followed beyond token") as caught:
+        ask()
+    assert caught.value.code == "guide_stuck"
+    assert isinstance(caught.value, openai.BadRequestError) != is_stream
+
+
 def test_a_schema_that_means_nothing_is_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(

@@ -14,6 +14,7 @@ import torch
 from tokenizers import Tokenizer as Backend
 
 from hearth import LLM
+from hearth.errors import EngineFailed
 from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import EvictionTerms
 from hearth.messages import (
@@ -26,18 +27,20 @@ from hearth.messages import (
     Pong,
     Sampling,
     Shutdown,
+    StartRequest,
     StepDone,
 )
 from hearth.store.borrower import Borrower
 from hearth.store.convert import convert
 from hearth.store.loader import Loader
 from hearth.store.manifest import WEIGHTS, read_manifest
-from hearth.types import FinishReason, Hold, SamplingParams
+from hearth.types import FinishReason, Hold, ModelId, SamplingParams
 from hearth.worker import model_load
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.model_load import HostingNews
 from hearth.worker.runtime import HostingResources
 from hearth.worker.watched_load import ModelBroken
+from hearth.worker.worker_loop import _checked
 from tests.models.zoo import save, tiny
 from tests.store.stored import converted, flip
 from tests.text.conftest import byte_level
@@ -152,6 +155,22 @@ def test_seeded_sampling_with_logprobs_is_as_offline(gateway: Gateway, model: Pa
     assert all(one is not None and one[0] is not None and len(one[0].top) == 2 for one in logprobs)
 
 
+def test_each_request_of_a_batch_gets_the_logprobs_it_asked_for(gateway: Gateway, model: Path) -> None:
+    wishes = (1, 20, None, 0)
+    params = [SamplingParams(temperature=0.0, max_tokens=4, logprobs=wish) for wish in wishes]
+    gateway.host("a", model)
+    gateway.facts.clear()
+    runs = [gateway.start("a", PROMPT, Sampling.of(each, seed=1)) for each in params]
+    gateway.until_ended(*runs)
+
+    told: dict[int, set[int | None]] = {run: set() for run in runs}
+    for fact in gateway.facts:
+        if isinstance(fact, StepDone):
+            for run, one in zip(fact.runs, fact.logprobs or [None] * len(fact.runs), strict=True):
+                told[run].add(None if one is None else len(one.top))
+    assert list(told.values()) == [{wish} for wish in wishes]
+
+
 def test_two_models_step_side_by_side(gateway: Gateway, model: Path) -> None:
     gateway.host("a", model)
     gateway.host("b", converted("opt-pre"))
@@ -220,6 +239,58 @@ def test_a_guided_answer_is_what_its_schema_says(gateway: Gateway, spoken: Path)
     failed = gateway.runs[broken].failed
     assert failed is not None
     assert failed.label == "bad_guide"
+
+
+def test_a_request_whose_logits_are_not_finite_fails_alone(
+    gateway: Gateway, tmp_path: Path, model: Path
+) -> None:
+    broken = tiny("llama-gqa")
+    with torch.no_grad():
+        broken.get_input_embeddings().weight[9] = torch.nan
+    save(broken, tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "model")
+    gateway.send(host_order("a", tmp_path / "model"))
+    runs = [gateway.start("a", prompt, greedy(8)) for prompt in (PROMPT, (*PROMPT, 9), PROMPT[:3])]
+
+    sound, failed, other = gateway.until_ended(*runs)
+
+    assert failed.tokens == []
+    assert failed.failed is not None
+    assert failed.failed.label == "logits_not_finite"
+    assert "after 7 tokens of prompt and 0 of output" in failed.failed.reason
+    for length, run in ((6, sound), (3, other)):
+        assert run.tokens == answer(model, PROMPT[:length], SamplingParams(temperature=0.0, max_tokens=8))
+    (use,) = gateway.ping().models
+    assert (use.num_running, use.num_waiting, use.kv_used_blocks) == (0, 0, 0)
+
+
+def test_a_request_whose_schema_cannot_be_followed_fails_alone(gateway: Gateway, spoken: Path) -> None:
+    kinds = [{"type": "object", "properties": {f"k{i}_{j}": {} for j in range(3)}} for i in range(200)]
+    guide = GuideOrder("json_schema", json.dumps({"anyOf": kinds}))
+    gateway.send(host_order("a", spoken))
+    runs = [gateway.start("a", PROMPT, greedy(40), guide=guide), gateway.start("a", PROMPT, greedy(40))]
+
+    stuck, free = gateway.until_ended(*runs)
+
+    assert stuck.failed is not None
+    assert stuck.failed.label == "guide_stuck"
+    assert f"beyond token {len(stuck.tokens)} of the output" in stuck.failed.reason
+    assert len(free.tokens) == 40
+
+
+def test_a_request_that_panics_while_it_is_checked_gets_its_answer() -> None:
+    class Panic(BaseException):
+        """An error like those of packages in Rust, which are no Exceptions."""
+
+    class PanickingIntake:
+        def request(self, *_: object, **__: object) -> None:
+            raise Panic("index out of bounds")
+
+    order = StartRequest(1, ModelId("a"), PROMPT, (), greedy(1), GuideOrder("lark", "start: /a/"))
+
+    outcome = _checked(PanickingIntake(), order)  # type: ignore[arg-type] # it plays one
+
+    assert isinstance(outcome, EngineFailed)
 
 
 def test_a_cancelled_request_says_no_more_and_leaves_its_memory(gateway: Gateway, model: Path) -> None:

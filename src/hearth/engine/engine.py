@@ -15,7 +15,7 @@ from hearth.engine.runner import PendingStep, Runner, StepResult
 from hearth.errors import BadPrompt, BadSampling
 from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.elastic import Elastic, KvUse
-from hearth.policy.batch.plan import Admission, EngineRequest, Guide, StepPlan
+from hearth.policy.batch.plan import Admission, CommittedStep, EngineRequest, Guide, RequestFailed, StepPlan
 from hearth.sizes import bias_buffers, bytes_of, penalty_buffers
 from hearth.types import FinishReason, GuideSpec, RequestId, SamplingParams, SamplingTable, TokenLogprobs
 
@@ -40,6 +40,7 @@ class StepOutcome:
     admitted: Sequence[Admission]  #: requests that the launched step admits, for the first time or again
     preempted: Sequence[RequestId]  #: requests that made room for that step; they will be admitted again
     has_run: bool = True  #: a step was launched or taken in; False: KV is short of all that is wanted
+    failures: Sequence[RequestFailed] = ()  #: requests that have ended with that step, behind its outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +217,18 @@ class Engine:
         assert launched or previous or not self.has_work or blocks.num_blocks < blocks.floor_blocks, (
             f"there is work, but nothing to compute and to wait for: {self.usage}"
         )
-        outputs = [] if previous is None else self._commit(previous.plan, previous.pending.wait())
-        has_run = launched is not None or previous is not None
-        return StepOutcome(outputs, plan.admissions if plan else (), self.batcher.take_preempted(), has_run)
+        outputs, committed = list[Output](), CommittedStep()
+        if previous is not None:
+            result = previous.pending.wait()
+            committed = self.batcher.commit(previous.plan, result.tokens, result.broken_rows)
+            outputs = self._outputs(committed, result)
+        return StepOutcome(
+            outputs,
+            plan.admissions if plan else (),
+            self.batcher.take_preempted(),
+            has_run=launched is not None or previous is not None,
+            failures=committed.failures,
+        )
 
     def close(self) -> None:
         """Wait for what the device still computes, so that its memory may go. No other call may follow."""
@@ -231,13 +241,16 @@ class Engine:
         assert self.batcher.blocks.has_all(written), f"blocks that are not there: {plan.table_writes}"
         return _LaunchedStep(plan, self.runner.launch(plan))
 
-    def _commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
+    def _outputs(self, committed: CommittedStep, result: StepResult) -> list[Output]:
+        """Return a step's tokens with their logprobs, and let go of the tables of requests that ended."""
         outputs = []
-        for emission in self.batcher.commit(plan, result.tokens):
-            logprobs = None if result.logprobs is None else result.logprobs[emission.sample_index]
+        for emission in committed.emissions:
+            logprobs = result.logprobs[emission.sample_index]
             outputs.append(Output(emission.request_id, emission.token, logprobs, emission.finish_reason))
             if emission.finish_reason is not None:
                 self._needs_no_tables(emission.request_id)
+        for failure in committed.failures:
+            self._needs_no_tables(failure.request_id)
         return outputs
 
     def _needs_no_tables(self, request_id: RequestId) -> None:

@@ -6,20 +6,17 @@ resumed elsewhere gets a new one that takes the tokens of the old.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hearth.errors import BadGuide
+from hearth.errors import BadGuide, GuideStuck
 from hearth.text.grammar import grammar_of, refusal
 from hearth.types import FinishReason, GuideSpec
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-
-log = logging.getLogger(__name__)
 
 
 class Guides:
@@ -81,6 +78,7 @@ class GrammarGuide:
         self._matcher = matcher
         self._end_ids = end_ids
         self._avoids_end = avoids_end
+        self._num_taken = 0
         self._mask = self._next_mask()
 
     @property
@@ -97,12 +95,15 @@ class GrammarGuide:
         assert self._mask[token // 8] >> token % 8 & 1, f"sampled against the mask: {token=}"
         if token in self._end_ids:
             return FinishReason.STOP
-        self._matcher.consume_token(token)
-        self._mask = self._next_mask()
-        if not self.is_stuck:
-            return None
-        log.warning("guide_stuck reason=`%s`", _said(self._matcher))
-        return FinishReason.LENGTH  # cut off, as by any other limit
+        self._num_taken += 1
+        try:
+            self._matcher.consume_token(token)
+            self._mask = self._next_mask()
+        except BaseException as error:  # a panic of llguidance is no Exception
+            raise self._stuck(f"llguidance broke by {type(error).__name__}") from error
+        if self.is_stuck:
+            raise self._stuck(_said(self._matcher))
+        return None
 
     def take_all(self, tokens: Sequence[int]) -> None:
         """Follow an output that was begun elsewhere.
@@ -111,12 +112,19 @@ class GrammarGuide:
             BadGuide: the guide does not allow it.
         """
         num_taken = self._matcher.try_consume_tokens(list(tokens))
+        self._num_taken += num_taken
         self._mask = self._next_mask()
         if num_taken < len(tokens) or self.is_stuck:
             raise BadGuide(
                 f"an output of {len(tokens)} tokens is to be resumed, but the schema or grammar allows only "
                 f"the first {num_taken}; resume it under the one that it began with"
             )
+
+    def _stuck(self, reason: str) -> GuideStuck:
+        return GuideStuck(
+            f"the schema or grammar cannot be followed beyond token {self._num_taken} of the output: "
+            f"{reason}; make it simpler, with fewer alternatives and optional fields, or leave it out"
+        )
 
     def _next_mask(self) -> bytes:
         mask = self._matcher.compute_bitmask()

@@ -2,7 +2,7 @@
 
 One packed int32 array per step, written on the host and sent whole:
 
-    | tokens | positions | slots | span begins | sample rows |
+    | tokens | positions | slots | span begins | logit rows |
 
 There are two host copies, because that of the step in flight may still be read by the device.
 """
@@ -32,7 +32,7 @@ class _Fields:
     positions: torch.Tensor
     slots: torch.Tensor
     span_begins: torch.Tensor
-    sample_rows: torch.Tensor
+    logit_rows: torch.Tensor
 
     @staticmethod
     def of(packed: torch.Tensor, max_tokens: int, max_seqs: int) -> _Fields:
@@ -66,7 +66,7 @@ class InputBuffers:
         self._dummy_slot = max_seqs
         self._last_tokens = last_tokens
         self._tokens = zeros(buffers["tokens"], device)
-        self._sample_rows = zeros(buffers["sample_rows"], device)
+        self._logit_rows = zeros(buffers["logit_rows"], device)
         self.sink = sink
         #: The row of a slot holds its blocks in order, and behind them the sink, for blocks that somebody had
         #: before may be gone. The dummy slot's row names the sink alone.
@@ -93,9 +93,8 @@ class InputBuffers:
             fields.slots[begin:end] = row.slot
         _write(fields.span_begins, 0, begins)
         ends = [*range(1, num_decode + 1), *begins[1:]]
-        _write(
-            fields.sample_rows, 0, [end - 1 for end, row in zip(ends, plan.rows, strict=True) if row.samples]
-        )
+        # Also of a row that does not sample: whether its KV is sound shows in the logits of its last token.
+        _write(fields.logit_rows, 0, [end - 1 for end in ends])
         read_host(self._packed, host)
 
     def park(self, num_rows: int) -> None:
@@ -123,13 +122,12 @@ class InputBuffers:
         spans = tuple(
             PrefillSpan(begin, row.num_tokens, row.start) for begin, row in zip(begins, prefill, strict=False)
         )
-        num_samples = sum(row.samples for row in plan.rows)
-        sample_rows = self._sample_rows[:num_samples]
-        sample_rows.copy_(self._device.sample_rows[:num_samples])
-        return self._view(plan.num_tokens, num_decode, spans, sample_rows)
+        logit_rows = self._logit_rows[: len(plan.rows)]
+        logit_rows.copy_(self._device.logit_rows[: len(plan.rows)])
+        return self._view(plan.num_tokens, num_decode, spans, logit_rows)
 
     def _view(
-        self, num_rows: int, num_decode: int, spans: tuple[PrefillSpan, ...], sample_rows: torch.Tensor | None
+        self, num_rows: int, num_decode: int, spans: tuple[PrefillSpan, ...], logit_rows: torch.Tensor | None
     ) -> StepInputs:
         rows = PagedRows(self._device.positions[:num_rows], self._device.slots[:num_rows], self.block_table)
         return StepInputs(
@@ -138,7 +136,7 @@ class InputBuffers:
             decode_rows=rows if num_decode == num_rows else rows.first(num_decode),
             spans=spans,
             span_begins=self._device.span_begins[: len(spans) + 1],
-            sample_rows=sample_rows,
+            logit_rows=logit_rows,
         )
 
     def _write_table(self, admitted: Sequence[int], writes: Sequence[TableWrite]) -> None:

@@ -2,7 +2,7 @@
 
 The thread owns the engine; others post commands and read the outputs of their requests from a queue of
 their own. With nothing to do it sleeps on its inbox. Every request that was added ends exactly once: by an
-output with a finish reason, by `Failed`, or by its own cancellation.
+output with a finish reason, by `RequestFailed`, by `Failed`, or by its own cancellation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from queue import SimpleQueue
 
 from hearth.engine.engine import Engine, Output
 from hearth.errors import EngineFailed, HearthError
-from hearth.policy.batch.plan import EngineRequest
+from hearth.policy.batch.plan import EngineRequest, RequestFailed
 from hearth.types import RequestId
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class Failed:
     cause: BaseException
 
 
-class Outbox(SimpleQueue[Output | Failed]):
+class Outbox(SimpleQueue[Output | RequestFailed | Failed]):
     """A queue in which the outputs of one or more requests arrive, in the order of the steps."""
 
 
@@ -104,8 +104,11 @@ class StepLoop:
     def _run(self, engine: Engine) -> None:
         try:
             while self._take_commands(engine):
-                for output in engine.step().outputs:
+                outcome = engine.step()
+                for output in outcome.outputs:
                     self._deliver(output)
+                for failure in outcome.failures:
+                    self._outboxes.pop(failure.request_id).put(failure)
         except Exception as error:
             is_ours = isinstance(error, HearthError)  # it says itself what is wrong
             log.error("engine_failed requests=%d reason=%s", len(self._outboxes), error, exc_info=not is_ours)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,15 +28,21 @@ class StepResult:
     """The tokens that a step has sampled: one entry per sampling row of the plan, in order."""
 
     tokens: list[int]
-    logprobs: list[TokenLogprobs] | None  #: None if no row asked for them
+    logprobs: list[TokenLogprobs | None]  #: as many as the row asked for; None: it asked for none
+    broken_rows: list[int]  #: indices of rows of the plan, also of those that do not sample: see `commit`
 
 
 class PendingStep:
     """A step that the device may still be computing."""
 
-    def __init__(self, samples: Samples) -> None:
-        parts = (samples.tokens, samples.logprobs, samples.top_ids, samples.top_logprobs)
-        self._tokens, self._logprobs, self._top_ids, self._top_logprobs = map(_to_host, parts)
+    def __init__(self, samples: Samples, best_logits: torch.Tensor) -> None:
+        """Queue the copies to the host. `best_logits`: the highest behind each row of the plan."""
+        parts = (samples.logprobs, samples.top_ids, samples.top_logprobs)
+        self._tokens, self._best_logits = _to_host(samples.tokens), _to_host(best_logits)
+        self._logprobs, self._top_ids, self._top_logprobs = (
+            None if part is None else _to_host(part) for part in parts
+        )
+        self._num_logprobs = samples.num_logprobs
         self._event: torch.cuda.Event | None = None
         if samples.tokens.is_cuda:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch leaves it untyped
@@ -44,21 +51,24 @@ class PendingStep:
     def wait(self) -> StepResult:
         if self._event is not None:
             self._event.synchronize()
-        assert self._tokens is not None, "every step samples into a tensor"
-        tokens = self._tokens.tolist()
+        broken_rows = [row for row, best in enumerate(self._best_logits.tolist()) if not math.isfinite(best)]
+        return StepResult(self._tokens.tolist(), self._asked_logprobs(), broken_rows)
+
+    def _asked_logprobs(self) -> list[TokenLogprobs | None]:
+        """Return to each row what it asked for, whatever was computed because others asked for more."""
         if self._logprobs is None:
-            return StepResult(tokens, None)
-        tops: list[tuple[TokenLogprob, ...]] = [()] * len(tokens)
-        if self._top_ids is not None and self._top_logprobs is not None:
-            pairs = zip(self._top_ids.tolist(), self._top_logprobs.tolist(), strict=True)
-            tops = [tuple(map(TokenLogprob, ids, logprobs)) for ids, logprobs in pairs]
-        return StepResult(
-            tokens, [TokenLogprobs(*p) for p in zip(self._logprobs.tolist(), tops, strict=True)]
-        )
+            return [None] * len(self._num_logprobs)
+        tops = (self._top_ids, self._top_logprobs)
+        top_ids, top_logprobs = ([[]] * len(self._logprobs) if top is None else top.tolist() for top in tops)
+        rows = zip(self._num_logprobs, self._logprobs.tolist(), top_ids, top_logprobs, strict=True)
+        return [
+            None if num is None else TokenLogprobs(own, tuple(map(TokenLogprob, ids[:num], best[:num])))
+            for num, own, ids, best in rows
+        ]
 
 
-def _to_host(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    if tensor is None or not tensor.is_cuda:
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
@@ -148,7 +158,12 @@ class Runner:
         self._sampler.admit(plan.admissions)
         logits = self._forward(plan)
         rows = [SampleRow(row.slot, row.start + row.num_tokens, row.mask) for row in plan.rows if row.samples]
-        return PendingStep(self._sampler.sample(logits[: len(rows)], rows))
+        samples = self._sampler.sample(logits[: len(rows)], rows)
+        best_logits = samples.best_logits
+        if not plan.rows[-1].samples:
+            best_logits = torch.cat((best_logits, logits[len(rows) : len(plan.rows)].amax(-1)))
+        assert len(best_logits) == len(plan.rows), f"not only the last row samples nothing: {plan.rows}"
+        return PendingStep(samples, best_logits)
 
     def _forward(self, plan: StepPlan) -> torch.Tensor:
         num_decode = plan.num_decode_rows

@@ -23,7 +23,7 @@ from hearth.engine.upload import Uploads
 from hearth.models.buffers import zeros
 from hearth.policy.batch.plan import Admission
 from hearth.sizes import sampler_buffers
-from hearth.types import SamplingTable
+from hearth.types import MAX_LOGPROBS, SamplingTable
 
 #: Beyond these a temperature is as good as greedy or uniform, and float32 quotients would not stay finite.
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
@@ -40,12 +40,16 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Sampled tokens on the device, one per row. If one row wants logprobs, all rows get them."""
+    """Sampled tokens on the device, one per row. If one row wants logprobs, they are there for all rows."""
 
-    tokens: torch.Tensor  #: int64 [n]
+    tokens: torch.Tensor  #: int64 [n], always of the vocabulary
+    #: [n], the highest logit that the rules leave. Where it is not finite the row held NaN or infinity, or no
+    #: token was allowed, and its sampled token and logprobs mean nothing.
+    best_logits: torch.Tensor
     logprobs: torch.Tensor | None  #: [n], of the sampled tokens
     top_ids: torch.Tensor | None  #: [n, k], most likely first; k is the most that a row asked for
     top_logprobs: torch.Tensor | None  #: [n, k], minus infinity for a forbidden token
+    num_logprobs: tuple[int | None, ...]  #: how many of the k each row asked for; None: no logprobs at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ class _Rules:
 class _Work:
     """Which rows need which part of sampling. The host knows a tensor's length: `len` waits for nothing."""
 
-    num_logprobs: int | None
+    num_logprobs: tuple[int | None, ...]  #: of every row
     has_min_p: bool
     top_ks: list[int]  #: of the topped rows
     masks: torch.Tensor | None  #: of the guided rows, int32 [rows, words]
@@ -164,18 +168,21 @@ class Sampler:
         assert logits.dtype == torch.float32, f"{logits.dtype=}"
         work = self._sort_out(rows)
         self._process(logits, work)
+        # Both propagate NaN, so that the best logit also tells whether the whole row is sound.
         if len(work.random) == len(rows):
-            tokens = self._draw(logits, work)
+            best = logits.amax(-1)
+            tokens = self._draw(logits, best, work)
         else:
             # The index of `max` rather than `argmax`: several times faster on a CPU.
-            tokens = logits.max(-1).indices
+            best, tokens = logits.max(-1)
             if len(work.random):
-                tokens.index_copy_(0, work.random, self._draw(logits[work.random], work))
+                drawn = self._draw(logits[work.random], best[work.random], work)
+                tokens.index_copy_(0, work.random, drawn)
         self.tokens.index_copy_(0, work.slots, tokens)
         if len(work.penalised):
             assert self._penalties is not None
             self._penalties.record(work.slots[work.penalised], tokens[work.penalised])
-        return _with_logprobs(tokens, logits, work.num_logprobs)
+        return _with_logprobs(tokens, best, logits, work.num_logprobs)
 
     def _sort_out(self, rows: Sequence[SampleRow]) -> _Work:
         """Find which rows need which part, and send that to the device in one piece."""
@@ -190,7 +197,7 @@ class Sampler:
             for token in rule.banned
         ]
         return _Work(
-            max((rule.num_logprobs for rule in rules if rule.num_logprobs is not None), default=None),
+            tuple(rule.num_logprobs for rule in rules),
             any(rules[i].has_min_p for i in random),
             [rules[random[i]].top_k for i in topped],
             self._uploads.words(masks) if masks else None,
@@ -207,7 +214,10 @@ class Sampler:
         )
 
     def _process(self, logits: torch.Tensor, work: _Work) -> None:
-        """Apply every rule that shapes the distribution before temperature, in place."""
+        """Apply every rule that shapes the distribution before temperature, in place.
+
+        What is forbidden has minus infinity added rather than set, so that NaN and infinity stay to be seen.
+        """
         if len(work.penalised):
             assert self._penalties is not None
             self._penalties.apply(logits, work.penalised, work.slots[work.penalised])
@@ -217,14 +227,15 @@ class Sampler:
         if work.masks is not None:
             apply_masks(logits, work.guided, work.masks)
         if len(work.banned):
-            logits.view(-1).index_fill_(0, work.banned, -math.inf)
+            flat = logits.view(-1)
+            flat.index_add_(0, work.banned, flat.new_full((len(work.banned),), -math.inf))
 
-    def _draw(self, logits: torch.Tensor, work: _Work) -> torch.Tensor:
+    def _draw(self, logits: torch.Tensor, best: torch.Tensor, work: _Work) -> torch.Tensor:
         """Draw a token for each random row, given the processed logits of just these rows."""
         slots = work.slots[work.random]
         temperature, top_k, top_p, log_min_p = self._knobs[slots].unsqueeze(-1).unbind(1)
         # With the best at 0, min-p is a cutoff as it stands, and no temperature makes the best infinite.
-        scaled = (logits - logits.amax(-1, keepdim=True)).div_(temperature)
+        scaled = (logits - best.unsqueeze(-1)).div_(temperature)
         cutoff = log_min_p
         if work.top_ks:
             at = work.topped
@@ -270,22 +281,25 @@ def _knobs(admission: Admission, vocab_size: int) -> tuple[float, float, float, 
 
 
 def apply_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
-    """Forbid in `logits[rows]`, in place, the tokens whose bit is 0. `masks`: int32 [rows, words].
-
-    Logits of allowed tokens become finite, so that whatever a model computes an allowed one is chosen.
-    """
+    """Forbid in `logits[rows]`, in place, the tokens whose bit is 0. `masks`: int32 [rows, words]."""
     bits = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
     is_forbidden = (masks.view(torch.uint8).unsqueeze(-1) & bits == 0).view(len(masks), -1)
-    scores = logits[rows].nan_to_num_().masked_fill_(is_forbidden[:, : logits.shape[1]], -math.inf)
-    logits.index_copy_(0, rows, scores)
+    is_forbidden = is_forbidden[:, : logits.shape[1]]
+    bias = torch.zeros_like(is_forbidden, dtype=logits.dtype).masked_fill_(is_forbidden, -math.inf)
+    logits.index_add_(0, rows, bias)
 
 
-def _with_logprobs(tokens: torch.Tensor, logits: torch.Tensor, num_top: int | None) -> Samples:
+def _with_logprobs(
+    tokens: torch.Tensor, best: torch.Tensor, logits: torch.Tensor, num_logprobs: tuple[int | None, ...]
+) -> Samples:
+    num_top = max((num for num in num_logprobs if num is not None), default=None)
     if num_top is None:
-        return Samples(tokens, None, None, None)
+        return Samples(tokens, best, None, None, None, num_logprobs)
     log_sum = logits.logsumexp(-1, keepdim=True)
     logprobs = (logits.gather(1, tokens.unsqueeze(-1)) - log_sum).squeeze(-1)
     if num_top == 0:
-        return Samples(tokens, logprobs, None, None)
-    top = logits.topk(min(num_top, logits.shape[-1]))
-    return Samples(tokens, logprobs, top.indices, top.values - log_sum)
+        return Samples(tokens, best, logprobs, None, None, num_logprobs)
+    # Always as many as anybody may ask for: which of equals come first may depend on how many are ranked.
+    top = logits.topk(min(MAX_LOGPROBS, logits.shape[-1]))
+    ids, values = top.indices[:, :num_top].contiguous(), top.values[:, :num_top]
+    return Samples(tokens, best, logprobs, ids, values - log_sum, num_logprobs)

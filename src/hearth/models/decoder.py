@@ -71,7 +71,7 @@ class Decoder:
         """Return the hidden states after the layers, given those before, which are overwritten.
 
         `kv` is [blocks, layers, 2, block_tokens, kv_heads, head_dim] over this decoder's layers only.
-        Behind the model's last layer there are just the rows of `step.sample_rows`, in that order.
+        Behind the model's last layer there are just the rows of `step.logit_rows`, in that order.
         Each layer waits at `gate` for its weights.
         """
         residual, delta = hidden, None
@@ -82,8 +82,8 @@ class Decoder:
             normed = self._enter(weights, residual, delta)
             qkv = self.project(weights, normed)
             attended = self.attend(layer, weights, qkv, step, kv[:, local])
-            if layer == self.arch.num_layers - 1 and step.sample_rows is not None:
-                residual, normed, attended = self._keep(step.sample_rows, residual, normed, attended)
+            if layer == self.arch.num_layers - 1 and step.logit_rows is not None:
+                residual, normed, attended = self._keep(step.logit_rows, residual, normed, attended)
             delta = self.absorb(weights, residual, normed, attended)
         return residual if delta is None else residual.add_(delta)
 
@@ -148,7 +148,7 @@ class Decoder:
     def _keep(
         self, rows: torch.Tensor, residual: torch.Tensor, normed: torch.Tensor, attended: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keep only the rows that are sampled: behind the last attention nobody reads the others."""
+        """Keep only the rows whose logits are wanted: behind the last attention nobody reads the others."""
         ws = self._cut(rows.shape[0])
         return (
             torch.index_select(residual, 0, rows, out=ws.kept_residual),

@@ -24,4 +24,4 @@ class StepInputs:
     decode_rows: PagedRows  #: the first of `rows`
     spans: tuple[PrefillSpan, ...]
     span_begins: torch.Tensor  #: int32 [spans + 1]
-    sample_rows: torch.Tensor | None  #: int64: the rows to sample after; None: all of them
+    logit_rows: torch.Tensor | None  #: int64: the rows whose logits are wanted; None: all of them

@@ -101,9 +101,11 @@ class Reclaimer:
     def after_step(self, model: ModelId, served: ServedModel, outcome: StepOutcome) -> None:
         """Take back the KV that a model has not used for long, or does not use now that it is idle."""
         engine = served.engine
-        has_let_go = bool(outcome.preempted) or any(one.finish_reason for one in outcome.outputs)
+        has_ended = bool(outcome.failures) or any(one.finish_reason for one in outcome.outputs)
         orders = self.policy.after_step(
-            *(model, engine.elastic, engine.kv_use()), has_work=engine.has_work, has_let_go=has_let_go
+            *(model, engine.elastic, engine.kv_use()),
+            has_work=engine.has_work,
+            has_let_go=has_ended or bool(outcome.preempted),
         )
         self._run(orders)
         self._run(self.policy.drop_tables(model))

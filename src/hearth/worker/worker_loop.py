@@ -297,21 +297,27 @@ class WorkerLoop:
         }
         for run in finished:
             del self._runs[run]
-        if not outputs and not admitted and not preempted:
-            return
-        has_logprobs = any(one.logprobs is not None for one in outputs)
-        self._send(
-            StepDone(
-                model=model,
-                runs=[int(one.request_id) for one in outputs],
-                tokens=[one.token for one in outputs],
-                finished=finished,
-                logprobs=[one.logprobs for one in outputs] if has_logprobs else None,
-                admitted=admitted,
-                preempted=preempted,
-                step_s=step_s,
+        if outputs or admitted or preempted:
+            has_logprobs = any(one.logprobs is not None for one in outputs)
+            self._send(
+                StepDone(
+                    model=model,
+                    runs=[int(one.request_id) for one in outputs],
+                    tokens=[one.token for one in outputs],
+                    finished=finished,
+                    logprobs=[one.logprobs for one in outputs] if has_logprobs else None,
+                    admitted=admitted,
+                    preempted=preempted,
+                    step_s=step_s,
+                )
             )
-        )
+        for failure in outcome.failures:  # behind the tokens that it has still got
+            self._fail_run(model, int(failure.request_id), failure.error)
+
+    def _fail_run(self, model: ModelId, run: int, error: HearthError) -> None:
+        del self._runs[run]
+        log.warning("run_failed run=%d model=%s label=%s reason=%s", run, model, error.label, error)
+        self._send(RunFailed(run, error.label, str(error)))
 
     def _tell_residency(self, *, is_due: bool) -> None:
         if (fact := self._reports.residency(is_due=is_due)) is not None:
@@ -331,6 +337,8 @@ def _checked(intake: Intake, order: StartRequest) -> EngineRequest | HearthError
         )
     except HearthError as error:
         return error
-    except Exception as error:  # nobody waits for the thread that this may be on, but somebody for the answer
+    # Nobody waits for the thread that this may be on, but somebody for the answer. A panic of llguidance is
+    # no Exception.
+    except BaseException as error:
         log.exception("request_broke run=%d model=%s", order.run, order.model)
         return EngineFailed(f"the request broke: {error!r}")

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from hearth.errors import GuideStuck, HearthError, LogitsNotFinite
 from hearth.policy.batch.batcher import Batcher, BatchLimits
 from hearth.policy.batch.blocks import BlockBook, BlockMove
-from hearth.policy.batch.plan import Emission, EngineRequest, Row, StepPlan
+from hearth.policy.batch.plan import CommittedStep, Emission, EngineRequest, Row, StepPlan
 from hearth.types import FinishReason, RequestId, SamplingParams
 
 VOCABULARY = 11
@@ -38,10 +39,13 @@ def next_token(salt: bytes, tokens: Sequence[int], mask: bytes | None = None) ->
 
 
 class Alternating:
-    """A guide: even and odd tokens in turns, `length` of them, of which no stop token is one."""
+    """A guide: even and odd tokens in turns, `length` of them, of which no stop token is one.
 
-    def __init__(self, length: int, taken: Sequence[int] = ()) -> None:
-        self.length = length
+    Behind token `stuck_at` it knows no further.
+    """
+
+    def __init__(self, length: int, stuck_at: int | None = None, taken: Sequence[int] = ()) -> None:
+        self.length, self.stuck_at = length, stuck_at
         self.taken = list(taken)
 
     @property
@@ -53,10 +57,23 @@ class Alternating:
     def take(self, token: int) -> FinishReason | None:
         assert self.mask[token // 8] >> token % 8 & 1, f"{token=} is not allowed"
         self.taken.append(token)
-        return FinishReason.STOP if len(self.taken) == self.length else None
+        if len(self.taken) == self.length:
+            return FinishReason.STOP
+        if len(self.taken) == self.stuck_at:
+            raise GuideStuck(f"stuck behind token {self.stuck_at}")
+        return None
 
     def afresh(self, taken: Sequence[int] = ()) -> Alternating:
-        return Alternating(self.length, taken)
+        return Alternating(self.length, self.stuck_at, taken)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """What is committed later."""
+
+    plan: StepPlan
+    tokens: list[int]
+    broken_rows: list[int]
 
 
 class FakeDevice:
@@ -64,6 +81,7 @@ class FakeDevice:
 
     def __init__(self, book: BlockBook) -> None:
         self.book = book  #: only what it has may be touched
+        self.nan_token: int | None = None  #: its KV is NaN, and so are the logits of all that read it
         self.salts: dict[RequestId, bytes] = {}
         self.memory: dict[tuple[int, int], Cell] = {}
         self.tables: dict[int, dict[int, int]] = {}
@@ -79,7 +97,7 @@ class FakeDevice:
                 if cell := self.memory.get((move.source, offset)):
                     self.memory[move.target, offset] = cell
 
-    def run(self, plan: StepPlan) -> list[int]:
+    def run(self, plan: StepPlan) -> StepInFlight:
         for admission in plan.admissions:
             self.tables[admission.slot] = {}
             self.slot_tokens.pop(admission.slot, None)
@@ -98,11 +116,22 @@ class FakeDevice:
                 assert address not in written, f"two rows write {address=}"
                 written.add(address)
                 self.memory[address] = Cell(self.salts[row.request_id], position, token)
-        return [self._sample(row) for row in plan.rows if row.samples]
+        tokens = [self._sample(row) for row in plan.rows if row.samples]
+        broken = [
+            at for at, row in enumerate(plan.rows) if self.nan_token in (c.token for c in self._read(row))
+        ]
+        return StepInFlight(plan, tokens, broken)
+
+    def has_nan(self, block: int) -> bool:
+        cells = (self.memory.get((block, offset)) for offset in range(self.book.block_tokens))
+        return any(cell is not None and cell.token == self.nan_token for cell in cells)
+
+    def _read(self, row: Row) -> list[Cell]:
+        return [self.memory[self._address(row.slot, p)] for p in range(row.start + row.num_tokens)]
 
     def _sample(self, row: Row) -> int:
         salt = self.salts[row.request_id]
-        cells = [self.memory[self._address(row.slot, p)] for p in range(row.start + row.num_tokens)]
+        cells = self._read(row)
         foreign = [cell for p, cell in enumerate(cells) if cell.salt != salt or cell.position != p]
         assert not foreign, f"reads what was not written for it: {row=} {foreign=}"
         token = next_token(salt, [cell.token for cell in cells], row.mask)
@@ -123,10 +152,10 @@ class Loop:
         self.limits = limits
         self.batcher = Batcher(limits, book)
         self.device = FakeDevice(book)
-        self.in_flight: deque[tuple[StepPlan, list[int]]] = deque()
+        self.in_flight: deque[StepInFlight] = deque()
         self.live: dict[RequestId, EngineRequest] = {}
         self.outputs: dict[RequestId, list[int]] = {}
-        self.reasons: dict[RequestId, FinishReason] = {}
+        self.reasons: dict[RequestId, FinishReason | type[HearthError]] = {}
 
     def add(self, request: EngineRequest) -> None:
         self.batcher.add(request)
@@ -150,21 +179,23 @@ class Loop:
         assert self.batcher.num_running <= self.limits.max_seqs
         is_decode = [row.tokens is None for row in plan.rows]
         assert is_decode == sorted(is_decode, reverse=True)
-        self.in_flight.append((plan, self.device.run(plan)))
+        assert all(row.samples for row in plan.rows[:-1])
+        self.in_flight.append(self.device.run(plan))
         return plan
 
     def commit(self) -> list[Emission]:
-        emissions = self.batcher.commit(*self.in_flight.popleft())
+        step = self.in_flight.popleft()
+        committed = self.batcher.commit(step.plan, step.tokens, step.broken_rows)
         self.batcher.check()
-        for emission in emissions:
-            request = self.live[emission.request_id]
-            output = self.outputs[emission.request_id]
-            output.append(emission.token)
-            if emission.finish_reason is not None:
-                assert ([*request.output, *output], emission.finish_reason) == self.expected(request)
-                self.reasons[emission.request_id] = emission.finish_reason
-                del self.live[emission.request_id]
-        return emissions
+        for emission in committed.emissions:
+            self.outputs[emission.request_id].append(emission.token)
+        for request_id, end in _ends(committed).items():
+            request, output = self.live.pop(request_id), self.outputs[request_id]
+            assert ([*request.output, *output], end) == self.expected(request)
+            self.reasons[request_id] = end
+        poisoned = [block for block in self.batcher.blocks.prefixes if self.device.has_nan(block)]
+        assert not poisoned, f"others would read NaN: {poisoned}"
+        return committed.emissions
 
     def cancel(self, request_id: RequestId) -> None:
         request = self.live.pop(request_id)
@@ -205,7 +236,7 @@ class Loop:
         assert self.batcher.blocks.num_available == self.batcher.blocks.num_blocks
         return plans
 
-    def expected(self, request: EngineRequest) -> tuple[list[int], FinishReason]:
+    def expected(self, request: EngineRequest) -> tuple[list[int], FinishReason | type[HearthError]]:
         """What the request yields when it has the device to itself, from the start."""
         guide = request.guide.afresh() if isinstance(request.guide, Alternating) else None
         capacity = self.batcher.blocks.capacity_tokens
@@ -214,14 +245,28 @@ class Loop:
             max_tokens = min(max_tokens, request.sampling.max_tokens)
         output: list[int] = []
         while len(output) < max_tokens:
+            if self.device.nan_token in (*request.prompt, *output):
+                return output, LogitsNotFinite
             mask = None if guide is None else guide.mask
             output.append(next_token(request.salt, [*request.prompt, *output], mask))
             is_allowed = len(output) > request.sampling.min_tokens
             if output[-1] in request.sampling.stop_ids and is_allowed:
                 return output, FinishReason.STOP
-            if guide is not None and (reason := guide.take(output[-1])):
-                return output, reason
+            try:
+                if guide is not None and (reason := guide.take(output[-1])):
+                    return output, reason
+            except GuideStuck:
+                if len(output) < max_tokens:
+                    return output, GuideStuck
         return output, FinishReason.LENGTH
+
+
+def _ends(committed: CommittedStep) -> dict[RequestId, FinishReason | type[HearthError]]:
+    emissions, failures = committed.emissions, committed.failures
+    ends = [(one.request_id, one.finish_reason) for one in emissions if one.finish_reason is not None]
+    failed = [(one.request_id, type(one.error)) for one in failures]
+    assert len(dict(ends + failed)) == len(ends + failed), "a request ended twice"
+    return dict(ends + failed)
 
 
 def loop(
@@ -274,7 +319,7 @@ SAMPLING = st.builds(
     stop_token_ids=st.sampled_from([(), (STOP,), (STOP, 7)]),
 )
 SALTS = st.sampled_from([b"", b"", b"other"])
-GUIDES = st.none() | st.builds(Alternating, st.integers(1, 12))
+GUIDES = st.none() | st.builds(Alternating, st.integers(1, 12), st.none() | st.integers(1, 12))
 
 
 class Driven(RuleBasedStateMachine):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from hearth.errors import BadPrompt, ConfigError, PromptTooLong
+from hearth.errors import BadPrompt, ConfigError, GuideStuck, LogitsNotFinite, PromptTooLong
 from hearth.policy.batch.batcher import BatchLimits
 from hearth.policy.batch.blocks import BlockBook
 from hearth.policy.batch.plan import EngineRequest, Row
@@ -19,6 +19,7 @@ from tests.policy.batch.device import (
     PROMPTS,
     SALTS,
     SAMPLING,
+    VOCABULARY,
     Alternating,
     Driven,
     Loop,
@@ -562,6 +563,88 @@ def test_check_notices_a_block_that_the_book_does_not_know_about() -> None:
         engine.batcher.check()
 
 
+# --- failing ---
+
+NAN = VOCABULARY  #: a token whose KV is NaN, and that is never sampled
+
+
+def test_a_row_without_finite_logits_fails_its_request_alone() -> None:
+    engine = loop()
+    engine.device.nan_token = NAN
+    engine.add(request("broken", [1, NAN]))
+    engine.add(request("sound", [1, 2]))
+    engine.drain()
+    assert engine.reasons == {RequestId("broken"): LogitsNotFinite, RequestId("sound"): FinishReason.LENGTH}
+    assert engine.outputs[RequestId("broken")] == []
+
+
+def test_a_failure_says_after_how_many_tokens_and_what_to_do() -> None:
+    engine = loop()
+    engine.add(request("a", [1, 2], max_tokens=3))
+    launched(engine)
+    engine.commit()
+    plan = launched(engine)
+    (failure,) = engine.batcher.commit(plan, [0], [0]).failures
+    assert failure.request_id == "a"
+    assert "NaN or infinite logits after 2 tokens of prompt and 1 of output" in str(failure.error)
+    assert "`hearth verify`" in str(failure.error)
+
+
+def test_a_chunk_without_finite_logits_fails_before_the_prompt_ends_and_is_no_prefix() -> None:
+    engine = loop(max_batch_tokens=8, block_tokens=4)
+    engine.device.nan_token = NAN
+    prompt = [1, 2, 3, 4, NAN, *[5] * 20]
+    engine.add(request("a", prompt))
+    assert not launched(engine).rows[0].samples
+    engine.commit()
+    assert engine.reasons == {RequestId("a"): LogitsNotFinite}
+    assert engine.batcher.blocks.num_cached == 0
+
+
+def test_what_a_failed_request_found_and_nobody_else_reads_is_no_prefix_any_more() -> None:
+    """The cause may lie there, and whoever asks again would fail again."""
+    engine = loop(block_tokens=4)
+    engine.add(request("before", [1] * 8, max_tokens=1))
+    engine.drain()
+    assert engine.batcher.blocks.num_cached == 2
+    engine.device.nan_token = NAN
+    engine.add(request("a", [*[1] * 8, NAN]))
+    assert launched(engine).admissions[0].num_cached_tokens == 8
+    engine.commit()
+    assert (engine.batcher.blocks.num_cached, engine.batcher.has_work) == (0, False)
+
+
+def test_a_prefix_that_others_read_stays_when_one_reader_fails() -> None:
+    engine = loop(block_tokens=4)
+    engine.add(request("sound", [1] * 8, max_tokens=6))
+    engine.step()
+    engine.step()
+    engine.device.nan_token = NAN
+    engine.add(request("a", [*[1] * 8, NAN]))
+    assert launched(engine).admissions[0].num_cached_tokens == 8
+    engine.drain()
+    assert engine.reasons[RequestId("a")] is LogitsNotFinite
+    engine.add(request("again", [1] * 9))
+    assert launched(engine).admissions[0].num_cached_tokens == 8
+    engine.drain()
+
+
+def test_a_stuck_guide_fails_its_request_behind_the_token_that_it_took() -> None:
+    engine = loop()
+    engine.add(replace(request("a", [1], max_tokens=8), guide=Alternating(6, stuck_at=2)))
+    engine.add(request("b", [2], max_tokens=8))
+    engine.drain()
+    assert engine.reasons == {RequestId("a"): GuideStuck, RequestId("b"): FinishReason.LENGTH}
+    assert len(engine.outputs[RequestId("a")]) == 2
+
+
+def test_a_guide_that_is_stuck_behind_the_last_token_harms_nobody() -> None:
+    engine = loop()
+    engine.add(replace(request("a", [1], max_tokens=2), guide=Alternating(6, stuck_at=2)))
+    engine.drain()
+    assert engine.reasons == {RequestId("a"): FinishReason.LENGTH}
+
+
 # --- any schedule ---
 
 
@@ -574,13 +657,21 @@ class Schedules(Driven):
         max_context=st.integers(13, 30),
         block_tokens=st.integers(1, 4),
         spare_blocks=st.integers(0, 8),
+        nan_token=st.none() | st.integers(0, VOCABULARY - 1),
     )
     def start(
-        self, max_batch_tokens: int, max_seqs: int, max_context: int, block_tokens: int, spare_blocks: int
+        self,
+        max_batch_tokens: int,
+        max_seqs: int,
+        max_context: int,
+        block_tokens: int,
+        spare_blocks: int,
+        nan_token: int | None,
     ) -> None:
         num_blocks = 1 + -(-13 // block_tokens) + spare_blocks
         limits = BatchLimits(max_batch_tokens, max_seqs, max_context)
         self.engine = Loop(limits, BlockBook.fixed(num_blocks, block_tokens))
+        self.engine.device.nan_token = nan_token
         self.num_added = 0
 
     @precondition(lambda self: self.engine.live)

@@ -15,10 +15,10 @@ Steps run one ahead: step n+1 is planned before the tokens of step n are known.
     plan n    plan n+1    commit n    plan n+2    commit n+1    ...
 
 What a sampled token is does not matter for planning, only that there is one: `num_pending` counts the
-tokens that the device knows and the host does not. Only a stop token comes as a surprise, one row too
-late; that row's token is dropped. A guided sequence is the exception: what may come next depends on its
-last token, so it sits out the step in between. Blocks and slots are reused at once, because the device runs
-steps in order: whatever a late row writes, the next owner overwrites before reading.
+tokens that the device knows and the host does not. Only a stop token or a failure comes as a surprise, one
+row too late; that row's token is dropped. A guided sequence is the exception: what may come next depends on
+its last token, so it sits out the step in between. Blocks and slots are reused at once, because the device
+runs steps in order: whatever a late row writes, the next owner overwrites before reading.
 
 KV may grow and shrink between steps. `wanted_blocks` says what the next plan could use; `clear` takes blocks
 away, for which live ones move, with their copies queued behind the steps in flight, or the youngest give up.
@@ -27,12 +27,21 @@ away, for which live ones move, with their copies queued behind the steps in fli
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from hearth.errors import BadPrompt, ConfigError, PromptTooLong
+from hearth.errors import BadPrompt, ConfigError, GuideStuck, HearthError, LogitsNotFinite, PromptTooLong
 from hearth.policy.batch.blocks import BlockBook, BlockMove
-from hearth.policy.batch.plan import Admission, Emission, EngineRequest, Row, StepPlan, TableWrite
+from hearth.policy.batch.plan import (
+    Admission,
+    CommittedStep,
+    Emission,
+    EngineRequest,
+    RequestFailed,
+    Row,
+    StepPlan,
+    TableWrite,
+)
 from hearth.policy.batch.prefix import KnownPrefix, extend_digests
 from hearth.policy.batch.sequence import LiveSequence, Sequences
 from hearth.types import FinishReason, RequestId
@@ -242,23 +251,34 @@ class Batcher:
         self.blocks.remove(extent)
         return moves
 
-    def commit(self, plan: StepPlan, tokens: Sequence[int]) -> list[Emission]:
-        """Take in what the oldest step in flight sampled: one token for each row that samples, in order."""
+    def commit(
+        self, plan: StepPlan, tokens: Sequence[int], broken_rows: Collection[int] = ()
+    ) -> CommittedStep:
+        """Take in what the oldest step in flight sampled: one token for each row that samples, in order.
+
+        `broken_rows` are the indices of rows behind which the logits were not finite. Their tokens mean
+        nothing, their KV may be wrong, and their requests fail.
+        """
         flight = self._flights.popleft()
         assert flight.plan is plan, f"{plan.step_id=} committed before {flight.plan.step_id=}"
         num_samples = sum(row.samples for row in plan.rows)
         assert len(tokens) == num_samples, f"{len(tokens)} tokens for {num_samples} samples, {plan.step_id=}"
-        emissions: list[Emission] = []
+        committed = CommittedStep()
         sample_index = 0
-        for row, sequence in zip(plan.rows, flight.sequences, strict=True):
+        for index, (row, sequence) in enumerate(zip(plan.rows, flight.sequences, strict=True)):
             sequence.num_in_flight -= 1
-            if not sequence.is_ended:
+            if sequence.is_ended:
+                pass
+            elif index in broken_rows:
+                self.blocks.withdraw(sequence.blocks)
+                self._fail(sequence, _not_finite(sequence), committed)
+            else:
                 if sequence.slot is not None:
                     self._publish(sequence, row.start + row.num_tokens)
                 if row.samples:
-                    emissions.append(self._append(sequence, tokens[sample_index], sample_index))
+                    self._append(sequence, tokens[sample_index], sample_index, committed)
             sample_index += row.samples
-        return emissions
+        return committed
 
     def take_preempted(self) -> tuple[RequestId, ...]:
         """Return who lost its slot since the last call and will be admitted again; none of them has ended."""
@@ -354,22 +374,33 @@ class Batcher:
             self.blocks.publish(sequence.blocks[index], sequence.digests[index])
         sequence.num_published = num_full
 
-    def _append(self, sequence: LiveSequence, token: int, sample_index: int) -> Emission:
+    def _append(
+        self, sequence: LiveSequence, token: int, sample_index: int, committed: CommittedStep
+    ) -> None:
         """Add a sampled token, and end the sequence if it was the last."""
         request = sequence.request
         num_before = len(sequence.tokens) - len(request.prompt)
         sequence.tokens.append(token)
         sequence.num_pending -= 1
-        reason = None
+        reason, stuck = None, None
         if _stops(request, token, num_before):
             reason = FinishReason.STOP
         elif request.guide is not None:
-            reason = request.guide.take(token)
+            try:
+                reason = request.guide.take(token)
+            except GuideStuck as error:
+                stuck = error.with_traceback(None)  # its frames would hold on to all of this
         if reason is None and len(sequence.tokens) == sequence.max_length:
             reason = FinishReason.LENGTH
+        committed.emissions.append(Emission(request.request_id, token, sample_index, reason))
         if reason is not None:
             self._end(sequence)
-        return Emission(request.request_id, token, sample_index, reason)
+        elif stuck is not None:
+            self._fail(sequence, stuck, committed)
+
+    def _fail(self, sequence: LiveSequence, error: HearthError, committed: CommittedStep) -> None:
+        self._end(sequence)
+        committed.failures.append(RequestFailed(sequence.request.request_id, error))
 
     def _preempt(self, sequence: LiveSequence) -> None:
         """Have a sequence wait at the head: the youngest that ran is older than all that wait."""
@@ -411,3 +442,13 @@ def _preempted_for(
 def _stops(request: EngineRequest, token: int, num_before: int) -> bool:
     """True if a token that follows `num_before` sampled ones ends the request."""
     return num_before >= request.sampling.min_tokens and token in request.sampling.stop_ids
+
+
+def _not_finite(sequence: LiveSequence) -> LogitsNotFinite:
+    num_prompt = len(sequence.request.prompt)
+    return LogitsNotFinite(
+        f"the model computed NaN or infinite logits after {num_prompt} tokens of prompt and "
+        f"{len(sequence.tokens) - num_prompt} of output, so no token could be sampled; ask again, and if it "
+        "persists check the model's files with `hearth verify`, or deploy it with `--dtype bfloat16` if it "
+        "is in float16"
+    )

@@ -246,6 +246,16 @@ class BlockBook:
         assert block in self._num_holders, f"only a live block can be published: {block=}"
         self.prefixes.add(block, digest)
 
+    def withdraw(self, blocks: Sequence[int]) -> None:
+        """Let nobody find live blocks any more whose content may be wrong.
+
+        Not those with several holders: where such a one is wrong, all its readers fail, and the last one
+        withdraws it.
+        """
+        for block in blocks:
+            if self._num_holders[block] == 1 and block in self.prefixes:
+                self.prefixes.forget(block)
+
     def check(self, num_holders: dict[int, int] | None = None) -> None:
         """Raise if a block is not exactly one of free, live and cached, or the digests disagree.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from hearth.errors import HearthError
 from hearth.types import FinishReason, RequestId, SamplingParams
 
 
@@ -20,7 +21,11 @@ class Guide(Protocol):
         """Tokens that may come next, a bit each, lowest first, in whole words of 32 bits; never none."""
 
     def take(self, token: int) -> FinishReason | None:
-        """Go on with `token`, which the mask allowed; return a reason if nothing can follow it."""
+        """Go on with `token`, which the mask allowed; return a reason if it completes the output.
+
+        Raises:
+            GuideStuck: the output is not complete, but no further token can be said to be allowed.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,8 @@ class StepPlan:
     step_id: int
     admissions: tuple[Admission, ...]
     table_writes: tuple[TableWrite, ...]
-    rows: tuple[Row, ...]  #: decode rows first, then prefill rows; never empty
+    #: Decode rows first, then prefill rows; never empty. Only the last may be one that does not sample.
+    rows: tuple[Row, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -97,3 +103,19 @@ class Emission:
     token: int
     sample_index: int  #: which of the step's samples it was
     finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailed:
+    """A live request that ended in an error of its own; others are not affected."""
+
+    request_id: RequestId
+    error: HearthError
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedStep:
+    """The result of one commit. Its lists are written by `Batcher.commit` alone."""
+
+    emissions: list[Emission] = field(default_factory=list)
+    failures: list[RequestFailed] = field(default_factory=list)
