@@ -6,7 +6,8 @@ Its streams, tokenizer and views are the real ones.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter
 
@@ -40,15 +41,18 @@ def tokens_of(
 ) -> list[TokenDelta]:
     """Return a token per text; the last one ends the answer."""
     ids = tokens if tokens is not None else range(300, 300 + len(texts))
-    made = [TokenDelta(text, token, None, None) for text, token in zip(texts, ids, strict=True)]
-    last = made[-1]
-    return [*made[:-1], TokenDelta(last.text, last.token, last.logprobs, finish)]
+    offsets = accumulate(map(len, texts), initial=0)
+    made = [
+        TokenDelta(text, token, None, None, offset)
+        for text, token, offset in zip(texts, ids, offsets, strict=False)
+    ]
+    return [*made[:-1], replace(made[-1], finish_reason=finish)]
 
 
 def with_logprobs(made: Sequence[TokenDelta]) -> list[TokenDelta]:
     """Tokens with a logprob of -0.5, token 301 as the best one, token 302 as impossible."""
     top = (TokenLogprob(301, -0.25), TokenLogprob(302, float("-inf")))
-    return [TokenDelta(one.text, one.token, TokenLogprobs(-0.5, top), one.finish_reason) for one in made]
+    return [replace(one, logprobs=TokenLogprobs(-0.5, top)) for one in made]
 
 
 class FakeKeys:

@@ -32,7 +32,7 @@ def request_of(tokenizer: Tokenizer, name: str, model: ModelId = A) -> ActiveReq
         sampling=Sampling.of(params, 0),
         guide=None,
         stream=AnswerStream(request_id, model, tokenizer, 1, lambda: None),
-        transcript=Transcript(tokenizer, params),
+        transcript=Transcript(tokenizer, params, (1,)),
     )
 
 

@@ -69,7 +69,7 @@ def active(tokenizer: Tokenizer, run: int, kind: type[Transcript] = Transcript) 
         sampling=Sampling.of(params, 0),
         guide=None,
         stream=AnswerStream(request_id, MODEL, tokenizer, 1, lambda: None),
-        transcript=kind(tokenizer, params),
+        transcript=kind(tokenizer, params, (1,)),
     )
 
 

@@ -134,6 +134,24 @@ def test_a_request_whose_worker_is_lost_goes_on_with_all_that_was_said(
     with_rig(data_dir, scene)
 
 
+def test_an_answer_is_the_text_behind_its_prompt_whoever_goes_on_with_it(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        first = rig.join()
+        stream = await rig.gateway.submit(ask("!!"))
+        emit(rig, first, 5)
+        rig.receive(first, None)
+        emit(rig, rig.join(), 6, 7, finished=True)
+        prompt = await rig.gateway.encode("tiny", "!!")
+        answer = "".join(piece.text for piece in await stream.next())
+        # A tokenizer without a decoder has a space between all tokens, so also before those of the answer.
+        assert "! !" + answer == stream.tokenizer.decode([*prompt, 5, 6])  # the last one ends it unseen
+        assert answer.startswith(" ")
+
+    with_rig(data_dir, scene)
+
+
 def test_a_stop_string_ends_the_answer_and_frees_the_worker(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()

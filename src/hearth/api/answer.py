@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,6 +21,7 @@ from hearth.api.errors import hearth_error_object, request_id_headers
 from hearth.api.sse import EventWriter, call_id, finish_reason, identity
 from hearth.control.generation import AnswerStream, TokenDelta
 from hearth.errors import HearthError
+from hearth.text.detokenizer import prompt_text
 from hearth.text.tool_calls import ToolCall
 
 if TYPE_CHECKING:
@@ -164,9 +166,9 @@ class Answer(Response):
         for request in self._spec.requests[:: self._spec.num_answers]:
             prompt = request.prompt
             if isinstance(prompt, list):
-                decode = streams[0].tokenizer.decode
-                is_long = len(prompt) > MANY_TOKENS
-                prompt = await asyncio.to_thread(decode, prompt) if is_long else decode(prompt)
+                skips_special = request.sampling.skip_special_tokens
+                read = partial(prompt_text, streams[0].tokenizer, prompt, skips_special)
+                prompt = await asyncio.to_thread(read) if len(prompt) > MANY_TOKENS else read()
             assert isinstance(prompt, str), "only texts and tokens are echoed"
             echoes += [prompt] * self._spec.num_answers
         return echoes

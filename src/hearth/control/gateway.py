@@ -104,7 +104,7 @@ class Gateway:
             sampling=Sampling.of(wanted.sampling, seed),
             guide=wanted.guide,
             stream=stream,
-            transcript=Transcript(tokenizer, wanted.sampling),
+            transcript=Transcript(tokenizer, wanted.sampling, prompt),
         )
         self._observer.begin(timeline)
         self._driver.start(active, wanted.sampling.max_tokens, wanted.keep_alive_s)

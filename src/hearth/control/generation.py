@@ -41,6 +41,7 @@ class TokenDelta:
     token: int
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None  #: nothing follows after one
+    offset: int  #: where the token's own text begins in the answer; `text` may lag behind
 
 
 class AnswerStream:
