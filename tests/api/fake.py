@@ -75,6 +75,7 @@ class FakeGateway:
     requests: list[GenerationRequest] = field(default_factory=list)
     encoded: list[str | list[int] | ChatPrompt] = field(default_factory=list)
     streams: list[AnswerStream] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     on_cancel: Callable[[], None] = lambda: None
     explanation: Explanation | None = None
@@ -99,6 +100,9 @@ class FakeGateway:
         self.streams.append(stream)
         self.script(stream)
         return stream
+
+    def count_ignored_fields(self, labels: Sequence[str]) -> None:
+        self.ignored += labels
 
     async def encode(self, name: str, prompt: str | list[int] | ChatPrompt) -> list[int]:
         self.encoded.append(prompt)

@@ -152,6 +152,16 @@ def test_an_answer_is_the_text_behind_its_prompt_whoever_goes_on_with_it(
     with_rig(data_dir, scene)
 
 
+def test_ignored_fields_are_counted_by_label(data_dir: DataDir, deployed: Deployed) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        rig.gateway.count_ignored_fields(["store", "other", "other"])
+        name, metrics = "hearth_ignored_fields_total", rig.gateway.metrics
+        assert metrics.get_sample_value(name, {"field": "other"}) == 2
+        assert metrics.get_sample_value(name, {"field": "store"}) == 1
+
+    with_rig(data_dir, scene)
+
+
 def test_a_stop_string_ends_the_answer_and_frees_the_worker(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()

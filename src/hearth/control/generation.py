@@ -19,6 +19,7 @@ class ChatPrompt:
 
     messages: Sequence[Message]
     tools: Sequence[Json] | None = None
+    has_turn: bool = True  #: the prompt ends with the beginning of the assistant's turn
     extra: dict[str, Json] = field(default_factory=dict)
 
 
