@@ -38,6 +38,7 @@ from hearth.errors import (
     PromptTooLong,
 )
 from hearth.llm import Delta, Prompt
+from hearth.text.tokenizer import Tokenizer
 from hearth.types import FinishReason
 from tests.engine.harness import assert_greedy, engine_for, reference_logits
 from tests.models.zoo import build
@@ -120,6 +121,20 @@ def test_tokens_are_the_best_by_transformers_and_text_is_theirs(llm: LLM) -> Non
     assert len(completion.token_ids) == 12
     assert completion.text == text_of(completion.token_ids)
     assert (completion.finish_reason, completion.logprobs) == (LENGTH, None)
+
+
+def test_a_completion_is_the_text_behind_its_prompt(tmp_path: Path) -> None:
+    backend = tokenizer()
+    backend.decoder = decoders.Metaspace(replacement="!")  # which drops the space that a text begins with
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (space,) = backend.encode("!").ids
+    params = greedy(3, allowed_token_ids=[space])
+
+    with LLM.over(engine_for(NAME), Tokenizer.load(tmp_path)) as llm:
+        (completion,) = llm.generate("Once upon", params)
+        streamed = "".join(delta.text for delta in llm.stream("Once upon", params))
+
+    assert completion.text == streamed == "   "
 
 
 def test_text_and_its_token_ids_are_the_same_prompt(llm: LLM) -> None:

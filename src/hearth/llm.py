@@ -214,7 +214,9 @@ class LLM:
         return self._tokenizer
 
     def _transcript(self, request: EngineRequest) -> Transcript | None:
-        return None if self._tokenizer is None else Transcript(self._tokenizer, request.sampling)
+        if self._tokenizer is None:
+            return None
+        return Transcript(self._tokenizer, request.sampling, request.prompt)
 
 
 @dataclass(slots=True)

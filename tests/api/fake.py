@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter
 
@@ -40,15 +41,18 @@ def tokens_of(
 ) -> list[TokenDelta]:
     """Return a token per text; the last one ends the answer."""
     ids = tokens if tokens is not None else range(300, 300 + len(texts))
-    made = [TokenDelta(text, token, None, None) for text, token in zip(texts, ids, strict=True)]
-    last = made[-1]
-    return [*made[:-1], TokenDelta(last.text, last.token, last.logprobs, finish)]
+    offsets = accumulate(map(len, texts), initial=0)
+    made = [
+        TokenDelta(text, token, None, None, offset)
+        for text, token, offset in zip(texts, ids, offsets, strict=False)
+    ]
+    return [*made[:-1], replace(made[-1], finish_reason=finish)]
 
 
 def with_logprobs(made: Sequence[TokenDelta]) -> list[TokenDelta]:
     """Tokens with a logprob of -0.5, token 301 as the best one, token 302 as impossible."""
     top = (TokenLogprob(301, -0.25), TokenLogprob(302, float("-inf")))
-    return [TokenDelta(one.text, one.token, TokenLogprobs(-0.5, top), one.finish_reason) for one in made]
+    return [replace(one, logprobs=TokenLogprobs(-0.5, top)) for one in made]
 
 
 class FakeKeys:
@@ -76,6 +80,7 @@ class FakeGateway:
     callers: list[Caller] = field(default_factory=list)  #: of requests and explanations
     encoded: list[str | list[int] | ChatPrompt] = field(default_factory=list)
     streams: list[AnswerStream] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     on_cancel: Callable[[], None] = lambda: None
     explanation: Explanation | None = None
@@ -101,6 +106,9 @@ class FakeGateway:
         self.streams.append(stream)
         self.script(stream)
         return stream
+
+    def count_ignored_fields(self, labels: Sequence[str]) -> None:
+        self.ignored += labels
 
     async def encode(self, name: str, prompt: str | list[int] | ChatPrompt) -> list[int]:
         self.encoded.append(prompt)

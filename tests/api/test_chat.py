@@ -96,6 +96,7 @@ def test_sampling_fields_reach_the_gateway(gateway: FakeGateway) -> None:
         **fields,
         stop=["a", "b"],
         stop_token_ids=[3],
+        allowed_token_ids=[5, 7],
         logit_bias={"5": -100},
         max_completion_tokens=9,
     )
@@ -103,6 +104,7 @@ def test_sampling_fields_reach_the_gateway(gateway: FakeGateway) -> None:
     sampling = gateway.requests[0].sampling
     assert {name: getattr(sampling, name) for name in fields} == fields
     assert (sampling.stop_strings, sampling.stop_ids) == (("a", "b"), (3,))
+    assert sampling.allowed_token_ids == (5, 7)
     assert (sampling.bias_by_token, sampling.max_tokens, sampling.logprobs) == ({5: -100}, 9, None)
 
 

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from hearth.api import answer as answer_module
+from hearth.text.detokenizer import prompt_text
 from hearth.text.tokenizer import Tokenizer
 from tests.api.conftest import complete, events
 from tests.api.fake import FakeGateway, tokens_of, with_logprobs
@@ -55,18 +57,37 @@ def test_echo_puts_the_prompt_first(gateway: FakeGateway) -> None:
     assert texts == ["The house", "Hel", "lo", ""]
 
 
+def test_an_echo_leaves_half_a_character_to_the_answer_that_completes_it(gateway: FakeGateway) -> None:
+    tokens = gateway.tokenizer_.encode("a鬱")
+    gateway.script = lambda stream: stream.put(tokens_of("鬱", tokens=tokens[-1:]))
+
+    (choice,) = complete(gateway, prompt=tokens[:-1], echo=True).json()["choices"]
+
+    assert choice["text"] == "a鬱"
+
+
+def test_an_echo_shows_the_special_tokens_that_the_answer_shows(gateway: FakeGateway) -> None:
+    tokens = gateway.tokenizer_.encode("<s>The house")
+
+    texts = [
+        complete(gateway, prompt=tokens, echo=True, skip_special_tokens=skip).json()["choices"][0]["text"]
+        for skip in (True, False)
+    ]
+
+    assert texts == ["The houseHello", "<s>The houseHello"]
+
+
 def test_a_long_prompt_is_echoed_once_for_all_its_answers(
     gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = gateway.tokenizer_.encode("The house " * 500)
     threads: list[threading.Thread] = []
-    decode = Tokenizer.decode
 
-    def decoded(self: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def read(tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool) -> str:
         threads.append(threading.current_thread())
-        return decode(self, ids, skip_special_tokens)
+        return prompt_text(tokenizer, prompt, skip_special_tokens)
 
-    monkeypatch.setattr(Tokenizer, "decode", decoded)
+    monkeypatch.setattr(answer_module, "prompt_text", read)
     answer = complete(gateway, prompt=[tokens, tokens[:2]], n=3, echo=True).json()
 
     assert [choice["text"][:4] for choice in answer["choices"][::3]] == [

@@ -200,6 +200,13 @@ def test_doctor_names_the_fallbacks_of_pools(
     assert told.endswith("1 restarts, fallback address: 1 at another address than planned")
 
 
+def test_doctor_names_settings_of_models_that_are_not_deployed(hearth: Hearth, data_dir: Path) -> None:
+    report = json.loads(hearth("doctor", "--json", "--set", "models.nosuch.pinned=true").out)
+    (note,) = (note for note in report["notes"] if "nosuch" in note)
+    assert note.startswith("the settings in [models.nosuch] are not used")
+    assert note.endswith("deploy one with `hearth deploy SOURCE`")
+
+
 def test_doctor_says_that_no_service_runs(hearth: Hearth, data_dir: Path) -> None:
     shown = hearth("doctor").out
     assert "not running" in shown

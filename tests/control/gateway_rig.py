@@ -111,6 +111,7 @@ def emit(rig: GatewayRig, link: RecordingLink, *tokens: int, finished: bool = Fa
         for run, request in runs.items():
             request.emitted.append(token)
             text = request.transcript.push(token, reasons.get(run))
-            decoded.append(DecodedToken(request, TokenDelta(text.text, token, None, text.finish_reason)))
+            delta = TokenDelta(text.text, token, None, text.finish_reason, text.offset)
+            decoded.append(DecodedToken(request, delta))
         step = StepDone(ModelId("tiny"), list(runs), [token] * len(runs), reasons)
         rig.driver.receive(DecodedFact(link, 0, step, decoded))  # type: ignore[arg-type] # as much of a link as is needed

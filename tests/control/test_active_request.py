@@ -33,7 +33,7 @@ def request_of(tokenizer: Tokenizer, name: str, model: ModelId = A) -> ActiveReq
         salt=b"",
         guide=None,
         stream=AnswerStream(request_id, model, tokenizer, 1, lambda: None),
-        transcript=Transcript(tokenizer, params),
+        transcript=Transcript(tokenizer, params, (1,)),
     )
 
 

@@ -70,7 +70,7 @@ def active(tokenizer: Tokenizer, run: int, kind: type[Transcript] = Transcript) 
         salt=b"",
         guide=None,
         stream=AnswerStream(request_id, MODEL, tokenizer, 1, lambda: None),
-        transcript=kind(tokenizer, params),
+        transcript=kind(tokenizer, params, (1,)),
     )
 
 

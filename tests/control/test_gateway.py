@@ -161,6 +161,24 @@ def test_requests_of_one_group_have_its_salt_and_those_of_another_have_another(
     with_rig(data_dir, scene)
 
 
+def test_an_answer_is_the_text_behind_its_prompt_whoever_goes_on_with_it(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        first = rig.join()
+        stream = await rig.gateway.submit(ask("!!"), ANYBODY)
+        emit(rig, first, 5)
+        rig.receive(first, None)
+        emit(rig, rig.join(), 6, 7, finished=True)
+        prompt = await rig.gateway.encode("tiny", "!!")
+        answer = "".join(piece.text for piece in await stream.next())
+        # A tokenizer without a decoder has a space between all tokens, so also before those of the answer.
+        assert "! !" + answer == stream.tokenizer.decode([*prompt, 5, 6])  # the last one ends it unseen
+        assert answer.startswith(" ")
+
+    with_rig(data_dir, scene)
+
+
 def test_a_salt_is_guessed_from_no_name_and_written_nowhere(
     data_dir: DataDir, deployed: Deployed, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -196,6 +214,16 @@ def test_a_request_is_explained_to_its_own_group_and_to_monitors(
         told = [rig.gateway.explain(stream.request_id, caller) for caller in (ADA, AMY, monitor, BOB)]
         assert [one is not None for one in told] == [True, True, True, False]
         rig.gateway.end_all()
+
+    with_rig(data_dir, scene)
+
+
+def test_ignored_fields_are_counted_by_label(data_dir: DataDir, deployed: Deployed) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        rig.gateway.count_ignored_fields(["store", "other", "other"])
+        name, metrics = "hearth_ignored_fields_total", rig.gateway.metrics
+        assert metrics.get_sample_value(name, {"field": "other"}) == 2
+        assert metrics.get_sample_value(name, {"field": "store"}) == 1
 
     with_rig(data_dir, scene)
 

@@ -190,12 +190,25 @@ def test_names_and_aliases_lead_to_the_model() -> None:
         ({"tiny": ("Other-1.0",)}, "the alias `Other-1.0` of model `tiny` means model `Other-1.0` too"),
         ({"tiny": ("a",), "Other-1.0": ("a",)}, "the alias `a` of model `Other-1.0` means model `tiny` too"),
         ({"absent": ("tiny",)}, "the alias `tiny` of model `absent` means model `tiny` too"),
+        ({"tiny": ("t",), "t": ()}, "the alias `t` of model `tiny` means model `t` too"),
     ],
 )
 def test_an_alias_that_means_two_models_is_refused(configs: dict[str, tuple[str, ...]], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Names([TINY, OTHER], {name: ModelConfig(aliases=aliases) for name, aliases in configs.items()})
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["org/tiny", "a..b", "", "x" * 65])
+def test_settings_that_no_model_can_have_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"no model can have the settings in \[models\."):
+        Names([TINY], {name: ModelConfig()})
+
+
+def test_settings_wait_for_a_model_that_is_not_deployed_and_say_so() -> None:
+    names = Names([TINY], {"tiny": ModelConfig(), "tinny": ModelConfig(), "other": ModelConfig()})
+
+    assert names.waiting() == {"tinny": "did you mean `tiny`?", "other": "deployed: tiny"}
 
 
 def test_an_alias_that_repeats_itself_or_its_model_does_no_harm() -> None:

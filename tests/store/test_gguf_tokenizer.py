@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hearth.errors import BadCheckpoint, BadTokenizer
 from hearth.store.gguf import open_gguf
+from hearth.text.detokenizer import Detokenizer, prompt_text
 from hearth.text.tokenizer import Tokenizer
 from tests.store.gguf_files import (
     ADDED,
@@ -342,6 +343,15 @@ def test_sentence_piece_tokens_spell_the_text_again(llama2: Pair) -> None:
     decoded = [llama2.ours.decode(llama2.ours.encode(text)) for text in plain]
 
     assert decoded == plain
+
+
+def test_an_output_continues_the_text_of_its_prompt(llama2: Pair, pairs: dict[str, Pair]) -> None:
+    for tokenizer in (llama2.ours, pairs["gpt-2"].ours):
+        ids = tokenizer.encode("the hearth 鬱 keeps the house warm")
+        for cut in range(len(ids) + 1):
+            detokenizer = Detokenizer(tokenizer, prompt=ids[:cut])
+            answer = "".join([*map(detokenizer.push, ids[cut:]), detokenizer.flush()])
+            assert prompt_text(tokenizer, ids[:cut]) + answer == tokenizer.decode(ids)
 
 
 def test_the_prefix_space_can_be_switched_off(tmp_path: Path, sentence_piece: dict[str, object]) -> None:

@@ -119,6 +119,21 @@ def metaspace() -> Backend:
     return backend
 
 
+def unigram() -> Backend:
+    """Make a tokenizer of likelihoods, with bytes for characters that have no token."""
+    backend = Backend(models.Unigram())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=300, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    scores = [(token, score) for token, score in json.loads(backend.to_str())["model"]["vocab"]]
+    pieces = [*scores, *((f"<0x{byte:02X}>", -20.0) for byte in range(256))]
+    backend.model = models.Unigram(pieces, unk_id=0, byte_fallback=True)
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    return backend
+
+
 def word_ends() -> Backend:
     """Make a tokenizer whose decoder makes the end of a word a space unless it is the last."""
     backend = Backend(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
@@ -137,6 +152,7 @@ KINDS: dict[str, Callable[[], Backend]] = {
     "byte_fallback_with_metaspace": byte_fallback_with_metaspace,
     "word_piece": word_piece,
     "metaspace": metaspace,
+    "unigram": unigram,
     "word_ends": word_ends,
 }
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
-from hearth.text.detokenizer import REPLACEMENT, Detokenizer
-from hearth.text.tokenizer import Tokenizer
+from hearth.text.detokenizer import Detokenizer, prompt_text
+from hearth.text.tokenizer import REPLACEMENT, Tokenizer
 
 KINDS = [
     "byte_level",
@@ -18,10 +18,11 @@ KINDS = [
     "byte_fallback_with_metaspace",
     "word_piece",
     "metaspace",
+    "unigram",
     "word_ends",
 ]
 #: Here a run of byte tokens that is not UTF-8 spoils itself as a whole in `Tokenizer.decode`.
-SPOILS_RUNS = {"byte_fallback", "byte_fallback_with_metaspace"}
+SPOILS_RUNS = {"byte_fallback", "byte_fallback_with_metaspace", "unigram"}
 
 random_ids = st.lists(st.integers(min_value=0, max_value=700), max_size=40)
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
@@ -75,6 +76,64 @@ def test_every_language_gives_the_text_of_decode(
     streamed = ["".join(pieces(Detokenizer(tokenizers[kind]), ids)) for ids in encoded]
 
     assert streamed == [tokenizers[kind].decode(ids) for ids in encoded]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=any_text, cut=st.floats(min_value=0, max_value=1))
+def test_prompt_and_output_are_together_the_text_of_decode(
+    tokenizers: dict[str, Tokenizer], kind: str, text: str, cut: float
+) -> None:
+    tokenizer = tokenizers[kind]
+    ids = tokenizer.encode("the house " + text + " keeps 鬱 warm")
+    prompt, output = ids[: round(cut * len(ids))], ids[round(cut * len(ids)) :]
+
+    answer = "".join(pieces(Detokenizer(tokenizer, prompt=prompt), output))
+
+    assert prompt_text(tokenizer, prompt) + answer == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - SPOILS_RUNS))
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@given(prompt=random_ids, output=random_ids)
+def test_any_prompt_and_any_output_are_together_the_text_of_decode(
+    tokenizers: dict[str, Tokenizer],
+    kind: str,
+    skip_special_tokens: bool,
+    prompt: list[int],
+    output: list[int],
+) -> None:
+    tokenizer = tokenizers[kind]
+
+    answer = "".join(pieces(Detokenizer(tokenizer, skip_special_tokens, prompt), output))
+
+    begun = prompt_text(tokenizer, prompt, skip_special_tokens)
+    assert begun + answer == tokenizer.decode(prompt + output, skip_special_tokens)
+
+
+@pytest.mark.parametrize("kind", sorted(SPOILS_RUNS))
+@given(prompt=random_ids, output=random_ids)
+def test_the_end_of_a_prompt_is_all_that_its_output_depends_on(
+    tokenizers: dict[str, Tokenizer], kind: str, prompt: list[int], output: list[int]
+) -> None:
+    tokenizer = tokenizers[kind]
+    whole = [token_id for token_id in prompt if not (tokenizer.token(token_id) or "").startswith("<0x")]
+    read_all = Detokenizer(tokenizer)
+    for token_id in whole:
+        read_all.push(token_id)
+
+    answer = pieces(Detokenizer(tokenizer, prompt=whole), output)
+
+    assert answer == pieces(read_all, output)
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"byte_level"}))
+def test_the_first_word_of_an_output_keeps_its_space(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer = tokenizers[kind]
+    prompt = tokenizer.encode("the house")
+    output = tokenizer.encode("the house warm")[len(prompt) :]
+
+    assert tokenizer.decode(output) == "warm"
+    assert "".join(pieces(Detokenizer(tokenizer, prompt=prompt), output)) == " warm"
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "byte_fallback_with_metaspace"])

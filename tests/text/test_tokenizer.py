@@ -63,6 +63,30 @@ def test_text_survives_the_way_there_and_back(
     assert returned == plain
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "metaspace", "unigram", "word_piece"])
+def test_the_bytes_of_tokens_are_what_they_add_to_a_text(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer = tokenizers[kind]
+    begun = tokenizer.encode("the house")
+    ids = tokenizer.encode("the house keeps the hearth. Le foyer réchauffe")
+
+    added = b"".join(map(tokenizer.token_bytes, ids[len(begun) :]))
+
+    assert added.decode() == tokenizer.decode(ids).removeprefix("the house")
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "byte_fallback_with_metaspace", "unigram"])
+def test_no_two_bytes_are_told_alike(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    spelt = [tokenizers[kind].token_bytes(token_id) for token_id in range(tokenizers[kind].vocab_size)]
+
+    assert {bytes([byte]) for byte in range(128, 256)} <= set(spelt)
+    assert "\ufffd".encode() not in spelt
+
+
+def test_special_tokens_are_told_by_name_and_unknown_ids_not_at_all(tokenizers: dict[str, Tokenizer]) -> None:
+    for tokenizer in tokenizers.values():
+        assert [tokenizer.token_bytes(token_id) for token_id in (2, 100_000)] == [b"</s>", b""]
+
+
 def test_special_tokens_are_added_and_skipped_on_request(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["byte_fallback"]
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from hearth.text.tokenizer import Tokenizer
@@ -16,10 +18,14 @@ def tokenizer(tokenizers: dict[str, Tokenizer]) -> Tokenizer:
 
 
 def read(
-    tokenizer: Tokenizer, ids: list[int], params: SamplingParams, last: FinishReason | None = LENGTH
+    tokenizer: Tokenizer,
+    ids: list[int],
+    params: SamplingParams,
+    last: FinishReason | None = LENGTH,
+    prompt: Sequence[int] = (),
 ) -> list[TextDelta]:
     """The pieces of an answer, the engine giving `last` with its last token; ends where a piece does."""
-    transcript, pieces = Transcript(tokenizer, params), []
+    transcript, pieces = Transcript(tokenizer, params, prompt), []
     for at, token in enumerate(ids, start=1):
         pieces.append(transcript.push(token, last if at == len(ids) else None))
         if pieces[-1].finish_reason is not None:
@@ -65,6 +71,31 @@ def test_a_stop_string_that_the_last_token_completes_is_a_stop(tokenizer: Tokeni
     pieces = read(tokenizer, tokenizer.encode("warm;"), SamplingParams(stop=";"), last=LENGTH)
 
     assert (text_of(pieces), pieces[-1].finish_reason) == ("warm", STOP)
+
+
+@pytest.mark.parametrize("kind", ["byte_fallback", "metaspace", "word_piece"])
+@pytest.mark.parametrize(("stop", "expected"), [((), " warm"), (("m",), " war"), ((" ",), "")])
+def test_an_answer_begins_with_the_space_that_divides_it_from_its_prompt(
+    tokenizers: dict[str, Tokenizer], kind: str, stop: tuple[str, ...], expected: str
+) -> None:
+    tokenizer = tokenizers[kind]
+    prompt = tokenizer.encode("the house")
+    output = tokenizer.encode("the house warm")[len(prompt) :]
+
+    pieces = read(tokenizer, output, SamplingParams(stop=stop), prompt=prompt)
+
+    assert text_of(pieces) == expected
+
+
+def test_an_offset_is_where_a_tokens_own_text_begins(tokenizer: Tokenizer) -> None:
+    ids = [*tokenizer.encode("ho"), *tokenizer.encode("ho"), *tokenizer.encode("鬱"), *tokenizer.encode("x")]
+    starts = [len(tokenizer.decode(ids[:at]).rstrip("\ufffd")) for at in range(len(ids))]
+
+    pieces = read(tokenizer, ids, SamplingParams(stop=["hoho!", "鬱xx"]))
+
+    assert text_of(pieces) == "hoho鬱x"
+    assert not text_of(pieces[:3])
+    assert [piece.offset for piece in pieces] == starts
 
 
 def test_half_a_stop_string_is_held_back_and_given_at_the_end(tokenizer: Tokenizer) -> None:

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from hearth.api.answer import SSE_HEADERS, WAITING, unless_gone
 from hearth.api.answer_spec import CHAT, COMPLETION
-from hearth.api.body import Strict, Text
+from hearth.api.body import OwnBody, Text
 from hearth.api.errors import hearth_error_object
 from hearth.api.guard import MODELS_PATH, caller_of
 from hearth.api.openai import as_json
@@ -36,7 +36,7 @@ _EVENTS: dict[int | str, dict[str, object]] = {
 }
 
 
-class DeployBody(Strict):
+class DeployBody(OwnBody):
     source: Text = Field(
         min_length=1, max_length=4096, description="A directory, a GGUF file, hf:ORG/NAME, or a URL."
     )
@@ -46,7 +46,7 @@ class DeployBody(Strict):
     overwrite: bool = Field(False, description="Replace a model of that name.")
 
 
-class UnloadBody(Strict):
+class UnloadBody(OwnBody):
     free: bool = Field(False, description="Drop it from memory, instead of merely allowing that.")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,9 +19,11 @@ from starlette.types import Receive, Scope, Send
 from hearth.api.answer_spec import CHAT, AnswerSpec
 from hearth.api.errors import hearth_error_object, request_id_headers
 from hearth.api.sse import EventWriter, call_id, finish_reason, identity
+from hearth.api.unread_fields import ignored_fields_header
 from hearth.control.caller import Caller
 from hearth.control.generation import AnswerStream, TokenDelta
 from hearth.errors import HearthError
+from hearth.text.detokenizer import prompt_text
 from hearth.text.tool_calls import ToolCall
 
 if TYPE_CHECKING:
@@ -58,8 +61,8 @@ class Answer(Response):
                 await self._stream(streams, send)
             else:
                 body = msgspec.json.encode(await self._whole(streams))
-                headers = request_id_headers([stream.request_id for stream in streams])
-                await Response(body, 200, headers, "application/json")(scope, receive, send)
+                answer = Response(body, 200, self._own_headers(streams), "application/json")
+                await answer(scope, receive, send)
         finally:
             for stream in streams:
                 stream.close()
@@ -100,7 +103,9 @@ class Answer(Response):
                     return
                 deltas = await stream.next(self._heartbeat_s)
 
-        await send({"type": "http.response.start", "status": 200, "headers": _sse_headers(streams)})
+        headers = SSE_HEADERS | self._own_headers(streams)
+        raw_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw_headers})
         echoes = await self._echoes(streams)
         await write(b"".join(writer.first(echo) for writer, echo in zip(writers, echoes, strict=True)))
         failure: HearthError | None = None
@@ -166,12 +171,16 @@ class Answer(Response):
         for request in self._spec.requests[:: self._spec.num_answers]:
             prompt = request.prompt
             if isinstance(prompt, list):
-                decode = streams[0].tokenizer.decode
-                is_long = len(prompt) > MANY_TOKENS
-                prompt = await asyncio.to_thread(decode, prompt) if is_long else decode(prompt)
+                skips_special = request.sampling.skip_special_tokens
+                read = partial(prompt_text, streams[0].tokenizer, prompt, skips_special)
+                prompt = await asyncio.to_thread(read) if len(prompt) > MANY_TOKENS else read()
             assert isinstance(prompt, str), "only texts and tokens are echoed"
             echoes += [prompt] * self._spec.num_answers
         return echoes
+
+    def _own_headers(self, streams: Sequence[AnswerStream]) -> dict[str, str]:
+        request_ids = [stream.request_id for stream in streams]
+        return request_id_headers(request_ids) | ignored_fields_header(self._spec.ignored_fields)
 
     def _usage(self, streams: Sequence[AnswerStream], num_tokens: int) -> dict[str, object]:
         """Return the counts of tokens; a prompt counts once, however many answers it has."""
@@ -201,11 +210,6 @@ async def unless_gone(receive: Receive, work: Coroutine[object, object, None]) -
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _sse_headers(streams: Sequence[AnswerStream]) -> list[tuple[bytes, bytes]]:
-    headers = SSE_HEADERS | request_id_headers([stream.request_id for stream in streams])
-    return [(name.encode(), value.encode()) for name, value in headers.items()]
 
 
 def _call(call: ToolCall) -> dict[str, object]:

@@ -78,6 +78,7 @@ class AnswerSpec:
     fingerprint: str
     tool_use: ToolUse | None = None
     is_echo: bool = False  #: an answer begins with its prompt
+    ignored_fields: tuple[str, ...] = ()  #: of the request, by the names that the client gave them
 
     @property
     def has_logprobs(self) -> bool:

@@ -1,17 +1,29 @@
 """The fields that the bodies of chat and plain completions share, with types and ranges of OpenAI's API.
 
-Fields that nobody here knows are accepted, as OpenAI does. Every list stops at its first fault: to find all
-of them in a large body would take the event loop seconds. Starts nothing.
+Fields that nobody here knows are accepted unless they would change the answer: see `unread_fields.py`. Every
+list stops at its first fault: to find all of them in a large body would take the event loop seconds. Starts
+nothing.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Literal
+from difflib import get_close_matches
+from itertools import islice
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
+from hearth.api.unread_fields import (
+    MAX_IGNORED,
+    REFUSED_FIELD,
+    RESPONSE_FORMAT,
+    UnsupportedField,
+    refused,
+)
 from hearth.config import parse_duration
 from hearth.errors import BadSampling, ConfigError
 from hearth.messages import GuideOrder
@@ -45,9 +57,48 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
 class Strict(BaseModel):
-    """A part of a body: no text where a number is due, and unknown fields are let through."""
+    """A part of a body: no text where a number is due; unknown fields are let through, save `unsupported`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+    unsupported: ClassVar[Mapping[str, UnsupportedField]] = {}
+
+    @model_validator(mode="after")
+    def _refuse_unsupported(self) -> Self:
+        if self.model_extra and (name := refused(self.model_extra, self.unsupported)) is not None:
+            instead = self.unsupported[name].instead
+            raise _refusal(name, f"is not supported, and it would change the answer; {instead}")
+        return self
+
+    def ignored(self, prefix: str) -> Iterator[str]:
+        """Yield the names of the fields that nothing reads, behind `prefix`; null asks for nothing."""
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and name not in self.unsupported:
+                yield prefix + name
+
+
+class OwnBody(Strict):
+    """A body of Hearth's own routes: no client sends fields of another server there, so all must be known."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, body: object) -> object:
+        unknown = [] if not isinstance(body, dict) else sorted(body.keys() - cls.model_fields.keys())
+        if unknown:
+            nearest = get_close_matches(unknown[0][:128], cls.model_fields, n=1)
+            known = ", ".join(f"`{name}`" for name in cls.model_fields)
+            raise _refusal(
+                unknown[0],
+                "is not known; " + (f"did you mean `{nearest[0]}`?" if nearest else f"known are: {known}"),
+            )
+        return body
+
+
+def _refusal(field: str, reason: str) -> PydanticCustomError:
+    """Return pydantic's error for a field; pydantic itself cannot hold half characters."""
+    whole = field.encode(errors="replace").decode()
+    return PydanticCustomError(REFUSED_FIELD, "{reason}", {"field": whole, "reason": reason})
 
 
 class StreamOptions(Strict):
@@ -56,10 +107,14 @@ class StreamOptions(Strict):
 
 class JsonSchema(Strict):
     name: str | None = None
+    description: str | None = None
+    strict: bool | None = Field(None, description="Accepted; the schema is always kept.")
     schema_: dict[str, object] = Field(alias="schema", description="The schema that the output is held to.")
 
 
 class ResponseFormat(Strict):
+    unsupported: ClassVar[Mapping[str, UnsupportedField]] = RESPONSE_FORMAT
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -96,6 +151,7 @@ class Body(Strict):
     min_tokens: int | None = Field(None, ge=0, le=MAX_INT)
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
 
@@ -113,6 +169,20 @@ class Body(Strict):
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        """The fields that nothing reads: one more than are told at most, if there are that many."""
+        return tuple(islice(self._ignored_fields(), MAX_IGNORED + 1))
+
+    def _ignored_fields(self) -> Iterator[str]:
+        yield from self.ignored("")
+        if self.stream_options is not None:
+            yield from self.stream_options.ignored("stream_options.")
+        if self.response_format is not None:
+            yield from self.response_format.ignored("response_format.")
+            if self.response_format.json_schema is not None:
+                yield from self.response_format.json_schema.ignored("response_format.json_schema.")
+
     def keep_alive_s(self) -> float | None:
         if self.keep_alive is None:
             return None
@@ -123,6 +193,11 @@ class Body(Strict):
 
     def guide(self) -> GuideOrder | None:
         match self.response_format:
+            case ResponseFormat(type="text" | "json_object", json_schema=JsonSchema()):
+                raise BadSampling(
+                    f"`response_format` of type `{self.response_format.type}` takes no `json_schema`; use "
+                    "the type `json_schema`, or leave the schema out"
+                )
             case None | ResponseFormat(type="text"):
                 return None
             case ResponseFormat(type="json_object"):
@@ -140,7 +215,7 @@ class Body(Strict):
 _SAMPLING = (
     *("temperature", "top_p", "stop", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p"),
     *("repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"),
-    "skip_special_tokens",
+    *("skip_special_tokens", "allowed_token_ids"),
 )
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
+from hearth.api import unread_fields
 from hearth.api.answer_spec import CHAT, AnswerSpec, ToolUse
 from hearth.api.body import MAX_INT, Body, Strict, Text, seeds
+from hearth.api.unread_fields import UnsupportedField
 from hearth.control.generation import ChatPrompt, GenerationRequest
 from hearth.errors import BadPrompt, BadSampling
 from hearth.messages import GuideOrder
@@ -45,6 +47,8 @@ class CalledTool(Strict):
 
 
 class MessageBody(Strict):
+    unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.MESSAGE
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
         Text
@@ -85,6 +89,7 @@ class MessageBody(Strict):
 class FunctionBody(Strict):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     description: Text | None = None
+    strict: bool | None = Field(None, description="Kept where `tool_choice` demands a call.")
     parameters: dict[str, JsonValue] | None = Field(None, description="A JSON schema.")
 
 
@@ -105,6 +110,8 @@ class NamedTool(Strict):
 class ChatBody(Body):
     """A conversation and how it is to be answered."""
 
+    unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.CHAT
+
     messages: list[MessageBody] = Field(
         fail_fast=True, min_length=1, max_length=16_384, description="The conversation so far."
     )
@@ -120,6 +127,9 @@ class ChatBody(Body):
     parallel_tool_calls: bool | None = Field(None, description="Whether one answer may hold several calls.")
     chat_template_kwargs: dict[str, JsonValue] | None = Field(
         None, description="Further variables of the chat template."
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="False: the prompt ends with the last message, not with the beginning of an answer."
     )
 
     @property
@@ -145,6 +155,7 @@ class ChatBody(Body):
         chat = ChatPrompt(
             messages=[message.message(index) for index, message in enumerate(self.messages)],
             tools=None if tools is None else tools.shown(),
+            has_turn=self.add_generation_prompt is not False,
             extra=dict(self.chat_template_kwargs or {}),
         )
         keep_alive_s = self.keep_alive_s()
@@ -159,7 +170,13 @@ class ChatBody(Body):
             includes_usage=self.includes_usage,
             fingerprint=fingerprint,
             tool_use=None if tools is None else tools.use(),
+            ignored_fields=self.ignored_fields,
         )
+
+    def _ignored_fields(self) -> Iterator[str]:
+        if self.tool_choice in (None, "auto") and any(tool.function.strict for tool in self.tools or ()):
+            yield "tools.function.strict"
+        yield from super()._ignored_fields()
 
     def _check(self) -> None:
         if self.top_logprobs is not None and not self.logprobs:

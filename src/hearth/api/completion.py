@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from hearth.api import unread_fields
 from hearth.api.answer_spec import COMPLETION, AnswerSpec
 from hearth.api.body import Body, Text, TokenId, seeds
+from hearth.api.unread_fields import UnsupportedField
 from hearth.control.generation import GenerationRequest
 from hearth.errors import BadPrompt, BadSampling
 
@@ -22,6 +25,8 @@ Tokens = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length
 
 class CompletionBody(Body):
     """Prompts and how they are to be continued."""
+
+    unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.COMPLETION
 
     prompt: (
         Text
@@ -61,6 +66,7 @@ class CompletionBody(Body):
             includes_usage=self.includes_usage,
             fingerprint=fingerprint,
             is_echo=bool(self.echo),
+            ignored_fields=self.ignored_fields,
         )
 
     def _check(self) -> None:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import Response
 
+from hearth.api.unread_fields import REFUSED_FIELD
 from hearth.errors import HearthError, Overloaded
 
 
@@ -97,16 +98,24 @@ async def on_invalid_body(request: Request, error: Exception) -> Response:
     # Of a value that might be of several kinds, the kind that it is but for its length was meant, or else the
     # one that fits deepest.
     fault, path = max(faults, key=lambda pair: (pair[0]["type"] == "too_long", len(pair[1])))
+    if fault["type"] == REFUSED_FIELD:
+        param = _param([*path, fault["ctx"]["field"]])
+        return error_response(400, f"`{param:.80}` {fault['msg']}", "unsupported_parameter", param[:80])
     what = str(fault["msg"]).removeprefix("Value error, ")
     if fault["type"] == "json_invalid":
         return error_response(400, f"the body is not valid JSON: {fault['ctx']['error']}", "bad_request")
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+    param = _param(path)
     message = f"`{param or 'body'}`: {what[:1].lower()}{what[1:]}"
     if not path and error.body is None:
         message = "the request needs a JSON body with `content-type: application/json`"
     elif fault["type"] not in ("missing", "value_error"):
         message += f", given: {_given(fault['input'])}"
     return error_response(400, message, "bad_request", param or None)
+
+
+def _param(path: Sequence[int | str]) -> str:
+    """Spell the path to a field: `messages[0].content`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
 def _given(value: object) -> str:

@@ -12,8 +12,8 @@ from hearth.types import TokenLogprobs
 LEAST = -9999.0
 
 
-def chat_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], offset: int) -> object:
-    """Return the logprobs of tokens as chat has them; `offset` is only of use to `completion_logprobs`."""
+def chat_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], num_echoed: int) -> object:
+    """Return the logprobs of tokens as chat has them; it echoes nothing, unlike `completion_logprobs`."""
     content = []
     for delta in deltas:
         if delta.logprobs is not None:
@@ -23,8 +23,8 @@ def chat_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], offset: in
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], offset: int) -> object:
-    """Return the logprobs of tokens as completions have them, whose text begins at character `offset`."""
+def completion_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], num_echoed: int) -> object:
+    """Return the logprobs of tokens as completions have them, behind a prompt of `num_echoed` characters."""
     tokens: list[str] = []
     own: list[float] = []
     best: list[dict[str, float]] = []
@@ -34,8 +34,7 @@ def completion_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], offs
             tokens.append(_name(tokenizer, delta.token))
             own.append(_bounded(delta.logprobs.logprob))
             best.append(_best(tokenizer, delta.token, delta.logprobs))
-            offsets.append(offset)
-        offset += len(delta.text)
+            offsets.append(num_echoed + delta.offset)
     return {"tokens": tokens, "token_logprobs": own, "top_logprobs": best, "text_offset": offsets}
 
 
@@ -46,25 +45,18 @@ def _best(tokenizer: Tokenizer, token: int, logprobs: TokenLogprobs) -> dict[str
 
 
 def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, object]:
-    spelt = _spelt(tokenizer, token)
+    spelt = tokenizer.token_bytes(token)
     text = spelt.decode("utf-8", "replace")
     return {"token": text, "logprob": _bounded(logprob), "bytes": list(spelt)}
 
 
 def _name(tokenizer: Tokenizer, token: int) -> str:
     """Return the token's text; half a character is spelt in bytes, so that no two tokens have one name."""
-    spelt = _spelt(tokenizer, token)
+    spelt = tokenizer.token_bytes(token)
     try:
         return spelt.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt)
-
-
-def _spelt(tokenizer: Tokenizer, token: int) -> bytes:
-    name = tokenizer.token(token)
-    if tokenizer.spelling is not None and name is not None and token not in tokenizer.special_ids:
-        return tokenizer.spelling.bytes_of(name)
-    return tokenizer.decode([token], skip_special_tokens=False).encode("utf-8", "replace")
 
 
 def _bounded(logprob: float) -> float:

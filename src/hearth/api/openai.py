@@ -10,10 +10,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from hearth.api.answer import Answer
+from hearth.api.answer_spec import AnswerSpec
 from hearth.api.body import Body
 from hearth.api.chat import ChatBody
 from hearth.api.completion import CompletionBody
 from hearth.api.guard import caller_of
+from hearth.api.unread_fields import metric_labels
 from hearth.control.views import ModelView
 from hearth.errors import Forbidden
 
@@ -41,20 +43,25 @@ def openai_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
     async def complete(body: CompletionBody, request: Request) -> Response:
         _check_pin(body, request)
         spec = body.answer_spec(_fingerprint(gateway, body.model))
-        return Answer(gateway, spec, caller_of(request), heartbeat_s)
+        return _answer(gateway, spec, request, heartbeat_s)
 
     @routes.post("/chat/completions", summary="Answer a conversation", responses=_ANSWER)
     async def chat(body: ChatBody, request: Request) -> Response:
         _check_pin(body, request)
         fingerprint = _fingerprint(gateway, body.model)
         tokenizer = await gateway.tokenizer(body.model) if body.uses_tools else None
-        return Answer(gateway, body.answer_spec(fingerprint, tokenizer), caller_of(request), heartbeat_s)
+        return _answer(gateway, body.answer_spec(fingerprint, tokenizer), request, heartbeat_s)
 
     return routes
 
 
 def as_json(value: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def _answer(gateway: Gateway, spec: AnswerSpec, request: Request, heartbeat_s: float) -> Answer:
+    gateway.count_ignored_fields(metric_labels(spec.ignored_fields))
+    return Answer(gateway, spec, caller_of(request), heartbeat_s)
 
 
 def _check_pin(body: Body, request: Request) -> None:

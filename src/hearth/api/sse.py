@@ -55,7 +55,7 @@ class EventWriter:
         self._after = format.after_text + self._end
         #: Tokens since the last event, whose logprobs the next event carries.
         self._unsent: list[TokenDelta] = []
-        self._num_chars = 0  #: of the text before `_unsent`
+        self._num_echoed = 0  #: characters of the prompt that the answer began with
         self._num_calls = 0
         self.num_tokens = 0
 
@@ -63,7 +63,7 @@ class EventWriter:
         """Return the events that a choice begins with; `echo`: its prompt, where that is asked for."""
         parts = [] if self._format.first is None else [self._begin + self._format.first + self._end]
         if echo:
-            self._num_chars = len(echo)
+            self._num_echoed = len(echo)
             parts.append(self._before + encode(echo) + self._after)
         return b"".join(parts)
 
@@ -116,8 +116,7 @@ class EventWriter:
         unsent, self._unsent = self._unsent, []
         logprobs = None
         if self._has_logprobs and unsent:
-            logprobs = self._format.logprobs(self._stream.tokenizer, unsent, self._num_chars)
-        self._num_chars += sum(len(delta.text) for delta in unsent)
+            logprobs = self._format.logprobs(self._stream.tokenizer, unsent, self._num_echoed)
         return b'%b%b,"logprobs":%b,"finish_reason":%b}]%b}\n\n' % (
             self._begin,
             json,

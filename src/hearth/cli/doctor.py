@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import typer
@@ -47,11 +47,13 @@ def doctor(
 
       hearth doctor --json
     """
-    store = configured(config, settings).store
+    resolved = configured(config, settings)
     with err.status("looking around"):
         from hearth.doctor import examine
 
-        report = examine(store)
+        report = examine(resolved.store)
+        unused = local_models.unused_settings(data_dir, resolved.models)
+        report = replace(report, notes=(*report.notes, *unused))
         service = _service(data_dir)
     if as_json:
         typer.echo(json.dumps({**asdict(report), "service": asdict(service)}))

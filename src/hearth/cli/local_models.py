@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hearth.config import HearthConfig, ServiceConfig
+from hearth.config import HearthConfig, ModelConfig, ServiceConfig
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
 from hearth.control.registry import Deployed, Names, Registry
@@ -59,6 +59,18 @@ def _looked(deployed: Deployed) -> UpstreamView | None:
     except HearthError as error:
         return upstream_view(deployed, known, has_looked=False, failure=str(error))
     return upstream_view(deployed, known, has_looked=True, failure=None)
+
+
+def unused_settings(data_dir: Path, configs: Mapping[str, ModelConfig]) -> list[str]:
+    """Return a note on each table of the configuration whose model is not deployed. Raises ConfigError."""
+    deployed: list[Deployed] = []
+    if DataDir(data_dir).registry_path.exists():
+        with Registry.open(DataDir.open(data_dir)) as registry:
+            deployed = registry.all()
+    return [
+        f"the settings in [models.{name}] are not used, for no model of that name is deployed: {hint}"
+        for name, hint in Names(deployed, configs).waiting().items()
+    ]
 
 
 def remove(data_dir: Path, name: str) -> None:

@@ -64,6 +64,8 @@ class Catalog:
         self._cuts: dict[str, int] = {}
         self._entries: dict[ModelId, CatalogEntry] = {}
         self.refresh()
+        for name, hint in self._names.waiting().items():
+            log.warning("settings_unused table=models.%s reason=not deployed; %s", name, hint)
 
     def refresh(self) -> None:
         """Read the registry again."""

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +71,7 @@ class Gateway:
         self._is_draining = False
         self._demand = demand
         self.metrics = metrics.registry
+        self._ignored_fields = metrics.ignored_fields
         self.keys = keys
         self.admin_token = secrets.token_urlsafe(32)
         #: The salts of groups follow from it. Kept nowhere else: cached prefixes end with the service, too.
@@ -111,7 +112,7 @@ class Gateway:
             salt=self._salt_of(caller.group),
             guide=wanted.guide,
             stream=stream,
-            transcript=Transcript(tokenizer, wanted.sampling),
+            transcript=Transcript(tokenizer, wanted.sampling, prompt),
         )
         self._observer.begin(timeline)
         self._driver.start(active, wanted.sampling.max_tokens, wanted.keep_alive_s)
@@ -119,6 +120,11 @@ class Gateway:
             raise stream.error
         self._demand.request_came(entry.deployed.digest)
         return stream
+
+    def count_ignored_fields(self, labels: Sequence[str]) -> None:
+        """Count fields of a request that nothing reads, by labels of a closed set."""
+        for label in labels:
+            self._ignored_fields.labels(label).inc()
 
     async def tokenizer(self, name: str) -> Tokenizer:
         return await self._tokenizer(self._deployments.find(name))

@@ -19,6 +19,7 @@ class ChatPrompt:
 
     messages: Sequence[Message]
     tools: Sequence[Json] | None = None
+    has_turn: bool = True  #: the prompt ends with the beginning of the assistant's turn
     extra: dict[str, Json] = field(default_factory=dict)
 
 
@@ -41,6 +42,7 @@ class TokenDelta:
     token: int
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None  #: nothing follows after one
+    offset: int  #: where the token's own text begins in the answer; `text` may lag behind
 
 
 class AnswerStream:

@@ -106,6 +106,9 @@ class Metrics:
         self.workers_lost = self._counter("hearth_workers_lost", "Workers that died or were killed.")
         self.resumes = self._counter("hearth_resumes", "Requests that went on on another worker.")
         self.preemptions = self._counter("hearth_preemptions", "Requests whose KV had to make room.")
+        self.ignored_fields = self._counter(
+            "hearth_ignored_fields", "Fields of requests that nothing reads.", "field"
+        )
         self.fallbacks = self._counter("hearth_fallbacks", "Ways that had to be gone around.", "what")
 
     def loaded(self, ready: ModelReady) -> None:

@@ -235,17 +235,19 @@ class Names:
     """The names that requests may call models by: their own, and aliases of the configuration."""
 
     def __init__(self, deployed: Iterable[Deployed], models: Mapping[str, ModelConfig]) -> None:
-        """Read the aliases; those of a model that is not deployed yet wait for it.
+        """Read the aliases; the settings of a model that is not deployed yet wait for it.
 
         Raises:
-            ConfigError: an alias means two models.
+            ConfigError: an alias means two models, or no model can have the name of a table.
         """
         self._by_name = {model.name: model for model in deployed}
         self._models = models
         self._name_by_alias: dict[str, str] = {}
         for name, config in models.items():
+            _check_table(name)
             for alias in config.aliases:
-                other = alias if alias in self._by_name else self._name_by_alias.get(alias, name)
+                is_own = alias in self._by_name or alias in models
+                other = alias if is_own else self._name_by_alias.get(alias, name)
                 if other != name:
                     raise ConfigError(
                         f"the alias `{alias}` of model `{name}` means model `{other}` too; give it to one"
@@ -259,6 +261,10 @@ class Names:
             raise self.unknown(name)
         return found
 
+    def waiting(self) -> dict[str, str]:
+        """Return the models whose settings wait until they are deployed, with hints at what was meant."""
+        return {name: self._hint(name) for name in self._models if name not in self._by_name}
+
     def unknown(self, name: str) -> UnknownModel:
         return UnknownModel(f"no model is deployed under `{name:.80}`; {self._hint(name)}")
 
@@ -270,3 +276,10 @@ class Names:
             return "none is; deploy one with `hearth deploy SOURCE`"
         more = ", ..." if len(known) > _MAX_LISTED else ""
         return f"deployed: {', '.join(sorted(known)[:_MAX_LISTED])}{more}"
+
+
+def _check_table(name: str) -> None:
+    try:
+        check_name(name)
+    except RequestError as error:
+        raise ConfigError(f"no model can have the settings in [models.{name:.80}]: {error}") from error

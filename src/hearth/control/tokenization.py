@@ -69,9 +69,9 @@ class PromptEncoder:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _render(self, tokenizer: Tokenizer, chat: ChatPrompt, max_chars: int) -> tuple[int, ...]:
-        extra = dict(chat.extra)
-        has_turn = extra.pop("add_generation_prompt", True) is not False
-        text = tokenizer.chat_text(chat.messages, chat.tools, has_turn, limit_s=self._template_s, **extra)
+        text = tokenizer.chat_text(
+            chat.messages, chat.tools, chat.has_turn, limit_s=self._template_s, **chat.extra
+        )
         _check_length(text, max_chars)
         return tuple(tokenizer.encode(text, add_special_tokens=False))  # the template has written those
 

@@ -2,43 +2,76 @@
 
 Does not look for stop strings and does not decide when a request ends.
 
-The text that comes out is what `Tokenizer.decode` gives for all tokens at once, with one exception. Where
-a run of byte-fallback tokens is not UTF-8, the tokenizers package turns the whole run into U+FFFD, one per
-byte; by then a stream has sent the characters at its start. So here only the bytes that are wrong become
-U+FFFD, one per broken character, as in byte-level tokenizers.
+The text of an output is what it adds to the text of its prompt: many tokenizers drop the space of a text's
+first word, and the first word of an output is not that. So the text of the prompt and the text that comes out
+are together what `Tokenizer.decode` gives for all tokens at once, with one exception. Where a run of
+byte-fallback tokens is not UTF-8, the tokenizers package turns the whole run into U+FFFD, one per byte; by
+then a stream has sent the characters at its start. So here only the bytes that are wrong become U+FFFD, one
+per broken character, as in byte-level tokenizers.
 """
 
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 
 from hearth.text.token_spelling import Spelling
-from hearth.text.tokenizer import Tokenizer
-
-REPLACEMENT = "\ufffd"  #: what decoders put for bytes that are not UTF-8, or not yet
+from hearth.text.tokenizer import REPLACEMENT, Tokenizer
 
 #: A character has at most 4 bytes, so a token that ends in the middle of one waits for at most 3 more.
 _MAX_PENDING_TOKENS = 4
+#: The most tokens of a prompt that are read to continue it; more are needed only where it is no UTF-8.
+_MAX_TAIL_TOKENS = 16
 
 
 class Detokenizer:
     """Mutable; written only by the request that it belongs to. `flush` ends it."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt: Sequence[int] = ()
+    ) -> None:
+        """Turn the tokens that follow `prompt` into the text that they add to it."""
         self._tokenizer = tokenizer
         self._hidden_ids = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._stream = _Window(tokenizer) if tokenizer.spelling is None else _ByteStream(tokenizer.spelling)
+        for token_id in self._tail(prompt):
+            self.push(token_id)
 
     def push(self, token_id: int) -> str:
         """Return the text that has become final; empty while a character is incomplete."""
-        token = self._tokenizer.token(token_id)
-        if token is None or token_id in self._hidden_ids:
-            return ""
-        return self._stream.push(token_id, token)
+        token = self._visible(token_id)
+        return "" if token is None else self._stream.push(token_id, token)
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of the output."""
         return self._stream.flush()
+
+    def _visible(self, token_id: int) -> str | None:
+        """Return a token's name in the vocabulary; None: the token has no text."""
+        return None if token_id in self._hidden_ids else self._tokenizer.token(token_id)
+
+    def _tail(self, prompt: Sequence[int]) -> list[int]:
+        """Return the last few tokens of a prompt, on which alone the text of its continuation depends."""
+        tail: list[int] = []
+        for token_id in reversed(prompt):
+            if self._visible(token_id) is None:
+                continue
+            tail.insert(0, token_id)
+            if len(tail) == _MAX_TAIL_TOKENS or self._begins_character(tail):
+                break
+        return tail
+
+    def _begins_character(self, ids: list[int]) -> bool:
+        """True if a character begins with the first token, and some text that is not dropped."""
+        heads = (ids[:size] for size in range(1, 1 + min(len(ids), _MAX_PENDING_TOKENS)))
+        texts = (self._tokenizer.decode(head, skip_special_tokens=False) for head in heads)
+        return any(text and not text.startswith(REPLACEMENT) for text in texts)
+
+
+def prompt_text(tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool = True) -> str:
+    """Return the text of a prompt; half a character at its end is none yet: the output completes it."""
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens)
+    return "".join(map(detokenizer.push, prompt))
 
 
 class _ByteStream:

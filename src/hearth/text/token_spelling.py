@@ -71,10 +71,16 @@ def _byte_level(token: str) -> bytes:
         return token.encode()
 
 
+def fallback_byte(token: str) -> bytes | None:
+    """Return the byte that a token such as `<0xE4>` stands for where there is byte fallback; None: none."""
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return None if byte is None else bytes.fromhex(byte[1])
+
+
 def _byte_fallback(mark: str, space: str) -> Callable[[str], bytes]:
     def bytes_of(token: str) -> bytes:
-        if byte := _BYTE_TOKEN.fullmatch(token):
-            return bytes.fromhex(byte[1])
+        if (byte := fallback_byte(token)) is not None:
+            return byte
         return token.replace(mark, space).encode()
 
     return bytes_of

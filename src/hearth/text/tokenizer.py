@@ -15,8 +15,10 @@ from tokenizers import Tokenizer as Backend
 
 from hearth.errors import BadPrompt, BadTokenizer
 from hearth.text.chat_template import RENDER_S, ChatTemplate, Json, Message
-from hearth.text.token_spelling import Spelling, spelling_of
+from hearth.text.token_spelling import Spelling, fallback_byte, spelling_of
 from hearth.text.tokenizer_settings import ListedToken, Settings, read_settings
+
+REPLACEMENT = "\ufffd"  #: what decoders put for bytes that are not UTF-8, or not yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,21 @@ class Tokenizer:
     def token(self, token_id: int) -> str | None:
         """Return a token's name in the vocabulary, which is not its text; None outside the vocabulary."""
         return self._backend.id_to_token(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what a token adds to a text that has begun; nothing outside the vocabulary."""
+        name = self.token(token_id)
+        if name is None:
+            return b""
+        if self.spelling is not None and token_id not in self.special_ids:
+            return self.spelling.bytes_of(name)
+        alone = self.decode([token_id], skip_special_tokens=False)
+        if alone == REPLACEMENT and (byte := fallback_byte(name)) is not None:
+            return byte
+        if token_id in self.special_ids:
+            return alone.encode()
+        # Behind itself, because the first token of a text may lose its space.
+        return self.decode([token_id, token_id], skip_special_tokens=False)[len(alone) :].encode()
 
     def chat_text(
         self,

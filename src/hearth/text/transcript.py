@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hearth.text.detokenizer import Detokenizer
@@ -16,17 +17,20 @@ class TextDelta:
 
     text: str
     finish_reason: FinishReason | None
+    offset: int  #: where the token's own text begins in the answer; `text` may lag behind
 
 
 class Transcript:
     """The text of one answer. Mutable; owned by the thread that reads it. A finish reason ends it."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int]) -> None:
+        """Read the answer to `prompt`: the text that its tokens add to that of the prompt."""
+        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, prompt)
         self._stops = StopStrings(params.stop_strings, include=params.include_stop_str_in_output)
         self._min_tokens = params.min_tokens
         self._keeps_stop_token = params.include_stop_str_in_output
         self._num_tokens = 0
+        self._num_chars = 0  #: of the text so far, that which is held back included
 
     def push(self, token: int, finish_reason: FinishReason | None) -> TextDelta:
         """Take the next token; a stop string that it completes ends the answer."""
@@ -35,11 +39,14 @@ class Transcript:
         text = "" if is_hidden else self._detokenizer.push(token)
         if finish_reason is not None:
             text += self._detokenizer.flush()
+        offset = self._num_chars
+        self._num_chars += len(text)
         if self._num_tokens <= self._min_tokens:
             safe = self._stops.skip(text)
         else:
             match = self._stops.push(text)
             if match.stopped:
-                return TextDelta(match.text, FinishReason.STOP)
+                return TextDelta(match.text, FinishReason.STOP, offset)
             safe = match.text
-        return TextDelta(safe + (self._stops.flush() if finish_reason is not None else ""), finish_reason)
+        rest = self._stops.flush() if finish_reason is not None else ""
+        return TextDelta(safe + rest, finish_reason, offset)

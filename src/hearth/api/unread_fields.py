@@ -1,0 +1,132 @@
+"""The fields that clients send and nothing here reads: which are refused, and how the others are told.
+
+A field of another server that would change the answer is refused by name: to drop it in silence would give an
+answer that nobody asked for. Its value that changes nothing is accepted. Real clients send much else: that is
+accepted, listed in a header of the answer and counted. Reads no body itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+#: The kind of pydantic's error for a field that is refused by its name, which is in the error's context.
+REFUSED_FIELD = "refused_field"
+#: The header that lists the fields of a request that were ignored.
+IGNORED_FIELDS = "x-hearth-ignored-fields"
+#: The most fields that a request is told of, and counted for.
+MAX_IGNORED = 16
+#: The longest name in the header; the rest of a longer one is cut off.
+MAX_NAME_CHARS = 64
+
+#: Fields that many clients send and that change no answer. Metrics count them by name, all others as one.
+FREQUENT = frozenset(
+    [
+        *("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prediction"),
+        *("priority", "request_id", "cache_prompt", "return_progress", "guided_decoding_backend"),
+        *("stream_options.include_obfuscation", "stream_options.continuous_usage_stats"),
+        "tools.function.strict",
+    ]
+)
+OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class UnsupportedField:
+    """A field of another server that would change the answer."""
+
+    neutral: tuple[object, ...]  #: the values that change nothing, as null does
+    instead: str  #: what to do
+
+
+def _fields(names: str, *neutral: object, instead: str = "leave it out") -> dict[str, UnsupportedField]:
+    return {name: UnsupportedField(neutral, instead) for name in names.split()}
+
+
+_SCHEMA = "hold the output to a JSON schema by `response_format`, or leave it out"
+_TO_TEMPLATE = "put what the model's chat template reads into `chat_template_kwargs`"
+
+#: Fields of vLLM, SGLang, llama.cpp, Ollama, TGI, text-generation-webui and of OpenAI's other endpoints.
+_EVERYWHERE = {
+    **_fields("guided_json guided_choice json_schema structural_tag", instead=_SCHEMA),
+    **_fields("guided_regex guided_grammar grammar regex ebnf format", "", instead=_SCHEMA),
+    **_fields("structured_outputs", {}, instead=_SCHEMA),
+    **_fields("max_new_tokens max_output_tokens max_length", instead="use `max_tokens`"),
+    **_fields("n_predict num_predict", -1, instead="use `max_tokens`"),
+    **_fields("min_new_tokens min_length", 0, instead="use `min_tokens`"),
+    **_fields("repeat_penalty", 1, instead="use `repetition_penalty`"),
+    **_fields("do_sample", True, instead="use `temperature`"),
+    **_fields("stop_sequences stop_regex", "", [], instead="use `stop`"),
+    **_fields("num_return_sequences", 1, instead="use `n`"),
+    **_fields("n_probs top_n_tokens", 0, instead="use `logprobs`"),
+    **_fields("system instructions template", "", instead="make it a part of the prompt"),
+    **_fields(
+        "options parameters sampling_params extra_body", {}, instead="put its fields into the body itself"
+    ),
+    # Other ways to sample.
+    **_fields("use_beam_search early_stopping dynamic_temperature watermark", False),
+    **_fields("num_beams length_penalty typical_p typ_p tfs_z guidance_scale", 1),
+    **_fields("mirostat xtc_probability dry_multiplier dynatemp_range top_a no_repeat_ngram_size", 0),
+    **_fields("smoothing_factor epsilon_cutoff eta_cutoff penalty_alpha", 0),
+    **_fields("top_n_sigma", 0, -1),
+    **_fields("bad_words banned_tokens banned_strings samplers negative_prompt", "", []),
+    **_fields("logits_processors custom_logit_processor", "", []),
+    # Other prompts, weights and answers.
+    **_fields("prompt_logprobs truncate_prompt_tokens adapter_id lora_path"),
+    **_fields("lora images image_data", []),
+    **_fields("return_token_ids return_tokens_as_token_ids return_full_text", False),
+    **_fields("detokenize spaces_between_special_tokens", True),
+}
+CHAT = _EVERYWHERE | {
+    **_fields("prompt", "", [], instead="send `messages` alone"),
+    **_fields("functions", [], instead="use `tools`"),
+    **_fields("function_call", "none", "auto", instead="use `tool_choice`"),
+    **_fields("enable_thinking thinking think thinking_budget reasoning_effort", instead=_TO_TEMPLATE),
+    **_fields("reasoning", {}, instead=_TO_TEMPLATE),
+    **_fields("documents", [], instead=_TO_TEMPLATE),
+    **_fields("verbosity", "medium", instead=_TO_TEMPLATE),
+    **_fields("continue_final_message add_special_tokens echo", False),
+    **_fields("chat_template suffix", ""),
+    **_fields("best_of", 1),
+    **_fields("audio web_search_options"),
+    **_fields("modalities", ["text"], []),
+    **_fields("include_reasoning", True),
+    **_fields("mm_processor_kwargs", {}),
+}
+COMPLETION = _EVERYWHERE | {
+    **_fields("max_completion_tokens", instead="use `max_tokens`"),
+    **_fields("top_logprobs", 0, instead="set `logprobs` to how many are wanted"),
+    **_fields("messages tools functions", [], instead="use `/v1/chat/completions`"),
+    **_fields("add_special_tokens", True),
+}
+#: Of a message. Other fields of one reach the chat template.
+MESSAGE = {
+    **_fields("prefix partial", False, instead="end with a message of the user: none is continued"),
+    **_fields("images", [], instead="send text"),
+    **_fields("audio", instead="send text"),
+    **_fields("function_call", instead="use `tool_calls`"),
+}
+RESPONSE_FORMAT = _fields("schema value", instead="use the type `json_schema` with `json_schema.schema`")
+
+
+def refused(fields: Mapping[str, object], unsupported: Mapping[str, UnsupportedField]) -> str | None:
+    """Return the name of a field that would change the answer and is not supported; None: there is none."""
+    for name in sorted(unsupported.keys() & fields.keys()):
+        value = fields[name]
+        if value is not None and value not in unsupported[name].neutral:
+            return name
+    return None
+
+
+def ignored_fields_header(names: Sequence[str]) -> dict[str, str]:
+    """Return the header that lists ignored fields, none if there are none. The names may be anything."""
+    if not names:
+        return {}
+    spelt = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:MAX_NAME_CHARS]) for name in names[:MAX_IGNORED]]
+    return {IGNORED_FIELDS: ", ".join([*spelt, "..."] if len(names) > MAX_IGNORED else spelt)}
+
+
+def metric_labels(names: Sequence[str]) -> list[str]:
+    """Return the label of each ignored field, one of a closed set."""
+    return [name if name in FREQUENT else OTHER for name in names[:MAX_IGNORED]]

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from hearth.api.body import Body
+from hearth.api.chat import ChatBody
+from hearth.api.completion import CompletionBody
+from hearth.api.unread_fields import (
+    FREQUENT,
+    IGNORED_FIELDS,
+    MAX_IGNORED,
+    MAX_NAME_CHARS,
+    OTHER,
+    ignored_fields_header,
+    metric_labels,
+)
+from hearth.control.generation import ChatPrompt
+from tests.api.conftest import chat, complete, events, request
+from tests.api.fake import FakeGateway, tokens_of
+
+ENDPOINTS: list[tuple[type[Body], dict[str, object]]] = [
+    (ChatBody, {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}),
+    (CompletionBody, {"model": "tiny", "prompt": "Hi"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "instead"),
+    [
+        ({"guided_regex": "a+"}, "guided_regex", "`response_format`"),
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs", "`response_format`"),
+        ({"continue_final_message": True}, "continue_final_message", "leave it out"),
+        ({"use_beam_search": True}, "use_beam_search", "leave it out"),
+        ({"n_predict": 8}, "n_predict", "use `max_tokens`"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "`chat_template_kwargs`"),
+        ({"modalities": ["text", "audio"]}, "modalities", "leave it out"),
+        ({"extra_body": {"top_k": 1}}, "extra_body", "into the body itself"),
+        (
+            {"response_format": {"type": "json_object", "schema": {"type": "object"}}},
+            "response_format.schema",
+            "use the type `json_schema`",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": "b", "prefix": True},
+                ]
+            },
+            "messages[1].prefix",
+            "none is continued",
+        ),
+    ],
+)
+def test_a_field_that_would_change_the_answer_is_refused_by_name(
+    gateway: FakeGateway, fields: dict[str, object], param: str, instead: str
+) -> None:
+    response = chat(gateway, **fields)
+
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, param, "unsupported_parameter")
+    assert error["message"].startswith(f"`{param}` is not supported")
+    assert instead in error["message"]
+    assert gateway.requests == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_choice": ["a"]}, "guided_choice"),
+        ({"max_completion_tokens": 100}, "max_completion_tokens"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+    ],
+)
+def test_completions_refuse_what_only_chat_knows(
+    gateway: FakeGateway, fields: dict[str, object], param: str
+) -> None:
+    response = complete(gateway, **fields)
+
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(("body", "needed"), ENDPOINTS)
+def test_every_unsupported_field_is_refused_unless_its_value_changes_nothing(
+    body: type[Body], needed: dict[str, object]
+) -> None:
+    assert not body.unsupported.keys() & body.model_fields.keys()
+    for name, field in body.unsupported.items():
+        with pytest.raises(ValidationError, match="is not supported"):
+            body.model_validate(needed | {name: ["anything else"]})
+        for neutral in (None, *field.neutral):
+            assert body.model_validate(needed | {name: neutral}).ignored_fields == ()
+
+
+def test_what_looks_like_a_neutral_value_and_is_none_is_refused() -> None:
+    needed = ENDPOINTS[0][1]
+    for fields in ({"do_sample": False}, {"add_special_tokens": True}, {"guided_json": {}}, {"think": False}):
+        with pytest.raises(ValidationError, match="is not supported"):
+            ChatBody.model_validate(needed | fields)
+
+
+def test_a_schema_beside_another_format_is_refused(gateway: FakeGateway) -> None:
+    schema = {"name": "a", "schema": {"type": "object"}}
+    for kind in ("text", "json_object"):
+        response = chat(gateway, response_format={"type": kind, "json_schema": schema})
+        assert response.status_code == 400
+        assert f"of type `{kind}` takes no `json_schema`" in response.json()["error"]["message"]
+
+
+def test_other_fields_are_accepted_listed_and_counted(gateway: FakeGateway) -> None:
+    fields: dict[str, object] = {"store": True, "tempreature": 0, "metadata": None}
+    options = {"include_usage": True, "include_obfuscation": False}
+
+    whole = chat(gateway, **fields)
+    streamed = chat(gateway, **fields, stream=True, stream_options=options)
+    plain = complete(gateway, tempreature=0)
+
+    assert whole.headers[IGNORED_FIELDS] == "store, tempreature"
+    assert streamed.headers[IGNORED_FIELDS] == "store, tempreature, stream_options.include_obfuscation"
+    assert plain.headers[IGNORED_FIELDS] == "tempreature"
+    obfuscation = "stream_options.include_obfuscation"
+    assert gateway.ignored == ["store", OTHER, "store", OTHER, obfuscation, OTHER]
+    assert events(streamed)
+
+
+def test_fields_that_are_read_are_not_listed(gateway: FakeGateway) -> None:
+    schema = {"name": "a", "description": "b", "strict": True, "schema": {"type": "object"}}
+    message = {"role": "user", "content": "Hi", "for_the_template": 1}
+
+    response = chat(
+        gateway,
+        messages=[message],
+        response_format={"type": "json_schema", "json_schema": schema},
+        user="ann",
+    )
+
+    assert IGNORED_FIELDS not in response.headers
+    assert gateway.ignored == []
+
+
+def test_strict_tools_are_told_where_nothing_holds_a_call_to_them(gateway: FakeGateway) -> None:
+    tool = {"type": "function", "function": {"name": "add", "strict": True, "parameters": {"type": "object"}}}
+    gateway.script = lambda stream: stream.put(tokens_of("Hello"))
+
+    assert chat(gateway, tools=[tool]).headers[IGNORED_FIELDS] == "tools.function.strict"
+    assert IGNORED_FIELDS not in chat(gateway, tools=[tool], tool_choice="none").headers
+
+
+def test_the_names_of_a_client_cannot_make_a_header_of_their_own(gateway: FakeGateway) -> None:
+    names = ["a\r\nset-cookie: x=1", "é, b", *(f"field{number}" for number in range(40))]
+
+    response = chat(gateway, **dict.fromkeys(names, 1))
+
+    listed = response.headers[IGNORED_FIELDS].split(", ")
+    assert listed[:3] == ["a??set-cookie??x?1", "???b", "field0"]
+    assert (len(listed), listed[-1]) == (MAX_IGNORED + 1, "...")
+    assert gateway.ignored == [OTHER] * MAX_IGNORED
+    assert "set-cookie" not in response.headers
+
+
+@given(st.lists(st.text(st.characters(), max_size=200), max_size=40))
+def test_a_header_is_short_and_plain_whatever_the_names(names: list[str]) -> None:
+    for value in ignored_fields_header(names).values():
+        assert re.fullmatch(r"[A-Za-z0-9_.?-]*(, [A-Za-z0-9_.?-]*)*", value)
+        assert len(value) <= (MAX_IGNORED + 1) * (MAX_NAME_CHARS + 2)
+    assert set(metric_labels(names)) <= FREQUENT | {OTHER}
+
+
+def test_a_prompt_may_end_without_the_beginning_of_an_answer(gateway: FakeGateway) -> None:
+    for given_value, has_turn in ((None, True), (True, True), (False, False)):
+        chat(gateway, add_generation_prompt=given_value)
+        asked = gateway.requests[-1].prompt
+        assert isinstance(asked, ChatPrompt)
+        assert asked.has_turn is has_turn
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (
+            "/hearth/models",
+            {"source": "a", "overwite": True},
+            "`overwite` is not known; did you mean `overwrite`?",
+        ),
+        ("/hearth/models/tiny/unload", {"soon": True}, "`soon` is not known; known are: `free`"),
+        ("/hearth/models/tiny/unload", {"\ud800": True}, "`?` is not known; known are: `free`"),
+    ],
+)
+def test_hearths_own_routes_take_no_unknown_field(
+    gateway: FakeGateway, path: str, body: object, message: str
+) -> None:
+    response = request(gateway, "POST", path, body)
+
+    assert (response.status_code, response.json()["error"]["message"]) == (400, message)
+    assert gateway.done == []
