@@ -58,7 +58,7 @@ class Report:
 
 def examine(store: StoreConfig) -> Report:
     has_cuda = torch.cuda.is_available()
-    devices = [_cpu()]
+    devices = [cpu_report()]
     for index in range(torch.cuda.device_count()):
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
         devices.append(DeviceReport(torch.cuda.get_device_name(index), total_bytes, free_bytes))
@@ -123,13 +123,27 @@ def _has_direct_reads(directory: Path) -> bool:
     return True
 
 
-def _cpu() -> DeviceReport:
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    return DeviceReport(
-        name=f"cpu, {_cores()}",
-        total_bytes=os.sysconf("SC_PHYS_PAGES") * page_bytes,
-        free_bytes=os.sysconf("SC_AVPHYS_PAGES") * page_bytes,
-    )
+def cpu_report(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> DeviceReport:
+    """Report the cores and the memory of this machine, or of the container where that has less.
+
+    The page cache of files counts as free: it gives way to whoever needs the room.
+    """
+    machine = _figures(meminfo)
+    total_bytes, free_bytes = machine["MemTotal"] * 1024, machine["MemAvailable"] * 1024
+    try:
+        limit_bytes = int((cgroup / "memory.max").read_text())
+        taken_bytes = int((cgroup / "memory.current").read_text())
+        taken_bytes -= _figures(cgroup / "memory.stat")["inactive_file"]
+    except (FileNotFoundError, ValueError):  # no container; `max`: one without a limit
+        return DeviceReport(f"cpu, {_cores()}", total_bytes, free_bytes)
+    free_bytes = min(free_bytes, max(0, limit_bytes - taken_bytes))
+    return DeviceReport(f"cpu, {_cores()}", min(total_bytes, limit_bytes), free_bytes)
+
+
+def _figures(path: Path) -> dict[str, int]:
+    """Return the numbers of a file of the kernel by the words that they follow, whatever their unit."""
+    lines = (line.split() for line in path.read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}
 
 
 def _cores() -> str:
