@@ -27,7 +27,7 @@ class FakeGateway:
     status: str = "ok"
 
     def health(self) -> Health:
-        return Health(self.status, 1, 1, "0.1.0")
+        return Health(self.status, 1, 1, "0.1.0", "life-1")
 
 
 @pytest.fixture

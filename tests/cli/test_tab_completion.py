@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.fake_service import FakeService
+
 
 def completed(line: str, data_dir: Path) -> list[str]:
     """Return what the shell would offer at the end of a line, asked as bash asks."""
@@ -29,6 +31,21 @@ def completed(line: str, data_dir: Path) -> list[str]:
 def test_names_of_deployed_models_are_offered(data_dir: Path, tiny: Path) -> None:
     assert completed("hearth chat t", data_dir) == ["tiny"]
     assert completed("hearth chat x", data_dir) == []
+
+
+def test_the_models_of_the_service_that_was_named_are_offered(
+    data_dir: Path, tiny: Path, service: FakeService
+) -> None:
+    assert completed(f"hearth chat --url {service.url} ", data_dir) == ["smol"]
+    assert completed("hearth chat --url http://127.0.0.1:1 ", data_dir) == []
+    assert [path for _, path, _ in service.asked] == ["/hearth/models"]
+
+
+def test_the_models_of_the_directory_that_was_named_are_offered(
+    data_dir: Path, tiny: Path, tmp_path: Path
+) -> None:
+    assert completed(f"hearth chat --data-dir {data_dir} ", tmp_path) == ["tiny"]
+    assert completed(f"hearth chat --data-dir {tmp_path} ", data_dir) == []
 
 
 def test_commands_are_offered(data_dir: Path) -> None:

@@ -83,7 +83,7 @@ class Guard:
         scope[IS_ADMIN] = False
         if scope["path"] in OPEN_PATHS:
             return None
-        if self._gateway.keys is None:
+        if not self._gateway.keys.are_required:
             scope[IS_ADMIN] = True
             return _foreign_host(headers) or _foreign_page(headers)
         scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -140,7 +140,7 @@ def _foreign_host(headers: Headers) -> Forbidden | None:
         return None
     return Forbidden(
         f"without API keys requests must be sent to localhost or 127.0.0.1, given: {host:.80}; "
-        "use that, or make keys with `hearth keys add NAME` and restart the service"
+        "use that, or make keys with `hearth keys add NAME`"
     )
 
 

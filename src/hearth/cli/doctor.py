@@ -18,11 +18,12 @@ from hearth.cli.console import (
     Settings,
     app,
     configured,
+    data_dir_of,
     err,
     out,
     print_table,
 )
-from hearth.cli.endpoint import reached
+from hearth.cli.endpoint import recognised
 from hearth.cli.figures import size
 from hearth.cli.pool_bars import fallbacks
 from hearth.config import plain, to_toml
@@ -32,6 +33,7 @@ from hearth.errors import ServiceError
 
 @app.command(rich_help_panel="This machine")
 def doctor(
+    context: typer.Context,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
     config: ConfigFile = None,
     settings: Settings = None,
@@ -47,12 +49,12 @@ def doctor(
 
       hearth doctor --json
     """
-    store = configured(config, settings).store
+    resolved = configured(config, settings)
     with err.status("looking around"):
         from hearth.doctor import examine
 
-        report = examine(store)
-        service = _service(data_dir)
+        report = examine(resolved.store)
+        service = _service(data_dir_of(context, data_dir, resolved))
     if as_json:
         typer.echo(json.dumps({**asdict(report), "service": asdict(service)}))
         return
@@ -86,22 +88,22 @@ class _ServiceReport:
 
 def _service(data_dir: Path) -> _ServiceReport:
     num_models = len(local_models.names(data_dir))
-    if running_service(data_dir) is None:
+    found = running_service(data_dir)
+    if found is None:
         status = "starting or ending" if is_held(data_dir) else "not running"
         return _ServiceReport(str(data_dir), num_models, status, None, [])
-    client = reached(None, None, data_dir)
-    with client:
-        try:
+    try:
+        with recognised(found, None, data_dir) as client:
             status, view = client.health().status, client.ps()
-        except ServiceError as error:  # it holds the directory, but something is wrong with it
-            return _ServiceReport(str(data_dir), num_models, str(error), client.url, [])
+    except ServiceError as error:  # it holds the directory, but something is wrong with it
+        return _ServiceReport(str(data_dir), num_models, str(error), found.url, [])
     workers = [
         f"{worker.device or worker.kind}, {worker.state}, {size(worker.used_bytes)} of "
         f"{size(worker.budget_bytes)} in use, {worker.num_restarts} restarts"
         + "".join(f", {fallback}" for fallback in fallbacks(worker))
         for worker in view.workers
     ]
-    return _ServiceReport(str(data_dir), num_models, status, client.url, workers)
+    return _ServiceReport(str(data_dir), num_models, status, found.url, workers)
 
 
 @app.command("config", rich_help_panel="This machine")

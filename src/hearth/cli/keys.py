@@ -13,7 +13,7 @@ from rich.text import Text
 from hearth.cli.console import DEFAULT_DATA_DIR, AsJson, DataDirectory, app, err, print_columns
 from hearth.cli.figures import duration
 from hearth.control import keys
-from hearth.control.datadir import DataDir
+from hearth.control.datadir import DataDir, running_service
 
 KeysFile = Annotated[
     Path | None,
@@ -34,8 +34,8 @@ def add(
 ) -> None:
     """Make a key and print it.
 
-    It is shown this once: only its hash is kept. A service that starts when there are keys asks for one of
-    them, and accepts further ones at once; one that runs without keys has to be restarted.
+    It is shown this once: only its hash is kept. From the first key on a service asks for one, also if it
+    runs already, and takes further ones at once.
 
     [bold]Examples[/bold]
 
@@ -43,8 +43,10 @@ def add(
 
       hearth keys add deployer --admin
     """
-    typer.echo(keys.add(_path(file, data_dir), name, "admin" if admin else "user"))
+    path = _path(file, data_dir)
+    typer.echo(keys.add(path, name, "admin" if admin else "user"))
     err.print(Text("keep it: it is not shown again", style="dim"))
+    _tell_of_service(path, data_dir, "asks everybody for a key from now on, and takes this one")
 
 
 @keys_app.command("list")
@@ -62,9 +64,35 @@ def list_keys(
 
 @keys_app.command()
 def rm(name: KeyName, file: KeysFile = None, data_dir: DataDirectory = DEFAULT_DATA_DIR) -> None:
-    """Remove a key: whoever has it is refused from now on."""
-    keys.remove(_path(file, data_dir), name)
+    """Remove a key: whoever has it is refused from now on.
+
+    With the last key gone a service that runs refuses everybody until there is another. One that is started
+    then asks for none, and can only be reached from this machine.
+    """
+    path = _path(file, data_dir)
+    keys.remove(path, name)
     typer.echo(f"removed the key of {name}")
+    if keys.list_keys(path):
+        _tell_of_service(path, data_dir, "refuses it from now on")
+    else:
+        _tell_of_service(
+            path, data_dir, "refuses everybody from now on, until a key is added or it is restarted"
+        )
+
+
+def _tell_of_service(path: Path, data_dir: Path, effect: str) -> None:
+    """Say what a change of keys means for the service on the data directory, which may have other keys."""
+    service = running_service(data_dir)
+    if service is None:
+        return
+    if Path(service.keys_path).resolve() == path.resolve():
+        err.print(Text(f"the service at {service.url} {effect}", style="dim"), soft_wrap=True)
+    else:
+        warning = (
+            f"the service at {service.url} has other keys: it reads `{service.keys_path}`, and this was "
+            f"`{path}`; name that with `--api-keys-file`"
+        )
+        err.print(Text(warning, style="yellow"), soft_wrap=True)
 
 
 def _path(file: Path | None, data_dir: Path) -> Path:
