@@ -7,7 +7,7 @@ import platform
 import resource
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -32,7 +32,7 @@ class DeviceReport:
 
 @dataclass(frozen=True, slots=True)
 class StoreReport:
-    """The disk and the host memory that the store would use."""
+    """The disk and the host memory that a store would use."""
 
     path: str
     free_bytes: int
@@ -51,12 +51,13 @@ class Report:
     triton: str | None
     kernels: str
     max_open_files: int  #: files that one process may open; every connection takes one
-    store: StoreReport
+    store: StoreReport  #: of models that are named by path or URL
+    service_store: StoreReport  #: of deployed models, in the data directory
     devices: tuple[DeviceReport, ...]
     notes: tuple[str, ...]  #: each says what is missing, and the remedy
 
 
-def examine(store: StoreConfig) -> Report:
+def examine(store: StoreConfig, data_dir: Path) -> Report:
     has_cuda = torch.cuda.is_available()
     devices = [cpu_report()]
     for index in range(torch.cuda.device_count()):
@@ -70,9 +71,10 @@ def examine(store: StoreConfig) -> Report:
         )
     elif not HAS_TRITON:
         notes.append("no Triton: kernels fall back to plain torch; install `hearth[gpu]`")
-    found = _store(store)
-    if not found.has_direct_reads:
-        notes.append(f"no direct reads in {found.path}: chunks are read through the page cache")
+    found, of_service = _store(store), _store(replace(store, path=str(data_dir)))
+    for one in (found, of_service):
+        if not one.has_direct_reads:
+            notes.append(f"no direct reads in {one.path}: chunks are read through the page cache")
     if has_cuda and found.locked_bytes is not None and found.locked_bytes < store.host_bytes:
         notes.append(
             f"only {found.locked_bytes} bytes of host memory may be pinned, `store.host_bytes` is "
@@ -90,6 +92,7 @@ def examine(store: StoreConfig) -> Report:
         )
     return Report(
         store=found,
+        service_store=of_service,
         max_open_files=max_open_files,
         python=platform.python_version(),
         platform=platform.platform(),

@@ -314,6 +314,18 @@ def test_doctor_names_the_fallbacks_of_pools(
     assert told.endswith("1 restarts, fallback address: 1 at another address than planned")
 
 
+def test_doctor_looks_at_the_disk_of_the_data_directory_too(
+    hearth: Hearth, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hearth.doctor._has_direct_reads", lambda directory: directory != data_dir)
+    DataDir.open(data_dir)
+    report = json.loads(hearth("doctor", "--json", "--set", f"store.path={tmp_path}").out)
+    assert (report["store"]["path"], report["service_store"]["path"]) == (str(tmp_path), str(data_dir))
+    assert [note for note in report["notes"] if "direct reads" in note] == [
+        f"no direct reads in {data_dir}: chunks are read through the page cache"
+    ]
+
+
 def test_doctor_says_that_no_service_runs(hearth: Hearth, data_dir: Path) -> None:
     shown = hearth("doctor").out
     assert "not running" in shown

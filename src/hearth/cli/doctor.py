@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.text import Text
@@ -30,6 +31,9 @@ from hearth.config import plain, to_toml
 from hearth.control.datadir import is_held, running_service
 from hearth.errors import ServiceError
 
+if TYPE_CHECKING:
+    from hearth.doctor import StoreReport
+
 
 @app.command(rich_help_panel="This machine")
 def doctor(
@@ -53,26 +57,30 @@ def doctor(
     with err.status("looking around"):
         from hearth.doctor import examine
 
-        report = examine(resolved.store)
-        service = _service(data_dir_of(context, data_dir, resolved))
+        data_dir = data_dir_of(context, data_dir, resolved)
+        report, service = examine(resolved.store, data_dir), _service(data_dir)
     if as_json:
         typer.echo(json.dumps({**asdict(report), "service": asdict(service)}))
         return
     facts = asdict(report)
-    del facts["devices"], facts["notes"], facts["store"]
-    facts["store"] = f"{report.store.path}, {report.store.free_bytes / 2**30:.1f} GiB free"
-    facts["direct reads"] = "yes" if report.store.has_direct_reads else "no"
+    del facts["devices"], facts["notes"], facts["store"], facts["service_store"]
+    facts["store"] = _disk(report.store)
     for number, device in enumerate(report.devices):
         facts[f"device {number}"] = (
             f"{device.name}, {device.free_bytes / 2**30:.1f} of {device.total_bytes / 2**30:.1f} GiB free"
         )
-    facts["data directory"] = f"{service.data_dir}, {service.num_models} models deployed"
+    facts["data directory"] = f"{_disk(report.service_store)}, {service.num_models} models deployed"
     facts["service"] = service.status if service.url is None else f"{service.status}, {service.url}"
     for number, worker in enumerate(service.workers):
         facts[f"worker {number}"] = worker
     print_table("hearth doctor", facts)
     for note in report.notes:
         out.print(Text(f"note: {note}", style="yellow"))
+
+
+def _disk(store: StoreReport) -> str:
+    reads = "with" if store.has_direct_reads else "without"
+    return f"{store.path}, {store.free_bytes / 2**30:.1f} GiB free, {reads} direct reads"
 
 
 @dataclass(frozen=True, slots=True)

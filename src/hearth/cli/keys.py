@@ -67,7 +67,7 @@ def rm(name: KeyName, file: KeysFile = None, data_dir: DataDirectory = DEFAULT_D
     """Remove a key: whoever has it is refused from now on.
 
     With the last key gone a service that runs refuses everybody until there is another. One that is started
-    then asks for none, and can only be reached from this machine.
+    then asks for none on this machine's own address, and does not start on another.
     """
     path = _path(file, data_dir)
     keys.remove(path, name)
