@@ -89,6 +89,19 @@ def test_the_first_key_closes_an_open_service_at_once_and_the_last_one_opens_non
     assert statuses(key) == [401, 401, 200]
 
 
+def test_keys_that_cannot_be_read_let_nobody_in_but_the_owner(
+    gateway: FakeGateway, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys.json"
+    gateway.keys = ApiKeys.load(path)
+    path.write_text("no keys")
+
+    refused = request(gateway, "GET", "/v1/models")
+    assert (refused.status_code, str(path) in refused.text) == (503, False)
+    assert str(path) in caplog.text
+    assert request(gateway, "GET", "/v1/models", headers=bearer(gateway.admin_token)).status_code == 200
+
+
 def test_a_users_key_is_enough_to_ask(locked: FakeGateway) -> None:
     body = {"model": "tiny", "prompt": "Hi"}
 

@@ -176,6 +176,24 @@ def test_a_service_that_does_not_answer_where_it_says_is_told_with_its_directory
     assert "no service answers at `http://127.0.0.1:1`" in shown.err
 
 
+def test_no_proxy_stands_between_a_directory_and_its_service(
+    hearth: Hearth, data_dir: Path, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    service.url = service.url.replace("127.0.0.1", "0.0.0.0")  # this machine too, and no loopback address
+    with DataDir.hold(data_dir) as held:
+        service.announce(held)
+        assert hearth("ps").code == 0
+
+
+def test_doctor_says_what_is_wrong_with_the_file_of_a_service(hearth: Hearth, data_dir: Path) -> None:
+    with DataDir.hold(data_dir) as held:
+        (held.run_path / "service.json").write_text("{}")
+        report = json.loads(hearth("doctor", "--json").out)["service"]
+    assert "was not written by a service of this Hearth" in report["status"]
+    assert report["url"] is None
+
+
 def test_a_url_beats_the_directory_of_the_environment(
     hearth: Hearth, data_dir: Path, service: FakeService
 ) -> None:
@@ -329,4 +347,4 @@ def test_doctor_looks_at_the_disk_of_the_data_directory_too(
 def test_doctor_says_that_no_service_runs(hearth: Hearth, data_dir: Path) -> None:
     shown = hearth("doctor").out
     assert "not running" in shown
-    assert "0 models deployed" in shown
+    assert "0 deployed" in shown

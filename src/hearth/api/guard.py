@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hearth.api.errors import body_too_large, error_response, on_hearth_error
 from hearth.control.crash import frames_of
 from hearth.control.keys import is_loopback
-from hearth.errors import Forbidden, HearthError, Unauthorized
+from hearth.errors import ConfigError, Forbidden, HearthError, ServiceError, Unauthorized
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway
@@ -83,15 +83,19 @@ class Guard:
         scope[IS_ADMIN] = False
         if scope["path"] in OPEN_PATHS:
             return None
-        if not self._gateway.keys.are_required:
-            scope[IS_ADMIN] = True
-            return _foreign_host(headers) or _foreign_page(headers)
         scheme, _, given = headers.get("authorization", "").partition(" ")
         key = given.strip() if scheme.lower() == "bearer" else ""
         if hmac.compare_digest(key.encode(), self._gateway.admin_token.encode()):
             scope[IS_ADMIN] = True
             return None
-        who = self._gateway.keys.check(key) if key else None
+        try:
+            if not self._gateway.keys.are_required:
+                scope[IS_ADMIN] = True
+                return _foreign_host(headers) or _foreign_page(headers)
+            who = self._gateway.keys.check(key) if key else None
+        except ConfigError as error:  # somebody has changed their file, and nobody can tell who may come in
+            log.error("keys_unreadable reason=%s", error)
+            return ServiceError("the API keys of the service cannot be read; its log says why")
         if who is None:
             return Unauthorized(
                 f"the API key is {'wrong' if key else 'missing'}; send `Authorization: Bearer KEY` with one "

@@ -29,7 +29,7 @@ from hearth.cli.figures import size
 from hearth.cli.pool_bars import fallbacks
 from hearth.config import plain, to_toml
 from hearth.control.datadir import is_held, running_service
-from hearth.errors import ServiceError
+from hearth.errors import DataDirError, ServiceError
 
 if TYPE_CHECKING:
     from hearth.doctor import StoreReport
@@ -69,7 +69,8 @@ def doctor(
         facts[f"device {number}"] = (
             f"{device.name}, {device.free_bytes / 2**30:.1f} of {device.total_bytes / 2**30:.1f} GiB free"
         )
-    facts["data directory"] = f"{_disk(report.service_store)}, {service.num_models} models deployed"
+    facts["data directory"] = _disk(report.service_store)
+    facts["models"] = f"{service.num_models} deployed"
     facts["service"] = service.status if service.url is None else f"{service.status}, {service.url}"
     for number, worker in enumerate(service.workers):
         facts[f"worker {number}"] = worker
@@ -96,15 +97,16 @@ class _ServiceReport:
 
 def _service(data_dir: Path) -> _ServiceReport:
     num_models = len(local_models.names(data_dir))
-    found = running_service(data_dir)
-    if found is None:
-        status = "starting or ending" if is_held(data_dir) else "not running"
-        return _ServiceReport(str(data_dir), num_models, status, None, [])
+    found = None
     try:
+        found = running_service(data_dir)
+        if found is None:
+            status = "starting or ending" if is_held(data_dir) else "not running"
+            return _ServiceReport(str(data_dir), num_models, status, None, [])
         with recognised(found, None, data_dir) as client:
             status, view = client.health().status, client.ps()
-    except ServiceError as error:  # it holds the directory, but something is wrong with it
-        return _ServiceReport(str(data_dir), num_models, str(error), found.url, [])
+    except (DataDirError, ServiceError) as error:  # it holds the directory, but something is wrong with it
+        return _ServiceReport(str(data_dir), num_models, str(error), None if found is None else found.url, [])
     workers = [
         f"{worker.device or worker.kind}, {worker.state}, {size(worker.used_bytes)} of "
         f"{size(worker.budget_bytes)} in use, {worker.num_restarts} restarts"
