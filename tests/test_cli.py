@@ -235,6 +235,31 @@ def test_doctor_json_names_versions_devices_and_kernels(hearth: Hearth) -> None:
     assert len(report["devices"]) == 1 + torch.cuda.device_count()
 
 
+def test_doctor_counts_the_page_cache_as_free_memory(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 700 kB\nHugePages_Total: 0\n")
+
+    found = doctor.cpu_report(meminfo, tmp_path / "none")
+
+    assert (found.total_bytes, found.free_bytes) == (1000 << 10, 700 << 10)
+
+
+@pytest.mark.parametrize(("limit", "total_bytes", "free_bytes"), [("max", 1000, 700), ("600", 600, 250)])
+def test_doctor_counts_the_memory_that_a_container_may_have(
+    tmp_path: Path, limit: str, total_bytes: int, free_bytes: int
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 1000 kB\nMemAvailable: 700 kB\n")
+    number = limit if limit == "max" else int(limit) << 10
+    (tmp_path / "memory.max").write_text(f"{number}\n")
+    (tmp_path / "memory.current").write_text(f"{450 << 10}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {100 << 10}\n")
+
+    found = doctor.cpu_report(meminfo, tmp_path)
+
+    assert (found.total_bytes, found.free_bytes) == (total_bytes << 10, free_bytes << 10)
+
+
 def test_doctor_says_what_falls_back(hearth: Hearth, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     shown = hearth("doctor")

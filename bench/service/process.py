@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hearth.cli.client import Client
-from hearth.control.datadir import running_service
+from hearth.control.datadir import DataDir, running_service
 from hearth.errors import Unreached
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +71,7 @@ def serving(
                 raise RuntimeError(f"`hearth serve` ended with {process.returncode}: {_log(data_dir)}")
             _give_up_after(deadline_s, data_dir)
             time.sleep(_LOOK_S)
-        with Client(found.url, found.admin_token) as client:
+        with Client(found.url, DataDir(data_dir).read_admin_token()) as client:
             service = Service(found.url, data_dir, process, client)
             _wait_answering(service, deadline_s)
             service.wait_ready(num_workers)

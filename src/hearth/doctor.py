@@ -7,7 +7,7 @@ import platform
 import resource
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -33,7 +33,7 @@ class DeviceReport:
 
 @dataclass(frozen=True, slots=True)
 class StoreReport:
-    """The disk and the host memory that the store would use."""
+    """The disk and the host memory that a store would use."""
 
     path: str
     free_bytes: int
@@ -52,14 +52,15 @@ class Report:
     triton: str | None
     kernels: str
     max_open_files: int  #: files that one process may open; every connection takes one
-    store: StoreReport
+    store: StoreReport  #: of models that are named by path or URL
+    service_store: StoreReport  #: of deployed models, in the data directory
     devices: tuple[DeviceReport, ...]
     notes: tuple[str, ...]  #: each says what is missing, and the remedy
 
 
-def examine(store: StoreConfig) -> Report:
+def examine(store: StoreConfig, data_dir: Path) -> Report:
     has_cuda = torch.cuda.is_available()
-    devices = [_cpu()]
+    devices = [cpu_report()]
     for index in range(torch.cuda.device_count()):
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
         devices.append(DeviceReport(torch.cuda.get_device_name(index), total_bytes, free_bytes))
@@ -71,9 +72,10 @@ def examine(store: StoreConfig) -> Report:
         )
     elif not HAS_TRITON:
         notes.append("no Triton: kernels fall back to plain torch; install `hearth[gpu]`")
-    found = _store(store)
-    if not found.has_direct_reads:
-        notes.append(f"no direct reads in {found.path}: chunks are read through the page cache")
+    found, of_service = _store(store), _store(replace(store, path=str(data_dir)))
+    for one in (found, of_service):
+        if not one.has_direct_reads:
+            notes.append(f"no direct reads in {one.path}: chunks are read through the page cache")
     if has_cuda and found.locked_bytes is not None and found.locked_bytes < store.host_bytes:
         notes.append(
             f"only {found.locked_bytes} bytes of host memory may be pinned, `store.host_bytes` is "
@@ -96,6 +98,7 @@ def examine(store: StoreConfig) -> Report:
         )
     return Report(
         store=found,
+        service_store=of_service,
         max_open_files=max_open_files,
         python=platform.python_version(),
         platform=platform.platform(),
@@ -129,13 +132,27 @@ def _has_direct_reads(directory: Path) -> bool:
     return True
 
 
-def _cpu() -> DeviceReport:
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    return DeviceReport(
-        name=f"cpu, {_cores()}",
-        total_bytes=os.sysconf("SC_PHYS_PAGES") * page_bytes,
-        free_bytes=os.sysconf("SC_AVPHYS_PAGES") * page_bytes,
-    )
+def cpu_report(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> DeviceReport:
+    """Report the cores and the memory of this machine, or of the container where that has less.
+
+    The page cache of files counts as free: it gives way to whoever needs the room.
+    """
+    machine = _figures(meminfo)
+    total_bytes, free_bytes = machine["MemTotal"] * 1024, machine["MemAvailable"] * 1024
+    try:
+        limit_bytes = int((cgroup / "memory.max").read_text())
+        taken_bytes = int((cgroup / "memory.current").read_text())
+        taken_bytes -= _figures(cgroup / "memory.stat")["inactive_file"]
+    except (FileNotFoundError, ValueError):  # no container; `max`: one without a limit
+        return DeviceReport(f"cpu, {_cores()}", total_bytes, free_bytes)
+    free_bytes = min(free_bytes, max(0, limit_bytes - taken_bytes))
+    return DeviceReport(f"cpu, {_cores()}", min(total_bytes, limit_bytes), free_bytes)
+
+
+def _figures(path: Path) -> dict[str, int]:
+    """Return the numbers of a file of the kernel by the words that they follow, whatever their unit."""
+    lines = (line.split() for line in path.read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}
 
 
 def _cores() -> str:

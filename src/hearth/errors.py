@@ -26,7 +26,7 @@
     │   ├── NoCapacity        the model can never fit the memory of any worker
     │   ├── ShuttingDown      the service takes no new requests
     │   ├── WorkersLost       the request ended because workers kept dying under it
-    │   └── Unreached         no service answers at the URL
+    │   └── Unreached         no service runs on the data directory, or answers at the URL
     └── StoreError            a rung of the store cannot deliver or take what it should
         ├── LenderGone        the process that lends host memory is not there
         ├── ChunkCorrupt      bytes were read, but they are not those that were stored

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter
 
 from hearth.control.caller import Caller, GroupId
 from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest, TokenDelta
-from hearth.control.views import Explanation, Health, ModelView, ProcessView, UpstreamView
+from hearth.control.keys import ApiKeys
+from hearth.control.views import Explanation, Health, ModelView, ProcessView, UnloadView, UpstreamView
 from hearth.errors import HearthError, NameTaken, UnknownModel
 from hearth.text.tokenizer import Tokenizer
 from hearth.types import FinishReason, ModelId, RequestId, TokenLogprob, TokenLogprobs
@@ -56,6 +58,8 @@ def with_logprobs(made: Sequence[TokenDelta]) -> list[TokenDelta]:
 
 
 class FakeKeys:
+    are_required = True
+
     def check(self, key: str) -> Caller | None:
         callers = {
             "user-key": Caller("ann", "user", GroupId("ann's")),
@@ -73,7 +77,7 @@ class FakeGateway:
     script: Callable[[AnswerStream], None] = lambda stream: stream.put(tokens_of("Hel", "lo"))
     refusal: HearthError | None = None
     status: str = "ok"
-    keys: FakeKeys | None = None
+    keys: FakeKeys | ApiKeys = field(default_factory=lambda: ApiKeys(Path("/nowhere/keys.json")))
     admin_token: str = "admin-token"
     metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
     requests: list[GenerationRequest] = field(default_factory=list)
@@ -147,8 +151,9 @@ class FakeGateway:
     async def remove(self, name: str) -> None:
         self.done.append(f"remove {self.model(name).name}")
 
-    async def unload(self, name: str, free: bool) -> None:
+    async def unload(self, name: str, free: bool) -> UnloadView:
         self.done.append(f"unload {self.model(name).name} {free}")
+        return UnloadView(name, free, was_loaded=True, num_requests=2)
 
     async def look(self) -> ProcessView:
         return ProcessView((), (), 0, 0)
@@ -158,4 +163,4 @@ class FakeGateway:
         return self.explanation if request_id == "r0" else None
 
     def health(self) -> Health:
-        return Health(self.status, 1, 1, "0.1.0")
+        return Health(self.status, 1, 1, "0.1.0", "life-1")

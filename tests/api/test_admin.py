@@ -87,6 +87,11 @@ def test_models_are_removed_and_unloaded_by_any_name(gateway: FakeGateway) -> No
     assert gateway.done == ["remove tiny", "unload tiny True", "unload tiny False"]
 
 
+def test_unloading_answers_what_there_was_to_let_go(gateway: FakeGateway) -> None:
+    answer = request(gateway, "POST", "/hearth/models/small/unload", {"free": True})
+    assert answer.json() == {"unloaded": "small", "free": True, "was_loaded": True, "num_requests": 2}
+
+
 @pytest.mark.parametrize(("status", "code"), [("ok", 200), ("starting", 503), ("draining", 503)])
 def test_health_is_what_a_balancer_needs(gateway: FakeGateway, status: str, code: int) -> None:
     gateway.status = status

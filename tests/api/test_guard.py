@@ -3,10 +3,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
 
+from hearth.control import keys
+from hearth.control.keys import ApiKeys
 from tests.api.conftest import chat, request
 from tests.api.fake import FakeGateway, FakeKeys
 
@@ -95,6 +98,40 @@ def test_without_keys_all_callers_are_one(gateway: FakeGateway) -> None:
         request(gateway, "POST", "/v1/completions", {"model": "tiny", "prompt": "Hi"}, headers=headers)
     assert len(gateway.callers) == 3
     assert len(set(gateway.callers)) == 1
+
+
+def test_the_first_key_closes_an_open_service_at_once_and_the_last_one_opens_none(
+    gateway: FakeGateway, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.json"
+    gateway.keys = ApiKeys.load(path)
+
+    def statuses(key: str) -> list[int]:
+        return [
+            request(gateway, "GET", "/v1/models", headers=headers).status_code
+            for headers in ({}, bearer(key), bearer(gateway.admin_token))
+        ]
+
+    assert statuses("anything") == [200, 200, 200]
+    key = keys.add(path, "ada", "user")
+    assert statuses(key) == [401, 200, 200]
+    keys.remove(path, "ada")
+    assert statuses(key) == [401, 401, 200]
+    path.unlink()
+    assert statuses(key) == [401, 401, 200]
+
+
+def test_keys_that_cannot_be_read_let_nobody_in_but_the_owner(
+    gateway: FakeGateway, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys.json"
+    gateway.keys = ApiKeys.load(path)
+    path.write_text("no keys")
+
+    refused = request(gateway, "GET", "/v1/models")
+    assert (refused.status_code, str(path) in refused.text) == (503, False)
+    assert str(path) in caplog.text
+    assert request(gateway, "GET", "/v1/models", headers=bearer(gateway.admin_token)).status_code == 200
 
 
 def test_a_users_key_is_enough_to_ask(locked: FakeGateway) -> None:

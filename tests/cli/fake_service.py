@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
 
+from hearth.control.datadir import DataDir, ServiceFile
 from hearth.control.views import (
     Explanation,
     Health,
@@ -22,6 +24,7 @@ from hearth.control.views import (
     RungView,
     TimelineMark,
     TimelineSpan,
+    UnloadView,
     WorkerView,
 )
 from hearth.policy.fleet.events import Option
@@ -119,14 +122,22 @@ class FakeService:
 
     url: str = ""
     key: str | None = None  #: that it asks for
+    instance_id: str = "life-1"
     models: list[ModelView] = field(default_factory=lambda: [MODEL])
     answer: list[str] = field(default_factory=lambda: ["The sky", " is blue.", "\u2028Really."])
     breaks_after: int | None = None  #: pieces of an answer
     status: str = "ok"
-    asked: list[tuple[str, str, object]] = field(default_factory=list)  #: method, path, body
+    unloaded: UnloadView = field(default_factory=lambda: UnloadView("smol", False, True, 0))
+    #: Method, path and body of every question but those for its health.
+    asked: list[tuple[str, str, object]] = field(default_factory=list)
+    health_keys: list[str | None] = field(default_factory=list)  #: sent with questions for its health
 
     def bodies(self, path: str) -> list[object]:
         return [body for _, asked, body in self.asked if asked == path]
+
+    def announce(self, held: DataDir, keys_path: str = "keys.json") -> None:
+        """Have the service found as that of a data directory, by its owner, who has the token `token`."""
+        held.announce(ServiceFile(os.getpid(), self.url, self.instance_id, keys_path), "token")
 
 
 @contextmanager
@@ -161,12 +172,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self, body: dict[str, object] | None) -> None:
         service = self.service
+        if self.path == "/health":
+            service.health_keys.append(self.headers["authorization"])
+            health = Health(service.status, 1, 1, "0.1.0", service.instance_id)
+            return self._send(200 if service.status == "ok" else 503, health)
         service.asked.append((self.command, self.path, body))
         if service.key is not None and self.headers["authorization"] != f"Bearer {service.key}":
             return self._fail(401, "invalid_api_key", "the API key is missing or wrong")
         match self.command, self.path.partition("?")[0].strip("/").split("/"):
-            case "GET", ["health"]:
-                self._send(200 if service.status == "ok" else 503, Health(service.status, 1, 1, "0.1.0"))
             case "GET", ["hearth", "ps"]:
                 self._send(200, PROCESSES)
             case "GET", ["hearth", "models"]:
@@ -190,6 +203,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._fail(404, "model_not_found", f"no model is deployed under `{name}`")
         if method == "DELETE":
             self.service.models.remove(model)
+        if rest == ["unload"]:
+            return self._send(200, self.service.unloaded)
         self._send(200, model if method == "GET" else {})
 
     def _deploy(self, body: dict[str, object]) -> None:

@@ -27,7 +27,7 @@ class FakeGateway:
     status: str = "ok"
 
     def health(self) -> Health:
-        return Health(self.status, 1, 1, "0.1.0")
+        return Health(self.status, 1, 1, "0.1.0", "life-1")
 
 
 @pytest.fixture
@@ -79,6 +79,26 @@ def test_the_demo_deploys_asks_explains_and_ends(
     (config,) = serving
     assert (config.service.port, config.service.data_dir) == (8123, str(data_dir))
     assert local_models.find(data_dir, demo.NAME).source == str(bundled)
+
+
+def test_the_demo_says_how_to_ask_the_service_that_it_leaves_running(
+    hearth: Hearth,
+    data_dir: Path,
+    bundled: Path,
+    serving: list[HearthConfig],
+    service: FakeService,
+    gateway: FakeGateway,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def answered_once(config: HearthConfig, on_ready: Callable[[str, object], None]) -> None:
+        on_ready(service.url, gateway)
+
+    monkeypatch.setattr(sys.modules["hearth.cli.server"], "run_service", answered_once)
+
+    shown = hearth("demo").out
+
+    assert f"  .venv/bin/hearth ps --data-dir {data_dir}\n" in shown
+    assert f"  .venv/bin/hearth chat {demo.NAME} --data-dir {data_dir}\n" in shown
 
 
 def test_what_is_deployed_already_is_not_deployed_again(

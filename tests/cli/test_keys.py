@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from hearth.control.datadir import DataDir
 from hearth.control.keys import ApiKeys
+from tests.cli.fake_service import FakeService
 from tests.cli.shell import Hearth
 
 
@@ -55,3 +57,34 @@ def test_the_file_may_be_elsewhere(hearth: Hearth, data_dir: Path, tmp_path: Pat
     hearth("keys", "add", "ada", "--api-keys-file", str(tmp_path / "k.json"))
     assert len(ApiKeys.load(tmp_path / "k.json")) == 1
     assert not data_dir.exists()
+
+
+def test_what_a_key_means_for_the_running_service_is_said(
+    hearth: Hearth, data_dir: Path, service: FakeService
+) -> None:
+    with DataDir.hold(data_dir) as held:
+        service.announce(held, str(held.keys_path))
+        added = [hearth("keys", "add", name).err for name in ("ada", "bob")]
+        removed = [hearth("keys", "rm", name).err for name in ("ada", "bob")]
+
+    assert all(f"the service at {service.url} asks everybody for a key from now on" in one for one in added)
+    assert f"the service at {service.url} refuses it from now on" in removed[0]
+    assert "refuses everybody from now on, until a key is added or it is restarted" in removed[1]
+
+
+def test_a_service_with_other_keys_is_told_of(
+    hearth: Hearth, data_dir: Path, tmp_path: Path, service: FakeService
+) -> None:
+    with DataDir.hold(data_dir) as held:
+        service.announce(held, str(tmp_path / "k.json"))
+        shown = hearth("keys", "add", "ada")
+        fitting = hearth("keys", "add", "ada", "--api-keys-file", str(tmp_path / "k.json"))
+
+    assert shown.code == 0
+    assert f"it reads `{tmp_path / 'k.json'}`, and this was `{data_dir / 'keys.json'}`" in shown.err
+    assert "from now on" not in shown.err
+    assert "from now on" in fitting.err
+
+
+def test_without_a_service_nothing_is_said_of_one(hearth: Hearth, data_dir: Path) -> None:
+    assert "service" not in hearth("keys", "add", "ada").err

@@ -2,20 +2,37 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from rich.console import Console
 
 from hearth.control.datadir import DataDir
-from tests.cli.fake_service import PROCESSES, FakeService
+from hearth.control.views import UnloadView
+from tests.cli.fake_service import PROCESSES, FakeService, serving
 from tests.cli.shell import Hearth
+
+
+@contextmanager
+def usual_port_leads_to(service: FakeService) -> Iterator[None]:
+    """Have connections to port 8000 of this machine reach a service, without taking the port."""
+    connect, target = socket.create_connection, urlsplit(service.url)
+
+    def redirected(address: tuple[str, int], *rest: object, **options: object) -> socket.socket:
+        usual = address[1] == 8000
+        return connect((target.hostname, target.port) if usual else address, *rest, **options)  # type: ignore[arg-type] # as they came
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "create_connection", redirected)
+        yield
 
 
 @pytest.fixture
@@ -23,7 +40,7 @@ def recorded(data_dir: Path, service: FakeService) -> Iterator[FakeService]:
     """The service as one that runs on the data directory and wants its token."""
     service.key = "token"
     with DataDir.hold(data_dir) as held:
-        held.announce(service.url, "token")
+        service.announce(held)
         yield service
 
 
@@ -65,10 +82,24 @@ def test_ps_json_is_what_the_service_says(hearth: Hearth, recorded: FakeService)
     assert (view["models"][0]["is_hosted"], view["models"][1]["kv_cached_blocks"]) == (False, 10)
 
 
-@pytest.mark.parametrize("free", [False, True])
-def test_stop_lets_a_model_go(hearth: Hearth, recorded: FakeService, free: bool) -> None:
+@pytest.mark.parametrize(
+    ("free", "was_loaded", "num_requests", "said"),
+    [
+        (False, True, 0, "smol stays in memory until the room is needed"),
+        (True, True, 0, "smol leaves memory"),
+        (False, True, 1, "smol finishes 1 request, then it stays in memory until the room is needed"),
+        (True, True, 2, "smol finishes 2 requests, then it leaves memory"),
+        (False, False, 0, "smol is not in memory"),
+        (True, False, 0, "smol is not in memory"),
+        (False, False, 3, "smol is not in memory yet: 3 requests will load it"),
+    ],
+)
+def test_stop_says_what_becomes_of_the_model(
+    hearth: Hearth, recorded: FakeService, free: bool, was_loaded: bool, num_requests: int, said: str
+) -> None:
+    recorded.unloaded = UnloadView("smol", free, was_loaded, num_requests)
     shown = hearth("stop", "smol", *(["--free"] if free else []))
-    assert (shown.code, shown.out.startswith("smol ")) == (0, True)
+    assert (shown.code, shown.out) == (0, f"{said}\n")
     assert recorded.asked == [("POST", "/hearth/models/smol/unload", {"free": free})]
 
 
@@ -95,6 +126,107 @@ def test_explain_json_is_what_the_service_says(hearth: Hearth, recorded: FakeSer
 
 
 @pytest.mark.parametrize("command", [("ps",), ("stop", "smol"), ("explain", "r1")])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_directory_without_a_service_is_exit_code_3_whoever_else_listens(
+    hearth: Hearth, tmp_path: Path, service: FakeService, command: tuple[str, ...], is_there: bool
+) -> None:
+    """The service of another directory listens where services usually do."""
+    other, asked = tmp_path / "other", tmp_path / "asked"
+    if is_there:
+        DataDir.open(asked)
+    with DataDir.hold(other) as held, usual_port_leads_to(service):
+        service.announce(held)
+        shown = hearth(*command, "--data-dir", str(asked))
+
+    assert (shown.code, shown.out, shown.err.count("\n")) == (3, "", 1)
+    assert (
+        f"no service runs on the data directory `{asked}`; start one with `hearth serve --data-dir"
+        in shown.err
+    )
+    assert "`--url`" in shown.err
+    assert (service.asked, service.health_keys) == ([], [])
+    assert asked.exists() == is_there
+
+
+@pytest.mark.parametrize(
+    "command", [("ps",), ("stop", "smol"), ("list",), ("show", "smol"), ("run", "smol", "x")]
+)
+def test_a_service_that_is_not_the_directorys_is_asked_nothing_and_sees_no_token(
+    hearth: Hearth, data_dir: Path, service: FakeService, command: tuple[str, ...]
+) -> None:
+    with DataDir.hold(data_dir) as held:
+        service.announce(held)
+        service.instance_id = "of another machine"
+        shown = hearth(*command)
+
+    assert (shown.code, shown.out) == (3, "")
+    assert f"says that it is at `{service.url}`, but another service answers there" in shown.err
+    assert (service.asked, service.health_keys) == ([], [None])
+
+
+def test_a_service_that_does_not_answer_where_it_says_is_told_with_its_directory(
+    hearth: Hearth, data_dir: Path, service: FakeService
+) -> None:
+    with DataDir.hold(data_dir) as held:
+        service.url = "http://127.0.0.1:1"
+        service.announce(held)
+        shown = hearth("ps")
+    assert (shown.code, shown.out) == (3, "")
+    assert f"the service on `{data_dir}`" in shown.err
+    assert "no service answers at `http://127.0.0.1:1`" in shown.err
+
+
+def test_no_proxy_stands_between_a_directory_and_its_service(
+    hearth: Hearth, data_dir: Path, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    service.url = service.url.replace("127.0.0.1", "0.0.0.0")  # this machine too, and no loopback address
+    with DataDir.hold(data_dir) as held:
+        service.announce(held)
+        assert hearth("ps").code == 0
+
+
+def test_doctor_says_what_is_wrong_with_the_file_of_a_service(hearth: Hearth, data_dir: Path) -> None:
+    with DataDir.hold(data_dir) as held:
+        (held.run_path / "service.json").write_text("{}")
+        report = json.loads(hearth("doctor", "--json").out)["service"]
+    assert "was not written by a service of this Hearth" in report["status"]
+    assert report["url"] is None
+
+
+def test_a_url_beats_the_directory_of_the_environment(
+    hearth: Hearth, data_dir: Path, service: FakeService
+) -> None:
+    with serving() as other, DataDir.hold(data_dir) as held:
+        other.announce(held)
+        assert hearth("ps", "--url", service.url).code == 0
+        assert (other.asked, other.health_keys) == ([], [])
+    assert service.bodies("/hearth/ps") == [None]
+
+
+def test_a_url_and_a_directory_may_name_one_service(
+    hearth: Hearth, recorded: FakeService, data_dir: Path
+) -> None:
+    recorded.url = recorded.url.replace("127.0.0.1", "localhost")
+    assert hearth("ps", "--url", recorded.url, "--data-dir", str(data_dir)).code == 0
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_url_and_a_directory_of_two_services_are_wrong_input(
+    hearth: Hearth, service: FakeService, tmp_path: Path, is_held: bool
+) -> None:
+    with ExitStack() as stack:
+        if is_held:
+            other = stack.enter_context(serving())
+            other.instance_id = "another"
+            other.announce(stack.enter_context(DataDir.hold(tmp_path)))
+        shown = hearth("stop", "smol", "--url", service.url, "--data-dir", str(tmp_path))
+    assert (shown.code, shown.out) == (2, "")
+    assert "leave one out" in shown.err
+    assert service.asked == []
+
+
+@pytest.mark.parametrize("command", [("ps",), ("stop", "smol"), ("explain", "r1")])
 def test_no_service_is_one_line_and_exit_code_3(
     hearth: Hearth, data_dir: Path, command: tuple[str, ...]
 ) -> None:
@@ -105,12 +237,12 @@ def test_no_service_is_one_line_and_exit_code_3(
 
 def test_a_service_that_was_killed_is_not_asked(hearth: Hearth, data_dir: Path, service: FakeService) -> None:
     with DataDir.hold(data_dir) as held:
-        held.announce(service.url, "token")
+        service.announce(held)
         left = (held.run_path / "service.json").read_bytes()
     (data_dir / "run" / "service.json").write_bytes(left)
 
     assert json.loads(hearth("list", "--json").out) == []
-    assert service.asked == []
+    assert (service.asked, service.health_keys) == ([], [])
 
 
 def test_a_service_that_starts_is_waited_for(
@@ -120,7 +252,7 @@ def test_a_service_that_starts_is_waited_for(
     with DataDir.hold(data_dir) as held:
 
         def sleep(delay_s: float) -> None:
-            held.announce(service.url, "token")
+            service.announce(held)
 
         monkeypatch.setattr("hearth.cli.endpoint.time.sleep", sleep)
         assert json.loads(hearth("list", "--json").out)[0]["name"] == "smol"
@@ -207,7 +339,19 @@ def test_doctor_names_settings_of_models_that_are_not_deployed(hearth: Hearth, d
     assert note.endswith("deploy one with `hearth deploy SOURCE`")
 
 
+def test_doctor_looks_at_the_disk_of_the_data_directory_too(
+    hearth: Hearth, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hearth.doctor._has_direct_reads", lambda directory: directory != data_dir)
+    DataDir.open(data_dir)
+    report = json.loads(hearth("doctor", "--json", "--set", f"store.path={tmp_path}").out)
+    assert (report["store"]["path"], report["service_store"]["path"]) == (str(tmp_path), str(data_dir))
+    assert [note for note in report["notes"] if "direct reads" in note] == [
+        f"no direct reads in {data_dir}: chunks are read through the page cache"
+    ]
+
+
 def test_doctor_says_that_no_service_runs(hearth: Hearth, data_dir: Path) -> None:
     shown = hearth("doctor").out
     assert "not running" in shown
-    assert "0 models deployed" in shown
+    assert "0 deployed" in shown

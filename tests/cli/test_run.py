@@ -9,6 +9,7 @@ import pytest
 
 from hearth.cli import run
 from hearth.cli.client import AnswerDelta
+from hearth.control.datadir import DataDir
 from hearth.text.chat_template import Message
 from hearth.types import SamplingParams
 from tests.cli.fake_service import MODEL, FakeService
@@ -20,7 +21,7 @@ def test_a_name_is_asked_through_the_service(hearth: Hearth, data_dir: Path, ser
 
     assert (shown.code, shown.out) == (0, "The sky is blue.\u2028Really.\n")
     assert shown.err.startswith("3 tokens, ")
-    assert "`hearth explain r1` tells more" in shown.err
+    assert f"`hearth explain r1 --url {service.url}` tells more" in shown.err
     (body,) = service.bodies("/v1/chat/completions")
     assert isinstance(body, dict)
     assert (body["messages"], body["max_tokens"], body["seed"]) == ([{"role": "user", "content": "hi"}], 5, 3)
@@ -54,6 +55,47 @@ def test_what_a_service_cannot_heed_is_refused(
     shown = hearth("run", "smol", "hi", *flag, "--url", service.url)
     assert (shown.code, shown.out) == (2, "")
     assert f"`{flag[0]}` is for models in this process" in shown.err
+
+
+def test_how_to_explain_an_answer_names_the_service_as_it_was_named(
+    hearth: Hearth, tmp_path: Path, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data_dir = tmp_path / "with space"
+    with DataDir.hold(data_dir) as held:
+        service.announce(held)
+        assert f"`hearth explain r1 --data-dir '{data_dir}'` tells" in hearth(
+            *("run", "smol", "hi", "--data-dir", str(data_dir))
+        ).err.replace("\n", " ")
+        monkeypatch.setenv("HEARTH_DATA_DIR", str(data_dir))
+        assert "`hearth explain r1` tells" in hearth("run", "smol", "hi").err
+
+
+@pytest.mark.parametrize("command", [("run", "./m", "hi"), ("chat", "./m"), ("show", "./m")])
+def test_a_service_is_not_named_for_a_model_that_is_read_here(
+    hearth: Hearth, service: FakeService, command: tuple[str, ...]
+) -> None:
+    shown = hearth(*command, "--url", service.url)
+    assert (shown.code, shown.out) == (2, "")
+    assert "`./m` is read in this process" in shown.err
+    assert service.asked == []
+
+
+def test_the_data_directory_of_the_configuration_is_looked_into(
+    hearth: Hearth, tmp_path: Path, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HEARTH_DATA_DIR", raising=False)
+    config = tmp_path / "hearth.toml"
+    config.write_text(f'[service]\ndata_dir = "{tmp_path / "data"}"\nport = 9000\n')
+    with DataDir.hold(tmp_path / "data") as held:
+        service.announce(held)
+        shown = hearth("run", "smol", "hi", "--config", str(config))
+        report = json.loads(hearth("doctor", "--json", "--config", str(config)).out)["service"]
+        elsewhere = json.loads(
+            hearth("doctor", "--json", "--config", str(config), "--data-dir", str(tmp_path)).out
+        )["service"]
+    assert (shown.code, f"the service at `{service.url}` would answer" in shown.err) == (2, True)
+    assert (report["status"], report["url"]) == ("ok", service.url)
+    assert (elsewhere["status"], elsewhere["data_dir"]) == ("not running", str(tmp_path))
 
 
 def test_without_a_service_a_deployed_model_answers_in_this_process(hearth: Hearth, tiny: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hearth.control import keys
+from tests.cli.fake_service import FakeService
 
 
 def completed(line: str, data_dir: Path) -> list[str]:
@@ -42,6 +43,21 @@ def test_keys_and_their_groups_are_offered(data_dir: Path, tmp_path: Path) -> No
     assert completed("hearth keys rm s", data_dir) == ["s1", "s2"]
     assert completed("hearth keys add s3 --group s", data_dir) == ["support"]
     assert completed(f"hearth keys rm --api-keys-file {tmp_path / 'k.json'} ", data_dir) == ["other"]
+
+
+def test_the_models_of_the_service_that_was_named_are_offered(
+    data_dir: Path, tiny: Path, service: FakeService
+) -> None:
+    assert completed(f"hearth chat --url {service.url} ", data_dir) == ["smol"]
+    assert completed("hearth chat --url http://127.0.0.1:1 ", data_dir) == []
+    assert [path for _, path, _ in service.asked] == ["/hearth/models"]
+
+
+def test_the_models_of_the_directory_that_was_named_are_offered(
+    data_dir: Path, tiny: Path, tmp_path: Path
+) -> None:
+    assert completed(f"hearth chat --data-dir {data_dir} ", tmp_path) == ["tiny"]
+    assert completed(f"hearth chat --data-dir {tmp_path} ", data_dir) == []
 
 
 def test_commands_are_offered(data_dir: Path) -> None:

@@ -17,6 +17,7 @@ from hearth.control.fact_decoder import DecodedFact, DecodedToken
 from hearth.control.gateway import Gateway
 from hearth.control.generation import ChatPrompt, GenerationRequest, TokenDelta
 from hearth.control.journal import Journal
+from hearth.control.keys import ApiKeys
 from hearth.control.metrics import Metrics
 from hearth.control.observer import Observer
 from hearth.control.pool_reports import PoolReports
@@ -69,7 +70,7 @@ class GatewayRig:
         self.gateway = Gateway(
             *(config.service, deployments, catalog, self.encoder, self.driver, observer, pools),
             *(self.supervisor, metrics, self.demand),
-            keys=None,
+            keys=ApiKeys(data_dir.keys_path),
             kind="cpu",
         )
 

@@ -16,13 +16,18 @@ from hearth.errors import DataDirError
 URL = "http://127.0.0.1:8000"
 #: Holds the directory that it is told, says so, and lives until its input ends.
 HOLDER = f"""
+import os
 import sys
-from hearth.control.datadir import DataDir
+from hearth.control.datadir import DataDir, ServiceFile
 with DataDir.hold(sys.argv[1]) as data_dir:
-    data_dir.announce("{URL}", "secret")
+    data_dir.announce(ServiceFile(os.getpid(), "{URL}", "life-1", "keys.json"), "secret")
     print("held", flush=True)
     sys.stdin.read()
 """
+
+
+def service_file(pid: int | None = None) -> ServiceFile:
+    return ServiceFile(os.getpid() if pid is None else pid, URL, "life-1", "keys.json")
 
 
 def mode(path: Path) -> int:
@@ -72,18 +77,27 @@ def test_a_service_is_found_while_it_runs_and_not_afterwards(tmp_path: Path) -> 
     assert running_service(tmp_path) is None
     with DataDir.hold(tmp_path) as data_dir:
         assert running_service(tmp_path) is None, "it has not said where it is"
-        data_dir.announce(URL, "secret")
-        assert running_service(tmp_path) == ServiceFile(os.getpid(), URL, "secret")
+        data_dir.announce(service_file(), "secret")
+        assert running_service(tmp_path) == service_file()
         assert mode(data_dir.run_path / "service.json") == 0o600
+        assert "secret" not in (data_dir.run_path / "service.json").read_text()
+        assert (data_dir.read_admin_token(), mode(data_dir.run_path / "admin_token")) == ("secret", 0o600)
         data_dir.withdraw()
         assert running_service(tmp_path) is None
     assert running_service(tmp_path) is None
+    assert DataDir(tmp_path).read_admin_token() is None
+
+
+def test_a_directory_that_cannot_be_looked_into_is_not_said_to_have_no_service(tmp_path: Path) -> None:
+    (tmp_path / "run").symlink_to("run")
+    with pytest.raises(DataDirError, match=r"cannot be used: .*; check it"):
+        running_service(tmp_path)
 
 
 def test_a_service_that_fails_is_not_found_either(tmp_path: Path) -> None:
     def fail() -> None:
         with DataDir.hold(tmp_path) as data_dir:
-            data_dir.announce(URL, "secret")
+            data_dir.announce(service_file(), "secret")
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
@@ -98,7 +112,7 @@ def test_a_second_service_is_refused_with_pid_and_url_of_the_first(tmp_path: Pat
             DataDir.hold(tmp_path),
         ):
             pass
-        assert running_service(tmp_path) == ServiceFile(first.pid, URL, "secret")
+        assert running_service(tmp_path) == service_file(first.pid)
         assert first.stdin is not None
         first.stdin.close()
     assert not (tmp_path / "run" / "service.json").exists()
@@ -117,10 +131,12 @@ def test_a_killed_service_leaves_nothing_locked(tmp_path: Path) -> None:
     with holder(tmp_path) as first:
         first.send_signal(signal.SIGKILL)
     assert (tmp_path / "run" / "service.json").exists()
+    assert (tmp_path / "run" / "admin_token").exists()
     assert running_service(tmp_path) is None
 
     with DataDir.hold(tmp_path) as data_dir:
         assert not (data_dir.run_path / "service.json").exists()
+        assert not (data_dir.run_path / "admin_token").exists()
 
 
 def test_processes_that_the_service_has_started_do_not_keep_the_lock(tmp_path: Path) -> None:
@@ -131,12 +147,13 @@ def test_processes_that_the_service_has_started_do_not_keep_the_lock(tmp_path: P
         child.communicate(b"\n")
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"pid": 1}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"pid": 1, "url": "http://h", "admin_token": "secret"}'])
 def test_a_service_file_that_is_broken_is_told(tmp_path: Path, text: str) -> None:
     with DataDir.hold(tmp_path) as data_dir:
         (data_dir.run_path / "service.json").write_text(text)
-        with pytest.raises(DataDirError, match=r"service.json` "):
+        with pytest.raises(DataDirError, match=r"service.json` ") as caught:
             running_service(tmp_path)
+        assert "secret" not in str(caught.value)
 
 
 def test_a_private_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:

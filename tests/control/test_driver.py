@@ -110,6 +110,30 @@ def test_a_stopped_model_is_held_as_retained_and_a_freed_one_is_dropped(
     with_rig(data_dir, scene)
 
 
+def test_stopping_tells_what_there_was_to_stop_in_every_state(data_dir: DataDir, deployed: Deployed) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        async def stopped(*, free: bool = False) -> tuple[bool, int]:
+            view = await rig.gateway.unload("tiny", free)
+            assert (view.unloaded, view.free) == ("tiny", free)
+            return view.was_loaded, view.num_requests
+
+        assert await stopped() == (False, 0), "deployed and never asked for"
+        stream = await rig.gateway.submit(ask())
+        assert await stopped() == (False, 1), "waits for a worker"
+        link = rig.join()
+        assert await stopped() == (True, 1), "loading"
+        rig.driver.cancel(stream.request_id)
+        assert await stopped() == (True, 0), "loading for nobody"
+        assert await stopped(free=True) == (True, 0)
+        assert await stopped() == (False, 0), "called off"
+        await answered(rig, link, BYTES)
+        assert await stopped() == (True, 0), "warm"
+        assert await stopped(free=True) == (True, 0), "retained"
+        assert await stopped(free=True) == (False, 0), "freed"
+
+    with_rig(data_dir, scene)
+
+
 def test_what_was_on_the_device_is_explained_and_counted(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()

@@ -18,7 +18,7 @@ def data_dir(tmp_path: Path) -> DataDir:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
 def test_on_this_machine_no_keys_are_needed(data_dir: DataDir, host: str) -> None:
-    assert keys_of(ServiceConfig(host=host), data_dir) is None
+    assert not keys_of(ServiceConfig(host=host), data_dir).are_required
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
@@ -27,7 +27,7 @@ def test_keys_that_there_are_must_be_used(data_dir: DataDir, host: str) -> None:
 
     found = keys_of(ServiceConfig(host=host), data_dir)
 
-    assert found is not None
+    assert found.are_required
     assert found.check(key) is not None
 
 

@@ -53,6 +53,12 @@ def test_nothing_is_told_without_a_key(guarded: Guarded, path: str) -> None:
             assert client.get(path).status_code == 401
 
 
+def test_commands_of_the_owner_need_no_key_wherever_the_service_listens(guarded: Guarded) -> None:
+    told = guarded.service.cli("ps", "--json")
+    assert told.returncode == 0, told.stderr
+    assert (guarded.service.data_dir / "run" / "service.json").stat().st_mode & 0o077 == 0
+
+
 def test_health_needs_no_key(guarded: Guarded) -> None:
     with guarded.http(None) as client:
         assert client.get("/health").status_code == 200

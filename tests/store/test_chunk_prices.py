@@ -173,6 +173,16 @@ def test_a_model_stays_while_a_copy_of_it_is_left() -> None:
     assert prices.of_host_chunk(chunk(model)) == (0.0, 0)
 
 
+def test_of_copies_the_one_that_costs_most_counts_in_whatever_order_they_come_and_go() -> None:
+    prices, light = ChunkPrices(Clock()), model_of("m", A)
+    heavy = replace(light, directory=Path("copy"), weight=4.0)
+    prices.load_began(heavy)
+    prices.load_began(light)
+    both = cost(prices.of_host_chunk(chunk(light)))
+    prices.forget(heavy.directory)
+    assert both == pytest.approx(4 * cost(prices.of_host_chunk(chunk(light))))
+
+
 def test_a_chunk_that_stands_in_its_model_twice_counts_once_and_where_it_is_needed_first() -> None:
     prices, model = ChunkPrices(Clock()), model_of("m", [A[0], A[1], A[2], A[1]])
     prices.load_began(model)

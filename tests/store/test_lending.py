@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,6 +27,7 @@ from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
 from hearth.store.borrower import Borrower, Loan
 from hearth.store.convert import convert
 from hearth.store.fetch import Fetch, HostChunk
+from hearth.store.keeper_client import KeeperClient
 from hearth.store.lender import Lender
 from hearth.store.lending import CancelLoad, ChunkLent, LenderHello, ReleaseChunk, encode, received, send
 from hearth.store.loader import Loader, whole
@@ -562,3 +565,27 @@ def test_the_weight_of_a_model_reaches_the_prices(model: Path, tmp_path: Path, p
         borrower.open(model, weight=3.0)
 
         assert tiers._opened[model.resolve()].model.weight == 3.0
+
+
+@pytest.mark.parametrize("removed", ["first", "last"])
+def test_a_copy_of_a_model_that_is_removed_leaves_the_other_loadable_and_counted(
+    model: Path, tmp_path: Path, path: Path, removed: str
+) -> None:
+    copies = {name: shutil.copytree(model, tmp_path / name) for name in ("first", "last")}
+    (kept,) = copies.keys() - {removed}
+    with lending(tmp_path / "store", path):
+        borrower, keeper = Borrower(path), KeeperClient(path)
+        opened = {name: borrower.open(copy) for name, copy in copies.items()}
+        digest, num_bytes = opened[kept].manifest.digest, opened[kept].manifest.num_bytes
+        asyncio.run(keeper.forget(str(copies[removed])))
+        shutil.rmtree(copies[removed])
+
+        loan = borrower.fetch(opened[kept], range(len(opened[kept].manifest.chunks)))
+        for chunk in loan:
+            loan.release(chunk)
+        counted = asyncio.run(keeper.count([digest]))
+        gone = borrower.fetch(opened[removed], [0])
+        with pytest.raises(StoreError, match="open it again"):
+            next(iter(gone))
+        assert counted[digest][Rung.HOST] == num_bytes
+        borrower.close()

@@ -76,8 +76,8 @@ def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
 
     @routes.post("/{name:path}/unload", summary="Let a model go from device memory")
     async def unload(name: str, body: UnloadBody) -> Response:
-        await gateway.unload(name, body.free)
-        return as_json({"unloaded": name, "free": body.free})
+        """Answers what there was to let go: nothing is an answer, too."""
+        return as_json(await gateway.unload(name, body.free))
 
     return routes
 

@@ -20,7 +20,7 @@ from hearth.api.errors import body_too_large, error_response, on_hearth_error
 from hearth.control.caller import ANYBODY, OPERATOR, Caller, Role
 from hearth.control.crash import frames_of
 from hearth.control.keys import is_loopback
-from hearth.errors import Forbidden, HearthError, Unauthorized
+from hearth.errors import ConfigError, Forbidden, HearthError, ServiceError, Unauthorized
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway
@@ -85,15 +85,19 @@ class Guard:
         """Return why a request is refused; note in the scope who sends it, for what follows."""
         if scope["path"] in OPEN_PATHS:
             return None
-        if self._gateway.keys is None:
-            scope[_CALLER] = ANYBODY
-            return _foreign_host(headers) or _foreign_page(headers)
         scheme, _, given = headers.get("authorization", "").partition(" ")
         key = given.strip() if scheme.lower() == "bearer" else ""
-        if hmac.compare_digest(key.encode(), self._gateway.admin_token.encode()):
-            scope[_CALLER] = OPERATOR
-            return None
-        caller = self._gateway.keys.check(key) if key else None
+        is_operator = hmac.compare_digest(key.encode(), self._gateway.admin_token.encode())
+        try:
+            if not self._gateway.keys.are_required:
+                scope[_CALLER] = ANYBODY
+                return None if is_operator else _foreign_host(headers) or _foreign_page(headers)
+            caller = OPERATOR if is_operator else self._gateway.keys.check(key) if key else None
+        except ConfigError as error:  # somebody has changed their file, and nobody can tell who may come in
+            log.error("keys_unreadable reason=%s", error)
+            if not is_operator:
+                return ServiceError("the API keys of the service cannot be read; its log says why")
+            caller = OPERATOR
         if caller is None:
             return Unauthorized(
                 f"the API key is {'wrong' if key else 'missing'}; send `Authorization: Bearer KEY` with one "
@@ -152,7 +156,7 @@ def _foreign_host(headers: Headers) -> Forbidden | None:
         return None
     return Forbidden(
         f"without API keys requests must be sent to localhost or 127.0.0.1, given: {host:.80}; "
-        "use that, or make keys with `hearth keys add NAME` and restart the service"
+        "use that, or make keys with `hearth keys add NAME`"
     )
 
 

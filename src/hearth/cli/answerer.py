@@ -11,9 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import typer
+
 from hearth.cli import local_models
 from hearth.cli.client import AnswerDelta, Client
-from hearth.cli.console import configured, err, existing, is_place, log_to_terminal, named
+from hearth.cli.console import (
+    configured,
+    data_dir_of,
+    err,
+    existing,
+    is_place,
+    log_to_terminal,
+    named,
+    refuse_url,
+)
 from hearth.cli.endpoint import running
 from hearth.config import HearthConfig
 from hearth.errors import ConfigError
@@ -106,15 +117,23 @@ class LocalOptions:
 
 @contextmanager
 def answerer_of(
-    model: str, url: str | None, api_key: str | None, data_dir: Path, options: LocalOptions
+    context: typer.Context,
+    model: str,
+    url: str | None,
+    api_key: str | None,
+    data_dir: Path,
+    options: LocalOptions,
 ) -> Iterator[Answerer]:
     """Yield the model: of a path or URL in this process, of a name in the service if one runs."""
+    config = configured(options.config, options.settings)
     if is_place(model):
+        refuse_url(url, model)
         where = model if "://" in model else str(existing(Path(model)))
-        with _loaded(where, configured(options.config, options.settings), options) as answerer:
+        with _loaded(where, config, options) as answerer:
             yield answerer
         return
-    client = running(url, api_key, data_dir)
+    data_dir = data_dir_of(context, data_dir, config)
+    client = running(context, url, api_key, data_dir)
     if client is None:
         with named(model):
             view = local_models.find(data_dir, model)

@@ -33,6 +33,7 @@ HELP = "/clear forgets what was said, /exit or Ctrl-D ends, Ctrl-C stops an answ
 
 @app.command(rich_help_panel="Questions")
 def chat(
+    context: typer.Context,
     name: ModelName,
     system: Annotated[str | None, typer.Option(help="What the model is told before all else.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 1024,
@@ -58,7 +59,7 @@ def chat(
     params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
     is_terminal = sys.stdin.isatty()
     options = LocalOptions(config=config, settings=settings)
-    with answerer_of(name, url, api_key, data_dir, options) as answerer:
+    with answerer_of(context, name, url, api_key, data_dir, options) as answerer:
         if is_terminal:
             err.print(Text(HELP, style="dim"))
         _talk(answerer, _lines(is_terminal), params, system, is_terminal)

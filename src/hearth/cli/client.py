@@ -16,7 +16,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from hearth.control.keys import is_loopback
-from hearth.control.views import Explanation, Health, ModelView, ProcessView
+from hearth.control.views import Explanation, Health, ModelView, ProcessView, UnloadView
 from hearth.errors import (
     ConfigError,
     HearthError,
@@ -95,19 +95,20 @@ class _DeployEvent(msgspec.Struct):
 class Client:
     """A connection to one service. Methods raise the errors that the service answers with."""
 
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(self, url: str, key: str | None, *, is_direct: bool = False) -> None:
+        """Connect when first asked. `is_direct`: through no proxy, for a service of this machine."""
         import httpx
 
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"`--url` must be like http://127.0.0.1:8000, given: {url!r}")
         self.url = url.rstrip("/")
+        self._key = key
         self._http = httpx.Client(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
             # A proxy cannot reach this machine's own service.
-            trust_env=not is_loopback(parts.hostname),
+            trust_env=not (is_direct or is_loopback(parts.hostname)),
         )
 
     def __enter__(self) -> Self:
@@ -116,11 +117,17 @@ class Client:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._http.close()
 
     def health(self) -> Health:
-        """Return the health of a service, also of one that is starting or draining and answers 503."""
-        with self._answered("GET", "/health", may_be=(503,)) as response:
+        """Return the health of a service, also of one that is starting or draining and answers 503.
+
+        The key is not sent: this may be asked to find out whether a service may see it.
+        """
+        with self._answered("GET", "/health", may_be=(503,), has_key=False) as response:
             return self._decoded(response.read(), Health)
 
     def models(self) -> list[ModelView]:
@@ -140,9 +147,9 @@ class Client:
         with self._answered("DELETE", f"/hearth/models/{_segment(name)}"):
             pass
 
-    def unload(self, name: str, free: bool) -> None:
-        with self._answered("POST", f"/hearth/models/{_segment(name)}/unload", {"free": free}):
-            pass
+    def unload(self, name: str, free: bool) -> UnloadView:
+        with self._answered("POST", f"/hearth/models/{_segment(name)}/unload", {"free": free}) as response:
+            return self._decoded(response.read(), UnloadView)
 
     def deploy(
         self, source: str, name: str | None, dtype: str, quant: str, overwrite: bool
@@ -204,6 +211,7 @@ class Client:
         *,
         may_be: Sequence[int] = (),
         is_stream: bool = False,
+        has_key: bool = True,
     ) -> Iterator[httpx.Response]:
         """Yield a response that succeeded or has a status of `may_be`.
 
@@ -214,6 +222,8 @@ class Client:
 
         timeout = httpx.Timeout(None, connect=CONNECT_S) if is_stream else self._http.timeout
         headers = {"Accept": "text/event-stream" if is_stream else "application/json"}
+        if has_key and self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
         try:
             with self._http.stream(method, path, json=body, headers=headers, timeout=timeout) as response:
                 if not response.is_success and response.status_code not in may_be:

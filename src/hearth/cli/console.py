@@ -83,6 +83,19 @@ ApiKey = Annotated[
 ]
 
 
+def is_flag_given(context: typer.Context, parameter: str) -> bool:
+    """True if a parameter stands on the command line, rather than in the environment or nowhere."""
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def data_dir_of(context: typer.Context, data_dir: Path, config: HearthConfig) -> Path:
+    """Return the data directory of flag or environment, or else that of the configuration."""
+    source = context.get_parameter_source("data_dir")
+    is_default = source is None or source.name == "DEFAULT"
+    return Path(config.service.data_dir).expanduser() if is_default else data_dir
+
+
 def url_of(path: Path) -> str | None:
     """Return the URL that was given where a path is taken, which has lost one of its slashes."""
     scheme, colon, rest = str(path).partition(":/")
@@ -95,6 +108,15 @@ def is_place(text: str) -> bool:
     What lies in the working directory is not looked at: a folder must not stand in for the model of its name.
     """
     return "/" in text or text.endswith(".gguf") or text in (".", "..")
+
+
+def refuse_url(url: str | None, place: str) -> None:
+    """Raise ConfigError if a service was named for a model that is read in this process."""
+    if url is not None:
+        raise ConfigError(
+            f"`--url` names a service, but `{place}` is read in this process; name a deployed model, or "
+            "leave `--url` out"
+        )
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from hearth.cli.console import (
     is_place,
     named,
     print_table,
+    refuse_url,
     url_of,
 )
 from hearth.cli.endpoint import running
@@ -162,6 +163,7 @@ def verify(path: ConvertedPath, as_json: AsJson = False) -> None:
 
 @app.command(rich_help_panel="Models")
 def show(
+    context: typer.Context,
     model: NameOrPath,
     url: Url = None,
     api_key: ApiKey = None,
@@ -182,9 +184,10 @@ def show(
       hearth show ./models/qwen-7b --json
     """
     if is_place(model):
+        refuse_url(url, model)
         _show_place(existing(Path(model)), as_json)
         return
-    client = running(url, api_key, data_dir)
+    client = running(context, url, api_key, data_dir)
     with named(model):
         if client is None:
             view = find(data_dir, model, look=True)

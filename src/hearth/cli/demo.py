@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import threading
 import time
@@ -59,7 +60,7 @@ def demo(
     logging.getLogger("httpx").setLevel("WARNING")  # asks from this process, where users ask from elsewhere
     from hearth.cli.server import run_service
 
-    visitor = _Visitor(once)
+    visitor = _Visitor(once, data_dir)
     with err.status("starting the service") as status:
         run_service(config, lambda url, gateway: visitor.come(url, gateway, status.stop))
     visitor.leave()
@@ -68,8 +69,8 @@ def demo(
 class _Visitor:
     """Asks the service one question from a thread of its own. Mutable; `_error` is written by that thread."""
 
-    def __init__(self, once: bool) -> None:
-        self._once = once
+    def __init__(self, once: bool, data_dir: Path) -> None:
+        self._once, self._data_dir = once, data_dir
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -98,9 +99,11 @@ class _Visitor:
         elif self._once or self._error is not None:
             os.kill(os.getpid(), signal.SIGTERM)  # ends the service as it ends for anyone: it drains
         else:
+            is_usual = self._data_dir == DEFAULT_DATA_DIR.expanduser()
+            flag = "" if is_usual else f" --data-dir {shlex.quote(str(self._data_dir.absolute()))}"
             _print(
-                f"\nServing at {url} until Ctrl-C. Try from another terminal, with the same data directory:\n"
-                f"  .venv/bin/hearth chat {NAME}\n  .venv/bin/hearth ps"
+                f"\nServing at {url} until Ctrl-C. Try from another terminal:\n"
+                f"  .venv/bin/hearth chat {NAME}{flag}\n  .venv/bin/hearth ps{flag}"
             )
 
 

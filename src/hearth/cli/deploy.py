@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 @app.command(rich_help_panel="Models")
 def deploy(
+    context: typer.Context,
     source: Annotated[
         str,
         typer.Argument(
@@ -71,7 +72,7 @@ def deploy(
 
       hearth deploy s3://models/qwen-7b
     """
-    client = running(url, api_key, data_dir)
+    client = running(context, url, api_key, data_dir)
     absolute = _absolute(source, is_elsewhere=url is not None)
     started_s = time.perf_counter()
     if client is None:
@@ -89,6 +90,7 @@ def deploy(
 
 @app.command("list", rich_help_panel="Models")
 def list_models(
+    context: typer.Context,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
@@ -104,7 +106,7 @@ def list_models(
 
       hearth list --json
     """
-    client = running(url, api_key, data_dir)
+    client = running(context, url, api_key, data_dir)
     views = local_models.views(data_dir) if client is None else _listed(client)
     if as_json:
         typer.echo(msgspec.json.encode(views))
@@ -126,6 +128,7 @@ def list_models(
 
 @app.command(rich_help_panel="Models")
 def rm(
+    context: typer.Context,
     name: ModelName,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     url: Url = None,
@@ -144,7 +147,7 @@ def rm(
         if not sys.stdin.isatty():
             raise ConfigError(f"nobody can be asked whether to remove `{name}`; add `--yes`")
         typer.confirm(f"Remove {name}?", abort=True)
-    client = running(url, api_key, data_dir)
+    client = running(context, url, api_key, data_dir)
     if client is None:
         local_models.remove(data_dir, name)
     else:

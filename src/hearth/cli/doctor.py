@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.text import Text
@@ -18,20 +19,25 @@ from hearth.cli.console import (
     Settings,
     app,
     configured,
+    data_dir_of,
     err,
     out,
     print_table,
 )
-from hearth.cli.endpoint import reached
+from hearth.cli.endpoint import recognised
 from hearth.cli.figures import size
 from hearth.cli.pool_bars import fallbacks
 from hearth.config import plain, to_toml
 from hearth.control.datadir import is_held, running_service
-from hearth.errors import ServiceError
+from hearth.errors import DataDirError, ServiceError
+
+if TYPE_CHECKING:
+    from hearth.doctor import StoreReport
 
 
 @app.command(rich_help_panel="This machine")
 def doctor(
+    context: typer.Context,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
     config: ConfigFile = None,
     settings: Settings = None,
@@ -51,28 +57,33 @@ def doctor(
     with err.status("looking around"):
         from hearth.doctor import examine
 
-        report = examine(resolved.store)
+        data_dir = data_dir_of(context, data_dir, resolved)
+        report, service = examine(resolved.store, data_dir), _service(data_dir)
         unused = local_models.unused_settings(data_dir, resolved.models)
         report = replace(report, notes=(*report.notes, *unused))
-        service = _service(data_dir)
     if as_json:
         typer.echo(json.dumps({**asdict(report), "service": asdict(service)}))
         return
     facts = asdict(report)
-    del facts["devices"], facts["notes"], facts["store"]
-    facts["store"] = f"{report.store.path}, {report.store.free_bytes / 2**30:.1f} GiB free"
-    facts["direct reads"] = "yes" if report.store.has_direct_reads else "no"
+    del facts["devices"], facts["notes"], facts["store"], facts["service_store"]
+    facts["store"] = _disk(report.store)
     for number, device in enumerate(report.devices):
         facts[f"device {number}"] = (
             f"{device.name}, {device.free_bytes / 2**30:.1f} of {device.total_bytes / 2**30:.1f} GiB free"
         )
-    facts["data directory"] = f"{service.data_dir}, {service.num_models} models deployed"
+    facts["data directory"] = _disk(report.service_store)
+    facts["models"] = f"{service.num_models} deployed"
     facts["service"] = service.status if service.url is None else f"{service.status}, {service.url}"
     for number, worker in enumerate(service.workers):
         facts[f"worker {number}"] = worker
     print_table("hearth doctor", facts)
     for note in report.notes:
         out.print(Text(f"note: {note}", style="yellow"))
+
+
+def _disk(store: StoreReport) -> str:
+    reads = "with" if store.has_direct_reads else "without"
+    return f"{store.path}, {store.free_bytes / 2**30:.1f} GiB free, {reads} direct reads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +99,23 @@ class _ServiceReport:
 
 def _service(data_dir: Path) -> _ServiceReport:
     num_models = len(local_models.names(data_dir))
-    if running_service(data_dir) is None:
-        status = "starting or ending" if is_held(data_dir) else "not running"
-        return _ServiceReport(str(data_dir), num_models, status, None, [])
-    client = reached(None, None, data_dir)
-    with client:
-        try:
+    found = None
+    try:
+        found = running_service(data_dir)
+        if found is None:
+            status = "starting or ending" if is_held(data_dir) else "not running"
+            return _ServiceReport(str(data_dir), num_models, status, None, [])
+        with recognised(found, None, data_dir) as client:
             status, view = client.health().status, client.ps()
-        except ServiceError as error:  # it holds the directory, but something is wrong with it
-            return _ServiceReport(str(data_dir), num_models, str(error), client.url, [])
+    except (DataDirError, ServiceError) as error:  # it holds the directory, but something is wrong with it
+        return _ServiceReport(str(data_dir), num_models, str(error), None if found is None else found.url, [])
     workers = [
         f"{worker.device or worker.kind}, {worker.state}, {size(worker.used_bytes)} of "
         f"{size(worker.budget_bytes)} in use, {worker.num_restarts} restarts"
         + "".join(f", {fallback}" for fallback in fallbacks(worker))
         for worker in view.workers
     ]
-    return _ServiceReport(str(data_dir), num_models, status, client.url, workers)
+    return _ServiceReport(str(data_dir), num_models, status, found.url, workers)
 
 
 @app.command("config", rich_help_panel="This machine")

@@ -16,6 +16,7 @@ from hearth.control.views import Explanation
 
 @app.command(rich_help_panel="Service")
 def explain(
+    context: typer.Context,
     request_id: Annotated[
         str, typer.Argument(metavar="REQUEST_ID", help="The `id` of an answer, or its x-request-id header.")
     ],
@@ -34,7 +35,7 @@ def explain(
 
       hearth explain chatcmpl-4f1d2c
     """
-    with reached(url, api_key, data_dir) as client:
+    with reached(context, url, api_key, data_dir) as client:
         explained = client.explain(request_id)
     if as_json:
         typer.echo(msgspec.json.encode(explained))

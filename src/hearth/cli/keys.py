@@ -15,7 +15,7 @@ from hearth.cli.figures import duration
 from hearth.cli.tab_completion import complete_group, complete_key
 from hearth.control import keys
 from hearth.control.caller import Role
-from hearth.control.datadir import DataDir
+from hearth.control.datadir import DataDir, running_service
 
 KeysFile = Annotated[
     Path | None,
@@ -54,8 +54,8 @@ def add(
 ) -> None:
     """Make a key and print it.
 
-    It is shown this once: only its hash is kept. A service that starts when there are keys asks for one of
-    them, and accepts further ones at once; one that runs without keys has to be restarted.
+    It is shown this once: only its hash is kept. From the first key on a service asks for one, also if it
+    runs already, and takes further ones at once.
 
     A prompt that begins like an earlier one is answered sooner, and `cached_tokens` in the answer's usage
     says so. So that nobody learns what others ask, only prompts of the same key count. Keys of one group
@@ -72,9 +72,11 @@ def add(
 
       hearth keys add deployer --admin
     """
+    path = _path(file, data_dir)
     role: Role = "admin" if admin else "monitor" if monitor else "user"
-    typer.echo(keys.add(_path(file, data_dir), name, role, group))
+    typer.echo(keys.add(path, name, role, group))
     err.print(Text("keep it: it is not shown again", style="dim"))
+    _tell_of_service(path, data_dir, "asks everybody for a key from now on, and takes this one")
 
 
 @keys_app.command("list")
@@ -95,9 +97,35 @@ def list_keys(
 
 @keys_app.command()
 def rm(name: KnownKey, file: KeysFile = None, data_dir: DataDirectory = DEFAULT_DATA_DIR) -> None:
-    """Remove a key: whoever has it is refused from now on."""
-    keys.remove(_path(file, data_dir), name)
+    """Remove a key: whoever has it is refused from now on.
+
+    With the last key gone a service that runs refuses everybody until there is another. One that is started
+    then asks for none on this machine's own address, and does not start on another.
+    """
+    path = _path(file, data_dir)
+    keys.remove(path, name)
     typer.echo(f"removed the key of {name}")
+    if keys.list_keys(path):
+        _tell_of_service(path, data_dir, "refuses it from now on")
+    else:
+        _tell_of_service(
+            path, data_dir, "refuses everybody from now on, until a key is added or it is restarted"
+        )
+
+
+def _tell_of_service(path: Path, data_dir: Path, effect: str) -> None:
+    """Say what a change of keys means for the service on the data directory, which may have other keys."""
+    service = running_service(data_dir)
+    if service is None:
+        return
+    if Path(service.keys_path).resolve() == path.resolve():
+        err.print(Text(f"the service at {service.url} {effect}", style="dim"), soft_wrap=True)
+    else:
+        warning = (
+            f"the service at {service.url} has other keys: it reads `{service.keys_path}`, and this was "
+            f"`{path}`; name that with `--api-keys-file`"
+        )
+        err.print(Text(warning, style="yellow"), soft_wrap=True)
 
 
 def _path(file: Path | None, data_dir: Path) -> Path:

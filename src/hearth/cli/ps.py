@@ -24,12 +24,13 @@ from hearth.cli.figures import duration, size
 from hearth.cli.pool_bars import keys_of, pool_lines, signs_for
 from hearth.cli.tab_completion import ModelName
 from hearth.control.datadir import DataDir
-from hearth.control.views import ProcessView, ResidentView
+from hearth.control.views import ProcessView, ResidentView, UnloadView
 from hearth.errors import DataDirError
 
 
 @app.command(rich_help_panel="Service")
 def ps(
+    context: typer.Context,
     url: Url = None,
     api_key: ApiKey = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
@@ -48,7 +49,7 @@ def ps(
 
       hearth ps --json
     """
-    with reached(url, api_key, data_dir) as client:
+    with reached(context, url, api_key, data_dir) as client:
         view = client.ps()
     if as_json:
         typer.echo(msgspec.json.encode(view))
@@ -58,6 +59,7 @@ def ps(
 
 @app.command(rich_help_panel="Service")
 def stop(
+    context: typer.Context,
     name: ModelName,
     free: Annotated[bool, typer.Option("--free", help="Drop it from memory, not only when needed.")] = False,
     url: Url = None,
@@ -66,8 +68,8 @@ def stop(
 ) -> None:
     """Let go of a model before its time is up.
 
-    What it is answering is finished. It stays in memory until somebody needs the room, with --free it leaves
-    at once. The next request loads it again.
+    What it is answering is finished. What is in memory of it stays until somebody needs the room, with --free
+    it leaves at once. The next request loads it again.
 
     [bold]Examples[/bold]
 
@@ -75,9 +77,9 @@ def stop(
 
       hearth stop qwen-7b --free
     """
-    with reached(url, api_key, data_dir) as client:
-        client.unload(name, free)
-    typer.echo(f"{name} {'leaves memory' if free else 'stays in memory until the room is needed'}")
+    with reached(context, url, api_key, data_dir) as client:
+        unloaded = client.unload(name, free)
+    typer.echo(f"{name} {_fate(unloaded)}")
 
 
 @app.command(rich_help_panel="Service")
@@ -104,6 +106,17 @@ def logs(
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in deque(lines, maxlen=num_lines):
             typer.echo(line, nl=False)
+
+
+def _fate(unloaded: UnloadView) -> str:
+    """Say what becomes of a model that was stopped."""
+    requests = "1 request" if unloaded.num_requests == 1 else f"{unloaded.num_requests} requests"
+    if not unloaded.was_loaded:
+        return (
+            f"is not in memory yet: {requests} will load it" if unloaded.num_requests else "is not in memory"
+        )
+    fate = "leaves memory" if unloaded.free else "stays in memory until the room is needed"
+    return f"finishes {requests}, then it {fate}" if unloaded.num_requests else fate
 
 
 def _print_processes(view: ProcessView) -> None:

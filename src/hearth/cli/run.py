@@ -25,6 +25,7 @@ from hearth.cli.console import (
     app,
     err,
 )
+from hearth.cli.endpoint import service_flags
 from hearth.cli.tab_completion import complete_model
 from hearth.types import SamplingParams
 
@@ -43,6 +44,7 @@ NameOrPlace = Annotated[
 
 @app.command(rich_help_panel="Questions")
 def run(
+    context: typer.Context,
     model: NameOrPlace,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to ask; - reads standard input.")],
     device: Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")] = Device.AUTO,
@@ -78,7 +80,7 @@ def run(
     options = LocalOptions(device.value, dtype.value, config, settings)
     text = sys.stdin.read() if prompt == "-" else prompt
     started_s = time.perf_counter()
-    with answerer_of(model, url, api_key, data_dir, options) as answerer:
+    with answerer_of(context, model, url, api_key, data_dir, options) as answerer:
         start_s = time.perf_counter() - started_s
         answer = _answer(
             answerer, text, params, is_chat=answerer.has_chat_template and not raw, quiet=as_json
@@ -88,7 +90,8 @@ def run(
         load = None if record is None else asdict(record)
         typer.echo(json.dumps({**asdict(answer), "start_s": start_s, "load": load}))
     else:
-        err.print(Text(_summary(answer, start_s, record), style="dim"), soft_wrap=True)
+        flags = service_flags(context, url, data_dir)
+        err.print(Text(_summary(answer, start_s, record, flags), style="dim"), soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +107,14 @@ class _TimedAnswer:
     request_id: str | None  #: of a service
 
 
-def _summary(answer: _TimedAnswer, start_s: float, record: LoadRecord | None) -> str:
+def _summary(answer: _TimedAnswer, start_s: float, record: LoadRecord | None, flags: str) -> str:
+    """Return a line about an answer. `flags` lead other commands to the service that gave it."""
     summary = (
         f"{answer.num_tokens} tokens, {answer.num_tokens / answer.total_s:.1f} tokens/s, "
         f"first after {answer.first_token_s:.2f} s"
     )
     if answer.request_id is not None:
-        return f"{summary}; `hearth explain {answer.request_id}` tells more"
+        return f"{summary}; `hearth explain {answer.request_id}{flags}` tells more"
     summary += f", started in {start_s:.1f} s"
     if record is None:
         return summary

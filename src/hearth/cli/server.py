@@ -19,7 +19,7 @@ from hearth.api.protocol import LimitedProtocol
 from hearth.cli.console import LOG_FORMAT
 from hearth.cli.upgrade import tell, upgrade_held
 from hearth.config import HearthConfig, ServiceConfig
-from hearth.control.datadir import DataDir
+from hearth.control.datadir import DataDir, ServiceFile
 from hearth.control.devices import Devices, resolve
 from hearth.control.gateway import Gateway
 from hearth.control.service import keys_of, running, suited
@@ -87,7 +87,8 @@ async def _serve(
             )
         )
         url = _url_of(listener)
-        data_dir.announce(url, gateway.admin_token)
+        announced = ServiceFile(os.getpid(), url, gateway.instance_id, str(gateway.keys.path.absolute()))
+        data_dir.announce(announced, gateway.admin_token)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         log.info("serving url=%s workers=%d device=%s", url, devices.num_workers, devices.kind)
         on_ready(url, gateway)
@@ -95,6 +96,7 @@ async def _serve(
         await asyncio.wait((serving, signalled), return_when=asyncio.FIRST_COMPLETED)
         if signalled.done():
             await _drain(gateway, signals, service.drain_s)
+        data_dir.withdraw()  # who comes from now on waits for the end, instead of finding the port closed
         server.should_exit = True
         await serving
 

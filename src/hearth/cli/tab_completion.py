@@ -1,4 +1,8 @@
-"""Names of deployed models, of keys and of their groups for the shell: press Tab. Never fails or prints."""
+"""Names of deployed models, of keys and of their groups for the shell: press Tab. Never fails or prints.
+
+Models are those that the command would find: of the service at `--url`, or of the data directory, where a
+service registers its models too.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from hearth.cli.client import Client
 from hearth.cli.console import DEFAULT_DATA_DIR
 from hearth.cli.local_models import names
 from hearth.control.datadir import DataDir
@@ -15,13 +20,18 @@ from hearth.errors import ConfigError, HearthError
 
 
 def complete_model(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the names that begin so, from the data directory, where a service registers its models too."""
-    data_dir = context.params.get("data_dir") or DEFAULT_DATA_DIR
     try:
-        known = names(Path(data_dir).expanduser())
+        return [name for name in _known(context) if name.startswith(incomplete)]
     except (HearthError, OSError):
         return []
-    return [name for name in known if name.startswith(incomplete)]
+
+
+def _known(context: typer.Context) -> list[str]:
+    url, data_dir = context.params.get("url"), context.params.get("data_dir") or DEFAULT_DATA_DIR
+    if url is None:
+        return names(Path(data_dir).expanduser())
+    with Client(url, context.params.get("api_key")) as client:
+        return [view.name for view in client.models()]
 
 
 def complete_key(context: typer.Context, incomplete: str) -> list[str]:

@@ -11,7 +11,8 @@ logs/               of the service, its processes and its events
 run/lock            held by the running service; a dead one holds nothing
 run/deploying       held by deployments under way
 run/lending         held by a keeper while it makes its socket
-run/service.json    where it can be reached; means nothing while the lock is free
+run/service.json    where it can be reached and how it is recognised; means nothing while the lock is free
+run/admin_token     lets commands of the directory's owner in
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ _LOCK_TRIES, _LOCK_DELAY_S = 10, 0.05
 
 @dataclass(frozen=True, slots=True)
 class ServiceFile:
-    """The address of the service that runs on a data directory, and the token of its admin."""
+    """The address of the service that runs on a data directory. Holds no secret."""
 
     pid: int
     url: str
-    admin_token: str
+    instance_id: str  #: of this life of the service; `/health` at `url` has the same, unless another answers
+    keys_path: str  #: the file of the API keys that it asks for, which need not exist
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +98,24 @@ class DataDir:
         finally:
             os.close(lock)
 
-    def announce(self, url: str, admin_token: str) -> None:
+    def announce(self, service: ServiceFile, admin_token: str) -> None:
         """Write down where the service can be reached, so that others on this machine find it."""
         with _translated(self.path):
-            service = ServiceFile(os.getpid(), url, admin_token)
+            write_private(self._admin_token_path, admin_token)
             write_private(self._service_path, json.dumps(asdict(service)))
 
     def withdraw(self) -> None:
-        with suppress(OSError):  # it means nothing once the lock is free
-            self._service_path.unlink(missing_ok=True)
+        for path in (self._service_path, self._admin_token_path):
+            with suppress(OSError):  # it means nothing once the lock is free
+                path.unlink(missing_ok=True)
+
+    def read_admin_token(self) -> str | None:
+        """Return the token of the service that has announced itself; None: it has ended meanwhile."""
+        with _translated(self.path):
+            try:
+                return self._admin_token_path.read_text(encoding="utf-8")
+            except FileNotFoundError:
+                return None
 
     @property
     def registry_path(self) -> Path:
@@ -148,6 +159,10 @@ class DataDir:
     @property
     def _service_path(self) -> Path:
         return self.run_path / "service.json"
+
+    @property
+    def _admin_token_path(self) -> Path:
+        return self.run_path / "admin_token"
 
     @property
     def upgrade_path(self) -> Path:
@@ -195,17 +210,23 @@ def running_service(path: str | Path) -> ServiceFile | None:
 
 
 def is_held(path: str | Path) -> bool:
-    """True if a service has the directory, also one that starts or ends and cannot be reached."""
-    try:
-        lock = os.open(DataDir(Path(path).expanduser().absolute())._lock_path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock)
+    """True if a service has the directory, also one that starts or ends and cannot be reached.
+
+    Raises:
+        DataDirError: it cannot be looked into, such as another user's.
+    """
+    data_dir = DataDir(Path(path).expanduser().absolute())
+    with _translated(data_dir.path):
+        try:
+            lock = os.open(data_dir._lock_path, os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock)
     return False
 
 
@@ -255,8 +276,11 @@ def _read_service(data_dir: DataDir) -> ServiceFile | None:
     except (OSError, ValueError) as error:
         raise DataDirError(f"`{path}` cannot be read: {error}; name the service by `--url`") from error
     if not isinstance(raw, dict) or set(raw) != {field.name for field in fields(ServiceFile)}:
-        raise DataDirError(f"`{path}` was not written by a service: {raw!r:.80}; restart the service")
-    return ServiceFile(int(raw["pid"]), str(raw["url"]), str(raw["admin_token"]))
+        given = ", ".join(sorted(map(str, raw))) if isinstance(raw, dict) else type(raw).__name__
+        raise DataDirError(
+            f"`{path}` was not written by a service of this Hearth, it holds: {given:.80}; restart that one"
+        )
+    return ServiceFile(int(raw["pid"]), str(raw["url"]), str(raw["instance_id"]), str(raw["keys_path"]))
 
 
 @contextmanager

@@ -31,7 +31,15 @@ from hearth.control.pool_views import resident_views
 from hearth.control.supervisor import Supervisor
 from hearth.control.timeline import Timeline
 from hearth.control.tokenization import PromptEncoder
-from hearth.control.views import Explanation, Health, ModelView, ProcessView, ResidentView, WorkerView
+from hearth.control.views import (
+    Explanation,
+    Health,
+    ModelView,
+    ProcessView,
+    ResidentView,
+    UnloadView,
+    WorkerView,
+)
 from hearth.errors import BadPrompt, BadSampling, PromptTooLong, ServiceError, ShuttingDown
 from hearth.messages import Sampling
 from hearth.policy.fleet import events
@@ -62,7 +70,7 @@ class Gateway:
         supervisor: Supervisor,
         metrics: Metrics,
         demand: DemandReports,
-        keys: ApiKeys | None,
+        keys: ApiKeys,
         kind: str,
     ) -> None:
         self._config, self._deployments, self._catalog = config, deployments, catalog
@@ -76,6 +84,7 @@ class Gateway:
         self.admin_token = secrets.token_urlsafe(32)
         #: The salts of groups follow from it. Kept nowhere else: cached prefixes end with the service, too.
         self._salt_secret = secrets.token_bytes(SALT_BYTES)
+        self.instance_id = secrets.token_hex(16)
         self._watch(metrics)
 
     # Requests.
@@ -166,9 +175,13 @@ class Gateway:
     async def remove(self, name: str) -> None:
         await self._deployments.remove(name)
 
-    async def unload(self, name: str, free: bool) -> None:
+    async def unload(self, name: str, free: bool) -> UnloadView:
+        """Let a model go from device memory; what it has been asked is finished."""
         model = ModelId(self._deployments.find(name).deployed.name)
+        known = self._driver.fleet.models[model]
+        view = UnloadView(name, free, known.is_resident, known.num_requests)
         self._driver.post(events.ModelStopped(self._driver.now_s, model, free))
+        return view
 
     # Views.
 
@@ -190,7 +203,7 @@ class Gateway:
         seats = self._supervisor.seats
         num_ready = sum(seat.link is not None for seat in seats)
         status = "draining" if self._is_draining else "ok" if num_ready else "starting"
-        return Health(status, len(seats), num_ready, hearth_version())
+        return Health(status, len(seats), num_ready, hearth_version(), self.instance_id)
 
     # The end of the service.
 

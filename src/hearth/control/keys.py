@@ -128,6 +128,7 @@ class ApiKeys:
         self._path = path
         self._version: _FileVersion | None = None
         self._entries: list[_StoredKey] = []
+        self._have_existed = False
 
     @staticmethod
     def load(path: Path) -> ApiKeys:
@@ -139,6 +140,20 @@ class ApiKeys:
     def __len__(self) -> int:
         self._refresh()
         return len(self._entries)
+
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    @property
+    def are_required(self) -> bool:
+        """True from the first key on: whoever makes one wants it asked for, and removing all opens nothing.
+
+        Raises:
+            ConfigError: the file has changed and cannot be understood.
+        """
+        self._refresh()
+        return self._have_existed
 
     def check(self, key: str) -> Caller | None:
         """Return the owner of a key, None if it is nobody's, in the same time for wrong keys and right ones.
@@ -160,6 +175,7 @@ class ApiKeys:
         if version != self._version or version is None:
             self._entries = _read(self._path)
             self._version = version
+            self._have_existed = self._have_existed or bool(self._entries)
 
 
 def _check_name(what: str, name: str) -> None:

@@ -44,16 +44,14 @@ class ResidencyReporter:
         while True:
             await self._wanted.wait()
             self._wanted.clear()
-            models = {
-                entry.deployed.digest: ModelId(entry.deployed.name) for entry in self._catalog.entries()
-            }
+            models: dict[str, list[ModelId]] = {}  # by digest: the same bytes may have several names
+            for entry in self._catalog.entries():
+                models.setdefault(entry.deployed.digest, []).append(entry.profile.model)
             try:
                 counted = await self._keeper.count(list(models))
             except (HearthError, OSError) as error:  # it may be starting anew; the next load asks again
                 log.warning("residency_unknown reason=%s", error)
                 continue
             for digest, bytes_by_rung in counted.items():
-                if digest in models:
-                    self._driver.post(
-                        events.ResidencyReported(self._driver.now_s, models[digest], bytes_by_rung)
-                    )
+                for model in models.get(digest, ()):
+                    self._driver.post(events.ResidencyReported(self._driver.now_s, model, bytes_by_rung))

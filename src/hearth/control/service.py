@@ -128,27 +128,25 @@ def suited(config: HearthConfig, devices: Devices) -> HearthConfig:
     return replace(config, engine=replace(engine, max_batch_tokens=CPU_BATCH_TOKENS))
 
 
-def keys_of(service: ServiceConfig, data_dir: DataDir) -> ApiKeys | None:
-    """Return the keys that requests need; None: none, because only this machine reaches the port.
+def keys_of(service: ServiceConfig, data_dir: DataDir) -> ApiKeys:
+    """Return the keys that requests need; there may be none where only this machine reaches the port.
 
     Raises:
         ConfigError: keys are needed, and there is none.
     """
     path = data_dir.keys_path if service.api_keys_file is None else Path(service.api_keys_file).expanduser()
     keys = ApiKeys.load(path)
-    if keys:  # whoever made some wants them asked for, on this machine too
-        return keys
-    if not is_loopback(service.host):
+    if not keys.are_required and not is_loopback(service.host):
         raise ConfigError(
             f"`service.host` is {service.host}, which others can reach, and `{path}` holds no API key; "
-            "make one with `hearth keys add NAME`, or listen on 127.0.0.1"
+            f"make one with `hearth keys add NAME --api-keys-file {path}`, or listen on 127.0.0.1"
         )
-    if service.api_keys_file is not None:
+    if not keys.are_required and service.api_keys_file is not None:
         raise ConfigError(
             f"`service.api_keys_file` is given, and `{path}` holds no API key; make one with "
             f"`hearth keys add NAME --api-keys-file {path}`, or leave the setting out"
         )
-    return None
+    return keys
 
 
 class _LinkReceiver:

@@ -111,6 +111,16 @@ class ProcessView:
 
 
 @dataclass(frozen=True, slots=True)
+class UnloadView:
+    """A model that a user has stopped, and what there was to stop."""
+
+    unloaded: str
+    free: bool
+    was_loaded: bool  #: bytes of it were in device memory, or on their way there
+    num_requests: int  #: that it has to finish first
+
+
+@dataclass(frozen=True, slots=True)
 class TimelineMark:
     """A moment on a request's timeline."""
 
@@ -175,3 +185,4 @@ class Health:
     num_workers: int
     num_ready_workers: int
     version: str
+    instance_id: str  #: of this life of the service; commands recognise it by that

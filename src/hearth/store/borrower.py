@@ -100,7 +100,7 @@ class Borrower:
     def fetch(self, model: BorrowedModel, chunks: Sequence[int]) -> Loan:
         connection, segment = self._connect()
         try:
-            send(connection, FetchChunks(model.opened.digest, tuple(chunks)))
+            send(connection, FetchChunks(model.opened.digest, model.opened.directory, tuple(chunks)))
         except OSError as error:
             connection.close()
             raise self._gone() from error

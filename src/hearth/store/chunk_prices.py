@@ -47,9 +47,10 @@ class ChunkPrices:
         self._costs = ReloadCosts()  #: the demand of requests, and the speed of rungs
         self._loads = Demand()
         self._chunks: dict[ChunkId, _PricedChunk] = {}
-        #: As each was last loaded. Every model here is in `_digests`, and its chunks in `_chunks`.
-        self._models: dict[Digest, StoredModel] = {}
-        #: What each directory holds; copies of one model share a digest.
+        #: Each model's copies by directory, as they were last loaded: they share chunks and demand, but one
+        #: may be remote or weigh more. Every model has a copy, and its chunks are in `_chunks`.
+        self._copies: dict[Digest, dict[Path, StoredModel]] = {}
+        #: What each directory holds.
         self._digests: dict[Path, Digest] = {}
         #: Loads begin and end on several threads while tiers ask for prices.
         self._lock = Lock()
@@ -59,19 +60,18 @@ class ChunkPrices:
         digest = model.manifest.digest
         with self._lock:
             self._loads.arrived(digest, self._clock_s())
-            is_known = digest in self._models
-            self._models[digest] = model
-            if not is_known:
+            if digest not in self._copies:
                 self._enter(model)
             before = self._digests.get(model.directory)
-            self._digests[model.directory] = digest
             if before is not None and before != digest:
-                self._leave(before)
+                self._leave(before, model.directory)
+            self._digests[model.directory] = digest
+            self._copies[digest][model.directory] = model
 
     def requests_came(self, digest: Digest, num_requests: int) -> None:
         """Count requests for a model since the last call; of one that was never loaded nothing is priced."""
         with self._lock:
-            if digest in self._models:
+            if digest in self._copies:
                 self._costs.asked(digest, self._clock_s(), num_requests)
 
     def forget(self, directory: Path) -> None:
@@ -79,7 +79,7 @@ class ChunkPrices:
         with self._lock:
             digest = self._digests.pop(directory, None)
             if digest is not None:
-                self._leave(digest)
+                self._leave(digest, directory)
 
     def moved(self, rung: Rung, num_bytes: int, seconds: float) -> None:
         """Learn from one transfer how fast a rung delivers."""
@@ -108,27 +108,31 @@ class ChunkPrices:
             now_s = self._clock_s()
             cost = 0.0
             for member in chunk.positions:
-                model = self._models[member]
                 p_loaded = self._loads.probability(member, now_s, HORIZON_S)
                 p_wanted = max(p_loaded, self._costs.p_wanted(member, now_s))
-                load_s = chunk.num_bytes / self._costs.bytes_per_s(below(model))
-                cost += reload_cost(p_wanted, load_s, model.weight)
+                cost += max(
+                    reload_cost(p_wanted, chunk.num_bytes / self._costs.bytes_per_s(below(copy)), copy.weight)
+                    for copy in self._copies[member].values()
+                )
             return tail_first(cost, min(chunk.positions.values()))
 
     # Below here the lock is held.
 
     def _enter(self, model: StoredModel) -> None:
+        self._copies[model.manifest.digest] = {}
         for position, chunk in enumerate(model.manifest.chunks):
             entry = self._chunks.setdefault(chunk.id, _PricedChunk(chunk.num_bytes))
             entry.positions.setdefault(model.manifest.digest, position)
 
-    def _leave(self, digest: Digest) -> None:
-        """Forget a model that one directory no longer holds, unless another does."""
-        if digest in self._digests.values():
+    def _leave(self, digest: Digest, directory: Path) -> None:
+        """Forget the copy of a model that a directory no longer holds, and with the last one the model."""
+        left = self._copies[digest].pop(directory)
+        if self._copies[digest]:
             return
+        del self._copies[digest]
         self._costs.forget(digest)
         self._loads.forget(digest)
-        for chunk_id in self._models.pop(digest).manifest.chunk_ids:
+        for chunk_id in left.manifest.chunk_ids:
             entry = self._chunks.get(chunk_id)
             if entry is None:  # it stands in the model twice
                 continue

@@ -49,6 +49,10 @@ LOCK = "lending"
 #: Before the next try to accept a borrower, when the system has no room for one more connection.
 ACCEPT_DELAY_S = 0.1
 
+#: Models that any borrower has opened, by digest and directory: of copies, all are there. The single
+#: operations of a dict are atomic, so it needs no lock.
+OpenedModels = dict[tuple[Digest, Path], StoredModel]
+
 log = logging.getLogger(__name__)
 
 
@@ -59,8 +63,7 @@ class Lender:
         """Listen at `path`. Raises StoreError if somebody lends there, or what lies there is no socket."""
         self._tiers = tiers
         self._path = path
-        #: Models that any borrower has opened. A dict's single operations are atomic, so it needs no lock.
-        self._models: dict[Digest, StoredModel] = {}
+        self._models: OpenedModels = {}
         self._threads: dict[_Session, threading.Thread] = {}
         self._lock = threading.Lock()  #: guards the threads: sessions end on their own
         self._is_closing = threading.Event()
@@ -124,7 +127,7 @@ class Lender:
 class _Session:
     """One borrower's connection. Its own thread receives; while a load is under way another one sends."""
 
-    def __init__(self, tiers: Tiers, models: dict[Digest, StoredModel], connection: socket.socket) -> None:
+    def __init__(self, tiers: Tiers, models: OpenedModels, connection: socket.socket) -> None:
         self._tiers, self._models, self._connection = tiers, models, connection
         self._sending = threading.Lock()  #: both threads send: answers the one, chunks the other
         self._fetch: Fetch | None = None
@@ -155,8 +158,8 @@ class _Session:
         match message:
             case OpenModel(where, weight):
                 self._send(self._answer(where, lambda: self._open(where, weight)))
-            case FetchChunks(digest, chunks):
-                self._start(digest, chunks)
+            case FetchChunks(digest, directory, chunks):
+                self._start(self._models.get((digest, Path(directory))), digest, chunks)
             case ReleaseChunk(index):
                 self._release(index)
             case CancelLoad():
@@ -187,14 +190,15 @@ class _Session:
 
     def _open(self, where: str, weight: float) -> ModelOpened:
         model = self._tiers.open(where, weight)
-        self._models[model.manifest.digest] = model
+        self._models[model.manifest.digest, model.directory] = model
         host_bytes = self._tiers.resident_bytes(model)[Rung.HOST]
         return ModelOpened(model.name, str(model.directory), model.manifest.digest, host_bytes)
 
     def _count(self, digests: Sequence[Digest]) -> BytesCounted:
         counted = []
+        models = {digest: model for (digest, _), model in list(self._models.items())}  # any copy will do
         for digest in digests:
-            if (model := self._models.get(digest)) is not None:
+            if (model := models.get(digest)) is not None:
                 num_bytes = self._tiers.resident_bytes(model)
                 counted.append(ModelBytes(digest, num_bytes[Rung.HOST], num_bytes[Rung.DISK]))
         return BytesCounted(tuple(counted))
@@ -210,15 +214,14 @@ class _Session:
     def _forget(self, where: str) -> ModelForgotten:
         """Forget a model that is no longer deployed; a load of it that is under way keeps what it needs."""
         directory = self._tiers.forget(where)
-        for digest, model in list(self._models.items()):
-            if model.directory == directory:
-                self._models.pop(digest, None)
+        for key in list(self._models):
+            if key[1] == directory:
+                self._models.pop(key, None)
         return ModelForgotten()
 
-    def _start(self, digest: Digest, chunks: tuple[int, ...]) -> None:
+    def _start(self, model: StoredModel | None, digest: Digest, chunks: tuple[int, ...]) -> None:
         if self._fetch is not None:
             raise StoreError("a second load on one connection; open another for it")
-        model = self._models.get(digest)
         if model is None:
             self._send(refusal(StoreError(f"no model {digest} is open here; open it again")))
             return

@@ -63,6 +63,7 @@ class FetchChunks:
     """Begin a load: lend these chunks, in this order."""
 
     model: Digest  #: of a model that was opened before, on this connection or another
+    directory: str  #: as `ModelOpened` has it: copies of one model share a digest, and one may be deleted
     chunks: tuple[int, ...]
 
 

@@ -32,6 +32,8 @@ def _check_requests(fleet: Fleet) -> None:
     )
     num_running = sum(len(replica.running) for replica in fleet.replicas())
     assert num_running == fleet.queues.num_running, f"{num_running=} {fleet.queues.num_running=}"
+    num_of_models = sum(model.num_requests for model in fleet.models.values())
+    assert num_of_models == len(fleet.queues.requests), f"{num_of_models=} {len(fleet.queues.requests)=}"
     queued = {*fleet.queues.for_room, *fleet.queues.for_slot}
     waiting = {name for name, model in fleet.models.items() if model.waiting}
     assert queued == waiting, f"{sorted(queued)=} {sorted(waiting)=}"

@@ -100,6 +100,16 @@ class Model:
         return next((replica for replica in self.replicas.values() if not replica.is_unwanted), None)
 
     @property
+    def is_resident(self) -> bool:
+        """True if any of the model is in a worker's memory or on its way there."""
+        return bool(self.replicas or self.resident_bytes)
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests for the model have not ended."""
+        return len(self.waiting) + sum(len(replica.running) for replica in self.replicas.values())
+
+    @property
     def num_running(self) -> int:
         """How many requests run on replicas that new ones may go to."""
         return sum(len(replica.running) for replica in self.usable.values())
