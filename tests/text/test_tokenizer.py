@@ -210,8 +210,8 @@ def test_a_missing_tokenizer_says_what_is_there_and_how_to_make_one(tmp_path: Pa
             '{"model": {"type": "New"}}',
             "tokenizer.json cannot be read: data did not match",
         ),
-        ("tokenizer_config__json", "{", "tokenizer_config.json cannot be read: Expecting property name"),
-        ("tokenizer_config__json", [1], r"tokenizer_config.json must hold a JSON object, found: \[1\]"),
+        ("tokenizer_config__json", "{", "tokenizer_config.json` is not valid JSON: Expecting property name"),
+        ("tokenizer_config__json", [1], r"tokenizer_config.json` must hold a JSON object, given: \[1\]"),
         (
             "tokenizer_config__json",
             {"chat_template": 1},
@@ -224,15 +224,23 @@ def test_a_missing_tokenizer_says_what_is_there_and_how_to_make_one(tmp_path: Pa
         ),
         ("tokenizer_config__json", {"chat_template": "{% x %}"}, "_config.json does not compile: line 1"),
         ("tokenizer_config__json", {"added_tokens_decoder": []}, r"must be an object, found: \[\]"),
-        ("tokenizer_config__json", {"added_tokens_decoder": {"x": {}}}, "must map ids to objects .*: 'x'"),
+        (
+            "tokenizer_config__json",
+            {"added_tokens_decoder": {"x": {}}},
+            "must map ids up to .* found: 'x': {}",
+        ),
         (
             "tokenizer_config__json",
             {"added_tokens_decoder": {"9000": {"content": "<far>"}}},
             "`<far>` has id 9000 in .*, but `tokenizer.json` gives it id",
         ),
         ("chat_template__jinja", "{{ ", "chat_template.jinja does not compile: line 1"),
-        ("generation_config__json", "nope", "generation_config.json cannot be read: Expecting value"),
-        ("config__json", {"eos_token_id": "</s>"}, "`eos_token_id` in .*config.json must be an id or a list"),
+        ("generation_config__json", "nope", "generation_config.json` is not valid JSON: Expecting value"),
+        (
+            "config__json",
+            {"eos_token_id": "</s>"},
+            "`eos_token_id` in .*config.json must be an id .* or a list",
+        ),
     ],
 )
 def test_a_broken_file_is_named_with_its_cause(write: Write, name: str, content: Json, message: str) -> None:
@@ -246,7 +254,7 @@ def test_a_template_that_is_not_utf8_is_named(write: Write) -> None:
     directory = write()
     (directory / "chat_template.jinja").write_bytes(b"\xff")
 
-    with pytest.raises(BadTokenizer, match=r"chat_template.jinja cannot be read: 'utf-8' codec"):
+    with pytest.raises(BadTokenizer, match=r"chat_template.jinja` cannot be read: it is not UTF-8"):
         Tokenizer.load(directory)
 
 
