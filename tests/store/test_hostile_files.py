@@ -14,8 +14,10 @@ import sys
 import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -34,7 +36,7 @@ from tests.store.gguf_files import byte_level_metadata, sentence_piece_metadata,
 
 #: More than any of these tiny models takes to open, and far less than what a length in it may claim.
 MAX_TRACED_BYTES = 32 << 20
-NUM_EXAMPLES = 25
+NUM_EXAMPLES = 15
 CORPUS = ["the quick brown fox jumps over the lazy dog", "a tokenizer of a few words"]
 
 STRING, ARRAY, UINT8, UINT32 = 8, 9, 0, 4
@@ -97,6 +99,10 @@ GGUFS: dict[str, tuple[bytes, str]] = {
     "some-numbers": (gguf(array(UINT32, 2**20)), r"'k' goes to byte 4194\d+, but the file ends at 49"),
     "some-strings": (gguf(array(STRING, 2**20)), "'k' goes to byte 57, but the file ends at 49"),
     "string": (gguf(field(b"k", STRING, length(2**63))), "'k' goes to byte"),
+    "big-endian": (
+        b"GGUF" + struct.pack(">IQQQsIIQ", 3, 0, 1, 1, b"k", ARRAY, UINT8, 2**40),
+        "it is big-endian; supported: little-endian",
+    ),
     "nested": (gguf(array(ARRAY, 1, array(ARRAY, 1))), "array of arrays"),
     "fields": (
         gguf(num_fields=2**60),
@@ -425,7 +431,7 @@ def test_a_config_that_does_not_fit_its_weights_is_told_before_there_is_room_for
         convert(tmp_path / "model", tmp_path / "converted")
 
 
-# Random damage. An example is read to its last tensor: what is opened must not break later.
+# Random damage. Some tensors of an example are read: what can be opened must not break later.
 
 EXTREMES = [0, 1, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**63 - 1, 2**63, 2**64 - 1]
 
@@ -468,7 +474,7 @@ def read_all(path: Path) -> None:
     with open_source(path) as source:
         source.text_files()
         layout = layout_of(source.arch, checkpoint_dtype(source.checkpoint))
-        for _ in iter_tensors(source.checkpoint, source.arch, layout):
+        for _ in islice(iter_tensors(source.checkpoint, source.arch, layout), 4):
             pass
 
 
@@ -560,7 +566,7 @@ def changed(content: object, wanted: Changes) -> object:
         nodes = list(nodes_of(content))
         if nodes:
             holder, key = nodes[int(place * (len(nodes) - 1))]
-            holder[key] = value  # type: ignore[index,call-overload] # JSON is not typed
+            holder[key] = deepcopy(value)  # type: ignore[index,call-overload] # JSON is not typed
     return content
 
 

@@ -279,3 +279,21 @@ def test_smollm2_is_read_as_transformers_reads_it(tmp_path: Path, texts: list[st
     assert tokenizer.bos_id == peer.bos_token_id
     assert tokenizer.eos_ids == {peer.eos_token_id}
     assert tokenizer.vocab_size == len(peer)
+
+
+def test_a_tokenizer_that_panics_fails_the_request_and_not_the_service(write: Write) -> None:
+    directory = write()
+    content = json.loads((directory / "tokenizer.json").read_text())
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "X", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer.load(directory)
+
+    with pytest.raises(BadTokenizer, match="cannot encode the prompt: no entry found"):
+        tokenizer.encode("Hello")
+    with pytest.raises(BadTokenizer, match=r"tokenizer\.json is of no use: no entry found"):
+        tokenizer.try_out()

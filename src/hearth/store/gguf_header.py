@@ -99,7 +99,7 @@ class _Cursor:
     """A place in the header that moves as it is read. Mutable; only `read_header` has one."""
 
     def __init__(self, data: npt.NDArray[np.uint8]) -> None:
-        self._head = memoryview(data[:MAX_HEADER_BYTES])
+        self._head = data[:MAX_HEADER_BYTES].data
         self._file_bytes = len(data)
         self._num_items = 0
         self.offset = 0
