@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import sqlite3
+import struct
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import httpx
 import huggingface_hub
+import msgspec
 import pytest
 from huggingface_hub.errors import DryRunError, GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -38,7 +40,7 @@ from hearth.control.deploy import (
     register,
     remove_files,
 )
-from hearth.control.deployer import carry_out
+from hearth.control.deployer import _printable, carry_out
 from hearth.control.registry import Deployed, ModelLocation, Registry
 from hearth.control.sources import HubSource, PathSource, UrlSource, default_name, downloaded, parse_source
 from hearth.errors import (
@@ -589,6 +591,24 @@ def test_an_error_in_the_process_is_raised_here(data_dir: DataDir) -> None:
         asyncio.run(all_of(DeployOrder("/nowhere"), data_dir))
     with pytest.raises(RequestError, match="a name is 1 to 64 letters"):
         list(deploying_here(DeployOrder("/nowhere", "a/b"), data_dir))
+
+
+@pytest.mark.e2e
+def test_a_hostile_file_is_told_by_the_process(data_dir: DataDir, tmp_path: Path) -> None:
+    """The whole way to the user, of a file that says that it has a million million tokens."""
+    path = tmp_path / "small.gguf"
+    tokens = struct.pack("<QsIIQ", 1, b"k", 9, 8, 2**40)
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + tokens)
+
+    with pytest.raises(BadCheckpoint, match=r"small\.gguf` .*too many items, limit: \d+, .*: 1099511627776"):
+        asyncio.run(all_of(DeployOrder(str(path)), data_dir))
+
+
+def test_a_reason_fits_a_line_of_the_parent_whatever_a_file_has_put_into_it() -> None:
+    reason = _printable("\ud800" * 100_000)
+
+    assert len(msgspec.json.encode({"reason": reason})) < 64 << 10
+    assert reason.startswith("\\ud800")
 
 
 @pytest.mark.e2e

@@ -273,7 +273,7 @@ def test_names_a_field_that_is_missing_or_malformed(fields: dict[str, object], m
     [
         (None, "no config.json"),
         ("{", "not valid JSON"),
-        (json.dumps([1]), "must hold an object, given: list"),
+        (json.dumps([1]), r"must hold a JSON object, given: \[1\]"),
     ],
 )
 def test_unreadable_config_file_is_a_bad_checkpoint(tmp_path: Path, text: str | None, message: str) -> None:

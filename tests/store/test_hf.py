@@ -201,10 +201,18 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ("{", "no readable `weight_map`"),
+        ("{", r"index\.json` is not valid JSON"),
+        ("[" * 100_000, r"index\.json` is not valid JSON: it is nested deeper than 64 levels"),
         (json.dumps({}), "no readable `weight_map`"),
         (json.dumps({"weight_map": ["model.safetensors"]}), "no readable `weight_map`"),
         (json.dumps({"weight_map": {"a": "../a.safetensors"}}), "not a file beside it"),
+        (json.dumps({"weight_map": {"a": "../../etc/passwd"}}), "not a file beside it"),
+        (json.dumps({"weight_map": {"a": "/etc/passwd"}}), "names '/etc/passwd', which is not a file beside"),
+        (json.dumps({"weight_map": {"a": "a\0b"}}), "not a file beside it"),
+        (json.dumps({"weight_map": {"a": "\ud800"}}), "not a file beside it"),
+        (json.dumps({"weight_map": {"a": ["a"]}}), "not a file beside it"),
+        (json.dumps({"weight_map": {"a": ".."}}), "is a directory, device or FIFO"),
+        (json.dumps({"weight_map": {"a": ""}}), "is a directory, device or FIFO"),
     ],
 )
 def test_broken_index_is_a_bad_checkpoint(tmp_path: Path, name: str, index: str, message: str) -> None:

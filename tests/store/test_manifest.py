@@ -109,7 +109,7 @@ def test_what_became_of_a_file_is_told(tmp_path: Path) -> None:
         None,
         f"its hash is {digest_of(b'[]')}, the manifest says {digest_of(b'{}')}",
         "cannot be read: No such file or directory",
-        "cannot be read: Is a directory",
+        f"cannot be read: `{tmp_path / 'replaced'}` is a directory, device or FIFO; put a file there",
     ]
 
 
@@ -211,8 +211,22 @@ def _signed(raw: Raw) -> str:
         (_set("arch", "num_kv_heads", to=3), r"`arch\.num_heads` must be a multiple of its 3 `num_kv_heads`"),
         (_set("arch", "position_offset", to=-1), r"`arch\.position_offset` must be at least 0"),
         (_set("arch", "rope", "dim", to=7), r"`arch\.rope\.dim` must be even and at most 16, given: 7"),
-        (_set("arch", "norm_eps", to=10**400), r"is not valid JSON: int too large"),
-        (_set("arch", "vocab_size", to=10**15), r"`tensors` are not those of its `arch`"),
+        (_set("arch", "norm_eps", to=10**400), r"here\.arch\.norm_eps: must be a finite number, given: 1000"),
+        (
+            _set("arch", "norm_eps", to=float("nan")),
+            r"here\.arch\.norm_eps: must be a finite number, given: nan",
+        ),
+        (_set("arch", "rope", "theta", to=float("inf")), r"rope\.theta: must be a finite number, given: inf"),
+        (_set("arch", "norm_eps", to=True), r"here\.arch\.norm_eps: must be float, given: True"),
+        (_set("arch", "vocab_size", to=10**9), r"`tensors` are not those of its `arch`"),
+        (_set("arch", "max_positions", to=2**60), r"`arch\.max_positions` must be at most 2147483647"),
+        (_set("chunk_bytes", to=2**40), r"`chunk_bytes` must be .* given: 1099511627776, and at most"),
+        (
+            _set("files", 0, "num_bytes", to=2**60),
+            r"`tokenizer\.json` must have up to \d+ bytes, given: 1152",
+        ),
+        (_set("files", 0, "num_bytes", to=-1), r"`tokenizer\.json` must have up to \d+ bytes, given: -1"),
+        (_set("files", 0, "name", to="x" * 10**6), r"files` names 'xxx"),
         (_set("dtype", to="float16"), r"`tensors` are not those of its `arch`"),
         (_set("quant", to="int8"), r"`tensors` are not those of its `arch`"),
         (_set("num_bytes", to=4096), r"`tensors` are not those of its `arch`"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hearth.errors import ChunkMissing, ConfigError, Unreachable
+from hearth.errors import BadCheckpoint, ChunkMissing, ConfigError, Unreachable
 from hearth.store.remote import RemoteModel, Retry
 from tests.store import bad_server
 from tests.store.bad_server import BadServer, Behaviour
@@ -138,6 +138,12 @@ class TestHttp:
         assert model.read_file("manifest.json") == b"{}"
         assert server.asked == ["bytes=4095-74095", ""]
         assert model.counters.num_bytes == 70_003
+
+    def test_a_file_that_is_too_large_is_not_fetched(self, server: BadServer) -> None:
+        model = RemoteModel(f"{server.url}/m", CALM)
+        with pytest.raises(BadCheckpoint, match=r"manifest\.json` is too large, limit: 1 bytes, given: 2"):
+            model.read_file("manifest.json", max_bytes=1)
+        assert (model.counters.num_requests, model.counters.num_bytes) == (1, 0)
 
     @pytest.mark.parametrize(
         "behaviour",

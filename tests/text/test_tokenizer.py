@@ -234,8 +234,8 @@ def test_a_missing_tokenizer_says_what_is_there_and_how_to_make_one(tmp_path: Pa
             '{"model": {"type": "New"}}',
             "tokenizer.json cannot be read: data did not match",
         ),
-        ("tokenizer_config__json", "{", "tokenizer_config.json cannot be read: Expecting property name"),
-        ("tokenizer_config__json", [1], r"tokenizer_config.json must hold a JSON object, found: \[1\]"),
+        ("tokenizer_config__json", "{", "tokenizer_config.json` is not valid JSON: Expecting property name"),
+        ("tokenizer_config__json", [1], r"tokenizer_config.json` must hold a JSON object, given: \[1\]"),
         (
             "tokenizer_config__json",
             {"chat_template": 1},
@@ -248,15 +248,23 @@ def test_a_missing_tokenizer_says_what_is_there_and_how_to_make_one(tmp_path: Pa
         ),
         ("tokenizer_config__json", {"chat_template": "{% x %}"}, "_config.json does not compile: line 1"),
         ("tokenizer_config__json", {"added_tokens_decoder": []}, r"must be an object, found: \[\]"),
-        ("tokenizer_config__json", {"added_tokens_decoder": {"x": {}}}, "must map ids to objects .*: 'x'"),
+        (
+            "tokenizer_config__json",
+            {"added_tokens_decoder": {"x": {}}},
+            "must map ids up to .* found: 'x': {}",
+        ),
         (
             "tokenizer_config__json",
             {"added_tokens_decoder": {"9000": {"content": "<far>"}}},
             "`<far>` has id 9000 in .*, but `tokenizer.json` gives it id",
         ),
         ("chat_template__jinja", "{{ ", "chat_template.jinja does not compile: line 1"),
-        ("generation_config__json", "nope", "generation_config.json cannot be read: Expecting value"),
-        ("config__json", {"eos_token_id": "</s>"}, "`eos_token_id` in .*config.json must be an id or a list"),
+        ("generation_config__json", "nope", "generation_config.json` is not valid JSON: Expecting value"),
+        (
+            "config__json",
+            {"eos_token_id": "</s>"},
+            "`eos_token_id` in .*config.json must be an id .* or a list",
+        ),
     ],
 )
 def test_a_broken_file_is_named_with_its_cause(write: Write, name: str, content: Json, message: str) -> None:
@@ -270,7 +278,7 @@ def test_a_template_that_is_not_utf8_is_named(write: Write) -> None:
     directory = write()
     (directory / "chat_template.jinja").write_bytes(b"\xff")
 
-    with pytest.raises(BadTokenizer, match=r"chat_template.jinja cannot be read: 'utf-8' codec"):
+    with pytest.raises(BadTokenizer, match=r"chat_template.jinja` cannot be read: it is not UTF-8"):
         Tokenizer.load(directory)
 
 
@@ -295,3 +303,21 @@ def test_smollm2_is_read_as_transformers_reads_it(tmp_path: Path, texts: list[st
     assert tokenizer.bos_id == peer.bos_token_id
     assert tokenizer.eos_ids == {peer.eos_token_id}
     assert tokenizer.vocab_size == len(peer)
+
+
+def test_a_tokenizer_that_panics_fails_the_request_and_not_the_service(write: Write) -> None:
+    directory = write()
+    content = json.loads((directory / "tokenizer.json").read_text())
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "X", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer.load(directory)
+
+    with pytest.raises(BadTokenizer, match="cannot encode the prompt: no entry found"):
+        tokenizer.encode("Hello")
+    with pytest.raises(BadTokenizer, match=r"tokenizer\.json is of no use: no entry found"):
+        tokenizer.try_out()

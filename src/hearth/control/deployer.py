@@ -42,6 +42,8 @@ if TYPE_CHECKING:  # loads torch, which takes seconds: an order that cannot be c
 _REPORT_EVERY_S = 0.1
 #: Time to clear away what was begun, when nobody wants the result any more.
 _CLEARING_S = 20.0
+#: The longest reason that is reported, in characters: the parent reads lines of up to 64 KiB.
+_MAX_REASON = 4000
 #: Host memory to fetch a description with. No weights go through it.
 _HOST_BYTES = 16 << 20
 
@@ -86,7 +88,9 @@ def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) ->
     with ExitStack() as undo:
         if placed.is_new:
             undo.callback(shutil.rmtree, placed.directory, ignore_errors=True)
-        facts = facts_of(placed.manifest, Tokenizer.load(placed.directory))
+        tokenizer = Tokenizer.load(placed.directory)
+        tokenizer.try_out()
+        facts = facts_of(placed.manifest, tokenizer)
         if placed.commit is not None:
             write_upstream(placed.directory, Upstream(placed.commit))
         undo.pop_all()
@@ -235,6 +239,12 @@ def _ignore_interrupts() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def _printable(reason: str) -> str:
+    """Return a reason short enough for the parent and fit for UTF-8, whatever a file has put into it."""
+    cut = reason if len(reason) <= _MAX_REASON else f"{reason[:_MAX_REASON]} ..."
+    return cut.encode(errors="backslashreplace").decode()
+
+
 def _work(task: Task, reporter: _Reporter) -> int:
     """Carry out the task, report what comes of it, and return the exit code."""
     try:
@@ -243,12 +253,12 @@ def _work(task: Task, reporter: _Reporter) -> int:
         return 1
     except HearthError as error:
         _ignore_interrupts()  # the parent closes the input as soon as it has read this
-        reporter.write(event="error", label=error.label, reason=str(error))
+        reporter.write(event="error", label=error.label, reason=_printable(str(error)))
         return 1
     except Exception as error:  # the one broad handler of this process
         log.exception("deploy_failed source=%s", task.order.source)
-        reason = f"deploying `{task.order.source}` failed: {error!r}; see the log"
-        reporter.write(event="error", label=HearthError.label, reason=reason)
+        reason = f"deploying `{task.order.source}` failed: {error!r:.{_MAX_REASON}}; see the log"
+        reporter.write(event="error", label=HearthError.label, reason=_printable(reason))
         return 1
     reporter.write(event="done", deployed=deployed)
     return 0

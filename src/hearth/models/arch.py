@@ -22,6 +22,9 @@ from enum import StrEnum
 
 from hearth.sizes import Dimensions
 
+#: Far more than any model has; checked before anything is done for each of them.
+MAX_LAYERS = 10_000
+
 
 class Norm(StrEnum):
     """How hidden states are normalised."""

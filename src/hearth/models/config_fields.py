@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hearth.errors import BadCheckpoint, UnsupportedModel
+from hearth.model_files import brief
+
+#: The largest integer that a field may have: the sizes of models are far smaller.
+MAX_INTEGER = 2**31 - 1
+#: The largest number that float32 holds.
+MAX_NUMBER = 3.4e38
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +25,14 @@ class Fields:
     def has(self, name: str) -> bool:
         return self.values.get(name) is not None
 
-    def integer(self, name: str, *, least: int = 1) -> int:
+    def integer(self, name: str, *, least: int = 1, most: int = MAX_INTEGER) -> int:
         value = self._required(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise BadCheckpoint(
-                f"{self.where}: `{name}` must be an integer of at least {least}, given: {value!r}"
+                f"{self.where}: `{name}` must be an integer of at least {least}, given: {brief(value)}"
             )
+        if value > most:
+            raise BadCheckpoint(f"{self.where}: `{name}` must be at most {most}, given: {brief(value)}")
         return value
 
     def maybe_integer(self, name: str) -> int | None:
@@ -33,21 +40,21 @@ class Fields:
 
     def number(self, name: str) -> float:
         value = self._required(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise BadCheckpoint(f"{self.where}: `{name}` must be a positive number, given: {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
+            raise BadCheckpoint(f"{self.where}: `{name}` must be a positive number, given: {brief(value)}")
         return float(value)
 
     def flag(self, name: str) -> bool:
         """Return a flag; one that is null counts as unset, as in transformers."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, bool):
-            raise BadCheckpoint(f"{self.where}: `{name}` must be true or false, given: {value!r}")
+            raise BadCheckpoint(f"{self.where}: `{name}` must be true or false, given: {brief(value)}")
         return bool(value)
 
     def text(self, name: str) -> str:
         value = self._required(name)
         if not isinstance(value, str):
-            raise BadCheckpoint(f"{self.where}: `{name}` must be a string, given: {value!r}")
+            raise BadCheckpoint(f"{self.where}: `{name}` must be a string, given: {brief(value)}")
         return value
 
     def texts(self, name: str) -> list[str] | None:
@@ -55,19 +62,19 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise BadCheckpoint(f"{self.where}: `{name}` must be a list of strings, given: {value!r}")
+            raise BadCheckpoint(f"{self.where}: `{name}` must be a list of strings, given: {brief(value)}")
         return [str(item) for item in value]
 
     def section(self, name: str) -> Fields:
         """Return the fields of the object called `name`; none where it is absent or null."""
         value = self.values.get(name) or {}
         if not isinstance(value, Mapping):
-            raise BadCheckpoint(f"{self.where}: `{name}` must be an object, given: {value!r}")
+            raise BadCheckpoint(f"{self.where}: `{name}` must be an object, given: {brief(value)}")
         return Fields(self.family, value, where=f"{self.where}: `{name}`")
 
     def unsupported(self, name: str, why: str) -> UnsupportedModel:
         """Return the error for a field whose value the decoder cannot follow."""
-        return UnsupportedModel(f"{self.where}: `{name}` is {self.values.get(name)!r}: {why}")
+        return UnsupportedModel(f"{self.where}: `{name}` is {brief(self.values.get(name))}: {why}")
 
     def _required(self, name: str) -> object:
         if name not in self.values:

@@ -6,13 +6,13 @@ refused by field and value: for all families in `REFUSALS`, for one in its reade
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hearth.errors import BadCheckpoint, UnsupportedModel
+from hearth.model_files import brief, read_object
 from hearth.models import readers
 from hearth.models.arch import Arch
 from hearth.models.config_fields import Fields
@@ -31,44 +31,43 @@ class Family:
 def read_arch(directory: Path) -> Arch:
     path = directory / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_object(path, BadCheckpoint)
     except FileNotFoundError:
         raise BadCheckpoint(f"no config.json in `{directory}`; give a Hugging Face model directory") from None
-    except ValueError as error:
-        raise BadCheckpoint(f"`{path}` is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise BadCheckpoint(f"`{path}` must hold an object, given: {type(config).__name__}")
-    return arch_from_config(config)
+    return arch_from_config(config, where=str(path))
 
 
-def arch_from_config(config: Mapping[str, object]) -> Arch:
-    _refuse_unsupported(config)
-    name = _family_name(config)
+def arch_from_config(config: Mapping[str, object], where: str = "config.json") -> Arch:
+    """Return the architecture that a config describes. `where` is how messages call the config."""
+    _refuse_unsupported(config, where)
+    name = _family_name(config, where)
     family = FAMILIES[name]
     aliased = {family.aliases[key]: config[key] for key in family.aliases.keys() & config.keys()}
-    arch = family.read(Fields(name, {**family.defaults, **aliased, **config}))
+    arch = family.read(Fields(name, {**family.defaults, **aliased, **config}, where))
     if arch.num_heads % arch.num_kv_heads != 0:
         raise UnsupportedModel(
-            f"config.json: the number of attention heads must be a multiple of the number of key-value "
+            f"{where}: the number of attention heads must be a multiple of the number of key-value "
             f"heads, given: {arch.num_heads} and {arch.num_kv_heads}"
         )
     return arch
 
 
-def _refuse_unsupported(config: Mapping[str, object]) -> None:
+def _refuse_unsupported(config: Mapping[str, object], where: str) -> None:
     """Raise UnsupportedModel at the first field that no family can follow."""
     for refusal in REFUSALS:
         for key, value in config.items():
-            if re.fullmatch(refusal.pattern, key) and value is not None and value not in refusal.harmless:
-                raise UnsupportedModel(f"config.json: `{key}` is {value!r}: {refusal.why}")
+            if value is None or value in refusal.harmless:
+                continue
+            if re.fullmatch(refusal.pattern, key, re.DOTALL):
+                raise UnsupportedModel(f"{where}: `{key:.80}` is {brief(value)}: {refusal.why}")
 
 
-def _family_name(config: Mapping[str, object]) -> str:
-    architectures = Fields("transformers", config).texts("architectures") or []
+def _family_name(config: Mapping[str, object], where: str) -> str:
+    architectures = Fields("transformers", config, where).texts("architectures") or []
     for architecture in architectures:
         if "For" in architecture and not architecture.endswith("ForCausalLM"):
             raise UnsupportedModel(
-                f"config.json: `architectures` has {architecture!r}; supported: *ForCausalLM"
+                f"{where}: `architectures` has {brief(architecture)}; supported: *ForCausalLM"
             )
     model_type = config.get("model_type")
     if model_type is None:
@@ -76,7 +75,7 @@ def _family_name(config: Mapping[str, object]) -> str:
         model_type = next((by_class[name] for name in architectures if name in by_class), None)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnsupportedModel(
-            f"config.json: `model_type` is {model_type!r}; supported: {', '.join(sorted(FAMILIES))}"
+            f"{where}: `model_type` is {brief(model_type)}; supported: {', '.join(sorted(FAMILIES))}"
         )
     return model_type
 

@@ -58,10 +58,19 @@ def pack(checkpoint: Checkpoint, arch: Arch, layout: Layout, out: torch.Tensor) 
 
 
 def iter_tensors(checkpoint: Checkpoint, arch: Arch, layout: Layout) -> Iterator[PackedTensor]:
-    """Yield canonical tensors in the layout's order. All names and shapes are checked before the first."""
+    """Return canonical tensors in the layout's order, each made when it is asked for.
+
+    All names and shapes are checked at once, before anything is done for any of them.
+    """
     shapes = {name: stored.shape for name, stored in checkpoint.items()}
     sources = sources_of(arch, layout, shapes)
     _check_head_copy(checkpoint, head_copy(arch, shapes), sources["embed.weight"].parts[0])
+    return _packed(checkpoint, arch, layout, sources)
+
+
+def _packed(
+    checkpoint: Checkpoint, arch: Arch, layout: Layout, sources: Mapping[str, TensorSource]
+) -> Iterator[PackedTensor]:
     specs = iter(layout.tensors)
     for spec in specs:
         pieces = _pieces(arch, sources[spec.name], checkpoint)

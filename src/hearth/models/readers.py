@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hearth.errors import BadCheckpoint
-from hearth.models.arch import Activation, Arch, Norm, Residual
+from hearth.models.arch import MAX_LAYERS, Activation, Arch, Norm, Residual
 from hearth.models.config_fields import Fields
 from hearth.models.rope import read_partial_rope, read_rope
 
@@ -130,7 +130,7 @@ def _plain(
         vocab_size=f.integer("vocab_size"),
         hidden_size=hidden_size,
         embed_size=hidden_size,
-        num_layers=f.integer("num_hidden_layers"),
+        num_layers=_num_layers(f),
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=head_dim,
@@ -180,6 +180,10 @@ def _falcon_shares_norm(f: Fields) -> bool:
     return num_norms == 1
 
 
+def _num_layers(f: Fields) -> int:
+    return f.integer("num_hidden_layers", most=MAX_LAYERS)
+
+
 def _head_dim(f: Fields) -> int:
     hidden_size, num_heads = f.integer("hidden_size"), f.integer("num_attention_heads")
     if hidden_size % num_heads != 0:
@@ -207,13 +211,13 @@ def _no_windows(f: Fields) -> tuple[int | None, ...]:
 
 def _windows(f: Fields, window: int | None, num_full: int = 0) -> tuple[int | None, ...]:
     """Return each layer's window: a token sees itself and `window - 1` before it, as in transformers."""
-    num_layers = f.integer("num_hidden_layers")
+    num_layers = _num_layers(f)
     by_depth = [
         "sliding_attention" if window and i >= num_full else "full_attention" for i in range(num_layers)
     ]
     types = f.texts("layer_types") or by_depth
     if len(types) != num_layers:
-        raise BadCheckpoint(f"config.json: `layer_types` has {len(types)} entries for {num_layers} layers")
+        raise BadCheckpoint(f"{f.where}: `layer_types` has {len(types)} entries for {num_layers} layers")
     known = {"full_attention", "sliding_attention"} if window else {"full_attention"}
     if not known.issuperset(types):
         raise f.unsupported("layer_types", f"supported with a window of {window}: {', '.join(sorted(known))}")

@@ -27,7 +27,10 @@ def read_partial_rope(fields: Fields, head_dim: int) -> Rope:
     """Read GPT-NeoX's settings: the first part of each head is rotated, under names of its own."""
     parameters = _parameters(fields)
     has_factor = parameters.has("partial_rotary_factor")
-    share = parameters.number("partial_rotary_factor") if has_factor else fields.number("rotary_pct")
+    name, place = ("partial_rotary_factor", parameters) if has_factor else ("rotary_pct", fields)
+    share = place.number(name)
+    if share > 1.0:
+        raise place.unsupported(name, "no more than the whole of a head can be rotated; supported: up to 1.0")
     return _rope(fields, int(head_dim * share), theta="rotary_emb_base")
 
 
@@ -59,10 +62,13 @@ def _rope(fields: Fields, dim: int, theta: str) -> Rope:
 def _llama3(fields: Fields, parameters: Fields) -> Llama3Scaling:
     original = "original_max_position_embeddings"
     place = fields if fields.has(original) else parameters
+    low, high = parameters.number("low_freq_factor"), parameters.number("high_freq_factor")
+    if low >= high:
+        raise parameters.unsupported("low_freq_factor", f"it must be below `high_freq_factor`: {high}")
     return Llama3Scaling(
         factor=parameters.number("factor"),
-        low_freq_factor=parameters.number("low_freq_factor"),
-        high_freq_factor=parameters.number("high_freq_factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
         original_max_positions=(
             place.integer(original) if place.has(original) else fields.integer("max_position_embeddings")
         ),

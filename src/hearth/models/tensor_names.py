@@ -139,7 +139,7 @@ def sources_of(arch: Arch, layout: Layout, found: Mapping[str, Shape]) -> dict[s
     if unused:
         raise BadCheckpoint(
             f"the checkpoint has {len(unused)} tensors that its config.json leaves no place for: "
-            f"{', '.join(unused[:4])}{', ...' if len(unused) > 4 else ''}"
+            f"{', '.join(f'{name:.80}' for name in unused[:4])}{', ...' if len(unused) > 4 else ''}"
         )
     return sources
 

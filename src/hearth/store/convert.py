@@ -43,8 +43,8 @@ def convert(
         layout = layout_of(arch, stored, quant)
         files = opened.text_files()
         num_bytes = layout.num_bytes + sum(map(len, files.values()))
+        tensors = iter_tensors(checkpoint, arch, layout)
         with staged(dest, num_bytes, overwrite=overwrite) as staging:
-            tensors = iter_tensors(checkpoint, arch, layout)
             written = staging.write_weights(tensors, layout.num_bytes, chunk_bytes, on_progress)
             for name, content in files.items():
                 staging.write_file(name, content)

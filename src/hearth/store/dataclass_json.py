@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
@@ -10,6 +11,7 @@ from types import NoneType, UnionType
 from typing import TypeVar, get_args, get_origin, get_type_hints
 
 from hearth.errors import BadCheckpoint
+from hearth.model_files import brief
 
 T = TypeVar("T")
 
@@ -22,7 +24,7 @@ def decode(kind: type[T], value: object, where: str) -> T:
 
 
 def _decode(hint: object, value: object, where: str) -> object:
-    if type(value) is hint:  # by far the most: numbers and texts
+    if type(value) is hint and hint is not float:  # by far the most: integers and texts
         return value
     if isinstance(hint, UnionType):
         (inner,) = (part for part in get_args(hint) if part is not NoneType)
@@ -39,7 +41,9 @@ def _decode(hint: object, value: object, where: str) -> object:
         if not isinstance(value, str) or value not in list(hint):
             raise _misfit(where, f"one of {', '.join(hint)}", value)
         return hint(value)
-    if hint is float and type(value) is int:
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        if not abs(value) <= sys.float_info.max:
+            raise _misfit(where, "a finite number", value)
         return float(value)
     if type(value) is not hint:  # not isinstance: true is no number here
         raise _misfit(where, hint.__name__, value)
@@ -52,9 +56,10 @@ def _decode_fields(kind: type, value: object, where: str) -> object:
     hints = _hints_of(kind)
     missing, unknown = [n for n in hints if n not in value], [n for n in value if n not in hints]
     if missing or unknown:
+        shown = [f"{name:.80}" for name in unknown[:8]]
         raise BadCheckpoint(
             f"{where}: missing fields: {', '.join(missing) or 'none'}, "
-            f"unknown fields: {', '.join(map(str, unknown)) or 'none'}; convert the model again"
+            f"unknown fields: {', '.join(shown) or 'none'}; convert the model again"
         )
     return kind(**{name: _decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items()})
 
@@ -67,4 +72,4 @@ def _hints_of(kind: type) -> dict[str, object]:
 
 
 def _misfit(where: str, wanted: str, value: object) -> BadCheckpoint:
-    return BadCheckpoint(f"{where}: must be {wanted}, given: {value!r:.80}; convert the model again")
+    return BadCheckpoint(f"{where}: must be {wanted}, given: {brief(value)}; convert the model again")

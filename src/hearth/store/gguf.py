@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from struct import Struct
-from struct import error as StructError
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFEndian, GGUFReader, GGUFValueType, ReaderField
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from hearth.errors import BadCheckpoint
@@ -25,19 +23,15 @@ from hearth.models.families import arch_from_config
 from hearth.models.layout import Shape
 from hearth.models.pack import StoredTensor
 from hearth.store.gguf_config import architecture, config_of
+from hearth.store.gguf_header import GgufHeader, MalformedGguf, TensorEntry, read_header
 from hearth.store.gguf_tokenizer import text_files
 from hearth.store.source import ModelSource
 
 #: Bytes of float32 that are dequantised at a time: gguf needs the memory of its result several times over.
 SLAB_BYTES = 8 << 20
 
-#: What gguf raises, by accident or on purpose, for a file that is no GGUF or ends early.
-_UNREADABLE = (OSError, ValueError, LookupError, TypeError, ArithmeticError, StructError)
-
-#: What an array begins with, the kind and number of its items; and what a string does.
-_ARRAY_HEAD, _LENGTH = Struct("<IQ"), Struct("<Q")
-
 ROPE_FACTORS = "rope_freqs.weight"
+MAX_ROPE_FACTORS = 4096
 
 #: llama.cpp's names of modules, and transformers' of the same.
 _MODULES = {
@@ -64,90 +58,43 @@ _FLOATS = {
     GGMLQuantizationType.F16: "float16",
     GGMLQuantizationType.BF16: "bfloat16",
 }
+#: The kinds whose values numpy has.
+_VALUES: Mapping[GGMLQuantizationType, type[np.generic]] = {
+    GGMLQuantizationType.F32: np.float32,
+    GGMLQuantizationType.F16: np.float16,
+}
 
 
 @contextmanager
 def open_gguf(path: Path) -> Iterator[ModelSource]:
     """Open a GGUF file by mapping it; each tensor is dequantised on its own when it is read."""
-    with _naming(path):
-        reader = _ArrayReader(path)
-        values = {name: _value(field) for name, field in reader.fields.items()}
-    if reader.endianess != GGUFEndian.LITTLE:
-        raise BadCheckpoint(f"`{path}` is big-endian; supported: little-endian, so convert it again")
-    metadata = Fields("GGUF", values, where=f"`{path}`")
+    data = _mapped(path)
+    header = _header(path, data)
+    metadata = Fields("GGUF", header.metadata, where=f"`{path}`")
     _refuse_part(metadata)
-    tensors = {
-        tensor.name: _GgufTensor(tensor.data, tensor.tensor_type, tuple(reversed(tensor.shape.tolist())))
-        for tensor in reader.tensors
-    }
+    tensors = {entry.name: _GgufTensor.of(entry, data) for entry in header.tensors}
     shapes = {name: stored.shape for name, stored in tensors.items()}
-    factors = tensors.pop(ROPE_FACTORS).read().tolist() if ROPE_FACTORS in tensors else None
-    arch = arch_from_config(config_of(metadata, shapes, factors))
+    factors = _rope_factors(tensors.pop(ROPE_FACTORS), path) if ROPE_FACTORS in tensors else None
+    arch = arch_from_config(config_of(metadata, shapes, factors), metadata.where)
     heads = _interleaved_heads(arch) if architecture(metadata) == "llama" else {}
     checkpoint = {_transformers_name(name): _in_order(name, tensors[name], heads) for name in tensors}
+    if len(checkpoint) != len(tensors):
+        raise BadCheckpoint(f"`{path}` has a tensor under two names, llama.cpp's and transformers'")
     yield ModelSource(arch, checkpoint, lambda: text_files(metadata))
-
-
-class _ArrayReader(GGUFReader):
-    """gguf's reader, with arrays read at once: element by element, a tokenizer takes it seconds.
-
-    Fields come out as gguf makes them, for the tests compare both.
-    """
-
-    def _get_field_parts(
-        self, orig_offs: int, raw_type: int
-    ) -> tuple[int, list[npt.NDArray[np.generic]], list[int], list[GGUFValueType]]:
-        if raw_type != GGUFValueType.ARRAY or self.byte_order != "I":
-            return super()._get_field_parts(orig_offs, raw_type)
-        data, begin = self.data.view(np.ndarray), orig_offs + _ARRAY_HEAD.size
-        item_type, num_items = _ARRAY_HEAD.unpack(data[orig_offs:begin].tobytes())
-        items: list[npt.NDArray[np.generic]]
-        head: list[npt.NDArray[np.generic]] = [
-            data[orig_offs : orig_offs + 4].view(np.uint32),
-            data[orig_offs + 4 : begin].view(np.uint64),
-        ]
-        if item_type == GGUFValueType.STRING:
-            items, end = _strings(data, begin, num_items)
-        elif (dtype := self.gguf_scalar_to_np.get(GGUFValueType(item_type))) is not None:
-            end = begin + num_items * np.dtype(dtype).itemsize
-            items = [*_part(data, begin, end).view(dtype).reshape(-1, 1)]
-        else:
-            return super()._get_field_parts(orig_offs, raw_type)
-        types = [GGUFValueType.ARRAY, *([GGUFValueType(item_type)] if items else [])]
-        return end - orig_offs, [*head, *items], list(range(len(head), len(head) + len(items))), types
-
-
-def _strings(data: npt.NDArray[np.uint8], begin: int, num_strings: int) -> _Strings:
-    """Return the bytes of strings that stand one after the other, each behind its length, and their end."""
-    strings: list[npt.NDArray[np.generic]] = []
-    for _ in range(num_strings):
-        text = begin + _LENGTH.size
-        (num_bytes,) = _LENGTH.unpack(_part(data, begin, text).tobytes())
-        begin = text + num_bytes
-        strings.append(_part(data, text, begin))
-    return _Strings(strings, begin)
-
-
-def _part(data: npt.NDArray[np.uint8], begin: int, end: int) -> npt.NDArray[np.uint8]:
-    if end > len(data):
-        raise ValueError(f"it ends at byte {len(data)}, in the midst of a field that goes to {end}")
-    return data[begin:end]
-
-
-class _Strings(NamedTuple):
-    """Strings of an array, and where they end."""
-
-    items: list[npt.NDArray[np.generic]]
-    end: int
 
 
 @dataclass(frozen=True, slots=True)
 class _GgufTensor:
     """A tensor in the mapped file."""
 
-    data: npt.NDArray[np.generic]  #: values of F32 and F16, bytes of all other kinds
+    data: npt.NDArray[np.generic]  #: values of F32 and F16, rows of bytes of all other kinds
     kind: GGMLQuantizationType
     shape: Shape
+
+    @staticmethod
+    def of(entry: TensorEntry, file: npt.NDArray[np.uint8]) -> _GgufTensor:
+        stored = file[entry.begin : entry.end].view(_VALUES.get(entry.kind, np.uint8))
+        return _GgufTensor(stored.reshape(*entry.shape[:-1], -1), entry.kind, entry.shape)
 
     @property
     def dtype(self) -> str:
@@ -205,23 +152,34 @@ def _can_dequantise(kind: GGMLQuantizationType) -> bool:
     return True
 
 
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Say which file gguf could not read."""
+def _mapped(path: Path) -> npt.NDArray[np.uint8]:
     try:
-        yield
-    except _UNREADABLE as error:
+        return np.memmap(path, mode="r")
+    except (OSError, ValueError) as error:  # ValueError: it is empty
+        raise BadCheckpoint(f"`{path}` is truncated or no GGUF file: {error}; fetch it again") from error
+
+
+def _header(path: Path, data: npt.NDArray[np.uint8]) -> GgufHeader:
+    try:
+        return read_header(data)
+    except MalformedGguf as error:
+        raise BadCheckpoint(f"`{path}` is truncated or no GGUF file: {error}; fetch it again") from error
+
+
+def _rope_factors(stored: _GgufTensor, path: Path) -> list[float]:
+    """Return the divisors of the rotary frequencies, which are positive numbers."""
+    if stored.kind not in _FLOATS or len(stored.shape) != 1 or stored.shape[0] > MAX_ROPE_FACTORS:
         raise BadCheckpoint(
-            f"`{path}` is truncated or no GGUF file of version 2 or 3: {error}; fetch it again"
-        ) from error
-
-
-def _value(field: ReaderField) -> object:
-    """Return a field's value, float32 by its shortest decimals: 1e-05, not 9.999999747378752e-06."""
-    value: object = field.contents()
-    if field.types == [GGUFValueType.FLOAT32] and isinstance(value, float):
-        return float(str(np.float32(value)))
-    return value
+            f"`{path}`: tensor `{ROPE_FACTORS}` must be up to {MAX_ROPE_FACTORS} floats, "
+            f"given: {stored.kind.name} {list(stored.shape)}"
+        )
+    factors: list[float] = stored.read().tolist()
+    for factor in factors:
+        if not 0.0 < factor < math.inf:
+            raise BadCheckpoint(
+                f"`{path}`: tensor `{ROPE_FACTORS}` must hold positive numbers, given: {factor}"
+            )
+    return factors
 
 
 def _refuse_part(metadata: Fields) -> None:

@@ -69,7 +69,7 @@ def architecture(metadata: Fields) -> str:
     name = metadata.text("general.architecture")
     if name not in ARCHITECTURES:
         raise UnsupportedModel(
-            f"{metadata.where}: `general.architecture` is {name!r}; supported: {', '.join(ARCHITECTURES)}"
+            f"{metadata.where}: `general.architecture` is {name!r:.80}; supported: {', '.join(ARCHITECTURES)}"
         )
     return name
 
@@ -77,9 +77,13 @@ def architecture(metadata: Fields) -> str:
 def _head_dim(metadata: Fields, family: str) -> int:
     key, value = f"{family}.attention.key_length", f"{family}.attention.value_length"
     hidden_size = metadata.integer(f"{family}.embedding_length")
-    head_dim = metadata.maybe_integer(key) or hidden_size // metadata.integer(
-        f"{family}.attention.head_count"
-    )
+    num_heads = metadata.integer(f"{family}.attention.head_count")
+    head_dim = metadata.maybe_integer(key) or hidden_size // num_heads
+    if head_dim == 0:
+        raise BadCheckpoint(
+            f"{metadata.where}: `{family}.embedding_length` must be at least the {num_heads} of "
+            f"`{family}.attention.head_count`, given: {hidden_size}"
+        )
     if metadata.has(value) and metadata.integer(value) != head_dim:
         raise metadata.unsupported(value, f"keys and values must have the same length, keys: {head_dim}")
     return head_dim
@@ -132,8 +136,8 @@ def _scaling(metadata: Fields, family: str) -> dict[str, object]:
 def _llama3(metadata: Fields, theta: float, dim: int, factors: Sequence[float]) -> dict[str, object]:
     """Return Llama 3's scaling that has these divisors; its factor is that of the lowest frequency."""
     factor = round(max(factors), 4)
-    expected = list(_llama3_factors(theta, dim, factor))
-    if len(factors) != len(expected) or not all(map(_is_close, factors, expected)):
+    is_whole = 2 * len(factors) == dim  # or a head of absurd size would have as many factors computed
+    if not is_whole or not all(map(_is_close, factors, _llama3_factors(theta, dim, factor))):
         raise UnsupportedModel(
             f"{metadata.where}: `rope_freqs.weight` is not Llama 3's scaling (low_freq_factor {_LOW_FREQ}, "
             f"high_freq_factor {_HIGH_FREQ}, original_max_position_embeddings {_ORIGINAL_POSITIONS}) by its "
@@ -150,7 +154,7 @@ def _llama3(metadata: Fields, theta: float, dim: int, factors: Sequence[float]) 
 
 def _llama3_factors(theta: float, dim: int, factor: float) -> Iterator[float]:
     for i in range(0, dim, 2):
-        rotations = _ORIGINAL_POSITIONS * theta ** (-i / dim) / (2 * math.pi)
+        rotations = _ORIGINAL_POSITIONS / theta ** (i / dim) / (2 * math.pi)
         share = min(max((rotations - _LOW_FREQ) / (_HIGH_FREQ - _LOW_FREQ), 0.0), 1.0)
         yield 1.0 / (share + (1.0 - share) / factor)
 

@@ -19,6 +19,10 @@ _PREFIX = "tokenizer.ggml."
 #: Kinds of tokens, by `tokenizer.ggml.token_type`; plain ones, bytes and unused ones need no treatment.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 
+#: Limits of a SentencePiece vocabulary, whose merges are all ways to cut a token in two that are tokens: the
+#: longest token, in characters, and the number of merges. Those of the largest models are a quarter of them.
+_MAX_PIECE, _MAX_MERGES = 512, 1 << 21
+
 #: transformers' names of the roles of tokens, and GGUF's of their ids.
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 #: Tokens that end an output: of the text, of a turn, of a message that calls a tool.
@@ -79,7 +83,7 @@ def text_files(metadata: Fields) -> dict[str, bytes]:
     name = metadata.text(_PREFIX + "model")
     if name not in _KINDS:
         raise BadTokenizer(
-            f"{metadata.where}: `{_PREFIX}model` is {name!r}; supported: {', '.join(_KINDS)}; "
+            f"{metadata.where}: `{_PREFIX}model` is {name!r:.80}; supported: {', '.join(_KINDS)}; "
             "convert the model from its Hugging Face directory"
         )
     kind = _KINDS[name]
@@ -155,7 +159,7 @@ def _vocabulary(metadata: Fields, default_roles: Mapping[str, int]) -> _Vocabula
     if len(ids) != len(tokens):
         twice = next(token for i, token in enumerate(tokens) if ids[token] != i)
         raise BadTokenizer(
-            f"{metadata.where}: `{_PREFIX}tokens` has {twice!r} twice; convert the model again"
+            f"{metadata.where}: `{_PREFIX}tokens` has {twice!r:.80} twice; convert the model again"
         )
     roles = _roles(metadata, default_roles, len(tokens))
     kinds = _numbers(metadata, "token_type", len(tokens)) if metadata.has(_PREFIX + "token_type") else []
@@ -186,7 +190,7 @@ def _splitter(metadata: Fields) -> _Splitter:
     name = metadata.text(key) if metadata.has(key) else "default"
     if name not in _SPLITTERS:
         raise BadTokenizer(
-            f"{metadata.where}: `{key}` is {name!r}; supported: {', '.join(_SPLITTERS)}; "
+            f"{metadata.where}: `{key}` is {name!r:.80}; supported: {', '.join(_SPLITTERS)}; "
             "convert the model from its Hugging Face directory"
         )
     return _SPLITTERS[name]
@@ -198,8 +202,8 @@ def _stored_merges(metadata: Fields, ids: Mapping[str, int]) -> list[tuple[str, 
         left, _, right = merge.partition(" ")
         if not {left, right, left + right} <= ids.keys():
             raise BadTokenizer(
-                f"{metadata.where}: `{_PREFIX}merges` has {merge!r} at {rank}, which does not make a token "
-                "of two tokens; convert the model again"
+                f"{metadata.where}: `{_PREFIX}merges` has {merge!r:.80} at {rank}, which does not make a "
+                "token of two tokens; convert the model again"
             )
         merges.append((left, right))
     return merges
@@ -208,12 +212,21 @@ def _stored_merges(metadata: Fields, ids: Mapping[str, int]) -> list[tuple[str, 
 def _scored_merges(metadata: Fields, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Return the pairs of tokens that make a token, best score first: SentencePiece stores scores only."""
     ids, scores = vocabulary.ids, _numbers(metadata, "scores", len(vocabulary.tokens))
-    merges = [
-        (token[:cut], token[cut:])
-        for token in vocabulary.tokens
-        for cut in range(1, len(token))
-        if token[:cut] in ids and token[cut:] in ids
-    ]
+    longest = max(map(len, vocabulary.tokens), default=0)
+    if longest > _MAX_PIECE:
+        raise BadTokenizer(
+            f"{metadata.where}: `{_PREFIX}tokens` has a token that is too long, limit: {_MAX_PIECE} "
+            f"characters, given: {longest}; convert the model again"
+        )
+    merges: list[tuple[str, str]] = []
+    for token in vocabulary.tokens:
+        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        merges += ((left, right) for left, right in cuts if left in ids and right in ids)
+        if len(merges) > _MAX_MERGES:
+            raise BadTokenizer(
+                f"{metadata.where}: `{_PREFIX}tokens` can be merged in too many ways, limit: {_MAX_MERGES}; "
+                "convert the model again"
+            )
     return sorted(merges, key=lambda pair: (-scores[ids[pair[0] + pair[1]]], -len(pair[0])))
 
 

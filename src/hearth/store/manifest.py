@@ -28,7 +28,16 @@ from pathlib import Path
 from blake3 import blake3
 
 from hearth.errors import BadCheckpoint, DeviceError
-from hearth.models.arch import Arch
+from hearth.model_files import (
+    MAX_JSON_BYTES,
+    MAX_TOKENIZER_BYTES,
+    brief,
+    parse_json,
+    read_bytes,
+    read_text,
+)
+from hearth.models.arch import MAX_LAYERS, Arch
+from hearth.models.config_fields import MAX_INTEGER
 from hearth.models.layout import ALIGNMENT_BYTES, ByteRange, Layout, TensorSpec, layout_of
 from hearth.store.dataclass_json import decode
 from hearth.types import ChunkId, Digest
@@ -38,9 +47,8 @@ WEIGHTS = "weights.bin"
 FORMAT = "hearth-model"
 VERSION = 2
 CHUNK_BYTES = 16 << 20
-
-#: Far more than any model has; checked before anything is done for each of them.
-MAX_LAYERS = 10_000
+#: The largest chunk: whoever reads one has memory for all of it.
+MAX_CHUNK_BYTES = 1 << 30
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> Digest:
@@ -157,13 +165,11 @@ class Manifest:
 def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
+        text = read_text(path, MAX_JSON_BYTES, BadCheckpoint)
+    except FileNotFoundError:
         raise BadCheckpoint(
             f"no {MANIFEST} in `{directory}`; make a model with `hearth convert SOURCE DEST`"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadCheckpoint(f"`{path}` cannot be read: {error}") from error
     return parse_manifest(text, str(path))
 
 
@@ -172,12 +178,9 @@ def parse_manifest(text: str, where: str) -> Manifest:
 
     Raises BadCheckpoint for JSON that is broken, changed, of another version, or contradicts itself.
     """
-    try:
-        raw = json.loads(text)
-        digest = _take_digest(raw, where)
-        manifest = decode(Manifest, raw, where)
-    except (ValueError, RecursionError, OverflowError) as error:
-        raise BadCheckpoint(f"`{where}` is not valid JSON: {error}; convert the model again") from error
+    raw = parse_json(text, f"`{where}`", BadCheckpoint)
+    digest = _take_digest(raw, where)
+    manifest = decode(Manifest, raw, where)
     _check_arch(manifest.arch, where)
     _check_layout(manifest, where)
     _check_names(manifest, where)
@@ -188,9 +191,11 @@ def parse_manifest(text: str, where: str) -> Manifest:
 def damage_of(file: TextFile, directory: Path) -> str | None:
     """Return why the file in the directory is not the one that was stored; None if it is."""
     try:
-        data = (directory / file.name).read_bytes()
-    except OSError as error:
+        data = read_bytes(directory / file.name, file.num_bytes, BadCheckpoint)
+    except FileNotFoundError as error:
         return f"cannot be read: {error.strerror}"
+    except BadCheckpoint as error:
+        return f"cannot be read: {error}"
     return mismatch(data, file.digest)
 
 
@@ -225,14 +230,14 @@ def _take_digest(raw: object, where: str) -> Digest:
         is_old = raw.get("version") in range(1, VERSION)
         remedy = "bring it up to date with `hearth upgrade`" if is_old else "use the Hearth that wrote it"
         raise BadCheckpoint(
-            f"`{where}` has version {raw.get('version')!r}, this Hearth reads version {VERSION}; "
+            f"`{where}` has version {brief(raw.get('version'))}, this Hearth reads version {VERSION}; "
             f"convert the model again, or {remedy}"
         )
     stated, found = raw.pop("digest", None), _digest_of_fields(raw)
     if stated != found:
         raise BadCheckpoint(
-            f"`{where}` is damaged or was changed by hand: it hashes to {found}, its `digest` is {stated!r}; "
-            "convert the model again"
+            f"`{where}` is damaged or was changed by hand: it hashes to {found}, its `digest` is "
+            f"{brief(stated)}; convert the model again"
         )
     return found
 
@@ -253,12 +258,11 @@ def _check_arch(arch: Arch, where: str) -> None:
         "max_positions": arch.max_positions,
     }
     for name, size in sizes.items():
+        most = MAX_LAYERS if name == "num_layers" else MAX_INTEGER
         if size < 1:
-            raise BadCheckpoint(f"{where}: `arch.{name}` must be at least 1, given: {size}")
-    if arch.num_layers > MAX_LAYERS:
-        raise BadCheckpoint(
-            f"{where}: `arch.num_layers` must be at most {MAX_LAYERS}, given: {arch.num_layers}"
-        )
+            raise BadCheckpoint(f"{where}: `arch.{name}` must be at least 1, given: {brief(size)}")
+        if size > most:
+            raise BadCheckpoint(f"{where}: `arch.{name}` must be at most {most}, given: {brief(size)}")
     if arch.num_heads % arch.num_kv_heads:
         raise BadCheckpoint(
             f"{where}: `arch.num_heads` must be a multiple of its {arch.num_kv_heads} `num_kv_heads`, "
@@ -287,9 +291,10 @@ def _check_layout(manifest: Manifest, where: str) -> None:
         raise BadCheckpoint(f"{where}: `tensors` are not those of its `arch`; convert the model again")
     if manifest.layers != _layer_ranges(wanted):
         raise BadCheckpoint(f"{where}: `layers` do not fit its `tensors`; convert the model again")
-    if manifest.chunk_bytes < ALIGNMENT_BYTES or manifest.chunk_bytes % ALIGNMENT_BYTES:
+    if not 0 < manifest.chunk_bytes <= MAX_CHUNK_BYTES or manifest.chunk_bytes % ALIGNMENT_BYTES:
         raise BadCheckpoint(
-            f"{where}: `chunk_bytes` must be a multiple of {ALIGNMENT_BYTES}, given: {manifest.chunk_bytes}"
+            f"{where}: `chunk_bytes` must be a multiple of {ALIGNMENT_BYTES}, given: {manifest.chunk_bytes}, "
+            f"and at most {MAX_CHUNK_BYTES}"
         )
     *full, last = [chunk.num_bytes for chunk in manifest.chunks] or [0]
     is_cut_evenly = all(num_bytes == manifest.chunk_bytes for num_bytes in full)
@@ -303,8 +308,13 @@ def _check_names(manifest: Manifest, where: str) -> None:
             raise BadCheckpoint(f"{where}: a digest is 64 hexadecimal digits, given: {digest!r:.80}")
     taken = {"", ".", "..", MANIFEST, WEIGHTS}
     for file in manifest.files:
-        if file.name in taken or "/" in file.name or not file.name.isprintable():
+        if file.name in taken or "/" in file.name or not file.name.isprintable() or len(file.name) > 255:
             raise BadCheckpoint(
                 f"{where}: `files` names {file.name!r:.80}, which cannot lie beside the weights, or twice"
             )
         taken.add(file.name)
+        if not 0 <= file.num_bytes <= MAX_TOKENIZER_BYTES:
+            raise BadCheckpoint(
+                f"{where}: `{file.name}` must have up to {MAX_TOKENIZER_BYTES} bytes, "
+                f"given: {brief(file.num_bytes)}"
+            )

@@ -18,7 +18,8 @@ import obstore
 from obstore.exceptions import BaseError, NotSupportedError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import HTTPStore, S3Store
 
-from hearth.errors import ChunkMissing, ConfigError, LoadCancelled, Unreachable
+from hearth.errors import BadCheckpoint, ChunkMissing, ConfigError, LoadCancelled, Unreachable
+from hearth.model_files import MAX_JSON_BYTES
 from hearth.models.layout import ByteRange
 from hearth.store.credentials import find_s3_access
 from hearth.store.manifest import WEIGHTS
@@ -88,9 +89,13 @@ class RemoteModel:
         # The one lock: threads that read chunks of the same model add to the same three numbers.
         self._counting = threading.Lock()
 
-    def read_file(self, name: str) -> bytes:
-        """Read a small file. Raises ChunkMissing where there is none, Unreachable where nobody answers."""
-        return self._read(name, None).to_bytes()
+    def read_file(self, name: str, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+        """Read a small file.
+
+        Raises ChunkMissing where there is none, BadCheckpoint where it has more than `max_bytes`, which then
+        are not fetched, Unreachable where nobody answers.
+        """
+        return self._read(name, None, max_bytes=max_bytes).to_bytes()
 
     def read_into(self, offset: int, buffer: memoryview, is_wanted: Callable[[], bool] = _always) -> None:
         """Fill the buffer from weights.bin, and wait for that; it is untouched until all bytes are here.
@@ -103,14 +108,18 @@ class RemoteModel:
             buffer[:] = memoryview(self._read(WEIGHTS, part, is_wanted))
 
     def _read(
-        self, name: str, part: ByteRange | None, is_wanted: Callable[[], bool] = _always
+        self,
+        name: str,
+        part: ByteRange | None,
+        is_wanted: Callable[[], bool] = _always,
+        max_bytes: int | None = None,
     ) -> obstore.Bytes:
         delays_s = self._retry.delays_s()
         num_tries = 0
         while True:
             num_tries += 1
             try:
-                return self._request(name, part)
+                return self._request(name, part, max_bytes)
             except _Passing as error:
                 delay_s = next(delays_s, None)
                 if delay_s is None:
@@ -127,15 +136,18 @@ class RemoteModel:
             if not is_wanted():
                 raise LoadCancelled(f"nobody waits for `{self.url}/{name}` any more, tries: {num_tries}")
 
-    def _request(self, name: str, part: ByteRange | None) -> obstore.Bytes:
+    def _request(self, name: str, part: ByteRange | None, max_bytes: int | None) -> obstore.Bytes:
         """Send one request. Raises _Passing where another may fare better, else what ends the reading."""
         url = f"{self.url}/{name}"
         options: GetOptions = {"range": (part.begin, part.end)} if part else {}
         self._count(num_requests=1)
         try:
             answer = obstore.get(self._endpoint.store, name, options=options)
-            if part and answer.meta["size"] < part.end:
-                raise _ends_early(url, part, f"it holds {answer.meta['size']} bytes")
+            size_bytes = answer.meta["size"]
+            if part and size_bytes < part.end:
+                raise _ends_early(url, part, f"it holds {size_bytes} bytes")
+            if max_bytes is not None and size_bytes > max_bytes:
+                raise BadCheckpoint(f"`{url}` is too large, limit: {max_bytes} bytes, given: {size_bytes}")
             data = answer.bytes()
         except (BaseError, FileNotFoundError) as error:
             raise self._translate(error, url, part) from error

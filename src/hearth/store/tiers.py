@@ -277,7 +277,7 @@ class Tiers:
         # Whoever opens it at the same moment, also in another process, waits and finds it done.
         with staged(directory, num_bytes, overwrite=True, wait=True) as staging:
             for file in found.manifest.files:
-                content = remote.read_file(file.name)
+                content = remote.read_file(file.name, file.num_bytes)
                 if digest_of(content) != file.digest:
                     raise ChunkCorrupt(
                         f"`{remote.url}/{file.name}` hashes to {digest_of(content)}, its manifest says "

@@ -16,6 +16,7 @@ from jinja2.nodes import Scope
 from jinja2.parser import Parser
 
 from hearth.errors import BadPrompt, BadTokenizer
+from hearth.model_files import MAX_TEMPLATE_BYTES, brief
 from hearth.text.template_filters import MAX_WIDTH
 from hearth.text.template_meter import METER, Meter, OverLimit, joined, walked
 from hearth.text.template_sandbox import MeteredEnvironment
@@ -50,7 +51,8 @@ class ChatTemplate:
         """Compile `sources`, by name. `special_tokens`: by role (`bos_token`, ...); errors name `origin`."""
         if DEFAULT not in sources:
             raise BadTokenizer(
-                f"no chat template named `{DEFAULT}` in {origin}, found: {sorted(sources)}; name one so"
+                f"no chat template named `{DEFAULT}` in {origin}, found: {brief(sorted(sources))}; "
+                "name one so"
             )
         self._origin = origin
         self.text = "\n".join(sources.values())  #: of all templates, as they are written
@@ -121,6 +123,11 @@ class _GenerationBlock(Extension):
 
 
 def _compile(source: str, name: str, origin: str) -> Template:
+    if len(source) > MAX_TEMPLATE_BYTES:
+        raise BadTokenizer(
+            f"chat template `{name:.80}` in {origin} is too large, limit: {MAX_TEMPLATE_BYTES} characters, "
+            f"given: {len(source)}"
+        )
     environment = MeteredEnvironment([_GenerationBlock, loopcontrols])
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

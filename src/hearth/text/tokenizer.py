@@ -6,17 +6,19 @@ Does not stream (`detokenizer.py`) and never truncates, pads or logs.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from hearth.errors import BadPrompt, BadTokenizer
+from hearth.errors import BadPrompt, BadTokenizer, HearthError
+from hearth.model_files import MAX_TOKENIZER_BYTES, read_text
 from hearth.text.chat_template import RENDER_S, ChatTemplate, Json, Message
 from hearth.text.token_spelling import Spelling, fallback_byte, spelling_of
-from hearth.text.tokenizer_settings import ListedToken, Settings, read_settings
+from hearth.text.tokenizer_settings import MAX_TOKEN_ID, ListedToken, Settings, read_settings
 
 REPLACEMENT = "\ufffd"  #: what decoders put for bytes that are not UTF-8, or not yet
 
@@ -36,9 +38,10 @@ class Tokenizer:
     def load(directory: Path) -> Tokenizer:
         """Read a model's tokenizer. Raises `BadTokenizer` if a file is missing or broken."""
         settings = read_settings(directory)
-        backend = _load_backend(directory)
-        _add_listed_tokens(backend, settings, directory)
-        _mark_special_tokens(backend, settings)
+        with _sound(f"{directory / 'tokenizer.json'} cannot be read"):
+            backend = _load_backend(directory)
+            _add_listed_tokens(backend, settings, directory)
+            _mark_special_tokens(backend, settings)
         added = backend.get_added_tokens_decoder()
         return Tokenizer(
             _backend=backend,
@@ -48,6 +51,20 @@ class Tokenizer:
             special_ids=frozenset(token_id for token_id, token in added.items() if token.special),
             spelling=spelling_of(_decoder_section(backend)),
         )
+
+    def try_out(self) -> None:
+        """Refuse a tokenizer that panics at the first text, or has ids of which no table can be made.
+
+        Takes a second for a large vocabulary, so it is for those who deploy. Raises `BadTokenizer`.
+        """
+        with _sound("tokenizer.json is of no use"):
+            with suppress(Exception):  # a word that is not in the vocabulary: a request that has it is told
+                self._backend.decode(self._backend.encode("Hello").ids)
+            largest = max(self._backend.get_vocab(with_added_tokens=True).values(), default=0)
+        if largest > MAX_TOKEN_ID:
+            raise BadTokenizer(
+                f"tokenizer.json has a token id that is too large, limit: {MAX_TOKEN_ID}, given: {largest}"
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -63,13 +80,15 @@ class Tokenizer:
         return None if self._chat_template is None else self._chat_template.text
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except TypeError as error:
-            raise BadPrompt(
-                "a prompt must be text that UTF-8 can hold, given: "
-                f"{type(text).__name__} with {ascii(text)[:80]}; send whole characters, no lone surrogates"
-            ) from error
+        with _sound("the model's tokenizer.json cannot encode the prompt"):
+            try:
+                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            except TypeError as error:
+                raise BadPrompt(
+                    "a prompt must be text that UTF-8 can hold, given: "
+                    f"{type(text).__name__} with {ascii(text)[:80]}; "
+                    "send whole characters, no lone surrogates"
+                ) from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of tokens; ids outside the vocabulary have none."""
@@ -131,19 +150,31 @@ _OLD_FILES = {"merges.txt", "spiece.model", "tekken.json", "vocab.json", "vocab.
 
 def _load_backend(directory: Path) -> Backend:
     path = directory / "tokenizer.json"
-    if not path.is_file():
+    try:
+        content = read_text(path, MAX_TOKENIZER_BYTES, BadTokenizer)
+    except FileNotFoundError:
         found = sorted(p.name for p in directory.glob("*") if "tokenizer" in p.name or p.name in _OLD_FILES)
         raise BadTokenizer(
             f"no `tokenizer.json` in {directory}, tokenizer files there: {', '.join(found) or 'none'}; "
             "make one with `transformers.AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)`"
-        )
-    try:
-        backend = Backend.from_file(str(path))
-    except Exception as error:  # the tokenizers package raises nothing more precise
-        raise BadTokenizer(f"{path} cannot be read: {error}; download or convert it again") from error
+        ) from None
+    backend = Backend.from_str(content)
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+@contextmanager
+def _sound(what: str) -> Iterator[None]:
+    """Raise BadTokenizer for whatever the tokenizers package raises: plain Exceptions, and panics of Rust."""
+    try:
+        yield
+    except HearthError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise BadTokenizer(f"{what}: {error!s:.200}; download or convert it again") from error
 
 
 def _add_listed_tokens(backend: Backend, settings: Settings, directory: Path) -> None:

@@ -5,13 +5,18 @@ Does not read the vocabulary: `tokenizer.py` brings the two together.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hearth.errors import BadTokenizer
-from hearth.text.chat_template import DEFAULT, ChatTemplate, Json
+from hearth.model_files import MAX_TEMPLATE_BYTES, brief, read_object, read_text
+from hearth.text.chat_template import DEFAULT, ChatTemplate
+
+#: The largest token id that is believed: whoever guides an output makes a table of them.
+MAX_TOKEN_ID = 2**22 - 1
+#: The most ids that a file may name as the end of an output.
+MAX_END_IDS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +56,14 @@ def read_settings(directory: Path) -> Settings:
     )
 
 
-def _read_object(path: Path) -> Mapping[str, Json]:
-    if not path.is_file():
-        return {}
+def _read_object(path: Path) -> Mapping[str, object]:
     try:
-        content: Json = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not UTF-8, or not JSON
-        raise BadTokenizer(f"{path} cannot be read: {error}; download it again") from error
-    if not isinstance(content, Mapping):
-        raise BadTokenizer(f"{path} must hold a JSON object, found: {content!r:.80}; download it again")
-    return content
+        return read_object(path, BadTokenizer)
+    except FileNotFoundError:
+        return {}
 
 
-def _special_tokens(config: Mapping[str, Json]) -> dict[str, str]:
+def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
     tokens = {}
     for role, value in config.items():
         content = value.get("content") if isinstance(value, Mapping) else value
@@ -72,22 +72,23 @@ def _special_tokens(config: Mapping[str, Json]) -> dict[str, str]:
     return tokens
 
 
-def _listed_tokens(config: Mapping[str, Json], path: Path) -> tuple[ListedToken, ...]:
+def _listed_tokens(config: Mapping[str, object], path: Path) -> tuple[ListedToken, ...]:
     listed = config.get("added_tokens_decoder")
     if listed is None:
         return ()
     if not isinstance(listed, Mapping):
-        raise BadTokenizer(f"`added_tokens_decoder` in {path} must be an object, found: {listed!r:.80}")
+        raise BadTokenizer(f"`added_tokens_decoder` in {path} must be an object, found: {brief(listed)}")
     tokens = [_listed_token(token_id, entry, path) for token_id, entry in listed.items()]
     return tuple(sorted(tokens, key=lambda token: token.token_id))
 
 
-def _listed_token(token_id: str, entry: Json, path: Path) -> ListedToken:
+def _listed_token(token_id: str, entry: object, path: Path) -> ListedToken:
     content = entry.get("content") if isinstance(entry, Mapping) else None
-    if not isinstance(entry, Mapping) or not isinstance(content, str) or not token_id.isdecimal():
+    is_id = token_id.isdecimal() and len(token_id) <= 10 and int(token_id) <= MAX_TOKEN_ID
+    if not isinstance(entry, Mapping) or not isinstance(content, str) or not is_id:
         raise BadTokenizer(
-            f"`added_tokens_decoder` in {path} must map ids to objects with `content`, "
-            f"found: {token_id!r}: {entry!r:.80}; download the file again"
+            f"`added_tokens_decoder` in {path} must map ids up to {MAX_TOKEN_ID} to objects with `content`, "
+            f"found: {brief(token_id)}: {brief(entry)}; download the file again"
         )
     return ListedToken(
         token_id=int(token_id),
@@ -105,22 +106,26 @@ def _ids(key: str, path: Path) -> list[int]:
     if value is None:
         return []
     values = value if isinstance(value, list) else [value]
-    ids = [i for i in values if isinstance(i, int) and not isinstance(i, bool)]
-    if len(ids) != len(values):
-        raise BadTokenizer(f"`{key}` in {path} must be an id or a list of ids, found: {value!r:.80}")
+    ids = [i for i in values if isinstance(i, int) and not isinstance(i, bool) and abs(i) <= MAX_TOKEN_ID]
+    if len(ids) != len(values) or len(ids) > MAX_END_IDS:
+        raise BadTokenizer(
+            f"`{key}` in {path} must be an id up to {MAX_TOKEN_ID}, or a list of at most {MAX_END_IDS} ids, "
+            f"found: {brief(value)}"
+        )
     return ids
 
 
 def _chat_template(
-    directory: Path, config: Mapping[str, Json], special_tokens: Mapping[str, str]
+    directory: Path, config: Mapping[str, object], special_tokens: Mapping[str, str]
 ) -> ChatTemplate | None:
     """Return the templates: of `chat_template.jinja`, or else of tokenizer_config.json, one or several."""
     path = directory / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return ChatTemplate({DEFAULT: path.read_text(encoding="utf-8")}, special_tokens, str(path))
-        except UnicodeDecodeError as error:
-            raise BadTokenizer(f"{path} cannot be read: {error}; download it again") from error
+    try:
+        source = read_text(path, MAX_TEMPLATE_BYTES, BadTokenizer)
+    except FileNotFoundError:
+        pass
+    else:
+        return ChatTemplate({DEFAULT: source}, special_tokens, str(path))
     path = directory / "tokenizer_config.json"
     match config.get("chat_template"):
         case None:
@@ -131,11 +136,11 @@ def _chat_template(
             return ChatTemplate(_named_templates(entries, path), special_tokens, str(path))
         case other:
             raise BadTokenizer(
-                f"`chat_template` in {path} must be a string or a list of named ones, found: {other!r:.80}"
+                f"`chat_template` in {path} must be a string or a list of named ones, found: {brief(other)}"
             )
 
 
-def _named_templates(entries: Sequence[Json], path: Path) -> dict[str, str]:
+def _named_templates(entries: Sequence[object], path: Path) -> dict[str, str]:
     templates = {}
     for entry in entries:
         match entry:
@@ -143,6 +148,6 @@ def _named_templates(entries: Sequence[Json], path: Path) -> dict[str, str]:
                 templates[name] = source
             case _:
                 raise BadTokenizer(
-                    f"each `chat_template` in {path} needs a `name` and a `template`, found: {entry!r:.80}"
+                    f"each `chat_template` in {path} needs a `name` and a `template`, found: {brief(entry)}"
                 )
     return templates
