@@ -29,10 +29,14 @@ log = logging.getLogger(__name__)
 class ChunkReader:
     """Reads chunks from disk, then from object storage. Any thread may call it."""
 
-    def __init__(self, disk: DiskTier, price: Callable[[str], Price]) -> None:
-        """Read from `disk` first; `price` says what a chunk there is worth, should another need its room."""
+    def __init__(self, disk: DiskTier, price: Callable[[str], Price], *, may_be_direct: bool = True) -> None:
+        """Read from `disk` first; `price` says what a chunk there is worth, should another need its room.
+
+        `may_be_direct`: see `read_verified`.
+        """
         self._disk = disk
         self._price = price
+        self._may_be_direct = may_be_direct
         self._is_full_known = False  #: a full or broken disk is worth one line, not one per chunk
         self._telling = threading.Lock()  #: guards `_is_full_known`: readers find out at the same moment
 
@@ -70,7 +74,9 @@ class ChunkReader:
         for place in self._disk.locate(digest):
             began_s = time.perf_counter()
             try:
-                times = read_verified(place.path, place.offset, buffer, digest)
+                times = read_verified(
+                    place.path, place.offset, buffer, digest, may_be_direct=self._may_be_direct
+                )
             except StoreError as error:
                 failures.append(error)
                 if isinstance(error, ChunkCorrupt | ChunkMissing):

@@ -37,8 +37,12 @@ class ReadTimes:
     verify_s: float
 
 
-def read_verified(path: Path, offset: int, buffer: memoryview, digest: Digest) -> ReadTimes:
+def read_verified(
+    path: Path, offset: int, buffer: memoryview, digest: Digest, *, may_be_direct: bool = True
+) -> ReadTimes:
     """Fill `buffer`, whose address and length are multiples of 4 KiB, with the chunk at `offset`.
+
+    `may_be_direct`: whether what the page cache lacks is read past it; else the cache has it afterwards.
 
     Raises:
         ChunkMissing: the file is gone or ends early.
@@ -46,7 +50,7 @@ def read_verified(path: Path, offset: int, buffer: memoryview, digest: Digest) -
         StoreError: it cannot be read now, which says nothing about the bytes.
     """
     try:
-        return _read(path, offset, buffer, digest, may_be_direct=True)
+        return _read(path, offset, buffer, digest, may_be_direct=may_be_direct)
     except OSError as error:
         if error.errno == errno.EINVAL:  # this file system wants other blocks, or no direct reads after all
             return _read(path, offset, buffer, digest, may_be_direct=False)
