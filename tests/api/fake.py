@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest, TokenDelta
 from hearth.control.keys import KeyInfo
-from hearth.control.views import Explanation, Health, ModelView, ProcessView
+from hearth.control.views import Explanation, Health, ModelView, ProcessView, UnloadView
 from hearth.errors import HearthError, NameTaken, UnknownModel
 from hearth.text.tokenizer import Tokenizer
 from hearth.types import FinishReason, ModelId, RequestId, TokenLogprob, TokenLogprobs
@@ -128,8 +128,12 @@ class FakeGateway:
     async def remove(self, name: str) -> None:
         self.done.append(f"remove {self.model(name).name}")
 
-    async def unload(self, name: str, free: bool) -> None:
+    async def unload(self, name: str, free: bool) -> UnloadView:
         self.done.append(f"unload {self.model(name).name} {free}")
+        return UnloadView(name, free, device_bytes=3 << 20, host_bytes=2 << 20, num_running=1)
+
+    async def measure(self) -> CollectorRegistry:
+        return self.metrics
 
     async def look(self) -> ProcessView:
         return ProcessView((), (), 0, 0)

@@ -75,13 +75,14 @@ def test_a_model_that_the_settings_forbid_is_a_wrong_request(gateway: FakeGatewa
 
 
 def test_models_are_removed_and_unloaded_by_any_name(gateway: FakeGateway) -> None:
-    statuses = [
-        request(gateway, "DELETE", "/hearth/models/small").status_code,
-        request(gateway, "POST", "/hearth/models/tiny/unload", {"free": True}).status_code,
-        request(gateway, "POST", "/hearth/models/tiny/unload", {}).status_code,
-    ]
+    removed = request(gateway, "DELETE", "/hearth/models/small")
+    freed = request(gateway, "POST", "/hearth/models/tiny/unload", {"free": True})
+    stopped = request(gateway, "POST", "/hearth/models/tiny/unload", {})
 
-    assert statuses == [200, 200, 200]
+    assert [answer.status_code for answer in (removed, freed, stopped)] == [200, 200, 200]
+    had = {"device_bytes": 3 << 20, "host_bytes": 2 << 20, "num_running": 1}
+    assert freed.json() == {"unloaded": "tiny", "free": True, **had}
+    assert stopped.json() == {"unloaded": "tiny", "free": False, **had}
     assert gateway.done == ["remove tiny", "unload tiny True", "unload tiny False"]
 
 

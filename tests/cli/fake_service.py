@@ -14,6 +14,7 @@ import msgspec
 from hearth.control.views import (
     Explanation,
     Health,
+    HostMemoryView,
     ModelView,
     PartView,
     PoolView,
@@ -22,6 +23,7 @@ from hearth.control.views import (
     RungView,
     TimelineMark,
     TimelineSpan,
+    UnloadView,
     WorkerView,
 )
 from hearth.policy.fleet.events import Option
@@ -73,7 +75,9 @@ PROCESSES = ProcessView(
     ),
     num_waiting=2,
     num_running=1,
+    host=HostMemoryView(3 << 29, 4 << 30),
 )
+UNLOADED = UnloadView("smol", True, 638 << 20, 0, 0)
 EXPLANATION = Explanation(
     request_id="r1",
     model="smol",
@@ -123,6 +127,7 @@ class FakeService:
     answer: list[str] = field(default_factory=lambda: ["The sky", " is blue.", "\u2028Really."])
     breaks_after: int | None = None  #: pieces of an answer
     status: str = "ok"
+    unloaded: UnloadView = UNLOADED
     asked: list[tuple[str, str, object]] = field(default_factory=list)  #: method, path, body
 
     def bodies(self, path: str) -> list[object]:
@@ -190,7 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._fail(404, "model_not_found", f"no model is deployed under `{name}`")
         if method == "DELETE":
             self.service.models.remove(model)
-        self._send(200, model if method == "GET" else {})
+        self._send(200, self.service.unloaded if rest else model if method == "GET" else {})
 
     def _deploy(self, body: dict[str, object]) -> None:
         if body["name"] == "smol":

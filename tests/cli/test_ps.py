@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from hearth.control.datadir import DataDir
+from hearth.control.views import UnloadView
 from tests.cli.fake_service import PROCESSES, FakeService
 from tests.cli.shell import Hearth
 
@@ -41,6 +42,8 @@ def test_ps_shows_workers_models_and_the_queue(hearth: Hearth, recorded: FakeSer
         "MODEL  KEY  WORKER  STATE     WEIGHTS             SHARED  KV BLOCKS              RUNNING  TIME LEFT",
         "qwen   a    w0      retained  3.0 GiB of 4.0 GiB  -       -                      0        -",
         "smol   b    w0      busy      538 MiB of 538 MiB  -       30+10 of 100, 100 MiB  1        -",
+        "",
+        "host memory: 1.5 GiB of 4.0 GiB",
         "",
         "requests: 1 running, 2 waiting",
     ]
@@ -70,6 +73,32 @@ def test_stop_lets_a_model_go(hearth: Hearth, recorded: FakeService, free: bool)
     shown = hearth("stop", "smol", *(["--free"] if free else []))
     assert (shown.code, shown.out.startswith("smol ")) == (0, True)
     assert recorded.asked == [("POST", "/hearth/models/smol/unload", {"free": free})]
+
+
+@pytest.mark.parametrize(
+    ("view", "said"),
+    [
+        (
+            UnloadView("smol", True, 512 << 20, 0, 0),
+            "smol gives back 512 MiB of device memory",
+        ),
+        (
+            UnloadView("smol", True, 512 << 20, 256 << 20, 2),
+            "smol gives back 512 MiB of device memory after 2 running requests; 256 MiB stay in host memory "
+            "until others need the room",
+        ),
+        (
+            UnloadView("smol", False, 512 << 20, 0, 1),
+            "smol keeps 512 MiB of device memory until the room is needed",
+        ),
+        (UnloadView("smol", True, 0, 0, 0), "smol is not in device memory"),
+    ],
+)
+def test_stop_says_what_is_given_back_and_what_stays(
+    hearth: Hearth, recorded: FakeService, view: UnloadView, said: str
+) -> None:
+    recorded.unloaded = view
+    assert hearth("stop", "smol").out == f"{said}\n"
 
 
 def test_a_key_that_is_given_beats_the_token(hearth: Hearth, recorded: FakeService) -> None:

@@ -16,7 +16,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from hearth.control.keys import is_loopback
-from hearth.control.views import Explanation, Health, ModelView, ProcessView
+from hearth.control.views import Explanation, Health, ModelView, ProcessView, UnloadView
 from hearth.errors import (
     ConfigError,
     HearthError,
@@ -139,9 +139,10 @@ class Client:
         with self._answered("DELETE", f"/hearth/models/{_segment(name)}"):
             pass
 
-    def unload(self, name: str, free: bool) -> None:
-        with self._answered("POST", f"/hearth/models/{_segment(name)}/unload", {"free": free}):
-            pass
+    def unload(self, name: str, free: bool) -> UnloadView:
+        path = f"/hearth/models/{_segment(name)}/unload"
+        with self._answered("POST", path, {"free": free}) as response:
+            return self._decoded(response.read(), UnloadView)
 
     def deploy(
         self, source: str, name: str | None, dtype: str, quant: str, overwrite: bool

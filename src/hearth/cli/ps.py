@@ -24,7 +24,7 @@ from hearth.cli.figures import duration, size
 from hearth.cli.pool_bars import keys_of, pool_lines, signs_for
 from hearth.cli.tab_completion import ModelName
 from hearth.control.datadir import DataDir
-from hearth.control.views import ProcessView, ResidentView
+from hearth.control.views import ProcessView, ResidentView, UnloadView
 from hearth.errors import DataDirError
 
 
@@ -40,7 +40,8 @@ def ps(
     One bar for each worker's memory; the letters below say whose bytes they are. Then a line for each model:
     it is busy while it answers, warm until its time is up, then retained: its weights stay until somebody
     needs the room, and only as many go as are needed. A pinned one stays in any case. KV counts blocks that
-    running requests use and those kept in case their text comes again, of all that the model has.
+    running requests use and those kept in case their text comes again, of all that the model has. Host memory
+    keeps models ready for GPUs; on a CPU, where it would be the same memory, they only pass through it.
 
     [bold]Examples[/bold]
 
@@ -66,8 +67,9 @@ def stop(
 ) -> None:
     """Let go of a model before its time is up.
 
-    What it is answering is finished. It stays in memory until somebody needs the room, with --free it leaves
-    at once. The next request loads it again.
+    What it is answering is finished. It stays in memory until somebody needs the room, with --free the memory
+    is given back at once. The next request loads it again. What host memory keeps for GPUs stays there in any
+    case until others need that room.
 
     [bold]Examples[/bold]
 
@@ -76,8 +78,8 @@ def stop(
       hearth stop qwen-7b --free
     """
     with reached(url, api_key, data_dir) as client:
-        client.unload(name, free)
-    typer.echo(f"{name} {'leaves memory' if free else 'stays in memory until the room is needed'}")
+        view = client.unload(name, free)
+    typer.echo(f"{name} {_what_becomes_of(view)}")
 
 
 @app.command(rich_help_panel="Service")
@@ -138,7 +140,24 @@ def _print_processes(view: ProcessView) -> None:
     ]
     header = ["MODEL", "KEY", "WORKER", "STATE", "WEIGHTS", "SHARED", "KV BLOCKS", "RUNNING", "TIME LEFT"]
     print_columns(header, models)
+    if view.host is not None:
+        typer.echo(f"\nhost memory: {size(view.host.used_bytes)} of {size(view.host.budget_bytes)}")
     typer.echo(f"\nrequests: {view.num_running} running, {view.num_waiting} waiting")
+
+
+def _what_becomes_of(view: UnloadView) -> str:
+    """Say what a model that was stopped does with its memory."""
+    if not view.device_bytes:
+        said = "is not in device memory"
+    elif view.free:
+        said = f"gives back {size(view.device_bytes)} of device memory"
+        if view.num_running:
+            said += f" after {view.num_running} running request{'s' if view.num_running > 1 else ''}"
+    else:
+        said = f"keeps {size(view.device_bytes)} of device memory until the room is needed"
+    if view.host_bytes:
+        said += f"; {size(view.host_bytes)} stay in host memory until others need the room"
+    return said
 
 
 def _kv(model: ResidentView) -> str:
