@@ -19,7 +19,7 @@ from typer.main import get_group
 
 from hearth import doctor
 from hearth.cli import app
-from hearth.config import EngineConfig, StoreConfig
+from hearth.config import CPU_HOST_BYTES, EngineConfig, StoreConfig
 from hearth.cpus import WaitPolicy
 from hearth.errors import DeviceError
 from hearth.store.manifest import read_manifest
@@ -265,6 +265,15 @@ def test_doctor_says_what_falls_back(hearth: Hearth, monkeypatch: pytest.MonkeyP
     shown = hearth("doctor")
     assert "torch reference" in shown.out
     assert "note: no CUDA device" in shown.out
+
+
+def test_doctor_says_which_host_memory_a_cpu_does_not_use(
+    hearth: Hearth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    shown = json.loads(hearth("doctor", "--json", "--set", "store.host_bytes=64GiB").out)
+    (note,) = [note for note in shown["notes"] if "store.host_bytes" in note]
+    assert f"is {64 << 30}, of which a CPU uses {CPU_HOST_BYTES}" in note
 
 
 def test_doctor_says_that_threads_spin_and_why(hearth: Hearth, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,14 +67,26 @@ class EngineConfig:
         return StepLimits(self.max_batch_tokens, self.max_seqs, self.block_tokens)
 
 
+#: The most of `store.host_bytes` that a CPU uses. It holds models in `service.memory_bytes`, in the memory of
+#: the same machine, so chunks only pass through a few cells, enough for a disk to be read well.
+CPU_HOST_BYTES = 128 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
     path: str = "~/.cache/hearth"  #: where models and chunks from object storage are kept on disk
     disk_bytes: Annotated[int | None, Limits(0)] = None  #: the most they may take there; None: no quota
-    host_bytes: Annotated[int, Limits(16 << 20)] = 1 << 30  #: host memory for chunks, pinned for CUDA
+    #: host memory for chunks, pinned for CUDA; on a CPU they only pass through, see `CPU_HOST_BYTES`
+    host_bytes: Annotated[int, Limits(16 << 20)] = 1 << 30
 
     def __post_init__(self) -> None:
         _check_section(self, "store")
+
+    @property
+    def unused_host_bytes(self) -> int:
+        """Host memory beyond the default that is asked for and that a CPU does not use."""
+        is_default = self.host_bytes == StoreConfig().host_bytes
+        return 0 if is_default else max(0, self.host_bytes - CPU_HOST_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

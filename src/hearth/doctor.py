@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from hearth.config import StoreConfig
+from hearth.config import CPU_HOST_BYTES, StoreConfig
 from hearth.cpus import num_usable_cores, wait_policy
 from hearth.kernels.jit import HAS_TRITON
 from hearth.store.read_hashed import is_native
@@ -70,6 +70,11 @@ def examine(store: StoreConfig, data_dir: Path) -> Report:
             "no CUDA device: models run on the CPU, without graphs, and in float32: "
             "those in bfloat16 or float16 are widened as they load; convert them with `--dtype float32`"
         )
+        if store.unused_host_bytes:
+            notes.append(
+                f"`store.host_bytes` is {store.host_bytes}, of which a CPU uses {CPU_HOST_BYTES}: models are "
+                "held in `service.memory_bytes` alone; raise that instead"
+            )
     elif not HAS_TRITON:
         notes.append("no Triton: kernels fall back to plain torch; install `hearth[gpu]`")
     found, of_service = _store(store), _store(replace(store, path=str(data_dir)))

@@ -112,8 +112,11 @@ class _ConvertedModel:
         self, path: str | Path, options: ModelOptions, store: StoreConfig | Tiers, device: torch.device
     ) -> None:
         self._config, self._device = options.engine, device
-        self._tiers = Tiers(store) if isinstance(store, StoreConfig) else store
         self._owns_tiers = isinstance(store, StoreConfig)
+        if isinstance(store, StoreConfig):
+            is_cuda = device.type == "cuda"
+            store = Tiers(store, is_pinned=is_cuda, keeps_chunks=is_cuda)
+        self._tiers = store
         self._load: Load | None = None
         try:
             self._model = self._tiers.open(path)

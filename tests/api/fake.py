@@ -153,7 +153,12 @@ class FakeGateway:
 
     async def unload(self, name: str, free: bool) -> UnloadView:
         self.done.append(f"unload {self.model(name).name} {free}")
-        return UnloadView(name, free, was_loaded=True, num_requests=2)
+        return UnloadView(
+            name, free, was_loaded=True, num_requests=2, device_bytes=3 << 20, host_bytes=2 << 20
+        )
+
+    async def measure(self) -> CollectorRegistry:
+        return self.metrics
 
     async def look(self) -> ProcessView:
         return ProcessView((), (), 0, 0)

@@ -77,19 +77,15 @@ def test_a_model_that_the_settings_forbid_is_a_wrong_request(gateway: FakeGatewa
 
 
 def test_models_are_removed_and_unloaded_by_any_name(gateway: FakeGateway) -> None:
-    statuses = [
-        request(gateway, "DELETE", "/hearth/models/small").status_code,
-        request(gateway, "POST", "/hearth/models/tiny/unload", {"free": True}).status_code,
-        request(gateway, "POST", "/hearth/models/tiny/unload", {}).status_code,
-    ]
+    removed = request(gateway, "DELETE", "/hearth/models/small")
+    freed = request(gateway, "POST", "/hearth/models/tiny/unload", {"free": True})
+    stopped = request(gateway, "POST", "/hearth/models/tiny/unload", {})
 
-    assert statuses == [200, 200, 200]
+    assert [answer.status_code for answer in (removed, freed, stopped)] == [200, 200, 200]
+    had = {"was_loaded": True, "num_requests": 2, "device_bytes": 3 << 20, "host_bytes": 2 << 20}
+    assert freed.json() == {"unloaded": "tiny", "free": True, **had}
+    assert stopped.json() == {"unloaded": "tiny", "free": False, **had}
     assert gateway.done == ["remove tiny", "unload tiny True", "unload tiny False"]
-
-
-def test_unloading_answers_what_there_was_to_let_go(gateway: FakeGateway) -> None:
-    answer = request(gateway, "POST", "/hearth/models/small/unload", {"free": True})
-    assert answer.json() == {"unloaded": "small", "free": True, "was_loaded": True, "num_requests": 2}
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 200), ("starting", 503), ("draining", 503)])

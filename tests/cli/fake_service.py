@@ -16,6 +16,7 @@ from hearth.control.datadir import DataDir, ServiceFile
 from hearth.control.views import (
     Explanation,
     Health,
+    HostMemoryView,
     ModelView,
     PartView,
     PoolView,
@@ -76,6 +77,7 @@ PROCESSES = ProcessView(
     ),
     num_waiting=2,
     num_running=1,
+    host=HostMemoryView(3 << 29, 4 << 30),
 )
 EXPLANATION = Explanation(
     request_id="r1",
@@ -127,7 +129,7 @@ class FakeService:
     answer: list[str] = field(default_factory=lambda: ["The sky", " is blue.", "\u2028Really."])
     breaks_after: int | None = None  #: pieces of an answer
     status: str = "ok"
-    unloaded: UnloadView = field(default_factory=lambda: UnloadView("smol", False, True, 0))
+    unloaded: UnloadView = field(default_factory=lambda: UnloadView("smol", False, True, 0, 638 << 20, 0))
     #: Method, path and body of every question but those for its health.
     asked: list[tuple[str, str, object]] = field(default_factory=list)
     health_keys: list[str | None] = field(default_factory=list)  #: sent with questions for its health

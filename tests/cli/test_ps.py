@@ -59,6 +59,8 @@ def test_ps_shows_workers_models_and_the_queue(hearth: Hearth, recorded: FakeSer
         "qwen   a    w0      retained  3.0 GiB of 4.0 GiB  -       -                      0        -",
         "smol   b    w0      busy      538 MiB of 538 MiB  -       30+10 of 100, 100 MiB  1        -",
         "",
+        "host memory: 1.5 GiB of 4.0 GiB",
+        "",
         "requests: 1 running, 2 waiting",
     ]
 
@@ -82,25 +84,42 @@ def test_ps_json_is_what_the_service_says(hearth: Hearth, recorded: FakeService)
     assert (view["models"][0]["is_hosted"], view["models"][1]["kv_cached_blocks"]) == (False, 10)
 
 
+KEPT, HALF = 512 << 20, 256 << 20
+
+
 @pytest.mark.parametrize(
-    ("free", "was_loaded", "num_requests", "said"),
+    ("view", "said"),
     [
-        (False, True, 0, "smol stays in memory until the room is needed"),
-        (True, True, 0, "smol leaves memory"),
-        (False, True, 1, "smol finishes 1 request, then it stays in memory until the room is needed"),
-        (True, True, 2, "smol finishes 2 requests, then it leaves memory"),
-        (False, False, 0, "smol is not in memory"),
-        (True, False, 0, "smol is not in memory"),
-        (False, False, 3, "smol is not in memory yet: 3 requests will load it"),
+        (
+            UnloadView("smol", False, True, 0, KEPT, 0),
+            "keeps 512 MiB of device memory until the room is needed",
+        ),
+        (UnloadView("smol", True, True, 0, KEPT, 0), "gives back 512 MiB of device memory"),
+        (
+            UnloadView("smol", False, True, 1, KEPT, 0),
+            "finishes 1 request, then it keeps 512 MiB of device memory until the room is needed",
+        ),
+        (
+            UnloadView("smol", True, True, 2, KEPT, HALF),
+            "finishes 2 requests, then it gives back 512 MiB of device memory; 256 MiB stay in host memory "
+            "until others need the room",
+        ),
+        (UnloadView("smol", True, True, 0, 0, 0), "gives back its memory"),  # it is on its way there
+        (UnloadView("smol", False, False, 0, 0, 0), "is not in device memory"),
+        (
+            UnloadView("smol", True, False, 0, 0, HALF),
+            "is not in device memory; 256 MiB stay in host memory until others need the room",
+        ),
+        (UnloadView("smol", False, False, 3, 0, 0), "is not in device memory yet: 3 requests will load it"),
     ],
 )
-def test_stop_says_what_becomes_of_the_model(
-    hearth: Hearth, recorded: FakeService, free: bool, was_loaded: bool, num_requests: int, said: str
+def test_stop_says_what_becomes_of_the_model_and_of_its_memory(
+    hearth: Hearth, recorded: FakeService, view: UnloadView, said: str
 ) -> None:
-    recorded.unloaded = UnloadView("smol", free, was_loaded, num_requests)
-    shown = hearth("stop", "smol", *(["--free"] if free else []))
-    assert (shown.code, shown.out) == (0, f"{said}\n")
-    assert recorded.asked == [("POST", "/hearth/models/smol/unload", {"free": free})]
+    recorded.unloaded = view
+    shown = hearth("stop", "smol", *(["--free"] if view.free else []))
+    assert (shown.code, shown.out) == (0, f"smol {said}\n")
+    assert recorded.asked == [("POST", "/hearth/models/smol/unload", {"free": view.free})]
 
 
 def test_a_key_that_is_given_beats_the_token(hearth: Hearth, recorded: FakeService) -> None:

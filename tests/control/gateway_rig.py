@@ -16,6 +16,7 @@ from hearth.control.driver import Driver
 from hearth.control.fact_decoder import DecodedFact, DecodedToken
 from hearth.control.gateway import Gateway
 from hearth.control.generation import ChatPrompt, GenerationRequest, TokenDelta
+from hearth.control.host_reports import HostReports
 from hearth.control.journal import Journal
 from hearth.control.keys import ApiKeys
 from hearth.control.metrics import Metrics
@@ -69,7 +70,7 @@ class GatewayRig:
         self.demand = DemandReports(keeper)
         self.gateway = Gateway(
             *(config.service, deployments, catalog, self.encoder, self.driver, observer, pools),
-            *(self.supervisor, metrics, self.demand),
+            *(self.supervisor, metrics, self.demand, HostReports(keeper)),
             keys=ApiKeys(data_dir.keys_path),
             kind="cpu",
         )

@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 from hearth.control.caller import ANYBODY
 from hearth.control.datadir import DataDir
 from hearth.control.registry import Deployed, Registry
-from hearth.control.views import Explanation
+from hearth.control.views import Explanation, UnloadView
 from hearth.errors import LogitsNotFinite
 from hearth.messages import (
     Admitted,
@@ -32,6 +32,7 @@ from hearth.messages import (
     StartRequest,
     StepDone,
 )
+from hearth.policy.fleet.events import ResidencyReported
 from hearth.types import Hold, ModelId, Rung
 from tests.control.gateway_rig import GatewayRig, RecordingLink, ask, emit, with_rig
 
@@ -96,15 +97,19 @@ def test_a_model_that_makes_room_is_retired_and_its_bytes_stay(data_dir: DataDir
 
 
 def test_a_stopped_model_is_held_as_retained_and_a_freed_one_is_dropped(
-    data_dir: DataDir, deployed: Deployed
+    data_dir: DataDir, deployed: Deployed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("hearth.control.gateway.LOOK_S", 0.0)  # nobody answers
+
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
         await answered(rig, link, BYTES)
         await rig.gateway.unload("tiny", free=False)
-        assert link.orders[2:] == [HoldModel(TINY, Hold.RETAINED)]
+        orders = [order for order in link.orders if not isinstance(order, Ping)]
+        assert orders[2:] == [HoldModel(TINY, Hold.RETAINED)]
         await rig.gateway.unload("tiny", free=True)
-        assert link.orders[3:] == [DropModel(TINY)]
+        orders = [order for order in link.orders if not isinstance(order, Ping)]
+        assert orders[3:] == [DropModel(TINY)]
         assert metric(rig, "hearth_evictions_total") == 0, "nobody needed its room"
 
     with_rig(data_dir, scene)
@@ -284,6 +289,28 @@ def test_whoever_looks_has_workers_asked_and_sees_what_is_left_of_retired_models
     with_rig(data_dir, scene)
 
 
+def test_who_stops_a_model_hears_what_it_has_on_devices_and_what_stays_in_host_memory(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        await rig.gateway.submit(ask(), ANYBODY)
+        loaded(rig, link)
+        rig.driver.post(ResidencyReported(rig.driver.now_s, TINY, {Rung.HOST: 700, Rung.DISK: BYTES}))
+        stopping = asyncio.create_task(rig.gateway.unload("tiny", free=True))
+        await asyncio.sleep(0)
+        ping = link.orders[-1]
+        assert isinstance(ping, Ping)
+        use = ModelUse(TINY, Hold.WARM, True, BYTES, BYTES, 0, 50)
+        rig.receive(link, Pong(ping.number, 10_000, 8950, 0, 0, 0, {}, (use,)))
+
+        assert await stopping == UnloadView("tiny", True, True, 1, BYTES + 50, 700)
+        emit(rig, link, 5, finished=True)
+        assert isinstance(link.orders[-1], DropModel)
+
+    with_rig(data_dir, scene)
+
+
 def test_a_worker_that_does_not_answer_is_shown_as_the_brain_sees_it(
     data_dir: DataDir, deployed: Deployed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +333,7 @@ def test_a_run_that_fails_ends_its_request_with_the_error_and_is_counted(
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        broken, sound = await rig.gateway.submit(ask()), await rig.gateway.submit(ask())
+        broken, sound = await rig.gateway.submit(ask(), ANYBODY), await rig.gateway.submit(ask(), ANYBODY)
         loaded(rig, link)
         emit(rig, link, 5)
         run = rig.driver.requests.by_id[broken.request_id].run

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from hearth.config import ServiceConfig
+from hearth.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig, StoreConfig
 from hearth.control import keys
 from hearth.control.datadir import DataDir
-from hearth.control.service import keys_of
+from hearth.control.devices import Devices
+from hearth.control.service import keys_of, suited
 from hearth.errors import ConfigError
 
 
@@ -40,3 +42,20 @@ def test_a_file_of_keys_that_was_named_must_hold_some(data_dir: DataDir, tmp_pat
     service = ServiceConfig(api_keys_file=str(tmp_path / "none.json"))
     with pytest.raises(ConfigError, match="holds no API key; make one with `hearth keys add NAME --api-keys"):
         keys_of(service, data_dir)
+
+
+@pytest.mark.parametrize(
+    ("kind", "store", "is_told"),
+    [
+        ("cpu", StoreConfig(host_bytes=64 << 30), True),
+        ("cpu", StoreConfig(host_bytes=CPU_HOST_BYTES), False),
+        ("cpu", StoreConfig(), False),
+        ("cuda", StoreConfig(host_bytes=64 << 30), False),
+    ],
+)
+def test_who_asks_for_host_memory_that_a_cpu_does_not_use_is_told(
+    kind: Literal["cpu", "cuda"], store: StoreConfig, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    suited(HearthConfig(store=store), Devices(kind, (0,), 1))
+
+    assert ("raise service.memory_bytes instead" in caplog.text) == is_told

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import mmap
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate, pairwise, permutations
 
@@ -21,6 +22,7 @@ from hearth.models.layout import ALIGNMENT_BYTES, STORED_DTYPES, Layout, TensorS
 from hearth.models.weights import TensorPlace
 from hearth.policy.memory.packing import Item, Packing, Region, merge_all, pack
 from hearth.types import Digest, Hold, ModelId
+from tests.memory.resident_pages import PAGE_BYTES, resident_pages
 
 PAGE = ALIGNMENT_BYTES
 CPU = torch.device("cpu")
@@ -58,9 +60,15 @@ def wipe(part: torch.Tensor) -> None:
 
 
 class World:
-    """A pool, its caller, and what the caller knows to be in memory. Freed memory is filled with 0xFF."""
+    """A pool, its caller, and what the caller knows to be in memory.
 
-    def __init__(self, num_pages: int, packer: Packer = pack, *, budget_bytes: int = 0) -> None:
+    Freed memory is filled with 0xFF, or, unless it `is_wiped`, must have gone back to the system.
+    """
+
+    def __init__(
+        self, num_pages: int, packer: Packer = pack, *, budget_bytes: int = 0, is_wiped: bool = True
+    ) -> None:
+        self.is_wiped = is_wiped
         self.holds: dict[ModelId, Hold] = {}
         self.costs: dict[ModelId, float] = {}
         self.loading: set[ModelId] = set()
@@ -73,7 +81,7 @@ class World:
             budget_bytes or num_pages * PAGE,
             self.eviction_terms,
             packer=packer,
-            wipe=wipe,
+            wipe=wipe if is_wiped else None,
         )
         self.pool: Pool = self.arena
 
@@ -158,6 +166,19 @@ class World:
         for model in self.spaces:
             if there[model].weights_bytes == there[model].total_bytes:
                 self.check_tensors(model)
+        if not self.is_wiped:
+            self.check_pages()
+
+    def check_pages(self) -> None:
+        """The system has every page that nobody has a part of, unless it was taken for somebody just now."""
+        if self.arena._books.freed:
+            return
+        resident = resident_pages(self.arena._books.memory)
+        for free in self.arena._books.regions.free_spans():
+            begin = -(-free.begin // mmap.PAGESIZE) * mmap.PAGESIZE
+            whole = range(begin, free.end // mmap.PAGESIZE * mmap.PAGESIZE, PAGE_BYTES)
+            held = [at for at in whole if resident[at // PAGE_BYTES]]
+            assert not held, f"pages at {held} of {free} are nobody's and still in memory"
 
     def check_tensors(self, model: ModelId) -> None:
         wanted = self.shapes[model]
@@ -266,20 +287,52 @@ def take(world: World, num_bytes: int, most: Hold) -> None:
     STEPS,
     st.integers(16, 24),
     st.sampled_from([pack, merge_all]),
+    st.booleans(),
 )
 def test_what_is_there_stays_as_it_was_whatever_happens(
     shapes: list[Shape],
     steps: list[tuple[str, ModelId, int]],
     num_pages: int,
     packer: Packer,
+    is_wiped: bool,
 ) -> None:
-    world = World(num_pages, packer)
+    world = World(num_pages, packer, is_wiped=is_wiped)
     for what, model, number in steps:
         step(world, dict(zip(MODELS, shapes, strict=True)), what, model, number)
         world.check()
     for model in MODELS:
         world.drop(model)
     assert world.pool.usage().free_bytes == num_pages * PAGE
+    assert is_wiped or not any(resident_pages(world.arena._books.memory))
+
+
+@pytest.mark.parametrize("page_bytes", [PAGE_BYTES, 4 * PAGE_BYTES])
+def test_the_system_gets_back_what_models_had_and_nothing_that_they_have(
+    page_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a page of the system is larger than the regions of several tensors."""
+    monkeypatch.setattr(mmap, "PAGESIZE", page_bytes)
+    world = World(256, is_wiped=False)
+    steps: list[Callable[[], object]] = [
+        lambda: world.load(A, shape([7, 5, 30], workspace_bytes=9 * PAGE)),
+        lambda: world.load(B, shape([3, 2, 40], digest="0")),
+        lambda: world.grow(A, 40),
+        lambda: world.shrink(A, world.pool.extents(A)[0]),
+        lambda: world.retire(A),
+        lambda: world.pool.take_weights(30 * PAGE, Hold.RETAINED),
+        lambda: world.load(C, shape([180, 5], digest="000")),  # tensors move for it
+        lambda: world.pool.take_weights(20 * PAGE, Hold.RETAINED),
+        lambda: world.grow(C, 2),  # which is less than was taken for it
+        lambda: world.drop(B),
+        lambda: world.drop(C),
+        lambda: world.drop(A),
+    ]
+    for step_of in steps:
+        step_of()
+        world.check()
+    assert not world.arena._books.freed
+    assert world.pool.usage().moved_bytes
+    assert not any(resident_pages(world.arena._books.memory))
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=2, max_size=10), st.integers(1, 9))

@@ -11,6 +11,8 @@ from hearth.errors import DeviceError
 from hearth.memory import contiguous
 from hearth.memory.contiguous import ContiguousMemory
 from hearth.models.layout import ALIGNMENT_BYTES
+from tests.memory.resident_pages import PAGE_BYTES as PAGE
+from tests.memory.resident_pages import resident_pages
 
 NUM_BYTES = 200
 MOVES = st.tuples(st.integers(0, NUM_BYTES), st.integers(0, NUM_BYTES), st.integers(0, NUM_BYTES)).filter(
@@ -62,6 +64,18 @@ def test_what_a_move_leaves_is_wiped_and_nothing_else(move: tuple[int, int, int]
     left = set(range(source, source + num_bytes)) - set(range(target, target + num_bytes))
     # A byte's value is where it was; in the part that is left nothing has been written.
     assert sorted(wiped) == sorted(left)
+
+
+def test_pages_that_are_given_back_leave_memory_and_their_neighbours_stay() -> None:
+    memory = ContiguousMemory(torch.device("cpu"), 8 * PAGE, None)
+    memory.bytes.fill_(7)
+
+    memory.give_back(PAGE - 1, 4 * PAGE + 1)
+    memory.give_back(6 * PAGE + 1, 7 * PAGE + 1)  # a part of two pages is none
+
+    assert resident_pages(memory.bytes) == [True, False, False, False, True, True, True, True]
+    memory.bytes[3 * PAGE] = 1  # may be used again
+    assert set(memory.bytes[:PAGE].tolist()) | set(memory.bytes[4 * PAGE :].tolist()) == {7}
 
 
 def test_memory_begins_at_a_boundary() -> None:

@@ -44,6 +44,10 @@ def test_every_page_has_the_owner_who_took_it_last_and_did_not_give_it_back(
         regions.check()
         assert pages(regions) == expected
         assert regions.free_bytes == expected.count(None) * ALIGNMENT_BYTES
+        begin, end = begin * ALIGNMENT_BYTES, (begin + num_pages) * ALIGNMENT_BYTES
+        assert regions.free_within(begin, end) == [
+            one for one in regions.free_spans() if one.begin < end and begin < one.end
+        ]
 
 
 def test_what_is_not_free_is_not_given_again() -> None:

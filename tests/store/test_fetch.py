@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -308,11 +309,15 @@ SHARED = {
 class FetchMachine(RuleBasedStateMachine):
     """Any order of loading, consuming, releasing, calling off and failing. One reader, at the test's gate."""
 
+    keeps_chunks = True
+
     def __init__(self) -> None:
         super().__init__()
         self.segment = Segment.create(3, CHUNK_BYTES)
         self.gated = Gated(Shelf(A, B, C, LONG))
-        self.fetcher = Fetcher(self.segment, self.gated, ChunkPrices(), num_readers=1)
+        self.fetcher = Fetcher(
+            self.segment, self.gated, ChunkPrices(), num_readers=1, keeps_chunks=self.keeps_chunks
+        )
         self.loads: list[_Consumer] = []
         self.ask: Ask | None = None  #: what the reader waits with
 
@@ -363,6 +368,12 @@ class FetchMachine(RuleBasedStateMachine):
             assert self.fetcher.book.num_resident + self.fetcher.book.num_filling <= 3
 
     @invariant()
+    def what_is_not_kept_takes_no_memory(self) -> None:
+        with self.fetcher._lock:
+            if not self.keeps_chunks and self.fetcher.book.num_free == 3:
+                assert os.fstat(self.segment.fd).st_blocks == 0
+
+    @invariant()
     def what_was_taken_is_what_was_stored(self) -> None:
         for load in self.loads:
             load.check()
@@ -377,6 +388,12 @@ class FetchMachine(RuleBasedStateMachine):
         self.fetcher.close()
         self.segment.close()
         assert_settled(self.fetcher)
+
+
+class PassingFetchMachine(FetchMachine):
+    """The same where chunks are only passed on."""
+
+    keeps_chunks = False
 
 
 class _Consumer:
@@ -420,4 +437,8 @@ class _Consumer:
 
 
 class TestAnyOrder(FetchMachine.TestCase):  # type: ignore[misc,valid-type] # made at run time
+    settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+class TestAnyOrderOfPassing(PassingFetchMachine.TestCase):  # type: ignore[misc,valid-type] # made at run time
     settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -17,7 +17,8 @@ from hearth.errors import StoreError
 from hearth.messages import KeeperSetup
 from hearth.store.borrower import Borrower
 from hearth.store.keeper_client import KeeperClient
-from hearth.store.manifest import read_manifest
+from hearth.store.lending import HostMeasured
+from hearth.store.manifest import CHUNK_BYTES, read_manifest
 from hearth.types import Rung
 from tests.store.stored import converted
 from tests.worker.harness import folder, keeper_setup, keeping, process
@@ -55,9 +56,11 @@ def test_tells_how_much_of_a_model_lies_where(setup: KeeperSetup, borrower: Borr
         model = borrower.open(where, weight=2.0)
         assert await client.count([digest, "unknown"]) == {digest: {Rung.HOST: 0, Rung.DISK: num_bytes}}
         loan = borrower.fetch(model, [0])
-        loan.release(*loan)
+        (chunk,) = loan
         counted = await client.count([digest])
         assert counted == {digest: {Rung.HOST: model.manifest.chunks[0].num_bytes, Rung.DISK: num_bytes}}
+        assert await client.host_memory() == HostMeasured(CHUNK_BYTES, 2 * CHUNK_BYTES)
+        loan.release(chunk)
 
     asyncio.run(ask())
 

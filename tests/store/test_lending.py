@@ -131,6 +131,15 @@ def test_another_process_names_a_path_of_its_own_and_sees_the_bytes(
     assert printed.strip() == str(sum((model / WEIGHTS).read_bytes()))
 
 
+def test_what_is_borrowed_for_a_cpu_is_not_pinned_for_the_gpu_beside_it(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lending(tmp_path, path):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        with closing(Borrower(path, is_pinned=False)) as borrower:
+            assert borrower.segment._pinner is None
+
+
 def test_chunks_of_a_killed_borrower_are_taken_back(model: Path, tmp_path: Path, path: Path) -> None:
     with lending(tmp_path, path) as (tiers, lender):
         process = subprocess.Popen(

@@ -59,6 +59,20 @@ def test_memory_that_nobody_touched_costs_nothing() -> None:
     segment.close()
 
 
+def test_what_is_given_back_is_nobodys_memory_and_can_be_used_again() -> None:
+    segment = Segment.create(4, 1 << 16)
+    other = Segment(os.dup(segment.fd), 4, 1 << 16)
+    for cell in range(4):
+        segment.tensor(cell, 1 << 16).fill_(9)
+        assert int(other.tensor(cell, 1 << 16).min()) == 9  # another mapping has touched it too
+    segment.give_back()
+    assert os.fstat(segment.fd).st_blocks == 0
+    segment.tensor(1, 1 << 16).fill_(5)
+    assert set(other.tensor(1, 1 << 16).tolist()) == {5}
+    other.close()
+    segment.close()
+
+
 def test_another_process_maps_the_same_bytes(segment: Segment) -> None:
     written = torch.arange(CELL_BYTES).to(torch.uint8)
     segment.tensor(1, CELL_BYTES).copy_(written)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hearth.config import CPU_HOST_BYTES, StoreConfig
 from hearth.errors import BadCheckpoint, ChunkCorrupt, StoreError, Unreachable, UpstreamChanged
 from hearth.store.manifest import MANIFEST, WEIGHTS, TextFile, digest_of
 from hearth.store.record import LoadRecord, RungTotals
@@ -307,3 +310,19 @@ class TestForget:
 
         assert (source / MANIFEST).exists()
         assert tiers.resident_bytes(model) == {Rung.HOST: 0, Rung.DISK: 0}
+
+
+def test_tiers_that_keep_nothing_have_few_cells_and_give_them_back(tmp_path: Path) -> None:
+    data = write_model(tmp_path / "tiny")
+    config = StoreConfig(path=str(tmp_path / "root"), host_bytes=1 << 30)
+    with closing(Tiers(config, CHUNK_BYTES, is_pinned=False, keeps_chunks=False)) as tiers:
+        model = tiers.open(tmp_path / "tiny")
+        for _ in range(2):
+            fetch = tiers.fetch(model, all_chunks(model))
+            chunks = list(fetch)
+            assert b"".join(bytes(chunk.data.numpy()) for chunk in chunks) == data
+            assert all(chunk.delivery is not None for chunk in chunks)  # also the second time
+            fetch.release(*chunks)
+        assert tiers.segment.num_bytes == CPU_HOST_BYTES
+        assert tiers.resident_bytes(model)[Rung.HOST] == 0
+        assert os.fstat(tiers.segment.fd).st_blocks == 0

@@ -57,10 +57,10 @@ def is_cached(path: Path, offset: int) -> bool:
             return error.errno != errno.EAGAIN
 
 
-def read(path: Path, offset: int, data: bytes) -> tuple[bytes, VerifiedRead]:
+def read(path: Path, offset: int, data: bytes, *, may_be_direct: bool = True) -> tuple[bytes, VerifiedRead]:
     """What lies where `data` should."""
     memory = mmap.mmap(-1, len(data))
-    times = read_verified(path, offset, memoryview(memory), digest_of(data))
+    times = read_verified(path, offset, memoryview(memory), digest_of(data), may_be_direct=may_be_direct)
     return memory[:], times
 
 
@@ -83,6 +83,12 @@ def test_a_chunk_outside_the_cache_is_read_past_it(path: Path) -> None:
     was_cached = is_cached(path, len(DATA) - 1)  # true on a file system that keeps all in memory
     assert read(path, CHUNK_BYTES, SECOND)[0] == SECOND
     assert is_cached(path, 2 * CHUNK_BYTES - 1) == was_cached
+
+
+def test_a_chunk_that_must_not_be_read_past_the_cache_is_in_it_afterwards(path: Path) -> None:
+    leave_cache(path)
+    assert read(path, CHUNK_BYTES, SECOND, may_be_direct=False)[0] == SECOND
+    assert is_cached(path, 2 * CHUNK_BYTES - 1)
 
 
 @pytest.mark.parametrize("at", [0, 4096, 64 << 10, DIRECT_PIECE_BYTES])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -47,6 +49,7 @@ from tests.text.conftest import byte_level
 from tests.worker.harness import (
     BUDGET_BYTES,
     CONFIG,
+    PATIENCE_S,
     Gateway,
     Rig,
     folder,
@@ -60,10 +63,37 @@ from tests.worker.harness import (
 PROMPT = (3, 14, 15, 92, 65, 35)
 
 
+@dataclass(frozen=True, slots=True)
+class Keeper:
+    pid: int
+    socket: str
+
+
+def held_bytes(*pids: int) -> int:
+    """Memory that processes have for themselves or share between them, which counts once."""
+    rollups = [Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8") for pid in pids]
+    lines = [line.split() for rollup in rollups for line in rollup.splitlines()]
+    return sum(int(line[1]) << 10 for line in lines if line[0] in ("Pss_Anon:", "Pss_Shmem:"))
+
+
+def until_held(pids: tuple[int, ...], most_bytes: int) -> int:
+    """Wait until processes hold no more; the keeper hears of a chunk's release a moment after the copy."""
+    give_up_s = time.monotonic() + PATIENCE_S
+    while (found := held_bytes(*pids)) > most_bytes and time.monotonic() < give_up_s:
+        time.sleep(0.01)
+    return found
+
+
 @pytest.fixture(scope="module")
-def rig() -> Iterator[Rig]:
+def keeper() -> Iterator[Keeper]:
+    with folder() as place, keeping(setup := keeper_setup(place)) as process:
+        yield Keeper(process.pid, setup.socket)
+
+
+@pytest.fixture(scope="module")
+def rig(keeper: Keeper) -> Iterator[Rig]:
     """Shared: a test leaves the worker as it found it, with no model."""
-    with folder() as place, keeping(setup := keeper_setup(place)), working(setup.socket) as rig:
+    with working(keeper.socket) as rig:
         yield rig
 
 
@@ -121,6 +151,29 @@ def test_a_prefix_is_found_by_those_alone_who_have_its_salt(gateway: Gateway, mo
     assert num_cached_tokens(b"bob") == 0
     assert num_cached_tokens(b"alice") >= 16
     assert num_cached_tokens(b"bob", output=(7,)) >= 16  # as when it is resumed here
+
+
+def test_on_a_cpu_a_model_is_held_once_and_given_back_to_the_system(
+    gateway: Gateway, rig: Rig, keeper: Keeper
+) -> None:
+    """By what the kernel says of both processes, with a model that is larger than what else they take."""
+    where = converted("llama-wide", chunk_bytes=16 << 20)
+    pids, num_bytes = (keeper.pid, rig.worker.pid), read_manifest(where).num_bytes
+    gateway.host("first", converted("llama-gqa"))  # what any model leaves behind is there already
+    gateway.until_ended(gateway.start("first", PROMPT, greedy(2)))
+    gateway.drop("first")
+    gateway.ping()
+    before_bytes = held_bytes(*pids)
+
+    gateway.host("a", where)
+    gateway.until_ended(gateway.start("a", PROMPT, greedy(8)))
+    loaded_bytes = until_held(pids, before_bytes + num_bytes * 5 // 4)
+    gateway.drop("a")
+    gateway.ping()
+    left_bytes = until_held(pids, before_bytes + num_bytes // 4)
+
+    assert num_bytes <= loaded_bytes - before_bytes <= num_bytes * 5 // 4, f"{loaded_bytes=} {before_bytes=}"
+    assert left_bytes - before_bytes <= num_bytes // 4, f"{left_bytes=} {before_bytes=}"
 
 
 def test_requests_that_come_with_the_model_run_when_it_is_there(gateway: Gateway, model: Path) -> None:

@@ -76,7 +76,7 @@ def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
 
     @routes.post("/{name:path}/unload", summary="Let a model go from device memory")
     async def unload(name: str, body: UnloadBody) -> Response:
-        """Answers what there was to let go: nothing is an answer, too."""
+        """Answers with the memory that the model has, and what of it stays in host memory."""
         return as_json(await gateway.unload(name, body.free))
 
     return routes
@@ -92,7 +92,7 @@ def service_routes(gateway: Gateway) -> APIRouter:
 
     @routes.get("/metrics", summary="Prometheus metrics")
     async def metrics() -> Response:
-        return Response(generate_latest(gateway.metrics), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(generate_latest(await gateway.measure()), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @routes.get("/hearth/version", summary="The version of the service")
     async def version() -> Response:

@@ -148,7 +148,8 @@ class Client:
             pass
 
     def unload(self, name: str, free: bool) -> UnloadView:
-        with self._answered("POST", f"/hearth/models/{_segment(name)}/unload", {"free": free}) as response:
+        path = f"/hearth/models/{_segment(name)}/unload"
+        with self._answered("POST", path, {"free": free}) as response:
             return self._decoded(response.read(), UnloadView)
 
     def deploy(

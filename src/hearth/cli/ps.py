@@ -41,7 +41,8 @@ def ps(
     One bar for each worker's memory; the letters below say whose bytes they are. Then a line for each model:
     it is busy while it answers, warm until its time is up, then retained: its weights stay until somebody
     needs the room, and only as many go as are needed. A pinned one stays in any case. KV counts blocks that
-    running requests use and those kept in case their text comes again, of all that the model has.
+    running requests use and those kept in case their text comes again, of all that the model has. Host memory
+    keeps models ready for GPUs; on a CPU, where it would be the same memory, they only pass through it.
 
     [bold]Examples[/bold]
 
@@ -68,8 +69,9 @@ def stop(
 ) -> None:
     """Let go of a model before its time is up.
 
-    What it is answering is finished. What is in memory of it stays until somebody needs the room, with --free
-    it leaves at once. The next request loads it again.
+    What it is answering is finished. It stays in memory until somebody needs the room, with --free the memory
+    is given back at once. The next request loads it again. What host memory keeps for GPUs stays there in any
+    case until others need that room.
 
     [bold]Examples[/bold]
 
@@ -108,15 +110,19 @@ def logs(
             typer.echo(line, nl=False)
 
 
-def _fate(unloaded: UnloadView) -> str:
-    """Say what becomes of a model that was stopped."""
-    requests = "1 request" if unloaded.num_requests == 1 else f"{unloaded.num_requests} requests"
-    if not unloaded.was_loaded:
-        return (
-            f"is not in memory yet: {requests} will load it" if unloaded.num_requests else "is not in memory"
-        )
-    fate = "leaves memory" if unloaded.free else "stays in memory until the room is needed"
-    return f"finishes {requests}, then it {fate}" if unloaded.num_requests else fate
+def _fate(view: UnloadView) -> str:
+    """Say what becomes of a model that was stopped, and of its memory."""
+    requests = "1 request" if view.num_requests == 1 else f"{view.num_requests} requests"
+    if not view.was_loaded:
+        fate = "is not in device memory"
+        fate += f" yet: {requests} will load it" if view.num_requests else ""
+    else:
+        memory = f"{size(view.device_bytes)} of device memory" if view.device_bytes else "its memory"
+        fate = f"gives back {memory}" if view.free else f"keeps {memory} until the room is needed"
+        fate = f"finishes {requests}, then it {fate}" if view.num_requests else fate
+    if view.host_bytes:
+        fate += f"; {size(view.host_bytes)} stay in host memory until others need the room"
+    return fate
 
 
 def _print_processes(view: ProcessView) -> None:
@@ -151,6 +157,8 @@ def _print_processes(view: ProcessView) -> None:
     ]
     header = ["MODEL", "KEY", "WORKER", "STATE", "WEIGHTS", "SHARED", "KV BLOCKS", "RUNNING", "TIME LEFT"]
     print_columns(header, models)
+    if view.host is not None:
+        typer.echo(f"\nhost memory: {size(view.host.used_bytes)} of {size(view.host.budget_bytes)}")
     typer.echo(f"\nrequests: {view.num_running} running, {view.num_waiting} waiting")
 
 

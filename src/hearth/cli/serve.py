@@ -22,7 +22,7 @@ def serve(
         str | None, typer.Option(metavar="SIZE", help="Device memory of each worker, like 8GiB.")
     ] = None,
     host_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Host memory that keeps models ready, like 16GiB.")
+        str | None, typer.Option(metavar="SIZE", help="Host memory that keeps models ready for GPUs.")
     ] = None,
     keep_alive: Annotated[
         str | None, typer.Option(metavar="TIME", help="How long an idle model stays: 5m, 0, -1 for ever.")

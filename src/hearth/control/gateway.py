@@ -14,6 +14,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry
+
 from hearth.config import ServiceConfig
 from hearth.control.active_request import ActiveRequest
 from hearth.control.caller import Caller, GroupId
@@ -23,6 +25,7 @@ from hearth.control.deploy import DeployOrder, DeployProgress
 from hearth.control.deployments import Deployments
 from hearth.control.driver import Driver
 from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest
+from hearth.control.host_reports import HostReports
 from hearth.control.keys import ApiKeys
 from hearth.control.metrics import Metrics
 from hearth.control.observer import Observer
@@ -45,7 +48,7 @@ from hearth.messages import Sampling
 from hearth.policy.fleet import events
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import Transcript
-from hearth.types import ModelId, RequestId, SamplingParams
+from hearth.types import ModelId, RequestId, Rung, SamplingParams
 from hearth.version import hearth_version
 
 #: Time for workers to report their memory when somebody looks; else their last report is shown.
@@ -70,6 +73,7 @@ class Gateway:
         supervisor: Supervisor,
         metrics: Metrics,
         demand: DemandReports,
+        host: HostReports,
         keys: ApiKeys,
         kind: str,
     ) -> None:
@@ -77,7 +81,7 @@ class Gateway:
         self._encoder, self._driver, self._observer = encoder, driver, observer
         self._pools, self._supervisor, self._kind = pools, supervisor, kind
         self._is_draining = False
-        self._demand = demand
+        self._demand, self._host = demand, host
         self.metrics = metrics.registry
         self._ignored_fields = metrics.ignored_fields
         self.keys = keys
@@ -176,25 +180,41 @@ class Gateway:
         await self._deployments.remove(name)
 
     async def unload(self, name: str, free: bool) -> UnloadView:
-        """Let a model go from device memory; what it has been asked is finished."""
+        """Have a model stay only until its room is needed, or, with `free`, leave when it is idle."""
         model = ModelId(self._deployments.find(name).deployed.name)
+        await self._pools.refresh(LOOK_S)
+        there = [one for one in self.ps().models if one.model == model]
         known = self._driver.fleet.models[model]
-        view = UnloadView(name, free, known.is_resident, known.num_requests)
+        view = UnloadView(
+            unloaded=name,
+            free=free,
+            was_loaded=known.is_resident,
+            num_requests=known.num_requests,
+            device_bytes=sum(one.num_bytes for one in there),
+            host_bytes=(known.bytes_by_rung or {}).get(Rung.HOST, 0),
+        )
         self._driver.post(events.ModelStopped(self._driver.now_s, model, free))
         return view
 
     # Views.
 
     async def look(self) -> ProcessView:
-        """Return the same as `ps`, after the workers have reported their pools anew."""
+        """Return the same as `ps`, after workers and keeper have reported their memory anew."""
         await self._pools.refresh(LOOK_S)
+        await self._host.refresh(LOOK_S)
         return self.ps()
+
+    async def measure(self) -> CollectorRegistry:
+        """Return the metrics, after the keeper has reported its memory anew; workers do at each heartbeat."""
+        await self._host.refresh(LOOK_S)
+        return self.metrics
 
     def ps(self) -> ProcessView:
         fleet, now_s = self._driver.fleet, self._driver.now_s
         residents = resident_views(fleet.residents(now_s), self._pools.pongs, now_s)
         workers = tuple(self._worker_views(residents, now_s))
-        return ProcessView(workers, residents, fleet.queues.num_waiting, fleet.queues.num_running)
+        queues = fleet.queues
+        return ProcessView(workers, residents, queues.num_waiting, queues.num_running, self._host.view)
 
     def explain(self, request_id: str, caller: Caller) -> Explanation | None:
         return self._observer.explain(request_id, self._driver.now_s, caller)
@@ -241,6 +261,16 @@ class Gateway:
             "hearth_device_budget_bytes",
             "Device memory for models.",
             lambda: sum(worker.budget_bytes for worker in self.ps().workers),
+        )
+        watch(
+            "hearth_host_used_bytes",
+            "Host memory that holds chunks of models.",
+            lambda: 0 if self._host.view is None else self._host.view.used_bytes,
+        )
+        watch(
+            "hearth_host_budget_bytes",
+            "Host memory for chunks of models.",
+            lambda: 0 if self._host.view is None else self._host.view.budget_bytes,
         )
         watch(
             "hearth_kv_blocks_used",

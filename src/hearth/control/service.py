@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from hearth.config import EngineConfig, HearthConfig, ServiceConfig
+from hearth.config import CPU_HOST_BYTES, EngineConfig, HearthConfig, ServiceConfig
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
 from hearth.control.demand_reports import DemandReports
@@ -22,6 +22,7 @@ from hearth.control.devices import Devices
 from hearth.control.driver import Driver
 from hearth.control.fact_decoder import FactDecoder
 from hearth.control.gateway import Gateway
+from hearth.control.host_reports import HostReports
 from hearth.control.journal import Journal
 from hearth.control.keys import ApiKeys, is_loopback
 from hearth.control.metrics import Metrics
@@ -110,6 +111,7 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         stack.push_async_callback(demand.close)
         gateway = Gateway(
             *(service, deployments, catalog, encoder, driver, observer, pools, supervisor, metrics, demand),
+            host=HostReports(keeper),
             keys=keys_of(service, data_dir),
             kind=devices.kind,
         )
@@ -123,7 +125,15 @@ def suited(config: HearthConfig, devices: Devices) -> HearthConfig:
     A CPU takes seconds for as many tokens as a GPU computes in a step; whoever runs beside would wait.
     """
     engine = config.engine
-    if devices.kind != "cpu" or engine.max_batch_tokens != EngineConfig().max_batch_tokens:
+    if devices.kind != "cpu":
+        return config
+    if config.store.unused_host_bytes:
+        log.warning(
+            "fallback host_bytes=%d reason=`a CPU holds models in its own memory alone, given: %d` "
+            "remedy=`raise service.memory_bytes instead`",
+            *(CPU_HOST_BYTES, config.store.host_bytes),
+        )
+    if engine.max_batch_tokens != EngineConfig().max_batch_tokens:
         return config
     return replace(config, engine=replace(engine, max_batch_tokens=CPU_BATCH_TOKENS))
 

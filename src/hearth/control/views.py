@@ -101,6 +101,14 @@ class ResidentView:
 
 
 @dataclass(frozen=True, slots=True)
+class HostMemoryView:
+    """Host memory that chunks of models lie in on their way to devices, and, but for a CPU, stay in."""
+
+    used_bytes: int
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessView:
     """The workers and the models on them, as `hearth ps` shows them."""
 
@@ -108,16 +116,19 @@ class ProcessView:
     models: tuple[ResidentView, ...]
     num_waiting: int  #: requests that wait for a slot or for room
     num_running: int
+    host: HostMemoryView | None = None  #: None: its keeper is starting
 
 
 @dataclass(frozen=True, slots=True)
 class UnloadView:
-    """A model that a user has stopped, and what there was to stop."""
+    """A model that a user has stopped, and what there was to stop at that moment."""
 
     unloaded: str
     free: bool
     was_loaded: bool  #: bytes of it were in device memory, or on their way there
     num_requests: int  #: that it has to finish first
+    device_bytes: int  #: on all workers; with `free` they are given back
+    host_bytes: int  #: of its chunks in host memory, where they stay until others need the room
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,7 @@ class ArenaPool:
             books.take(tenant, span)
         books.cut_common()
         books.moved.discard(model)  # its space says where it is
+        books.give_back()
         if books.memory.is_cuda:
             tenant.queued = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch leaves it untyped
             tenant.queued.record(torch.cuda.current_stream(books.memory.device))
@@ -125,7 +126,7 @@ class ArenaPool:
         before_bytes = self._books.regions.free_bytes
         for take in plan_takes(tails, num_bytes):
             for owner in owners_by_model[take.model][: take.num_units]:
-                self._books.give(owner)
+                self._books.give(owner, is_wanted=True)
             self._books.forget_if_empty(take.model)
         return self._books.regions.free_bytes - before_bytes
 
@@ -141,6 +142,7 @@ class ArenaPool:
                 tenant.extents[extent.start] = extent
                 grown.append(extent)
             num_left -= len(blocks)
+        self._books.give_back()
         return grown
 
     def shrink(self, model: ModelId, extent: range) -> None:
@@ -167,6 +169,7 @@ class ArenaPool:
         books.move(placement.moves)
         (span,) = placement.spans
         books.take(tenant, span)
+        books.give_back()
         return books.memory[span.begin : span.begin + num_bytes]
 
     def drop_table(self, model: ModelId, table: SamplingTable) -> None:

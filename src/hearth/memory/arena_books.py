@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable
 
 import torch
@@ -10,6 +11,7 @@ from hearth.memory.arena_tenant import ArenaTenant
 from hearth.memory.contiguous import ContiguousMemory
 from hearth.memory.pool import Shape
 from hearth.memory.regions import COMMON, Owner, RegionList, Span, Use
+from hearth.models.layout import ByteRange
 from hearth.policy.memory.packing import Move
 from hearth.types import ModelId
 
@@ -24,6 +26,9 @@ class ArenaBooks:
         self.tenants: dict[ModelId, ArenaTenant] = {}
         self.moved: set[ModelId] = set()  #: placed models whose tensors have moved, until they are told
         self.moved_bytes = 0
+        #: Bytes that have come free and whose pages the system has not got yet: somebody may be about to get
+        #: them, and pages that come back have to be cleared first, which takes longer than filling them.
+        self.freed: list[ByteRange] = []
 
     @property
     def memory(self) -> torch.Tensor:
@@ -59,10 +64,12 @@ class ArenaBooks:
             case Owner(use=Use.KV, index=sink):
                 tenant.extents[sink] = range(sink, sink + 1)
 
-    def give(self, owner: Owner) -> None:
-        """Have a region be free."""
+    def give(self, owner: Owner, *, is_wanted: bool = False) -> None:
+        """Have a region be free. `is_wanted`: for another who is to be placed, so that its pages may stay."""
         span = self.regions.give(owner)
-        self._memory.freed(span.begin, span.end)
+        self._note_freed(span.begin, span.end)
+        if not is_wanted:
+            self.give_back()
 
     def move(self, moves: Iterable[Move]) -> None:
         """Have tensors elsewhere, with their bytes."""
@@ -75,6 +82,7 @@ class ArenaBooks:
             self.moved_bytes += move.num_bytes
             if self.tenants[owner.model].extents:
                 self.moved.add(owner.model)
+            self._note_freed(move.source, move.source + move.num_bytes)
 
     def remove(self, model: ModelId) -> None:
         """Have all regions of a model be free. One that is unknown has none."""
@@ -98,7 +106,8 @@ class ArenaBooks:
             self.regions.give(COMMON)
             if num_bytes:
                 self.regions.take(Span(0, num_bytes, COMMON))
-            self._memory.freed(num_bytes, end)
+            self._note_freed(num_bytes, end)
+            self.give_back()
 
     def check(self) -> None:
         """Raise unless the regions are sound and are those of the tenants. For tests."""
@@ -113,6 +122,22 @@ class ArenaBooks:
             owners.add(COMMON)
         assert owners == {span.owner for span in self.regions if span.owner}, "a region is nobody's"
         assert all(self.tenants[model].extents for model in self.moved), f"{self.moved=}"
+
+    def give_back(self) -> None:
+        """Give the system the pages of all that has come free and that nobody got since.
+
+        A page that two regions share goes with the one that comes free last.
+        """
+        freed, self.freed = self.freed, []
+        for part in freed:
+            for free in self.regions.free_within(part.begin, part.end):
+                begin = max(part.begin - mmap.PAGESIZE, free.begin)
+                self._memory.give_back(begin, min(part.end + mmap.PAGESIZE, free.end))
+
+    def _note_freed(self, begin: int, end: int) -> None:
+        self.freed.append(ByteRange(begin, end))
+        for free in self.regions.free_within(begin, end):
+            self._memory.freed(max(begin, free.begin), min(end, free.end))
 
     def _common_bytes(self) -> int:
         return max((tenant.common_bytes(self.regions) for tenant in self.tenants.values()), default=0)

@@ -1,8 +1,13 @@
-"""One piece of device memory, and how bytes move within it. Keeps no books."""
+"""One piece of device memory: how bytes move within it, and how a CPU's system gets back what is free.
+
+Keeps no books. The memory of a CPU is mapped by this class itself and not by torch, because pages of it are
+given back and come again, as zeros, when they are next touched.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Callable
 
 import torch
@@ -25,9 +30,15 @@ class ContiguousMemory:
         Raises:
             DeviceError: the device does not have so many bytes.
         """
+        #: None: the memory is a device's, which has no pages that could be given back.
+        self._map: mmap.mmap | None = None
         try:
-            memory = torch.empty(num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
-        except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, the bare class on a CPU
+            if device.type == "cpu":
+                self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                memory = torch.frombuffer(self._map, dtype=torch.uint8)
+            else:
+                memory = torch.empty(num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+        except (OSError, RuntimeError) as error:  # the system's, or torch.OutOfMemoryError on CUDA
             raise DeviceError(
                 f"a pool of {num_bytes} bytes was asked for, but {device} does not have them: {error}; end "
                 "what else uses it, or lower `service.memory_bytes`"
@@ -36,6 +47,15 @@ class ContiguousMemory:
         #: Begins at a multiple of the alignment, so that offsets in it are aligned as addresses are.
         self.bytes = memory[begin : begin + num_bytes]
         self._wipe = wipe
+
+    def give_back(self, begin: int, end: int) -> None:
+        """Give the system the pages that lie within these bytes, which then hold arbitrary bits.
+
+        A device's memory stays: it was taken as one piece, and nobody else could use the parts.
+        """
+        begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if self._map is not None and begin < end:
+            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def freed(self, begin: int, end: int) -> None:
         if self._wipe is not None and begin < end:

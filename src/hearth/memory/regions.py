@@ -95,6 +95,12 @@ class RegionList:
     def free_spans(self) -> list[Span]:
         return [span for span in self if span.owner is None]
 
+    def free_within(self, begin: int, end: int) -> list[Span]:
+        """Return the free regions that have some of these bytes; they may reach beyond."""
+        first = bisect_right(self._begins, begin) - 1
+        spans = (self._span_by_begin[at] for at in self._begins[first : bisect_left(self._begins, end)])
+        return [span for span in spans if span.owner is None]
+
     def span_of(self, owner: Owner) -> Span:
         return self._span_by_begin[self._begin_by_owner[owner]]
 

@@ -51,16 +51,17 @@ class BorrowedModel:
 
 
 class Borrower:
-    """The lender's segment, mapped and pinned for this process's device. Any thread may ask.
+    """The lender's segment, mapped and, for a CUDA device, pinned. Any thread may ask.
 
     A lender that died and was started again lends from another segment, which is then mapped as well.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        connection, self.segment = _introduce(path)
+    def __init__(self, path: Path, *, is_pinned: bool = True) -> None:
+        """`is_pinned`: what is borrowed is copied to a CUDA device, if there is any."""
+        self._path, self._is_pinned = path, is_pinned
+        connection, segment = _introduce(path)
         connection.close()
-        self.segment.pin_in_background()
+        self.segment = self._pinned(segment)
         #: Descriptions of models by digest. Single operations of a dict are atomic, so it needs no lock.
         self._manifests: dict[Digest, Manifest] = {}
         #: Segments of lenders that are gone, mapped while a loan of theirs may still be copied from.
@@ -120,10 +121,14 @@ class Borrower:
                 segment.close()
             else:
                 self._old.append(self.segment)
-                self.segment = segment
-                self.segment.pin_in_background()
+                self.segment = self._pinned(segment)
             self._close_old()
             return connection, self.segment
+
+    def _pinned(self, segment: Segment) -> Segment:
+        if self._is_pinned:
+            segment.pin_in_background()
+        return segment
 
     def _close_old(self) -> None:
         self._loans = [loan for loan in self._loans if not loan.is_finished]

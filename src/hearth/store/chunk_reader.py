@@ -34,10 +34,14 @@ log = logging.getLogger(__name__)
 class ChunkReader:
     """Reads chunks from disk, then from object storage. Any thread may call it."""
 
-    def __init__(self, disk: DiskTier, price: Callable[[str], Price]) -> None:
-        """Read from `disk` first; `price` says what a chunk there is worth, should another need its room."""
+    def __init__(self, disk: DiskTier, price: Callable[[str], Price], *, may_be_direct: bool = True) -> None:
+        """Read from `disk` first; `price` says what a chunk there is worth, should another need its room.
+
+        `may_be_direct`: see `read_verified`.
+        """
         self._disk = disk
         self._price = price
+        self._may_be_direct = may_be_direct
         self._is_full_known = False  #: a full or broken disk is worth one line, not one per chunk
         self._telling = threading.Lock()  #: guards `_is_full_known`: readers find out at the same moment
 
@@ -77,7 +81,10 @@ class ChunkReader:
         for place in self._disk.locate(chunk.id, model.directory):
             began_s = time.perf_counter()
             try:
-                read = read_verified(place.path, place.offset, buffer, chunk.digest, place.known)
+                read = read_verified(
+                    *(place.path, place.offset, buffer, chunk.digest, place.known),
+                    may_be_direct=self._may_be_direct,
+                )
             except StoreError as error:
                 failures.append(error)
                 if isinstance(error, ChunkCorrupt | ChunkMissing):

@@ -6,8 +6,10 @@
                    loads in rotation            each on a chunk of its own
 
 A chunk that two loads want is read once. Cells are taken in the order of the load, so the chunk that a
-consumer waits for always has one, and loads larger than the host memory run through it. The books are
-`policy/memory/chunk_book.py`, the reading is `chunk_reader.py`; nothing here touches a device.
+consumer waits for always has one, and loads larger than the host memory run through it. What was released
+stays for the next load, unless chunks are only passed on (`keeps_chunks`): then its cell is free at once, and
+when all are, the system gets their pages back. The books are `policy/memory/chunk_book.py`, the reading is
+`chunk_reader.py`; nothing here touches a device.
 """
 
 from __future__ import annotations
@@ -84,13 +86,21 @@ class Fetcher:
     """Fills a segment with the chunks that loads want; owns its books. Any thread may call it."""
 
     def __init__(
-        self, segment: Segment, chunk_reader: ChunkReader, prices: ChunkPrices, num_readers: int = NUM_READERS
+        self,
+        segment: Segment,
+        chunk_reader: ChunkReader,
+        prices: ChunkPrices,
+        num_readers: int = NUM_READERS,
+        *,
+        keeps_chunks: bool = True,
     ) -> None:
+        """`keeps_chunks`: see `Tiers`."""
         self.segment = segment
-        self.book = ChunkBook(segment.num_cells)
+        self.book = ChunkBook(segment.num_cells, keeps_idle=keeps_chunks)
         self.counters = HostCounters()
         self._chunk_reader = chunk_reader
         self._prices = prices
+        self._keeps_chunks = keeps_chunks
         #: Loads that want more chunks; the one to be served next stands first.
         self._round_robin: deque[Fetch] = deque()
         #: Loads that wait for a chunk that is being read; the first of them asked for the reading.
@@ -152,6 +162,8 @@ class Fetcher:
             self._round_robin.rotate(-1)
             is_stuck = fetch.num_open >= WINDOW or not self._take(fetch)
             num_stuck = num_stuck + 1 if is_stuck else 0
+        if not self._keeps_chunks and not self._is_closed and self.book.num_free == self.book.capacity:
+            self.segment.give_back()
 
     def _take(self, fetch: Fetch) -> bool:
         """Schedule the load's next chunk; return False if there is no cell for it now."""

@@ -12,7 +12,9 @@ from hearth.store.lending import (
     CountBytes,
     CountRequests,
     ForgetModel,
+    HostMeasured,
     LookUpstream,
+    MeasureHost,
     Message,
     ModelForgotten,
     ModelRequests,
@@ -49,6 +51,14 @@ class KeeperClient:
         match await self._ask(CountBytes(tuple(map(Digest, digests)))):
             case BytesCounted(models):
                 return {one.model: {Rung.HOST: one.host_bytes, Rung.DISK: one.disk_bytes} for one in models}
+            case other:
+                raise self._failure(other)
+
+    async def host_memory(self) -> HostMeasured:
+        """Return how much of host memory holds chunks. Raises StoreError as `count`."""
+        match await self._ask(MeasureHost()):
+            case HostMeasured() as measured:
+                return measured
             case other:
                 raise self._failure(other)
 

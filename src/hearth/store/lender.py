@@ -22,8 +22,10 @@ from hearth.store.lending import (
     CountRequests,
     FetchChunks,
     ForgetModel,
+    HostMeasured,
     LenderHello,
     LookUpstream,
+    MeasureHost,
     Message,
     ModelBytes,
     ModelForgotten,
@@ -167,6 +169,9 @@ class _Session:
                     self._fetch.cancel()
             case CountBytes(digests):
                 self._send(self._count(digests))
+            case MeasureHost():
+                host = self._tiers.report()[Rung.HOST]
+                self._send(HostMeasured(host.used_bytes, self._tiers.segment.num_bytes))
             case CountRequests(models):
                 self._send(self._count_requests(models))
             case ForgetModel(where):

@@ -7,6 +7,7 @@
     ReleaseChunk, one for each            ...
     CancelLoad                            sends no more; what is lent stays lent
     CountBytes                            BytesCounted
+    MeasureHost                           HostMeasured
     CountRequests                         RequestsCounted
     ForgetModel                           ModelForgotten
     LookUpstream                          UpstreamSeen | Refused
@@ -114,6 +115,19 @@ class BytesCounted:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasureHost:
+    """Say how much host memory holds chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostMeasured:
+    """The answer to `MeasureHost`."""
+
+    used_bytes: int  #: of cells that hold a chunk, or are being filled
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRequests:
     """How many requests have come for a model."""
 
@@ -168,7 +182,16 @@ class Refused:
 
 
 _Load = OpenModel | ModelOpened | FetchChunks | ChunkLent | ReleaseChunk | CancelLoad
-_Question = CountBytes | BytesCounted | CountRequests | RequestsCounted | ForgetModel | ModelForgotten
+_Question = (
+    CountBytes
+    | BytesCounted
+    | MeasureHost
+    | HostMeasured
+    | CountRequests
+    | RequestsCounted
+    | ForgetModel
+    | ModelForgotten
+)
 _Look = LookUpstream | UpstreamSeen
 Message = LenderHello | _Load | _Question | _Look | Refused
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}

@@ -91,6 +91,13 @@ class Segment:
         begin = cell * self.cell_bytes
         return slice(begin, begin + num_bytes)
 
+    def give_back(self) -> None:
+        """Give the system all pages, of all processes that map them; they come again, as zeros, when touched.
+
+        Never for memory that is pinned: a device would go on reading the old pages.
+        """
+        self._map.madvise(mmap.MADV_REMOVE)
+
     def pin_in_background(self) -> None:
         """Pin region by region, the first cells first; until then copies from them are slow, not wrong."""
         if self._pinner is None and self.num_cells and torch.cuda.is_available():

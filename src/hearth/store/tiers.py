@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hearth.config import StoreConfig
+from hearth.config import CPU_HOST_BYTES, StoreConfig
 from hearth.errors import BadCheckpoint, ChunkCorrupt, StoreError, Unreachable, UpstreamChanged
 from hearth.store.chunk_prices import ChunkPrices
 from hearth.store.chunk_reader import ChunkReader
@@ -69,22 +69,36 @@ class _Opened:
 class Tiers:
     """The tiers of one machine. Any thread may call them. Unless closed, their readers and memory stay."""
 
-    def __init__(self, config: StoreConfig, cell_bytes: int = CHUNK_BYTES, *, is_pinned: bool = True) -> None:
+    def __init__(
+        self,
+        config: StoreConfig,
+        cell_bytes: int = CHUNK_BYTES,
+        *,
+        is_pinned: bool = True,
+        keeps_chunks: bool = True,
+    ) -> None:
         """Open the disk and make the host segment.
 
         `is_pinned`: this process copies from host memory to a device, rather than only lends it.
+        `keeps_chunks`: host memory keeps chunks for the next load. Not where the device is the CPU: models
+        are in that same memory already, and what was copied there must not be held a second time. Chunks then
+        pass through at most `CPU_HOST_BYTES`, and are read through the page cache, which the kernel gives
+        to whoever needs memory: that is where a model that has left is found again.
         """
+        assert keeps_chunks or not is_pinned, "pages that are pinned cannot be given back"
         self.disk = DiskTier(Path(config.path).expanduser(), config.disk_bytes)
         self.disk.collect()  # chunks of models that were replaced or deleted
         self.prices = ChunkPrices(is_on_disk=self.disk.holds)
-        self.segment = Segment.create(config.host_bytes // cell_bytes, cell_bytes)
+        host_bytes = config.host_bytes if keeps_chunks else min(config.host_bytes, CPU_HOST_BYTES)
+        self.segment = Segment.create(host_bytes // cell_bytes, cell_bytes)
         if is_pinned:
             self.segment.pin_in_background()
         #: Models that are open: reading a description takes milliseconds, which a cold start does not have.
         #: Single operations of a dict are atomic and opening twice does no harm, so it needs no lock.
         self._opened: dict[Path, _Opened] = {}
         self._remotes: dict[RemoteAddress, RemoteModel] = {}
-        self.fetcher = Fetcher(self.segment, ChunkReader(self.disk, self.prices.of_disk_chunk), self.prices)
+        reader = ChunkReader(self.disk, self.prices.of_disk_chunk, may_be_direct=keeps_chunks)
+        self.fetcher = Fetcher(self.segment, reader, self.prices, keeps_chunks=keeps_chunks)
 
     def open(self, where: str | Path, weight: float = 1.0) -> StoredModel:
         """Open a converted model: its directory, its URL in object storage, or a version there, `URL@DIGEST`.

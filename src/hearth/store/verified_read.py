@@ -55,9 +55,17 @@ class VerifiedRead:
 
 
 def read_verified(
-    path: Path, offset: int, buffer: memoryview, digest: Digest, known: LocalHash | None = None
+    path: Path,
+    offset: int,
+    buffer: memoryview,
+    digest: Digest,
+    known: LocalHash | None = None,
+    *,
+    may_be_direct: bool = True,
 ) -> VerifiedRead:
     """Fill `buffer`, whose address and length are multiples of 4 KiB, with the chunk at `offset`.
+
+    `may_be_direct`: whether what the page cache lacks is read past it; else the cache has it afterwards.
 
     Raises:
         ChunkMissing: the file is gone or ends early.
@@ -65,7 +73,7 @@ def read_verified(
         StoreError: it cannot be read now, which says nothing about the bytes.
     """
     began_s = time.perf_counter()
-    read, before, after = _read(path, offset, buffer)
+    read, before, after = _read(path, offset, buffer, may_be_direct)
     read_at_s = time.perf_counter()
     is_same_file = known is not None and (known.stamp is None or known.stamp == before == after)
     if known is not None and is_same_file:
@@ -84,12 +92,12 @@ def _corrupt(path: Path, offset: int, buffer: memoryview, found: str) -> ChunkCo
 
 
 def _read(
-    path: Path, offset: int, buffer: memoryview
+    path: Path, offset: int, buffer: memoryview, may_be_direct: bool
 ) -> tuple[HashedRead, FileStamp | None, FileStamp | None]:
     """Return what was read, and the states of the file before and after."""
     try:
         try:
-            return _read_file(path, offset, buffer, may_be_direct=True)
+            return _read_file(path, offset, buffer, may_be_direct=may_be_direct)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise

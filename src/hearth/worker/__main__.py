@@ -55,7 +55,7 @@ def main() -> NoReturn:
 def _serve(setup: WorkerSetup) -> None:
     config = EngineConfig(**setup.engine)  # type: ignore[arg-type] # checked by the class itself
     runtime = start(setup, config)
-    borrower = Borrower(Path(setup.keeper_socket))
+    borrower = Borrower(Path(setup.keeper_socket), is_pinned=runtime.device.type == "cuda")
     resources = HostingResources(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device))
     link = greet(connect(setup.host, setup.port), _introduction(setup, runtime), bytes.fromhex(setup.secret))
     inbox: Inbox = SimpleQueue()

@@ -67,6 +67,17 @@ def test_a_released_chunk_stays_and_is_hit_again() -> None:
     assert book.take("a", free_of_charge) == Hit(0)
 
 
+def test_a_book_that_keeps_nothing_frees_a_cell_with_the_last_lease() -> None:
+    book = ChunkBook(1, keeps_idle=False)
+    leased(book, "a")
+    assert book.take("a", free_of_charge) == Hit(0)
+    book.release("a")
+    assert book.is_resident("a")
+    book.release("a")
+    assert not book.is_resident("a")
+    assert book.take("b", free_of_charge) == Fill(0, evicted=None)
+
+
 def test_the_cheapest_idle_chunk_makes_room() -> None:
     book = ChunkBook(3)
     idle(book, "a", "b", "c")
@@ -183,10 +194,11 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
 
     digests = st.sampled_from("abcdefgh")
     CAPACITY = 4
+    keeps_idle = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = ChunkBook(self.CAPACITY)
+        self.book = ChunkBook(self.CAPACITY, keeps_idle=self.keeps_idle)
         self.cells: dict[str, int] = {}
         self.filling: set[str] = set()
         self.leases: dict[str, int] = {}  #: of resident chunks, 0 included
@@ -236,6 +248,8 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         digest = data.draw(st.sampled_from(sorted(name for name, count in self.leases.items() if count)))
         self.book.release(digest)
         self.leases[digest] -= 1
+        if not self.keeps_idle and not self.leases[digest]:
+            del self.leases[digest], self.cells[digest]
 
     @rule(digest=digests)
     def drop(self, digest: str) -> None:
@@ -266,5 +280,11 @@ class AnyOrderOfCalls(RuleBasedStateMachine):
         assert sorted(take.cell for take in takes if isinstance(take, Fill)) == list(range(self.CAPACITY))
 
 
+class AnyOrderOfCallsKeepingNothing(AnyOrderOfCalls):
+    keeps_idle = False
+
+
 TestAnyOrderOfCalls = AnyOrderOfCalls.TestCase
-TestAnyOrderOfCalls.settings = settings(max_examples=60, stateful_step_count=40)
+TestAnyOrderOfCallsKeepingNothing = AnyOrderOfCallsKeepingNothing.TestCase
+for _case in (TestAnyOrderOfCalls, TestAnyOrderOfCallsKeepingNothing):
+    _case.settings = settings(max_examples=60, stateful_step_count=40)

@@ -46,8 +46,10 @@ class ChunkBook:
         idle     resident and held by nobody; evicted when its cell is needed
     """
 
-    def __init__(self, num_cells: int) -> None:
+    def __init__(self, num_cells: int, *, keeps_idle: bool = True) -> None:
+        """`keeps_idle`: whether chunks that nobody holds any more stay; without it no chunk is ever idle."""
         assert num_cells >= 0, f"{num_cells=}"
+        self._keeps_idle = keeps_idle
         self.capacity = num_cells
         #: Free cells, a heap.
         self._free = list(range(num_cells))
@@ -115,12 +117,15 @@ class ChunkBook:
         self._vacate(digest)
 
     def release(self, digest: str) -> None:
-        """Give a lease back. After the last one the chunk stays until its cell is needed."""
+        """Give a lease back. After the last one the chunk is idle, or gone where none is kept."""
         assert digest in self._leases, f"released more often than taken: chunk `{digest}`"
         self._leases[digest] -= 1
         if self._leases[digest] == 0:
             del self._leases[digest]
-            self._idle.add(digest)
+            if self._keeps_idle:
+                self._idle.add(digest)
+            else:
+                self._vacate(digest)
 
     def drop(self, digest: str) -> bool:
         """Forget an idle chunk. Returns False if it is leased, filling or absent."""

@@ -1,0 +1,29 @@
+"""What the keeper says of host memory, as whoever looks sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import closing
+from pathlib import Path
+
+from hearth.control.host_reports import HostReports
+from hearth.control.views import HostMemoryView
+from hearth.store.keeper_client import KeeperClient
+from hearth.store.lender import Lender
+from tests.store.stored import all_chunks, consume, tiers_at, write_model
+from tests.worker.harness import folder
+
+
+def test_host_memory_is_what_chunks_take_and_unknown_without_a_keeper(tmp_path: Path) -> None:
+    write_model(tmp_path / "tiny")
+    with folder() as place, tiers_at(tmp_path / "root", num_cells=64) as tiers:
+        reports = HostReports(KeeperClient(place / "s"))
+        model = tiers.open(tmp_path / "tiny")
+        consume(tiers.fetch(model, all_chunks(model)))
+        with closing(Lender(tiers, place / "s")):
+            asyncio.run(reports.refresh(10.0))
+        num_chunks = len({chunk.digest for chunk in model.manifest.chunks})
+        assert reports.view == HostMemoryView(num_chunks * (16 << 20) // 64, 16 << 20)
+
+        asyncio.run(reports.refresh(10.0))
+        assert reports.view is None
