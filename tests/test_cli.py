@@ -547,7 +547,7 @@ def test_show_prints_layers_and_chunks_of_a_converted_model(hearth: Hearth, mode
 
     assert "516,096" in shown.out
     assert "3 x 143,360" in shown.out
-    assert read_manifest(model).digest in shown.out
+    assert read_manifest(model).digest[:40] in shown.out  # the rest is in the next line
 
 
 def test_show_reads_a_gguf_file(hearth: Hearth, source: str, tmp_path: Path) -> None:

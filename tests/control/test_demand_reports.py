@@ -84,7 +84,7 @@ def test_requests_at_the_gateway_keep_a_busy_model_dear_in_the_keepers_host_memo
         model = tiers.open(tmp_path / "busy")
         tiers.prices.load_began(model)
         socket = tmp_path / "lend.sock"
-        digest, chunk = model.manifest.digest, model.manifest.chunks[0].digest
+        digest, chunk = model.manifest.digest, model.manifest.chunk_ids[0]
         with closing(Lender(tiers, socket)):
             client = KeeperClient(socket)
             before = tiers.prices.of_host_chunk(chunk)

@@ -123,7 +123,7 @@ def test_stopping_tells_what_there_was_to_stop_in_every_state(data_dir: DataDir,
             return view.was_loaded, view.num_requests
 
         assert await stopped() == (False, 0), "deployed and never asked for"
-        stream = await rig.gateway.submit(ask())
+        stream = await rig.gateway.submit(ask(), ANYBODY)
         assert await stopped() == (False, 1), "waits for a worker"
         link = rig.join()
         assert await stopped() == (True, 1), "loading"
