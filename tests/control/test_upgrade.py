@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from hearth.cli import app
 from hearth.control import upgrade as control_upgrade
 from hearth.control.datadir import VERSION, DataDir
+from hearth.control.deploy import collect
 from hearth.control.journal import Journal, replay
 from hearth.control.registry import Deployed, Registry
 from hearth.control.upgrade import roll_back, upgrade, upgrade_directory
@@ -26,7 +27,8 @@ from hearth.policy.fleet.footprint import Facts
 from hearth.store.manifest import MANIFEST, WEIGHTS, Manifest, chunk_of, digest_of, read_manifest
 from hearth.store.upgrade import read_old, upgraded
 from hearth.store.verify import verify
-from tests.store.stored import ARCH, CHUNK_BYTES, all_chunks, consume, flip, tiers_at
+from hearth.types import Rung
+from tests.store.stored import ARCH, CHUNK_BYTES, all_chunks, consume, flip, serving, tiers_at
 
 TEXT = b'{"a": "tokenizer"}'
 FACTS = Facts(
@@ -205,7 +207,7 @@ class TestInterrupted:
         with pytest.raises(ChunkCorrupt, match="chunk 0 of"):
             upgraded(found, tmp_path / "notes")
 
-    @pytest.mark.parametrize("step", ["_save", "_replace", "_write_manifest", "set_version"])
+    @pytest.mark.parametrize("step", ["_save", "_write", "_write_manifest", "set_version"])
     def test_the_next_run_goes_on_and_the_way_back_is_whole(
         self, old: Path, monkeypatch: pytest.MonkeyPatch, step: str
     ) -> None:
@@ -251,6 +253,67 @@ def test_the_journal_says_which_digest_was_which(old: Path, tmp_path: Path) -> N
         pass
     assert json.loads((tmp_path / "events.jsonl").read_bytes())["renamed_digests"] == renamed
     assert replay(tmp_path / "events.jsonl").first_difference is None
+
+
+class TestUrl:
+    """A model in object storage: its description is here, and perhaps some of its chunks."""
+
+    @pytest.fixture
+    def remote(self, tmp_path: Path) -> Iterator[tuple[Path, str, bytes]]:
+        """A data directory of format 1 with one such model, its URL and its bytes."""
+        data = write_old(tmp_path / "made" / "tiny")
+        with serving(tmp_path / "made" / "tiny") as server:
+            path, url = tmp_path / "data", f"{server.url}/tiny"
+            with DataDir.hold(path) as data_dir, Registry.open(data_dir) as registry:
+                directory = data_dir.models_path / "tiny-0123"
+                shutil.copytree(tmp_path / "made" / "tiny", directory)
+                (directory / WEIGHTS).unlink()
+                for part in (data[:CHUNK_BYTES], data[CHUNK_BYTES : 2 * CHUNK_BYTES]):
+                    chunk = path / "chunks" / xxh3(part)[:2] / xxh3(part)
+                    chunk.parent.mkdir(parents=True, exist_ok=True)
+                    chunk.write_bytes(part)
+                registry.add(Deployed("r", url, url, str(directory), old_digest(directory), FACTS, 1.0))
+                data_dir.set_version(1)
+            yield path, url, data
+
+    def test_all_bytes_are_read_and_the_version_is_served_from_then_on(
+        self, remote: tuple[Path, str, bytes]
+    ) -> None:
+        path, url, data = remote
+        with held(path) as data_dir:
+            (done,) = upgrade(data_dir)
+            with Registry.open(data_dir) as registry:
+                (model,) = registry.all()
+        assert model.where == f"{url}@{done.new}"
+        with tiers_at(path) as tiers:
+            opened = tiers.open(model.where)
+            assert str(opened.directory) == model.directory
+            assert tiers.resident_bytes(opened)[Rung.DISK] == 2 * CHUNK_BYTES  # what was cached still is
+            assert consume(tiers.fetch(opened, all_chunks(opened))) == data
+
+    def test_the_way_back_is_whole_though_a_service_has_run(self, remote: tuple[Path, str, bytes]) -> None:
+        path, _, _ = remote
+        before = {str(p): p.read_bytes() for p in [*path.glob("models/*/*"), *path.glob("chunks/*/*")]}
+        with held(path) as data_dir:
+            upgrade(data_dir)
+            with Registry.open(data_dir) as registry:
+                (model,) = registry.all()
+                collect(data_dir, registry)  # as a service does that starts
+            with tiers_at(path) as tiers:
+                opened = tiers.open(model.where)
+                consume(tiers.fetch(opened, all_chunks(opened)))
+            roll_back(data_dir)
+        after = {str(p): p.read_bytes() for p in [*path.glob("models/*/*"), *path.glob("chunks/*/*")]}
+        assert before.items() <= after.items()
+        assert all(len(Path(name).name) == 32 for name in after if "/chunks/" in name)
+
+    def test_the_first_write_takes_the_old_names_away(self, remote: tuple[Path, str, bytes]) -> None:
+        path, _, _ = remote
+        with held(path) as data_dir:
+            upgrade(data_dir)
+            with Registry.open(data_dir) as registry:
+                registry.remove("r")
+        assert {len(chunk.name) for chunk in path.glob("chunks/*/*")} == {64 + 1 + 4 + 1 + 32}
 
 
 class TestCommand:

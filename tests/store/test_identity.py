@@ -164,6 +164,19 @@ class TestLocalHash:
         with tiers_at(tmp_path / "root") as tiers:
             assert load(tiers, tmp_path / "tiny") == data
 
+    @pytest.mark.parametrize("mode", [0o664, 0o646])
+    def test_a_file_that_others_may_write_is_checked_by_its_digest_each_time(
+        self, tmp_path: Path, mode: int
+    ) -> None:
+        data = write_model(tmp_path / "tiny")
+        (tmp_path / "tiny" / WEIGHTS).chmod(mode)
+        assert verify(tmp_path / "tiny", store=tmp_path / "root") == []
+        with tiers_at(tmp_path / "root") as tiers:
+            assert load(tiers, tmp_path / "tiny") == data
+            (location,) = tiers.disk.locate(stored_at(tmp_path / "tiny").manifest.chunk_ids[0])
+            assert location.known is None
+        assert not list(tmp_path.glob("root/hashes/*"))
+
     def test_hashes_go_with_their_file(self, tmp_path: Path) -> None:
         write_model(tmp_path / "tiny")
         assert verify(tmp_path / "tiny", store=tmp_path / "root") == []

@@ -141,13 +141,18 @@ class Registry:
             self._execute("delete from models where name = ?", name)
         return location
 
-    def rename_digests(self, new_by_old: Mapping[str, str]) -> None:
-        """Give models the digests that an upgrade has found; which was which stays written down."""
+    def upgrade(self, changes: Iterable[tuple[Deployed, Deployed]]) -> None:
+        """Write what an upgrade has made of models, each before and after, all at once.
+
+        Which digest was which stays written down. The way back stays open.
+        """
         with self.transaction():
-            for old, new in new_by_old.items():
-                self._execute("update models set digest = ? where digest = ?", new, old)
-                if old != new:
-                    self._execute("insert or replace into renamed_digests values (?, ?)", old, new)
+            for old, new in changes:
+                self._put("insert or replace", new)
+                if old.digest != new.digest:
+                    self._execute(
+                        "insert or replace into renamed_digests values (?, ?)", old.digest, new.digest
+                    )
 
     def renamed_digests(self) -> dict[str, str]:
         """Return the digests that models have now, by those that they had in an older format."""
@@ -187,6 +192,9 @@ class Registry:
 
     def _write(self, verb: str, deployed: Deployed) -> None:
         self._data_dir.forget_upgrade()
+        self._put(verb, deployed)
+
+    def _put(self, verb: str, deployed: Deployed) -> None:
         self._execute(
             f"{verb} into models ({_FIELDS}) values (?, ?, ?, ?, ?, ?, ?)",
             *(check_name(deployed.name), deployed.source, deployed.where, deployed.directory),

@@ -20,11 +20,13 @@ import logging
 import shutil
 import sqlite3
 import stat
-from collections.abc import Callable, Mapping
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from xxhash import xxh3_128_hexdigest
 
 from hearth.control.datadir import VERSION, DataDir, write_private
 from hearth.control.registry import Deployed, Registry
@@ -32,6 +34,7 @@ from hearth.errors import DataDirError, HearthError
 
 if TYPE_CHECKING:  # loads torch, which takes seconds
     from hearth.store.manifest import Manifest
+    from hearth.store.upgrade import ReadChunk
     from hearth.store.writer import Progress
 
 OLD_VERSION = 1
@@ -63,39 +66,49 @@ def upgrade(data_dir: DataDir, on_progress: OnProgress = lambda *_: None) -> lis
     """
     if data_dir.version >= VERSION:
         return []
+    outcomes: list[Upgraded] = []
+    changes: list[_Change] = []
     with Registry.open(data_dir) as registry:
-        models = registry.all()
-        manifests, failures = _read_all(data_dir, models, on_progress)
-        _save(data_dir, registry, manifests)
-        _replace(registry, models, manifests)
+        for model in registry.all():
+            try:
+                change = _read(data_dir, model, on_progress)
+            except HearthError as error:
+                log.error("model_not_upgraded model=%s reason=%s", model.name, error)
+                outcomes.append(Upgraded(model.name, model.digest, None, str(error)))
+                continue
+            changes.append(change)
+            outcomes.append(Upgraded(model.name, model.digest, change.new.digest))
+        _save(data_dir, registry, changes)
+        for change in changes:
+            _write(data_dir, change)
+        registry.upgrade((change.old, change.new) for change in changes)
     data_dir.set_version(VERSION)
     shutil.rmtree(_notes(data_dir), ignore_errors=True)
-    log.info("data_dir_upgraded path=%s models=%d failed=%d", data_dir.path, len(manifests), len(failures))
-    return [
-        Upgraded(model.name, model.digest, manifests[model.directory].digest)
-        if model.directory in manifests
-        else Upgraded(model.name, model.digest, None, failures[model.directory])
-        for model in models
-    ]
+    log.info("data_dir_upgraded path=%s models=%d of=%d", data_dir.path, len(changes), len(outcomes))
+    return outcomes
 
 
 def roll_back(data_dir: DataDir) -> None:
     """Undo an upgrade, for the Hearth before. Raises DataDirError where nothing is left to go back to."""
-    index = _before(data_dir) / "index.json"
-    if not index.is_file():
+    before = _before(data_dir)
+    if not (before / "index.json").is_file():
         raise DataDirError(
             f"`{data_dir.path}` cannot be rolled back: it was not upgraded, or models were deployed or "
             "removed since, which the older Hearth could not read"
         )
-    for directory, saved in json.loads(index.read_text(encoding="utf-8")).items():
-        _write_manifest(Path(directory), (_before(data_dir) / saved).read_text(encoding="utf-8"))
+    for directory, saved in json.loads((before / "index.json").read_text(encoding="utf-8")).items():
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        for path in (before / saved).iterdir():
+            _put(path, Path(directory) / path.name)
     with (
-        closing(sqlite3.connect(_before(data_dir) / "registry.db")) as saved_registry,
+        closing(sqlite3.connect(before / "registry.db")) as saved_registry,
         closing(sqlite3.connect(data_dir.registry_path)) as registry,
     ):
         saved_registry.backup(registry)
+    for path in data_dir.path.glob("chunks/??/*-*-*"):
+        path.unlink()
     data_dir.set_version(OLD_VERSION)
-    data_dir.forget_upgrade()
+    shutil.rmtree(data_dir.upgrade_path)
     log.info("data_dir_rolled_back path=%s version=%d", data_dir.path, OLD_VERSION)
 
 
@@ -113,41 +126,69 @@ def upgrade_directory(directory: Path, on_progress: OnProgress = lambda *_: None
         return None
     notes = directory.with_name(f".{directory.name}.upgrading")
     manifest = upgraded(old, notes, on_progress=_reporter(directory.name, on_progress))
-    _write_manifest(directory, manifest.to_json())
+    _write_manifest(directory, manifest)
     notes.unlink(missing_ok=True)
     return Upgraded(directory.name, old.digest, manifest.digest)
 
 
-def _read_all(
-    data_dir: DataDir, models: list[Deployed], on_progress: OnProgress
-) -> tuple[dict[str, Manifest], dict[str, str]]:
-    """Return the new manifest of each directory, and why there is none for others."""
-    from hearth.store.manifest import digest_of, read_manifest
-    from hearth.store.upgrade import read_old, upgraded
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """One model before and after."""
 
-    manifests: dict[str, Manifest] = {}
-    failures: dict[str, str] = {}
-    for model in models:
-        directory = Path(model.directory)
-        try:
-            old = read_old(directory)
-            notes = _notes(data_dir) / digest_of(model.directory.encode())[:32]
-            manifests[model.directory] = (
-                read_manifest(directory)
-                if old is None
-                else upgraded(old, notes, on_progress=_reporter(model.name, on_progress))
-            )
-        except HearthError as error:
-            log.error("model_not_upgraded model=%s reason=%s", model.name, error)
-            failures[model.directory] = str(error)
-    return manifests, failures
+    old: Deployed
+    new: Deployed
+    manifest: Manifest
+
+    @property
+    def is_remote(self) -> bool:
+        return "://" in self.old.where
+
+
+def _read(data_dir: DataDir, model: Deployed, on_progress: OnProgress) -> _Change:
+    """Find the new description of a model. Raises HearthError if its bytes are not what they were."""
+    from hearth.store.manifest import read_manifest
+    from hearth.store.upgrade import read_old, upgraded
+    from hearth.store.upstream import RemoteAddress, description_directory, parse_address
+
+    directory = Path(model.directory)
+    old = read_old(directory)
+    if old is None:  # a run before this one has come so far
+        manifest = read_manifest(directory)
+    else:
+        address = parse_address(model.where)
+        read_chunk = _chunk_reader(data_dir, address.url) if "://" in model.where else None
+        notes = _notes(data_dir) / f"{directory.name}-{old.digest}"
+        manifest = upgraded(old, notes, read_chunk, _reporter(model.name, on_progress))
+    new = replace(model, digest=manifest.digest)
+    if "://" in model.where:
+        version = RemoteAddress(parse_address(model.where).url, manifest.digest)
+        new = replace(new, where=str(version), directory=str(description_directory(data_dir.path, version)))
+    return _Change(model, new, manifest)
+
+
+def _chunk_reader(data_dir: DataDir, url: str) -> ReadChunk:
+    """Return a reader of chunks that lie in files of their own, or else at the URL."""
+    from hearth.store.remote import RemoteModel
+
+    remote = RemoteModel(url)
+
+    def read(index: int, offset: int, num_bytes: int, xxh3: str) -> bytes:
+        with suppress(OSError):
+            data = (data_dir.path / "chunks" / xxh3[:2] / xxh3).read_bytes()
+            if xxh3_128_hexdigest(data) == xxh3:
+                return data
+        buffer = bytearray(num_bytes)
+        remote.read_into(offset, memoryview(buffer))
+        return bytes(buffer)
+
+    return read
 
 
 def _reporter(name: str, on_progress: OnProgress) -> Callable[[Progress], None]:
     return lambda progress: on_progress(name, progress.done_bytes, progress.total_bytes)
 
 
-def _save(data_dir: DataDir, registry: Registry, manifests: Mapping[str, Manifest]) -> None:
+def _save(data_dir: DataDir, registry: Registry, changes: Sequence[_Change]) -> None:
     """Keep what is about to be replaced; once that is done, another run leaves it alone."""
     before = _before(data_dir)
     if (before / "index.json").is_file():
@@ -155,32 +196,54 @@ def _save(data_dir: DataDir, registry: Registry, manifests: Mapping[str, Manifes
     shutil.rmtree(before, ignore_errors=True)
     before.mkdir(mode=0o700, parents=True)
     index = {}
-    for number, directory in enumerate(manifests):
-        index[directory] = f"manifest-{number}.json"
-        write_private(
-            before / index[directory], (Path(directory) / "manifest.json").read_text(encoding="utf-8")
-        )
+    for number, change in enumerate(changes):
+        directory = Path(change.old.directory)
+        index[str(directory)] = str(number)
+        (before / str(number)).mkdir(mode=0o700)
+        for path in directory.iterdir() if change.is_remote else [directory / "manifest.json"]:
+            shutil.copy(path, before / str(number))
     registry.back_up(before / "registry.db")
     write_private(before / "index.json", json.dumps(index))
 
 
-def _replace(registry: Registry, models: list[Deployed], manifests: Mapping[str, Manifest]) -> None:
+def _write(data_dir: DataDir, change: _Change) -> None:
+    """Put a model's new description where it belongs, and name its cached chunks anew. May be done again."""
     from hearth.store.upgrade import read_old
+    from hearth.store.upstream import Upstream, write_upstream
 
-    for directory, manifest in manifests.items():
-        if read_old(Path(directory)) is not None:
-            _write_manifest(Path(directory), manifest.to_json())
-    registry.rename_digests(
-        {model.digest: manifests[model.directory].digest for model in models if model.directory in manifests}
-    )
+    directory = Path(change.old.directory)
+    old = read_old(directory)
+    if old is None:
+        return
+    if not change.is_remote:
+        _write_manifest(directory, change.manifest)
+        return
+    target = Path(change.new.directory)
+    target.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for file in change.manifest.files:
+        _put(directory / file.name, target / file.name)
+    for chunk_id, xxh3 in zip(change.manifest.chunk_ids, old.xxh3, strict=True):
+        cached = data_dir.path / "chunks" / xxh3[:2] / xxh3
+        link = data_dir.path / "chunks" / chunk_id[:2] / f"{chunk_id}-{xxh3}"
+        if cached.is_file() and not link.exists():
+            link.parent.mkdir(mode=0o700, exist_ok=True)
+            link.hardlink_to(cached)  # the older format finds its own again, should it come back
+    write_upstream(target, Upstream(change.manifest.digest))
+    write_private(target / "manifest.json", change.manifest.to_json())
 
 
-def _write_manifest(directory: Path, text: str) -> None:
+def _write_manifest(directory: Path, manifest: Manifest) -> None:
     """Replace a manifest at once; whoever could read it still can."""
     path = directory / "manifest.json"
-    mode = path.stat().st_mode
-    write_private(path, text)
-    path.chmod(stat.S_IMODE(mode))
+    mode = stat.S_IMODE(path.stat().st_mode)
+    write_private(path, manifest.to_json())
+    path.chmod(mode)
+
+
+def _put(source: Path, dest: Path) -> None:
+    """Copy a file with its mode, at once or not at all."""
+    write_private(dest, source.read_text(encoding="utf-8"))
+    dest.chmod(stat.S_IMODE(source.stat().st_mode))
 
 
 def _notes(data_dir: DataDir) -> Path:

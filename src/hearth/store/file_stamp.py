@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ class FileStamp:
     ctime_ns: int
     mtime_ns: int
     num_bytes: int
+    is_ours: bool  #: nobody but this user and root may write it, so nobody changes it unseen
 
 
 def stamp_of(file: Path | int) -> FileStamp | None:
@@ -26,4 +28,5 @@ def stamp_of(file: Path | int) -> FileStamp | None:
         found = os.stat(file)
     except OSError:
         return None
-    return FileStamp(found.st_ino, found.st_ctime_ns, found.st_mtime_ns, found.st_size)
+    is_ours = found.st_uid in (0, os.geteuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return FileStamp(found.st_ino, found.st_ctime_ns, found.st_mtime_ns, found.st_size, is_ours)

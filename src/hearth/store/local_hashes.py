@@ -4,7 +4,8 @@
 
 They spare BLAKE3 where only decay is to be found. They are made while BLAKE3 is checked and never brought
 along: one who makes a file could choose an xxh3 that fits other bytes. So they lie with the store, not with
-the model, and hold for one state of one file: one that was written to or replaced is checked by BLAKE3 again.
+the model, and hold for one state of one file that only this user may write. One that was written to or
+replaced, or that others may write, is checked by BLAKE3 again.
 """
 
 from __future__ import annotations
@@ -48,7 +49,12 @@ def read_hashes(root: Path, directory: Path, manifest: Manifest, stamp: FileStam
 def write_hashes(
     root: Path, directory: Path, manifest: Manifest, stamp: FileStamp, xxh3: Sequence[str]
 ) -> None:
-    """Keep what was found. No load depends on that: without it, BLAKE3 is checked the next time."""
+    """Keep what was found, unless others may write the file: they could change it and leave no trace.
+
+    No load depends on that: without it, BLAKE3 is checked the next time.
+    """
+    if not stamp.is_ours:
+        return
     path = _path(root, directory)
     hashes = LocalHashes(str(directory / WEIGHTS), manifest.digest, stamp, tuple(xxh3))
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")

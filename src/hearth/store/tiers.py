@@ -34,7 +34,14 @@ from hearth.store.model import StoredModel
 from hearth.store.record import LoadRecord
 from hearth.store.remote import RemoteModel
 from hearth.store.segment import Segment
-from hearth.store.upstream import RemoteAddress, Upstream, note_version, parse_address, write_upstream
+from hearth.store.upstream import (
+    RemoteAddress,
+    Upstream,
+    description_directory,
+    note_version,
+    parse_address,
+    write_upstream,
+)
 from hearth.store.writer import staged
 from hearth.types import Rung
 
@@ -126,7 +133,7 @@ class Tiers:
         remote = RemoteModel(address.url)
         found = _read_description(remote)
         version = RemoteAddress(address.url, found.manifest.digest)
-        self._keep_version(remote, found, self._directory_of(version))
+        self._keep_version(remote, found, description_directory(self.disk.root, version))
         return str(version)
 
     def _open_described(
@@ -175,7 +182,7 @@ class Tiers:
         if is_url := "://" in str(where):
             address = parse_address(str(where))
             self._remotes.pop(address, None)
-            directory = self._directory_of(address)
+            directory = description_directory(self.disk.root, address)
         else:
             directory = Path(where).resolve()
         self._opened.pop(directory, None)
@@ -229,7 +236,7 @@ class Tiers:
 
     def _open_newest(self, address: RemoteAddress, weight: float) -> StoredModel:
         """Open whatever a URL holds now; that replaces on disk what it held when it was opened before."""
-        remote, directory = self._remote(address), self._directory_of(address)
+        remote, directory = self._remote(address), description_directory(self.disk.root, address)
         try:
             found = _read_description(remote)
             manifest = found.manifest
@@ -250,7 +257,7 @@ class Tiers:
         Raises:
             UpstreamChanged: the description is neither here nor there.
         """
-        remote, directory = self._remote(address), self._directory_of(address)
+        remote, directory = self._remote(address), description_directory(self.disk.root, address)
         try:
             model = self._open_described(directory, weight, remote)
             if model.manifest.digest == address.version:
@@ -272,11 +279,6 @@ class Tiers:
     def _remote(self, address: RemoteAddress) -> RemoteModel:
         known = self._remotes.get(address)
         return self._remotes.setdefault(address, RemoteModel(address.url)) if known is None else known
-
-    def _directory_of(self, address: RemoteAddress) -> Path:
-        """Return the directory in which the description of a remote model, or of a version, is kept."""
-        name = address.url.rpartition("/")[2]
-        return self.disk.root / "models" / f"{name}-{digest_of(str(address).encode())[:8]}"
 
     def _keep_version(self, remote: RemoteModel, found: _Description, directory: Path) -> None:
         """Have a directory describe the version that a URL holds now, and say that it was seen there."""

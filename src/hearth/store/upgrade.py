@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -69,7 +70,14 @@ def read_old(directory: Path) -> OldModel | None:
     canonical = json.dumps(raw, sort_keys=True, separators=(",", ":")).encode()
     if stated != xxhash.xxh3_128_hexdigest(canonical):
         raise BadCheckpoint(f"`{path}` is damaged or was changed by hand; convert the model again")
-    return OldModel(directory, raw, stated)
+    old = OldModel(directory, raw, stated)
+    try:
+        is_sound = all(re.fullmatch("[0-9a-f]{32}", xxh3) for xxh3 in old.xxh3)
+    except (KeyError, TypeError):
+        is_sound = False
+    if not is_sound:
+        raise BadCheckpoint(f"`{path}` names chunks otherwise than format {OLD_VERSION}; convert it again")
+    return old
 
 
 def upgraded(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from blake3 import blake3
 
 from hearth.errors import ChunkMissing, StoreError, Unreachable
 
@@ -51,6 +52,12 @@ def parse_address(text: str) -> RemoteAddress:
     text = text.rstrip("/")
     found = _VERSION_ADDRESS.fullmatch(text)
     return RemoteAddress(text) if found is None else RemoteAddress(found["url"].rstrip("/"), found["version"])
+
+
+def description_directory(root: Path, address: RemoteAddress) -> Path:
+    """Return where a disk tier keeps the description of a remote model, or of a version."""
+    name = address.url.rpartition("/")[2]
+    return root / "models" / f"{name}-{blake3(str(address).encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True, slots=True)

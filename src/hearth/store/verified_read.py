@@ -5,7 +5,7 @@
                                       the xxh3 found meanwhile serves the next time
 
 An xxh3 is known only if this machine computed it of bytes whose BLAKE3 digest was right, and holds while
-their file is the same (`local_hashes.py`): whoever wrote the file could have made one fit.
+their file is the same and others may not write it (`local_hashes.py`): they could have made one fit.
 
 What the page cache holds is copied from there, at 40 GB/s with 16 readers. The rest is read past it
 (O_DIRECT): a read through the cache copies every byte once more and pushes out what others need, 2.2 GB/s
@@ -51,7 +51,7 @@ class VerifiedRead:
 
     read_s: float
     verify_s: float
-    known: LocalHash | None  #: None: the file has changed while it was read
+    known: LocalHash | None  #: None: the file has changed while it was read, or others may write it
 
 
 def read_verified(
@@ -82,7 +82,8 @@ def read_verified(
     else:
         if (found := digest_of(buffer)) != digest:
             raise _corrupt(path, offset, buffer, f"{found}, stored was {digest}")
-        known = LocalHash(read.xxh3, before) if before == after else None
+        is_sure = before is not None and before == after and before.is_ours
+        known = LocalHash(read.xxh3, before) if is_sure else None
     checked_s = time.perf_counter() - read_at_s
     return VerifiedRead(read_at_s - began_s - read.hash_s, read.hash_s + checked_s, known)
 
