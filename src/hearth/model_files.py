@@ -41,7 +41,7 @@ def read_bytes(path: Path, max_bytes: int, error: type[ModelError]) -> bytes:
     One that leads elsewhere would hand a file of this machine, of a stranger's choice, to the model's users.
     """
     target, directory = (Path(os.path.realpath(place)) for place in (path, path.parent))
-    if not target.is_relative_to(directory) and target.parent != directory.parent.parent / "blobs":
+    if not target.is_relative_to(directory) and not _is_cached(target):
         raise error(
             f"`{path}` is a link to `{target}`, outside of the model's directory; put the file itself there"
         )
@@ -63,6 +63,12 @@ def read_bytes(path: Path, max_bytes: int, error: type[ModelError]) -> bytes:
         raise error(f"`{path}` cannot be read: {failure.strerror}; check the disk") from failure
     finally:
         os.close(file)
+
+
+def _is_cached(target: Path) -> bool:
+    """True for a file of Hugging Face's cache: models--ORG--NAME/blobs/HASH."""
+    blobs = target.parent
+    return blobs.name == "blobs" and blobs.parent.name.startswith("models--")
 
 
 def read_text(path: Path, max_bytes: int, error: type[ModelError]) -> str:

@@ -248,7 +248,7 @@ BAD = [
     ({"hidden_size": "4096"}, "`hidden_size` must be an integer of at least 1, given: '4096'"),
     ({"num_hidden_layers": 0}, "`num_hidden_layers` must be an integer of at least 1, given: 0"),
     ({"vocab_size": True}, "`vocab_size` must be an integer"),
-    ({"rms_norm_eps": None}, "`rms_norm_eps` must be a positive number, given: None"),
+    ({"rms_norm_eps": None}, r"`rms_norm_eps` must be a positive number up to 3\.4e\+38, given: None"),
     ({"attention_bias": "yes"}, "`attention_bias` must be true or false, given: 'yes'"),
     ({"hidden_act": 3}, "`hidden_act` must be a string, given: 3"),
     ({"rope_scaling": "linear"}, "`rope_scaling` must be an object"),

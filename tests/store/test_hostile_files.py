@@ -263,8 +263,14 @@ DIRECTORIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "fraction": (edited("config.json", hidden_size=64.0), r"must be an integer of at least 1, given: 64\.0"),
     "true": (edited("config.json", num_hidden_layers=True), "must be an integer of at least 1, given: True"),
     "huge-number": (edited("config.json", rms_norm_eps=10**400), "`rms_norm_eps` must be a positive number"),
-    "nan": (edited("config.json", rms_norm_eps=float("nan")), "must be a positive number, given: nan"),
-    "infinite": (edited("config.json", rms_norm_eps=float("inf")), "must be a positive number, given: inf"),
+    "nan": (
+        edited("config.json", rms_norm_eps=float("nan")),
+        "must be a positive number up to 3.4e[+]38, given: nan",
+    ),
+    "infinite": (
+        edited("config.json", rms_norm_eps=float("inf")),
+        "must be a positive number up to 3.4e[+]38, given: inf",
+    ),
     "long-value": (edited("config.json", model_type="x" * 10**6), r"`model_type` is 'xxx.{0,200}; supported"),
     "slow-key": (edited("config.json", **{"expert_" * 30_000 + "\n": 8}), "mixtures of experts"),
     "digits": (written("config.json", '{"hidden_size": ' + "1" * 5000 + "}"), "is not valid JSON"),
@@ -387,11 +393,12 @@ def _is_told(wanted: str, kind: str, message: str) -> bool:
 
 def test_links_of_hugging_faces_cache_are_followed(sound: Path, tmp_path: Path) -> None:
     """A snapshot there consists of links to a directory of blobs."""
-    snapshot = tmp_path / "snapshots" / "abc"
+    cached = tmp_path / "models--org--name"
+    snapshot = cached / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
-    (tmp_path / "blobs").mkdir()
+    (cached / "blobs").mkdir()
     for file in sound.iterdir():
-        shutil.copy(file, tmp_path / "blobs" / f"hash-of-{file.name}")
+        shutil.copy(file, cached / "blobs" / f"hash-of-{file.name}")
         (snapshot / file.name).symlink_to(f"../../blobs/hash-of-{file.name}")
 
     manifest = convert(snapshot, tmp_path / "converted")

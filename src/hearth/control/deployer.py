@@ -192,12 +192,12 @@ def _check_tokenizer(path: Path) -> None:
 
     with open_source(path) as source:
         if path.is_dir():
-            Tokenizer.load(path)
+            Tokenizer.load(path).try_out()
             return
         with tempfile.TemporaryDirectory() as texts:
             for name, content in source.text_files().items():
                 (Path(texts) / name).write_bytes(content)
-            Tokenizer.load(Path(texts))
+            Tokenizer.load(Path(texts)).try_out()
 
 
 class _Reporter:

@@ -41,7 +41,10 @@ class Fields:
     def number(self, name: str) -> float:
         value = self._required(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
-            raise BadCheckpoint(f"{self.where}: `{name}` must be a positive number, given: {brief(value)}")
+            raise BadCheckpoint(
+                f"{self.where}: `{name}` must be a positive number up to {MAX_NUMBER:g}, "
+                f"given: {brief(value)}"
+            )
         return float(value)
 
     def flag(self, name: str) -> bool:

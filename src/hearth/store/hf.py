@@ -59,9 +59,9 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     """Read the headers of safetensors files or, where there are none, of PyTorch's."""
     for whole, read_headers in ((SAFETENSORS, _safetensors), (PICKLE, _pickled)):
         index = directory / f"{whole}.index.json"
-        if _is_weights(directory / whole):
+        if _is_file(directory / whole):
             return read_headers(directory / whole)
-        if _is_weights(index):
+        if _is_file(index):
             return _merged(index, [read_headers(path) for path in _shard_paths(index)])
     with _naming(directory):
         present = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
@@ -85,7 +85,7 @@ class _HfTensor:
         return self.load(self.name)
 
 
-def _is_weights(path: Path) -> bool:
+def _is_file(path: Path) -> bool:
     """True if there is a file, perhaps behind a link. Raises BadCheckpoint for anything else of that name."""
     with _naming(path):
         try:
@@ -181,7 +181,7 @@ def _naming(path: Path) -> Iterator[None]:
 def _shard_paths(index: Path) -> list[Path]:
     paths = [index.parent / name for name in sorted(_shard_names(index))]
     for path in paths:
-        if not _is_weights(path):
+        if not _is_file(path):
             raise BadCheckpoint(
                 f"{index.name} names `{path.name}`, which is not in `{index.parent}`; fetch it"
             )
