@@ -129,7 +129,7 @@ def test_dies_with_whoever_started_it_even_when_it_does_not_listen() -> None:
         parent.stdin.write(b"\n")
         parent.stdin.flush()
         keeper = int(parent.stdout.readline())
-        assert json.loads(parent.stdout.readline()) == {"ready": True}
+        assert json.loads(parent.stdout.readline())["ready"] is True
         os.kill(keeper, signal.SIGSTOP)
 
         parent.kill()

@@ -215,7 +215,7 @@ def keeper_setup(folder: Path, host_bytes: int = 32 << 20) -> KeeperSetup:
 def keeping(setup: KeeperSetup) -> Iterator[subprocess.Popen[bytes]]:
     with process("hearth.store.keeper", setup) as keeper:
         assert keeper.stdout is not None
-        assert json.loads(keeper.stdout.readline()) == {"ready": True}
+        assert json.loads(keeper.stdout.readline())["ready"] is True
         yield keeper
 
 

@@ -102,6 +102,8 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         receiver.supervisor = supervisor
         stack.push_async_callback(supervisor.close)
         await supervisor.start()
+        if not supervisor.reads_natively:
+            metrics.fallbacks.labels("interpreted_reads").inc()
         keeper = KeeperClient(socket)
         residency = ResidencyReporter(keeper, catalog, driver)
         stack.push_async_callback(residency.close)

@@ -74,6 +74,7 @@ class Supervisor:
         self._errors = errors
         self.seats = [WorkerSeat(index, WorkerId(f"w{index}")) for index in range(num_workers)]
         self._keeper: Process | None = None
+        self.reads_natively = True  #: False: the keeper has no C compiler, and its interpreter reads chunks
         self._is_keeper_ready = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -179,6 +180,7 @@ class Supervisor:
         if "error" in answer:
             await _end(self._keeper)
             raise error_of(answer["error"], answer["reason"])
+        self.reads_natively = bool(answer["reads_natively"])
         self._is_keeper_ready.set()
 
     async def _keep_keeper(self) -> None:

@@ -21,6 +21,7 @@ from hearth.errors import HearthError
 from hearth.messages import KeeperSetup
 from hearth.store.die_with_parent import die_with_parent
 from hearth.store.lender import Lender
+from hearth.store.read_hashed import is_native
 from hearth.store.tiers import Tiers
 
 
@@ -41,7 +42,7 @@ def main() -> int:
         except HearthError as error:
             _say({"error": error.label, "reason": str(error)})
             return 1
-        _say({"ready": True})
+        _say({"ready": True, "reads_natively": is_native()})
         sys.stdin.buffer.read()  # until whoever started this is gone, or has had enough
     return 0
 

@@ -1,6 +1,6 @@
 """The books of a tier of equal cells: which chunk is in which cell, and who needs it to stay there.
 
-Touches no memory: a cell is a number here, a chunk is a digest, and the bytes are the tier's.
+Touches no memory: a cell is a number here, a chunk is its identity, and the bytes are the tier's.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ChunkBook:
         #: Free cells, a heap.
         self._free = list(range(num_cells))
         #: The cell of every chunk that is filling, leased or idle.
-        self._cell_by_digest: dict[str, int] = {}
+        self._cell_by_chunk: dict[str, int] = {}
         self._filling: set[str] = set()
         #: How many hold each leased chunk; at least 1.
         self._leases: dict[str, int] = {}
@@ -78,85 +78,85 @@ class ChunkBook:
     def num_resident(self) -> int:
         return len(self._leases) + len(self._idle)
 
-    def is_resident(self, digest: str) -> bool:
-        return digest in self._cell_by_digest and digest not in self._filling
+    def is_resident(self, chunk_id: str) -> bool:
+        return chunk_id in self._cell_by_chunk and chunk_id not in self._filling
 
-    def leases(self, digest: str) -> int:
+    def leases(self, chunk_id: str) -> int:
         """Return how many hold the chunk; 0 for one that is idle, filling or absent."""
-        return self._leases.get(digest, 0)
+        return self._leases.get(chunk_id, 0)
 
-    def take(self, digest: str, price: Callable[[str], Price]) -> Hit | Fill | Pending | Full:
+    def take(self, chunk_id: str, price: Callable[[str], Price]) -> Hit | Fill | Pending | Full:
         """Lease a chunk that is resident, or find a cell for it.
 
         That is the lowest free cell, else that of the idle chunk that is next in the `EvictionOrder`.
         """
-        if digest in self._filling:
+        if chunk_id in self._filling:
             return Pending()
-        if digest in self._cell_by_digest:
-            self._leave_idle(digest)
-            self._leases[digest] = self.leases(digest) + 1
-            return Hit(self._cell_by_digest[digest])
+        if chunk_id in self._cell_by_chunk:
+            self._leave_idle(chunk_id)
+            self._leases[chunk_id] = self.leases(chunk_id) + 1
+            return Hit(self._cell_by_chunk[chunk_id])
         evicted = None if self._free else self._evict(price)
         if not self._free:
             return Full()
         cell = heapq.heappop(self._free)
-        self._cell_by_digest[digest] = cell
-        self._filling.add(digest)
+        self._cell_by_chunk[chunk_id] = cell
+        self._filling.add(chunk_id)
         return Fill(cell, evicted)
 
-    def filled(self, digest: str) -> None:
+    def filled(self, chunk_id: str) -> None:
         """Note that the cell holds the chunk now. Whoever filled it has the first lease."""
-        assert digest in self._filling, f"nobody was filling a cell with chunk `{digest}`"
-        self._filling.remove(digest)
-        self._leases[digest] = 1
+        assert chunk_id in self._filling, f"nobody was filling a cell with chunk `{chunk_id}`"
+        self._filling.remove(chunk_id)
+        self._leases[chunk_id] = 1
 
-    def failed(self, digest: str) -> None:
+    def failed(self, chunk_id: str) -> None:
         """Free the cell of a chunk whose bytes did not arrive."""
-        assert digest in self._filling, f"nobody was filling a cell with chunk `{digest}`"
-        self._filling.remove(digest)
-        self._vacate(digest)
+        assert chunk_id in self._filling, f"nobody was filling a cell with chunk `{chunk_id}`"
+        self._filling.remove(chunk_id)
+        self._vacate(chunk_id)
 
-    def release(self, digest: str) -> None:
+    def release(self, chunk_id: str) -> None:
         """Give a lease back. After the last one the chunk is idle, or gone where none is kept."""
-        assert digest in self._leases, f"released more often than taken: chunk `{digest}`"
-        self._leases[digest] -= 1
-        if self._leases[digest] == 0:
-            del self._leases[digest]
+        assert chunk_id in self._leases, f"released more often than taken: chunk `{chunk_id}`"
+        self._leases[chunk_id] -= 1
+        if self._leases[chunk_id] == 0:
+            del self._leases[chunk_id]
             if self._keeps_idle:
-                self._idle.add(digest)
+                self._idle.add(chunk_id)
             else:
-                self._vacate(digest)
+                self._vacate(chunk_id)
 
-    def drop(self, digest: str) -> bool:
+    def drop(self, chunk_id: str) -> bool:
         """Forget an idle chunk. Returns False if it is leased, filling or absent."""
-        if digest not in self._idle:
+        if chunk_id not in self._idle:
             return False
-        self._leave_idle(digest)
-        self._vacate(digest)
+        self._leave_idle(chunk_id)
+        self._vacate(chunk_id)
         return True
 
     def check(self) -> None:
         """Raise if a cell is owned twice or lost, or a chunk is not exactly one of filling, leased, idle."""
-        owned = sorted([*self._free, *self._cell_by_digest.values()])
+        owned = sorted([*self._free, *self._cell_by_chunk.values()])
         assert owned == list(range(self.capacity)), (
             f"cells must be 0..{self.capacity - 1}, each once: {owned}"
         )
         states = sorted([*self._filling, *self._leases, *self._idle])
-        assert states == sorted(self._cell_by_digest), f"{states=} {sorted(self._cell_by_digest)=}"
-        wrong = {digest: count for digest, count in self._leases.items() if count < 1}
+        assert states == sorted(self._cell_by_chunk), f"{states=} {sorted(self._cell_by_chunk)=}"
+        wrong = {chunk_id: count for chunk_id, count in self._leases.items() if count < 1}
         assert not wrong, f"leased chunks without a lease: {wrong}"
-        lost = [digest for digest in self._order if digest not in self._idle]
+        lost = [chunk_id for chunk_id in self._order if chunk_id not in self._idle]
         assert not lost, f"to be evicted, but not idle: {lost}"
 
     def _evict(self, price: Callable[[str], Price]) -> str | None:
-        digest = self._order.pop(self._idle, price)
-        if digest is not None:
-            self.drop(digest)
-        return digest
+        chunk_id = self._order.pop(self._idle, price)
+        if chunk_id is not None:
+            self.drop(chunk_id)
+        return chunk_id
 
-    def _leave_idle(self, digest: str) -> None:
-        self._idle.discard(digest)
-        self._order.discard(digest)
+    def _leave_idle(self, chunk_id: str) -> None:
+        self._idle.discard(chunk_id)
+        self._order.discard(chunk_id)
 
-    def _vacate(self, digest: str) -> None:
-        heapq.heappush(self._free, self._cell_by_digest.pop(digest))
+    def _vacate(self, chunk_id: str) -> None:
+        heapq.heappush(self._free, self._cell_by_chunk.pop(chunk_id))

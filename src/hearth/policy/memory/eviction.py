@@ -25,20 +25,20 @@ def tail_first(cost: float, position: int) -> Price:
 
 
 def cheapest_first(
-    digests: Iterable[str], price: Callable[[str], Price], max_digests: int | None = None
+    chunk_ids: Iterable[str], price: Callable[[str], Price], max_chunks: int | None = None
 ) -> list[str]:
-    """The eviction order, or its first `max_digests`. Equal prices go by digest, so it is always the same."""
+    """The eviction order, or its first `max_chunks`. Equal prices go by identity: always the same."""
 
-    def rank(digest: str) -> tuple[float, int, str]:
-        match price(digest):
+    def rank(chunk_id: str) -> tuple[float, int, str]:
+        match price(chunk_id):
             case (cost, tie):
-                return cost, tie, digest
+                return cost, tie, chunk_id
             case cost:
-                return cost, 0, digest
+                return cost, 0, chunk_id
 
-    if max_digests is None:
-        return sorted(digests, key=rank)
-    return heapq.nsmallest(max_digests, digests, key=rank)
+    if max_chunks is None:
+        return sorted(chunk_ids, key=rank)
+    return heapq.nsmallest(max_chunks, chunk_ids, key=rank)
 
 
 class EvictionOrder:
@@ -65,8 +65,8 @@ class EvictionOrder:
             del self._order[cheapest]
         return cheapest
 
-    def discard(self, digest: str) -> None:
-        self._order.pop(digest, None)
+    def discard(self, chunk_id: str) -> None:
+        self._order.pop(chunk_id, None)
 
 
 @dataclass(frozen=True, slots=True)
