@@ -21,7 +21,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -32,10 +31,9 @@ from hearth.control.registry import Deployed, Registry, check_name, name_taken
 from hearth.control.sources import HubSource, PathSource, UrlSource, default_name, download, parse_source
 from hearth.errors import BadCheckpoint, HearthError
 from hearth.policy.fleet.footprint import Facts
+from hearth.store.manifest import WEIGHTS, Manifest, read_manifest
+from hearth.store.tiers import Tiers
 from hearth.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:  # loads torch, which takes seconds: an order that cannot be carried out is refused before
-    from hearth.store.manifest import Manifest
 
 #: The time between two reports of progress.
 _REPORT_EVERY_S = 0.1
@@ -91,8 +89,6 @@ def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) ->
 
 
 def facts_of(manifest: Manifest, tokenizer: Tokenizer) -> Facts:
-    from hearth.store.manifest import Manifest
-
     arch = manifest.arch
     # A description of the same model in float32 knows how many bytes that takes.
     wide = Manifest.of(arch, "float32", manifest.quant, (), manifest.chunk_bytes, {})
@@ -119,10 +115,8 @@ def _refuse_taken(name: str, overwrite: bool, data_dir: DataDir) -> None:
 
 
 def _fetch(url: str, data_dir: DataDir, on_progress: OnProgress) -> _Placed:
-    from hearth.store.tiers import Tiers
-
     on_progress("fetching", 0, 0)
-    tiers = Tiers(StoreConfig(path=str(data_dir.path), host_bytes=_HOST_BYTES))
+    tiers = Tiers(StoreConfig(path=str(data_dir.path), host_bytes=_HOST_BYTES), is_pinned=False)
     try:
         model = tiers.open(url)
     finally:
@@ -131,8 +125,6 @@ def _fetch(url: str, data_dir: DataDir, on_progress: OnProgress) -> _Placed:
 
 
 def _in_place(directory: Path) -> _Placed:
-    from hearth.store.manifest import WEIGHTS, read_manifest
-
     manifest = read_manifest(directory)
     weights = directory / WEIGHTS
     num_bytes = weights.stat().st_size if weights.is_file() else 0
@@ -147,7 +139,7 @@ def _in_place(directory: Path) -> _Placed:
 def _convert(
     path: Path, name: str, order: DeployOrder, data_dir: DataDir, on_progress: OnProgress
 ) -> _Placed:
-    from hearth.store.convert import convert
+    from hearth.store.convert import convert  # loads torch, which takes seconds and not every order needs
 
     _check_tokenizer(path)
     place = data_dir.models_path / f"{name}-{secrets.token_hex(4)}"
@@ -163,7 +155,7 @@ def _convert(
 
 def _check_tokenizer(path: Path) -> None:
     """Read the tokenizer before all the converting: a model without one is of no use here."""
-    from hearth.store.convert import open_source
+    from hearth.store.convert import open_source  # loads torch, as above
 
     with open_source(path) as source:
         if path.is_dir():
