@@ -62,9 +62,8 @@ def test_workers_share_the_usable_cores_and_each_has_one(
     assert Devices("cpu", (0,), num_workers).threads_per_worker == num_threads
 
 
-def test_none_of_what_gateway_keeper_and_deployer_import_loads_torch() -> None:
+def test_none_of_what_gateway_and_deployer_import_loads_torch() -> None:
     modules = (
-        *("store.keeper", "store.keeper_client"),
         *("config", "control.datadir", "control.registry", "control.keys", "control.devices"),
         *("control.deploy", "control.deployer", "control.sources", "policy.fleet.footprint"),
     )

@@ -245,7 +245,8 @@ def serving(data_dir: Path, *flags: str) -> Iterator[Service]:
     except BaseException:
         service.abandon()
         raise
-    assert service.stop() == 0
+    code = service.stop()
+    assert code == 0, f"the service ended with code {code}:\n{service.tail()}"
 
 
 def hearth(*argv: str) -> list[str]:
