@@ -1,20 +1,36 @@
-"""Cores by affinity and cgroups, read from trees like the kernel's; how threads are told to wait."""
+"""Cores by affinity and cgroups, read from trees like the kernel's; how threads wait."""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from hearth import cpus
-from hearth.cpus import WaitPolicy, num_usable_cores, set_wait_policy
+from hearth.cpus import WaitPolicy, num_usable_cores, queued_s, set_wait_policy
 
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+#: Loads what of torch brings its OpenMP, as importing torch does, in a fifth of the time.
+LOADS_OPENMP = """
+from ctypes import CDLL
+from importlib.util import find_spec
+from pathlib import Path
+CDLL(str(Path(find_spec("torch").origin).parent / "lib" / "libtorch_cpu.so"))
+"""
+#: Works for as long as its input is open, on the core that its argument names.
+WORKS = """
+import os, select, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
+while not select.select([0], [], [], 0)[0]:
+    sum(range(10_000))
+"""
 
 
 class Kernel:
@@ -174,7 +190,11 @@ def test_spinning_that_nobody_chose_is_logged_once(
 
 @pytest.mark.parametrize(
     ("code", "sleeps"),
-    [("import hearth, torch", True), ("from hearth import LLM", True), ("import torch, hearth", False)],
+    [
+        pytest.param(f"import hearth\n{LOADS_OPENMP}", True, id="hearth first"),
+        pytest.param("from hearth import LLM", True, id="hearth alone"),
+        pytest.param(f"{LOADS_OPENMP}\nimport hearth", False, id="torch first"),
+    ],
 )
 def test_openmp_sleeps_in_a_process_that_imports_hearth_before_torch(code: str, sleeps: bool) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in PASSIVE}
@@ -208,3 +228,30 @@ def test_a_mount_point_with_a_blank_is_found(kernel: Kernel) -> None:
     kernel.has("0::/a\n", V2.replace("@/cgroup", "@/c\\040group"))
     kernel.write("c group/a/cpu.max", "300000 100000")
     assert kernel.num_cores == 3
+
+
+def test_of_two_processes_at_work_on_one_core_each_waits_for_it() -> None:
+    core = str(min(os.sched_getaffinity(0)))
+    command = [sys.executable, "-c", WORKS, core]
+    working = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(2)]
+    try:
+        while not all((queued_s(process.pid) or 0.0) > 0.05 for process in working):
+            assert all(process.poll() is None for process in working)
+            time.sleep(0.02)
+    finally:
+        for process in working:
+            process.communicate()
+
+
+def test_a_process_that_is_stopped_waits_for_no_core_and_one_that_is_gone_has_none() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        before_s = queued_s(process.pid)
+        time.sleep(0.1)
+        assert queued_s(process.pid) == before_s
+    finally:
+        process.kill()
+        process.communicate()
+    assert queued_s(process.pid) is None

@@ -18,7 +18,8 @@ from hearth.engine.engine import Engine, StepOutcome
 from hearth.memory.pool import EvictionTermsOf, Pool, Shape, Space
 from hearth.messages import HostModel
 from hearth.models.arch import Arch
-from hearth.models.layout import ALIGNMENT_BYTES, DTYPES, Layout, TensorSpec, layout_of
+from hearth.models.dtypes import DTYPES
+from hearth.models.layout import ALIGNMENT_BYTES, Layout, TensorSpec, layout_of
 from hearth.models.weights import Weights, bind
 from hearth.store.manifest import Chunk, Manifest, digest_of
 from hearth.types import Hold, ModelId

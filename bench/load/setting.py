@@ -115,7 +115,9 @@ class Setting:
     @cached_property
     def bytes_per_s(self) -> float:
         """Return the rate from pinned memory to the device, in one copy."""
-        return to_device_bytes_per_s(self.buffer.tensor(0, self.scale.pinned_bytes), self.device)
+        return to_device_bytes_per_s(
+            torch.frombuffer(self.buffer.memory(0, self.scale.pinned_bytes), dtype=torch.uint8), self.device
+        )
 
     def bound_s(self, num_bytes: int) -> float:
         return num_bytes / self.bytes_per_s

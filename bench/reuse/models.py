@@ -179,7 +179,7 @@ class Library:
         for index in model.manifest.chunks_of(part):
             whole = model.manifest.chunk_range(index)
             low, high = max(part.begin, whole.begin), min(part.end, whole.end)
-            data = self.segment.tensor(model.cells[index], whole.end - whole.begin)
+            data = cell_tensor(self.segment, model.cells[index], whole.end - whole.begin)
             yield Stored(low, data[low - whole.begin : high - whole.begin])
 
     def _filled(self, sizes: Sequence[int]) -> list[int]:
@@ -190,7 +190,7 @@ class Library:
         noise = torch.empty(self.segment.cell_bytes // 8, dtype=torch.int64, device=self._device)
         for cell, size in zip(cells, sizes, strict=True):
             noise.random_(generator=self._generator)
-            self.segment.tensor(cell, size).copy_(noise.view(torch.uint8)[:size])
+            cell_tensor(self.segment, cell, size).copy_(noise.view(torch.uint8)[:size])
         return cells
 
     def _enter(self, name: str, arch: Arch, cells: Sequence[int]) -> LibraryModel:
@@ -239,13 +239,18 @@ class HostStream:
                 raise LoadCancelled(f"the load of `{self._model.id}` was called off")
             part, cell = self._model.manifest.chunk_range(index), self._model.cells[index]
             self._prepare(part)
-            yield HostChunk(index, self._segment.tensor(cell, part.end - part.begin), cell, None)
+            yield HostChunk(index, self._segment.memory(cell, part.end - part.begin), cell, None)
 
     def release(self, *chunks: HostChunk) -> None:
         pass
 
     def cancel(self) -> None:
         self._is_cancelled = True
+
+
+def cell_tensor(segment: Segment, cell: int, num_bytes: int) -> torch.Tensor:
+    """View the first bytes of a cell as a tensor."""
+    return torch.frombuffer(segment.memory(cell, num_bytes), dtype=torch.uint8)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from bench.reuse.setting import Aim, Part, Setting
 from bench.reuse.worker import WorkerClient, working
 from hearth.engine.assemble import ModelSpec, workspace_bytes
 from hearth.messages import DropModel, HostModel, ModelLoaded, RetireModel, StepDone
-from hearth.models.layout import DTYPES
+from hearth.models.dtypes import DTYPES
 from hearth.store.manifest import read_manifest
 from hearth.types import ModelId
 

@@ -1,4 +1,4 @@
-"""How many cores this process may use, and how its threads wait. Starts no thread.
+"""How many cores this process may use, how its threads wait, and how long for a core. Starts no thread.
 
 Between two parallel regions OpenMP's threads spin for a while, in the hope that the next one is near. Alone
 on a machine that gains a few percent; beside a busy process it takes cores from those that work, and then
@@ -70,6 +70,15 @@ def num_usable_cores(proc: Path = Path("/proc/self")) -> int:
     """
     limits = [-(-limit.quota_us // limit.period_us) for limit in _limits(proc)]
     return max(1, min([len(os.sched_getaffinity(0)), *limits]))
+
+
+def queued_s(pid: int) -> float | None:
+    """Return how long the main thread of a process has been ready to run without a core to run on, so far.
+
+    None for a process that is gone, and where the kernel does not count it.
+    """
+    words = " ".join(_lines(Path(f"/proc/{pid}/schedstat"))).split()
+    return int(words[1]) / 1e9 if len(words) == 3 and words[1].isdecimal() else None
 
 
 @dataclass(frozen=True, slots=True)

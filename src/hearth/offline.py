@@ -21,7 +21,8 @@ from hearth.engine.assemble import ModelSpec, allocate, assemble
 from hearth.engine.engine import Engine
 from hearth.errors import DeviceError, ModelError
 from hearth.models.arch import Arch
-from hearth.models.layout import DTYPES, Layout, layout_of
+from hearth.models.dtypes import DTYPES
+from hearth.models.layout import Layout, layout_of
 from hearth.models.pack import checkpoint_dtype, pack
 from hearth.models.weights import bind, contiguous_places
 from hearth.store.convert import open_source

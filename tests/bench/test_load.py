@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from bench.load import __main__ as load
+from bench.load import chunks
 from bench.load.contest import turns
 from bench.load.models import recut, write_checkpoint
 from bench.load.parts import PARTS
@@ -19,32 +21,36 @@ from hearth.store.convert import convert
 from hearth.store.manifest import WEIGHTS, read_manifest
 from hearth.store.verify import verify
 
-ROOT = Path(__file__).parents[2]
+Quick = Callable[[Callable[[], None]], dict[str, Any]]
 ROW = {"measure", "unit", "value", "bound", "aim", "peers", "is_comparable"}
 
 
-def quick(name: str) -> dict[str, Any]:
-    run = subprocess.run(
-        [sys.executable, "-m", name, "--quick"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    result: dict[str, Any] = json.loads(run.stdout)
-    assert all(set(row) == ROW and row["value"] > 0 for row in result["rows"])
-    assert len({row["measure"] for row in result["rows"]}) == len(result["rows"])
-    return result
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Quick:
+    """Run a benchmark as its command does, but in this process, which has torch already."""
+
+    def run(main: Callable[[], None]) -> dict[str, Any]:
+        monkeypatch.setattr(sys, "argv", ["bench", "--quick"])
+        main()
+        result: dict[str, Any] = json.loads(capsys.readouterr().out)
+        assert all(set(row) == ROW and row["value"] > 0 for row in result["rows"])
+        assert len({row["measure"] for row in result["rows"]}) == len(result["rows"])
+        return result
+
+    return run
 
 
 @pytest.mark.slow
-def test_every_part_of_the_benchmark_runs_and_gives_rows_for_the_table() -> None:
-    result = quick("bench.load")
+def test_every_part_of_the_benchmark_runs_and_gives_rows_for_the_table(quick: Quick) -> None:
+    result = quick(load.main)
 
     assert list(result["results"]) == list(PARTS)
     assert any("safetensors" in name for row in result["rows"] for name in row["peers"])
 
 
 @pytest.mark.slow
-def test_the_curve_over_chunk_sizes_has_two_rows_for_each() -> None:
-    assert len(quick("bench.load.chunks")["rows"]) == 2 * len(QUICK.chunk_sizes)
+def test_the_curve_over_chunk_sizes_has_two_rows_for_each(quick: Quick) -> None:
+    assert len(quick(chunks.main)["rows"]) == 2 * len(QUICK.chunk_sizes)
 
 
 def test_every_round_of_a_contest_begins_with_another_one_and_changes_neighbours() -> None:

@@ -62,10 +62,10 @@ def test_workers_share_the_usable_cores_and_each_has_one(
     assert Devices("cpu", (0,), num_workers).threads_per_worker == num_threads
 
 
-def test_none_of_what_the_gateway_imports_loads_torch() -> None:
+def test_none_of_what_gateway_and_deployer_import_loads_torch() -> None:
     modules = (
         *("config", "control.datadir", "control.registry", "control.keys", "control.devices"),
-        *("control.deploy", "control.sources", "policy.fleet.footprint"),
+        *("control.deploy", "control.deployer", "control.sources", "policy.fleet.footprint"),
     )
     imports = "; ".join(f"import hearth.{module}" for module in modules)
     code = f"{imports}; import sys; assert 'torch' not in sys.modules"

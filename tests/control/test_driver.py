@@ -359,3 +359,22 @@ def test_a_lost_worker_keeps_nobody_waiting(data_dir: DataDir, deployed: Deploye
         assert (await asyncio.wait_for(looking, 60.0)).models == ()
 
     with_rig(data_dir, scene)
+
+
+def test_a_driver_that_is_closed_does_not_wake_up_when_its_journal_is_closed_too(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        faults: list[dict[str, object]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
+        link = rig.join()
+        stream = await rig.gateway.submit(replace(ask(), keep_alive_s=0.01))
+        loaded(rig, link)
+        emit(rig, link, 5, finished=True)
+        assert rig.gateway.explain(stream.request_id) is not None
+        rig.driver.close()
+        rig.journal.close()
+        await asyncio.sleep(0.05)
+        assert faults == []
+
+    with_rig(data_dir, scene)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -137,3 +139,29 @@ def test_a_thread_that_dies_takes_the_process_along() -> None:
     ended = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert "service_broken part=fact_decoder error=TypeError" in ended.stderr
+
+
+def test_nothing_is_delivered_once_it_is_closed() -> None:
+    """A service that stops closes its journal, where the end of a worker's connection would be written."""
+    delivered: list[DecodedFact] = []
+
+    class Handed(asyncio.SelectorEventLoop):
+        """A loop that tells when it was handed a call from another thread."""
+
+        has_been_handed = threading.Event()
+
+        def call_soon_threadsafe(self, *args: Any, **kwargs: Any) -> asyncio.Handle:
+            handle = super().call_soon_threadsafe(*args, **kwargs)
+            self.has_been_handed.set()
+            return handle
+
+    async def scene() -> None:
+        decoder = FactDecoder(asyncio.get_running_loop(), {}, delivered.append)
+        decoder.left(Nobody())  # type: ignore[arg-type] # nobody looks at it
+        assert Handed.has_been_handed.wait(60)
+        decoder.close()
+        await asyncio.sleep(0)
+
+    with asyncio.Runner(loop_factory=Handed) as runner:
+        runner.run(scene())
+    assert delivered == []

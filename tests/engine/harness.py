@@ -15,8 +15,9 @@ from hearth.config import EngineConfig
 from hearth.engine.assemble import Memory, ModelSpec, assemble
 from hearth.engine.engine import Engine
 from hearth.errors import HearthError
+from hearth.models.dtypes import DTYPES
 from hearth.models.families import read_arch
-from hearth.models.layout import DTYPES, layout_of
+from hearth.models.layout import layout_of
 from hearth.models.weights import bind, contiguous_places
 from hearth.policy.batch.plan import Admission, EngineRequest, StepPlan
 from hearth.types import FinishReason, RequestId, SamplingParams

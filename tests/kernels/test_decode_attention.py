@@ -112,15 +112,16 @@ def test_blocks_past_the_32_bit_offset_are_written_and_read(heads: Heads) -> Non
 @pytest.mark.parametrize("device", DEVICES)
 def test_same_bits_whichever_split_finishes_last(device: str) -> None:
     heads = Heads(8, 4, 64)
-    # The interpreter takes its time, and one split after the other.
-    lengths = [700, 650, 1, 64] if device == "cuda" else [150, 130, 1, 64]
+    # The interpreter takes its time, and one split after the other: a second launch shows that the first has
+    # left everything as it was, and a third would show nothing more.
+    lengths, num_launches = ([700, 650, 1, 64], 3) if device == "cuda" else ([150, 130, 1, 64], 2)
     cache = Paged.build(lengths, heads, device, torch.float16)
     cache.fill(lengths)
     positions = torch.tensor(lengths, dtype=torch.int32, device=device) - 1
     qkv = random(4, 16 * 64, device=device, dtype=torch.float16)
     scratch = scratch_for(4, heads, device)
     outs = []
-    for _ in range(3):
+    for _ in range(num_launches):
         out = torch.empty(4, 8 * 64, device=device, dtype=torch.float16)
         decode_attention_triton(
             qkv, heads, cache.rows(positions), cache.kv,
@@ -128,5 +129,4 @@ def test_same_bits_whichever_split_finishes_last(device: str) -> None:
         )  # fmt: skip
         outs.append(out)
 
-    assert torch.equal(outs[0], outs[1])
-    assert torch.equal(outs[0], outs[2])
+    assert all(torch.equal(outs[0], out) for out in outs[1:])

@@ -18,7 +18,8 @@ from hearth.memory.arena_tenant import BATCH_BLOCKS
 from hearth.memory.placement import Packer
 from hearth.memory.pool import EvictionTerms, Pool, Shape, Space
 from hearth.memory.regions import aligned
-from hearth.models.layout import ALIGNMENT_BYTES, STORED_DTYPES, Layout, TensorSpec
+from hearth.models.dtypes import STORED_DTYPES
+from hearth.models.layout import ALIGNMENT_BYTES, Layout, TensorSpec
 from hearth.models.weights import TensorPlace
 from hearth.policy.memory.packing import Item, Packing, Region, merge_all, pack
 from hearth.types import Digest, Hold, ModelId

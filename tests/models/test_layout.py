@@ -5,8 +5,9 @@ from itertools import pairwise
 import pytest
 
 from hearth.errors import DeviceError
+from hearth.models.dtypes import DTYPES, STORED_DTYPES
 from hearth.models.families import arch_from_config, read_arch
-from hearth.models.layout import ALIGNMENT_BYTES, QUANTS, layout_of
+from hearth.models.layout import ALIGNMENT_BYTES, COMPUTED_DTYPES, QUANTS, STORED_ITEM_BYTES, layout_of
 from tests.models.zoo import VARIANTS, build
 
 TINY = {"num_hidden_layers": 2, "vocab_size": 10, "hidden_size": 8, "num_attention_heads": 2}
@@ -23,6 +24,11 @@ def test_tensors_are_aligned_and_do_not_overlap(name: str, quant: str) -> None:
         a.offset + a.nbytes <= b.offset < a.offset + a.nbytes + 4096 for a, b in pairwise(layout.tensors)
     )
     assert layout.num_bytes == layout.tensors[-1].end
+
+
+def test_dtypes_have_the_sizes_that_torch_gives_them() -> None:
+    assert {name: dtype.itemsize for name, dtype in STORED_DTYPES.items()} == STORED_ITEM_BYTES
+    assert tuple(DTYPES) == COMPUTED_DTYPES
 
 
 def test_order_is_that_of_the_forward_pass() -> None:

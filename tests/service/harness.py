@@ -30,6 +30,8 @@ T = TypeVar("T")
 PATIENCE_S = 120.0
 #: Between two looks at something that has no event to wait for.
 LOOK_S = 0.02
+#: The same for workers, which take seconds to start: the looks would take a good part of a core from them.
+START_LOOK_S = 0.1
 #: Small engines: most of a tiny model's memory would otherwise be its workspace.
 SMALL = ("--set", "engine.max_seqs=16", "--set", "engine.max_batch_tokens=256")
 
@@ -39,15 +41,15 @@ Json = dict[str, "Json"] | list["Json"] | str | int | float | bool | None
 running_services: list[Service] = []
 
 
-def eventually(what: str, look: Callable[[], T | None], within_s: float = PATIENCE_S) -> T:
+def eventually(what: str, look: Callable[[], T | None], every_s: float = LOOK_S) -> T:
     """What `look` returns, once that is something true."""
-    deadline_s = time.monotonic() + within_s
+    deadline_s = time.monotonic() + PATIENCE_S
     while True:
         if found := look():
             return found
         if time.monotonic() > deadline_s:
-            raise AssertionError(f"{what}: not within {within_s:g} s")
-        time.sleep(LOOK_S)
+            raise AssertionError(f"{what}: not within {PATIENCE_S:g} s")
+        time.sleep(every_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,7 @@ class Service:
                 return False
             return bool(health["status"] == "ok" and health["num_ready_workers"] == health["num_workers"])
 
-        eventually("all workers are ready", are_ready)
+        eventually("all workers are ready", are_ready, START_LOOK_S)
 
     def worker_of(self, model: str) -> psutil.Process:
         """The process that holds a model."""
@@ -246,7 +248,8 @@ def serving(data_dir: Path, *flags: str) -> Iterator[Service]:
     except BaseException:
         service.abandon()
         raise
-    assert service.stop() == 0
+    code = service.stop()
+    assert code == 0, f"the service ended with code {code}:\n{service.tail()}"
 
 
 def hearth(*argv: str) -> list[str]:

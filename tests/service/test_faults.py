@@ -18,7 +18,7 @@ import pytest
 from openai.types import Completion
 
 from tests.service.checkpoints import write_tiny
-from tests.service.harness import SMALL, Service, Shelf, eventually, serving
+from tests.service.harness import PATIENCE_S, SMALL, Service, Shelf, eventually, serving
 from tests.store.bad_server import Exchange, well
 from tests.store.stored import flip
 from tests.store.stored import serving as serving_files
@@ -127,7 +127,7 @@ def disturbed_streams(service: Service, signal_number: int) -> list[Told]:
             threads.submit(stream, service, n, options, event)
             for n, (options, event) in enumerate(zip(STREAMS, begun, strict=True))
         ]
-        assert all(event.wait(60) for event in begun)
+        assert all(event.wait(PATIENCE_S) for event in begun)
         service.worker_of("tiny-a").send_signal(signal_number)
         return [job.result() for job in jobs]
 
@@ -272,12 +272,13 @@ def test_sigterm_lets_streams_finish_and_takes_nothing_new(data_dir: Path) -> No
     service = Service(data_dir, *SMALL, "--memory", "256MiB", "--host-memory", "64MiB")
     children = service.children()
     begun = threading.Event()
-    with ThreadPoolExecutor() as threads:
+    with ThreadPoolExecutor() as threads, service.client() as client:
+        client.models.list()  # so that it is connected, and asks before the stream has ended
         running = threads.submit(stream, service, 1, {"temperature": 0.0, "max_tokens": 1000}, begun)
-        assert begun.wait(60)
+        assert begun.wait(PATIENCE_S)
         service.process.send_signal(signal.SIGTERM)
         eventually("it drains", lambda: service.http.get("/health").json()["status"] == "draining")
-        with service.client() as client, pytest.raises(openai.InternalServerError) as caught:
+        with pytest.raises(openai.InternalServerError) as caught:
             client.completions.create(model="tiny-a", prompt="Hi", max_tokens=1)
         assert caught.value.status_code == 503
         told = running.result()

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from hearth.control import keys
-from tests.service.harness import SMALL, Service, Shelf, run_hearth, serving
+from tests.service.harness import PATIENCE_S, SMALL, Service, Shelf, run_hearth, serving
 
 pytestmark = pytest.mark.e2e
 
@@ -26,7 +26,7 @@ class Guarded:
 
     def http(self, key: str | None) -> httpx.Client:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        return httpx.Client(base_url=self.service.url, headers=headers, trust_env=False, timeout=30)
+        return httpx.Client(base_url=self.service.url, headers=headers, trust_env=False, timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")

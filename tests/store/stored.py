@@ -235,7 +235,7 @@ def consume(fetch: Fetch) -> bytes:
     """All that the load delivers, each chunk given back when it was copied."""
     data = bytearray()
     for chunk in fetch:
-        data += chunk.data.numpy().tobytes()
+        data += chunk.data
         fetch.release(chunk)
     return bytes(data)
 

@@ -138,8 +138,8 @@ def test_dies_with_whoever_started_it_even_when_it_does_not_listen() -> None:
         assert parent.stdout.read() == b""  # the other end of the pipe is the keeper's too: it is gone
 
 
-def test_the_client_does_without_torch() -> None:
-    code = "import sys, hearth.store.keeper_client; print('torch' in sys.modules)"
+def test_keeper_and_client_do_without_torch() -> None:
+    code = "import sys, hearth.store.keeper, hearth.store.keeper_client; print('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     printed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment

@@ -168,7 +168,7 @@ borrowed = borrower.open(model)
 loan = borrower.fetch(borrowed, range(len(borrowed.manifest.chunks)))
 total = 0
 for number, chunk in enumerate(loan):
-    total += int(chunk.data.long().sum())
+    total += sum(chunk.data)
     if how == "some" and number == 2:
         print("holding", flush=True)
         time.sleep(600)

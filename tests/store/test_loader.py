@@ -52,8 +52,7 @@ class Hand(SimpleQueue[HostChunk | Exception]):
 
     def give(self, *chunks: int) -> None:
         for index in chunks:
-            data = torch.frombuffer(bytearray(self.parts[index]), dtype=torch.uint8)
-            self.put(HostChunk(index, data, cell=0, delivery=None))
+            self.put(HostChunk(index, memoryview(bytearray(self.parts[index])), cell=0, delivery=None))
 
     def opened(self, chunks: Sequence[int]) -> Hand:
         self.wanted = list(chunks)

@@ -33,24 +33,25 @@ def segment() -> Iterator[Segment]:
 
 def test_cells_do_not_overlap(segment: Segment) -> None:
     for cell in range(NUM_CELLS):
-        segment.tensor(cell, CELL_BYTES).fill_(cell + 1)
+        segment.memory(cell, CELL_BYTES)[:] = bytes([cell + 1]) * CELL_BYTES
     filled = [bytes(segment.memory(cell, CELL_BYTES)) for cell in range(NUM_CELLS)]
     assert filled == [bytes([cell + 1]) * CELL_BYTES for cell in range(NUM_CELLS)]
 
 
-def test_a_tensor_and_a_view_of_memory_are_the_same_bytes(segment: Segment) -> None:
+def test_two_views_of_a_cell_are_the_same_bytes(segment: Segment) -> None:
     segment.memory(3, 100)[:] = bytes(range(100))
-    assert segment.tensor(3, 50).tolist() == list(range(50))
+    assert bytes(segment.memory(3, 50)) == bytes(range(50))
 
 
 @pytest.mark.parametrize(("cell", "num_bytes"), [(-1, 1), (NUM_CELLS, 1), (0, CELL_BYTES + 1), (0, -1)])
 def test_there_is_nothing_outside_a_cell(segment: Segment, cell: int, num_bytes: int) -> None:
     with pytest.raises(AssertionError, match="cell"):
-        segment.tensor(cell, num_bytes)
+        segment.memory(cell, num_bytes)
 
 
 def test_cells_lie_on_pages_for_direct_reads(segment: Segment) -> None:
-    assert [segment.tensor(cell, 1).data_ptr() % 4096 for cell in range(NUM_CELLS)] == [0] * NUM_CELLS
+    views = [torch.frombuffer(segment.memory(cell, 1), dtype=torch.uint8) for cell in range(NUM_CELLS)]
+    assert [view.data_ptr() % 4096 for view in views] == [0] * NUM_CELLS
 
 
 def test_memory_that_nobody_touched_costs_nothing() -> None:
@@ -74,21 +75,22 @@ def test_what_is_given_back_is_nobodys_memory_and_can_be_used_again() -> None:
 
 
 def test_another_process_maps_the_same_bytes(segment: Segment) -> None:
-    written = torch.arange(CELL_BYTES).to(torch.uint8)
-    segment.tensor(1, CELL_BYTES).copy_(written)
+    written = bytes(number % 251 for number in range(CELL_BYTES))
+    segment.memory(1, CELL_BYTES)[:] = written
     seen = subprocess.run(
         [sys.executable, "-c", OTHER_PROCESS, str(segment.fd)],
         pass_fds=[segment.fd],
         capture_output=True,
         check=True,
     )
-    assert seen.stdout == written.numpy().tobytes()
-    assert set(segment.tensor(0, CELL_BYTES).tolist()) == {7}
+    assert seen.stdout == written
+    assert set(segment.memory(0, CELL_BYTES)) == {7}
 
 
 def test_a_view_outlives_the_segment() -> None:
     segment = Segment.create(NUM_CELLS, CELL_BYTES)
-    tensor, memory = segment.tensor(2, CELL_BYTES), segment.memory(2, CELL_BYTES)
+    memory = segment.memory(2, CELL_BYTES)
+    tensor = torch.frombuffer(segment.memory(2, CELL_BYTES), dtype=torch.uint8)
     tensor.fill_(9)
     segment.close()
     del segment
@@ -121,10 +123,10 @@ def test_more_memory_than_can_be_had_is_refused() -> None:
 
 def test_touching_its_pages_changes_nothing_in_them() -> None:
     segment = Segment.create(4, 1 << 16)
-    segment.tensor(2, 5).copy_(torch.tensor([1, 2, 3, 4, 5], dtype=torch.uint8))
+    segment.memory(2, 5)[:] = bytes([1, 2, 3, 4, 5])
     segment.touch_in_background()
     segment.wait_pinned()
-    resident = [page for page in range(4) if segment.tensor(page, 1 << 16).any()]
-    written = segment.tensor(2, 5).tolist()
+    resident = [page for page in range(4) if any(segment.memory(page, 1 << 16))]
+    written = list(segment.memory(2, 5))
     segment.close()
     assert (resident, written) == ([2], [1, 2, 3, 4, 5])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hearth.models.layout import STORED_DTYPES
+from hearth.models.dtypes import STORED_DTYPES
 from hearth.store.manifest import WEIGHTS, read_manifest
 from hearth.store.widen_dtype import served_layout, stored_part, widen
 from tests.models.zoo import VARIANTS

@@ -21,7 +21,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -32,11 +31,11 @@ from hearth.control.registry import Deployed, Registry, check_name, name_taken
 from hearth.control.sources import HubSource, PathSource, UrlSource, default_name, downloaded, parse_source
 from hearth.errors import BadCheckpoint, HearthError
 from hearth.policy.fleet.footprint import Facts
+from hearth.store.manifest import WEIGHTS, Manifest, read_manifest
+from hearth.store.tiers import Tiers
 from hearth.store.upstream import Upstream, write_upstream
+from hearth.store.verify import BadFile, verify
 from hearth.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:  # loads torch, which takes seconds: an order that cannot be carried out is refused before
-    from hearth.store.manifest import Manifest
 
 #: The time between two reports of progress.
 _REPORT_EVERY_S = 0.1
@@ -99,8 +98,6 @@ def carry_out(order: DeployOrder, data_dir: DataDir, on_progress: OnProgress) ->
 
 
 def facts_of(manifest: Manifest, tokenizer: Tokenizer) -> Facts:
-    from hearth.store.manifest import Manifest
-
     arch = manifest.arch
     # A description of the same model in float32 knows how many bytes that takes.
     wide = Manifest.of(arch, "float32", manifest.quant, (), manifest.chunk_bytes, {})
@@ -127,10 +124,8 @@ def _refuse_taken(name: str, overwrite: bool, data_dir: DataDir) -> None:
 
 
 def _fetch(url: str, data_dir: DataDir, on_progress: OnProgress) -> _Placed:
-    from hearth.store.tiers import Tiers
-
     on_progress("fetching", 0, 0)
-    tiers = Tiers(StoreConfig(path=str(data_dir.path), host_bytes=_HOST_BYTES))
+    tiers = Tiers(StoreConfig(path=str(data_dir.path), host_bytes=_HOST_BYTES), is_pinned=False)
     try:
         where = tiers.resolve(url)
         model = tiers.open(where)
@@ -141,9 +136,6 @@ def _fetch(url: str, data_dir: DataDir, on_progress: OnProgress) -> _Placed:
 
 def _in_place(directory: Path, data_dir: DataDir, on_progress: OnProgress) -> _Placed:
     """Check all bytes of a converted model: it came from somewhere, and its manifest came along."""
-    from hearth.store.manifest import WEIGHTS, read_manifest
-    from hearth.store.verify import BadFile, verify
-
     manifest = read_manifest(directory)
     weights = directory / WEIGHTS
     num_bytes = weights.stat().st_size if weights.is_file() else 0
@@ -171,7 +163,7 @@ def _in_place(directory: Path, data_dir: DataDir, on_progress: OnProgress) -> _P
 def _convert(
     path: Path, name: str, order: DeployOrder, data_dir: DataDir, on_progress: OnProgress
 ) -> _Placed:
-    from hearth.store.convert import convert
+    from hearth.store.convert import convert  # loads torch, which takes seconds and not every order needs
 
     _check_tokenizer(path)
     place = data_dir.models_path / f"{name}-{secrets.token_hex(4)}"
@@ -188,7 +180,7 @@ def _convert(
 
 def _check_tokenizer(path: Path) -> None:
     """Read the tokenizer before all the converting: a model without one is of no use here."""
-    from hearth.store.convert import open_source
+    from hearth.store.convert import open_source  # loads torch, as above
 
     with open_source(path) as source:
         if path.is_dir():

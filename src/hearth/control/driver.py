@@ -72,6 +72,11 @@ class Driver:
     def now_s(self) -> float:
         return time.monotonic()  # the loop's own clock counts whole milliseconds
 
+    def close(self) -> None:
+        """Wake up no more: the journal is closed next."""
+        if self._timer is not None:
+            self._timer.cancel()
+
     def add_sink(self, sink: Sink) -> None:
         self._sinks.append(sink)
 

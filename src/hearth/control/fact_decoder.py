@@ -57,6 +57,7 @@ class FactDecoder:
         """`runs`: the requests that are on workers, by run; only read here, one operation at a time."""
         self._loop, self._runs, self._deliver = loop, runs, deliver
         self._inbox: SimpleQueue[tuple[WorkerLink, bytes | None] | None] = SimpleQueue()
+        self._is_closed = False  #: read and written on the event loop
         self._thread = threading.Thread(target=self._run, name="hearth-text", daemon=True)
         self._thread.start()
 
@@ -69,6 +70,8 @@ class FactDecoder:
         self._inbox.put((link, None))
 
     def close(self) -> None:
+        """Stop, and deliver no more, not even what the loop was handed already: who takes it closes next."""
+        self._is_closed = True
         self._inbox.put(None)
         self._thread.join()
 
@@ -118,4 +121,8 @@ class FactDecoder:
 
     def _on_loop(self, call: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(call)
+            self._loop.call_soon_threadsafe(self._call, call)
+
+    def _call(self, call: Callable[[], None]) -> None:
+        if not self._is_closed:
+            call()

@@ -73,6 +73,7 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         metrics = Metrics()
         observer, pools = Observer(metrics), PoolReports()
         driver = Driver(*(Fleet(brain), journal, observer, pools, catalog.host_order, config.engine.max_seqs))
+        stack.callback(driver.close)
         decoder = FactDecoder(asyncio.get_running_loop(), driver.requests.by_run, driver.receive)
         stack.callback(decoder.close)
         encoder = PromptEncoder(service.template_s)

@@ -1,9 +1,10 @@
 """Keeps the processes of this machine alive: the keeper of the store and the workers. Decides no placement.
 
 A worker is pinged at every heartbeat, and its step thread, which alone speaks, answers between two steps. One
-that has said nothing for `max_missed` heartbeats hangs, and is killed. One that dies, for whatever reason, is
-replaced: at once, or after a growing delay if it lived only shortly. The processes end with this one, however
-it ends: their standard input closes, and the kernel kills what does not heed that.
+that has said nothing for `max_missed` heartbeats hangs, and is killed; one that had no core to run on is only
+slow. One that dies, for whatever reason, is replaced: at once, or after a growing delay if it lived only
+shortly. The processes end with this one, however it ends: their standard input closes, and the kernel kills
+what does not heed that.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import msgspec
 
 from hearth.control.crash import end_process
 from hearth.control.worker_link import WorkerLink
+from hearth.cpus import queued_s
 from hearth.errors import HearthError, error_of
 from hearth.messages import KeeperSetup, Ping, Shutdown, WorkerHello, WorkerSetup
 from hearth.types import WorkerId
@@ -43,6 +45,24 @@ class Vigilance:
     start_s: float  #: for a worker to say hello
     heartbeat_s: float  #: between two pings
     max_missed: int
+
+
+@dataclass(slots=True)
+class Silence:
+    """How many heartbeats a worker has said nothing for. Mutable; written by the task that watches it.
+
+    A heartbeat counts less by the part of it that the worker waited for a core: where others keep the machine
+    busy, a healthy worker answers late. A heartbeat that came late itself, for want of a core, counts once.
+    """
+
+    heartbeat_s: float
+    queued_s: float  #: how long the worker has waited for a core, in all of its life
+    num_missed: float = 0.0
+
+    def beat(self, queued_s: float, *, was_heard: bool) -> None:
+        """Count the heartbeat that has just ended."""
+        waited_s, self.queued_s = queued_s - self.queued_s, queued_s
+        self.num_missed = 0.0 if was_heard else self.num_missed + max(0.0, 1.0 - waited_s / self.heartbeat_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -156,19 +176,21 @@ class Supervisor:
             )
             _kill(process)
             return
-        num_missed = num_received = 0
+        if queued_s(process.pid) is None:
+            log.info("fallback silence=with_waits_for_cores worker=%s reason=no_schedstat", seat.worker)
+        silence = Silence(self._vigilance.heartbeat_s, queued_s(process.pid) or 0.0)
+        num_received = 0
         for number in itertools.count(1):
             link = seat.link
             if link is None:
                 return
             link.send(Ping(number))
             await asyncio.sleep(self._vigilance.heartbeat_s)
-            if link.num_received > num_received or link.is_held_back:
-                num_missed, num_received = 0, link.num_received
-                continue
-            num_missed += 1
-            if num_missed >= self._vigilance.max_missed:
-                log.error("worker_killed worker=%s reason=hangs missed=%d", seat.worker, num_missed)
+            was_heard = link.num_received > num_received or link.is_held_back
+            silence.beat(queued_s(process.pid) or silence.queued_s, was_heard=was_heard)
+            num_received = link.num_received
+            if silence.num_missed >= self._vigilance.max_missed:
+                log.error("worker_killed worker=%s reason=hangs missed=%.1f", seat.worker, silence.num_missed)
                 _kill(process)
                 return
 

@@ -12,21 +12,19 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
-
 from hearth.errors import DeviceError
 from hearth.models.arch import Arch
 
 ALIGNMENT_BYTES = 4096
 
 #: The dtypes that a model may be computed in.
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+COMPUTED_DTYPES = ("float32", "float16", "bfloat16")
 
 #: The dtypes that weights of linears are stored as where they are quantised, by the name of the option.
 QUANTS: Mapping[str, str | None] = {"none": None, "int8": "int8", "fp8": "float8_e4m3fn"}
 
-#: The dtypes that a tensor may be stored as.
-STORED_DTYPES = {**DTYPES, "int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
+#: Bytes of one element, for each dtype that a tensor may be stored as.
+STORED_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
 
 #: Modules that multiply by their weight. An embedding is looked up, also where it serves as a tied head.
 LINEARS = frozenset({"embed_in", "qkv", "o", "up", "down", "embed_out", "head"})
@@ -45,7 +43,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * STORED_DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * STORED_ITEM_BYTES[self.dtype]
 
     @property
     def end(self) -> int:
@@ -76,8 +74,8 @@ class Layout:
 
 
 def layout_of(arch: Arch, dtype: str, quant: str = "none") -> Layout:
-    if dtype not in DTYPES:
-        raise DeviceError(f"unknown dtype: `{dtype}`; supported: {', '.join(DTYPES)}")
+    if dtype not in COMPUTED_DTYPES:
+        raise DeviceError(f"unknown dtype: `{dtype}`; supported: {', '.join(COMPUTED_DTYPES)}")
     if quant not in QUANTS:
         raise DeviceError(f"unknown quant: `{quant}`; supported: {', '.join(QUANTS)}")
     specs: list[TensorSpec] = []

@@ -12,7 +12,8 @@ import torch
 
 from hearth.errors import BadCheckpoint
 from hearth.models.arch import Arch
-from hearth.models.layout import DTYPES, QUANTS, STORED_DTYPES, Layout, Shape, TensorSpec
+from hearth.models.dtypes import DTYPES, STORED_DTYPES
+from hearth.models.layout import QUANTS, Layout, Shape, TensorSpec
 from hearth.models.quantize import Quantized, quantize
 from hearth.models.tensor_names import Part, TensorSource, head_copy, sources_of
 
@@ -46,6 +47,10 @@ class PackedTensor:
 
     spec: TensorSpec
     tensor: torch.Tensor
+
+    def memory(self) -> memoryview:
+        """View the tensor's bytes; the view keeps them alive."""
+        return self.tensor.view(torch.uint8).flatten().numpy().data
 
 
 def pack(checkpoint: Checkpoint, arch: Arch, layout: Layout, out: torch.Tensor) -> None:

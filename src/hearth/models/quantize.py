@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from hearth.errors import BadCheckpoint
-from hearth.models.layout import QUANTS, STORED_DTYPES
+from hearth.models.dtypes import STORED_DTYPES
+from hearth.models.layout import QUANTS
 
 #: The number that the largest weight of a row becomes.
 _LARGEST = {"int8": 127.0, "fp8": 448.0}

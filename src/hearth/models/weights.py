@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 
 from hearth.models.arch import Arch
-from hearth.models.layout import STORED_DTYPES, Layout, TensorSpec
+from hearth.models.dtypes import STORED_DTYPES
+from hearth.models.layout import Layout, TensorSpec
 
 #: The widest load of a kernel: a tensor that begins elsewhere would be read slowly or not at all.
 VECTOR_BYTES = 16

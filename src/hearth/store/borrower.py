@@ -214,7 +214,7 @@ class Loan:
                 raise self._failure(message)
             self._num_yielded += 1
             self._is_over = self._num_yielded == self._num_chunks
-        data = self.segment.tensor(message.cell, message.num_bytes)
+        data = self.segment.memory(message.cell, message.num_bytes)
         return HostChunk(message.index, data, message.cell, message.delivery, message.is_shared)
 
     def _failure(self, message: Message | None) -> HearthError:

@@ -22,8 +22,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-import torch
-
 from hearth.errors import LoadCancelled, StoreError
 from hearth.policy.memory.chunk_book import ChunkBook, Fill, Full, Hit, Pending
 from hearth.store.chunk_prices import ChunkPrices
@@ -48,7 +46,7 @@ class HostChunk:
     """A verified chunk in host memory, lent until it is released."""
 
     index: int
-    data: torch.Tensor  #: a view into the segment
+    data: memoryview  #: a view into the segment
     cell: int
     delivery: Delivery | None  #: None: this load has not caused it to be read
     is_shared: bool = False  #: another load was reading it, so it had to be waited for all the same
@@ -188,7 +186,7 @@ class Fetcher:
     def _hand_over(
         self, fetch: Fetch, index: int, cell: int, delivery: Delivery | None, *, is_shared: bool = False
     ) -> None:
-        data = self.segment.tensor(cell, fetch.model.manifest.chunks[index].num_bytes)
+        data = self.segment.memory(cell, fetch.model.manifest.chunks[index].num_bytes)
         fetch.ready[index] = HostChunk(index, data, cell, delivery, is_shared)
         if fetch.awaited == index:  # waking the consumer costs more than all the rest of this
             fetch.arrived.notify_all()

@@ -255,12 +255,13 @@ class Load:
     def _copy(self, chunk: HostChunk) -> torch.cuda.Event | None:
         begin = self._manifest.chunk_range(chunk.index).begin
         self._tally.took(chunk.delivery, len(chunk.data), is_shared=chunk.is_shared)
+        data = torch.frombuffer(chunk.data, dtype=torch.uint8)
         event = None
         for piece in self._pieces:
-            low, high = max(piece.part.begin, begin), min(piece.part.end, begin + len(chunk.data))
+            low, high = max(piece.part.begin, begin), min(piece.part.end, begin + len(data))
             if low < high:
                 target = piece.destination[low - piece.part.begin : high - piece.part.begin]
-                target.copy_(chunk.data[low - begin : high - begin], non_blocking=True)
+                target.copy_(data[low - begin : high - begin], non_blocking=True)
                 self._tally.num_bytes += high - low
         if self._stream is not None:
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # torch leaves it untyped

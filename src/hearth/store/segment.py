@@ -18,8 +18,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
-import torch
-
 from hearth.cpus import num_usable_cores
 from hearth.errors import DeviceError
 
@@ -45,7 +43,8 @@ class Segment:
         self.cell_bytes = cell_bytes
         #: With no cells there still is a page, because an empty range cannot be mapped.
         self._map = mmap.mmap(fd, max(self.num_bytes, _PAGE_BYTES))
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._bytes = memoryview(self._map)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._pins: list[range] = []  #: byte ranges that are registered; guarded by the lock, threads append
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
@@ -78,18 +77,12 @@ class Segment:
         with self._lock:
             return sum(len(pin) for pin in self._pins)
 
-    def tensor(self, cell: int, num_bytes: int) -> torch.Tensor:
-        """View the first bytes of a cell."""
-        return self._bytes[self._span(cell, num_bytes)]
-
     def memory(self, cell: int, num_bytes: int) -> memoryview:
-        return memoryview(self._map)[self._span(cell, num_bytes)]
-
-    def _span(self, cell: int, num_bytes: int) -> slice:
+        """View the first bytes of a cell."""
         assert 0 <= cell < self.num_cells, f"{cell=} {self.num_cells=}"
         assert 0 <= num_bytes <= self.cell_bytes, f"{num_bytes=} {self.cell_bytes=}"
         begin = cell * self.cell_bytes
-        return slice(begin, begin + num_bytes)
+        return self._bytes[begin : begin + num_bytes]
 
     def give_back(self) -> None:
         """Give the system all pages, of all processes that map them; they come again, as zeros, when touched.
@@ -100,7 +93,7 @@ class Segment:
 
     def pin_in_background(self) -> None:
         """Pin region by region, the first cells first; until then copies from them are slow, not wrong."""
-        if self._pinner is None and self.num_cells and torch.cuda.is_available():
+        if self._pinner is None and self.num_cells and _cuda().is_available():
             self._pinner = threading.Thread(target=self._pin_all, name="hearth-pin", daemon=True)
             self._pinner.start()
 
@@ -124,7 +117,7 @@ class Segment:
         self._is_closed.set()
         self.wait_pinned()
         for pin in self._pins:
-            _cudart().cudaHostUnregister(self._bytes.data_ptr() + pin.start)
+            _cuda().cudart().cudaHostUnregister(self._address + pin.start)
         self._pins.clear()
         del self._bytes, self._map
         os.close(self.fd)
@@ -152,8 +145,7 @@ class Segment:
         """Pin a region and return CUDA's error code: 0 if it is pinned, or the segment is closed."""
         if self._touch(region):
             return 0
-        address = self._bytes.data_ptr() + region.start
-        code = int(_cudart().cudaHostRegister(address, len(region), _PORTABLE))
+        code = int(_cuda().cudart().cudaHostRegister(self._address + region.start, len(region), _PORTABLE))
         if code == 0:
             with self._lock:
                 self._pins.append(region)
@@ -163,14 +155,17 @@ class Segment:
         """Have the kernel find a region's pages, which keep their bytes. Returns True if already closed."""
         if self._is_closed.is_set():
             return True
-        address = ctypes.c_void_p(self._bytes.data_ptr() + region.start)
+        address = ctypes.c_void_p(self._address + region.start)
         if _LIBC.madvise(address, ctypes.c_size_t(len(region)), _MADV_POPULATE_WRITE) != 0:
-            self._bytes[region.start : region.stop : _PAGE_BYTES].max()  # shared memory is made by reading
+            max(self._bytes[region.start : region.stop : _PAGE_BYTES])  # shared memory is made by reading
         return False
 
 
-def _cudart() -> ModuleType:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call,no-any-return] # torch leaves it untyped
+def _cuda() -> ModuleType:
+    """Return torch's CUDA module, imported here because a process that only lends does without torch."""
+    import torch
+
+    return torch.cuda
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)

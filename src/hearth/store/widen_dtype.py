@@ -16,7 +16,8 @@ import logging
 
 import torch
 
-from hearth.models.layout import DTYPES, Layout, TensorSpec, layout_of
+from hearth.models.dtypes import DTYPES
+from hearth.models.layout import Layout, TensorSpec, layout_of
 from hearth.store.manifest import Manifest
 
 log = logging.getLogger(__name__)

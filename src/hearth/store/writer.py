@@ -17,15 +17,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 import xxhash
 
 from hearth.errors import StoreError, StoreFull
 from hearth.models.layout import ALIGNMENT_BYTES
-from hearth.models.pack import PackedTensor
 from hearth.store.manifest import FORMAT, MANIFEST, WEIGHTS, Chunk, chunk_of
 from hearth.store.upstream import UPSTREAM
+
+if TYPE_CHECKING:  # torch is for those who convert, not for all who write a model
+    from hearth.models.pack import PackedTensor
 
 LOCK = ".lock"
 
@@ -175,7 +177,7 @@ def _padded(tensors: Iterable[PackedTensor]) -> Iterator[memoryview]:
     """Yield the bytes of each tensor, then the zeros before the next."""
     for packed in tensors:
         spec = packed.spec
-        yield packed.tensor.view(torch.uint8).flatten().numpy().data
+        yield packed.memory()
         yield memoryview(bytes(spec.end - spec.offset - spec.nbytes))
         del packed  # else it would stay in memory while the next one is read
 

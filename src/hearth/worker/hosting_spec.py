@@ -12,7 +12,8 @@ from hearth.engine.assemble import ModelSpec, block_bytes, workspace_bytes
 from hearth.errors import ModelError
 from hearth.memory.pool import Shape
 from hearth.messages import HostModel
-from hearth.models.layout import DTYPES, Layout
+from hearth.models.dtypes import DTYPES
+from hearth.models.layout import Layout
 from hearth.sizes import computed_dtype
 from hearth.store.borrower import BorrowedModel
 from hearth.store.manifest import Manifest

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hearth.control.deployer import facts_of
 from hearth.errors import ConfigError
 from hearth.memory import cuda_pages
+from hearth.models.dtypes import DTYPES
 from hearth.models.families import read_arch
-from hearth.models.layout import ALIGNMENT_BYTES, DTYPES, layout_of
+from hearth.models.layout import ALIGNMENT_BYTES, layout_of
 from hearth.models.workspace import Workspace
 from hearth.policy.fleet.footprint import (
     MAX_EXTENTS,
