@@ -241,7 +241,8 @@ def row(measure: str, unit: str, value: float, bound: float | None) -> dict[str,
 
 def copy_rate(scale: Scale) -> float:
     device = torch.device(scale.kind)
-    return to_device_bytes_per_s(pinned(scale.copied_bytes).tensor(0, scale.copied_bytes), device)
+    source = torch.frombuffer(pinned(scale.copied_bytes).memory(0, scale.copied_bytes), dtype=torch.uint8)
+    return to_device_bytes_per_s(source, device)
 
 
 def measure(place: Path, scale: Scale, only: Sequence[str]) -> tuple[dict[str, Part], dict[str, float]]:

@@ -24,18 +24,23 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from xxhash import xxh3_128_hexdigest
 
 from hearth.control.datadir import VERSION, DataDir, write_private
 from hearth.control.registry import Deployed, Registry
 from hearth.errors import DataDirError, HearthError
-
-if TYPE_CHECKING:  # loads torch, which takes seconds
-    from hearth.store.manifest import Manifest
-    from hearth.store.upgrade import ReadChunk
-    from hearth.store.writer import Progress
+from hearth.store.manifest import Manifest, read_manifest
+from hearth.store.remote import RemoteModel
+from hearth.store.upgrade import ReadChunk, read_old, upgraded
+from hearth.store.upstream import (
+    RemoteAddress,
+    Upstream,
+    description_directory,
+    parse_address,
+    write_upstream,
+)
+from hearth.store.writer import Progress
 
 OLD_VERSION = 1
 
@@ -118,8 +123,6 @@ def upgrade_directory(directory: Path, on_progress: OnProgress = lambda *_: None
     Raises:
         HearthError: its bytes are damaged or gone; then nothing has changed.
     """
-    from hearth.store.upgrade import read_old, upgraded
-
     directory = directory.resolve()
     old = read_old(directory)
     if old is None:
@@ -146,10 +149,6 @@ class _Change:
 
 def _read(data_dir: DataDir, model: Deployed, on_progress: OnProgress) -> _Change:
     """Find the new description of a model. Raises HearthError if its bytes are not what they were."""
-    from hearth.store.manifest import read_manifest
-    from hearth.store.upgrade import read_old, upgraded
-    from hearth.store.upstream import RemoteAddress, description_directory, parse_address
-
     directory = Path(model.directory)
     old = read_old(directory)
     if old is None:  # a run before this one has come so far
@@ -168,8 +167,6 @@ def _read(data_dir: DataDir, model: Deployed, on_progress: OnProgress) -> _Chang
 
 def _chunk_reader(data_dir: DataDir, url: str) -> ReadChunk:
     """Return a reader of chunks that lie in files of their own, or else at the URL."""
-    from hearth.store.remote import RemoteModel
-
     remote = RemoteModel(url)
 
     def read(index: int, offset: int, num_bytes: int, xxh3: str) -> bytes:
@@ -208,9 +205,6 @@ def _save(data_dir: DataDir, registry: Registry, changes: Sequence[_Change]) -> 
 
 def _write(data_dir: DataDir, change: _Change) -> None:
     """Put a model's new description where it belongs, and name its cached chunks anew. May be done again."""
-    from hearth.store.upgrade import read_old
-    from hearth.store.upstream import Upstream, write_upstream
-
     directory = Path(change.old.directory)
     old = read_old(directory)
     if old is None:
