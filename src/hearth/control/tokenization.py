@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from hearth.control.generation import ChatPrompt
-from hearth.errors import ModelError, PromptTooLong
+from hearth.errors import BadCheckpoint, ModelError, PromptTooLong
 from hearth.messages import GuideOrder
+from hearth.store.manifest import check_texts, read_manifest
 from hearth.text.grammar import check_guide
 from hearth.text.tokenizer import Tokenizer
 from hearth.types import GuideSpec
@@ -37,7 +38,7 @@ class PromptEncoder:
     async def tokenizer(self, digest: str, directory: Path) -> Tokenizer:
         known = self._tokenizers.get(digest)
         if known is None:
-            known = self._tokenizers[digest] = asyncio.ensure_future(self._load(directory))
+            known = self._tokenizers[digest] = asyncio.ensure_future(self._load(digest, directory))
             known.add_done_callback(lambda loaded: self._forget_failed(digest, loaded))
             while len(self._tokenizers) > MAX_TOKENIZERS:
                 self._tokenizers.popitem(last=False)
@@ -81,13 +82,25 @@ class PromptEncoder:
         if has_failed and self._tokenizers.get(digest) is loaded:
             del self._tokenizers[digest]
 
-    async def _load(self, directory: Path) -> Tokenizer:
+    async def _load(self, digest: str, directory: Path) -> Tokenizer:
         if not directory.is_dir():
             raise ModelError(f"the files of the model are gone from `{directory}`; deploy it again")
-        return await self._away(lambda: Tokenizer.load(directory))
+        return await self._away(lambda: _verified_tokenizer(digest, directory))
 
     async def _away(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _verified_tokenizer(digest: str, directory: Path) -> Tokenizer:
+    """Read a tokenizer whose files are those that were deployed: who else may write them is not asked."""
+    manifest = read_manifest(directory)
+    if manifest.digest != digest:
+        raise BadCheckpoint(
+            f"`{directory}` holds another model now (manifest {manifest.digest}, deployed {digest}); deploy it "
+            "again"
+        )
+    check_texts(manifest, directory)
+    return Tokenizer.load(directory)
 
 
 def _check_length(text: str, max_chars: int) -> None:

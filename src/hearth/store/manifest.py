@@ -27,7 +27,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from hearth.errors import BadCheckpoint, DeviceError
+from hearth.errors import BadCheckpoint, ChunkCorrupt, DeviceError
 from hearth.model_files import (
     MAX_JSON_BYTES,
     MAX_TOKENIZER_BYTES,
@@ -47,6 +47,13 @@ WEIGHTS = "weights.bin"
 FORMAT = "hearth-model"
 VERSION = 2
 CHUNK_BYTES = 16 << 20
+#: The files that a tokenizer and its chat template are read from.
+TEXT_FILES = frozenset(
+    {
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+        *("generation_config.json", "chat_template.jinja"),
+    }
+)
 #: The largest chunk: whoever reads one has memory for all of it.
 MAX_CHUNK_BYTES = 1 << 30
 
@@ -197,6 +204,23 @@ def damage_of(file: TextFile, directory: Path) -> str | None:
     except BadCheckpoint as error:
         return f"cannot be read: {error}"
     return mismatch(data, file.digest)
+
+
+def check_texts(manifest: Manifest, directory: Path) -> None:
+    """Check all files in a directory that a tokenizer would be made of.
+
+    Raises:
+        ChunkCorrupt: one is not the file that was stored, or was put there since.
+    """
+    for file in manifest.files:
+        if damage := damage_of(file, directory):
+            raise ChunkCorrupt(f"`{directory / file.name}` {damage}; convert or fetch the model again")
+    for name in sorted(TEXT_FILES - {file.name for file in manifest.files}):
+        if (directory / name).exists():
+            raise ChunkCorrupt(
+                f"`{directory / name}` is not part of the model, which was stored without; move the file away, "
+                "or convert the model again"
+            )
 
 
 def _fields(item: object) -> dict[str, object]:

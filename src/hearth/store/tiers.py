@@ -25,6 +25,7 @@ from hearth.store.manifest import (
     MANIFEST,
     WEIGHTS,
     Manifest,
+    check_texts,
     damage_of,
     digest_of,
     parse_manifest,
@@ -146,9 +147,7 @@ class Tiers:
         stamps = {name: stamp_of(directory / name) for name in (MANIFEST, WEIGHTS)}
         manifest = read_manifest(directory)
         stamps |= {file.name: stamp_of(directory / file.name) for file in manifest.files}
-        for file in manifest.files:
-            if damage := damage_of(file, directory):
-                raise ChunkCorrupt(f"`{directory / file.name}` {damage}; convert or fetch the model again")
+        check_texts(manifest, directory)
         model = self._admit(StoredModel(directory.name, manifest, directory, remote, weight))
         self._opened[directory] = _Opened(stamps, model)
         return model

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import xxhash
 
 from hearth.errors import BadCheckpoint, ChunkCorrupt, ChunkMissing
+from hearth.model_files import MAX_JSON_BYTES, parse_json, read_bytes, read_text
 from hearth.store.file_stamp import stamp_of
 from hearth.store.manifest import (
     FORMAT,
@@ -61,9 +62,9 @@ def read_old(directory: Path) -> OldModel | None:
     """Return the model in a directory if it is of format 1. Raises BadCheckpoint if it is damaged."""
     path = directory / MANIFEST
     try:
-        raw = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise BadCheckpoint(f"`{path}` cannot be read: {error}; convert the model again") from error
+        raw = parse_json(read_text(path, MAX_JSON_BYTES, BadCheckpoint), str(path), BadCheckpoint)
+    except FileNotFoundError as error:
+        raise BadCheckpoint(f"no {MANIFEST} in `{directory}`; convert the model again") from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT or raw.get("version") != OLD_VERSION:
         return None
     stated = raw.pop("digest", None)
@@ -199,8 +200,8 @@ def _new_file(directory: Path, file: Mapping[str, Any]) -> dict[str, Any]:
     if path.parent != directory:
         raise ValueError(f"`files` names {file['name']!r:.80}")
     try:
-        content = path.read_bytes()
-    except OSError as error:
+        content = read_bytes(path, int(file["num_bytes"]), BadCheckpoint)
+    except FileNotFoundError as error:
         raise ChunkMissing(f"`{path}` cannot be read: {error.strerror}") from error
     if xxhash.xxh3_128_hexdigest(content) != file["digest"]:
         raise ChunkCorrupt(f"`{path}` is not the file that was stored; convert the model again")

@@ -75,17 +75,22 @@ def read_verified(
     began_s = time.perf_counter()
     read, before, after = _read(path, offset, buffer, may_be_direct)
     read_at_s = time.perf_counter()
-    is_same_file = known is not None and (known.stamp is None or known.stamp == before == after)
-    if known is not None and is_same_file:
+    if known is not None and _is_sure(known, before, after):
         if read.xxh3 != known.xxh3:
             raise _corrupt(path, offset, buffer, f"xxh3 {read.xxh3}, found before was {known.xxh3}")
     else:
         if (found := digest_of(buffer)) != digest:
             raise _corrupt(path, offset, buffer, f"{found}, stored was {digest}")
-        is_sure = before is not None and before == after and before.is_ours
-        known = LocalHash(read.xxh3, before) if is_sure else None
+        found_now = LocalHash(read.xxh3, before)
+        known = found_now if _is_sure(found_now, before, after) else None
     checked_s = time.perf_counter() - read_at_s
     return VerifiedRead(read_at_s - began_s - read.hash_s, read.hash_s + checked_s, known)
+
+
+def _is_sure(known: LocalHash, before: FileStamp | None, after: FileStamp | None) -> bool:
+    """True if the file is the one that the hash was found of, and nobody else may have written it."""
+    is_same = before is not None and before == after and before.is_ours
+    return is_same and known.stamp in (None, before)
 
 
 def _corrupt(path: Path, offset: int, buffer: memoryview, found: str) -> ChunkCorrupt:

@@ -23,7 +23,7 @@ import xxhash
 
 from hearth.errors import StoreError, StoreFull
 from hearth.models.layout import ALIGNMENT_BYTES
-from hearth.store.manifest import FORMAT, MANIFEST, WEIGHTS, Chunk, chunk_of
+from hearth.store.manifest import FORMAT, MANIFEST, TEXT_FILES, WEIGHTS, Chunk, chunk_of
 from hearth.store.upstream import UPSTREAM
 
 if TYPE_CHECKING:  # torch is for those who convert, not for all who write a model
@@ -35,13 +35,7 @@ LOCK = ".lock"
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 #: All that a model's directory may hold. One that holds more is never replaced.
-KNOWN_FILES = frozenset(
-    {
-        *(MANIFEST, WEIGHTS, LOCK),
-        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-        *("generation_config.json", "chat_template.jinja", UPSTREAM),
-    }
-)
+KNOWN_FILES = TEXT_FILES | {MANIFEST, WEIGHTS, LOCK, UPSTREAM}
 
 #: Found in every description that Hearth has written, whatever its version and however damaged.
 _FORMAT_FIELD = re.compile(rb'"format"\s*:\s*"' + FORMAT.encode() + rb'"')

@@ -9,14 +9,14 @@ import torch
 
 from hearth.config import EngineConfig
 from hearth.engine.assemble import ModelSpec, block_bytes, workspace_bytes
-from hearth.errors import ModelError
+from hearth.errors import ChunkCorrupt, ModelError
 from hearth.memory.pool import Shape
 from hearth.messages import HostModel
 from hearth.models.dtypes import DTYPES
 from hearth.models.layout import Layout
 from hearth.sizes import computed_dtype
 from hearth.store.borrower import BorrowedModel
-from hearth.store.manifest import Manifest
+from hearth.store.manifest import Manifest, damage_of
 from hearth.store.widen_dtype import served_layout
 
 TOKENIZER = "tokenizer.json"
@@ -81,5 +81,14 @@ def _context(order: HostModel, manifest: Manifest) -> int:
 
 
 def _tokenizer(model: BorrowedModel) -> Path | None:
-    path = Path(model.opened.directory) / TOKENIZER
-    return path if path.is_file() else None
+    """Return the file that guides read the vocabulary from, if it is the one that was stored.
+
+    Raises:
+        ChunkCorrupt: it is not.
+    """
+    directory = Path(model.opened.directory)
+    stored = [file for file in model.manifest.files if file.name == TOKENIZER]
+    for file in stored:
+        if damage := damage_of(file, directory):
+            raise ChunkCorrupt(f"`{directory / TOKENIZER}` {damage}; convert or fetch the model again")
+    return directory / TOKENIZER if stored else None
