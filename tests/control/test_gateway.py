@@ -63,6 +63,7 @@ def test_what_happens_while_a_prompt_is_encoded_is_noticed(
                 during_encoding(rig, lambda: other.replace(replace(deployed, digest="1" * 32)), patch)
                 with pytest.raises(ServiceError, match="`tiny` was replaced while the request was prepared"):
                     await rig.gateway.submit(ask(), ANYBODY)
+            other.replace(deployed)
             with monkeypatch.context() as patch:
                 during_encoding(rig, lambda: other.remove("tiny") and None, patch)
                 with pytest.raises(UnknownModel):

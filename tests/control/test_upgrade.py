@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -16,11 +19,11 @@ from typer.testing import CliRunner
 from hearth.cli import app
 from hearth.control import upgrade as control_upgrade
 from hearth.control.datadir import VERSION, DataDir
-from hearth.control.deploy import collect
+from hearth.control.deploy import collect, opened_lock
 from hearth.control.journal import Journal, replay
 from hearth.control.registry import Deployed, Registry
 from hearth.control.upgrade import roll_back, upgrade, upgrade_directory
-from hearth.errors import BadCheckpoint, ChunkCorrupt, ChunkMissing, DataDirError
+from hearth.errors import BadCheckpoint, ChunkCorrupt, ChunkMissing, DataDirError, NameTaken
 from hearth.models.layout import layout_of
 from hearth.policy.fleet.events import BrainConfig
 from hearth.policy.fleet.footprint import Facts
@@ -30,7 +33,7 @@ from hearth.store.verify import verify
 from hearth.types import Rung
 from tests.store.stored import ARCH, CHUNK_BYTES, all_chunks, consume, flip, serving, tiers_at
 
-TEXT = b'{"a": "tokenizer"}'
+TEXT = b'{"a":\r\n "tokenizer \xff"}'  # as an editor elsewhere has left it
 FACTS = Facts(
     num_bytes=1, wide_bytes=1, dtype="float32", quant="none", num_parameters=1, largest_bytes=1,
     dimensions=ARCH.dimensions, max_positions=64, eos_ids=(0,), has_chat_template=False,
@@ -161,12 +164,87 @@ class TestRollBack:
                 roll_back(data_dir)
             assert data_dir.version == VERSION
 
+    def test_a_name_that_is_taken_closes_nothing(self, old: Path) -> None:
+        with held(old) as data_dir:
+            upgrade(data_dir)
+            with Registry.open(data_dir) as registry, pytest.raises(NameTaken):
+                registry.add(registry.all()[0])
+            roll_back(data_dir)
+            assert data_dir.version == 1
+
+    def test_interrupted_it_is_done_again(self, old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        before, digests = contents(old), rows(old)
+        with held(old) as data_dir:
+            upgrade(data_dir)
+            with monkeypatch.context() as patch:
+                patch.setattr(control_upgrade, "_put", stop)
+                with pytest.raises(KeyboardInterrupt):
+                    roll_back(data_dir)
+            assert data_dir.version == 1
+            roll_back(data_dir)
+        assert contents(old) == before
+        assert rows(old) == digests
+
+    def test_what_was_deployed_between_two_upgrades_is_kept(
+        self, old: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The first way back was interrupted at its very end, and the older Hearth went on from there."""
+        with held(old) as data_dir:
+            upgrade(data_dir)
+            with monkeypatch.context() as patch:
+                patch.setattr(shutil, "rmtree", stop)
+                with pytest.raises(KeyboardInterrupt):
+                    roll_back(data_dir)
+            directory = data_dir.models_path / "d"
+            write_old(directory, seed=9)
+            with Registry.open(data_dir) as registry:
+                deployed = Deployed(
+                    "d", "d", str(directory), str(directory), old_digest(directory), FACTS, 1.0
+                )
+                registry._put("insert", deployed)
+            before, digests = contents(old), rows(old)
+            assert "d" in digests
+            upgrade(data_dir)
+            roll_back(data_dir)
+        assert contents(old) == before
+        assert rows(old) == digests
+
     def test_what_was_never_upgraded_cannot_be(self, tmp_path: Path) -> None:
         with held(tmp_path) as data_dir, pytest.raises(DataDirError, match="it was not upgraded"):
             roll_back(data_dir)
 
 
+def stop(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
 class TestInterrupted:
+    def test_a_model_that_only_the_second_run_could_read_is_saved_too(
+        self, old: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before, digests = contents(old), rows(old)
+        hidden = old / "models" / "a" / WEIGHTS
+        with held(old) as data_dir:
+            hidden.rename(old / "elsewhere")
+            with monkeypatch.context() as patch:
+                patch.setattr(DataDir, "set_version", stop)
+                with pytest.raises(KeyboardInterrupt):
+                    upgrade(data_dir)
+            (old / "elsewhere").rename(hidden)
+            assert all(model.new is not None for model in upgrade(data_dir))
+            roll_back(data_dir)
+        assert contents(old) == before
+        assert rows(old) == digests
+
+    def test_a_garbled_note_is_not_believed(self, tmp_path: Path) -> None:
+        write_old(tmp_path / "a")
+        found = read_old(tmp_path / "a")
+        assert found is not None
+        wanted = upgraded(found, tmp_path / "notes")
+        header, first, second, *rest = (tmp_path / "notes").read_text().split("\n")
+        (tmp_path / "notes").write_text("\n".join([header, first, "\0" * len(second), *rest]))
+        assert upgraded(found, tmp_path / "notes") == wanted
+
     def test_chunks_that_were_read_are_not_read_again(self, tmp_path: Path) -> None:
         write_old(tmp_path / "a")
         found = read_old(tmp_path / "a")
@@ -212,10 +290,6 @@ class TestInterrupted:
         self, old: Path, monkeypatch: pytest.MonkeyPatch, step: str
     ) -> None:
         before, digests = contents(old), rows(old)
-
-        def stop(*_: object) -> None:
-            raise KeyboardInterrupt
-
         with held(old) as data_dir:
             with monkeypatch.context() as patch:
                 if step == "set_version":
@@ -241,6 +315,45 @@ def test_a_damaged_model_stays_as_it_was_and_the_others_are_upgraded(old: Path) 
     assert "chunk 1 of" in a.reason
     assert c.new is not None
     assert old_digest(old / "models" / "a") == rows(old)["a"]
+
+
+def test_a_model_whose_disk_fails_or_whose_directory_is_anothers_does_not_stop_the_rest(
+    old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, is_broken = os.pread, (old / "models" / "a" / WEIGHTS).stat().st_ino
+
+    def pread(file: int, *rest: int) -> bytes:
+        if os.fstat(file).st_ino == is_broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return plain(file, *rest)
+
+    monkeypatch.setattr(os, "pread", pread)
+    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path / "c")
+    with held(old) as data_dir:
+        a, b, c = upgrade(data_dir)
+        assert data_dir.version == VERSION
+    assert "Input/output error" in a.reason
+    assert b.new is not None
+    assert "may not be written" in c.reason
+
+
+def test_nobody_deploys_meanwhile(old: Path) -> None:
+    with held(old) as data_dir, opened_lock(data_dir) as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # as a deployment does
+        with pytest.raises(DataDirError, match="models are being deployed"):
+            upgrade(data_dir)
+        assert data_dir.version == 1
+
+
+def test_bytes_that_were_read_need_not_be_checked_by_their_digest_again(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with held(old) as data_dir:
+        upgrade(data_dir)
+    monkeypatch.setattr("hearth.store.verified_read.digest_of", lambda _: pytest.fail("BLAKE3 again"))
+    with tiers_at(old) as tiers:
+        model = tiers.open(old / "models" / "a")
+        consume(tiers.fetch(model, all_chunks(model)))
 
 
 def test_the_journal_says_which_digest_was_which(old: Path, tmp_path: Path) -> None:
@@ -304,16 +417,37 @@ class TestUrl:
                 consume(tiers.fetch(opened, all_chunks(opened)))
             roll_back(data_dir)
         after = {str(p): p.read_bytes() for p in [*path.glob("models/*/*"), *path.glob("chunks/*/*")]}
-        assert before.items() <= after.items()
-        assert all(len(Path(name).name) == 32 for name in after if "/chunks/" in name)
+        assert {name: after[name] for name in before} == before
+        fetched = [name for name in after if name not in before]  # since, and kept: the older one finds it
+        assert {Path(name).name for name in fetched} == {xxh3(after[name]) for name in fetched}
 
-    def test_the_first_write_takes_the_old_names_away(self, remote: tuple[Path, str, bytes]) -> None:
+    def test_chunks_that_nobody_refers_to_are_collected_afterwards(
+        self, remote: tuple[Path, str, bytes]
+    ) -> None:
         path, _, _ = remote
         with held(path) as data_dir:
             upgrade(data_dir)
             with Registry.open(data_dir) as registry:
-                registry.remove("r")
-        assert {len(chunk.name) for chunk in path.glob("chunks/*/*")} == {64 + 1 + 4 + 1 + 32}
+                (model,) = registry.all()
+        with tiers_at(path) as tiers:
+            tiers.forget(model.where)
+        assert not list(path.glob("chunks/*/*"))
+
+    def test_a_cached_chunk_that_another_model_may_have_brought_is_not_believed(
+        self, remote: tuple[Path, str, bytes], tmp_path: Path
+    ) -> None:
+        """Under its name may lie other bytes of the same xxh3; the model's own URL has the right ones."""
+        path, _, data = remote
+        write_old(path / "models" / "other")
+        with DataDir.hold(path, may_be_old=True) as data_dir:
+            with Registry.open(data_dir) as registry:
+                other = path / "models" / "other"
+                registry.add(Deployed("o", "./o", str(other), str(other), old_digest(other), FACTS, 1.0))
+            (cached,) = path.glob(f"chunks/*/{xxh3(data[:CHUNK_BYTES])}")
+            cached.unlink()
+            cached.symlink_to("/dev/full")  # whoever opens it learns nothing
+            done = {model.name: model for model in upgrade(data_dir)}
+        assert done["r"].new == done["o"].new
 
 
 class TestCommand:

@@ -177,12 +177,70 @@ class TestLocalHash:
             assert location.known is None
         assert not list(tmp_path.glob("root/hashes/*"))
 
+    def test_a_chunk_that_stands_in_a_file_twice_does_not_keep_its_hashes_from_being_kept(
+        self, tmp_path: Path
+    ) -> None:
+        manifest = write_with(tmp_path / "tiny", twin(1) * 3)
+        with tiers_at(tmp_path / "root") as tiers:
+            load(tiers, tmp_path / "tiny")
+        stamp = stamp_of(tmp_path / "tiny" / WEIGHTS)
+        assert stamp is not None
+        kept = read_hashes(tmp_path / "root", tmp_path / "tiny", manifest, stamp)
+        assert kept is not None
+        assert kept.xxh3[:3] == (xxhash.xxh3_128_hexdigest(twin(1)),) * 3
+
+    @pytest.mark.parametrize("folder", ["root", "root/hashes"])
+    def test_hashes_in_a_folder_that_others_may_write_are_not_believed(
+        self, tmp_path: Path, folder: str
+    ) -> None:
+        manifest = write_with(tmp_path / "tiny", twin(1))
+        assert verify(tmp_path / "tiny", store=tmp_path / "root") == []
+        stamp = stamp_of(tmp_path / "tiny" / WEIGHTS)
+        assert stamp is not None
+        (tmp_path / folder).chmod(0o770)
+        assert read_hashes(tmp_path / "root", tmp_path / "tiny", manifest, stamp) is None
+
     def test_hashes_go_with_their_file(self, tmp_path: Path) -> None:
         write_model(tmp_path / "tiny")
         assert verify(tmp_path / "tiny", store=tmp_path / "root") == []
         (tmp_path / "tiny" / WEIGHTS).unlink()
         with tiers_at(tmp_path / "root"):
             assert list((tmp_path / "root" / "hashes").iterdir()) == []
+
+
+class TestPlantedChunk:
+    """A chunk file is believed by its name only where nobody else could have put it."""
+
+    @pytest.fixture
+    def planted(self, tmp_path: Path) -> Path:
+        """A store that has cached a remote model, with other bytes of our choice in the place of a chunk."""
+        manifest = write_with(tmp_path / "tiny", twin(1))
+        with serving(tmp_path / "tiny") as server, tiers_at(tmp_path / "root") as tiers:
+            load(tiers, f"{server.url}/tiny")
+        (cached,) = tmp_path.glob(f"root/chunks/*/{manifest.chunk_ids[0]}-*")
+        assert (cached.stat().st_mode & 0o777, cached.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+        other = bytes(CHUNK_BYTES)
+        cached.unlink()
+        cached = cached.with_name(f"{manifest.chunk_ids[0]}-{xxhash.xxh3_128_hexdigest(other)}")
+        cached.write_bytes(other)
+        return cached
+
+    def test_in_a_folder_that_others_may_write(self, tmp_path: Path, planted: Path) -> None:
+        planted.parent.chmod(0o777)
+        self.check(tmp_path)
+
+    def test_in_a_store_that_others_may_write(self, tmp_path: Path, planted: Path) -> None:
+        (tmp_path / "root").chmod(0o770)
+        self.check(tmp_path)
+
+    def test_in_a_file_that_others_may_write(self, tmp_path: Path, planted: Path) -> None:
+        planted.chmod(0o666)
+        self.check(tmp_path)
+
+    def check(self, tmp_path: Path) -> None:
+        with serving(tmp_path / "tiny") as server, tiers_at(tmp_path / "root") as tiers:
+            assert load(tiers, f"{server.url}/tiny")[:CHUNK_BYTES] == twin(1)
+            assert tiers.disk.counters.num_condemned == 1
 
 
 def claiming(directory: Path, victim: Manifest, chunk_bytes: int) -> None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import secrets
 import shutil
 import time
@@ -34,8 +33,6 @@ from hearth.errors import DataDirError
 #: Format 1 named chunks by xxh3-128; `upgrade.py` brings such a directory here.
 VERSION = 2
 
-#: The name of a chunk's file in format 1.
-_OLD_CHUNK = re.compile("[0-9a-f]{32}")
 #: Whoever looks for a running service holds the lock for microseconds; a service that starts tries again.
 _LOCK_TRIES, _LOCK_DELAY_S = 10, 0.05
 
@@ -182,14 +179,8 @@ class DataDir:
             write_private(self._version_path, f"{version}\n")
 
     def forget_upgrade(self) -> None:
-        """Close the way back to an older format, before the first change that it could not read.
-
-        With it goes what only that format can read: chunks that are named by xxh3 alone.
-        """
+        """Close the way back to an older format, at the first change that it could not read."""
         if self.upgrade_path.exists():
-            for path in self.path.glob("chunks/??/*"):
-                if _OLD_CHUNK.fullmatch(path.name):
-                    path.unlink(missing_ok=True)
             shutil.rmtree(self.upgrade_path, ignore_errors=True)
 
     @property

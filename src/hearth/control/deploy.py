@@ -214,7 +214,7 @@ def collect(data_dir: DataDir, registry: Registry) -> None:
 
     Where a deployment is under way, here or in a process that has lost its parent, the next start does it.
     """
-    with _opened_lock(data_dir) as lock:
+    with opened_lock(data_dir) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -260,13 +260,14 @@ def _named(registry: Registry) -> set[Path]:
 @contextmanager
 def _under_way(data_dir: DataDir) -> Iterator[int]:
     """Keep what nobody names yet from being collected, while this or an heir's descriptor is open."""
-    with _opened_lock(data_dir) as lock:
+    with opened_lock(data_dir) as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)  # waits for a service that is starting, never for one that serves
         yield lock
 
 
 @contextmanager
-def _opened_lock(data_dir: DataDir) -> Iterator[int]:
+def opened_lock(data_dir: DataDir) -> Iterator[int]:
+    """Open the lock that deployments share; whoever holds it alone keeps them out. Raises DataDirError."""
     path = data_dir.run_path / "deploying"
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

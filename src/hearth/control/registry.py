@@ -137,8 +137,8 @@ class Registry:
             location = self.location(name)
             if location is None:
                 raise Names(self.all(), {}).unknown(name)
-            self._data_dir.forget_upgrade()
             self._execute("delete from models where name = ?", name)
+            self._data_dir.forget_upgrade()
         return location
 
     def upgrade(self, changes: Iterable[tuple[Deployed, Deployed]]) -> None:
@@ -191,8 +191,8 @@ class Registry:
         return bool(version != before)
 
     def _write(self, verb: str, deployed: Deployed) -> None:
-        self._data_dir.forget_upgrade()
         self._put(verb, deployed)
+        self._data_dir.forget_upgrade()  # not before: a name that is taken changes nothing
 
     def _put(self, verb: str, deployed: Deployed) -> None:
         self._execute(

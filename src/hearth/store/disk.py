@@ -24,7 +24,7 @@ from threading import Lock
 
 from hearth.errors import HearthError, StoreError, StoreFull
 from hearth.policy.memory.eviction import EvictionOrder, Price
-from hearth.store.file_stamp import FileStamp, stamp_of
+from hearth.store.file_stamp import FileStamp, is_private, stamp_of
 from hearth.store.local_hashes import collect_hashes, forget_hashes, read_hashes, write_hashes
 from hearth.store.manifest import MANIFEST, WEIGHTS, Manifest, read_manifest
 from hearth.store.verified_read import LocalHash
@@ -68,6 +68,7 @@ class _ChunkFile:
 
     num_bytes: int
     xxh3: str
+    is_sure: bool = True  #: this machine has named it; False: others could have, and only BLAKE3 counts
 
 
 @dataclass(slots=True)
@@ -77,8 +78,8 @@ class _Registered:
     manifest: Manifest
     weights_bytes: int  #: what its weights.bin takes of the quota
     stamp: FileStamp | None  #: of its weights.bin; None: it has none
-    #: The xxh3 of chunks, as far as known, by their offset.
-    xxh3: dict[int, str] = field(default_factory=dict)
+    #: The xxh3 of chunks in its weights.bin, as far as known. A chunk that stands there twice is read once.
+    xxh3: dict[ChunkId, str] = field(default_factory=dict)
 
 
 class DiskTier:
@@ -132,7 +133,7 @@ class DiskTier:
             for index, chunk in enumerate(manifest.chunks):
                 offset, known = index * manifest.chunk_bytes, None
                 if found is not None:
-                    model.xxh3[offset] = found.xxh3[index]
+                    model.xxh3[chunk.id] = found.xxh3[index]
                     known = LocalHash(found.xxh3[index], stamp)
                 location = Location(weights, offset, chunk.num_bytes, known)
                 self._locations.setdefault(chunk.id, []).append(location)
@@ -155,7 +156,7 @@ class DiskTier:
             locations = list(self._locations.get(chunk_id, ()))
             if chunk_id in self._files:
                 file = self._files[chunk_id]
-                known = LocalHash(file.xxh3, None)
+                known = LocalHash(file.xxh3, None) if file.is_sure else None
                 locations.insert(0, Location(self._path(chunk_id, file), 0, file.num_bytes, known))
                 self._order.discard(chunk_id)
             self.counters.num_hits += bool(locations)
@@ -181,10 +182,10 @@ class DiskTier:
             if location not in locations:
                 return
             locations[locations.index(location)] = replace(location, known=known)
-            model.xxh3[location.offset] = known.xxh3
-            if len(model.xxh3) < len(model.manifest.chunks):
+            model.xxh3[model.manifest.chunk_ids[index]] = known.xxh3
+            if model.xxh3.keys() < set(model.manifest.chunk_ids):
                 return
-            xxh3 = [model.xxh3[at] for at in sorted(model.xxh3)]
+            xxh3 = [model.xxh3[chunk_id] for chunk_id in model.manifest.chunk_ids]
         write_hashes(self.root, directory, model.manifest, known.stamp, xxh3)
 
     def keep(self, chunk_id: ChunkId, xxh3: str, data: memoryview, price: Callable[[str], Price]) -> bool:
@@ -257,7 +258,9 @@ class DiskTier:
                     if time.time() - path.stat().st_mtime > TEMPORARY_MAX_AGE_S:
                         path.unlink()
                 elif (chunk_id := _chunk_of(path)) is not None:
-                    file = _ChunkFile(path.stat().st_size, path.name.rpartition("-")[2])
+                    folders = (self.root, self.root / "chunks", path.parent)
+                    is_sure = all(map(is_private, folders))
+                    file = _ChunkFile(path.stat().st_size, path.name.rpartition("-")[2], is_sure)
                     if path == self._path(chunk_id, file):
                         self._files[chunk_id] = file
 
@@ -332,8 +335,9 @@ def _write(path: Path, data: memoryview) -> None:
     """Write a file under a temporary name, to the disk for certain, and rename it: it is whole or absent."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb", buffering=0) as file:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary.touch(mode=0o600, exist_ok=False)  # others need not read it, and must not write it
+        with temporary.open("r+b", buffering=0) as file:
             rest = data.cast("B")
             while rest:
                 rest = rest[file.write(rest) :]

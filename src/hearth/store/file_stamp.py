@@ -22,6 +22,12 @@ class FileStamp:
     is_ours: bool  #: nobody but this user and root may write it, so nobody changes it unseen
 
 
+def is_private(directory: Path) -> bool:
+    """True if nobody but this user and root may put files into a directory, or rename those there."""
+    stamp = stamp_of(directory)
+    return stamp is not None and stamp.is_ours
+
+
 def stamp_of(file: Path | int) -> FileStamp | None:
     """Return the state of a file, given by its path or a descriptor; None if there is none."""
     try:

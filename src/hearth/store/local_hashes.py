@@ -21,7 +21,7 @@ from pathlib import Path
 
 from hearth.errors import BadCheckpoint
 from hearth.store.dataclass_json import decode
-from hearth.store.file_stamp import FileStamp
+from hearth.store.file_stamp import FileStamp, is_private
 from hearth.store.manifest import WEIGHTS, Manifest, digest_of
 from hearth.types import Digest
 
@@ -40,6 +40,8 @@ class LocalHashes:
 
 def read_hashes(root: Path, directory: Path, manifest: Manifest, stamp: FileStamp) -> LocalHashes | None:
     """Return what is known of the weights in a directory, if it is of this model and this state."""
+    if not (is_private(root) and is_private(root / "hashes")):
+        return None
     found = _read(_path(root, directory))
     if found is None or (found.weights, found.model) != (str(directory / WEIGHTS), manifest.digest):
         return None

@@ -218,8 +218,8 @@ def check_texts(manifest: Manifest, directory: Path) -> None:
     for name in sorted(TEXT_FILES - {file.name for file in manifest.files}):
         if (directory / name).exists():
             raise ChunkCorrupt(
-                f"`{directory / name}` is not part of the model, which was stored without; move the file away, "
-                "or convert the model again"
+                f"`{directory / name}` is not part of the model, which was stored without; move it away, or "
+                "convert the model again"
             )
 
 

@@ -12,11 +12,12 @@ import logging
 import os
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import xxhash
@@ -25,6 +26,9 @@ import xxhash
 CACHED_PIECE_BYTES = 256 << 10
 #: Longest time for the compiler, which takes a tenth of a second; on a busy machine much longer.
 COMPILER_S = 60.0
+
+#: Readers start at the same moment, and the compiler once.
+_COMPILING = threading.Lock()
 
 log = logging.getLogger(__name__)
 
@@ -66,35 +70,64 @@ def is_native() -> bool:
 Read = Callable[[int, int, memoryview, int, int], HashedRead]
 
 
-@cache
 def _native() -> Read | None:
+    with _COMPILING:
+        return _compiled_reader()
+
+
+@cache
+def _compiled_reader() -> Read | None:
     """Return the reader in C; None, logged once, where it cannot be had."""
     try:
-        library, functions = _compiled(), _hash_functions()
+        call = _compiled().hearth_read_hashed
+        call.restype = ctypes.c_int64
+        call.argtypes = (
+            *(ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
+            *(ctypes.POINTER(_HashFunctions), ctypes.POINTER(_Result)),
+        )
+        for functions in _hash_functions():
+            reader = partial(_read_natively, call, functions)
+            if _is_right(reader):
+                return reader
+        raise OSError("no library of this machine computes xxh3 as Python's xxhash does")
     except (OSError, subprocess.SubprocessError, AttributeError, ImportError) as error:
         log.warning(
             "fallback reader=interpreted reason=%s remedy=`install a C compiler (cc)`",
             str(error).partition("\n")[0],
         )
         return None
-    call = library.hearth_read_hashed
-    call.restype = ctypes.c_int64
-    call.argtypes = (
-        *(ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
-        *(ctypes.POINTER(_HashFunctions), ctypes.POINTER(_Result)),
+
+
+def _read_natively(
+    call: Callable[..., int],
+    functions: _HashFunctions,
+    fd: int,
+    offset: int,
+    buffer: memoryview,
+    piece_bytes: int,
+    block_bytes: int,
+) -> HashedRead:
+    target, result = ctypes.c_char.from_buffer(buffer), _Result()
+    done = call(
+        *(fd, offset, ctypes.addressof(target), len(buffer), piece_bytes, block_bytes),
+        *(ctypes.byref(functions), ctypes.byref(result)),
     )
+    if done < 0:
+        raise OSError(-done, os.strerror(-done))
+    return HashedRead(done, f"{result.high:016x}{result.low:016x}", result.hash_s)
 
-    def read(fd: int, offset: int, buffer: memoryview, piece_bytes: int, block_bytes: int) -> HashedRead:
-        target, result = ctypes.c_char.from_buffer(buffer), _Result()
-        done = call(
-            *(fd, offset, ctypes.addressof(target), len(buffer), piece_bytes, block_bytes),
-            *(ctypes.byref(functions), ctypes.byref(result)),
-        )
-        if done < 0:
-            raise OSError(-done, os.strerror(-done))
-        return HashedRead(done, f"{result.high:016x}{result.low:016x}", result.hash_s)
 
-    return read
+def _is_right(reader: Read) -> bool:
+    """True if a reader finds the hash that Python's xxhash finds: both are compared with each other later."""
+    data = bytes(number % 251 for number in range(10_000))
+    fd = os.memfd_create("hearth-check", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, data)
+        buffer = bytearray(len(data))
+        found = reader(fd, 0, memoryview(buffer), 4096, 1)
+    finally:
+        os.close(fd)
+    return (found.xxh3, bytes(buffer)) == (xxhash.xxh3_128_hexdigest(data), data)
 
 
 def _compiled() -> ctypes.CDLL:
@@ -109,15 +142,15 @@ def _compiled() -> ctypes.CDLL:
         return ctypes.CDLL(str(library))
 
 
-def _hash_functions() -> _HashFunctions:
-    """Return xxh3's functions: the system's, where they use all that the processor has, or Python's xxhash's.
+def _hash_functions() -> Iterator[_HashFunctions]:
+    """Yield xxh3's functions: the system's, if they use all that the processor has, then Python's xxhash's.
 
     That package is built for the oldest processors: 6 GB/s on a core, where AVX-512 would do 20.
     """
     with suppress(OSError, AttributeError):
-        return _functions_of(ctypes.CDLL("libxxhash.so.0"), "128bits_update_dispatch")
+        yield _functions_of(ctypes.CDLL("libxxhash.so.0"), "128bits_update_dispatch")
     path = importlib.import_module("xxhash._xxhash").__file__
-    return _functions_of(ctypes.CDLL(str(path)), "128bits_update")
+    yield _functions_of(ctypes.CDLL(str(path)), "128bits_update")
 
 
 def _functions_of(library: ctypes.CDLL, update: str) -> _HashFunctions:

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
 import xxhash
 
-from hearth.errors import BadCheckpoint, ChunkCorrupt, ChunkMissing
+from hearth.errors import BadCheckpoint, ChunkCorrupt, ChunkMissing, StoreError
 from hearth.model_files import MAX_JSON_BYTES, parse_json, read_bytes, read_text
 from hearth.store.file_stamp import stamp_of
 from hearth.store.manifest import (
@@ -30,6 +30,7 @@ from hearth.store.manifest import (
     Manifest,
     chunk_of,
     digest_of,
+    is_digest,
     parse_manifest,
     with_digest,
 )
@@ -93,6 +94,7 @@ def upgraded(
         ChunkCorrupt: bytes are not those that were stored.
         ChunkMissing: bytes are not there.
         BadCheckpoint: the manifest contradicts itself.
+        StoreError: a disk does not read or write.
     """
     try:
         sizes = [int(chunk["num_bytes"]) for chunk in old.fields["chunks"]]
@@ -102,6 +104,8 @@ def upgraded(
         raise BadCheckpoint(
             f"`{old.directory / MANIFEST}` is not a manifest of format {OLD_VERSION}: {error!r}"
         ) from error
+    except OSError as error:
+        raise StoreError(f"`{notes}` cannot be written: {error}; check its disk") from error
     chunks = [{"digest": digest, "num_bytes": size} for digest, size in zip(digests, sizes, strict=True)]
     fields = {**old.fields, "version": VERSION, "chunks": chunks, "files": files}
     return parse_manifest(json.dumps(with_digest(fields)), str(old.directory / MANIFEST))
@@ -171,8 +175,11 @@ class _Weights:
 
     def _read(self, index: int, offset: int, num_bytes: int, xxh3: str) -> bytes:
         data = bytearray()
-        while piece := os.pread(self._file, num_bytes - len(data), offset + len(data)):
-            data += piece
+        try:
+            while piece := os.pread(self._file, num_bytes - len(data), offset + len(data)):
+                data += piece
+        except OSError as error:
+            raise StoreError(f"`{self._path}` cannot be read at byte {offset}: {error.strerror}") from error
         return bytes(data)
 
 
@@ -189,8 +196,8 @@ def _noted(old: OldModel, notes: Path) -> list[str]:
     header, *lines = text.split("\n")
     if header != _header(old) or len(lines) - 1 > len(old.xxh3):
         return []
-    whole = lines[:-1]  # the last was not ended, or is empty
-    if lines[-1]:  # it goes, or the next digest would be written behind it
+    whole = list(takewhile(is_digest, lines[:-1]))  # the last was not ended, or is empty
+    if len(whole) < len(lines) - 1 or lines[-1]:  # they go, or the next digest would be written behind them
         notes.write_text("\n".join([header, *whole, ""]), encoding="utf-8")
     return whole
 
