@@ -180,7 +180,7 @@ class _Saved:
 
 
 def _shared_xxh3(models: Sequence[Deployed]) -> set[str]:
-    """Return the names of chunks that several models have: whose a cached file of that name is, is unknown."""
+    """Return the names of chunks that several models have: a cached file of that name may be any one's."""
     counts: Counter[str] = Counter()
     for directory in {model.directory for model in models}:
         with suppress(HearthError):
