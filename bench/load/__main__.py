@@ -10,7 +10,8 @@ python -m bench.load [--save] [--only PART ...] [--quick] [--keep]
     quantised     int8 and fp8: host tier to device, decode at batch 1
 
 Hearth verifies every byte it reads, the peers verify none. Contestants take turns, each round begins with
-another one. The models need 27 GB of disk and 41 GB of /dev/shm; they are removed at the end.
+another one; from tmpfs the first run of each does not count. The models need 27 GB of disk and 41 GB of
+/dev/shm; they are removed at the end.
 """
 
 from __future__ import annotations

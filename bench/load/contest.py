@@ -48,8 +48,14 @@ def contest(
     checkpoint: Path,
     others: Mapping[str, Callable[[], float]],
     prepare: Callable[[], None],
+    *,
+    num_rounds: int,
+    num_warm_up: int = 0,
 ) -> Contest:
-    """Have Hearth load its model and peers the checkpoint, beside `others`; a peer that fails is out."""
+    """Have Hearth load its model and peers the checkpoint, beside `others`; a peer that fails is out.
+
+    The first `num_warm_up` times of each do not count.
+    """
     num_bytes = tensor_bytes(setting.scale.config)
     entrants: dict[str, Callable[[], float]] = {
         "Hearth": partial(_hearth_s, setting, directory, prepare),
@@ -61,7 +67,7 @@ def contest(
     }
     times: dict[str, list[float]] = {name: [] for name in entrants}
     errors = dict(setting.peers.errors)
-    for name in turns(list(entrants), setting.scale.num_runs):
+    for name in turns(list(entrants), num_rounds):
         slowest_s = HOPELESS * min(times["Hearth"], default=math.inf)
         if name in errors or (times[name] and min(times[name]) > slowest_s):
             continue
@@ -69,7 +75,8 @@ def contest(
             times[name].append(entrants[name]())
         except PeerFailed as error:
             errors[name] = str(error)
-    return Contest({n: t for n, t in times.items() if n not in errors}, errors, setting.peers.versions)
+    counted = {name: runs[min(num_warm_up, len(runs) - 1) :] for name, runs in times.items() if runs}
+    return Contest({n: t for n, t in counted.items() if n not in errors}, errors, setting.peers.versions)
 
 
 def turns(names: list[str], num_rounds: int) -> Iterator[str]:

@@ -69,7 +69,9 @@ def disk(setting: Setting) -> Part:
     fastest = list(rates)[:NUM_RAW_READERS]
     raw = {str(reader): partial(reader.read_s, weights, target, num_bytes) for reader in fastest}
     with step("disk"):
-        result = contest(setting, directory, checkpoint, raw, caches.drop)
+        result = contest(
+            *(setting, directory, checkpoint, raw, caches.drop), num_rounds=setting.scale.num_runs
+        )
     figures = result.peer_figures(setting, "disk")
     measured = [percentiles(times)["p50"] for name, times in result.times.items() if name != "Hearth"]
     seconds = percentiles(result.times["Hearth"])["p50"]
@@ -88,7 +90,10 @@ def tmpfs(setting: Setting) -> Part:
     with step("tmpfs: checking digests"):
         register_s = setting.register(directory)
     with step("tmpfs"):
-        result = contest(setting, directory, checkpoint, {}, lambda: None)
+        num_rounds = 1 + setting.scale.num_fast_runs
+        result = contest(
+            *(setting, directory, checkpoint, {}, lambda: None), num_rounds=num_rounds, num_warm_up=1
+        )
     with step("tmpfs: not checked before"):
         unknown_s = [_load_unknown_s(setting, directory) for _ in range(setting.scale.num_runs)]
     seconds = percentiles(result.times["Hearth"])["p50"]

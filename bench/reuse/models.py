@@ -206,7 +206,7 @@ class Library:
             stored=layout,
             served=layout,
             chunk_bytes=chunk_bytes,
-            chunks=tuple(chunk.digest for chunk in chunks),
+            chunks=manifest.chunk_ids,
             workspace_bytes=self._workspace_bytes,
             block_bytes=block_bytes,
             max_blocks=2 + self._max_kv_bytes // block_bytes,  # with the sink, and what rounding up adds

@@ -368,10 +368,10 @@ def test_a_driver_that_is_closed_does_not_wake_up_when_its_journal_is_closed_too
         faults: list[dict[str, object]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
         link = rig.join()
-        stream = await rig.gateway.submit(replace(ask(), keep_alive_s=0.01))
+        stream = await rig.gateway.submit(replace(ask(), keep_alive_s=0.01), ANYBODY)
         loaded(rig, link)
         emit(rig, link, 5, finished=True)
-        assert rig.gateway.explain(stream.request_id) is not None
+        assert rig.gateway.explain(stream.request_id, ANYBODY) is not None
         rig.driver.close()
         rig.journal.close()
         await asyncio.sleep(0.05)

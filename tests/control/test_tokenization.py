@@ -120,7 +120,7 @@ def test_a_file_that_was_changed_or_added_since_the_deployment_makes_no_prompts(
 
 def test_a_directory_that_holds_another_model_now_makes_no_prompts(converted: Path) -> None:
     async def scene(texts: PromptEncoder) -> None:
-        with pytest.raises(BadCheckpoint, match="holds another model now"):
+        with pytest.raises(BadCheckpoint, match="was changed since it was deployed"):
             await texts.tokenizer("0" * 64, converted)
 
     with_texts(scene)

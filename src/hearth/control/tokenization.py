@@ -96,8 +96,8 @@ def _verified_tokenizer(digest: str, directory: Path) -> Tokenizer:
     manifest = read_manifest(directory)
     if manifest.digest != digest:
         raise BadCheckpoint(
-            f"`{directory}` holds another model now (manifest {manifest.digest}, deployed {digest}); deploy "
-            "it again"
+            f"`{directory}` was changed since it was deployed (manifest {manifest.digest}, deployed "
+            f"{digest}); deploy it again"
         )
     check_texts(manifest, directory)
     return Tokenizer.load(directory)
