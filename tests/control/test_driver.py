@@ -13,7 +13,7 @@ from hearth.control.caller import ANYBODY
 from hearth.control.datadir import DataDir
 from hearth.control.registry import Deployed, Registry
 from hearth.control.views import Explanation, UnloadView
-from hearth.errors import LogitsNotFinite
+from hearth.errors import LogitsNotFinite, UnknownModel
 from hearth.messages import (
     Admitted,
     DeviceResidency,
@@ -307,6 +307,42 @@ def test_who_stops_a_model_hears_what_it_has_on_devices_and_what_stays_in_host_m
         assert await stopping == UnloadView("tiny", True, True, 1, BYTES + 50, 700)
         emit(rig, link, 5, finished=True)
         assert isinstance(link.orders[-1], DropModel)
+
+    with_rig(data_dir, scene)
+
+
+def test_stopping_a_model_does_not_promise_bytes_that_another_model_has_as_well(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        await answered(rig, link, BYTES)
+        stopping = asyncio.create_task(rig.gateway.unload("tiny", free=True))
+        await asyncio.sleep(0)
+        ping = link.orders[-1]
+        assert isinstance(ping, Ping)
+        use = ModelUse(TINY, Hold.WARM, True, BYTES, BYTES, shared_bytes=300, kv_bytes=50)
+        rig.receive(link, Pong(ping.number, 10_000, 8950, 0, 0, 0, {}, (use,)))
+
+        assert (await stopping).device_bytes == BYTES + 50 - 300
+
+    with_rig(data_dir, scene)
+
+
+def test_stopping_a_model_that_is_removed_meanwhile_finds_none(data_dir: DataDir, deployed: Deployed) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        stopping = asyncio.create_task(rig.gateway.unload("tiny", free=True))
+        await asyncio.sleep(0)
+        ping = link.orders[-1]
+        assert isinstance(ping, Ping)
+        with Registry.open(data_dir) as registry:
+            registry.remove("tiny")
+        assert rig.gateway.models() == []
+        rig.receive(link, Pong(ping.number, 10_000, 10_000, 0, 0, 0, {}, ()))
+
+        with pytest.raises(UnknownModel):
+            await stopping
 
     with_rig(data_dir, scene)
 

@@ -58,7 +58,7 @@ class DeployOrder:
 class DeployProgress:
     """The progress of a deployment."""
 
-    phase: str  #: downloading, converting, fetching
+    phase: str  #: downloading, converting, verifying, fetching
     done_bytes: int
     total_bytes: int
 

@@ -181,8 +181,8 @@ class Gateway:
 
     async def unload(self, name: str, free: bool) -> UnloadView:
         """Have a model stay only until its room is needed, or, with `free`, leave when it is idle."""
+        await self._pools.refresh(LOOK_S)  # first: while it takes its time, the model may be removed
         model = ModelId(self._deployments.find(name).deployed.name)
-        await self._pools.refresh(LOOK_S)
         there = [one for one in self.ps().models if one.model == model]
         known = self._driver.fleet.models[model]
         view = UnloadView(
@@ -190,7 +190,7 @@ class Gateway:
             free=free,
             was_loaded=known.is_resident,
             num_requests=known.num_requests,
-            device_bytes=sum(one.num_bytes for one in there),
+            device_bytes=sum(one.num_bytes - one.shared_bytes for one in there),
             host_bytes=(known.bytes_by_rung or {}).get(Rung.HOST, 0),
         )
         self._driver.post(events.ModelStopped(self._driver.now_s, model, free))

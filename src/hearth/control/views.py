@@ -121,13 +121,16 @@ class ProcessView:
 
 @dataclass(frozen=True, slots=True)
 class UnloadView:
-    """A model that a user has stopped, and what there was to stop at that moment."""
+    """A model that a user has stopped, and what there was to stop at that moment.
+
+    Bytes that other models on a worker have as well are not counted: they stay with those.
+    """
 
     unloaded: str
     free: bool
     was_loaded: bool  #: bytes of it were in device memory, or on their way there
     num_requests: int  #: that it has to finish first
-    device_bytes: int  #: on all workers; with `free` they are given back
+    device_bytes: int  #: its own, on all workers; with `free` they are given back
     host_bytes: int  #: of its chunks in host memory, where they stay until others need the room
 
 
