@@ -76,6 +76,14 @@ def test_messages_reach_the_template_as_it_knows_them(gateway: FakeGateway) -> N
     assert asked.extra == {"enable_thinking": False}
 
 
+def test_the_effort_of_reasoning_is_a_variable_of_the_template(gateway: FakeGateway) -> None:
+    chat(gateway, reasoning_effort="high", chat_template_kwargs={"reasoning_effort": "high", "depth": 1})
+    chat(gateway, reasoning_effort=None, reasoning={"effort": None})
+
+    extras = [request.prompt.extra for request in gateway.requests if isinstance(request.prompt, ChatPrompt)]
+    assert extras == [{"reasoning_effort": "high", "depth": 1}, {}]
+
+
 def test_sampling_fields_reach_the_gateway(gateway: FakeGateway) -> None:
     fields: dict[str, object] = {
         "temperature": 0,
@@ -357,6 +365,10 @@ def test_llama_calls_are_the_whole_answer(tokenizers: dict[str, Tokenizer]) -> N
         ({"keep_alive": "soon"}, "`keep_alive`: a duration is"),
         ({"keep_alive": 10**400}, "`keep_alive`"),
         ({"chat_template_kwargs": {"messages": []}}, "must not set `messages`"),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            "`reasoning_effort` is 'low' and in `chat_template_kwargs` 'high'",
+        ),
         ({"response_format": {"type": "json_schema"}}, "needs `json_schema` with a `schema`"),
         ({"stop": ["a", ""]}, "`stop` holds an empty string"),
         ({"min_tokens": 5, "max_tokens": 2}, "`min_tokens` must not exceed `max_tokens`"),

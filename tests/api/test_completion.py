@@ -21,6 +21,17 @@ def test_an_answer_has_the_shape_of_openais(gateway: FakeGateway) -> None:
     assert gateway.requests[0].sampling.max_tokens == 16
 
 
+def test_both_names_of_the_limit_are_read(gateway: FakeGateway) -> None:
+    for limits in (
+        {"max_tokens": 3},
+        {"max_completion_tokens": 4},
+        {"max_tokens": 3, "max_completion_tokens": 4},
+    ):
+        complete(gateway, **limits)
+
+    assert [request.sampling.max_tokens for request in gateway.requests] == [3, 4, 4]
+
+
 @pytest.mark.parametrize(
     ("prompt", "asked"),
     [

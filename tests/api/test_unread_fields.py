@@ -37,7 +37,14 @@ ENDPOINTS: list[tuple[type[Body], dict[str, object]]] = [
         ({"continue_final_message": True}, "continue_final_message", "leave it out"),
         ({"use_beam_search": True}, "use_beam_search", "leave it out"),
         ({"n_predict": 8}, "n_predict", "use `max_tokens`"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "`chat_template_kwargs`"),
+        ({"enable_thinking": False}, "enable_thinking", "`chat_template_kwargs`"),
+        ({"reasoning": {"effort": "high"}}, "reasoning", "use `reasoning_effort`"),
+        ({"mirostat_mode": 2}, "mirostat_mode", "leave it out"),
+        ({"ban_eos_token": True}, "ban_eos_token", "use `ignore_eos`"),
+        ({"tfs": 0.9}, "tfs", "leave it out"),
+        ({"grammar_string": "root ::= a"}, "grammar_string", "`response_format`"),
+        ({"custom_token_bans": "1,2"}, "custom_token_bans", "leave it out"),
+        ({"truncate": 100}, "truncate", "leave it out"),
         ({"modalities": ["text", "audio"]}, "modalities", "leave it out"),
         ({"extra_body": {"top_k": 1}}, "extra_body", "into the body itself"),
         (
@@ -73,7 +80,6 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(
     ("fields", "param"),
     [
         ({"guided_choice": ["a"]}, "guided_choice"),
-        ({"max_completion_tokens": 100}, "max_completion_tokens"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
     ],
@@ -96,6 +102,35 @@ def test_every_unsupported_field_is_refused_unless_its_value_changes_nothing(
             body.model_validate(needed | {name: ["anything else"]})
         for neutral in (None, *field.neutral):
             assert body.model_validate(needed | {name: neutral}).ignored_fields == ()
+
+
+@pytest.mark.parametrize(("body", "needed"), ENDPOINTS)
+@pytest.mark.parametrize(
+    ("fields", "value"),
+    [
+        ({"max_tokens": 7, "max_new_tokens": 7}, 8),
+        ({"max_tokens": 9, "max_completion_tokens": 7, "max_output_tokens": 7}, 9),
+        ({"max_tokens": 7, "n_predict": 7}, 8),
+        ({"min_tokens": 2, "min_new_tokens": 2}, 3),
+        ({"repetition_penalty": 1.1, "repeat_penalty": 1.1}, 1.2),
+        ({"stop": ["a", "b"], "stop_sequences": ["a", "b"]}, ["a"]),
+        ({"n": 2, "num_return_sequences": 2}, 3),
+    ],
+)
+def test_what_a_field_that_is_read_says_already_may_be_said_twice(
+    body: type[Body], needed: dict[str, object], fields: dict[str, object], value: object
+) -> None:
+    assert body.model_validate(needed | fields).ignored_fields == ()
+    twin = list(fields)[-1]
+    with pytest.raises(ValidationError, match="is not supported"):
+        body.model_validate(needed | fields | {twin: value})
+
+
+def test_the_limit_that_completions_have_by_default_may_be_repeated() -> None:
+    needed = ENDPOINTS[1][1]
+    CompletionBody.model_validate(needed | {"max_new_tokens": 16})
+    with pytest.raises(ValidationError, match="`max_tokens`"):
+        CompletionBody.model_validate(needed | {"max_new_tokens": 17})
 
 
 def test_what_looks_like_a_neutral_value_and_is_none_is_refused() -> None:

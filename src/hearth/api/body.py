@@ -64,10 +64,16 @@ class Strict(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> Self:
-        if self.model_extra and (name := refused(self.model_extra, self.unsupported)) is not None:
+        if not self.model_extra:
+            return self
+        if (name := refused(self.model_extra, self.unsupported, self.value_of)) is not None:
             instead = self.unsupported[name].instead
             raise _refusal(name, f"is not supported, and it would change the answer; {instead}")
         return self
+
+    def value_of(self, name: str) -> object:
+        """Return what a field that is read has the request done."""
+        return getattr(self, name)
 
     def ignored(self, prefix: str) -> Iterator[str]:
         """Yield the names of the fields that nothing reads, behind `prefix`; null asks for nothing."""
@@ -122,11 +128,16 @@ class ResponseFormat(Strict):
 class Body(Strict):
     """The fields of chat and of plain completions: how to sample and how to answer."""
 
+    default_max_tokens: ClassVar[int | None] = None  #: None: to the end of the context
+
     model: Text = Field(description="The name or an alias of a deployed model.", min_length=1, max_length=256)
     stream: bool | None = Field(None, description="Send the answer in pieces, as server-sent events.")
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=128, description="How many answers to generate.")
     max_tokens: int | None = Field(None, ge=1, le=MAX_INT, description="The most tokens to generate.")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=MAX_INT, description="The same; this one counts."
+    )
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False, description="0 is greedy.")
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = Field(
@@ -155,11 +166,19 @@ class Body(Strict):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
 
-    def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def sampling(self, logprobs: int | None) -> SamplingParams:
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return SamplingParams(
-            **given, max_tokens=max_tokens, logprobs=logprobs, logit_bias=_bias(self.logit_bias)
+            **given, max_tokens=self.token_limit, logprobs=logprobs, logit_bias=_bias(self.logit_bias)
         )
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens that an answer may have; None: as many as the context holds."""
+        return self.max_completion_tokens or self.max_tokens or self.default_max_tokens
+
+    def value_of(self, name: str) -> object:
+        return self.token_limit if name == "max_tokens" else super().value_of(name)
 
     @property
     def num_answers(self) -> int:

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
 from hearth.api import unread_fields
 from hearth.api.answer_spec import CHAT, AnswerSpec, ToolUse
-from hearth.api.body import MAX_INT, Body, Strict, Text, seeds
+from hearth.api.body import Body, Strict, Text, seeds
 from hearth.api.unread_fields import UnsupportedField
 from hearth.control.generation import ChatPrompt, GenerationRequest
 from hearth.errors import BadPrompt, BadSampling
@@ -115,9 +115,6 @@ class ChatBody(Body):
     messages: list[MessageBody] = Field(
         fail_fast=True, min_length=1, max_length=16_384, description="The conversation so far."
     )
-    max_completion_tokens: int | None = Field(
-        None, ge=1, le=MAX_INT, description="The most tokens to generate; without, to the end of the context."
-    )
     logprobs: bool | None = Field(None, description="Tell the logprob of each token.")
     top_logprobs: int | None = Field(None, ge=0, le=20, description="And of so many of the likeliest ones.")
     tools: Annotated[list[ToolBody], Field(fail_fast=True, max_length=128)] | None = Field(
@@ -127,6 +124,9 @@ class ChatBody(Body):
     parallel_tool_calls: bool | None = Field(None, description="Whether one answer may hold several calls.")
     chat_template_kwargs: dict[str, JsonValue] | None = Field(
         None, description="Further variables of the chat template."
+    )
+    reasoning_effort: Text | None = Field(
+        None, max_length=64, description="The variable of this name in the chat template, if it reads one."
     )
     add_generation_prompt: bool | None = Field(
         None, description="False: the prompt ends with the last message, not with the beginning of an answer."
@@ -145,7 +145,7 @@ class ChatBody(Body):
         self._check()
         tools = _Tools(self, tokenizer) if tokenizer is not None and self.uses_tools else None
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        sampling = self.sampling(self.max_completion_tokens or self.max_tokens, logprobs)
+        sampling = self.sampling(logprobs)
         guide = self.guide()
         if tools is not None:
             guide = tools.guide() or guide
@@ -156,7 +156,7 @@ class ChatBody(Body):
             messages=[message.message(index) for index, message in enumerate(self.messages)],
             tools=None if tools is None else tools.shown(),
             has_turn=self.add_generation_prompt is not False,
-            extra=dict(self.chat_template_kwargs or {}),
+            extra=self._template_variables(),
         )
         keep_alive_s = self.keep_alive_s()
         return AnswerSpec(
@@ -178,11 +178,21 @@ class ChatBody(Body):
             yield "tools.function.strict"
         yield from super()._ignored_fields()
 
+    def _template_variables(self) -> dict[str, Json]:
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**(self.chat_template_kwargs or {}), **effort}
+
     def _check(self) -> None:
         if self.top_logprobs is not None and not self.logprobs:
             raise BadSampling("`top_logprobs` needs `logprobs` to be true; set it, or leave both out")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
             raise BadSampling("`tool_choice` needs `tools`, given: none; name the tools, or leave it out")
+        named = (self.chat_template_kwargs or {}).get("reasoning_effort", self.reasoning_effort)
+        if self.reasoning_effort not in (None, named):
+            raise BadPrompt(
+                f"`reasoning_effort` is {self.reasoning_effort!r} and in `chat_template_kwargs` "
+                f"{named!r:.80}; leave one out"
+            )
         if reserved := _RESERVED & set(self.chat_template_kwargs or {}):
             raise BadPrompt(
                 f"`chat_template_kwargs` must not set {', '.join(f'`{name}`' for name in sorted(reserved))}, "

@@ -27,6 +27,7 @@ class CompletionBody(Body):
     """Prompts and how they are to be continued."""
 
     unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.COMPLETION
+    default_max_tokens: ClassVar[int | None] = 16  # as OpenAI's
 
     prompt: (
         Text
@@ -46,7 +47,7 @@ class CompletionBody(Body):
             RequestError: the body contradicts itself or wants what is not supported.
         """
         self._check()
-        sampling = self.sampling(self.max_tokens or 16, self.logprobs)
+        sampling = self.sampling(self.logprobs)
         guide, keep_alive_s = self.guide(), self.keep_alive_s()
         prompts = self._prompts()
         if len(prompts) * self.num_answers > MAX_CHOICES:

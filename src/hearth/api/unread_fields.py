@@ -8,7 +8,7 @@ accepted, listed in a header of the answer and counted. Reads no body itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 #: The kind of pydantic's error for a field that is refused by its name, which is in the error's context.
@@ -38,10 +38,15 @@ class UnsupportedField:
 
     neutral: tuple[object, ...]  #: the values that change nothing, as null does
     instead: str  #: what to do
+    like: str | None  #: a field that is read and means the same: its value, said twice, changes nothing
 
 
-def _fields(names: str, *neutral: object, instead: str = "leave it out") -> dict[str, UnsupportedField]:
-    return {name: UnsupportedField(neutral, instead) for name in names.split()}
+def _fields(
+    names: str, *neutral: object, instead: str = "leave it out", like: str | None = None
+) -> dict[str, UnsupportedField]:
+    if like is not None:
+        instead = f"use `{like}`"
+    return {name: UnsupportedField(neutral, instead, like) for name in names.split()}
 
 
 _SCHEMA = "hold the output to a JSON schema by `response_format`, or leave it out"
@@ -50,15 +55,19 @@ _TO_TEMPLATE = "put what the model's chat template reads into `chat_template_kwa
 #: Fields of vLLM, SGLang, llama.cpp, Ollama, TGI, text-generation-webui and of OpenAI's other endpoints.
 _EVERYWHERE = {
     **_fields("guided_json guided_choice json_schema structural_tag", instead=_SCHEMA),
-    **_fields("guided_regex guided_grammar grammar regex ebnf format", "", instead=_SCHEMA),
+    **_fields("guided_regex guided_grammar grammar grammar_string regex ebnf format", "", instead=_SCHEMA),
     **_fields("structured_outputs", {}, instead=_SCHEMA),
-    **_fields("max_new_tokens max_output_tokens max_length", instead="use `max_tokens`"),
-    **_fields("n_predict num_predict", -1, instead="use `max_tokens`"),
-    **_fields("min_new_tokens min_length", 0, instead="use `min_tokens`"),
-    **_fields("repeat_penalty", 1, instead="use `repetition_penalty`"),
+    **_fields("max_new_tokens max_output_tokens", like="max_tokens"),
+    **_fields("n_predict num_predict", -1, like="max_tokens"),
+    **_fields("max_length", instead="use `max_tokens`"),  # of prompt and output together
+    **_fields("min_new_tokens", 0, like="min_tokens"),
+    **_fields("min_length", 0, instead="use `min_tokens`"),
+    **_fields("repeat_penalty", 1, like="repetition_penalty"),
     **_fields("do_sample", True, instead="use `temperature`"),
-    **_fields("stop_sequences stop_regex", "", [], instead="use `stop`"),
-    **_fields("num_return_sequences", 1, instead="use `n`"),
+    **_fields("stop_sequences", "", [], like="stop"),
+    **_fields("stop_regex", "", [], instead="use `stop`"),
+    **_fields("num_return_sequences", 1, like="n"),
+    **_fields("ban_eos_token", False, instead="use `ignore_eos`"),
     **_fields("n_probs top_n_tokens", 0, instead="use `logprobs`"),
     **_fields("system instructions template", "", instead="make it a part of the prompt"),
     **_fields(
@@ -66,14 +75,18 @@ _EVERYWHERE = {
     ),
     # Other ways to sample.
     **_fields("use_beam_search early_stopping dynamic_temperature watermark", False),
-    **_fields("num_beams length_penalty typical_p typ_p tfs_z guidance_scale", 1),
-    **_fields("mirostat xtc_probability dry_multiplier dynatemp_range top_a no_repeat_ngram_size", 0),
+    **_fields("num_beams length_penalty typical_p typ_p tfs tfs_z guidance_scale", 1),
+    **_fields(
+        "mirostat mirostat_mode xtc_probability dry_multiplier dynatemp_range top_a no_repeat_ngram_size", 0
+    ),
     **_fields("smoothing_factor epsilon_cutoff eta_cutoff penalty_alpha", 0),
     **_fields("top_n_sigma", 0, -1),
-    **_fields("bad_words banned_tokens banned_strings samplers negative_prompt", "", []),
+    **_fields("bad_words banned_tokens banned_strings custom_token_bans", "", []),
+    **_fields("samplers negative_prompt", "", []),
     **_fields("logits_processors custom_logit_processor", "", []),
     # Other prompts, weights and answers.
     **_fields("prompt_logprobs truncate_prompt_tokens adapter_id lora_path"),
+    **_fields("truncate", False),
     **_fields("lora images image_data", []),
     **_fields("return_token_ids return_tokens_as_token_ids return_full_text", False),
     **_fields("detokenize spaces_between_special_tokens", True),
@@ -82,8 +95,8 @@ CHAT = _EVERYWHERE | {
     **_fields("prompt", "", [], instead="send `messages` alone"),
     **_fields("functions", [], instead="use `tools`"),
     **_fields("function_call", "none", "auto", instead="use `tool_choice`"),
-    **_fields("enable_thinking thinking think thinking_budget reasoning_effort", instead=_TO_TEMPLATE),
-    **_fields("reasoning", {}, instead=_TO_TEMPLATE),
+    **_fields("enable_thinking thinking think thinking_budget", instead=_TO_TEMPLATE),
+    **_fields("reasoning", {}, {"effort": None}, instead=f"use `reasoning_effort`, or {_TO_TEMPLATE}"),
     **_fields("documents", [], instead=_TO_TEMPLATE),
     **_fields("verbosity", "medium", instead=_TO_TEMPLATE),
     **_fields("continue_final_message add_special_tokens echo", False),
@@ -95,7 +108,6 @@ CHAT = _EVERYWHERE | {
     **_fields("mm_processor_kwargs", {}),
 }
 COMPLETION = _EVERYWHERE | {
-    **_fields("max_completion_tokens", instead="use `max_tokens`"),
     **_fields("top_logprobs", 0, instead="set `logprobs` to how many are wanted"),
     **_fields("messages tools functions", [], instead="use `/v1/chat/completions`"),
     **_fields("add_special_tokens", True),
@@ -110,11 +122,20 @@ MESSAGE = {
 RESPONSE_FORMAT = _fields("schema value", instead="use the type `json_schema` with `json_schema.schema`")
 
 
-def refused(fields: Mapping[str, object], unsupported: Mapping[str, UnsupportedField]) -> str | None:
-    """Return the name of a field that would change the answer and is not supported; None: there is none."""
+def refused(
+    fields: Mapping[str, object],
+    unsupported: Mapping[str, UnsupportedField],
+    value_of: Callable[[str], object],
+) -> str | None:
+    """Return the name of a field that would change the answer and is not supported; None: there is none.
+
+    `value_of` tells the value of a field that is read.
+    """
     for name in sorted(unsupported.keys() & fields.keys()):
-        value = fields[name]
-        if value is not None and value not in unsupported[name].neutral:
+        value, field = fields[name], unsupported[name]
+        if value is None or value in field.neutral:
+            continue
+        if field.like is None or value != value_of(field.like):
             return name
     return None
 
