@@ -128,7 +128,8 @@ class FakeGateway:
             raise UnknownModel(f"no model is deployed under `{name}`, there are: `tiny`; deploy it")
         return MODEL
 
-    async def show(self, name: str, *, look: bool) -> ModelView:
+    async def show(self, name: str, caller: Caller, *, look: bool) -> ModelView:
+        self.callers.append(caller)
         if not look:
             return self.model(name)
         return replace(self.model(name), upstream=UpstreamView("unchanged", "v1"))

@@ -25,6 +25,7 @@ from hearth.control.metrics import Metrics
 from hearth.control.observer import Observer
 from hearth.control.pool_reports import PoolReports
 from hearth.control.registry import Deployed, ModelLocation, Registry
+from hearth.control.upstream_looks import UpstreamLooks
 from hearth.control.views import UpstreamView
 from hearth.errors import ConfigError, NameTaken, StoreError, UnknownModel
 from hearth.policy.fleet.events import BrainConfig
@@ -41,6 +42,7 @@ class Keeper(KeeperClient):
         super().__init__(Path("/nowhere"))
         self.forgotten: list[str] = []
         self.versions: dict[str, str] = {}  #: which sources have which versions now
+        self.looked: list[str] = []
         self.failure: Exception | None = None
         self.is_silent = False
 
@@ -52,6 +54,8 @@ class Keeper(KeeperClient):
         self.forgotten.append(where)
 
     async def look_upstream(self, source: str) -> str:
+        self.looked.append(source)
+        await asyncio.sleep(0)
         if self.failure is not None:
             raise self.failure
         return self.versions[source]
@@ -179,6 +183,50 @@ def test_a_new_upload_is_shown_and_changes_nothing_until_it_is_deployed(
         assert rig.keeper.forgotten == [old.where]
         assert not Path(twin.directory).exists()
         assert Path(new.directory).is_dir()
+
+    with_shop(data_dir, scene)
+
+
+def test_upstream_is_looked_at_once_at_a_time_and_rarely_for_those_who_only_ask(
+    data_dir: DataDir, converted: Path
+) -> None:
+    with serving(converted) as server:
+        url = f"{server.url}/tiny"
+        deployed = made(data_dir, url, "far")
+
+    async def scene(rig: DeploymentsRig) -> None:
+        rig.keeper.versions[url] = deployed.digest
+        keeper, upstream, looks = rig.keeper, rig.deployments.upstream, UpstreamLooks(rig.keeper)
+        assert set(await asyncio.gather(*(looks.version(url, 0.0) for _ in range(5)))) == {deployed.digest}
+        assert keeper.looked == [url]
+        keeper.looked.clear()
+        unchanged = UpstreamView("unchanged", deployed.digest)
+        assert await upstream(deployed, look=True) == unchanged
+        keeper.failure = StoreError("no keeper answers")
+        assert await upstream(deployed, look=True, max_age_s=30.0) == unchanged
+        assert keeper.looked == [url]
+        for max_age_s in (0.0, 30.0):  # a failure is kept, too
+            view = await upstream(deployed, look=True, max_age_s=max_age_s)
+            assert view == replace(unlooked(deployed), reason="no keeper answers")
+        assert keeper.looked == [url, url]
+
+    with_shop(data_dir, scene)
+
+
+def test_who_leaves_while_upstream_is_looked_at_does_not_end_it_for_others(
+    data_dir: DataDir, converted: Path
+) -> None:
+    with serving(converted) as server:
+        url = f"{server.url}/tiny"
+        deployed = made(data_dir, url, "far")
+
+    async def scene(rig: DeploymentsRig) -> None:
+        rig.keeper.versions[url] = deployed.digest
+        looks = UpstreamLooks(rig.keeper)
+        first, second = (asyncio.create_task(looks.version(url, 0.0)) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert await second == deployed.digest
 
     with_shop(data_dir, scene)
 

@@ -58,9 +58,12 @@ def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
         return as_json(gateway.models())
 
     @routes.get("/{name:path}", summary="Show a deployed model")
-    async def show_model(name: str, look: bool = False) -> Response:
-        """With `look`, what it was deployed from is asked whether it has changed; that may take seconds."""
-        return as_json(await gateway.show(name, look=look))
+    async def show_model(name: str, request: Request, look: bool = False) -> Response:
+        """With `look`, what it was deployed from is asked whether it has changed; that may take seconds.
+
+        An answer that is less than 30 s old is used again, unless the caller's key is an admin's.
+        """
+        return as_json(await gateway.show(name, caller_of(request), look=look))
 
     @routes.post("", summary="Deploy a model", responses=_EVENTS)
     async def deploy(body: DeployBody, request: Request) -> Response:

@@ -16,6 +16,7 @@ from hearth.control.datadir import DataDir
 from hearth.control.deploy import DeployDone, DeployOrder, DeployProgress, deploying, remove_files, switch
 from hearth.control.driver import Driver
 from hearth.control.registry import Deployed, ModelLocation, Registry
+from hearth.control.upstream_looks import UpstreamLooks
 from hearth.control.upstream_view import upstream_view
 from hearth.control.views import UpstreamView
 from hearth.errors import ConfigError, DataDirError, HearthError, StoreError
@@ -39,6 +40,7 @@ class Deployments:
     ) -> None:
         self._registry, self._catalog, self._driver = registry, catalog, driver
         self._keeper, self._data_dir = keeper, data_dir
+        self._looks = UpstreamLooks(keeper)
         #: Tasks that delete files; the event loop itself holds no task.
         self._clearing: set[asyncio.Task[None]] = set()
         #: Two models may be loaded from one URL: while the files of one are deleted, no other is registered.
@@ -89,10 +91,13 @@ class Deployments:
         self._refresh()
         await self._clear(location)
 
-    async def upstream(self, deployed: Deployed, *, look: bool) -> UpstreamView | None:
+    async def upstream(
+        self, deployed: Deployed, *, look: bool, max_age_s: float = 0.0
+    ) -> UpstreamView | None:
         """Return what is known of where a model was deployed from; None where that is a path.
 
-        `look`: ask upstream first, by way of the keeper, which takes seconds at most.
+        `look`: ask upstream first, by way of the keeper, which takes seconds at most; what it answered within
+        the last `max_age_s` will do.
         """
         directory = Path(deployed.directory)
         known = await asyncio.to_thread(read_upstream, directory)
@@ -101,7 +106,7 @@ class Deployments:
         if not look:
             return upstream_view(deployed, known, has_looked=False, failure=None)
         try:
-            version = await self._keeper.look_upstream(deployed.source)
+            version = await self._looks.version(deployed.source, max_age_s)
         except HearthError as error:
             return upstream_view(deployed, known, has_looked=False, failure=str(error))
         seen = await asyncio.to_thread(note_version, directory, version) or known

@@ -34,6 +34,7 @@ from hearth.control.pool_views import resident_views
 from hearth.control.supervisor import Supervisor
 from hearth.control.timeline import Timeline
 from hearth.control.tokenization import PromptEncoder
+from hearth.control.upstream_looks import KEPT_S
 from hearth.control.views import (
     Explanation,
     Health,
@@ -158,10 +159,14 @@ class Gateway:
     def model(self, name: str) -> ModelView:
         return self._catalog.view(self._deployments.find(name))
 
-    async def show(self, name: str, *, look: bool) -> ModelView:
-        """Return a model with what is known of its upstream, which is asked first if `look`."""
+    async def show(self, name: str, caller: Caller, *, look: bool) -> ModelView:
+        """Return a model with what is known of its upstream, which is asked first if `look`.
+
+        An admin sees what is there now, others what was there a moment ago.
+        """
         entry = self._deployments.find(name)
-        upstream = await self._deployments.upstream(entry.deployed, look=look)
+        max_age_s = 0.0 if caller.has_role("admin") else KEPT_S
+        upstream = await self._deployments.upstream(entry.deployed, look=look, max_age_s=max_age_s)
         return replace(self._catalog.view(entry), upstream=upstream)
 
     async def deploy(
