@@ -27,3 +27,24 @@ def test_host_memory_is_what_chunks_take_and_unknown_without_a_keeper(tmp_path: 
 
         asyncio.run(reports.refresh(10.0))
         assert reports.view is None
+
+
+def test_a_keeper_that_is_slow_to_answer_has_what_it_had() -> None:
+    async def scene(path: Path) -> None:
+        reports = HostReports(KeeperClient(path))
+        reports.view = HostMemoryView(3, 4)
+        is_over = asyncio.Event()
+
+        async def keep_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await is_over.wait()
+            writer.close()
+
+        async with await asyncio.start_unix_server(keep_silent, path):
+            await reports.refresh(0.05)
+            assert reports.view == HostMemoryView(3, 4)
+            is_over.set()
+        await reports.refresh(10.0)
+        assert reports.view is None
+
+    with folder() as place:
+        asyncio.run(scene(place / "s"))

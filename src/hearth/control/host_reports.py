@@ -20,11 +20,13 @@ class HostReports:
         self.view: HostMemoryView | None = None  #: None: no keeper has answered
 
     async def refresh(self, patience_s: float) -> None:
-        """Ask the keeper anew; one that does not answer in time is starting again and holds nothing."""
+        """Ask the keeper anew. One that is only slow has what it had; one that is gone holds nothing."""
         try:
             async with asyncio.timeout(patience_s):
                 measured = await self._keeper.host_memory()
-        except (HearthError, OSError, TimeoutError) as error:
+        except TimeoutError:
+            log.debug("host_memory_late patience_s=%g", patience_s)
+        except (HearthError, OSError) as error:
             log.debug("host_memory_unknown reason=%s", error)
             self.view = None
         else:
