@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -10,7 +11,7 @@ import pytest
 
 from hearth.control import keys
 from hearth.control.keys import ApiKeys
-from tests.api.conftest import chat, request
+from tests.api.conftest import app_of, chat, request
 from tests.api.fake import FakeGateway, FakeKeys
 
 SECRET = "the prompt that nobody may log"
@@ -132,6 +133,26 @@ def test_keys_that_cannot_be_read_let_nobody_in_but_the_owner(
     assert (refused.status_code, str(path) in refused.text) == (503, False)
     assert str(path) in caplog.text
     assert request(gateway, "GET", "/v1/models", headers=bearer(gateway.admin_token)).status_code == 200
+
+
+def test_keys_that_cannot_be_read_are_logged_once_for_each_state_of_their_file(
+    gateway: FakeGateway, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys.json"
+    gateway.keys = ApiKeys.load(path)
+
+    async def scene() -> list[int]:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app_of(gateway)), base_url="http://localhost"
+        ) as client:
+            statuses = []
+            for text in ("no keys", "[]", "no keys", '[{"name": 1}]'):
+                path.write_text(text)
+                statuses += [(await client.get("/v1/models")).status_code for _ in range(3)]
+            return statuses
+
+    assert asyncio.run(scene()) == [*[503] * 3, *[200] * 3, *[503] * 6]
+    assert caplog.text.count("keys_unreadable") == 3
 
 
 def test_a_users_key_is_enough_to_ask(locked: FakeGateway) -> None:

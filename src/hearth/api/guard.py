@@ -42,6 +42,7 @@ class Guard:
         self._app = app
         self._gateway = gateway
         self._max_body_bytes = max_body_bytes
+        self._keys_fault: str | None = None  #: why the keys cannot be read, as was logged; None: they can
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -89,12 +90,15 @@ class Guard:
         key = given.strip() if scheme.lower() == "bearer" else ""
         is_operator = hmac.compare_digest(key.encode(), self._gateway.admin_token.encode())
         try:
-            if not self._gateway.keys.are_required:
+            are_required, self._keys_fault = self._gateway.keys.are_required, None
+            if not are_required:
                 scope[_CALLER] = ANYBODY
                 return None if is_operator else _foreign_host(headers) or _foreign_page(headers)
             caller = OPERATOR if is_operator else self._gateway.keys.check(key) if key else None
         except ConfigError as error:  # somebody has changed their file, and nobody can tell who may come in
-            log.error("keys_unreadable reason=%s", error)
+            if self._keys_fault != str(error):  # once, not with every request
+                self._keys_fault = str(error)
+                log.error("keys_unreadable reason=%s", error)
             if not is_operator:
                 return ServiceError("the API keys of the service cannot be read; its log says why")
             caller = OPERATOR
