@@ -22,6 +22,7 @@ from hearth.messages import (
     StepDone,
     Welcome,
     WorkerHello,
+    WorkerSetup,
 )
 from hearth.types import FinishReason, ModelId, SamplingParams, TokenLogprob, TokenLogprobs, WorkerId
 
@@ -125,3 +126,12 @@ def test_a_frame_beyond_the_limit_is_refused_before_it_is_read() -> None:
 def test_an_order_is_no_fact() -> None:
     with pytest.raises(ServiceError, match="no message"):
         wire.fact_of(body(wire.frame(Ping(1))))
+
+
+def test_messages_that_are_shown_hold_no_secret_and_no_words_of_users() -> None:
+    order = StartRequest(3, ModelId("tiny"), (4242, 77), (99,), Sampling(seed=1), b"the salt")
+    setup = WorkerSetup(WORKER, "", 1, "the secret", "cpu", 0, 1, None, "", {}, None, "info")
+
+    assert repr(order) == "<StartRequest run=3 model=tiny num_prompt_tokens=2 num_output_tokens=1>"
+    assert "the secret" not in f"{setup!r} {setup}"
+    assert "the salt" not in f"{[order]} {order}"

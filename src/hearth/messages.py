@@ -45,6 +45,10 @@ class WorkerSetup(Struct, frozen=True):
     num_threads: int | None  #: that torch may use; None: its own choice
     log_level: str
 
+    def __repr__(self) -> str:
+        """Leave the secret out: what is shown may be logged."""
+        return f"<WorkerSetup worker={self.worker} kind={self.kind} device_index={self.device_index}>"
+
 
 class KeeperSetup(Struct, frozen=True):
     """The first line that the keeper of the store reads from its standard input."""
@@ -194,6 +198,11 @@ class StartRequest(Struct, frozen=True, tag=True):
     sampling: Sampling
     salt: bytes  #: shared by those who may find each other's cached prefixes; secret, never logged
     guide: GuideOrder | None = None
+
+    def __repr__(self) -> str:
+        """Leave the salt and whatever a user wrote out: what is shown may be logged."""
+        num_prompt_tokens, num_output_tokens = len(self.prompt), len(self.output)
+        return f"<StartRequest run={self.run} model={self.model} {num_prompt_tokens=} {num_output_tokens=}>"
 
 
 class CancelRequest(Struct, frozen=True, tag=True):
