@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 import pytest
 
-from hearth.config import HearthConfig
+from hearth.cli import server
+from hearth.config import HearthConfig, ServiceConfig
+from hearth.control.datadir import DataDir
+from hearth.control.upgrade import Upgraded
+from hearth.errors import ConfigError
 from tests.cli.shell import Hearth
 
 
@@ -55,3 +61,50 @@ def test_a_wrong_flag_starts_nothing(hearth: Hearth, served: list[HearthConfig])
     shown = hearth("serve", "--memory", "lots")
     assert (shown.code, shown.out, served) == (2, "", [])
     assert "`service.memory_bytes`" in shown.err
+
+
+class Stopped(Exception):
+    """The end of a service that a test has seen enough of."""
+
+
+def test_nobody_is_let_in_before_the_directory_is_up_to_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = ("127.0.0.1", free_port())
+
+    def upgrade_held(held: DataDir) -> NoReturn:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        raise Stopped
+
+    monkeypatch.setattr(server, "upgrade_held", upgrade_held)
+    with pytest.raises(Stopped):
+        server.run_service(service_at(address, tmp_path))
+
+
+def test_a_port_that_is_taken_meanwhile_is_wrong_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = ("127.0.0.1", free_port())
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+        def upgrade_held(held: DataDir) -> list[Upgraded]:
+            other.bind(address)
+            other.listen()
+            return []
+
+        monkeypatch.setattr(server, "upgrade_held", upgrade_held)
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {address[1]}"):
+            server.run_service(service_at(address, tmp_path))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def service_at(address: tuple[str, int], data_dir: Path) -> HearthConfig:
+    host, port = address
+    return HearthConfig(service=ServiceConfig(host=host, port=port, data_dir=str(data_dir), device="cpu"))

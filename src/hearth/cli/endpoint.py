@@ -105,7 +105,8 @@ def _announced(data_dir: Path) -> ServiceFile | None:
             if time.monotonic() > give_up_s:
                 raise DataDirError(
                     f"a service holds `{data_dir}` and has not told within {WAIT_S:g} s where it can be "
-                    "reached; look at its log with `hearth logs`, or choose another `--data-dir`"
+                    "reached; its first start after an update may take minutes: look at its log with "
+                    "`hearth logs` and try again, or choose another `--data-dir`"
                 )
             time.sleep(delay_s)
             delay_s = min(2 * delay_s, LONGEST_DELAY_S)

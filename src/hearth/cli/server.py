@@ -46,12 +46,14 @@ def run_service(config: HearthConfig, on_ready: Callable[[str, Gateway], None] =
     service = config.service
     with (
         DataDir.hold(service.data_dir, may_be_old=True) as data_dir,
-        _listening(service) as listener,
+        _bound(service) as listener,
         _log_file(data_dir.log_path),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         keys_of(service, data_dir)  # before anything is started
         tell(upgrade_held(data_dir))
+        with _explained(service):
+            listener.listen(BACKLOG)  # not before: until then nobody would accept, for minutes perhaps
         runner.run(_serve(config, data_dir, devices, listener, on_ready))
 
 
@@ -113,20 +115,27 @@ async def _drain(gateway: Gateway, signals: asyncio.Queue[int], drain_s: float) 
 
 
 @contextmanager
-def _listening(service: ServiceConfig) -> Iterator[socket.socket]:
+def _bound(service: ServiceConfig) -> Iterator[socket.socket]:
+    """Yield a socket that has its address and does not listen yet."""
     family = socket.AF_INET6 if ":" in service.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+        with _explained(service):
             listener.bind((service.host, service.port))
-            listener.listen(BACKLOG)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {service.host} port {service.port}: {error.strerror or error}; "
-                "choose another with `--port`, or 0 for any that is free"
-            ) from error
         listener.setblocking(False)
         yield listener
+
+
+@contextmanager
+def _explained(service: ServiceConfig) -> Iterator[None]:
+    """Raise ConfigError for an address that cannot be had; a taken one may be found out by `listen` only."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {service.host} port {service.port}: {error.strerror or error}; "
+            "choose another with `--port`, or 0 for any that is free"
+        ) from error
 
 
 @contextmanager
