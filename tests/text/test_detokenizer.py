@@ -110,6 +110,28 @@ def test_any_prompt_and_any_output_are_together_the_text_of_decode(
     assert begun + answer == tokenizer.decode(prompt + output, skip_special_tokens)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_a_long_prompt_is_read_by_tokens_only_at_its_end(
+    tokenizers: dict[str, Tokenizer], kind: str, cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, num_pushed = tokenizers[kind], 0
+    ids = tokenizer.encode("the house keeps 鬱 warm " * 200 + "鬱")
+    prompt = ids[: len(ids) - cut]
+    expected = "".join(map(Detokenizer(tokenizer).push, prompt))
+    push = Detokenizer.push
+
+    def counted(detokenizer: Detokenizer, token_id: int) -> str:
+        nonlocal num_pushed
+        num_pushed += 1
+        return push(detokenizer, token_id)
+
+    monkeypatch.setattr(Detokenizer, "push", counted)
+
+    assert prompt_text(tokenizer, prompt) == expected
+    assert num_pushed <= 64
+
+
 @pytest.mark.parametrize("kind", sorted(SPOILS_RUNS))
 @given(prompt=random_ids, output=random_ids)
 def test_the_end_of_a_prompt_is_all_that_its_output_depends_on(
