@@ -132,7 +132,13 @@ def test_no_proxy_stands_between_this_machine_and_itself(
         assert client.models() == [MODEL]
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("127.0.0.1:8000", "ftp://host", "http://"),
+        *("http://[::1", "http://[nowhere]", "http://host:port", "http://host:99999", "http://a\x00b"),
+    ],
+)
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--url"):
         Client(url, None)

@@ -50,6 +50,7 @@ def test_the_models_of_the_service_that_was_named_are_offered(
 ) -> None:
     assert completed(f"hearth chat --url {service.url} ", data_dir) == ["smol"]
     assert completed("hearth chat --url http://127.0.0.1:1 ", data_dir) == []
+    assert completed("hearth chat --url http://[::1 ", data_dir) == []
     assert [path for _, path, _ in service.asked] == ["/hearth/models"]
 
 

@@ -99,17 +99,18 @@ class Client:
         """Connect when first asked. `is_direct`: through no proxy, for a service of this machine."""
         import httpx
 
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"`--url` must be like http://127.0.0.1:8000, given: {url!r}")
         self.url = url.rstrip("/")
         self._key = key
-        self._http = httpx.Client(
-            base_url=self.url,
-            timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
-            # A proxy cannot reach this machine's own service.
-            trust_env=not (is_direct or is_loopback(parts.hostname)),
-        )
+        host = _host_of(url)
+        try:
+            self._http = httpx.Client(
+                base_url=self.url,
+                timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
+                # A proxy cannot reach this machine's own service.
+                trust_env=not (is_direct or is_loopback(host)),
+            )
+        except httpx.InvalidURL as error:
+            raise _no_url(url) from error
 
     def __enter__(self) -> Self:
         return self
@@ -256,6 +257,22 @@ class Client:
             raise ServiceError(
                 f"`{self.url}` answers, but not as this Hearth would: {error}; is it another service?"
             ) from error
+
+
+def _host_of(url: str) -> str:
+    """Return the host of a service's URL. Raises ConfigError if it is none."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise _no_url(url) from error
+    if parts.scheme not in ("http", "https") or not host:
+        raise _no_url(url)
+    return host
+
+
+def _no_url(url: str) -> ConfigError:
+    return ConfigError(f"`--url` must be like http://127.0.0.1:8000, given: {url!r:.200}")
 
 
 def _segment(name: str) -> str:
