@@ -86,5 +86,16 @@ def test_a_service_with_other_keys_is_told_of(
     assert "from now on" in fitting.err
 
 
+def test_a_key_is_made_also_where_the_service_cannot_be_told(hearth: Hearth, data_dir: Path) -> None:
+    with DataDir.hold(data_dir) as held:
+        (held.run_path / "service.json").write_text("{}")
+        added, removed = hearth("keys", "add", "ada"), hearth("keys", "rm", "ada")
+
+    for shown in (added, removed):
+        assert shown.code == 0
+        assert "whether a service runs that reads these keys cannot be told" in shown.err
+    assert added.out.startswith("hearth-")
+
+
 def test_without_a_service_nothing_is_said_of_one(hearth: Hearth, data_dir: Path) -> None:
     assert "service" not in hearth("keys", "add", "ada").err

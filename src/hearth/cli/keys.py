@@ -16,6 +16,7 @@ from hearth.cli.tab_completion import complete_group, complete_key
 from hearth.control import keys
 from hearth.control.caller import Role
 from hearth.control.datadir import DataDir, running_service
+from hearth.errors import DataDirError
 
 KeysFile = Annotated[
     Path | None,
@@ -115,7 +116,12 @@ def rm(name: KnownKey, file: KeysFile = None, data_dir: DataDirectory = DEFAULT_
 
 def _tell_of_service(path: Path, data_dir: Path, effect: str) -> None:
     """Say what a change of keys means for the service on the data directory, which may have other keys."""
-    service = running_service(data_dir)
+    try:
+        service = running_service(data_dir)
+    except DataDirError as error:  # the keys are changed all the same
+        warning = f"whether a service runs that reads these keys cannot be told: {error}"
+        err.print(Text(warning, style="yellow"), soft_wrap=True)
+        return
     if service is None:
         return
     if Path(service.keys_path).resolve() == path.resolve():
