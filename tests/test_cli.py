@@ -282,6 +282,15 @@ def test_doctor_says_that_threads_spin_and_why(hearth: Hearth, monkeypatch: pyte
     assert "OMP_WAIT_POLICY=ACTIVE" in note
 
 
+@pytest.mark.parametrize(("queued_s", "num_notes"), [(None, 1), (0.5, 0)])
+def test_doctor_says_that_waits_for_cores_cannot_be_told_from_hanging(
+    hearth: Hearth, monkeypatch: pytest.MonkeyPatch, queued_s: float | None, num_notes: int
+) -> None:
+    monkeypatch.setattr(doctor, "queued_s", lambda pid: queued_s)
+    notes = json.loads(hearth("doctor", "--json").out)["notes"]
+    assert sum("replaced as one that hangs" in note for note in notes) == num_notes
+
+
 def test_doctor_says_how_many_cores_may_be_used(hearth: Hearth, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "num_usable_cores", lambda: 3)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from hearth.config import CPU_HOST_BYTES, StoreConfig
-from hearth.cpus import num_usable_cores, wait_policy
+from hearth.cpus import num_usable_cores, queued_s, wait_policy
 from hearth.kernels.jit import HAS_TRITON
 from hearth.store.read_hashed import is_native
 
@@ -94,6 +94,12 @@ def examine(store: StoreConfig, data_dir: Path) -> Report:
     if (spin_reason := wait_policy().spin_reason) is not None:
         notes.append(
             f"threads spin while they wait, which is slow beside other busy processes: {spin_reason}"
+        )
+    if queued_s(os.getpid()) is None:
+        notes.append(
+            "the kernel does not count how long processes wait for a core (no /proc/PID/schedstat): on a "
+            "busy machine a worker that only waits may be replaced as one that hangs; raise "
+            "`service.max_missed`"
         )
     max_open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if max_open_files < MANY_OPEN_FILES:

@@ -27,7 +27,7 @@ from hearth.cli.console import (
 from hearth.cli.endpoint import recognised
 from hearth.cli.figures import size
 from hearth.cli.pool_bars import fallbacks
-from hearth.config import plain, to_toml
+from hearth.config import HearthConfig, plain, to_toml
 from hearth.control.datadir import is_held, running_service
 from hearth.errors import DataDirError, ServiceError
 
@@ -58,9 +58,9 @@ def doctor(
         from hearth.doctor import examine
 
         data_dir = data_dir_of(context, data_dir, resolved)
-        report, service = examine(resolved.store, data_dir), _service(data_dir)
-        unused = local_models.unused_settings(data_dir, resolved.models)
-        report = replace(report, notes=(*report.notes, *unused))
+        models = _models(data_dir, resolved)
+        report, service = examine(resolved.store, data_dir), _service(data_dir, models.num_models)
+        report = replace(report, notes=(*report.notes, *models.notes))
     if as_json:
         typer.echo(json.dumps({**asdict(report), "service": asdict(service)}))
         return
@@ -72,7 +72,7 @@ def doctor(
             f"{device.name}, {device.free_bytes / 2**30:.1f} of {device.total_bytes / 2**30:.1f} GiB free"
         )
     facts["data directory"] = _disk(report.service_store)
-    facts["models"] = f"{service.num_models} deployed"
+    facts["models"] = "unknown" if models.num_models is None else f"{models.num_models} deployed"
     facts["service"] = service.status if service.url is None else f"{service.status}, {service.url}"
     for number, worker in enumerate(service.workers):
         facts[f"worker {number}"] = worker
@@ -91,14 +91,29 @@ class _ServiceReport:
     """The service on a data directory, as the doctor found it. Becomes JSON."""
 
     data_dir: str
-    num_models: int
+    num_models: int | None  #: None: its registry cannot be read
     status: str  #: not running, starting, ok, draining, or why it does not answer
     url: str | None
     workers: list[str]
 
 
-def _service(data_dir: Path) -> _ServiceReport:
-    num_models = len(local_models.names(data_dir))
+@dataclass(frozen=True, slots=True)
+class _ModelsReport:
+    """The models of a data directory, as the doctor found them."""
+
+    num_models: int | None  #: None: it cannot be read, as the notes say
+    notes: list[str]
+
+
+def _models(data_dir: Path, config: HearthConfig) -> _ModelsReport:
+    try:
+        unused = local_models.unused_settings(data_dir, config.models)
+        return _ModelsReport(len(local_models.names(data_dir)), unused)
+    except DataDirError as error:  # such as a directory of an older Hearth; the error says what to do
+        return _ModelsReport(None, [str(error)])
+
+
+def _service(data_dir: Path, num_models: int | None) -> _ServiceReport:
     found = None
     try:
         found = running_service(data_dir)
