@@ -70,6 +70,23 @@ def test_how_to_explain_an_answer_names_the_service_as_it_was_named(
         assert "`hearth explain r1` tells" in hearth("run", "smol", "hi").err
 
 
+@pytest.mark.parametrize("command", [("run", "smol", "hi"), ("chat", "smol")])
+def test_who_may_not_name_the_directory_by_settings_is_told_how_to(
+    hearth: Hearth,
+    tmp_path: Path,
+    service: FakeService,
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+) -> None:
+    monkeypatch.delenv("HEARTH_DATA_DIR", raising=False)
+    with DataDir.hold(tmp_path / "data") as held:
+        service.announce(held)
+        shown = hearth(*command, "--set", f"service.data_dir={held.path}")
+    assert shown.code == 2
+    told = " ".join(shown.err.split())
+    assert f"leave it out and name its `--data-dir {held.path}`" in told
+
+
 @pytest.mark.parametrize("command", [("run", "./m", "hi"), ("chat", "./m"), ("show", "./m")])
 def test_a_service_is_not_named_for_a_model_that_is_read_here(
     hearth: Hearth, service: FakeService, command: tuple[str, ...]

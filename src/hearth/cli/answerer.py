@@ -5,6 +5,7 @@ Prints no answer.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ def answerer_of(
         with _loaded(where, config, options) as answerer:
             yield answerer
         return
-    data_dir = data_dir_of(context, data_dir, config)
+    named_dir, data_dir = data_dir, data_dir_of(context, data_dir, config)
     client = running(context, url, api_key, data_dir)
     if client is None:
         with named(model):
@@ -143,9 +144,12 @@ def answerer_of(
         return
     with client:
         if options.given:
+            instead = (
+                f" and name its `--data-dir {shlex.quote(str(data_dir))}`" if data_dir != named_dir else ""
+            )
             raise ConfigError(
                 f"`{options.given[0]}` is for models in this process, but the service at `{client.url}` "
-                "would answer; leave it out, or name the model by its path"
+                f"would answer; leave it out{instead}, or name the model by its path"
             )
         with named(model):
             there = ServiceAnswerer(client, model)
