@@ -134,9 +134,14 @@ class Body(Strict):
     stream: bool | None = Field(None, description="Send the answer in pieces, as server-sent events.")
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=128, description="How many answers to generate.")
-    max_tokens: int | None = Field(None, ge=1, le=MAX_INT, description="The most tokens to generate.")
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_INT,
+        description="The most tokens to generate; without, 16 in plain completions, in chat all that fit.",
+    )
     max_completion_tokens: int | None = Field(
-        None, ge=1, le=MAX_INT, description="The same; this one counts."
+        None, ge=1, le=MAX_INT, description="The newer name of `max_tokens`, and stronger where both are set."
     )
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False, description="0 is greedy.")
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
