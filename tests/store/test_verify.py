@@ -9,7 +9,7 @@ import pytest
 from hearth.errors import BadCheckpoint
 from hearth.store.convert import convert
 from hearth.store.manifest import MANIFEST, WEIGHTS, Manifest, read_manifest
-from hearth.store.verify import NUM_THREADS, BadChunk, BadFile, _Checked, verify
+from hearth.store.verify import BadChunk, BadFile, _Checked, verify
 from hearth.store.writer import Progress
 from tests.models.zoo import build
 
@@ -104,7 +104,7 @@ def test_a_read_that_gives_only_a_part_is_continued(model: Path, monkeypatch: py
 
 
 def test_an_interrupt_does_not_wait_for_what_is_queued(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_chunks, is_over = len(read_manifest(model).chunks), Event()
+    num_chunks, num_threads, is_over = len(read_manifest(model).chunks), 2, Event()
     begun: list[int] = []
 
     def check(file: int, manifest: Manifest, index: int) -> _Checked:
@@ -118,11 +118,12 @@ def test_an_interrupt_does_not_wait_for_what_is_queued(model: Path, monkeypatch:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("hearth.store.verify._check_chunk", check)
+    monkeypatch.setattr("hearth.store.verify.NUM_THREADS", num_threads)
 
     with pytest.raises(KeyboardInterrupt):
         verify(model, interrupt)
 
-    assert len(begun) <= 1 + NUM_THREADS < num_chunks
+    assert len(begun) <= 1 + num_threads < num_chunks
 
 
 def test_a_manifest_that_was_read_already_is_not_read_again(model: Path) -> None:

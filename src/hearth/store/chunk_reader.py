@@ -78,7 +78,7 @@ class ChunkReader:
         self, model: StoredModel, index: int, buffer: memoryview, failures: list[StoreError]
     ) -> Delivery | None:
         chunk = model.manifest.chunks[index]
-        for place in self._disk.locate(chunk.id, model.directory):
+        for place in self._disk.locate(model.manifest.chunk_ids[index], model.directory):
             began_s = time.perf_counter()
             try:
                 read = read_verified(

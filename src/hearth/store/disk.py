@@ -160,7 +160,9 @@ class DiskTier:
                 locations.insert(0, Location(self._path(chunk_id, file), 0, file.num_bytes, known))
                 self._order.discard(chunk_id)
             self.counters.num_hits += bool(locations)
-            return sorted(locations, key=lambda location: location.path.parent != directory)
+            if len(locations) > 1:
+                locations.sort(key=lambda location: location.path.parent != directory)
+            return locations
 
     def holds(self, chunk_id: ChunkId) -> bool:
         """True if some location should hold the chunk. Counts no hit."""

@@ -87,7 +87,7 @@ class Staging:
         with self._create(WEIGHTS) as file:
             for data in _cut(_padded(tensors), chunk_bytes):
                 self._write(file, data)
-                chunks.append(chunk_of(data))
+                chunks.append(chunk_of(data, on_all_cores=True))
                 xxh3.append(xxhash.xxh3_128_hexdigest(data))
                 done_bytes += len(data)
                 if on_progress is not None:
