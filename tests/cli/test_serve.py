@@ -9,7 +9,7 @@ from typing import NoReturn
 import pytest
 
 from hearth.cli import server
-from hearth.config import HearthConfig, ServiceConfig
+from hearth.config import HearthConfig, ModelConfig, ServiceConfig
 from hearth.control.datadir import DataDir
 from hearth.control.upgrade import Upgraded
 from hearth.errors import ConfigError
@@ -80,6 +80,13 @@ def test_nobody_is_let_in_before_the_directory_is_up_to_date(
     monkeypatch.setattr(server, "upgrade_held", upgrade_held)
     with pytest.raises(Stopped):
         server.run_service(service_at(address, tmp_path))
+
+
+def test_a_service_does_not_start_with_settings_of_a_model_that_is_not_deployed(tmp_path: Path) -> None:
+    service = ServiceConfig(data_dir=str(tmp_path), device="cpu", port=0)
+    config = HearthConfig(service=service, models={"nosuch": ModelConfig(pinned=True)})
+    with pytest.raises(ConfigError, match=r"\[models\.nosuch\] .*none is; deploy one"):
+        server.run_service(config)
 
 
 def test_a_port_that_is_taken_meanwhile_is_wrong_input(

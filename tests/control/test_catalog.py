@@ -47,15 +47,14 @@ def test_a_model_is_served_with_all_of_its_context_where_that_fits(
     assert cuts(caplog) == []
 
 
-def test_settings_of_a_model_that_is_not_deployed_are_said_to_be_unused(
-    registry: Registry, caplog: pytest.LogCaptureFixture
+def test_settings_of_a_model_that_is_not_deployed_are_refused_with_the_nearest_name(
+    registry: Registry,
 ) -> None:
+    catalog(registry, FITTING_BYTES, context=64).check_settings()
     configs = {"bgi": ModelConfig(pinned=True), BIG: ModelConfig()}
-
-    Catalog(registry, configs, ENGINE, 300.0, kind="cuda", budget_bytes=FITTING_BYTES).refresh()
-
-    (line,) = (record.getMessage() for record in caplog.records)
-    assert line == "settings_unused table=models.bgi reason=not deployed; did you mean `big`?"
+    wrong = Catalog(registry, configs, ENGINE, 300.0, kind="cuda", budget_bytes=FITTING_BYTES)
+    with pytest.raises(ConfigError, match=r"\[models\.bgi\] .*did you mean `big`\?"):
+        wrong.check_settings()
 
 
 def test_a_context_is_cut_to_the_budget_and_that_is_said_once(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hearth.config import EngineConfig, ModelConfig
 from hearth.control.registry import Deployed, Names, Registry
 from hearth.control.views import ModelView
+from hearth.errors import ConfigError
 from hearth.messages import HostModel
 from hearth.policy.fleet.events import ModelProfile
 from hearth.policy.fleet.footprint import context_of, fitted_context, footprint
@@ -64,8 +65,18 @@ class Catalog:
         self._cuts: dict[str, int] = {}
         self._entries: dict[ModelId, CatalogEntry] = {}
         self.refresh()
+
+    def check_settings(self) -> None:
+        """Refuse settings of models that are not deployed: under a wrong name they would change nothing.
+
+        Raises:
+            ConfigError: there are some; the message has the nearest name.
+        """
         for name, hint in self._names.waiting().items():
-            log.warning("settings_unused table=models.%s reason=not deployed; %s", name, hint)
+            raise ConfigError(
+                f"[models.{name}] has settings for a model that is not deployed ({hint}); mend the name, "
+                "deploy the model first, or take the table out"
+            )
 
     def refresh(self) -> None:
         """Read the registry again."""

@@ -66,6 +66,7 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
             kind=devices.kind,
             budget_bytes=service.memory_bytes,
         )
+        catalog.check_settings()
         journal = Journal(
             *(data_dir.journal_path(), brain, service.journal_bytes, registry.renamed_digests())
         )
