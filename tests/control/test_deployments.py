@@ -187,46 +187,49 @@ def test_a_new_upload_is_shown_and_changes_nothing_until_it_is_deployed(
     with_shop(data_dir, scene)
 
 
-def test_upstream_is_looked_at_once_at_a_time_and_rarely_for_those_who_only_ask(
-    data_dir: DataDir, converted: Path
-) -> None:
+@pytest.fixture
+def far(data_dir: DataDir, converted: Path) -> Deployed:
+    """A model that was deployed from a URL, at which nobody answers any more."""
     with serving(converted) as server:
-        url = f"{server.url}/tiny"
-        deployed = made(data_dir, url, "far")
+        return made(data_dir, f"{server.url}/tiny", "far")
+
+
+def test_upstream_is_looked_at_once_at_a_time_and_rarely_for_those_who_only_ask(
+    data_dir: DataDir, far: Deployed
+) -> None:
+    url = far.source
 
     async def scene(rig: DeploymentsRig) -> None:
-        rig.keeper.versions[url] = deployed.digest
+        rig.keeper.versions[url] = far.digest
         keeper, upstream, looks = rig.keeper, rig.deployments.upstream, UpstreamLooks(rig.keeper)
-        assert set(await asyncio.gather(*(looks.version(url, 0.0) for _ in range(5)))) == {deployed.digest}
+        assert set(await asyncio.gather(*(looks.version(url, 0.0) for _ in range(5)))) == {far.digest}
         assert keeper.looked == [url]
         keeper.looked.clear()
-        unchanged = UpstreamView("unchanged", deployed.digest)
-        assert await upstream(deployed, look=True) == unchanged
+        unchanged = UpstreamView("unchanged", far.digest)
+        assert await upstream(far, look=True) == unchanged
         keeper.failure = StoreError("no keeper answers")
-        assert await upstream(deployed, look=True, max_age_s=30.0) == unchanged
+        assert await upstream(far, look=True, max_age_s=30.0) == unchanged
         assert keeper.looked == [url]
         for max_age_s in (0.0, 30.0):  # a failure is kept, too
-            view = await upstream(deployed, look=True, max_age_s=max_age_s)
-            assert view == replace(unlooked(deployed), reason="no keeper answers")
+            view = await upstream(far, look=True, max_age_s=max_age_s)
+            assert view == replace(unlooked(far), reason="no keeper answers")
         assert keeper.looked == [url, url]
 
     with_shop(data_dir, scene)
 
 
 def test_who_leaves_while_upstream_is_looked_at_does_not_end_it_for_others(
-    data_dir: DataDir, converted: Path
+    data_dir: DataDir, far: Deployed
 ) -> None:
-    with serving(converted) as server:
-        url = f"{server.url}/tiny"
-        deployed = made(data_dir, url, "far")
+    url = far.source
 
     async def scene(rig: DeploymentsRig) -> None:
-        rig.keeper.versions[url] = deployed.digest
+        rig.keeper.versions[url] = far.digest
         looks = UpstreamLooks(rig.keeper)
         first, second = (asyncio.create_task(looks.version(url, 0.0)) for _ in range(2))
         await asyncio.sleep(0)
         first.cancel()
-        assert await second == deployed.digest
+        assert await second == far.digest
 
     with_shop(data_dir, scene)
 

@@ -237,6 +237,19 @@ class TestPlantedChunk:
         planted.chmod(0o666)
         self.check(tmp_path)
 
+    def test_what_was_kept_in_a_store_that_others_may_write_is_not_believed_either(
+        self, tmp_path: Path
+    ) -> None:
+        """By the process that kept it: somebody may have renamed another of our own files since."""
+        write_with(tmp_path / "tiny", twin(1))
+        (tmp_path / "root").mkdir()
+        (tmp_path / "root").chmod(0o770)
+        with serving(tmp_path / "tiny") as server, tiers_at(tmp_path / "root") as tiers:
+            model = tiers.open(f"{server.url}/tiny")
+            consume(tiers.fetch(model, all_chunks(model)))
+            (location,) = tiers.disk.locate(model.manifest.chunk_ids[0])
+            assert location.known is None
+
     def check(self, tmp_path: Path) -> None:
         with serving(tmp_path / "tiny") as server, tiers_at(tmp_path / "root") as tiers:
             assert load(tiers, f"{server.url}/tiny")[:CHUNK_BYTES] == twin(1)

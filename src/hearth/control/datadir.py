@@ -217,16 +217,21 @@ def is_held(path: str | Path) -> bool:
     """
     data_dir = DataDir(Path(path).expanduser().absolute())
     with _translated(data_dir.path):
-        try:
-            lock = os.open(data_dir._lock_path, os.O_RDONLY | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(lock)
+        return is_locked(data_dir._lock_path)
+
+
+def is_locked(path: Path) -> bool:
+    """True while a process holds the lock file alone; one that is not there is nobody's. Raises OSError."""
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
     return False
 
 

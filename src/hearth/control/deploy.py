@@ -29,9 +29,10 @@ from pathlib import Path
 
 import msgspec
 
-from hearth.control.datadir import DataDir
+from hearth.control.datadir import DataDir, is_locked
 from hearth.control.registry import Deployed, ModelLocation, Registry
 from hearth.errors import DataDirError, ServiceError, StoreError, error_of
+from hearth.store.writer import LOCK
 
 #: Time for a process that was called off to clear away what it has written.
 _CLEARING_S = 30.0
@@ -223,7 +224,7 @@ def collect(data_dir: DataDir, registry: Registry) -> None:
         for path in sorted(data_dir.models_path.iterdir()):
             if path.is_symlink() or path.resolve() in named:
                 continue
-            if _STAGED.fullmatch(path.name) and not _is_being_written(path):
+            if _STAGED.fullmatch(path.name) and not is_locked(path / LOCK):
                 log.info("remains_removed directory=%s", path)
                 shutil.rmtree(path, ignore_errors=True)
             # Without weights it describes what lies behind a URL, and may be another program's.
@@ -236,21 +237,6 @@ def _clear_refused(deployed: Deployed, data_dir: DataDir) -> None:
     """Delete a model that nobody has registered, unless it was converted elsewhere and is not ours."""
     if deployed.source != deployed.directory:
         remove_files(deployed.location, data_dir)
-
-
-def _is_being_written(directory: Path) -> bool:
-    """True while a program holds the lock of a conversion; `store/writer.py` would load too much here."""
-    try:
-        lock = os.open(directory / ".lock", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock)
-    return False
 
 
 def _named(registry: Registry) -> set[Path]:

@@ -68,7 +68,7 @@ class _ChunkFile:
 
     num_bytes: int
     xxh3: str
-    is_sure: bool = True  #: this machine has named it; False: others could have, and only BLAKE3 counts
+    is_sure: bool  #: nobody else could have put it under its name; False: only BLAKE3 counts
 
 
 @dataclass(slots=True)
@@ -202,9 +202,10 @@ class DiskTier:
             self._make_room(data.nbytes, price)
             self._writing[chunk_id] = data.nbytes
         is_kept = False
-        file = _ChunkFile(data.nbytes, xxh3)
+        file = _ChunkFile(data.nbytes, xxh3, is_sure=False)
         try:
             _write(self._path(chunk_id, file), data)
+            file = replace(file, is_sure=self._is_private(self._path(chunk_id, file)))
             is_kept = True
         finally:
             with self._lock:
@@ -260,9 +261,8 @@ class DiskTier:
                     if time.time() - path.stat().st_mtime > TEMPORARY_MAX_AGE_S:
                         path.unlink()
                 elif (chunk_id := _chunk_of(path)) is not None:
-                    folders = (self.root, self.root / "chunks", path.parent)
-                    is_sure = all(map(is_private, folders))
-                    file = _ChunkFile(path.stat().st_size, path.name.rpartition("-")[2], is_sure)
+                    xxh3 = path.name.rpartition("-")[2]
+                    file = _ChunkFile(path.stat().st_size, xxh3, self._is_private(path))
                     if path == self._path(chunk_id, file):
                         self._files[chunk_id] = file
 
@@ -274,6 +274,10 @@ class DiskTier:
             except HearthError as error:
                 log.warning("model_skipped directory=%s reason=%s", path.parent, error)
                 yield path.parent, None
+
+    def _is_private(self, path: Path) -> bool:
+        """True if nobody else may put a chunk file there, or rename one of ours."""
+        return all(map(is_private, (self.root, self.root / "chunks", path.parent)))
 
     def _path(self, chunk_id: ChunkId, file: _ChunkFile) -> Path:
         return self.root / "chunks" / chunk_id[:2] / f"{chunk_id}-{file.xxh3}"

@@ -40,9 +40,8 @@ class LocalHash:
     """The xxh3 that this machine found of a chunk whose digest was right."""
 
     xxh3: str
-    stamp: (
-        FileStamp | None
-    )  #: of its file then, without which it means nothing; None: the file is the store's
+    #: Of its file then: in another state of the file it means nothing. None: the file is the store's own.
+    stamp: FileStamp | None
 
 
 @dataclass(frozen=True, slots=True)
