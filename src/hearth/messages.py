@@ -20,10 +20,20 @@ from typing import Literal
 
 from msgspec import Struct
 
-from hearth.types import FinishReason, Hold, ModelId, Rung, SamplingParams, TokenLogprobs, WorkerId
+from hearth.types import (
+    FinishReason,
+    Hold,
+    ModelId,
+    Pace,
+    Rung,
+    SamplingParams,
+    TokenLogprobs,
+    TurnEnd,
+    WorkerId,
+)
 
 #: The version that gateway and worker must share. Raise it with every change of this file.
-VERSION = 4
+VERSION = 5
 
 
 # What a process is told on its standard input, as one line of JSON, when it is started.
@@ -164,6 +174,9 @@ class HostModel(Struct, frozen=True, tag=True):
     kv_floor_bytes: int  #: of KV that it is promised, however much others want
     max_kv_bytes: int  #: it never gets more
     eos_ids: tuple[int, ...]
+    own_bytes: int = 0  #: these three are its `Promise`, which binds while it is in turn
+    workspace_bytes: int = 0
+    standing_bytes: int = 0
 
 
 class RetireModel(Struct, frozen=True, tag=True):
@@ -198,6 +211,8 @@ class StartRequest(Struct, frozen=True, tag=True):
     sampling: Sampling
     salt: bytes  #: shared by those who may find each other's cached prefixes; secret, never logged
     guide: GuideOrder | None = None
+    pace: Pace = Pace()
+    age_s: float = 0.0  #: how long ago the request arrived at the gateway
 
     def __repr__(self) -> str:
         """Leave the salt and whatever a user wrote out: what is shown may be logged."""
@@ -294,6 +309,15 @@ class HostingFailed(Struct, frozen=True, tag=True):
     reason: str
 
 
+class ModelTurn(Struct, frozen=True, tag=True):
+    """The turn of a hosted model began or ended."""
+
+    model: ModelId
+    hosting: int
+    ended: TurnEnd | None = None  #: None: it began
+    num_requests: int = 0  #: that it has
+
+
 class DeviceResidency(Struct, frozen=True, tag=True):
     """The bytes of each model's weights on the device, retired models included. Sent when they change."""
 
@@ -318,6 +342,8 @@ class ModelUse(Struct, frozen=True):
     block_bytes: int = 0  #: of KV
     coming_bytes: int = 0  #: of `weights_bytes`, those that are still on their way
     tables_bytes: int = 0  #: of its sampler, while requests need them
+    is_in_turn: bool = False
+    due_s: float | None = None  #: from now, when its next token is due; negative: overdue; None: no requests
 
 
 class Pong(Struct, frozen=True, tag=True):
@@ -337,5 +363,13 @@ Order = (
     Welcome | HostModel | RetireModel | DropModel | HoldModel | StartRequest | CancelRequest | Ping | Shutdown
 )
 Fact = (
-    WorkerHello | StepDone | RunFailed | LoadProgress | ModelLoaded | HostingFailed | DeviceResidency | Pong
+    WorkerHello
+    | StepDone
+    | RunFailed
+    | LoadProgress
+    | ModelLoaded
+    | HostingFailed
+    | ModelTurn
+    | DeviceResidency
+    | Pong
 )

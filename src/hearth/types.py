@@ -30,8 +30,26 @@ class Hold(IntEnum):
 
     RETAINED = 0  #: idle past its keep_alive: its bytes stay until somebody needs the room
     WARM = 1  #: idle within its keep_alive: its bytes go only when nothing retained is left
-    BUSY = 2  #: has requests
-    PINNED = 3  #: never gives way
+    PAUSED = 2  #: has requests and waits for its turn: its bytes go when nothing idle is left
+    BUSY = 3  #: has requests, and its turn if turns are taken
+    PINNED = 4  #: never gives way
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """When the tokens of a request are due: what comes sooner is slack, which others may use."""
+
+    first_token_s: float = 0.5  #: after its arrival
+    tokens_per_s: float = 10.0  #: from then on; 0: nobody reads along, so it gives way first
+    max_pause_s: float = 1.5  #: between two tokens, however many were sent ahead
+
+
+class TurnEnd(StrEnum):
+    """Why the turn of a model ended."""
+
+    IDLE = "idle"  #: it has no requests any more
+    AHEAD = "ahead"  #: all its requests are ahead of their pace, and another model needs its room
+    TIME = "time"  #: its time was over, and another model needs its room
 
 
 class SamplingTable(StrEnum):

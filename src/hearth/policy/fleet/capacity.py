@@ -131,7 +131,13 @@ class CapacityIndex:
 
         With `most` None nobody goes. Not to be continued after a change.
         """
-        ranking = self.free if most is None else (self.retained, self.idle, self.unpinned)[most]
+        by_hold = {
+            None: self.free,
+            Hold.RETAINED: self.retained,
+            Hold.WARM: self.idle,
+            Hold.BUSY: self.unpinned,
+        }
+        ranking = by_hold[most]
         own_bytes = footprint.promise.own_bytes
         names = ranking.down_to_rank(own_bytes) if roomiest_first else ranking.from_rank(own_bytes)
         for name in names:

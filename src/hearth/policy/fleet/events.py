@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
-from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
+from hearth.types import Hold, ModelId, RequestId, Rung, TurnEnd, WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class Promise:
 
     own_bytes: int  #: for the model alone
     workspace_bytes: int  #: one for all models, as large as the largest needs, where the pool can share it
+    standing_bytes: int = 0  #: of `own_bytes`, what it has also while it waits for its turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +189,25 @@ class ModelFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnBegan:
+    """A model is promised its memory on a worker from now on, and steps as soon as all of it is there."""
+
+    now_s: float
+    worker: WorkerId
+    model: ModelId
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnded:
+    """A model is promised nothing on a worker any more; its requests, if it has any, wait there."""
+
+    now_s: float
+    worker: WorkerId
+    model: ModelId
+    why: TurnEnd
+
+
+@dataclass(frozen=True, slots=True)
 class ResidencyReported:
     """How much of a model lies on the rungs that all workers of a machine share."""
 
@@ -227,6 +247,8 @@ Event = (
     | LoadProgressed
     | ModelReady
     | ModelFailed
+    | TurnBegan
+    | TurnEnded
     | ResidencyReported
     | DeviceReported
     | TimerFired

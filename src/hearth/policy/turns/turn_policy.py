@@ -1,0 +1,345 @@
+"""Whose turn it is on a worker whose models do not all fit together. Moves no byte and steps nothing.
+
+A model with requests wants a turn. While it is in turn it is promised its memory, and it steps; otherwise its
+requests wait, and what it has is lent. What those in turn are promised, and the little that all others keep,
+is never more than the budget.
+
+Every token has a time at which it is due (`paced_request.py`), and a model is as urgent as its most urgent
+request. Next in turn is the most urgent model; once several are overdue nobody has slack any more, and these
+go by how long they wait. One model is loaded at a time. A model that can begin without anybody's giving way
+begins at once, unless it would be in the way of a more urgent one that waits.
+
+Otherwise models in turn give way, the least urgent first, each
+    - once its requests that waited when its turn began have a token, or `max_turn_s` are over; those that
+      came later do not count, but one token it has sent in any case: so every turn brings somebody on,
+    - once it has had `min_turn_s`, and as long as its bytes take to come back: so a switch pays,
+    - and if it is so far ahead of its pace that nobody notices, or its quantum is over. The quantum of a
+      model that has to give way although it is late grows: where everybody is late, switching less is all
+      that helps.
+Nobody gives way to a request that is ahead of its pace, before that has to be brought back. Pinned models
+want a turn always and never give way.
+
+A request waits at most, below saturation, for the sum over all models that cannot be in memory with its own
+of `max_turn_s`, the time to load the model and its longest step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+from hearth.policy.fleet.events import Promise
+from hearth.policy.turns.paced_request import PacedRequest
+from hearth.types import ModelId, Pace, RequestId, TurnEnd
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRules:
+    """The constants of turns, in seconds."""
+
+    min_turn_s: float = 0.3
+    quantum_s: float = 0.6  #: a model that is not ahead of its pace may go on for so long
+    max_turn_s: float = 2.0  #: what a quantum grows to, and the end of waiting for first tokens
+    growth: float = 1.5  #: of the quantum of a model that gives way although it is late
+    #: How far ahead of its pace a model must be to give way, in times that its bytes take to come back.
+    slack_reloads: float = 2.0
+    lead_s: float = 0.15  #: before a token is due, beyond the load, its model is brought back
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsView:
+    """How long the weights of a model take to be on the device."""
+
+    missing_s: float  #: those that are not there; 0: all of them are
+    all_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BeginTurn:
+    """Promise a model its memory, load what is missing, and have it step."""
+
+    model: ModelId
+
+
+@dataclass(frozen=True, slots=True)
+class EndTurn:
+    """Have a model step no more; unless it is idle its requests wait as they are."""
+
+    model: ModelId
+    why: TurnEnd
+
+
+TurnChange = BeginTurn | EndTurn
+
+
+@dataclass(slots=True)
+class _Turn:
+    """The turn of a model. Mutable, as is the model."""
+
+    loaded_s: float | None  #: since when all of it is there; None: it is being loaded
+    unserved: set[RequestId]  #: those that waited when it began, and have no token since
+    has_sent: bool = False  #: a token, since it began
+
+
+@dataclass(slots=True)
+class _Model:
+    promise: Promise
+    quantum_s: float
+    is_pinned: bool = False
+    requests: dict[RequestId, PacedRequest] = field(default_factory=dict)
+    turn: _Turn | None = None
+    waits_since_s: float = 0.0  #: meaningless while it is in turn or wants none
+
+    @property
+    def wants_turn(self) -> bool:
+        return self.is_pinned or bool(self.requests)
+
+    @property
+    def due_s(self) -> float:
+        """When the next token of any request is due; never, without requests."""
+        return min((request.due_s for request in self.requests.values()), default=math.inf)
+
+    @property
+    def has_newcomer(self) -> bool:
+        """True if a reader waits for a first token."""
+        return any(not one.num_tokens and one.pace.tokens_per_s for one in self.requests.values())
+
+
+class TurnPolicy:
+    """Mutable; written by the one thread that tells it what happens and carries out what it decides."""
+
+    def __init__(
+        self, budget_bytes: int, *, shares_workspace: bool = True, rules: TurnRules | None = None
+    ) -> None:
+        self._budget_bytes, self._shares_workspace = budget_bytes, shares_workspace
+        self._rules = rules or TurnRules()
+        self._models: dict[ModelId, _Model] = {}
+        #: When another decision may follow though nothing happens; infinite: never.
+        self.wake_s = math.inf
+
+    # What happens.
+
+    def hosted(self, model: ModelId, promise: Promise) -> None:
+        """Note a model that requests may come for."""
+        assert model not in self._models, f"hosted twice: `{model}`"
+        self._models[model] = _Model(promise, self._rules.quantum_s)
+
+    def forget(self, model: ModelId) -> None:
+        """Forget a model that is hosted no longer, with its turn; one that is unknown is no matter."""
+        self._models.pop(model, None)
+
+    def pin(self, model: ModelId, now_s: float, *, is_pinned: bool) -> None:
+        """Note whether a model is never to give way."""
+        known = self._models[model]
+        self._want(known, now_s)
+        known.is_pinned = is_pinned
+
+    def arrived(
+        self, model: ModelId, request_id: RequestId, pace: Pace, now_s: float, age_s: float, num_tokens: int
+    ) -> None:
+        """Note a request that arrived so long ago, and has been sent so many tokens elsewhere."""
+        known = self._models[model]
+        self._want(known, now_s)
+        known.requests[request_id] = PacedRequest(pace, now_s - age_s, num_tokens, now_s)
+
+    def sent(self, model: ModelId, request_ids: Iterable[RequestId], now_s: float) -> None:
+        """Note that requests were sent a token each."""
+        known = self._models[model]
+        turn = known.turn
+        for request_id in request_ids:
+            request = known.requests[request_id]
+            request.num_tokens += 1
+            request.last_token_s = now_s
+            if turn is not None:
+                turn.unserved.discard(request_id)
+                turn.has_sent = True
+
+    def ended(self, model: ModelId, request_id: RequestId) -> None:
+        """Note that a request has ended, however it did; one that is unknown is no matter."""
+        known = self._models.get(model)
+        if known is not None and known.requests.pop(request_id, None) is not None and known.turn is not None:
+            known.turn.unserved.discard(request_id)
+
+    def loaded(self, model: ModelId, now_s: float) -> None:
+        """Note that all of a model in turn is there."""
+        turn = self._models[model].turn
+        if turn is not None and turn.loaded_s is None:
+            turn.loaded_s = now_s
+
+    # What is known.
+
+    def is_in_turn(self, model: ModelId) -> bool:
+        known = self._models.get(model)
+        return known is not None and known.turn is not None
+
+    def wants_turn(self, model: ModelId) -> bool:
+        """True if a model has requests, or is pinned."""
+        known = self._models.get(model)
+        return known is not None and known.wants_turn
+
+    def due_s(self, model: ModelId) -> float:
+        """Return when the next token of a model is due; infinite for one without requests."""
+        known = self._models.get(model)
+        return math.inf if known is None else known.due_s
+
+    def next_in_line(self, now_s: float) -> list[ModelId]:
+        """Return the models that wait for their turn, the next one first."""
+        waiting = [model for model, one in self._models.items() if one.wants_turn and one.turn is None]
+        return sorted(waiting, key=lambda model: (*self._urgency(self._models[model], now_s), model))
+
+    # Decisions.
+
+    def decide(self, now_s: float, weights_of: Callable[[ModelId], WeightsView]) -> list[TurnChange]:
+        """Return whose turn ends and begins now, in that order; they count as carried out."""
+        self.wake_s = math.inf
+        changes: list[TurnChange] = []
+        for model, one in self._models.items():
+            if one.turn is not None and not one.wants_turn:
+                changes.append(self._end(model, TurnEnd.IDLE, now_s))
+        blocked: ModelId | None = None
+        for model in self.next_in_line(now_s):
+            if self._must_wait_for_load(model, weights_of):
+                blocked = blocked or model
+            elif self._fits(model):
+                if blocked is None or self._fits_beside(model, blocked):
+                    changes.append(self._begin(model, now_s, weights_of))
+            elif blocked is None:
+                victims = self._choose_victims(model, now_s, weights_of)
+                if victims:
+                    changes += victims
+                    changes.append(self._begin(model, now_s, weights_of))
+                else:
+                    blocked = model
+        return changes
+
+    def _begin(self, model: ModelId, now_s: float, weights_of: Callable[[ModelId], WeightsView]) -> BeginTurn:
+        known = self._models[model]
+        is_whole = not weights_of(model).missing_s
+        known.turn = _Turn(now_s if is_whole else None, set(known.requests))
+        assert self.bound_bytes() <= self._budget_bytes, f"`{model}` begins beyond the budget: {self._models}"
+        return BeginTurn(model)
+
+    def _end(self, model: ModelId, why: TurnEnd, now_s: float) -> EndTurn:
+        known = self._models[model]
+        is_late = why is TurnEnd.TIME and known.due_s < now_s
+        grown_s = min(self._rules.max_turn_s, known.quantum_s * self._rules.growth)
+        known.quantum_s = grown_s if is_late else self._rules.quantum_s
+        known.turn, known.waits_since_s = None, now_s
+        return EndTurn(model, why)
+
+    def _want(self, known: _Model, now_s: float) -> None:
+        """Note since when a model waits that wants a turn from now on."""
+        if not known.wants_turn:
+            known.waits_since_s = now_s
+
+    def _urgency(self, known: _Model, now_s: float) -> tuple[int, float]:
+        """Return a key for sorting: pinned ones, then overdue ones by their wait, then by due time."""
+        if known.is_pinned:
+            return 0, known.waits_since_s
+        due_s = known.due_s
+        return (1, known.waits_since_s) if due_s < now_s else (2, due_s)
+
+    def _must_wait_for_load(self, model: ModelId, weights_of: Callable[[ModelId], WeightsView]) -> bool:
+        """True if bytes of a model are missing while another is being loaded."""
+        is_any_loading = any(
+            one.turn is not None and one.turn.loaded_s is None for one in self._models.values()
+        )
+        return is_any_loading and bool(weights_of(model).missing_s)
+
+    # Memory.
+
+    def bound_bytes(self, beside: Collection[ModelId] = (), without: Collection[ModelId] = ()) -> int:
+        """Return what is promised to models in turn, and kept by all others; never more than the budget.
+
+        As it would be if the models `beside` were in turn as well, and those `without` were not.
+        """
+        own_bytes = workspace_bytes = 0
+        for model, one in self._models.items():
+            promise = one.promise
+            is_in_turn = model in beside or (one.turn is not None and model not in without)
+            own_bytes += promise.own_bytes if is_in_turn else promise.standing_bytes
+            if self._shares_workspace:
+                workspace_bytes = max(workspace_bytes, promise.workspace_bytes)
+            else:
+                workspace_bytes += promise.workspace_bytes
+        return own_bytes + workspace_bytes
+
+    def _fits(self, model: ModelId) -> bool:
+        return self.bound_bytes(beside=(model,)) <= self._budget_bytes
+
+    def _fits_beside(self, model: ModelId, blocked: ModelId) -> bool:
+        """True if a model may begin though a more urgent one waits: then that one still has its room.
+
+        All that is not pinned could give way to it.
+        """
+        others = [name for name, one in self._models.items() if not one.is_pinned]
+        return self.bound_bytes(beside=(model, blocked), without=others) <= self._budget_bytes
+
+    # Who gives way.
+
+    def _choose_victims(
+        self, model: ModelId, now_s: float, weights_of: Callable[[ModelId], WeightsView]
+    ) -> list[EndTurn]:
+        """Return whose turns end for a model, as few as it takes; none: it is to wait until `wake_s`."""
+        ripe_s = self._ripe_s(self._models[model], weights_of(model))
+        if now_s < ripe_s:
+            self.wake_s = min(self.wake_s, ripe_s)
+            return []
+        ready: list[ModelId] = []
+        running = [name for name, one in self._models.items() if one.turn is not None and not one.is_pinned]
+        by_due = sorted(running, key=lambda name: (-self._models[name].due_s, name))
+        wakes: list[float] = []
+        for name in by_due:
+            at_s = self._may_end_s(name, model, now_s, weights_of)
+            if at_s <= now_s:
+                ready.append(name)
+            else:
+                wakes.append(at_s)
+        if self.bound_bytes(beside=(model,), without=ready) > self._budget_bytes:
+            self.wake_s = min([self.wake_s, *wakes])
+            return []
+        victims: list[ModelId] = []
+        while self.bound_bytes(beside=(model,), without=victims) > self._budget_bytes:
+            victims.append(ready[len(victims)])
+        for name in victims[:-1]:  # a small one may be spared after all
+            rest = [other for other in victims if other != name]
+            if self.bound_bytes(beside=(model,), without=rest) <= self._budget_bytes:
+                victims = rest
+        return [self._end(name, self._why(name, model, now_s, weights_of), now_s) for name in victims]
+
+    def _ripe_s(self, known: _Model, weights: WeightsView) -> float:
+        """Return from when on others have to give way to a model that waits."""
+        if known.is_pinned or known.has_newcomer:
+            return -math.inf
+        return known.due_s - weights.missing_s - self._rules.lead_s
+
+    def _may_end_s(
+        self, model: ModelId, other: ModelId, now_s: float, weights_of: Callable[[ModelId], WeightsView]
+    ) -> float:
+        """Return from when on a model in turn may give way to another; infinite: not before it steps."""
+        known, rules = self._models[model], self._rules
+        turn = known.turn
+        if turn is None or turn.loaded_s is None or not turn.has_sent:
+            return math.inf
+        if turn.unserved:
+            return turn.loaded_s + rules.max_turn_s
+        reload_s = self._reload_s(model, other, weights_of)
+        least_s = turn.loaded_s + max(rules.min_turn_s, reload_s)
+        if self._is_ahead(known, reload_s, now_s):
+            return least_s
+        return max(least_s, turn.loaded_s + known.quantum_s)
+
+    def _why(
+        self, model: ModelId, other: ModelId, now_s: float, weights_of: Callable[[ModelId], WeightsView]
+    ) -> TurnEnd:
+        reload_s = self._reload_s(model, other, weights_of)
+        return TurnEnd.AHEAD if self._is_ahead(self._models[model], reload_s, now_s) else TurnEnd.TIME
+
+    def _is_ahead(self, known: _Model, reload_s: float, now_s: float) -> bool:
+        return known.due_s - now_s >= self._rules.slack_reloads * reload_s
+
+    @staticmethod
+    def _reload_s(model: ModelId, other: ModelId, weights_of: Callable[[ModelId], WeightsView]) -> float:
+        """Return how long what a model loses to another takes to come back, at most."""
+        return min(weights_of(model).all_s, weights_of(other).missing_s)
