@@ -24,7 +24,7 @@ from hearth.memory.vmm import MappedPool
 from hearth.messages import GuideOrder, HostingFailed, ModelLoaded, Sampling, StartRequest
 from hearth.policy.fleet.events import Promise
 from hearth.policy.turns.turn_policy import TurnRules
-from hearth.store.borrower import Borrower
+from hearth.store.borrower import BorrowedModel, Borrower
 from hearth.store.convert import convert
 from hearth.store.lender import Lender
 from hearth.store.loader import Loader
@@ -341,6 +341,26 @@ def test_a_model_is_loaded_for_a_request_or_a_pin_and_not_when_it_is_hosted(
         uses = {use.model: use for use in gateway.ping().models}
         assert (uses[ModelId(second)].hold, uses[ModelId(second)].is_in_turn) == (Hold.PINNED, True)
         assert uses[ModelId(second)].due_s is None
+
+
+@pytest.mark.parametrize(("fresh_s", "num_opened"), [(1e9, 1), (-1.0, 2)])
+def test_the_keeper_is_asked_again_for_a_model_that_waited_for_its_turn(
+    fresh_s: float, num_opened: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its bytes lie may have changed meanwhile."""
+    opened: list[str | Path] = []
+    open_model = Borrower.open
+
+    def noted(borrower: Borrower, where: str | Path, weight: float = 1.0) -> BorrowedModel:
+        opened.append(where)
+        return open_model(borrower, where, weight)
+
+    monkeypatch.setattr(Borrower, "open", noted)
+    monkeypatch.setattr("hearth.worker.hosted_model.FRESH_S", fresh_s)
+    name = SETTINGS["arena"].names[0]
+    with taking_turns("arena", tmp_path, [name]) as gateway:
+        gateway.ask(name, [1, 2, 3], greedy(4, ignore_eos=True))
+    assert len(opened) == num_opened
 
 
 @pytest.mark.parametrize("kind", ["arena", "mapped"])
