@@ -28,7 +28,7 @@ import msgspec
 import torch
 
 from bench.profile.moves import measure_disk, measure_mapping, measure_worker
-from bench.profile.scale import CPU, GPU, TINY, Scale
+from bench.profile.scale import CPU, GPU, TINY_CPU, TINY_GPU, Scale
 from bench.profile.steps import measure_steps
 from bench.report import HERE, environment, step, tell
 from hearth.sim.profile import VERSION, Origin, Profile
@@ -106,7 +106,7 @@ def tell_errors(profile: Profile) -> None:
         tell(f"{measured.name}: the fit is off by {mean:.1%} in the mean, {errors[worst]:+.1%} at {worst}")
 
 
-def origin(scale: Scale, command: Sequence[str]) -> Origin:
+def origin(command: Sequence[str], *, is_tiny: bool) -> Origin:
     found: Mapping[str, object] = environment()
     versions = {name: _text(found[name]) for name in ("python", "torch", "triton")}
     return Origin(
@@ -116,7 +116,7 @@ def origin(scale: Scale, command: Sequence[str]) -> Origin:
         device=str(found["device"]),
         num_cores=int(str(found["num_cores"])),
         versions=versions,
-        is_tiny=scale is TINY,
+        is_tiny=is_tiny,
         assumed={"bytes_per_s.object": OBJECT_REASON},
     )
 
@@ -124,14 +124,16 @@ def origin(scale: Scale, command: Sequence[str]) -> Origin:
 def main() -> None:
     options = _options().parse_args()
     is_cuda = options.device == "cuda"
-    scale = TINY if options.tiny else GPU if is_cuda else CPU
+    scale = (TINY_GPU if is_cuda else TINY_CPU) if options.tiny else GPU if is_cuda else CPU
     if options.shapes:
         known = {shape.name: shape for shape in scale.shapes}
         unknown = [name for name in options.shapes if name not in known]
         if unknown:
             sys.exit(f"bench.profile knows no shape {unknown[0]}; name some of: {', '.join(known)}")
         scale = replace(scale, shapes=tuple(known[name] for name in options.shapes))
-    name = "h200" if is_cuda else "cpu2"
+    if options.tiny and options.save:
+        sys.exit("numbers of a tiny run mean nothing: leave out --save")
+    name = _name_of(torch.cuda.get_device_name()) if is_cuda else f"cpu{NUM_THREADS}"
     path = KEPT / f"{name}.json" if options.save else Path(options.out or f"build/profile/{name}.json")
     tell(f"writing to {path.resolve()}")
     device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
@@ -140,7 +142,7 @@ def main() -> None:
     torch.ones(1, device=device)  # brings the device up
     # Where the file goes is nothing that a time depends on.
     command = ["--device", options.device, *(["--shapes", *options.shapes] if options.shapes else [])]
-    draft = Draft(path, {"version": VERSION, "origin": origin(scale, command)})
+    draft = Draft(path, {"version": VERSION, "origin": origin(command, is_tiny=options.tiny)})
     measure(scale, device, draft)
     tell_errors(Profile.load(path))
     print(json.dumps({name: part for name, part in json.loads(path.read_text()).items() if name != "shapes"}))
@@ -157,6 +159,11 @@ def _options() -> ArgumentParser:
     parser.add_argument("--shapes", nargs="+", metavar="NAME", help="only these models")
     parser.add_argument("--tiny", action="store_true", help="see only that everything runs")
     return parser
+
+
+def _name_of(device: str) -> str:
+    """Return a device's name as one says it: `h200` for NVIDIA H200."""
+    return device.lower().removeprefix("nvidia ").replace(" ", "_")
 
 
 def _forget(device: torch.device) -> None:

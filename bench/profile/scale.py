@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from bench.elastic.cpu import SHAPE as SMOLLM2
@@ -54,7 +54,7 @@ class Scale:
     num_prompts: int  #: at once, in steps with several
     busy_rows: int  #: that decode while a prompt comes
     busy_context: int
-    num_steps: int  #: that each time is the median of
+    num_steps: int  #: that each time is taken from
     num_switches: int  #: between each two models
     switch_prompt: int  #: tokens
     host_bytes: int  #: of the store, for all models
@@ -118,6 +118,20 @@ GPU = Scale(
     disk_ring_bytes=GIB,
 )
 
+#: The same to see that it runs, within a minute; its numbers mean nothing.
+TINY_GPU = replace(
+    GPU,
+    shapes=GPU.shapes[:1],
+    max_kv_bytes=4 * GIB,
+    batches=(1, 8),
+    contexts=(64, 512),
+    prompts=(16, 128, 512),
+    busy_rows=4,
+    num_steps=2,
+    num_switches=1,
+    host_bytes=8 * GIB,
+)
+
 #: A CPU of a few cores, within some minutes.
 CPU = Scale(
     shapes=(Shape("135M", "SmolLM2-135M", SMOLLM2, "float32"),),
@@ -139,14 +153,14 @@ CPU = Scale(
 )
 
 #: Everything within seconds on a CPU; its numbers mean nothing.
-TINY = Scale(
+TINY_CPU = Scale(
     shapes=(
         Shape("tiny", "tiny", TINY_CONFIG, "float32"),
         Shape("small", "small", {**TINY_CONFIG, "num_hidden_layers": 3}, "float32"),
     ),
     engine=EngineConfig(max_batch_tokens=64, max_seqs=4, block_tokens=4),
     max_kv_bytes=4 * MIB,
-    max_prefill_tokens=256,
+    max_prefill_tokens=1024,
     batches=(1, 2, 4),
     contexts=(16, 64),
     prompts=(8, 32),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 from statistics import median
@@ -71,7 +71,7 @@ class EngineRig:
                 self._step()
             times.append(time.perf_counter() - began_s)
         total = num_prompts * num_tokens
-        return MeasuredStep(total, num_prompts, total, median(times[2:]))
+        return MeasuredStep(total, num_prompts, total, _undisturbed(times[2:]))
 
     def time_decodes(self, context: int) -> Iterator[MeasuredStep]:
         """Time decode steps, first with as many rows as there may be, then with fewer and fewer."""
@@ -101,7 +101,7 @@ class EngineRig:
         self._keep(0)
         num_rows = scale.busy_rows + 1
         return MeasuredStep(
-            num_prompt + scale.busy_rows, num_rows, int(median(contexts)) + num_prompt, median(times)
+            num_prompt + scale.busy_rows, num_rows, int(median(contexts)) + num_prompt, _undisturbed(times)
         )
 
     def _time_decode(self, num_steps: int | None = None) -> MeasuredStep:
@@ -113,7 +113,7 @@ class EngineRig:
             began_s = time.perf_counter()
             self._step()
             times.append(time.perf_counter() - began_s)
-        return MeasuredStep(num_rows, num_rows, sum(self._contexts.values()), median(times))
+        return MeasuredStep(num_rows, num_rows, sum(self._contexts.values()), _undisturbed(times))
 
     def _fill(self, num_rows: int, context: int) -> None:
         """Have so many rows decode, each with so much context at least."""
@@ -148,6 +148,11 @@ class EngineRig:
             else:
                 self._contexts.pop(one, None)
                 del self._prompts[one]
+
+
+def _undisturbed(times: Sequence[float]) -> float:
+    """Return the time that a quarter of the runs did not exceed: on a machine of many the others waited."""
+    return sorted(times)[len(times) // 4]
 
 
 def _new_rig(shape: Shape, scale: Scale, device: torch.device) -> EngineRig:

@@ -25,7 +25,10 @@ from hearth.types import Rung
 VERSION: Literal[1] = 1
 _KEPT = Path(__file__).parent / "profiles"
 #: Names such as `7B` and `0.5B` are sizes: billions of parameters.
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)B")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)[Bb]")
+
+#: Of weights, by how they are stored.
+_PARAMETER_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 _Time = Annotated[float, Meta(ge=0)]
 _Count = Annotated[int, Meta(gt=0)]
@@ -65,7 +68,7 @@ class MeasuredShape(Struct, frozen=True, forbid_unknown_fields=True):
 
     name: Annotated[str, Meta(min_length=1)]
     model: str  #: whose shape it has
-    dtype: str
+    dtype: Literal["bfloat16", "float16", "float32"]
     weights_bytes: _Count
     kv_bytes_per_token: _Count
     steps: list[MeasuredStep]
@@ -139,17 +142,18 @@ class Profile:
         Raises:
             ConfigError: the name is neither.
         """
-        if name in self.shapes:
-            return self.shapes[name]
+        for shape in self.shapes.values():
+            if shape.name.casefold() == name.casefold():
+                return shape
         size = _SIZE.fullmatch(name)
         if size is None or float(size[1]) == 0.0:
             known = ", ".join(f"`{one}`" for one in self.shapes)
             raise ConfigError(
                 f"the profile has no model `{name}`; name one of {known}, or a size such as `13B`"
             )
-        # A parameter takes two bytes. What the nearest has of KV for each byte of weights, this one has too.
-        weights_bytes = int(float(size[1]) * 2e9)
+        weights_bytes = int(float(size[1]) * 1e9 * _PARAMETER_BYTES[self.measured.shapes[0].dtype])
         nearest = self._nearest(weights_bytes)
+        # Nothing is known of its KV: it grows as the weights do.
         kv_bytes = max(1, round(nearest.kv_bytes_per_token * weights_bytes / nearest.weights_bytes))
         return self.scaled(name, weights_bytes, kv_bytes)
 

@@ -29,7 +29,7 @@ class MeasuredStep(Struct, frozen=True, forbid_unknown_fields=True):
     num_tokens: int  #: computed by the step, over all rows
     num_rows: int  #: sequences in it
     context_tokens: int  #: that the rows can look back on, their own included, summed over rows
-    seconds: float  #: the median of some runs
+    seconds: float  #: of a run in which nothing else disturbed it
 
 
 @dataclass(frozen=True, slots=True)
