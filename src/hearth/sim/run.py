@@ -198,9 +198,9 @@ class Simulation:
 
     def _take_fact(self, fact: WorkerFact) -> None:
         match fact:
-            case TokensSent(now_s, request_ids):
+            case TokensSent(at_s, request_ids):
                 for request_id in request_ids:
-                    self.answers[request_id].token_s.append(now_s)
+                    self.answers[request_id].token_s += at_s
             case Paused(_, request_ids):
                 for request_id in request_ids:
                     self.answers[request_id].num_pauses += 1

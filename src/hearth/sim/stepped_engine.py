@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hearth.policy.batch.batcher import Batcher, BatchLimits
+from dataclasses import replace
+
+from hearth.policy.batch.batcher import Batcher, BatchLimits, DecodeRun
 from hearth.policy.batch.blocks import BlockBook
 from hearth.policy.batch.elastic import Elastic, KvUse
 from hearth.policy.batch.plan import CommittedStep, EngineRequest, StepPlan
@@ -111,3 +113,17 @@ class SteppedEngine:
         plan, self._plan = self._plan, None
         assert plan is not None, "no step is under way"
         return self.batcher.commit(plan, [_TOKEN] * sum(row.samples for row in plan.rows))
+
+    def decode_run(self, free_bytes: int) -> DecodeRun:
+        """Return the next steps that need nobody's decision, if the KV may take so many free bytes."""
+        most_blocks = self.kv.num_blocks(self._num_kv_pages + free_bytes // self.kv.page_bytes)
+        return self.batcher.decode_run(self.elastic.num_steps_left, most_blocks - self._num_kv_blocks)
+
+    def skip(self, num_steps: int, free_bytes: int) -> tuple[RequestId, ...]:
+        """Have so many steps of `decode_run` be over; return who got a token by each."""
+        use = replace(self.kv_use(), num_wanted=self.batcher.blocks_wanted_by(num_steps))
+        growth = self.elastic.growth(use)
+        self.grow(growth.now_blocks, free_bytes)
+        request_ids = self.batcher.skip(num_steps, _TOKEN)
+        self.elastic.skip(num_steps, self.kv_use())
+        return request_ids

@@ -9,13 +9,15 @@ is `worker.py`.
 
 from __future__ import annotations
 
+import copy
 import math
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from hearth.policy.batch.batcher import BatchLimits
-from hearth.policy.batch.plan import Emission
+from hearth.policy.batch.batcher import BatchLimits, DecodeRun
 from hearth.policy.batch.step_sharing import BusyModel, StepReadiness, StepSharing
 from hearth.policy.fleet.events import (
     CancelRun,
@@ -89,9 +91,9 @@ WorkerOrder = Host | Start | Evict | SetHold | CancelRun
 
 @dataclass(frozen=True, slots=True)
 class TokensSent:
-    """Requests of a model got a token each."""
+    """Requests of a model got a token each, at each of these times."""
 
-    now_s: float
+    at_s: Sequence[float]
     request_ids: tuple[RequestId, ...]
 
 
@@ -119,11 +121,30 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The step under way."""
+    """A step, of which a batcher has the plan."""
 
     model: ModelId
     began_s: float
     end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Jump:
+    """Steps that only decode, one after the other: they are skipped as soon as they are over.
+
+    An order that comes meanwhile cuts off those that have not begun.
+    """
+
+    ready: Sequence[ModelId]  #: those that share the device meanwhile
+    steps: list[_Step]
+
+    @property
+    def end_s(self) -> float:
+        return self.steps[-1].end_s
+
+    def cut(self, now_s: float) -> None:
+        """Leave out the steps that begin later."""
+        del self.steps[bisect_left(self.steps, now_s, key=lambda step: step.end_s) + 1 :]
 
 
 @dataclass(slots=True)
@@ -166,7 +187,7 @@ class SteppedWorker:
         #: Engines of evicted models that wait for their return.
         self._retired: dict[ModelId, SteppedEngine] = {}
         self._inbox: deque[WorkerOrder] = deque()
-        self._step: _Step | None = None
+        self._running: _Step | _Jump | None = None
         self._bus_free_s = 0.0
         self._now_s = 0.0
         self._facts: list[WorkerFact] = []
@@ -176,24 +197,30 @@ class SteppedWorker:
     @property
     def next_s(self) -> float:
         """When something happens next; infinite: never, unless it is told something."""
-        if self._step is not None:
-            return self._step.end_s
+        if self._running is not None:
+            return self._running.end_s
         if self._inbox:
             return self._now_s
+        return self._news_s()
+
+    def _news_s(self) -> float:
+        """Return when a load ends, or turns have to be decided, without anybody's doing."""
         load_ends = [one.load.end_s for one in self.hosted.values() if one.load is not None]
         wake_s = math.inf if self.turns is None else max(self._now_s, self.turns.wake_s)
         return min([wake_s, *load_ends])
 
     def post(self, order: WorkerOrder, now_s: float) -> None:
         """Give an order, to be carried out as soon as no step is under way."""
-        self._now_s = max(self._now_s, now_s)
+        self._now_s = now_s
         self._inbox.append(order)
+        if isinstance(self._running, _Jump):
+            self._running.cut(now_s)
 
     def advance(self, now_s: float) -> list[WorkerFact]:
         """Have everything happen that is due by now; return it."""
         self._now_s = now_s
-        if self._step is None or self._step.end_s <= now_s:
-            self._end_step()
+        if self._running is None or self._running.end_s <= now_s:
+            self._end_running()
             for model, hosted in list(self.hosted.items()):
                 if hosted.load is not None and hosted.load.end_s <= now_s:
                     self._end_load(model, hosted)
@@ -397,6 +424,9 @@ class SteppedWorker:
     def _begin_step(self) -> None:
         """Begin the step of the model that is next, if any has something to compute."""
         while ready := self._readiness.ready(self._busy(), self._reclaim.generation):
+            if (jump := self._plan_jump(ready)) is not None:
+                self._running = jump
+                return
             model = self._sharing.next(ready)
             engine = self.hosted[model].engine
             self._run(self._reclaim.before_step(model, engine.elastic, engine.kv_use()))
@@ -404,40 +434,93 @@ class SteppedWorker:
             num_preempted = len(engine.batcher.take_preempted())
             self.num_preempted += num_preempted
             if step_s is not None:
-                self._step = _Step(model, self._now_s, self._now_s + step_s)
+                self._running = _Step(model, self._now_s, self._now_s + step_s)
                 return
             self._sharing.stepped(model, 0.0)
             self._settle(model, has_let_go=bool(num_preempted))
             if not num_preempted:
                 self._readiness.starved(model, self._reclaim.generation)
 
-    def _end_step(self) -> None:
-        """Take in the step under way, if there is one."""
-        step, self._step = self._step, None
-        if step is None:
-            return
-        model, step_s = step.model, step.end_s - step.began_s
-        hosted = self.hosted[model]
+    def _plan_jump(self, ready: Sequence[ModelId]) -> _Jump | None:
+        """Return the steps until anything but decoding can happen; None: the next one has to be planned.
+
+        Whoever waits for a turn may get it after any step.
+        """
+        if self.turns is not None and self.turns.next_in_line(self._now_s):
+            return None
+        engines = {model: self.hosted[model].engine for model in ready}
+        share_bytes = self.device.free_bytes // len(engines)
+        runs = dict[ModelId, DecodeRun]()
+        for model, engine in engines.items():
+            runs[model] = engine.decode_run(share_bytes)
+            if not runs[model].num_steps:
+                return None
+        sharing, num_steps = copy.deepcopy(self._sharing), dict.fromkeys(ready, 0)
+        news_s, now_s = self._news_s(), self._now_s
+        steps: list[_Step] = []
+        while now_s < news_s:
+            model = sharing.next(ready)
+            run, num_before = runs[model], num_steps[model]
+            if num_before == run.num_steps:
+                break
+            context_tokens = run.context_tokens + num_before * run.num_rows
+            step_s = engines[model].shape.step_s(run.num_rows, run.num_rows, context_tokens)
+            steps.append(_Step(model, now_s, now_s + step_s))
+            sharing.stepped(model, step_s)
+            num_steps[model] += 1
+            now_s += step_s
+        return _Jump(ready, steps) if steps else None
+
+    def _end_running(self) -> None:
+        """Take in what runs and is over now, if anything does."""
+        running, self._running = self._running, None
+        match running:
+            case None:
+                pass
+            case _Step():
+                self._end_step(running)
+            case _Jump():
+                self._end_jump(running)
+            case _:
+                assert_never(running)
+
+    def _end_step(self, step: _Step) -> None:
+        hosted = self.hosted[step.model]
         emissions = hosted.engine.end_step().emissions
-        self._sharing.stepped(model, step_s)
+        self._note_step(step)
+        self._send(step.model, [step.end_s], tuple(one.request_id for one in emissions))
+        ended = [one.request_id for one in emissions if one.finish_reason is not None]
+        for request_id in ended:
+            start = hosted.requests.pop(request_id)
+            if self.turns is not None:
+                self.turns.ended(step.model, request_id)
+            self._facts.append(RequestFinished(self._now_s, request_id, start.num_output_tokens))
+        self._settle(step.model, has_let_go=bool(ended))
+
+    def _end_jump(self, jump: _Jump) -> None:
+        times: dict[ModelId, list[float]] = {}
+        for step in jump.steps:
+            self._sharing.next(jump.ready)
+            self._note_step(step)
+            times.setdefault(step.model, []).append(step.end_s)
+        for model, at_s in times.items():
+            engine = self.hosted[model].engine
+            before_bytes = engine.kv_bytes
+            self._send(model, at_s, engine.skip(len(at_s), self.device.free_bytes))
+            self.device.resize_other(model, engine.kv_bytes - before_bytes)
+
+    def _note_step(self, step: _Step) -> None:
+        step_s = step.end_s - step.began_s
+        self._sharing.stepped(step.model, step_s)
         self.num_steps += 1
         self.step_s += step_s
-        self._send(model, hosted, emissions)
-        has_ended = any(one.finish_reason is not None for one in emissions)
-        self._settle(model, has_let_go=has_ended)
 
-    def _send(self, model: ModelId, hosted: _Hosted, emissions: list[Emission]) -> None:
-        request_ids = tuple(one.request_id for one in emissions)
+    def _send(self, model: ModelId, at_s: Sequence[float], request_ids: tuple[RequestId, ...]) -> None:
+        """Note that requests got a token each at each of these times."""
         if request_ids:
-            self._facts.append(TokensSent(self._now_s, request_ids))
-        if self.turns is not None:
-            self.turns.sent(model, request_ids, self._now_s)
-        for one in emissions:
-            if one.finish_reason is not None:
-                start = hosted.requests.pop(one.request_id)
-                if self.turns is not None:
-                    self.turns.ended(model, one.request_id)
-                self._facts.append(RequestFinished(self._now_s, one.request_id, start.num_output_tokens))
+            self._facts.append(TokensSent(at_s, request_ids))
+            if self.turns is not None:
+                self.turns.sent(model, request_ids * len(at_s), at_s[-1])
 
     def _settle(self, model: ModelId, *, has_let_go: bool) -> None:
         """Take back the KV that a model has not used for long, or does not use now that it is idle."""
