@@ -72,15 +72,19 @@ class Scale:
     @property
     def max_context(self) -> int:
         """Tokens that a sequence has room for: its prompt, and what it says while it is measured."""
-        return max(*self.contexts, *self.prompts) + self.num_spoken_tokens
+        num_decoding = max(self.contexts) + self.num_decode_tokens
+        return max(num_decoding, self.busy_context + self.num_busy_tokens, *self.prompts) + 1
 
     @property
-    def num_spoken_tokens(self) -> int:
-        """Tokens that a sequence says at most, from its prompt to its last measured step."""
+    def num_decode_tokens(self) -> int:
+        """Tokens that a row says at most while decode steps are measured, and others still have prompts."""
         num_prefills = -(-self.max_prefill_tokens // self.engine.max_batch_tokens)
-        num_decodes = (self.num_steps + 8) * (len(self.batches) + 1)
-        num_beside = 16 * self.num_steps * len(self.prompts)
-        return 2 * num_prefills + max(num_decodes, num_beside)
+        return 2 * num_prefills + (self.num_steps + 8) * (len(self.batches) + 1)
+
+    @property
+    def num_busy_tokens(self) -> int:
+        """Tokens that a row says at most while prompts beside it are measured."""
+        return 16 * self.num_steps * len(self.prompts)
 
 
 def _shape(name: str, model: str, max_positions: int) -> Shape:

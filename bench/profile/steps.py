@@ -50,7 +50,7 @@ def _kinds(rig: EngineRig, scale: Scale) -> Iterator[MeasuredStep]:
     for _ in range(scale.num_rounds):
         for num_prompts, num_tokens in alone:
             rounds[num_prompts, num_tokens].append(rig.time_prompts(num_prompts, num_tokens))
-        rig.fill(scale.busy_rows, scale.busy_context)
+        rig.fill(scale.busy_rows, scale.busy_context, scale.num_busy_tokens)
         for num_tokens in scale.prompts[:-1]:
             rounds[num_tokens].append(rig.time_prompts_beside_rows(num_tokens))
         rig.keep(0)
@@ -86,9 +86,9 @@ class EngineRig:
     def time_decodes(self, context: int) -> Iterator[MeasuredStep]:
         """Time decode steps, first with as many rows as there may be, then with fewer and fewer."""
         scale = self._scale
-        room = min(self._max_live_tokens, scale.max_prefill_tokens) // (context + scale.num_spoken_tokens)
+        room = min(self._max_live_tokens, scale.max_prefill_tokens) // (context + scale.num_decode_tokens)
         batches = [size for size in sorted(scale.batches, reverse=True) if size <= max(1, room)]
-        self.fill(batches[0], context)
+        self.fill(batches[0], context, scale.num_decode_tokens)
         for size in batches:
             self.keep(size)
             yield self._time_decode()
@@ -125,10 +125,10 @@ class EngineRig:
             times.append(time.perf_counter() - began_s)
         return MeasuredStep(num_rows, num_rows, sum(self._contexts.values()), self._scale.typical(times))
 
-    def fill(self, num_rows: int, context: int) -> None:
+    def fill(self, num_rows: int, context: int, max_tokens: int) -> None:
         """Have so many rows decode, each with so much context at least."""
         for _ in range(num_rows):
-            self._add(context, max_tokens=self._scale.num_spoken_tokens)
+            self._add(context, max_tokens)
         while len(self._contexts) < num_rows:
             self._step()
 
