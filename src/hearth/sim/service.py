@@ -58,7 +58,7 @@ from hearth.types import ModelId, RequestId, Rung, WorkerId
 
 
 class _Gate:
-    """Lets requests in one model at a time, in order of arrival. Mutable; written by the service that has it."""
+    """Lets requests in one model at a time, in order of arrival. Mutable; written by its service."""
 
     def __init__(self) -> None:
         self._outside: dict[RequestId, RequestArrived] = {}
@@ -245,7 +245,7 @@ class SimulatedService:
     def _end(self, request_id: RequestId, why_not: str | None = None) -> None:
         answer = self.answers[request_id]
         assert answer.ended_s is None, f"ended twice: {answer}"
-        answer.ended_s, answer.why_not = self.now_s, why_not
+        answer.ended_s, answer.why_not = max([self.now_s, *answer.token_s[-1:]]), why_not
         self.num_open -= 1
         if self._gate is not None:
             self._gate.ended(request_id)
@@ -254,17 +254,16 @@ class SimulatedService:
         match action:
             case LoadModel(model, name):
                 shape = self.profile.shape(self.setting.shapes[model])
-                order = HostOrder(action, self._profiles[model], shape, self.setting.context)
-                self._post(name, order)
+                self._post(name, HostOrder(action, self._profiles[model], shape, self.setting.context))
             case Dispatch(request_id, model, name):
                 answer = self.answers[request_id]
-                order = StartOrder(
+                start = StartOrder(
                     *(request_id, model, answer.num_prompt_tokens, answer.num_output_tokens),
                     pace=self.setting.pace,
                     arrived_s=answer.arrived_s,
                     num_sent=len(answer.token_s),
                 )
-                self._post(name, order)
+                self._post(name, start)
             case Evict(_, name) | SetHold(_, name) | CancelRun(_, name):
                 self._post(name, action)
             case Reject(request_id, reason):
