@@ -205,6 +205,9 @@ class HostedModel:
             *(order.digest, order.max_context, order.kv_floor_bytes, order.max_kv_bytes, order.eos_ids),
         )
 
+    def _wrong(self, what: str) -> AssertionError:
+        return AssertionError(f"`{self.model}` {what} while it is {type(self.state).__name__}")
+
     # Requests.
 
     def queue_until_ready(self, request: StartRequest) -> bool:
@@ -225,8 +228,8 @@ class HostedModel:
             case Loading(served) | Loaded(served) | Incomplete(served):
                 served.unchecked.discard(run)
                 served.engine.add(request)
-            case state:
-                raise AssertionError(f"`{self.model}` has checked a request while it is {state}")
+            case _:
+                raise self._wrong("has checked a request")
 
     def cancel(self, run: int) -> None:
         """End one of the model's requests, wherever it is."""
@@ -253,8 +256,8 @@ class HostedModel:
         match self.state:
             case Finding(began_s):
                 self.state = Found(news.spec, news.borrowed, time.perf_counter() - began_s)
-            case state:
-                raise AssertionError(f"`{self.model}` was found while it is {state}")
+            case _:
+                raise self._wrong("was found")
 
     def host_again(self, order: HostModel) -> None:
         """Host a retired model with its engine again."""
@@ -291,8 +294,8 @@ class HostedModel:
                 load = self._start_load(served.spec, space, began_s, open_s=0.0, engine=served.engine)
                 self.state = Loading(served, load)
                 return None
-            case state:
-                raise AssertionError(f"`{self.model}` cannot be loaded while it is {state}")
+            case _:
+                raise self._wrong("cannot be loaded")
 
     def _start_load(
         self,
@@ -322,8 +325,8 @@ class HostedModel:
                 self.state = Loading(ServedModel(spec, news.engine), load)
             case Loading(load=load):
                 pass
-            case state:
-                raise AssertionError(f"`{self.model}` got an engine while it is {state}")
+            case _:
+                raise self._wrong("got an engine")
         load.is_engine_ready = True
         if news.is_whole:
             load.ready_s, load.weights = time.perf_counter(), _NO_LOAD
@@ -405,10 +408,10 @@ class HostedModel:
     def retire(self) -> None:
         """Keep the engine of an idle model for its return."""
         match self.state:
-            case Loaded(served) | Incomplete(served):
+            case Loaded(served) | Incomplete(served) | Retired(served):
                 self.state = Retired(served)
-            case state:
-                raise AssertionError(f"`{self.model}` cannot be retired while it is {state}")
+            case _:
+                raise self._wrong("cannot be retired")
 
     def close(self) -> None:
         """End it for good: nobody computes with its memory any more, which is left to the pool."""
