@@ -88,8 +88,14 @@ class _Gate:
 class SimulatedService:
     """All of a simulated service. Mutable; one caller."""
 
-    def __init__(self, setting: SimulationSetting, profile: Profile) -> None:
-        self.setting, self.profile = setting, profile
+    def __init__(
+        self,
+        setting: SimulationSetting,
+        profile: Profile,
+        watch: Callable[[WorkerFact], None] | None = None,
+    ) -> None:
+        """`watch` is told every fact of every worker, before anybody else."""
+        self.setting, self.profile, self._watch = setting, profile, watch
         takes_turns = setting.policy is Policy.TURNS
         self.fleet = Fleet(BrainConfig(max_queue=setting.max_queue, takes_turns=takes_turns))
         self.workers: dict[WorkerId, SteppedWorker] = {}
@@ -137,33 +143,31 @@ class SimulatedService:
         """Have an event happen at its time."""
         self._push(event.now_s, event)
 
-    def run(self, on_event: Callable[[], None] | None = None) -> None:
-        """Let things happen until every request has ended; `on_event` is called after each."""
+    def run(self) -> None:
+        """Let things happen until every request has ended, and every worker rests."""
         while self.num_open:
             assert self._queue, f"requests wait for nothing: {self._open()[:5]}"
             at_s, _, what = heapq.heappop(self._queue)
             if isinstance(what, str):
-                worker = self.workers.get(what)
-                if worker is None or worker.next_s != at_s:
-                    continue  # it was told something since, or is gone
-                self.now_s = at_s
-                self._advance(worker)
+                self._advance(what, at_s)
             elif not isinstance(what, TimerFired) or what.now_s == self._timer_s:
                 self.now_s = at_s
                 self._happen(what)
-            if on_event is not None:
-                on_event()
+        while self._queue:
+            at_s, _, what = heapq.heappop(self._queue)
+            if isinstance(what, str):
+                self._advance(what, at_s)
 
     def check(self) -> None:
-        """Raise AssertionError if a request did not end, or books of the brain or of a worker are wrong."""
+        """Raise AssertionError if books of the brain or of a worker are wrong, or a request is lost."""
         assert self.num_open == len(self._open()), f"{self.num_open=} {self._open()[:5]}"
         audit(self.fleet)
+        running = list[RequestId]()
         for worker in self.workers.values():
             worker.check()
-        running = {request_id for worker in self.workers.values() for request_id in worker.requests()}
-        lost = [request_id for request_id in running if self.answers[request_id].ended_s is not None]
-        # A worker hears at the end of its step of a client that has gone.
-        assert self.num_open or not lost, f"ended, and still on a worker: {lost[:5]}"
+            running += worker.requests()
+        assert len(running) == len(set(running)), f"on two workers: {running}"
+        assert self.num_open or not running, f"ended, and still on a worker: {running}"
 
     def _open(self) -> list[Answer]:
         return [answer for answer in self.answers.values() if answer.ended_s is None]
@@ -174,8 +178,15 @@ class SimulatedService:
 
     # Workers.
 
-    def _advance(self, worker: SteppedWorker) -> None:
-        for fact in worker.advance(self.now_s):
+    def _advance(self, name: WorkerId, at_s: float) -> None:
+        """Have a worker do what is due; nothing if it was told something since, or is gone."""
+        worker = self.workers.get(name)
+        if worker is None or worker.next_s != at_s:
+            return
+        self.now_s = at_s
+        for fact in worker.advance(at_s):
+            if self._watch is not None:
+                self._watch(fact)
             self._take_fact(fact)
         self._push_worker(worker)
 

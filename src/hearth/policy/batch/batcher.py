@@ -301,8 +301,8 @@ class Batcher:
         """Return the next steps in which nothing happens but that every running sequence gets a token.
 
         Nobody is admitted, ends at his limit or is preempted, and blocks that are free suffice, with so many
-        more; beyond `max_steps` there may be further such steps. At most one step is in flight, and it decodes
-        for the same sequences.
+        more; beyond `max_steps` there may be further such steps. None of them, where a step is in flight that
+        does anything else.
         """
         running = self._sequences.running()
         request_ids = tuple(s.request.request_id for s in running)
