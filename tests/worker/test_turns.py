@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,17 +21,23 @@ from bench.host_pages import HostPages
 from hearth.engine.engine import Engine, StepOutcome
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
-from hearth.messages import GuideOrder, HostingFailed, ModelLoaded, Sampling
+from hearth.messages import GuideOrder, HostingFailed, ModelLoaded, Sampling, StartRequest
 from hearth.policy.fleet.events import Promise
 from hearth.policy.turns.turn_policy import TurnRules
+from hearth.store.borrower import BorrowedModel, Borrower
 from hearth.store.convert import convert
+from hearth.store.lender import Lender
+from hearth.store.loader import Loader
 from hearth.store.manifest import read_manifest
 from hearth.types import Hold, ModelId, TurnEnd
+from hearth.worker.hosted_model import HostedModel
+from hearth.worker.reclaimer import Reclaimer
+from hearth.worker.runtime import HostingResources
 from tests.engine.harness import assert_greedy, prompts_for
 from tests.models.zoo import save, tiny
 from tests.store.stored import gated_tiers, tiers_at
 from tests.text.conftest import byte_level
-from tests.worker.harness import greedy
+from tests.worker.harness import folder, greedy, host_order
 from tests.worker.in_process import Answer, LoopGateway, working_in_process
 from tests.worker.test_disturbed import (
     CONFIG,
@@ -337,6 +343,26 @@ def test_a_model_is_loaded_for_a_request_or_a_pin_and_not_when_it_is_hosted(
         assert uses[ModelId(second)].due_s is None
 
 
+@pytest.mark.parametrize(("fresh_s", "num_opened"), [(1e9, 1), (-1.0, 2)])
+def test_the_keeper_is_asked_again_for_a_model_that_waited_for_its_turn(
+    fresh_s: float, num_opened: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its bytes lie may have changed meanwhile."""
+    opened: list[str | Path] = []
+    open_model = Borrower.open
+
+    def noted(borrower: Borrower, where: str | Path, weight: float = 1.0) -> BorrowedModel:
+        opened.append(where)
+        return open_model(borrower, where, weight)
+
+    monkeypatch.setattr(Borrower, "open", noted)
+    monkeypatch.setattr("hearth.worker.hosted_model.FRESH_S", fresh_s)
+    name = SETTINGS["arena"].names[0]
+    with taking_turns("arena", tmp_path, [name]) as gateway:
+        gateway.ask(name, [1, 2, 3], greedy(4, ignore_eos=True))
+    assert len(opened) == num_opened
+
+
 @pytest.mark.parametrize("kind", ["arena", "mapped"])
 def test_a_pinned_model_is_never_paused_and_others_wait_until_it_is_not(kind: str, tmp_path: Path) -> None:
     first, second = SETTINGS[kind].names[:2]
@@ -403,3 +429,38 @@ def test_a_retired_model_that_waits_for_its_turn_may_lose_its_addresses(tmp_path
 
         assert_greedy(source(first), [1, 2, 3], again.tokens)
         assert gateway.loads[-1].open_s > 0, "it came back with the engine that it had"
+
+
+def test_a_paused_model_is_held_less_than_a_busy_one_and_costs_the_less_the_later_it_is_due(
+    tmp_path: Path,
+) -> None:
+    setting, name = SETTINGS["arena"], ModelId("a")
+    order = host_order(name, setting.where(setting.names[0]))
+    due_in_s, hosted = [1.0], dict[ModelId, HostedModel]()
+    with (
+        tiers_at(tmp_path / "store") as tiers,
+        folder() as place,
+        closing(Lender(tiers, place / "s")),
+        closing(Borrower(place / "s")) as borrower,
+    ):
+        new_pool = partial(setting.new_pool, setting, 1 << 20)
+        resources = HostingResources(setting.device, CONFIG, new_pool, borrower, Loader(setting.device))
+        reclaimer = Reclaimer(new_pool, hosted, lambda model: due_in_s[0])
+        hosted[name] = model = HostedModel(order, resources, reclaimer.pool, lambda hosting, news: None)
+        model.has_turn = False
+        assert reclaimer.eviction_terms(name).hold is Hold.WARM
+
+        model.queue_until_ready(StartRequest(1, name, (1,), (), greedy(1), b""))
+        soon = reclaimer.eviction_terms(name)
+        due_in_s[0] = 10.0
+        late = reclaimer.eviction_terms(name)
+        assert (soon.hold, late.hold) == (Hold.PAUSED, Hold.PAUSED)
+        assert soon.cost_s_per_byte == pytest.approx(10 * late.cost_s_per_byte)
+
+        model.has_turn = True
+        assert reclaimer.eviction_terms(name).hold is Hold.BUSY
+        model.cancel(1)
+        model.hold, model.has_turn = Hold.PINNED, False
+        assert reclaimer.eviction_terms(name).hold is Hold.PAUSED, "it waits for its turn as well"
+        model.has_turn = True
+        assert reclaimer.eviction_terms(name).hold is Hold.PINNED

@@ -38,6 +38,8 @@ from hearth.worker.model_load import EngineReady, HostingNews, ModelFound, Model
 from hearth.worker.runtime import HostingResources
 from hearth.worker.watched_load import WeightsLoaded
 
+#: How long it is believed where the bytes of a model lie, which may wait for its turn.
+FRESH_S = 0.1
 #: Told of a model of which nothing was missing.
 _NO_LOAD = WeightsLoaded(LoadRecord("", 0, {}, 0.0, 0.0, 0.0, 0.0, 0.0, 0), None)
 
@@ -71,6 +73,7 @@ class Found:
     spec: HostingSpec
     borrowed: BorrowedModel
     open_s: float  #: how long it took to find
+    found_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +258,8 @@ class HostedModel:
     def found(self, news: ModelFound) -> None:
         match self.state:
             case Finding(began_s):
-                self.state = Found(news.spec, news.borrowed, time.perf_counter() - began_s)
+                now_s = time.perf_counter()
+                self.state = Found(news.spec, news.borrowed, now_s - began_s, now_s)
             case _:
                 raise self._wrong("was found")
 
@@ -279,9 +283,10 @@ class HostedModel:
         """
         began_s = time.perf_counter()
         match self.state:
-            case Found(spec, borrowed, open_s):
+            case Found(spec, borrowed, open_s, found_s):
                 space = place(self.model, spec)
-                load = self._start_load(spec, space, began_s, open_s, borrowed=borrowed)
+                known = borrowed if began_s < found_s + FRESH_S else None
+                load = self._start_load(spec, space, began_s, open_s, borrowed=known)
                 self.state = Assembling(spec, load)
                 return None
             case Incomplete(served) | Retired(served):
