@@ -1,0 +1,181 @@
+"""What does this machine take for steps, loads and switches? Writes the profile that simulations run on.
+
+python -m bench.profile [--device cpu] [--out FILE | --save] [--shapes NAME ...] [--tiny]
+
+Random models are made here: on a GPU with the shapes of Llama-3.2-1B, 3B and Llama-2-7B in bfloat16, on a CPU
+with that of SmolLM2-135M in float32. They take 23 GB in /dev/shm and 26 GiB of pinned host memory on a GPU,
+and 70 GiB of its own. The file is written anew after each part, so that a run which is cut off has not been
+for nothing; it is a profile once all parts are there. `--save` writes it to where simulations find it.
+"""
+
+from __future__ import annotations
+
+import hearth  # noqa: F401 - before torch, so that threads wait as a worker's do
+
+# isort: split
+
+import gc
+import json
+import shlex
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import msgspec
+import torch
+
+from bench.profile.moves import measure_disk, measure_mapping, measure_worker
+from bench.profile.scale import CPU, GPU, TINY_CPU, TINY_GPU, Scale
+from bench.profile.steps import measure_steps
+from bench.report import HERE, environment, step, tell
+from hearth.sim.profile import VERSION, Origin, Profile
+from hearth.sim.step_times import StepTimes
+from hearth.types import Rung
+
+KEPT = HERE.parent / "src" / "hearth" / "sim" / "profiles"
+NUM_THREADS = 2  #: of a CPU
+#: No object storage can be reached from where this runs: what a link of 10 Gbit/s delivers.
+OBJECT_BYTES_PER_S = 1.25e9
+OBJECT_REASON = "no object storage is reached by the benchmark: a link of 10 Gbit/s"
+
+
+@dataclass(slots=True)
+class Draft:
+    """A profile in the making. Mutable; written part by part, to the file too."""
+
+    path: Path
+    parts: dict[str, object]
+
+    def add(self, **parts: object) -> None:
+        self.parts.update(parts)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = msgspec.json.format(msgspec.json.encode(self.parts), indent=1).decode()
+        self.path.write_text(text + "\n", encoding="utf-8")
+        tell(f"wrote {', '.join(parts)} to {self.path}")
+
+
+def measure(scale: Scale, device: torch.device, draft: Draft) -> None:
+    """Measure all parts, the cheapest first."""
+    with step("mapping"):
+        draft.add(mapping=measure_mapping(device))
+    with step("disk"):
+        rates = {Rung.DISK: measure_disk(scale, device), Rung.OBJECT: OBJECT_BYTES_PER_S}
+        draft.add(bytes_per_s=rates)
+    shapes: list[dict[str, object]] = []
+    one_row_s: dict[str, float] = {}
+    for shape in scale.shapes:
+        with step(f"steps of {shape.name}"):
+            steps = measure_steps(shape, scale, device)
+        _forget(device)
+        one_row_s[shape.name] = StepTimes.fitted(steps).step_s(1, 1, scale.switch_prompt)
+        shapes.append(
+            {
+                "name": shape.name,
+                "model": shape.model,
+                "dtype": shape.dtype,
+                "weights_bytes": shape.weights_bytes,
+                "kv_bytes_per_token": shape.kv_bytes_per_token,
+                "steps": steps,
+            }
+        )
+        draft.add(shapes=shapes)
+    times = measure_worker(scale, device)
+    tell(json.dumps({"switches": times.details, "decode_s": times.decode_s}))
+    host_step_s = median(times.decode_s[name] - one_row_s[name] for name in one_row_s)
+    draft.add(
+        bytes_per_s={Rung.HOST: times.host_bytes_per_s, **rates},
+        switch=times.switch,
+        assemble_s=times.assemble_s,
+        host_step_s=max(0.0, host_step_s),
+    )
+
+
+def tell_errors(profile: Profile) -> None:
+    """Tell how far the fitted times are from the measured ones."""
+    for measured in profile.measured.shapes:
+        times = profile.shapes[measured.name].times
+        errors = {}
+        for one in measured.steps:
+            fitted_s = times.step_s(one.num_tokens, one.num_rows, one.context_tokens)
+            errors[one.num_tokens, one.num_rows, one.context_tokens] = fitted_s / one.seconds - 1
+        worst = max(errors, key=lambda key: abs(errors[key]))
+        mean = sum(map(abs, errors.values())) / len(errors)
+        tell(f"{measured.name}: the fit is off by {mean:.1%} in the mean, {errors[worst]:+.1%} at {worst}")
+
+
+def origin(command: Sequence[str], *, is_tiny: bool) -> Origin:
+    found: Mapping[str, object] = environment()
+    versions = {name: _text(found[name]) for name in ("python", "torch", "triton")}
+    return Origin(
+        command=shlex.join(["python", "-m", "bench.profile", *command]),
+        commit=_text(found["commit"]),
+        date=str(found["date"]),
+        device=str(found["device"]),
+        num_cores=int(str(found["num_cores"])),
+        versions=versions,
+        is_tiny=is_tiny,
+        assumed={"bytes_per_s.object": OBJECT_REASON},
+    )
+
+
+def main() -> None:
+    options = _options().parse_args()
+    is_cuda = options.device == "cuda"
+    scale = (TINY_GPU if is_cuda else TINY_CPU) if options.tiny else GPU if is_cuda else CPU
+    if options.shapes:
+        known = {shape.name: shape for shape in scale.shapes}
+        unknown = [name for name in options.shapes if name not in known]
+        if unknown:
+            sys.exit(f"bench.profile knows no shape {unknown[0]}; name some of: {', '.join(known)}")
+        scale = replace(scale, shapes=tuple(known[name] for name in options.shapes))
+    if options.tiny and options.save:
+        sys.exit("numbers of a tiny run mean nothing: leave out --save")
+    name = _name_of(torch.cuda.get_device_name()) if is_cuda else f"cpu{NUM_THREADS}"
+    path = KEPT / f"{name}.json" if options.save else Path(options.out or f"build/profile/{name}.json")
+    tell(f"writing to {path.resolve()}")
+    device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
+    if not is_cuda:
+        torch.set_num_threads(NUM_THREADS)
+    torch.ones(1, device=device)  # brings the device up
+    # Where the file goes is nothing that a time depends on.
+    command = ["--device", options.device, *(["--shapes", *options.shapes] if options.shapes else [])]
+    draft = Draft(path, {"version": VERSION, "origin": origin(command, is_tiny=options.tiny)})
+    measure(scale, device, draft)
+    tell_errors(Profile.load(path))
+    print(json.dumps({name: part for name, part in json.loads(path.read_text()).items() if name != "shapes"}))
+
+
+def _options() -> ArgumentParser:
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = ArgumentParser(
+        "python -m bench.profile", description=__doc__, formatter_class=RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=default, help=f"here: {default}")
+    parser.add_argument("--out", metavar="FILE", help="ends in .json; build/profile/NAME.json by default")
+    parser.add_argument("--save", action="store_true", help="write it to where simulations find it by name")
+    parser.add_argument("--shapes", nargs="+", metavar="NAME", help="only these models")
+    parser.add_argument("--tiny", action="store_true", help="see only that everything runs")
+    return parser
+
+
+def _name_of(device: str) -> str:
+    """Return a device's name as one says it: `h200` for NVIDIA H200."""
+    return device.lower().removeprefix("nvidia ").replace(" ", "_")
+
+
+def _forget(device: torch.device) -> None:
+    """Give the memory of an engine that is gone back to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+if __name__ == "__main__":
+    main()

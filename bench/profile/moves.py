@@ -1,0 +1,298 @@
+"""How fast models come and go: rates of the rungs, mapping of pages, switches through a worker's step loop.
+
+    retire one, host another and ask it at once: all of its bytes that are missing cross, then its prompt runs
+
+The budget holds only the largest model, so each switch takes bytes from the models before. A switch here is
+between models without requests: until one under a running request is measured, it stands in for that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from statistics import median
+
+import torch
+
+from bench.load.raw_readers import Caches
+from bench.profile.scale import Scale, Shape
+from bench.random_model import write_random
+from bench.report import step, tell
+from bench.reuse.parts import device_pages, host_pages
+from bench.reuse.replay import synchronize
+from bench.reuse.setting import Scale as ReuseScale
+from bench.reuse.setting import Setting
+from bench.reuse.worker import WorkerClient, working
+from hearth.config import StoreConfig
+from hearth.engine.assemble import ModelSpec, workspace_bytes
+from hearth.memory.cuda_pages import PAGE_BYTES
+from hearth.messages import DropModel, HostModel, ModelLoaded, RetireModel, Sampling, StartRequest, StepDone
+from hearth.models.dtypes import DTYPES
+from hearth.sim.profile import MeasuredMapping, MeasuredSwitch
+from hearth.store.loader import Loader, whole
+from hearth.store.manifest import WEIGHTS, read_manifest
+from hearth.store.tiers import Tiers
+from hearth.store.verify import verify
+from hearth.types import ModelId, Rung
+
+#: Pages beyond what the largest model takes: sinks of others, and what rounding may cost.
+SPARE_PAGES = 8
+NUM_SPOKEN_TOKENS = 48
+HOW_SWITCHED = "an idle model is retired, another one hosted and asked at once, through a worker's step loop"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTimes:
+    """What a worker takes for switches and steps."""
+
+    host_bytes_per_s: float  #: of loads from pinned host memory, mapping included
+    switch: MeasuredSwitch
+    assemble_s: float
+    decode_s: Mapping[str, float]  #: by shape: the time of a step with one row
+    details: list[dict[str, object]]  #: of each switch
+
+
+@dataclass(frozen=True, slots=True)
+class _Switch:
+    """One switch to a model, and its parts."""
+
+    model: ModelId
+    missing_bytes: int
+    give_way_s: float  #: from the order to the start of the load
+    load_s: float
+    begin_s: float  #: from the end of the load to the first token, the prompt's time included
+    assemble_s: float  #: of `give_way_s`, that in which a new engine was put together
+
+
+def measure_mapping(device: torch.device) -> MeasuredMapping | None:
+    """Time mapping and unmapping of pages one by one, as loads do it."""
+    if device.type != "cuda":
+        return None
+    num_pages = 64
+    pages = device_pages(num_pages * PAGE_BYTES, PAGE_BYTES)
+    address = pages.reserve(None)
+    times = []
+    for page in range(num_pages):
+        began_s = time.perf_counter()
+        pages.map(address + page * PAGE_BYTES, page)
+        pages.unmap(address + page * PAGE_BYTES)
+        times.append(time.perf_counter() - began_s)
+    pages.free(address)
+    pages.close()
+    return MeasuredMapping(PAGE_BYTES, median(times))
+
+
+def measure_disk(scale: Scale, device: torch.device) -> float:
+    """Return bytes per second of a load from disk, caches dropped, through little host memory."""
+    shape = scale.shapes[0]
+    with tempfile.TemporaryDirectory(prefix="hearth-profile-") as place:
+        directory = write_random(Path(place) / "model", shape.config, shape.dtype, 0, device)
+        store = Path(place) / "store"
+        bad = verify(directory, store=store)
+        assert not bad, f"a model that was just made is damaged: {bad[0]}"
+        config = StoreConfig(path=str(store), host_bytes=scale.disk_ring_bytes)
+        caches = Caches.of(directory / WEIGHTS, is_machine_ours=device.type == "cuda")
+        with closing(Tiers(config, is_pinned=device.type == "cuda")) as tiers:
+            if device.type == "cuda":
+                tiers.segment.wait_pinned()
+            model = tiers.open(directory)
+            base = torch.empty(model.manifest.num_bytes, dtype=torch.uint8, device=device)
+            rates = []
+            for _ in range(2):
+                caches.drop()
+                synchronize(device)
+                began_s = time.perf_counter()
+                load = Loader(device).load(
+                    model.name,
+                    model.manifest,
+                    whole(model.manifest, base),
+                    lambda chunks: tiers.fetch(model, chunks),
+                )
+                rungs = load.wait().rungs
+                synchronize(device)
+                if Rung.DISK in rungs:  # what stayed in host memory from the time before does not count
+                    rates.append(rungs[Rung.DISK].num_bytes / (time.perf_counter() - began_s))
+            return max(rates)
+
+
+def measure_worker(scale: Scale, device: torch.device) -> WorkerTimes:
+    """Time switches between all shapes, and steps, through a worker."""
+    with tempfile.TemporaryDirectory(prefix="hearth-profile-", dir=scale.memory_place) as place:
+        with step("worker: writing models"):
+            orders = _orders(scale, device, Path(place))
+        setting = Setting(
+            ReuseScale(engine=scale.engine, host_bytes=scale.host_bytes, chunk_bytes=scale.page_bytes),
+            device,
+            Loader(device),
+            device_pages if device.type == "cuda" else host_pages,
+        )
+        with working(setting, Path(place), orders, _budget_bytes(scale, device)) as worker:
+            worker.segment.wait_pinned()
+            return _WorkerRig(worker, scale).measure()
+
+
+class _WorkerRig:
+    """A worker, and the models that take turns on it. Mutable in its worker alone."""
+
+    def __init__(self, worker: WorkerClient, scale: Scale) -> None:
+        self._worker, self._scale = worker, scale
+        self._draw, self._runs = Random(1), itertools.count(1_000_000)
+        self._models = list(worker.orders)
+
+    def measure(self) -> WorkerTimes:
+        worker = self._worker
+        with step("worker: models to host memory"):
+            for model in self._models:
+                worker.load(model)
+                worker.send(DropModel(model))
+        prompt_s, decode_s, new = {}, {}, []
+        with step("worker: steps"):
+            for model in self._models:  # host memory has all of them, and kernels are compiled from here on
+                new.append(self._switch(model))
+                prompt_s[model] = self._prompt_s(model)
+                decode_s[str(model)] = self._decode_s(model)
+                worker.send(DropModel(model))
+                new.append(self._switch(model))
+                worker.send(RetireModel(model))
+        with step("worker: switches"):
+            switches = list(self._switches())
+        for one in switches:
+            tell(f"  {one}")
+        loads = [one for one in (*switches, *new[1::2]) if one.missing_bytes]
+        begin_s = median(max(0.0, one.begin_s - prompt_s[one.model]) for one in switches)
+        return WorkerTimes(
+            host_bytes_per_s=median(one.missing_bytes / one.load_s for one in loads),
+            switch=MeasuredSwitch(HOW_SWITCHED, median(one.give_way_s for one in switches), begin_s),
+            assemble_s=median(one.assemble_s for one in new[1::2]),
+            decode_s=decode_s,
+            details=[_shown(one) for one in switches],
+        )
+
+    def _switches(self) -> Iterator[_Switch]:
+        """Yield switches from each model to the next, round and round."""
+        for round_number in range(self._scale.num_switches + 1):
+            for model in self._models:
+                switch = self._switch(model)
+                self._worker.send(RetireModel(model))
+                self._worker.rest()
+                if round_number:  # the first one brings them into the order that all others find
+                    yield switch
+
+    def _switch(self, model: ModelId) -> _Switch:
+        """Host a model and ask it at once."""
+        worker = self._worker
+        worker.rest()
+        run = next(self._runs)
+        began_s = time.perf_counter()
+        worker.host(model)
+        worker.send(self._request(run, model, num_new_tokens=1))
+        loaded: ModelLoaded | None = None
+        loaded_s = first_s = 0.0
+        while loaded is None or not first_s:  # either may come first
+            heard = worker.until(ModelLoaded, StepDone)
+            if isinstance(heard.fact, ModelLoaded):
+                loaded, loaded_s = heard.fact, heard.at_s
+            elif heard.has_token_of(run):
+                first_s = heard.at_s
+        manifest = read_manifest(Path(worker.orders[model].where))
+        missing_bytes = sum(spec.nbytes for spec in manifest.tensors) - loaded.reused_bytes
+        load_s = loaded.total_s if missing_bytes else 0.0
+        return _Switch(
+            model,
+            missing_bytes,
+            max(0.0, loaded_s - load_s - began_s),
+            load_s,
+            max(0.0, first_s - loaded_s),
+            loaded.open_s + loaded.assemble_s,
+        )
+
+    def _prompt_s(self, model: ModelId) -> float:
+        """Return the time to the first token of a model that is there."""
+        times = []
+        for _ in range(self._scale.num_steps + 2):
+            run = next(self._runs)
+            began_s = time.perf_counter()
+            self._worker.send(self._request(run, model, num_new_tokens=1))
+            times.append(self._worker.first_token(run) - began_s)
+            self._worker.rest()
+        return median(times[2:])
+
+    def _decode_s(self, model: ModelId) -> float:
+        """Return the time from one token to the next of the only request."""
+        gaps: list[float] = []
+        for _ in range(2):  # the first one captures a graph
+            run = next(self._runs)
+            self._worker.send(self._request(run, model, NUM_SPOKEN_TOKENS))
+            at_s: list[float] = []
+            while len(at_s) < NUM_SPOKEN_TOKENS:
+                heard = self._worker.until(StepDone)
+                if heard.has_token_of(run):
+                    at_s.append(heard.at_s)
+            gaps = [late_s - early_s for early_s, late_s in pairwise(at_s)]
+        return median(gaps)
+
+    def _request(self, run: int, model: ModelId, num_new_tokens: int) -> StartRequest:
+        """Return a request whose prompt never comes twice, so that no prefix is found."""
+        vocab_size = min(shape.arch.vocab_size for shape in self._scale.shapes)
+        prompt = tuple(self._draw.randrange(vocab_size) for _ in range(self._scale.switch_prompt))
+        sampling = Sampling(seed=0, temperature=0.0, max_tokens=num_new_tokens, ignore_eos=True)
+        return StartRequest(run, model, prompt, (), sampling, salt=b"")
+
+
+def _orders(scale: Scale, device: torch.device, place: Path) -> dict[ModelId, HostModel]:
+    """Return the orders to host a model of each shape; a single one gets another to switch with."""
+    shapes = [(ModelId(shape.name), shape) for shape in scale.shapes]
+    if len(shapes) == 1:
+        shapes.append((ModelId(f"other-{shapes[0][0]}"), shapes[0][1]))
+    orders = {}
+    for seed, (model, shape) in enumerate(shapes):
+        directory = write_random(place / model, shape.config, shape.dtype, seed, device)
+        kv_bytes = _kv_bytes(scale, shape)
+        orders[model] = HostModel(
+            model=model,
+            hosting=0,
+            where=str(directory),
+            digest=read_manifest(directory).digest,
+            weight=1.0,
+            max_context=_context(scale),
+            kv_floor_bytes=kv_bytes,
+            max_kv_bytes=kv_bytes,
+            eos_ids=(),
+        )
+    return orders
+
+
+def _budget_bytes(scale: Scale, device: torch.device) -> int:
+    """Return what the largest model takes, so that no two of them fit."""
+
+    def pages(num_bytes: int) -> int:
+        return -(-num_bytes // scale.page_bytes)
+
+    most = 0
+    for shape in scale.shapes:
+        spec = ModelSpec(shape.arch, DTYPES[shape.dtype], _context(scale), frozenset())
+        workspace = workspace_bytes(spec, scale.engine, device)
+        most = max(
+            most, sum(pages(size) for size in (shape.weights_bytes, workspace, _kv_bytes(scale, shape)))
+        )
+    return (most + SPARE_PAGES) * scale.page_bytes
+
+
+def _context(scale: Scale) -> int:
+    return scale.switch_prompt + 2 * NUM_SPOKEN_TOKENS
+
+
+def _kv_bytes(scale: Scale, shape: Shape) -> int:
+    """Return the KV of one context, the sink and a block that is begun."""
+    return (_context(scale) + 3 * scale.engine.block_tokens) * shape.kv_bytes_per_token
+
+
+def _shown(switch: _Switch) -> dict[str, object]:
+    return {name: getattr(switch, name) for name in switch.__slots__}

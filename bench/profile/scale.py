@@ -1,0 +1,177 @@
+"""How much `bench.profile` measures on which machine. Measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from bench.elastic.cpu import SHAPE as SMOLLM2
+from bench.hosting import SHAPES
+from bench.random_model import TINY as TINY_CONFIG
+from hearth.config import EngineConfig
+from hearth.models.arch import Arch
+from hearth.models.families import arch_from_config
+from hearth.models.layout import layout_of
+from hearth.sizes import block_buffer
+from hearth.store.manifest import CHUNK_BYTES
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@dataclass(frozen=True)  # no slots: what is derived is kept
+class Shape:
+    """A model of random weights."""
+
+    name: str  #: in the profile
+    model: str  #: whose shape it has
+    config: Mapping[str, object]
+    dtype: str
+
+    @cached_property
+    def arch(self) -> Arch:
+        return arch_from_config(dict(self.config))
+
+    @property
+    def weights_bytes(self) -> int:
+        return layout_of(self.arch, self.dtype).num_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        sizes = self.arch.dimensions
+        return block_buffer(sizes, sizes.layers, self.dtype, 1).num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    shapes: tuple[Shape, ...]
+    engine: EngineConfig
+    max_kv_bytes: int  #: of an engine whose steps are measured
+    max_prefill_tokens: int  #: computed to bring sequences to a context
+    batches: tuple[int, ...]  #: rows of decode steps
+    contexts: tuple[int, ...]  #: tokens of each of them
+    prompts: tuple[int, ...]  #: tokens of one prompt that is computed by one step
+    num_prompts: int  #: at once, in steps with several
+    busy_rows: int  #: that decode while a prompt comes
+    busy_context: int
+    num_steps: int  #: that each time is taken from
+    num_switches: int  #: between each two models
+    switch_prompt: int  #: tokens
+    host_bytes: int  #: of the store, for all models
+    disk_ring_bytes: int  #: of host memory through which a model is read from disk
+    page_bytes: int = CHUNK_BYTES  #: of the worker's pool, and what its budget is rounded to
+    memory_place: str | None = "/dev/shm"  #: of models that go to host memory
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that a sequence has room for: its prompt, and what it says while it is measured."""
+        return max(*self.contexts, *self.prompts) + self.num_spoken_tokens
+
+    @property
+    def num_spoken_tokens(self) -> int:
+        """Tokens that a sequence says at most, from its prompt to its last measured step."""
+        per_batch = self.num_steps + 8
+        num_prefills = -(-self.max_prefill_tokens // self.engine.max_batch_tokens)
+        return per_batch * (len(self.batches) + 1) + 2 * num_prefills
+
+
+def _shape(name: str, model: str, max_positions: int) -> Shape:
+    hidden, inner, num_layers, num_heads, num_kv_heads, vocab, is_tied = SHAPES[model]
+    config: dict[str, object] = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": max_positions,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": is_tied,
+    }
+    return Shape(name, model, config, "bfloat16")
+
+
+#: A GPU of 80 GB or more, within four minutes.
+GPU = Scale(
+    shapes=(
+        _shape("1B", "Llama-3.2-1B", 16384),
+        _shape("3B", "Llama-3.2-3B", 16384),
+        _shape("7B", "Llama-2-7B", 16384),
+    ),
+    engine=EngineConfig(),
+    max_kv_bytes=56 * GIB,
+    max_prefill_tokens=1 << 18,
+    batches=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+    contexts=(64, 512, 2048, 8192),
+    prompts=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096),
+    num_prompts=8,
+    busy_rows=32,
+    busy_context=512,
+    num_steps=12,
+    num_switches=4,
+    switch_prompt=128,
+    host_bytes=26 * GIB,
+    disk_ring_bytes=GIB,
+)
+
+#: The same to see that it runs, within a minute; its numbers mean nothing.
+TINY_GPU = replace(
+    GPU,
+    shapes=GPU.shapes[:1],
+    max_kv_bytes=4 * GIB,
+    batches=(1, 8),
+    contexts=(64, 512),
+    prompts=(16, 128, 512),
+    busy_rows=4,
+    num_steps=2,
+    num_switches=1,
+    host_bytes=8 * GIB,
+)
+
+#: A CPU of a few cores, within some minutes.
+CPU = Scale(
+    shapes=(Shape("135M", "SmolLM2-135M", SMOLLM2, "float32"),),
+    engine=EngineConfig(max_batch_tokens=512, max_seqs=16),
+    max_kv_bytes=GIB,
+    max_prefill_tokens=1 << 12,
+    batches=(1, 2, 4, 8, 16),
+    contexts=(32, 256, 1024),
+    prompts=(16, 32, 64, 128, 256, 512),
+    num_prompts=4,
+    busy_rows=4,
+    busy_context=32,
+    num_steps=7,
+    num_switches=4,
+    switch_prompt=32,
+    host_bytes=GIB,
+    disk_ring_bytes=128 * MIB,
+    memory_place=None,
+)
+
+#: Everything within seconds on a CPU; its numbers mean nothing.
+TINY_CPU = Scale(
+    shapes=(
+        Shape("tiny", "tiny", TINY_CONFIG, "float32"),
+        Shape("small", "small", {**TINY_CONFIG, "num_hidden_layers": 3}, "float32"),
+    ),
+    engine=EngineConfig(max_batch_tokens=64, max_seqs=4, block_tokens=4),
+    max_kv_bytes=4 * MIB,
+    max_prefill_tokens=1024,
+    batches=(1, 2, 4),
+    contexts=(16, 64),
+    prompts=(8, 32),
+    num_prompts=2,
+    busy_rows=2,
+    busy_context=16,
+    num_steps=3,
+    num_switches=1,
+    switch_prompt=8,
+    host_bytes=32 * MIB,
+    disk_ring_bytes=16 * MIB,
+    page_bytes=4 << 10,
+    memory_place=None,
+)

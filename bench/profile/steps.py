@@ -1,0 +1,169 @@
+"""How long steps of one engine take: decode rows alone, prompts alone, and prompts beside decode rows.
+
+The engine is stepped as a worker does it, one step ahead of the device, over KV that was computed. No two
+rows have the same prompt, so no two read the same blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from random import Random
+from statistics import median
+
+import torch
+
+from bench.profile.scale import Scale, Shape
+from hearth.engine.assemble import ModelSpec, assemble
+from hearth.engine.engine import Engine
+from hearth.models.dtypes import DTYPES
+from hearth.models.layout import layout_of
+from hearth.models.weights import bind, contiguous_places
+from hearth.sim.step_times import MeasuredStep
+from hearth.types import RequestId, SamplingParams
+
+#: Steps after a change of rows that are not counted: one is under way, one may capture a graph.
+NUM_WARM_STEPS = 3
+
+
+def measure_steps(shape: Shape, scale: Scale, device: torch.device) -> list[MeasuredStep]:
+    """Return the times of all kinds of steps."""
+    rig = _new_rig(shape, scale, device)
+    try:
+        return list(_kinds(rig, scale))
+    finally:
+        rig.engine.close()
+
+
+def _kinds(rig: EngineRig, scale: Scale) -> Iterator[MeasuredStep]:
+    for num_tokens in scale.prompts:
+        yield rig.time_prompts(1, num_tokens)
+    for num_tokens in scale.prompts[-2:]:
+        yield rig.time_prompts(scale.num_prompts, num_tokens // scale.num_prompts)
+    for context in scale.contexts:
+        yield from rig.time_decodes(context)
+    for num_tokens in scale.prompts[:-1]:
+        yield rig.time_prompt_beside_decodes(num_tokens)
+
+
+class EngineRig:
+    """An engine with rows that a benchmark adds and takes away. Mutable; one thread calls it."""
+
+    def __init__(self, engine: Engine, scale: Scale, vocab_size: int, max_live_tokens: int) -> None:
+        self.engine = engine
+        self._scale, self._vocab_size, self._max_live_tokens = scale, vocab_size, max_live_tokens
+        self._draw = Random(0)
+        self._numbers = itertools.count()
+        #: By request that has a token: its prompt's tokens and those that it has said.
+        self._contexts: dict[RequestId, int] = {}
+        self._prompts: dict[RequestId, int] = {}
+
+    def time_prompts(self, num_prompts: int, num_tokens: int) -> MeasuredStep:
+        """Time a step that computes whole prompts and nothing else, from nothing to its tokens."""
+        times = []
+        for _ in range(self._scale.num_steps + 2):
+            for _ in range(num_prompts):
+                self._add(num_tokens, max_tokens=1)
+            began_s = time.perf_counter()
+            while self.engine.has_work:
+                self._step()
+            times.append(time.perf_counter() - began_s)
+        total = num_prompts * num_tokens
+        return MeasuredStep(total, num_prompts, total, _undisturbed(times[2:]))
+
+    def time_decodes(self, context: int) -> Iterator[MeasuredStep]:
+        """Time decode steps, first with as many rows as there may be, then with fewer and fewer."""
+        scale = self._scale
+        room = min(self._max_live_tokens, scale.max_prefill_tokens) // (context + scale.num_spoken_tokens)
+        batches = [size for size in sorted(scale.batches, reverse=True) if size <= max(1, room)]
+        self._fill(batches[0], context)
+        for size in batches:
+            self._keep(size)
+            yield self._time_decode()
+        self._keep(0)
+
+    def time_prompt_beside_decodes(self, num_tokens: int) -> MeasuredStep:
+        """Time a step that computes a prompt and one token of each row: two steps, less one of rows alone."""
+        scale = self._scale
+        self._fill(scale.busy_rows, scale.busy_context)
+        num_prompt = min(num_tokens, scale.engine.max_batch_tokens - scale.busy_rows)
+        times, contexts = [], []
+        for _ in range(scale.num_steps):
+            alone = self._time_decode(num_steps=2)
+            self._add(num_prompt, max_tokens=1)
+            began_s = time.perf_counter()
+            while len(self._prompts) > scale.busy_rows:
+                self._step()
+            times.append(max(0.0, time.perf_counter() - began_s - alone.seconds))
+            contexts.append(sum(self._contexts.values()))
+        self._keep(0)
+        num_rows = scale.busy_rows + 1
+        return MeasuredStep(
+            num_prompt + scale.busy_rows, num_rows, int(median(contexts)) + num_prompt, _undisturbed(times)
+        )
+
+    def _time_decode(self, num_steps: int | None = None) -> MeasuredStep:
+        num_rows = len(self._contexts)
+        for _ in range(NUM_WARM_STEPS):
+            self._step()
+        times = []
+        for _ in range(num_steps or self._scale.num_steps):
+            began_s = time.perf_counter()
+            self._step()
+            times.append(time.perf_counter() - began_s)
+        return MeasuredStep(num_rows, num_rows, sum(self._contexts.values()), _undisturbed(times))
+
+    def _fill(self, num_rows: int, context: int) -> None:
+        """Have so many rows decode, each with so much context at least."""
+        for _ in range(num_rows):
+            self._add(context, max_tokens=self._scale.num_spoken_tokens)
+        while len(self._contexts) < num_rows:
+            self._step()
+
+    def _keep(self, num_rows: int) -> None:
+        """End all rows but the first ones, and what they have under way."""
+        for request_id in list(self._contexts)[num_rows:]:
+            self.engine.cancel(request_id)
+            del self._contexts[request_id], self._prompts[request_id]
+        while not num_rows and self.engine.has_work:
+            self._step()
+
+    def _add(self, num_tokens: int, max_tokens: int) -> None:
+        request_id = RequestId(str(next(self._numbers)))
+        prompt = [self._draw.randrange(self._vocab_size) for _ in range(num_tokens)]
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        self._prompts[request_id] = num_tokens
+        self.engine.add(self.engine.request(request_id, prompt, params))
+
+    def _step(self) -> None:
+        outcome = self.engine.step()
+        assert not outcome.preempted, f"KV is too small for what is measured: {self.engine.usage}"
+        assert not outcome.failures, f"{outcome.failures}"
+        for output in outcome.outputs:
+            one = output.request_id
+            if output.finish_reason is None:
+                self._contexts[one] = self._contexts.get(one, self._prompts[one]) + 1
+            else:
+                self._contexts.pop(one, None)
+                del self._prompts[one]
+
+
+def _undisturbed(times: Sequence[float]) -> float:
+    """Return the time that a quarter of the runs did not exceed: on a machine of many the others waited."""
+    return sorted(times)[len(times) // 4]
+
+
+def _new_rig(shape: Shape, scale: Scale, device: torch.device) -> EngineRig:
+    """Return an engine over random weights."""
+    kv_bytes = min(scale.max_kv_bytes, 2 * scale.max_prefill_tokens * shape.kv_bytes_per_token)
+    config = replace(scale.engine, kv_bytes=kv_bytes)
+    layout = layout_of(shape.arch, shape.dtype)
+    base = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+    base.view(DTYPES[shape.dtype]).normal_(std=0.02, generator=torch.Generator(device).manual_seed(1))
+    weights = bind(shape.arch, layout, contiguous_places(layout, base))
+    spec = ModelSpec(shape.arch, DTYPES[shape.dtype], scale.max_context, frozenset())
+    # Each row may have begun a block, and the sink is nobody's.
+    live_tokens = kv_bytes // shape.kv_bytes_per_token - 2 * config.block_tokens * config.max_seqs
+    return EngineRig(assemble(spec, weights, config, device), scale, shape.arch.vocab_size, live_tokens)

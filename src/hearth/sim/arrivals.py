@@ -1,0 +1,110 @@
+"""Workloads that are drawn at random: arrivals by rate or count, lengths from a list. Reads no file.
+
+Whoever draws gives the `Random`, whose seed makes a workload repeatable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from hearth.errors import ConfigError
+from hearth.sim.traces import Trace, TracedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLength:
+    """The tokens of one request."""
+
+    num_input_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Lengths that requests are drawn from, each as likely as any other; a single one is that of all."""
+
+    choices: tuple[RequestLength, ...]
+
+    def __post_init__(self) -> None:
+        if not self.choices:
+            raise ConfigError("lengths of requests are drawn from at least 1, given: none")
+
+    @staticmethod
+    def fixed(num_input_tokens: int, num_output_tokens: int) -> Lengths:
+        return Lengths((RequestLength(num_input_tokens, num_output_tokens),))
+
+    @staticmethod
+    def of(trace: Trace) -> Lengths:
+        """Return the lengths of a trace's requests."""
+        return Lengths(
+            tuple(RequestLength(one.num_input_tokens, one.num_output_tokens) for one in trace.requests)
+        )
+
+    def draw(self, chooser: Random) -> RequestLength:
+        return chooser.choice(self.choices)
+
+
+@dataclass(frozen=True, slots=True)
+class CountedPeriod:
+    """A time in which one tenant sent so many requests; when exactly is not known."""
+
+    tenant: str
+    begin_s: float
+    length_s: float
+    num_requests: int
+
+    def draw_arrivals(self, chooser: Random) -> Iterator[float]:
+        """Draw all of the times, each as likely as any other."""
+        for _ in range(self.num_requests):
+            yield self.begin_s + self.length_s * chooser.random()
+
+
+@dataclass(frozen=True, slots=True)
+class RatedPeriod:
+    """A time in which one tenant sends requests at a rate, with gaps that follow a Gamma distribution."""
+
+    tenant: str
+    begin_s: float
+    length_s: float
+    rate_per_s: float
+    cv: float = 1.0  #: of the gaps: their deviation over their mean. 1 is Poisson; more comes in bursts
+
+    def __post_init__(self) -> None:
+        is_right = 0.0 < self.rate_per_s < math.inf and 0.0 < self.cv < math.inf and self.length_s < math.inf
+        if not is_right:
+            raise ConfigError(
+                f"arrivals need a rate and a CV above 0 and an end, given for `{self.tenant}`: "
+                f"{self.rate_per_s:g} requests/s, CV {self.cv:g}, {self.length_s:g} s"
+            )
+
+    def draw_arrivals(self, chooser: Random) -> Iterator[float]:
+        """Draw times as if it had gone on like this since ever, so that their mean number is exact."""
+        shape, scale = self.cv**-2, self.cv**2 / self.rate_per_s
+        # A gap that is under way is likely to be a long one, and to be over in part.
+        at_s = self.begin_s + chooser.random() * chooser.gammavariate(shape + 1.0, scale)
+        while at_s < self.begin_s + self.length_s:
+            yield at_s
+            at_s += chooser.gammavariate(shape, scale)
+
+
+Period = CountedPeriod | RatedPeriod
+
+
+def draw_trace(name: str, periods: Sequence[Period], lengths: Lengths, chooser: Random) -> Trace:
+    """Draw the requests of all periods."""
+    requests = []
+    for period in periods:
+        for arrival_s in period.draw_arrivals(chooser):
+            length = lengths.draw(chooser)
+            requests.append(
+                TracedRequest(arrival_s, period.tenant, length.num_input_tokens, length.num_output_tokens)
+            )
+    return Trace.of(name, requests)
+
+
+def steady(rates_per_s: Mapping[str, float], length_s: float, cv: float = 1.0) -> list[RatedPeriod]:
+    """Return one period of all tenants, each at its own rate."""
+    return [RatedPeriod(tenant, 0.0, length_s, rate, cv) for tenant, rate in rates_per_s.items()]

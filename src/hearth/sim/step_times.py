@@ -1,0 +1,125 @@
+"""How long a step of an engine takes, from steps that were measured. Measures nothing itself.
+
+A step is either of decode rows alone, which a GPU replays as one graph, or has tokens of prompts too:
+
+    decode    rows_s(rows)                      + context_s_per_token * context
+    prompts   max(rows_s(rows), tokens_s(tokens)) + context_s_per_token * context
+
+`rows_s` and `tokens_s` are lines through what was measured, never falling; reading one token of KV costs the
+same everywhere. So a row more, a token more of a prompt, or more context never make a step shorter. A prompt
+of n tokens takes longer than n decode rows, for no graph is replayed. What a prompt's tokens do with each
+other is in `tokens_s`; what they do with context of earlier steps costs no more than reading it once, which
+is too little for the later parts of a prompt of many thousand tokens.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from msgspec import Struct
+
+
+class MeasuredStep(Struct, frozen=True, forbid_unknown_fields=True):
+    """One kind of step, and how long it took."""
+
+    num_tokens: int  #: computed by the step, over all rows
+    num_rows: int  #: sequences in it
+    context_tokens: int  #: that the rows can look back on, their own included, summed over rows
+    seconds: float  #: of a run in which nothing else disturbed it
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Straight pieces through points, never falling. Level before the first, straight on after the last."""
+
+    xs: tuple[float, ...]
+    ys: tuple[float, ...]
+
+    @staticmethod
+    def through(points: Mapping[float, float]) -> Line:
+        """Return the line nearest to these points: neighbours that fall are put at their mean."""
+        xs = sorted(points)
+        levels: list[list[float]] = []  # points that share a height
+        for x in xs:
+            levels.append([max(0.0, points[x])])
+            while len(levels) > 1 and fmean(levels[-2]) > fmean(levels[-1]):
+                levels[-2:] = [levels[-2] + levels[-1]]
+        return Line(tuple(xs), tuple(fmean(level) for level in levels for _ in level))
+
+    def at(self, x: float) -> float:
+        right = bisect_right(self.xs, x)
+        if right == 0 or len(self.xs) == 1:
+            return self.ys[0]
+        right = min(right, len(self.xs) - 1)
+        x0, x1, y0, y1 = self.xs[right - 1], self.xs[right], self.ys[right - 1], self.ys[right]
+        return y0 + (y1 - y0) * ((x - x0) / (x1 - x0))
+
+    def scaled(self, factor: float) -> Line:
+        """Return the same line, each point so many times as high."""
+        return Line(self.xs, tuple(factor * y for y in self.ys))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """The times of all steps of one model on one device."""
+
+    rows_s: Line  #: of steps with so many decode rows and no context
+    tokens_s: Line  #: of steps with so many tokens, of which some are a prompt's
+    context_s_per_token: float
+
+    @staticmethod
+    def fitted(steps: Sequence[MeasuredStep]) -> StepTimes:
+        """Fit the times to measured steps, among which are steps of both kinds."""
+        decode = [step for step in steps if step.num_tokens == step.num_rows]
+        prompts = [step for step in steps if step.num_tokens > step.num_rows]
+        slope = _context_slope(decode)
+        return StepTimes(
+            rows_s=Line.through(_means(((step.num_rows, step) for step in decode), slope)),
+            tokens_s=Line.through(_means(((step.num_tokens, step) for step in prompts), slope)),
+            context_s_per_token=slope,
+        )
+
+    def step_s(self, num_tokens: int, num_rows: int, context_tokens: int) -> float:
+        """Return the seconds of a step."""
+        alone_s = self.rows_s.at(num_rows)
+        if num_tokens > num_rows:
+            alone_s = max(alone_s, self.tokens_s.at(num_tokens))
+        return alone_s + self.context_s_per_token * context_tokens
+
+    def scaled(self, weights: float, kv: float) -> StepTimes:
+        """Return the times of a model whose weights and KV have so many times the bytes."""
+        return StepTimes(
+            self.rows_s.scaled(weights), self.tokens_s.scaled(weights), kv * self.context_s_per_token
+        )
+
+
+def _context_slope(steps: Sequence[MeasuredStep]) -> float:
+    """Return what a token of context adds to a step: what fits steps of all counts of rows best, by share."""
+    above = below = 0.0
+    for group in _grouped((step.num_rows, step) for step in steps).values():
+        weights = [1 / step.seconds**2 for step in group]
+        mean_tokens = sum(w * s.context_tokens for w, s in zip(weights, group, strict=True)) / sum(weights)
+        mean_s = sum(w * s.seconds for w, s in zip(weights, group, strict=True)) / sum(weights)
+        for weight, step in zip(weights, group, strict=True):
+            above += weight * (step.context_tokens - mean_tokens) * (step.seconds - mean_s)
+            below += weight * (step.context_tokens - mean_tokens) ** 2
+    return max(0.0, above / below) if below else 0.0
+
+
+def _means(steps: Iterable[tuple[int, MeasuredStep]], slope: float) -> dict[float, float]:
+    """Return by key the mean of what steps took without their context."""
+    return {
+        key: fmean(step.seconds - slope * step.context_tokens for step in group)
+        for key, group in _grouped(steps).items()
+    }
+
+
+def _grouped(steps: Iterable[tuple[int, MeasuredStep]]) -> dict[int, list[MeasuredStep]]:
+    groups: dict[int, list[MeasuredStep]] = defaultdict(list)
+    for key, step in steps:
+        groups[key].append(step)
+    return groups

@@ -1,0 +1,219 @@
+"""Profiles of machines: what a file must hold, how times follow from it, and the profiles that are kept."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hearth.errors import ConfigError
+from hearth.sim.profile import Profile, kept_names
+from hearth.sim.step_times import MeasuredStep, StepTimes
+from hearth.types import Rung
+
+
+def a_step(num_tokens: int, num_rows: int, context_tokens: int, seconds: float) -> dict[str, Any]:
+    return {
+        "num_tokens": num_tokens,
+        "num_rows": num_rows,
+        "context_tokens": context_tokens,
+        "seconds": seconds,
+    }
+
+
+def a_shape(name: str, weights_bytes: int, kv_bytes_per_token: int = 1000) -> dict[str, Any]:
+    return {
+        "name": name,
+        "model": name,
+        "dtype": "bfloat16",
+        "weights_bytes": weights_bytes,
+        "kv_bytes_per_token": kv_bytes_per_token,
+        "steps": [a_step(1, 1, 100, 0.011), a_step(8, 8, 800, 0.018), a_step(64, 1, 64, 0.0206)],
+    }
+
+
+def a_profile(**changes: object) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "origin": {
+            "command": "python -m bench.profile",
+            "commit": None,
+            "date": "2026-01-01",
+            "device": "none",
+            "num_cores": 1,
+            "versions": {"python": "3.11"},
+            "is_tiny": False,
+            "assumed": {},
+        },
+        "bytes_per_s": {"host": 5e10, "disk": 3e9, "object": 1e9},
+        "mapping": {"page_bytes": 1 << 24, "page_s": 1e-5},
+        "switch": {"how": "by hand", "give_way_s": 0.003, "begin_s": 0.002},
+        "assemble_s": 0.05,
+        "host_step_s": 0.0,
+        "shapes": [a_shape("1B", 2_000_000_000), a_shape("7B", 14_000_000_000)],
+        **changes,
+    }
+
+
+def load(folder: Path, document: object) -> Profile:
+    path = folder / "machine.json"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    return Profile.load(path)
+
+
+SECONDS = st.floats(1e-5, 10.0)
+COUNTS = st.integers(1, 5000)
+
+
+@st.composite
+def measured_steps(draw: st.DrawFn) -> list[MeasuredStep]:
+    """Steps of both kinds with any times, as if something had always disturbed the measuring."""
+    decode = draw(st.lists(st.tuples(COUNTS, COUNTS, SECONDS), min_size=1, max_size=8))
+    prompts = draw(st.lists(st.tuples(COUNTS, COUNTS, COUNTS, SECONDS), min_size=1, max_size=8))
+    return [
+        *(MeasuredStep(rows, rows, rows * context, seconds) for rows, context, seconds in decode),
+        *(
+            MeasuredStep(rows + more, rows, rows + more + context, seconds)
+            for rows, more, context, seconds in prompts
+        ),
+    ]
+
+
+@given(measured_steps(), COUNTS, st.integers(0, 5000), COUNTS, COUNTS)
+def test_a_row_or_a_token_or_context_more_never_makes_a_step_shorter(
+    steps: list[MeasuredStep], num_rows: int, num_more: int, context: int, more: int
+) -> None:
+    times = StepTimes.fitted(steps)
+    num_tokens = num_rows + num_more
+    step_s = times.step_s(num_tokens, num_rows, context)
+
+    assert 0.0 <= step_s < math.inf
+    assert times.step_s(num_tokens, num_rows, context + more) >= step_s
+    assert times.step_s(num_tokens + more, num_rows, context) >= step_s
+    assert times.step_s(num_tokens + more, num_rows + more, context) >= step_s
+
+
+@given(
+    st.floats(1e-4, 0.1),
+    st.floats(1e-6, 1e-3),
+    st.floats(1e-9, 1e-6),
+    st.floats(1e-6, 1e-3),
+    st.integers(1, 256),
+    st.integers(1, 8192),
+)
+def test_a_machine_that_follows_the_rule_is_found_again(
+    base_s: float, row_s: float, context_s: float, token_s: float, num_rows: int, context: int
+) -> None:
+    def decode(rows: int, tokens: int) -> MeasuredStep:
+        return MeasuredStep(rows, rows, tokens, base_s + rows * row_s + tokens * context_s)
+
+    steps = [decode(rows, rows * each) for rows in (1, 16, 256) for each in (64, 1024, 8192)]
+    prompt_s = base_s + 256 * row_s
+    steps += [
+        MeasuredStep(tokens, 1, tokens, prompt_s + tokens * (token_s + context_s)) for tokens in (16, 4096)
+    ]
+    times = StepTimes.fitted(steps)
+
+    wanted_s = decode(num_rows, num_rows * context).seconds
+    assert times.step_s(num_rows, num_rows, num_rows * context) == pytest.approx(wanted_s, rel=1e-3)
+    assert times.step_s(1000, 1, 1000) == pytest.approx(prompt_s + 1000 * (token_s + context_s), rel=1e-3)
+
+
+def test_noise_that_falls_is_put_at_its_mean() -> None:
+    steps = [MeasuredStep(rows, rows, rows, seconds) for rows, seconds in ((1, 0.2), (2, 0.1), (3, 0.3))]
+    times = StepTimes.fitted([*steps, MeasuredStep(8, 1, 8, 0.1)])
+
+    assert [times.step_s(rows, rows, rows) for rows in (1, 2, 3)] == pytest.approx([0.15, 0.15, 0.3])
+
+
+def test_a_profile_tells_times_rates_and_sizes(tmp_path: Path) -> None:
+    profile = load(tmp_path, a_profile(host_step_s=0.001))
+    shape = profile.shape("1B")
+
+    assert profile.bytes_per_s[Rung.HOST] == 5e10
+    assert profile.switch_s == pytest.approx(0.005)
+    assert profile.assemble_s == 0.05
+    assert (shape.weights_bytes, shape.kv_bytes_per_token) == (2_000_000_000, 1000)
+    assert shape.step_s(1, 1, 100) == pytest.approx(0.012)
+    assert shape.step_s(64, 1, 64) == pytest.approx(0.0216)
+
+
+def test_a_model_is_found_however_its_name_is_spelled(tmp_path: Path) -> None:
+    profile = load(tmp_path, a_profile())
+
+    assert profile.shape("7b") is profile.shape("7B")
+
+
+def test_a_size_that_was_not_measured_is_scaled_from_the_nearest(tmp_path: Path) -> None:
+    profile = load(tmp_path, a_profile())
+    measured, twice = profile.shape("7B"), profile.shape("14B")
+
+    assert twice.weights_bytes == 2 * measured.weights_bytes
+    assert twice.kv_bytes_per_token == 2 * measured.kv_bytes_per_token
+    assert twice.step_s(9, 3, 500) == pytest.approx(2 * measured.step_s(9, 3, 500))
+    less_kv = profile.scaled("other", measured.weights_bytes, measured.kv_bytes_per_token // 4)
+    assert less_kv.times.rows_s == measured.times.rows_s
+    assert less_kv.times.context_s_per_token == pytest.approx(measured.times.context_s_per_token / 4)
+
+
+@pytest.mark.parametrize("name", ["eight", "0B", "B", "-3B"])
+def test_a_model_that_is_neither_measured_nor_a_size_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"no model `{name}`; name one of `1B`, `7B`, or a size"):
+        load(tmp_path, a_profile()).shape(name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"version": 2}, "version"),
+        ({"bytes_per_s": {"host": 5e10, "disk": 3e9}}, "lacks `object`"),
+        ({"bytes_per_s": {"host": 0.0, "disk": 3e9, "object": 1e9}}, r"\$\.bytes_per_s"),
+        ({"assemble_s": -1.0}, r"\$\.assemble_s"),
+        ({"assemble_s": "soon"}, r"\$\.assemble_s"),
+        ({"colour": "red"}, "colour"),
+        ({"shapes": []}, r"\$\.shapes"),
+        ({"shapes": [a_shape("1B", 1), a_shape("1B", 2)]}, "names a model twice"),
+        ({"shapes": [a_shape("1B", 1) | {"steps": [a_step(1, 1, 1, 0.1)]}]}, "steps with prompts"),
+        ({"shapes": [a_shape("1B", 1) | {"steps": [a_step(1, 2, 1, 0.1)]}]}, "rows <= tokens"),
+        ({"shapes": [a_shape("1B", 1) | {"steps": [a_step(1, 1, 1, 0.0)]}]}, "takes time"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_by_its_name_and_field(
+    tmp_path: Path, changes: dict[str, object], complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"machine\.json.*{complaint}"):
+        load(tmp_path, a_profile(**changes))
+
+
+def test_a_profile_that_was_cut_off_says_what_it_lacks(tmp_path: Path) -> None:
+    document = a_profile()
+    del document["switch"]
+
+    with pytest.raises(
+        ConfigError, match=r"machine\.json is no profile of version 1: .*`switch`.*bench\.profile"
+    ):
+        load(tmp_path, document)
+
+
+def test_an_unknown_profile_is_refused_with_those_that_are_kept() -> None:
+    with pytest.raises(ConfigError, match=r"there is no profile `b300`; name one of .*`cpu2`"):
+        Profile.load("b300")
+
+
+@pytest.mark.parametrize("name", kept_names())
+def test_a_kept_profile_was_measured_and_its_times_fit(name: str) -> None:
+    profile = Profile.load(name)
+
+    assert not profile.measured.origin.is_tiny
+    for measured in profile.measured.shapes:
+        times = profile.shapes[measured.name].times
+        errors = [
+            abs(times.step_s(one.num_tokens, one.num_rows, one.context_tokens) / one.seconds - 1)
+            for one in measured.steps
+        ]
+        assert sum(errors) / len(errors) < 0.15, f"`{measured.name}` is off by {errors}"
