@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from bench.host_pages import Done, HostPages
 from hearth.errors import DeviceError
-from hearth.memory.mapped_tenant import KvRange
 from hearth.memory.pages import Mark
 from hearth.memory.vmm import MappedPool
 from hearth.models.layout import ByteRange
+from hearth.policy.memory.kv_range import KvRange
 from hearth.types import Hold, ModelId
 from tests.memory.pool_caller import Holds, PoolCaller, Sample, sample, wipe
 

@@ -1,17 +1,18 @@
-"""The memory of a simulated device: how much of whose weights lies there. Chooses nobody who has to go.
+"""The memory of a simulated device: how much of whose weights and KV lies there. Chooses nobody who has to go.
 
-    | weights of hosted models | their least KV | one workspace | weights of evicted models | free |
+    | weights of hosted models | KV and all else of each | one workspace | weights of evicted models | free |
 
-Weights are some units, as layers are. They come in forward order and go from their end.
+Weights are some units, as layers or pages are. They come in forward order and go from their end.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 from hearth.types import ModelId
 
-#: Units that the weights of a model consist of, unless it has fewer bytes.
+#: Units that the weights of a model consist of on a device without pages, unless it has fewer bytes.
 NUM_UNITS = 32
 
 
@@ -22,11 +23,21 @@ class DeviceWeights:
     digest: str
     units: tuple[int, ...]  #: bytes of each, in forward order
     num_units: int  #: the first so many have a place on the device
+    #: Bytes of the first so many units.
+    _bytes_by_num: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._bytes_by_num = tuple(accumulate(self.units, initial=0))
 
     @property
     def num_bytes(self) -> int:
         """Bytes that the weights take of the device."""
-        return sum(self.units[: self.num_units])
+        return self._bytes_by_num[self.num_units]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that the weights take once all of them have a place."""
+        return self._bytes_by_num[-1]
 
     @property
     def tail(self) -> tuple[int, ...]:
@@ -37,10 +48,12 @@ class DeviceWeights:
 class DeviceMemory:
     """Bytes of one device, by whom they belong to. Mutable; written only by its worker."""
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, page_bytes: int | None = None) -> None:
+        """`page_bytes`: weights come and go by pages of that size; None: in a few units of any size."""
         self.budget_bytes = budget_bytes
+        self._page_bytes = page_bytes
         self.weights: dict[ModelId, DeviceWeights] = {}
-        #: Tables and least KV of hosted models; and the workspace of each, of which all see the largest.
+        #: KV, tables and the like of hosted models; and the workspace of each: all see the largest.
         self._other_bytes: dict[ModelId, int] = {}
         self._workspace_bytes: dict[ModelId, int] = {}
 
@@ -59,15 +72,19 @@ class DeviceMemory:
     def place_weights(self, model: ModelId, digest: str, num_bytes: int) -> int:
         """Give a place to all units of a model; return how many bytes of this version were there already."""
         weights = self.weights.get(model)
-        if weights is None or weights.digest != digest or sum(weights.units) != num_bytes:
-            weights = self.weights[model] = DeviceWeights(digest, _split(num_bytes), 0)
+        if weights is None or weights.digest != digest or weights.total_bytes != self.rounded(num_bytes):
+            weights = self.weights[model] = DeviceWeights(digest, self._split(num_bytes), 0)
         there_bytes = weights.num_bytes
         weights.num_units = len(weights.units)
         return there_bytes
 
     def place_other(self, model: ModelId, own_bytes: int, workspace_bytes: int) -> None:
-        """Give a hosted model its least KV and all else but weights, and a workspace that others see too."""
+        """Have a hosted model take so much beside its weights, and a workspace that others see too."""
         self._other_bytes[model], self._workspace_bytes[model] = own_bytes, workspace_bytes
+
+    def resize_other(self, model: ModelId, more_bytes: int) -> None:
+        """Have a hosted model take more than it does beside its weights; less, if that is negative."""
+        self._other_bytes[model] += more_bytes
 
     def take_units(self, model: ModelId, num_units: int) -> None:
         """Take so many units from the end of a model's weights."""
@@ -92,8 +109,15 @@ class DeviceMemory:
         self.weights.pop(model, None)
         self.free_other(model)
 
+    def rounded(self, num_bytes: int) -> int:
+        """Return what so many bytes of weights take of the device."""
+        page_bytes = self._page_bytes
+        return num_bytes if page_bytes is None else -(-num_bytes // page_bytes) * page_bytes
 
-def _split(num_bytes: int) -> tuple[int, ...]:
-    """Return the sizes of units that together have so many bytes, none of them empty."""
-    num_units = min(NUM_UNITS, num_bytes)
-    return tuple((at + 1) * num_bytes // num_units - at * num_bytes // num_units for at in range(num_units))
+    def _split(self, num_bytes: int) -> tuple[int, ...]:
+        """Return the sizes of units that together hold so many bytes, none of them empty."""
+        if self._page_bytes is not None:
+            return (self._page_bytes,) * (self.rounded(num_bytes) // self._page_bytes)
+        num_units = min(NUM_UNITS, num_bytes)
+        ends = [at * num_bytes // num_units for at in range(num_units + 1)]
+        return tuple(end - begin for begin, end in pairwise(ends))

@@ -20,15 +20,18 @@ row too late; that row's token is dropped. A guided sequence is the exception: w
 its last token, so it sits out the step in between. Blocks and slots are reused at once, because the device
 runs steps in order: whatever a late row writes, the next owner overwrites before reading.
 
+Who only simulates steps may `skip` those in which nothing happens but that every sequence gets a token.
+
 KV may grow and shrink between steps. `wanted_blocks` says what the next plan could use; `clear` takes blocks
 away, for which live ones move, with their copies queued behind the steps in flight, or the youngest give up.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hearth.errors import BadPrompt, ConfigError, GuideStuck, HearthError, LogitsNotFinite, PromptTooLong
 from hearth.policy.batch.blocks import BlockBook, BlockMove
@@ -62,6 +65,15 @@ class BatchLimits:
             raise ConfigError(
                 f"every limit of a batch must be at least 1, given: {self}; raise the one below"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRun:
+    """Steps that only decode, each with the same rows."""
+
+    num_steps: int
+    num_rows: int
+    context_tokens: int  #: that the rows of the first step read, their own included; one more a row each step
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +291,61 @@ class Batcher:
                     self._append(sequence, tokens[sample_index], sample_index, committed)
             sample_index += row.samples
         return committed
+
+    def decode_run(self, max_steps: int, more_blocks: int = 0) -> DecodeRun:
+        """Return the next steps in which nothing happens but that every running sequence gets a token.
+
+        Nobody is admitted, ends at his limit or is preempted, and blocks that are free suffice, with so many
+        more; beyond `max_steps` there may be further such steps. None is in flight.
+        """
+        assert not self._flights, f"commit first: {len(self._flights)} steps in flight"
+        running = self._sequences.running()
+        run = DecodeRun(0, len(running), sum(s.num_planned + 1 for s in running))
+        if len(running) > self.limits.max_batch_tokens or next(self._sequences.next_in_line(), None):
+            return run
+        if any(s.num_planned < s.num_prefill or s.request.guide is not None for s in running):
+            return run
+        most = min((s.max_length - len(s.tokens) - 1 for s in running), default=0)
+        num_blocks = self.blocks.num_free + more_blocks
+        # Steps are few where blocks are short, and mostly they are not.
+        most = min(most, max_steps)
+        if self.blocks_wanted_by(most) > num_blocks:
+            most = bisect_right(range(1, most), num_blocks, key=self.blocks_wanted_by)
+        return replace(run, num_steps=most)
+
+    def blocks_wanted_by(self, num_steps: int) -> int:
+        """Return how many blocks so many steps of `decode_run` hand out."""
+        block_tokens, num_blocks = self.blocks.block_tokens, 0
+        for sequence in self._sequences.running():
+            num_blocks += -(-(sequence.num_planned + num_steps) // block_tokens) - len(sequence.blocks)
+        return num_blocks
+
+    def skip(self, num_steps: int, token: int) -> tuple[RequestId, ...]:
+        """Have so many steps of `decode_run` be over, in each of which all that run sampled `token`.
+
+        The books are the same as if each step had been planned and committed before the next one. Returns the
+        requests that got a token by each. Blocks that had to come for it are there.
+        """
+        assert num_steps == self.decode_run(num_steps).num_steps, f"{num_steps=} {self.decode_run(num_steps)=}"
+        running, block_tokens = self._sequences.running(), self.blocks.block_tokens
+        due: list[tuple[int, bool, LiveSequence]] = []  # step, whether it is its commit, sequence
+        for sequence in running:
+            begin, end = sequence.num_planned, sequence.num_planned + num_steps
+            more = range(len(sequence.blocks), self._num_blocks(end))
+            due += ((at * block_tokens + 1 - begin, False, sequence) for at in more)
+            full = range(sequence.num_published, end // block_tokens)
+            due += (((at + 1) * block_tokens - begin, True, sequence) for at in full)
+            sequence.tokens += [token] * num_steps
+            sequence.num_planned = end
+            assert token not in sequence.request.sampling.stop_ids, f"{token=} would have ended {sequence}"
+        for _, is_commit, sequence in sorted(due, key=lambda one: one[:2]):  # stable: the oldest first
+            if is_commit:
+                self._publish(sequence, (sequence.num_published + 1) * block_tokens)
+            else:
+                sequence.blocks += self.blocks.allocate(1) or ()
+        self._sequences.take_table_writes()
+        self._num_steps += num_steps
+        return tuple(sequence.request.request_id for sequence in running)
 
     def take_preempted(self) -> tuple[RequestId, ...]:
         """Return who lost its slot since the last call and will be admitted again; none of them has ended."""

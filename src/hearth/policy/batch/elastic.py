@@ -76,6 +76,17 @@ class Elastic:
         self._num_steps, self._spare_blocks, self._reserve_blocks = 0, None, 0
         return surplus
 
+    @property
+    def num_steps_left(self) -> int:
+        """How many steps are over before blocks may go back: those of this epoch but the last."""
+        return WINDOW_STEPS - 1 - self._num_steps
+
+    def skip(self, num_steps: int, use: KvUse) -> None:
+        """Have so many of the steps left be over, which only took blocks that were free: `use` is after them."""
+        assert num_steps <= self.num_steps_left, f"{num_steps=} {self.num_steps_left=}"
+        self._note(use)
+        self._num_steps += num_steps
+
     def _note(self, use: KvUse) -> int:
         """Return how many blocks would be left free after the next step; negative if it lacks some."""
         spare = use.num_free - use.num_wanted

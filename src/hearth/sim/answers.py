@@ -1,0 +1,43 @@
+"""What became of the requests of a simulation: when each of their tokens was sent. Simulates nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from hearth.types import ModelId, RequestId
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request and its tokens so far. Mutable; written by the simulation that it is part of."""
+
+    request_id: RequestId
+    model: ModelId
+    arrived_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    token_s: list[float] = field(default_factory=list)  #: when each token was sent
+    num_pauses: int = 0  #: turns of its model that ended meanwhile
+    ended_s: float | None = None  #: None: it has not ended
+    why_not: str | None = None  #: why it was refused or cancelled; None: it was not
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all tokens were sent."""
+        return len(self.token_s) == self.num_output_tokens
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds from the arrival to the first token, which there must be."""
+        return self.token_s[0] - self.arrived_s
+
+    @property
+    def longest_pause_s(self) -> float:
+        """The longest time between two tokens."""
+        return max((after - before for before, after in pairwise(self.token_s)), default=0.0)
+
+    def count_on_time(self, first_token_s: float, tokens_per_s: float) -> int:
+        """Return how many tokens were sent by their time: i seconds over the rate after that of the first."""
+        due_s = self.arrived_s + first_token_s
+        return sum(at_s <= due_s + index / tokens_per_s for index, at_s in enumerate(self.token_s))

@@ -1,0 +1,129 @@
+"""A model on a simulated device: the real batcher, steps that only take time, and tokens that are made up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hearth.policy.batch.batcher import Batcher, BatchLimits, DecodeRun
+from hearth.policy.batch.blocks import BlockBook
+from hearth.policy.batch.elastic import Elastic, KvUse
+from hearth.policy.batch.plan import CommittedStep, EngineRequest, StepPlan
+from hearth.policy.memory.kv_range import KvRange
+from hearth.sim.profile import ShapeProfile
+from hearth.types import RequestId, SamplingParams
+
+#: What every step samples: nothing depends on it.
+_TOKEN = 0
+
+
+class SteppedEngine:
+    """One model's batcher and the pages of its KV. Mutable; written only by its worker."""
+
+    def __init__(
+        self, shape: ShapeProfile, limits: BatchLimits, kv: KvRange, block_tokens: int, floor_blocks: int
+    ) -> None:
+        self.shape, self.kv = shape, kv
+        self.batcher = Batcher(limits, BlockBook(block_tokens, floor_blocks))
+        self.elastic = Elastic(block_tokens)
+        #: As the pages of a mapped pool are: those of the sink come first and are given back last.
+        self._num_kv_pages = self._num_kv_blocks = 0
+        self._plan: StepPlan | None = None  #: of the step under way
+        self._num_added = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.batcher.has_work
+
+    def add(
+        self, request_id: RequestId, num_prompt_tokens: int, num_output_tokens: int, num_sent: int
+    ) -> None:
+        """Queue a request with a prompt that begins like no other, and an answer of just that length.
+
+        `num_sent` tokens of the answer come from a worker that is gone.
+        """
+        self._num_added += 1
+        prompt = (self._num_added,) * num_prompt_tokens
+        sampling = SamplingParams(max_tokens=num_output_tokens, ignore_eos=True, seed=0)
+        self.batcher.add(EngineRequest(request_id, prompt, sampling, output=(_TOKEN,) * num_sent))
+
+    def kv_use(self) -> KvUse:
+        """Return how KV is used between two steps, for `elastic` to decide by."""
+        batcher, blocks = self.batcher, self.batcher.blocks
+        return KvUse(
+            num_blocks=blocks.num_blocks,
+            num_live=blocks.num_live,
+            num_cached=blocks.num_cached,
+            num_wanted=batcher.wanted_blocks(),
+            num_running=batcher.num_running,
+        )
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all pages that the KV takes, with the sink."""
+        return self._num_kv_pages * self.kv.page_bytes
+
+    def place_sink(self) -> None:
+        """Take the pages that a model has as long as it is placed; nothing if it has them."""
+        if not self._num_kv_pages:
+            self._num_kv_pages, self._num_kv_blocks = self.kv.sink_pages, 1
+
+    def extents(self) -> list[range]:
+        """Return the blocks that could be given back next: those of the last page."""
+        num_left = self.kv.one_less(self._num_kv_pages)
+        return [] if num_left is None else [range(self.kv.num_blocks(num_left), self._num_kv_blocks)]
+
+    def grow(self, num_blocks: int, free_bytes: int) -> int:
+        """Take free pages until there are so many blocks more, or none is free; return how many blocks."""
+        num_before, most_bytes = self._num_kv_blocks, self.kv_bytes + free_bytes
+        while self._num_kv_blocks < num_before + num_blocks:
+            end = self.kv.num_blocks(self._num_kv_pages)
+            if end == self._num_kv_blocks:
+                num_pages = self.kv.one_more(self._num_kv_pages)
+                if num_pages is None or num_pages * self.kv.page_bytes > most_bytes:
+                    break
+                self._num_kv_pages, end = num_pages, self.kv.num_blocks(num_pages)
+            self.batcher.add_blocks(range(self._num_kv_blocks, end))
+            self._num_kv_blocks = end
+        return self._num_kv_blocks - num_before
+
+    def clear(self, extent: range, *, may_preempt: bool) -> bool:
+        """Give the last extent back; False, and nothing has changed, if that is not possible."""
+        if self.batcher.clear(extent, may_move=True, may_preempt=may_preempt) is None:
+            return False
+        self._num_kv_blocks = extent.start
+        self._num_kv_pages = self.kv.num_pages(extent.start)
+        return True
+
+    def clear_all(self) -> None:
+        """Give back all KV of an idle model, with the sink."""
+        self.batcher.remove_all_blocks()
+        self._num_kv_pages = self._num_kv_blocks = 0
+
+    def begin_step(self) -> float | None:
+        """Plan the next step; return how long it takes, or None if there is nothing to compute."""
+        assert self._plan is None, f"a step is under way: {self._plan}"
+        self._plan = plan = self.batcher.plan()
+        if plan is None:
+            return None
+        context_tokens = sum(row.start + row.num_tokens for row in plan.rows)
+        return self.shape.step_s(plan.num_tokens, len(plan.rows), context_tokens)
+
+    def end_step(self) -> CommittedStep:
+        """Take in the step under way."""
+        plan, self._plan = self._plan, None
+        assert plan is not None, "no step is under way"
+        return self.batcher.commit(plan, [_TOKEN] * sum(row.samples for row in plan.rows))
+
+    def decode_run(self, free_bytes: int) -> DecodeRun:
+        """Return the next steps that need nobody's decision, if the KV may take so many free bytes."""
+        most_blocks = self.kv.num_blocks(self._num_kv_pages + free_bytes // self.kv.page_bytes)
+        return self.batcher.decode_run(self.elastic.num_steps_left, most_blocks - self._num_kv_blocks)
+
+    def skip(self, num_steps: int, free_bytes: int) -> tuple[RequestId, ...]:
+        """Have so many steps of `decode_run` be over; return who got a token by each."""
+        use = replace(self.kv_use(), num_wanted=self.batcher.blocks_wanted_by(num_steps))
+        growth = self.elastic.growth(use)
+        self.grow(growth.now_blocks, free_bytes)
+        request_ids = self.batcher.skip(num_steps, _TOKEN)
+        self.elastic.skip(num_steps, self.kv_use())
+        return request_ids

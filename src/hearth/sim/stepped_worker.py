@@ -1,0 +1,630 @@
+"""A simulated worker that makes every step: what a live worker decides by, over plain numbers and a virtual clock.
+
+Whose turn it is, who gives way for weights and KV, whose step is next and what is in it are decided by the code
+of a live worker (`policy/turns`, `policy/memory`, `policy/batch`). This only carries it out: a step takes the
+time that a measured profile says, a load that of its missing bytes. As on a live worker orders and news wait
+for the end of the step under way. For a thousand workers whose requests are no more than a drawn time there
+is `worker.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from hearth.policy.batch.batcher import BatchLimits, DecodeRun
+from hearth.policy.batch.step_sharing import BusyModel, StepReadiness, StepSharing
+from hearth.policy.fleet.events import (
+    CancelRun,
+    DeviceReported,
+    Event,
+    Evict,
+    LoadModel,
+    ModelProfile,
+    ModelReady,
+    Promise,
+    RequestFinished,
+    RungUse,
+    SetHold,
+    TurnBegan,
+    TurnEnded,
+)
+from hearth.policy.fleet.footprint import PAGE_BYTES
+from hearth.policy.memory.eviction import Tail, plan_takes
+from hearth.policy.memory.kv_range import KvRange
+from hearth.policy.memory.reclaim import (
+    ClearKv,
+    DropTable,
+    GrowKv,
+    KvView,
+    Orders,
+    PlaceTable,
+    ReclaimOrder,
+    ReclaimPolicy,
+    SpillTable,
+    TablesView,
+    TakeWeights,
+    carry_out,
+)
+from hearth.policy.memory.reload_cost import DeviceReloadCosts
+from hearth.policy.turns.turn_policy import BeginTurn, EndTurn, TurnPolicy, TurnRules, WeightsView
+from hearth.sim.device import DeviceMemory
+from hearth.sim.profile import Profile, ShapeProfile
+from hearth.sim.stepped_engine import SteppedEngine
+from hearth.sizes import StepLimits
+from hearth.types import Hold, ModelId, Pace, RequestId, Rung, TurnEnd, WorkerId
+
+_NO_TABLES = TablesView({}, {}, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Host a model: the brain's order, with what a live worker finds in the model's files."""
+
+    order: LoadModel
+    profile: ModelProfile
+    promise: Promise
+    shape: ShapeProfile
+    max_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Run a request to the end of its answer."""
+
+    request_id: RequestId
+    model: ModelId
+    num_prompt_tokens: int
+    num_output_tokens: int
+    pace: Pace
+    arrived_s: float
+    num_sent: int = 0  #: tokens that workers which are gone have sent
+
+
+WorkerOrder = Host | Start | Evict | SetHold | CancelRun
+
+
+@dataclass(frozen=True, slots=True)
+class TokensSent:
+    """Requests of a model got a token each, at each of these times."""
+
+    at_s: Sequence[float]
+    request_ids: tuple[RequestId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """Requests of a model wait, because its turn ended."""
+
+    now_s: float
+    request_ids: tuple[RequestId, ...]
+    why: TurnEnd
+
+
+#: What the brain is told, and what only a report of the simulation needs.
+WorkerFact = Event | TokensSent | Paused
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """Bytes of a model on their way."""
+
+    began_s: float
+    end_s: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step, of which a batcher has the plan."""
+
+    model: ModelId
+    began_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Jump:
+    """Steps that only decode, one after the other: they are skipped as soon as they are over.
+
+    An order that comes meanwhile cuts off those that have not begun.
+    """
+
+    ready: Sequence[ModelId]  #: those that share the device meanwhile
+    steps: list[_Step]
+
+    @property
+    def end_s(self) -> float:
+        return self.steps[-1].end_s
+
+    def cut(self, now_s: float) -> None:
+        """Leave out the steps that begin later."""
+        del self.steps[bisect_left(self.steps, now_s, key=lambda step: step.end_s) + 1 :]
+
+
+@dataclass(slots=True)
+class _Hosted:
+    """A hosted model. Mutable; written by its worker."""
+
+    host: Host
+    engine: SteppedEngine
+    is_assembled: bool = False  #: its engine is there, as it is from its first load on
+    hold: Hold = Hold.WARM  #: while it has no requests
+    load: _Load | None = None
+    requests: dict[RequestId, Start] = field(default_factory=dict)
+
+
+class SteppedWorker:
+    """Hosted models on one device, and what they are doing. Mutable; one driver posts orders and advances it."""
+
+    def __init__(
+        self,
+        name: WorkerId,
+        budget_bytes: int,
+        profile: Profile,
+        limits: StepLimits,
+        *,
+        takes_turns: bool,
+        rules: TurnRules | None = None,
+    ) -> None:
+        self.name = name
+        self.device = DeviceMemory(budget_bytes, PAGE_BYTES)
+        self.hosted: dict[ModelId, _Hosted] = {}
+        self.turns = TurnPolicy(budget_bytes, rules=rules) if takes_turns else None
+        self.bytes_moved = 0
+        self.bus_s = 0.0  #: time in which bytes were on their way
+        self.step_s = 0.0  #: time in which steps ran
+        self.num_steps = self.num_preempted = 0
+        self._profile, self._limits = profile, limits
+        self._costs = DeviceReloadCosts()
+        self._reclaim = ReclaimPolicy(self, keeps_addresses=True)
+        self._readiness, self._sharing = StepReadiness(), StepSharing()
+        #: Engines of evicted models that wait for their return.
+        self._retired: dict[ModelId, SteppedEngine] = {}
+        self._inbox: deque[WorkerOrder] = deque()
+        self._running: _Step | _Jump | None = None
+        self._bus_free_s = 0.0
+        self._now_s = 0.0
+        self._facts: list[WorkerFact] = []
+
+    # The driver's side.
+
+    @property
+    def next_s(self) -> float:
+        """When something happens next; infinite: never, unless it is told something."""
+        if self._running is not None:
+            return self._running.end_s
+        if self._inbox:
+            return self._now_s
+        return self._news_s()
+
+    def _news_s(self) -> float:
+        """Return when a load ends, or turns have to be decided, without anybody's doing."""
+        load_ends = [one.load.end_s for one in self.hosted.values() if one.load is not None]
+        wake_s = math.inf if self.turns is None else max(self._now_s, self.turns.wake_s)
+        return min([wake_s, *load_ends])
+
+    def post(self, order: WorkerOrder, now_s: float) -> None:
+        """Give an order, to be carried out as soon as no step is under way."""
+        self._now_s = now_s
+        self._inbox.append(order)
+        if isinstance(self._running, _Jump):
+            self._running.cut(now_s)
+
+    def advance(self, now_s: float) -> list[WorkerFact]:
+        """Have everything happen that is due by now; return it."""
+        self._now_s = now_s
+        if self._running is None or self._running.end_s <= now_s:
+            self._end_running()
+            for model, hosted in list(self.hosted.items()):
+                if hosted.load is not None and hosted.load.end_s <= now_s:
+                    self._end_load(model, hosted)
+            while self._inbox:
+                self._reclaim_look_again()
+                self._handle(self._inbox.popleft())
+            self._decide_turns()
+            self._begin_step()
+        facts, self._facts = self._facts, []
+        return facts
+
+    def check(self) -> None:
+        """Raise AssertionError if more lies on the device than there is, or a promise is broken."""
+        assert self.device.free_bytes >= 0, f"`{self.name}`: {self.device.free_bytes=}"
+        if self.turns is not None:
+            bound_bytes = self.turns.bound_bytes()
+            assert bound_bytes <= self.device.budget_bytes, f"`{self.name}`: {bound_bytes=}"
+        for model, hosted in self.hosted.items():
+            hosted.engine.batcher.check()
+            is_busy = hosted.engine.has_work
+            assert is_busy == bool(hosted.requests), f"`{model}` on `{self.name}`: {hosted.requests.keys()}"
+
+    # Orders.
+
+    def _reclaim_look_again(self) -> None:
+        self._readiness.look_again()
+
+    def _handle(self, order: WorkerOrder) -> None:
+        match order:
+            case Host():
+                self._host(order)
+            case Evict():
+                self._evict(order)
+            case SetHold(model, _, hold):
+                self._set_hold(model, hold)
+            case Start():
+                self._start(order)
+            case CancelRun(request_id):
+                self._cancel(request_id)
+            case _:
+                assert_never(order)
+
+    def _host(self, host: Host) -> None:
+        model = host.order.model
+        assert model not in self.hosted, f"hosted twice: {host.order}"
+        self._costs.hosted(model, host.profile.weight)
+        engine = self._retired.pop(model, None)
+        hosted = _Hosted(host, engine or self._new_engine(host), is_assembled=engine is not None)
+        self.hosted[model] = hosted
+        self.device.place_other(model, 0, 0)
+        if self.turns is None:
+            self._bring(model, hosted)
+        else:
+            self.turns.hosted(model, host.promise)
+
+    def _new_engine(self, host: Host) -> SteppedEngine:
+        block_tokens = self._limits.block_tokens
+        block_bytes = host.shape.kv_bytes_per_token * block_tokens
+        limits = BatchLimits(self._limits.max_batch_tokens, self._limits.max_seqs, host.max_context)
+        kv = KvRange(block_bytes, PAGE_BYTES, max(2, host.order.max_kv_bytes // block_bytes))
+        floor_blocks = max(1, host.order.kv_floor_bytes // block_bytes - 1)
+        return SteppedEngine(host.shape, limits, kv, block_tokens, floor_blocks)
+
+    def _evict(self, order: Evict) -> None:
+        model = order.model
+        hosted = self.hosted.pop(model, None)
+        if hosted is not None:
+            assert not hosted.requests, f"evicted while busy: {order}"
+            self._stop_load(model, hosted)
+            hosted.engine.clear_all()
+            self._sharing.forget(model)
+            if hosted.is_assembled:
+                self._retired[model] = hosted.engine
+            if self.turns is not None:
+                self.turns.forget(model)
+        self.device.free_other(model)
+        if order.is_freed:
+            self.device.drop(model)
+            self._retired.pop(model, None)
+            self._reclaim.forget(model)
+            self._costs.forget(model)
+        self._reclaim.stop_deferring(model)
+        self._reclaim.room_may_have_come()
+
+    def _set_hold(self, model: ModelId, hold: Hold) -> None:
+        self.hosted[model].hold = hold
+        if self.turns is not None:
+            self.turns.pin(model, self._now_s, is_pinned=hold is Hold.PINNED)
+        self._reclaim.room_may_have_come()
+
+    def _start(self, start: Start) -> None:
+        model, now_s = start.model, self._now_s
+        hosted = self.hosted[model]
+        hosted.requests[start.request_id] = start
+        hosted.engine.add(start.request_id, start.num_prompt_tokens, start.num_output_tokens, start.num_sent)
+        self._costs.asked(model, now_s)
+        if hosted.hold is Hold.RETAINED:
+            hosted.hold = Hold.WARM
+        if self.turns is not None:
+            age_s = now_s - start.arrived_s
+            self.turns.arrived(model, start.request_id, start.pace, now_s, age_s, start.num_sent)
+        elif hosted.load is None and self._missing_bytes(model):
+            self._bring(model, hosted)
+
+    def _cancel(self, request_id: RequestId) -> None:
+        """End a request now; one that has ended meanwhile is no matter."""
+        for model, hosted in self.hosted.items():
+            if hosted.requests.pop(request_id, None) is not None:
+                hosted.engine.batcher.cancel(request_id)
+                if self.turns is not None:
+                    self.turns.ended(model, request_id)
+                self._reclaim.room_may_have_come()
+
+    # Turns.
+
+    def _decide_turns(self) -> None:
+        if self.turns is None:
+            return
+        for change in self.turns.decide(self._now_s, self._weights_view):
+            hosted = self.hosted[change.model]
+            match change:
+                case BeginTurn(model):
+                    self._facts.append(TurnBegan(self._now_s, self.name, model))
+                    if self._missing_bytes(model) or not hosted.is_assembled:
+                        self._bring(model, hosted)
+                case EndTurn(model, why):
+                    self._facts.append(TurnEnded(self._now_s, self.name, model, why))
+                    if hosted.requests:
+                        self._facts.append(Paused(self._now_s, tuple(hosted.requests), why))
+                    self._stop_load(model, hosted)
+                    self._reclaim.room_may_have_come()
+                case _:
+                    assert_never(change)
+
+    def _weights_view(self, model: ModelId) -> WeightsView:
+        hosted = self.hosted[model]
+        rate = self._profile.bytes_per_s[Rung.HOST]
+        all_s = hosted.host.profile.num_bytes / rate
+        if hosted.load is not None:
+            return WeightsView(hosted.load.end_s - self._now_s, all_s)
+        missing_bytes = self._missing_bytes(model)
+        first_s = 0.0 if hosted.is_assembled else self._profile.assemble_s
+        return WeightsView(missing_bytes / rate + first_s, all_s)
+
+    def _is_in_turn(self, model: ModelId) -> bool:
+        return self.turns is None or self.turns.is_in_turn(model)
+
+    # Loads.
+
+    def _missing_bytes(self, model: ModelId) -> int:
+        """Return how many bytes of a hosted model's weights have no place."""
+        num_bytes = self.device.rounded(self.hosted[model].host.profile.num_bytes)
+        return num_bytes - self.device.count_bytes(model)
+
+    def _bring(self, model: ModelId, hosted: _Hosted) -> None:
+        """Give a model its place, for which others may have to give way, and load what is missing."""
+        profile, promise = hosted.host.profile, hosted.host.promise
+        there_bytes = self.device.place_weights(model, profile.digest, profile.num_bytes)
+        hosted.engine.place_sink()
+        tables_bytes = promise.standing_bytes - hosted.engine.kv.sink_pages * PAGE_BYTES
+        self.device.place_other(model, tables_bytes + hosted.engine.kv_bytes, promise.workspace_bytes)
+        lack_bytes = self._run(self._reclaim.make_room(model, lambda: max(0, -self.device.free_bytes)))
+        assert not lack_bytes, f"`{self.name}` cannot keep its promise to `{model}`: {lack_bytes=}"
+        num_bytes = self.device.count_bytes(model) - there_bytes
+        begin_s = max(self._now_s, self._bus_free_s)
+        first_s = 0.0 if hosted.is_assembled else self._profile.assemble_s
+        self._bus_free_s = begin_s + num_bytes / self._profile.bytes_per_s[Rung.HOST]
+        end_s = max(self._bus_free_s, self._now_s + first_s) + self._profile.switch_s
+        hosted.load = _Load(begin_s, end_s, num_bytes)
+
+    def _end_load(self, model: ModelId, hosted: _Hosted) -> None:
+        load = hosted.load
+        assert load is not None, f"`{model}` is not being loaded"
+        hosted.load, hosted.is_assembled = None, True
+        seconds = load.num_bytes / self._profile.bytes_per_s[Rung.HOST]
+        self.bytes_moved += load.num_bytes
+        self.bus_s += seconds
+        self._costs.moved(Rung.HOST, load.num_bytes, seconds)
+        self._costs.loaded(model, {Rung.HOST: load.num_bytes})
+        self._reclaim.room_may_have_come()
+        if self.turns is not None:
+            self.turns.loaded(model, self._now_s)
+        use = RungUse(Rung.HOST, load.num_bytes, seconds)
+        self._facts.append(ModelReady(self._now_s, self.name, model, (use,), self._now_s - load.began_s))
+        self._facts.append(DeviceReported(self._now_s, self.name, self._device_bytes()))
+
+    def _stop_load(self, model: ModelId, hosted: _Hosted) -> None:
+        """End a load under way; the memory that it was to fill is given back."""
+        if hosted.load is not None:
+            self.device.truncate(model, self.device.count_bytes(model) - hosted.load.num_bytes)
+            hosted.load = None
+
+    def _device_bytes(self) -> dict[ModelId, int]:
+        """Return how many bytes of each model are there, hosted or evicted."""
+        coming = {name: one.load.num_bytes for name, one in self.hosted.items() if one.load is not None}
+        there = {name: self.device.count_bytes(name) - coming.get(name, 0) for name in self.device.weights}
+        return {name: num_bytes for name, num_bytes in there.items() if num_bytes}
+
+    # Steps.
+
+    def _begin_step(self) -> None:
+        """Begin the step of the model that is next, if any has something to compute."""
+        while ready := self._readiness.ready(self._busy(), self._reclaim.generation):
+            if (jump := self._plan_jump(ready)) is not None:
+                self._running = jump
+                return
+            model = self._sharing.next(ready)
+            engine = self.hosted[model].engine
+            self._run(self._reclaim.before_step(model, engine.elastic, engine.kv_use()))
+            step_s = engine.begin_step()
+            num_preempted = len(engine.batcher.take_preempted())
+            self.num_preempted += num_preempted
+            if step_s is not None:
+                self._running = _Step(model, self._now_s, self._now_s + step_s)
+                return
+            self._sharing.stepped(model, 0.0)
+            self._settle(model, has_let_go=bool(num_preempted))
+            if not num_preempted:
+                self._readiness.starved(model, self._reclaim.generation)
+
+    def _plan_jump(self, ready: Sequence[ModelId]) -> _Jump | None:
+        """Return the steps until anything but decoding can happen; None: the next one has to be planned.
+
+        Whoever waits for a turn may get it after any step.
+        """
+        if self.turns is not None and self.turns.next_in_line(self._now_s):
+            return None
+        engines = {model: self.hosted[model].engine for model in ready}
+        share_bytes = self.device.free_bytes // len(engines)
+        runs = dict[ModelId, DecodeRun]()
+        for model, engine in engines.items():
+            runs[model] = engine.decode_run(share_bytes)
+            if not runs[model].num_steps:
+                return None
+        sharing, num_steps = copy.deepcopy(self._sharing), dict.fromkeys(ready, 0)
+        news_s, now_s = self._news_s(), self._now_s
+        steps: list[_Step] = []
+        while now_s < news_s:
+            model = sharing.next(ready)
+            run, num_before = runs[model], num_steps[model]
+            if num_before == run.num_steps:
+                break
+            context_tokens = run.context_tokens + num_before * run.num_rows
+            step_s = engines[model].shape.step_s(run.num_rows, run.num_rows, context_tokens)
+            steps.append(_Step(model, now_s, now_s + step_s))
+            sharing.stepped(model, step_s)
+            num_steps[model] += 1
+            now_s += step_s
+        return _Jump(ready, steps) if steps else None
+
+    def _end_running(self) -> None:
+        """Take in what runs and is over now, if anything does."""
+        running, self._running = self._running, None
+        match running:
+            case None:
+                pass
+            case _Step():
+                self._end_step(running)
+            case _Jump():
+                self._end_jump(running)
+            case _:
+                assert_never(running)
+
+    def _end_step(self, step: _Step) -> None:
+        hosted = self.hosted[step.model]
+        emissions = hosted.engine.end_step().emissions
+        self._note_step(step)
+        self._send(step.model, [step.end_s], tuple(one.request_id for one in emissions))
+        ended = [one.request_id for one in emissions if one.finish_reason is not None]
+        for request_id in ended:
+            start = hosted.requests.pop(request_id)
+            if self.turns is not None:
+                self.turns.ended(step.model, request_id)
+            self._facts.append(RequestFinished(self._now_s, request_id, start.num_output_tokens))
+        self._settle(step.model, has_let_go=bool(ended))
+
+    def _end_jump(self, jump: _Jump) -> None:
+        times: dict[ModelId, list[float]] = {}
+        for step in jump.steps:
+            self._sharing.next(jump.ready)
+            self._note_step(step)
+            times.setdefault(step.model, []).append(step.end_s)
+        for model, at_s in times.items():
+            engine = self.hosted[model].engine
+            before_bytes = engine.kv_bytes
+            self._send(model, at_s, engine.skip(len(at_s), self.device.free_bytes))
+            self.device.resize_other(model, engine.kv_bytes - before_bytes)
+
+    def _note_step(self, step: _Step) -> None:
+        step_s = step.end_s - step.began_s
+        self._sharing.stepped(step.model, step_s)
+        self.num_steps += 1
+        self.step_s += step_s
+
+    def _send(self, model: ModelId, at_s: Sequence[float], request_ids: tuple[RequestId, ...]) -> None:
+        """Note that requests got a token each at each of these times."""
+        if request_ids:
+            self._facts.append(TokensSent(at_s, request_ids))
+            if self.turns is not None:
+                self.turns.sent(model, request_ids * len(at_s), at_s[-1])
+
+    def _settle(self, model: ModelId, *, has_let_go: bool) -> None:
+        """Take back the KV that a model has not used for long, or does not use now that it is idle."""
+        engine = self.hosted[model].engine
+        self._run(
+            self._reclaim.after_step(
+                *(model, engine.elastic, engine.kv_use()), has_work=engine.has_work, has_let_go=has_let_go
+            )
+        )
+
+    def _busy(self) -> list[BusyModel]:
+        return [
+            BusyModel(model, is_loaded=hosted.load is None, can_follow_load=False)
+            for model, hosted in self.hosted.items()
+            if hosted.engine.has_work and self._is_in_turn(model)
+        ]
+
+    # What the policy of memory reads: `ModelBooks`.
+
+    def models(self) -> list[ModelId]:
+        return [model for model, hosted in self.hosted.items() if hosted.is_assembled]
+
+    def kv_of(self, model: ModelId) -> KvView:
+        engine = self.hosted[model].engine
+        blocks = engine.batcher.blocks
+        return KvView(
+            hold=self._hold(model),
+            has_work=engine.has_work,
+            block_bytes=engine.kv.block_bytes,
+            floor_blocks=blocks.floor_blocks,
+            max_blocks=engine.kv.max_blocks - 1,
+            num_blocks=blocks.num_blocks,
+            num_available=blocks.num_available,
+            reserve_blocks=engine.elastic.reserve_blocks(engine.batcher.num_running),
+        )
+
+    def extents(self, model: ModelId) -> list[range]:
+        return self.hosted[model].engine.extents()
+
+    def cached_to_spare(self, model: ModelId) -> int:
+        return self.hosted[model].engine.batcher.cached_to_spare()
+
+    def tables_of(self, _: ModelId) -> TablesView:
+        return _NO_TABLES
+
+    def _hold(self, model: ModelId) -> Hold:
+        """Return how the weights and KV of a model are held now."""
+        hosted = self.hosted.get(model)
+        if hosted is None:
+            return Hold.RETAINED
+        if hosted.hold is Hold.PINNED:
+            return Hold.PINNED
+        if hosted.load is not None or (hosted.requests and self._is_in_turn(model)):
+            return Hold.BUSY
+        return Hold.WARM if hosted.requests else hosted.hold
+
+    # What it orders.
+
+    def _run(self, orders: Orders) -> int:
+        return carry_out(orders, self._act)
+
+    def _act(self, order: ReclaimOrder) -> int:
+        match order:
+            case GrowKv(model, num_blocks, _):
+                engine = self.hosted[model].engine
+                before_bytes = engine.kv_bytes
+                num_got = engine.grow(num_blocks, self.device.free_bytes)
+                self.device.resize_other(model, engine.kv_bytes - before_bytes)
+                return num_got
+            case ClearKv(model, extent, may_preempt, may_forget):
+                return self._clear(model, extent, may_preempt=may_preempt, may_forget=may_forget)
+            case TakeWeights(num_bytes, most):
+                return self._take(num_bytes, most)
+            case PlaceTable() | SpillTable() | DropTable():
+                raise AssertionError(f"no request of a simulation needs a table: {order}")
+            case _:
+                assert_never(order)
+
+    def _clear(self, model: ModelId, extent: range, *, may_preempt: bool, may_forget: bool) -> int:
+        engine = self.hosted[model].engine
+        if not may_forget and engine.batcher.blocks.cached_among(extent):
+            return 0
+        before_bytes = engine.kv_bytes
+        if not engine.clear(extent, may_preempt=may_preempt):
+            return 0
+        self.device.resize_other(model, engine.kv_bytes - before_bytes)
+        return len(extent)
+
+    def _take(self, num_bytes: int, most: Hold) -> int:
+        """Take weights as a pool does, cheapest first; return how many bytes came free."""
+        tails = [
+            Tail(model, hold, self._price(model), weights.tail)
+            for model, weights in self.device.weights.items()
+            if (hold := self._hold(model)) <= most and model != self._reclaim.placing
+        ]
+        before_bytes = self.device.free_bytes
+        for take in plan_takes(tails, num_bytes):
+            self.device.take_units(take.model, take.num_units)
+        return self.device.free_bytes - before_bytes
+
+    def _price(self, model: ModelId) -> float:
+        """Return the price of a byte; of models that wait for their turn the least urgent is the cheapest."""
+        cost_s_per_byte = self._costs.cost_s_per_byte(model, self._now_s)
+        hosted = self.hosted.get(model)
+        if hosted is None or not hosted.requests or self.turns is None:
+            return cost_s_per_byte
+        return cost_s_per_byte / max(0.1, self.turns.due_s(model) - self._now_s)
