@@ -54,6 +54,7 @@ class WorkerSetup(Struct, frozen=True):
     engine: dict[str, int | float | str | None]  #: the fields of EngineConfig
     num_threads: int | None  #: that torch may use; None: its own choice
     log_level: str
+    turns: bool = False  #: models that do not fit together take turns
 
     def __repr__(self) -> str:
         """Leave the secret out: what is shown may be logged."""

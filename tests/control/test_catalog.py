@@ -13,8 +13,9 @@ from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
 from hearth.control.registry import Deployed, Registry
 from hearth.errors import ConfigError
+from hearth.policy.fleet.events import LoadModel, Promise
 from hearth.policy.fleet.footprint import fixed_bytes_of
-from hearth.types import ModelId
+from hearth.types import ModelId, WorkerId
 from tests.policy.fleet.test_footprint import LARGE
 
 BIG = "big"
@@ -66,14 +67,17 @@ def test_a_context_is_cut_to_the_budget_and_that_is_said_once(
     assert 2048 <= entry.max_context < LARGE.max_positions
     assert entry.profile.footprints["cuda"].least_bytes <= TIGHT_BYTES
     assert tight.view(entry).max_context == entry.max_context
-    assert tight.host_order(ModelId(BIG), 1, 1, 2).max_context == entry.max_context
+    assert tight.host_order(LoadModel(ModelId(BIG), WorkerId("w"), 1, 2), 1).max_context == entry.max_context
     tight.refresh()
     (line,) = cuts(caplog)
     assert line == f"context_cut model=big context={entry.max_context} made_for=8192 budget={TIGHT_BYTES}"
 
 
 def test_a_worker_is_told_how_much_kv_a_model_is_promised_and_may_have(registry: Registry) -> None:
-    order = catalog(registry, FITTING_BYTES).host_order(ModelId(BIG), 7, 100, 200)
+    order = catalog(registry, FITTING_BYTES).host_order(
+        LoadModel(ModelId(BIG), WorkerId("w"), 100, 200, Promise(50, 9, 3)), 7
+    )
+    assert (order.own_bytes, order.workspace_bytes, order.standing_bytes) == (50, 9, 3)
     assert (order.hosting, order.kv_floor_bytes, order.max_kv_bytes) == (7, 100, 200)
 
 

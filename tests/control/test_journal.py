@@ -18,7 +18,7 @@ from hearth.control.observer import Observer
 from hearth.control.pool_reports import PoolReports
 from hearth.errors import DataDirError
 from hearth.messages import HostModel
-from hearth.policy.fleet.events import BrainConfig, RequestArrived, WorkerJoined
+from hearth.policy.fleet.events import BrainConfig, LoadModel, RequestArrived, WorkerJoined
 from hearth.policy.fleet.fleet import Fleet
 from hearth.types import ModelId, RequestId, WorkerId
 from tests.policy.fleet.world import MOVES, World
@@ -147,8 +147,8 @@ async def _break_the_brain(path: Path) -> None:
             driver.post(joined)
 
 
-def _no_order(model: ModelId, hosting: int, kv_floor_bytes: int, max_kv_bytes: int) -> HostModel:
-    raise AssertionError(f"nothing is deployed: {model=} {hosting=} {kv_floor_bytes=} {max_kv_bytes=}")
+def _no_order(order: LoadModel, hosting: int) -> HostModel:
+    raise AssertionError(f"nothing is deployed: {order=} {hosting=}")
 
 
 def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from hearth.api.unread_fields import (
     UnsupportedField,
     refused,
 )
-from hearth.config import parse_duration
+from hearth.config import PACE_LIMITS, TARGET_LIMITS, parse_duration
 from hearth.errors import BadSampling, ConfigError
 from hearth.messages import GuideOrder
 from hearth.types import SamplingParams
@@ -159,6 +159,21 @@ class Body(Strict):
     user: str | None = Field(None, description="Accepted and not used.")
     keep_alive: float | Text | None = Field(
         None, description='How long the model stays warm after this: seconds, "5m", 0, or -1 for ever.'
+    )
+    pace: float | None = Field(
+        None,
+        ge=PACE_LIMITS.low,
+        le=PACE_LIMITS.high,
+        allow_inf_nan=False,
+        description="Tokens per second that are due after the first, where models have to take turns; what "
+        "comes sooner is slack. 0: nobody reads along, so others may go first.",
+    )
+    first_token_target: float | None = Field(
+        None,
+        ge=TARGET_LIMITS.low,
+        le=TARGET_LIMITS.high,
+        allow_inf_nan=False,
+        description="Seconds until the first token is due, where models have to take turns.",
     )
     # As vLLM has them.
     top_k: int | None = Field(None, ge=-1, le=MAX_INT)

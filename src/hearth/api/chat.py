@@ -162,7 +162,9 @@ class ChatBody(Body):
         return AnswerSpec(
             format=CHAT,
             requests=[
-                GenerationRequest(self.model, chat, params, guide, keep_alive_s)
+                GenerationRequest(
+                    *(self.model, chat, params, guide, keep_alive_s, self.pace, self.first_token_target)
+                )
                 for params in seeds(sampling, self.num_answers)
             ],
             num_answers=self.num_answers,

@@ -58,7 +58,9 @@ class CompletionBody(Body):
         return AnswerSpec(
             format=COMPLETION,
             requests=[
-                GenerationRequest(self.model, prompt, params, guide, keep_alive_s)
+                GenerationRequest(
+                    *(self.model, prompt, params, guide, keep_alive_s, self.pace, self.first_token_target)
+                )
                 for prompt in prompts
                 for params in seeds(sampling, self.num_answers)
             ],

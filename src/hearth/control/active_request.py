@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from hearth.control.generation import AnswerStream
 from hearth.messages import GuideOrder, Sampling
 from hearth.text.transcript import Transcript
-from hearth.types import ModelId, RequestId, WorkerId
+from hearth.types import ModelId, Pace, RequestId, WorkerId
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +38,8 @@ class ActiveRequest:
     worker: WorkerId | None = None
     is_first_admission: bool = True  #: it is on its first worker, or on none yet, and never had a slot
     digest: str | None = None  #: of the version of the model that the prompt was made for; None: any
+    pace: Pace = field(default_factory=Pace)
+    arrived_s: float = 0.0  #: by the driver's clock
 
     def admitted(self, num_cached_tokens: int) -> None:
         """Note that a worker gave the request a slot; its first worker's cache is what users are told of."""

@@ -12,9 +12,9 @@ from hearth.control.registry import Deployed, Names, Registry
 from hearth.control.views import ModelView
 from hearth.errors import ConfigError
 from hearth.messages import HostModel
-from hearth.policy.fleet.events import ModelProfile
+from hearth.policy.fleet.events import LoadModel, ModelProfile
 from hearth.policy.fleet.footprint import context_of, fitted_context, footprint
-from hearth.types import ModelId
+from hearth.types import ModelId, Pace
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ class CatalogEntry:
     config: ModelConfig
     max_context: int
     profile: ModelProfile
+    pace: Pace
 
     @property
     def is_cut(self) -> bool:
@@ -52,8 +53,11 @@ class Catalog:
         keep_alive_s: float,
         kind: str = "cpu",
         budget_bytes: int | None = None,
+        pace: Pace | None = None,
     ) -> None:
         """Read the registry. `kind`: of the devices; `budget_bytes`: of each, None: not known yet.
+
+        `pace`: of models that have none of their own; None: the usual one.
 
         Raises:
             ConfigError: the configuration of a model contradicts the model.
@@ -61,6 +65,7 @@ class Catalog:
         self._registry, self._configs = registry, configs
         self._limits = engine.step_limits
         self._keep_alive_s, self._kind, self._budget_bytes = keep_alive_s, kind, budget_bytes
+        self._pace = pace or Pace()
         #: Contexts that were cut, by model, as they have been logged.
         self._cuts: dict[str, int] = {}
         self._entries: dict[ModelId, CatalogEntry] = {}
@@ -114,19 +119,23 @@ class Catalog:
         """Return the model that a name or an alias means. Raises UnknownModel."""
         return self._entries[ModelId(self._names.resolve(name).name)]
 
-    def host_order(self, model: ModelId, hosting: int, kv_floor_bytes: int, max_kv_bytes: int) -> HostModel:
-        entry = self._entries[model]
+    def host_order(self, order: LoadModel, hosting: int) -> HostModel:
+        """Return the order to host a model as the brain wants it, for a stay of that number."""
+        entry = self._entries[order.model]
         deployed = entry.deployed
         return HostModel(
-            model=model,
+            model=order.model,
             hosting=hosting,
             where=deployed.where,
             digest=deployed.digest,
             weight=entry.config.latency_weight,
             max_context=entry.max_context,
-            kv_floor_bytes=kv_floor_bytes,
-            max_kv_bytes=max_kv_bytes,
+            kv_floor_bytes=order.kv_floor_bytes,
+            max_kv_bytes=order.max_kv_bytes,
             eos_ids=tuple(deployed.facts.eos_ids),
+            own_bytes=order.promise.own_bytes,
+            workspace_bytes=order.promise.workspace_bytes,
+            standing_bytes=order.promise.standing_bytes,
         )
 
     def view(self, entry: CatalogEntry) -> ModelView:
@@ -167,7 +176,15 @@ class Catalog:
             weight=config.latency_weight,
             digest=deployed.digest,
         )
-        return CatalogEntry(deployed, config, max_context, profile)
+        return CatalogEntry(deployed, config, max_context, profile, self._pace_of(config))
+
+    def _pace_of(self, config: ModelConfig) -> Pace:
+        usual, target_s, max_pause_s = self._pace, config.first_token_target, config.max_pause
+        return Pace(
+            first_token_s=usual.first_token_s if target_s is None else target_s,
+            tokens_per_s=usual.tokens_per_s if config.pace is None else config.pace,
+            max_pause_s=usual.max_pause_s if max_pause_s is None else max_pause_s,
+        )
 
     def _context(self, deployed: Deployed, config: ModelConfig) -> int:
         limits = [limit for limit in (self._budget_bytes, config.memory_ceiling_bytes) if limit is not None]

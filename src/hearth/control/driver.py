@@ -37,8 +37,8 @@ _ERRORS: dict[RejectReason, type[HearthError]] = {
     RejectReason.MODEL_REMOVED: errors.UnknownModel,
 }
 
-#: Makes the order to host a model: of its name, a number of this stay, and the least and most of its KV.
-HostOrder = Callable[[ModelId, int, int, int], messages.HostModel]
+#: Makes the order to host a model: of the brain's order and a number of this stay.
+HostOrder = Callable[[events.LoadModel, int], messages.HostModel]
 #: Is handed every event with the actions that followed, before they are carried out.
 Sink = Callable[[Event, Sequence[Action]], None]
 
@@ -135,14 +135,16 @@ class Driver:
         match action:
             case events.Dispatch():
                 self._dispatch(action)
-            case events.LoadModel(model, worker, kv_floor_bytes, max_kv_bytes):
+            case events.LoadModel(model, worker):
                 hosting = self._hostings[worker, model] = next(self._numbers)
-                self._send(worker, self._host_order(model, hosting, kv_floor_bytes, max_kv_bytes))
+                self._send(worker, self._host_order(action, hosting))
             case events.Evict(model, worker, _, is_freed):
                 self._hostings.pop((worker, model), None)
                 self._send(worker, messages.DropModel(model) if is_freed else messages.RetireModel(model))
             case events.SetHold(model, worker, hold):
                 self._send(worker, messages.HoldModel(model, hold))
+            case events.RefusePin():
+                pass  # the observer tells people
             case events.Reject():
                 self._reject(action)
             case events.CancelRun(request_id, worker):
@@ -165,6 +167,8 @@ class Driver:
             messages.StartRequest(
                 *(run, order.model, request.prompt, tuple(request.emitted), request.sampling),
                 *(request.salt, request.guide),
+                pace=request.pace,
+                age_s=self.now_s - request.arrived_s,
             ),
         )
 
@@ -224,6 +228,12 @@ class Driver:
             case messages.LoadProgress() | messages.ModelLoaded() | messages.HostingFailed():
                 if self._hostings.get((worker, fact.model)) == fact.hosting:  # else it was evicted meanwhile
                     self._load_changed(now_s, worker, fact)
+            case messages.ModelTurn(model, hosting, why):
+                if self._hostings.get((worker, model)) == hosting:
+                    began, ended = events.TurnBegan, events.TurnEnded
+                    self.post(
+                        began(now_s, worker, model) if why is None else ended(now_s, worker, model, why)
+                    )
             case messages.DeviceResidency(bytes_by_model):
                 self.post(events.DeviceReported(now_s, worker, bytes_by_model))
             case messages.Pong():

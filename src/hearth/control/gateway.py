@@ -44,12 +44,12 @@ from hearth.control.views import (
     UnloadView,
     WorkerView,
 )
-from hearth.errors import BadPrompt, BadSampling, PromptTooLong, ServiceError, ShuttingDown
+from hearth.errors import BadPrompt, BadSampling, Forbidden, PromptTooLong, ServiceError, ShuttingDown
 from hearth.messages import Sampling
 from hearth.policy.fleet import events
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import Transcript
-from hearth.types import ModelId, RequestId, Rung, SamplingParams
+from hearth.types import ModelId, Pace, RequestId, Rung, SamplingParams
 from hearth.version import hearth_version
 
 #: Time for workers to report their memory when somebody looks; else their last report is shown.
@@ -104,6 +104,7 @@ class Gateway:
         arrived_s, arrived_at_s = self._driver.now_s, time.time()
         entry = self._deployments.find(wanted.model)
         _check_tokens(entry, wanted.sampling)
+        pace = _pace_of(entry, wanted, caller)
         tokenizer = await self._tokenizer(entry)
         prompt = await self._encode(entry, wanted.prompt)
         if wanted.guide is not None:
@@ -127,6 +128,8 @@ class Gateway:
             guide=wanted.guide,
             stream=stream,
             transcript=Transcript(tokenizer, wanted.sampling, prompt),
+            pace=pace,
+            arrived_s=arrived_s,
         )
         self._observer.begin(timeline)
         self._driver.start(active, wanted.sampling.max_tokens, wanted.keep_alive_s)
@@ -355,6 +358,36 @@ def _check_prompt(entry: CatalogEntry, prompt: tuple[int, ...]) -> None:
     bad = next((token for token in prompt if not 0 <= token < vocab_size), None)
     if bad is not None:
         raise BadPrompt(f"prompt holds token {bad}, a token of `{name}` is from 0 to {vocab_size - 1}")
+
+
+def _pace_of(entry: CatalogEntry, wanted: GenerationRequest, caller: Caller) -> Pace:
+    """Return when the tokens of a request are due: as is usual for its model, or as the request says.
+
+    Who is due sooner takes turns from others, so only an admin may be due sooner than is usual.
+
+    Raises:
+        Forbidden: somebody else asks for that.
+    """
+    usual = entry.pace
+    tokens_per_s = usual.tokens_per_s if wanted.tokens_per_s is None else wanted.tokens_per_s
+    first_token_s = usual.first_token_s if wanted.first_token_s is None else wanted.first_token_s
+    if not caller.has_role("admin"):
+        for field, is_sooner, limit, given in (
+            ("pace", tokens_per_s > usual.tokens_per_s, f"at most {usual.tokens_per_s:g}", tokens_per_s),
+            (
+                "first_token_target",
+                first_token_s < usual.first_token_s,
+                f"at least {usual.first_token_s:g}",
+                first_token_s,
+            ),
+        ):
+            if is_sooner:
+                raise Forbidden(
+                    f"`{field}` must be {limit} for `{entry.deployed.name}`, given: {given:g}; more would be "
+                    "taken from others and needs a key with the role `admin`, or another setting: "
+                    f"`models.NAME.{field}`"
+                )
+    return Pace(first_token_s, tokens_per_s, usual.max_pause_s)
 
 
 def _check_tokens(entry: CatalogEntry, sampling: SamplingParams) -> None:

@@ -32,6 +32,8 @@ class GenerationRequest:
     sampling: SamplingParams
     guide: GuideOrder | None = None
     keep_alive_s: float | None = None  #: infinite pins the model; None: as it is configured
+    tokens_per_s: float | None = None  #: of its `Pace`, as is the next; None: as is usual for the model
+    first_token_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

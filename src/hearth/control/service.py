@@ -38,7 +38,7 @@ from hearth.messages import KeeperSetup, WorkerHello, WorkerSetup
 from hearth.policy.fleet.events import BrainConfig, ModelDeployed
 from hearth.policy.fleet.fleet import Fleet
 from hearth.store.keeper_client import KeeperClient
-from hearth.types import WorkerId
+from hearth.types import Pace, WorkerId
 
 #: The most tokens of a step on a CPU, where nothing else is configured.
 CPU_BATCH_TOKENS = 512
@@ -56,7 +56,7 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         HearthError: something that the configuration asks for cannot be had.
     """
     service = config.service
-    brain = BrainConfig(max_queue=service.max_queue, patience_s=service.patience_s)
+    brain = BrainConfig(max_queue=service.max_queue, patience_s=service.patience_s, takes_turns=service.turns)
     async with AsyncExitStack() as stack:
         registry = Registry.open(data_dir, LOOP_WAIT_S)
         stack.callback(registry.close)
@@ -65,6 +65,7 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
             *(registry, config.models, config.engine, service.keep_alive),
             kind=devices.kind,
             budget_bytes=service.memory_bytes,
+            pace=Pace(service.first_token_target, service.pace, service.max_pause),
         )
         catalog.check_settings()
         journal = Journal(
@@ -217,6 +218,7 @@ def _worker_setups(
             engine=asdict(config.engine),
             num_threads=devices.threads_per_worker,
             log_level=config.log.level,
+            turns=config.service.turns,
         )
 
     return setup

@@ -27,6 +27,7 @@ from hearth.policy.fleet.events import (
     ModelRemoved,
     ModelStopped,
     Option,
+    Promise,
     Reject,
     RejectReason,
     RequestArrived,
@@ -47,6 +48,8 @@ from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
 from tests.policy.fleet.world import profile
 
 A = TypeVar("A")
+#: What a worker owes a model of 30 bytes of weights.
+LEAST = Promise(35, 0)
 
 
 class Desk:
@@ -183,7 +186,7 @@ def test_a_request_that_waits_is_refused_when_only_workers_join_that_are_too_sma
 
 def test_a_cold_request_follows_directly_behind_the_order_to_load() -> None:
     load, dispatch = desk_with("a").ask("r1", "a")
-    assert load == LoadModel(ModelId("a"), WorkerId("w1"), kv_floor_bytes=5, max_kv_bytes=10)
+    assert load == LoadModel(ModelId("a"), WorkerId("w1"), kv_floor_bytes=5, max_kv_bytes=10, promise=LEAST)
     assert isinstance(dispatch, Dispatch)
     assert (dispatch.worker, dispatch.why, dispatch.waited_s) == ("w1", Why.FREE_ROOM, 0.0)
 
@@ -230,7 +233,7 @@ def test_no_second_replica_comes_where_a_slot_is_free_sooner_until_enough_wait()
     desk = busy_twice(load_bytes_per_s=25.0)  # 1.2 s to load; a request is taken to run for 1 s
     assert of(LoadModel, desk.ask("r3", "a")) == []
     assert of(LoadModel, desk.ask("r4", "a")) == []
-    assert of(LoadModel, desk.ask("r5", "a")) == [LoadModel(ModelId("a"), WorkerId("w2"), 5, 10)]
+    assert of(LoadModel, desk.ask("r5", "a")) == [LoadModel(ModelId("a"), WorkerId("w2"), 5, 10, LEAST)]
 
 
 def test_who_has_waited_for_its_patience_gets_a_second_replica_even_if_it_takes_long() -> None:
@@ -566,7 +569,7 @@ def test_nobody_goes_for_more_kv_than_is_promised() -> None:
     desk.serve("r1", "old")
     actions = desk.ask("r2", "new")
     assert evicted(actions) == []
-    assert of(LoadModel, actions) == [LoadModel(ModelId("new"), WorkerId("w1"), 5, 20)]
+    assert of(LoadModel, actions) == [LoadModel(ModelId("new"), WorkerId("w1"), 5, 20, Promise(55, 0))]
 
 
 def test_a_model_may_have_no_more_kv_than_the_budget_leaves() -> None:
@@ -797,7 +800,7 @@ def test_a_pinned_model_is_loaded_without_a_request_when_it_is_deployed_or_a_wor
     desk = Desk()
     desk.deploy(profile("a", is_pinned=True))
     for model, actions in (("a", desk.join("w1")), ("b", desk.deploy(profile("b", is_pinned=True)))):
-        load = LoadModel(ModelId(model), WorkerId("w1"), 5, 10)
+        load = LoadModel(ModelId(model), WorkerId("w1"), 5, 10, LEAST)
         assert actions == [load, SetHold(load.model, load.worker, Hold.PINNED)]
     assert desk.join("w2") == [], "once is enough"
 
@@ -873,7 +876,7 @@ def test_a_pinned_model_is_loaded_again_when_its_worker_is_lost() -> None:
     desk.join("w1")
     desk.join("w2")
     desk.ready("a", "w1")
-    assert of(LoadModel, desk.lose("w1")) == [LoadModel(ModelId("a"), WorkerId("w2"), 5, 10)]
+    assert of(LoadModel, desk.lose("w1")) == [LoadModel(ModelId("a"), WorkerId("w2"), 5, 10, LEAST)]
 
 
 def test_a_pinned_model_is_loaded_when_room_appears() -> None:

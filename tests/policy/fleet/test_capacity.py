@@ -106,7 +106,7 @@ def test_whether_a_model_fits_is_found_without_looking_at_every_worker(
             if kind in footprints and promises.could_have_room(footprints[kind], most)
         }
 
-    assert capacity.can_fit_now(profile) == bool(find_possible(Hold.WARM))
+    assert capacity.has_fitting(profile, Hold.WARM) == bool(find_possible(Hold.WARM))
     assert capacity.could_fit(profile) == bool(find_possible(Hold.BUSY))
     for most in (Hold.RETAINED, Hold.WARM, Hold.BUSY):
         found = [

@@ -14,6 +14,7 @@ from hearth.policy.fleet.events import (
     LoadModel,
     ModelDeployed,
     ModelReady,
+    Promise,
     RequestArrived,
     RequestFinished,
     TimerFired,
@@ -48,7 +49,7 @@ def test_a_model_is_drained_only_when_nobody_waits_for_it_who_came_earlier() -> 
     step(fleet, RequestFinished(4.0, RequestId("r0"), 5))
     assert list(fleet.drains) == [a]
     actions = step(fleet, RequestFinished(5.0, RequestId("r1"), 5))
-    assert LoadModel(a, WorkerId("w"), 5, 10) in actions
+    assert LoadModel(a, WorkerId("w"), 5, 10, Promise(65, 0)) in actions
 
 
 def check_drain(fleet: Fleet, model: Model, drain: Drain) -> None:

@@ -71,5 +71,7 @@ def test_of_equal_sizes_the_cheapest_go(replicas: list[tuple[int, Hold, int]], d
     costs = [float(cost) for _, _, cost in replicas]
     victims = [Victim(one, cost) for one, cost in zip(worker.replicas.values(), costs, strict=True)]
     num_needed = data.draw(st.integers(0, len(replicas)))
-    chosen = choose_fewest(worker, victims, Footprint(10 * num_needed, 0, 0))
+    chosen = choose_fewest(
+        worker.promises, victims, lambda left: left.has_room(Footprint(10 * num_needed, 0, 0))
+    )
     assert sorted(victim.cost_s for victim in chosen) == sorted(costs)[:num_needed]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from hearth.policy.fleet.capacity import CapacityIndex, Promises
+from hearth.policy.fleet.events import Promise
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.records import Model, Worker
 from hearth.types import Hold
@@ -34,6 +35,9 @@ def _check_requests(fleet: Fleet) -> None:
     assert num_running == fleet.queues.num_running, f"{num_running=} {fleet.queues.num_running=}"
     num_of_models = sum(model.num_requests for model in fleet.models.values())
     assert num_of_models == len(fleet.queues.requests), f"{num_of_models=} {len(fleet.queues.requests)=}"
+    running = [request for replica in fleet.replicas() for request in replica.running.values()]
+    num_awaiting = sum(request.awaits_turn for request in running)
+    assert num_awaiting == fleet.queues.num_awaiting_turn, f"{num_awaiting=} {fleet.queues=}"
     queued = {*fleet.queues.for_room, *fleet.queues.for_slot}
     waiting = {name for name, model in fleet.models.items() if model.waiting}
     assert queued == waiting, f"{sorted(queued)=} {sorted(waiting)=}"
@@ -55,10 +59,16 @@ def _check_worker(fleet: Fleet, worker: Worker) -> None:
         assert len(replica.running) <= worker.max_seqs, f"{len(replica.running)=} {worker.max_seqs=}"
         assert replica.drain is None or replica.drain is worker.drain, f"lost drain: `{replica.model.name}`"
         notified = replica.notified_hold
-        assert hold in (Hold.BUSY, notified), f"not notified: `{replica.model.name}`: {hold=} {notified=}"
+        told = (Hold.PAUSED, Hold.BUSY, notified)
+        assert hold in told, f"not notified: `{replica.model.name}`: {hold=} {notified=}"
+        is_refused = replica in fleet.refused_pins
+        assert replica.has_pin or is_refused is (replica.model.pinned_replica is replica), f"{replica.hold=}"
         promises.add(replica.promise, hold)
     assert promises == worker.promises, f"{promises=} {worker.promises=}"
-    assert promises.free_bytes >= 0, f"worker `{worker.name}` is beyond its budget: {promises=}"
+    if fleet.config.takes_turns:
+        _check_turns(worker)
+    else:
+        assert promises.free_bytes >= 0, f"worker `{worker.name}` is beyond its budget: {promises=}"
     for name, model in worker.resident_models.items():
         assert model is fleet.models.get(name), f"bytes of a model that is gone: `{name}`"
         assert worker.name in model.resident_bytes, f"`{name}` does not know of its bytes on `{worker.name}`"
@@ -69,6 +79,24 @@ def _check_worker(fleet: Fleet, worker: Worker) -> None:
     for ranking, right in zip(index.rankings, expected.rankings, strict=True):
         assert ranking.rank(worker.name) == right.highest, f"{ranking.rank(worker.name)=} {right.highest=}"
     assert worker.drain is None or fleet.drains[worker.drain.model.name] is worker.drain
+
+
+def _check_turns(worker: Worker) -> None:
+    """Check that those in turn have room beside what all others keep, and that everybody's turn can come.
+
+    A replica has nothing, and keeps nothing, before its first turn.
+    """
+    bound = Promises(worker.promises.budget_bytes, worker.promises.shares_workspace)
+    for replica in worker.replicas.values():
+        promise = replica.promise
+        if replica.is_in_turn:
+            bound.add(promise, Hold.BUSY)
+        elif replica.has_had_turn:
+            kept = Promise(promise.standing_bytes, promise.workspace_bytes, promise.standing_bytes)
+            bound.add(kept, Hold.PAUSED)
+    assert bound.free_bytes >= 0, f"turns on worker `{worker.name}` are beyond its budget: {bound=}"
+    promises = worker.promises
+    assert promises.can_all_take_turns, f"no turn for some on worker `{worker.name}`: {promises=}"
 
 
 def _check_model(fleet: Fleet, model: Model) -> None:

@@ -4,10 +4,14 @@ A request runs where its model has a free slot, else its model is loaded where t
 models can give way (`routing.py`, `evictions.py`), else it waits (`serving.py`). What follows from an event
 follows in the same step.
 
-The books are promises: what hosted models of a worker are promised is never more than its budget, and what
-its memory holds at a moment is the worker's own affair (`device_bytes.py` knows a little of it). Orders to
-one worker are carried out in order. So the books count an evicted model as gone and a loading one as there at
-once, and requests follow directly behind the order to load.
+Models that do not fit together may take turns on a worker. Whose turn it is the worker decides, who sees
+every token (`policy/turns`); here is decided who is hosted where, so that everybody's turn can come.
+
+The books are promises: what hosted models of a worker are promised, of those that take turns the ones in
+turn, is never more than its budget, and what its memory holds at a moment is the worker's own affair
+(`device_bytes.py` knows a little of it). Orders to one worker are carried out in order. So the books count an
+evicted model as gone and a loading one as there at once, and requests follow directly behind the order to
+load.
 """
 
 from __future__ import annotations
@@ -37,10 +41,13 @@ from hearth.policy.fleet.events import (
     ResidencyReported,
     SetHold,
     TimerFired,
+    TurnBegan,
+    TurnEnded,
     WorkerJoined,
     WorkerLost,
 )
 from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.pins import grant_pins
 from hearth.policy.fleet.records import LoadFailure, Model, Replica, Request
 from hearth.policy.fleet.refusals import (
     explain_misfit,
@@ -50,9 +57,15 @@ from hearth.policy.fleet.refusals import (
     refuse_hopeless,
     reject,
 )
-from hearth.policy.fleet.routing import is_failed_everywhere
-from hearth.policy.fleet.serving import fill_slots, is_second_worthwhile, serve_queues, set_timer
-from hearth.types import ModelId, WorkerId
+from hearth.policy.fleet.routing import choose_place, is_failed_everywhere
+from hearth.policy.fleet.serving import (
+    fill_slots,
+    is_second_worthwhile,
+    load_beside_paused,
+    serve_queues,
+    set_timer,
+)
+from hearth.types import Hold, ModelId, WorkerId
 
 #: A client that was refused is not told to come back sooner.
 MIN_RETRY_S = 1.0
@@ -80,14 +93,15 @@ def _notify_holds(fleet: Fleet) -> list[Action]:
 
 
 def _serve_waiting(fleet: Fleet) -> list[Action]:
-    """Return all orders that follow for those who wait."""
-    actions: list[Action] = []
+    """Return all orders that follow for those who wait, and for those who should be pinned."""
+    actions = grant_pins(fleet)
     while fleet.queues.must_serve or fleet.queues.must_refuse:
         if fleet.queues.must_refuse:
             fleet.queues.must_refuse = False
             actions += refuse_hopeless(fleet)
         if fleet.queues.must_serve:
             actions += serve_queues(fleet)
+        actions += grant_pins(fleet)
     return actions
 
 
@@ -106,6 +120,10 @@ def _apply(fleet: Fleet, event: Event) -> list[Action]:
             return _record_ready(fleet, event)
         case ModelFailed():
             return _handle_failure(fleet, event)
+        case TurnBegan(_, worker, model):
+            return _record_turn(fleet, worker, model, is_in_turn=True)
+        case TurnEnded(_, worker, model):
+            return _record_turn(fleet, worker, model, is_in_turn=False)
         case ResidencyReported(_, name, bytes_by_rung):
             if (known := fleet.models.get(name)) is not None:
                 known.bytes_by_rung = bytes_by_rung
@@ -145,9 +163,11 @@ def _accept_request(fleet: Fleet, event: RequestArrived) -> list[Action]:
         return [Reject(event.request_id, RejectReason.NEVER_FITS, why_not)]
     if not model.usable and (refused := _refuse_unusable(fleet, event, model, model.profile)) is not None:
         return [refused]
+    if _has_full_queue(fleet) and _must_await_turn(fleet, model):
+        return [_refuse_for_queue(fleet, event)]
     fleet.estimates.reload.asked(model.name, fleet.now_s)
     request = fleet.accept(event, model)
-    actions = fill_slots(fleet, model)
+    actions = load_beside_paused(fleet, model) + fill_slots(fleet, model)
     # Behind others of its model it changes nothing, unless they are so many now that another replica pays.
     if model.first_waiting is request or is_second_worthwhile(fleet, model):
         fleet.queues.must_serve = True
@@ -168,15 +188,41 @@ def _refuse_unusable(
     return None
 
 
+def _must_await_turn(fleet: Fleet, model: Model) -> bool:
+    """True if a request of a model would go where it has to wait for a turn, because there is no room."""
+    if not fleet.config.takes_turns:
+        return False
+    if model.with_free_slot:
+        replicas = [model.replicas[name] for name in model.with_free_slot]
+        return all(not one.is_in_turn and one.worker.promises.must_take_turns for one in replicas)
+    return not model.usable and choose_place(fleet, model, most=Hold.WARM) is None
+
+
+def _has_full_queue(fleet: Fleet) -> bool:
+    return fleet.queues.num_waiting + fleet.queues.num_awaiting_turn >= fleet.config.max_queue
+
+
 def _reject_beyond_queue(fleet: Fleet, event: RequestArrived) -> Reject | None:
     """Reject a new request that has to wait while too many others do."""
-    request = fleet.queues.requests.get(event.request_id)
-    max_queue = fleet.config.max_queue
-    if request is None or request.replica is not None or fleet.queues.num_waiting <= max_queue:
+    queues, max_queue = fleet.queues, fleet.config.max_queue
+    request = queues.requests.get(event.request_id)
+    if request is None or request.replica is not None:
         return None
-    turnover_s = fleet.estimates.run_s() * fleet.queues.num_waiting / max(1, fleet.queues.num_running)
-    message = f"{max_queue} requests wait for room or a free slot, the limit: {max_queue}; try again later"
-    return reject(fleet, request, RejectReason.QUEUE_FULL, message, max(MIN_RETRY_S, turnover_s))
+    if queues.num_waiting + queues.num_awaiting_turn <= max_queue:
+        return None
+    fleet.end(request)
+    return _refuse_for_queue(fleet, event)
+
+
+def _refuse_for_queue(fleet: Fleet, event: RequestArrived) -> Reject:
+    """Refuse a request because too many others wait, and say when fewer do."""
+    queues, max_queue = fleet.queues, fleet.config.max_queue
+    num_waiting = queues.num_waiting + queues.num_awaiting_turn
+    num_running = max(1, queues.num_running - queues.num_awaiting_turn)
+    retry_s = max(MIN_RETRY_S, fleet.estimates.run_s() * num_waiting / num_running)
+    what = "room, a free slot or their turn" if fleet.config.takes_turns else "room or a free slot"
+    message = f"{max_queue} requests wait for {what}, the limit: {max_queue}; try again later"
+    return Reject(event.request_id, RejectReason.QUEUE_FULL, message, retry_s)
 
 
 def _finish_request(fleet: Fleet, event: RequestFinished) -> list[Action]:
@@ -252,6 +298,13 @@ def _record_ready(fleet: Fleet, event: ModelReady) -> list[Action]:
     return []
 
 
+def _record_turn(fleet: Fleet, worker: WorkerId, model: ModelId, *, is_in_turn: bool) -> list[Action]:
+    replica = _find_replica(fleet, worker, model)
+    if replica is not None:
+        fleet.change_turn(replica, is_in_turn=is_in_turn)
+    return []
+
+
 def _handle_failure(fleet: Fleet, event: ModelFailed) -> list[Action]:
     """Remove a replica: what a ready one was doing goes on elsewhere; a load would only fail again."""
     replica = _find_replica(fleet, event.worker, event.model)
@@ -290,6 +343,8 @@ def _lose_worker(fleet: Fleet, name: WorkerId) -> list[Action]:
     if worker is None:
         return []
     for replica in worker.replicas.values():
+        if not replica.is_ready and not replica.is_in_turn:
+            continue  # Nothing was loaded for it.
         is_deadly = not replica.is_ready or fleet.now_s < replica.ready_s + DEADLY_S
         replica.model.num_deadly_loads = replica.model.num_deadly_loads + 1 if is_deadly else 0
     requests = fleet.lose(worker)

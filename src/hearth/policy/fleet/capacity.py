@@ -2,12 +2,16 @@
 
 A model is promised its weights, its tables, a workspace and the least KV that it can be served with. What it
 has beyond that is lent by its worker, so no model goes for more KV. Plans no evictions.
+
+Where models take turns a worker may host more of them than it has room for. Then its promise binds it towards
+those in turn, towards pinned ones, which are always in turn, and for the little that all others keep. So who
+is hosted has to fit beside the pinned ones and what the others keep: then everybody's turn can come.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hearth.policy.fleet.events import Footprint, ModelProfile, Promise
@@ -30,35 +34,46 @@ class Promises:
     own_bytes_by_hold: list[int] = field(default_factory=lambda: [0] * len(Hold))
     #: How many replicas were promised a shared workspace of each size.
     workspaces_by_hold: list[Counter[int]] = field(default_factory=lambda: [Counter() for _ in Hold])
+    #: Of `own_bytes_by_hold`, what replicas keep out of turn.
+    standing_bytes_by_hold: list[int] = field(default_factory=lambda: [0] * len(Hold))
+    #: How many replicas need so much more for their turn than they keep out of turn.
+    turns_by_hold: list[Counter[int]] = field(default_factory=lambda: [Counter() for _ in Hold])
 
     def add(self, promise: Promise, hold: Hold) -> None:
         """Promise bytes to a replica that is held so."""
         promise = self._booked(promise)
         self.own_bytes_by_hold[hold] += promise.own_bytes
+        self.standing_bytes_by_hold[hold] += promise.standing_bytes
         self.workspaces_by_hold[hold][promise.workspace_bytes] += 1
+        self.turns_by_hold[hold][promise.own_bytes - promise.standing_bytes] += 1
 
     def release(self, promise: Promise, hold: Hold) -> None:
         """Take back what a replica that is held so was promised."""
         promise = self._booked(promise)
         self.own_bytes_by_hold[hold] -= promise.own_bytes
-        sizes = self.workspaces_by_hold[hold]
-        sizes[promise.workspace_bytes] -= 1
-        if not sizes[promise.workspace_bytes]:
-            del sizes[promise.workspace_bytes]
+        self.standing_bytes_by_hold[hold] -= promise.standing_bytes
+        _remove_one(self.workspaces_by_hold[hold], promise.workspace_bytes)
+        _remove_one(self.turns_by_hold[hold], promise.own_bytes - promise.standing_bytes)
 
     def copy(self) -> Promises:
         """Return the same promises, to try out what would be free without some of them."""
-        workspaces = [sizes.copy() for sizes in self.workspaces_by_hold]
-        return Promises(self.budget_bytes, self.shares_workspace, self.own_bytes_by_hold.copy(), workspaces)
+        return Promises(
+            *(self.budget_bytes, self.shares_workspace, self.own_bytes_by_hold.copy()),
+            workspaces_by_hold=[sizes.copy() for sizes in self.workspaces_by_hold],
+            standing_bytes_by_hold=self.standing_bytes_by_hold.copy(),
+            turns_by_hold=[sizes.copy() for sizes in self.turns_by_hold],
+        )
 
     def workspace_bytes(self, above: Hold | None = None) -> int:
         """Return the largest shared workspace, of replicas that are held more than `above`, or of all."""
-        first = 0 if above is None else above + 1
-        return max((size for sizes in self.workspaces_by_hold[first:] for size in sizes), default=0)
+        return _largest(self.workspaces_by_hold[_first_above(above) :])
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are promised to nobody; models may use them all the same."""
+        """Bytes that are promised to nobody; models may use them all the same.
+
+        Negative on a worker whose models have to take turns.
+        """
         return self.budget_bytes - sum(self.own_bytes_by_hold) - self.workspace_bytes()
 
     def freeable_bytes(self, most: Hold) -> int:
@@ -73,6 +88,40 @@ class Promises:
         """True if a model can be promised its least once every replica that is held at most so is gone."""
         return self._more_bytes(footprint, self.workspace_bytes(most)) <= self.freeable_bytes(most)
 
+    @property
+    def must_take_turns(self) -> bool:
+        """True if replicas with requests, and pinned ones, do not all have room together."""
+        return self.freeable_bytes(Hold.WARM) < 0
+
+    @property
+    def can_all_take_turns(self) -> bool:
+        """True if every replica has room in its turn, while all others but pinned ones are out of turn."""
+        return self._turn_bytes() <= self.budget_bytes
+
+    def can_take_turns(self, footprint: Footprint) -> bool:
+        """True if a model and all replicas have room, each in its turn."""
+        return self._turn_bytes(footprint) <= self.budget_bytes
+
+    def could_take_turns(self, footprint: Footprint) -> bool:
+        """True if a model and all replicas have room, each in its turn, once all idle replicas are gone."""
+        return self._turn_bytes(footprint, above=Hold.WARM) <= self.budget_bytes
+
+    def _turn_bytes(self, footprint: Footprint | None = None, above: Hold | None = None) -> int:
+        """Return what is promised in the largest turn, of replicas held more than `above` and of a model."""
+        first, promise = _first_above(above), Promise(0, 0)
+        if footprint is not None:
+            promise = self._booked(footprint.promise)
+        largest_bytes = max(
+            promise.own_bytes - promise.standing_bytes, _largest(self.turns_by_hold[first : Hold.PINNED])
+        )
+        return (
+            self.own_bytes_by_hold[Hold.PINNED]
+            + sum(self.standing_bytes_by_hold[first : Hold.PINNED])
+            + promise.standing_bytes
+            + largest_bytes
+            + max(promise.workspace_bytes, self.workspace_bytes(above))
+        )
+
     def _more_bytes(self, footprint: Footprint, workspace_bytes: int) -> int:
         """Return what a model would be promised beside replicas that share such a workspace."""
         promise = self._booked(footprint.promise)
@@ -82,13 +131,28 @@ class Promises:
         """Return a promise as this worker keeps it: with a workspace of its own where none can be shared."""
         if self.shares_workspace:
             return promise
-        return Promise(promise.own_bytes + promise.workspace_bytes, 0)
+        workspace_bytes = promise.workspace_bytes
+        return Promise(promise.own_bytes + workspace_bytes, 0, promise.standing_bytes + workspace_bytes)
 
     @property
     def utilisation(self) -> float:
         """Share of the budget that is promised to busy, warm and pinned replicas."""
         used_bytes = self.budget_bytes - self.freeable_bytes(Hold.RETAINED)
-        return used_bytes / self.budget_bytes if self.budget_bytes else 1.0
+        return min(1.0, used_bytes / self.budget_bytes) if self.budget_bytes else 1.0
+
+
+def _first_above(hold: Hold | None) -> int:
+    return 0 if hold is None else hold + 1
+
+
+def _largest(sizes_by_hold: Sequence[Counter[int]]) -> int:
+    return max((size for sizes in sizes_by_hold for size in sizes), default=0)
+
+
+def _remove_one(sizes: Counter[int], size: int) -> None:
+    sizes[size] -= 1
+    if not sizes[size]:
+        del sizes[size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +244,10 @@ class FleetCapacity:
 
     def could_fit(self, profile: ModelProfile) -> bool:
         """True if some worker would have room for the model if everything unpinned went."""
-        return self._has_fitting(profile, Hold.BUSY)
+        return self.has_fitting(profile, Hold.BUSY)
 
-    def can_fit_now(self, profile: ModelProfile) -> bool:
-        """True if some worker would have room for the model if everything idle went."""
-        return self._has_fitting(profile, Hold.WARM)
-
-    def _has_fitting(self, profile: ModelProfile, most: Hold) -> bool:
+    def has_fitting(self, profile: ModelProfile, most: Hold) -> bool:
+        """True if some worker would have room for the model if everything went that is held at most so."""
         return any(
             next(index.find_fitting(footprint, most, roomiest_first=True), None) is not None
             for index, footprint in self.find_suited(profile)

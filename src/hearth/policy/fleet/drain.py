@@ -1,5 +1,8 @@
 """Which busy models give way to one that has waited too long for room. `serving.py` ends what is begun here.
 
+Where models take turns only those wait for room that have none in a turn beside what others keep out of turn:
+few, and nearly as large as a worker.
+
 A request that has waited for its patience gets the cheapest set of models on one worker drained: they take
 no new requests, and when the last of their running ones has ended there is room. It contains idle models too,
 for they would have to go anyway and must not become busy meanwhile. A loading model is not drained: those who
@@ -12,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
+from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.events import Footprint
 from hearth.policy.fleet.evictions import Victim, choose_fewest, price_victim
 from hearth.policy.fleet.fleet import Fleet
@@ -30,8 +34,9 @@ def plan_drain(fleet: Fleet, model: Model) -> Drain | None:
     assert model.profile is not None, f"nobody can wait for a removed model: `{model.name}`"
     plans: list[tuple[Victim, ...]] = []
     for index, footprint in fleet.capacity.find_suited(model.profile):
-        workers = (fleet.workers[name] for name in index.idle.down_to_rank(0))
-        suited = (worker for worker in workers if _is_suited(worker, model, footprint))
+        ranking = index.unpinned if fleet.config.takes_turns else index.idle
+        workers = (fleet.workers[name] for name in ranking.down_to_rank(0))
+        suited = (worker for worker in workers if _is_suited(fleet, worker, model, footprint))
         plans += [_choose_victims(fleet, worker, model, footprint) for worker in islice(suited, MAX_WORKERS)]
     if not plans or not all(_has_busy(plan) for plan in plans):
         return None
@@ -62,14 +67,19 @@ def is_needless(fleet: Fleet, drain: Drain) -> bool:
     )
 
 
-def _is_suited(worker: Worker, model: Model, footprint: Footprint) -> bool:
+def _has_room(fleet: Fleet, promises: Promises, footprint: Footprint) -> bool:
+    """True if a model has room, be it in turns."""
+    return promises.can_take_turns(footprint) if fleet.config.takes_turns else promises.has_room(footprint)
+
+
+def _is_suited(fleet: Fleet, worker: Worker, model: Model, footprint: Footprint) -> bool:
     """True if a worker would have room for a model without its drainable replicas."""
     if worker.drain is not None or model.name in worker.replicas:
         return False
     promises = worker.promises.copy()
     for replica in _find_drainable(worker, model):
         promises.release(replica.promise, replica.booked_hold)
-    return promises.has_room(footprint)
+    return _has_room(fleet, promises, footprint)
 
 
 def _find_drainable(worker: Worker, model: Model) -> Iterator[Replica]:
@@ -91,7 +101,7 @@ def _has_busy(plan: tuple[Victim, ...]) -> bool:
 
 def _choose_victims(fleet: Fleet, worker: Worker, model: Model, footprint: Footprint) -> tuple[Victim, ...]:
     victims = [_price(fleet, replica) for replica in _find_drainable(worker, model)]
-    return choose_fewest(worker, victims, footprint)
+    return choose_fewest(worker.promises, victims, lambda left: _has_room(fleet, left, footprint))
 
 
 def _price(fleet: Fleet, replica: Replica) -> Victim:

@@ -31,6 +31,7 @@ class Footprint:
     max_kv_bytes: int  #: it never has more; what is between is lent out by its worker
     workspace_bytes: int = 0  #: of `fixed_bytes`, what all models of a worker see, one after the other
     tables_bytes: int = 0  #: of `fixed_bytes`, what its engine has besides, always
+    sink_bytes: int = 0  #: of `min_kv_bytes`, what its engine never gives up
 
     @property
     def weights_bytes(self) -> int:
@@ -45,7 +46,8 @@ class Footprint:
     @property
     def promise(self) -> Promise:
         """The least that a worker must promise to host the model beside others."""
-        return Promise(self.least_bytes - self.workspace_bytes, self.workspace_bytes)
+        standing_bytes = self.tables_bytes + self.sink_bytes
+        return Promise(self.least_bytes - self.workspace_bytes, self.workspace_bytes, standing_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +281,7 @@ class Why(StrEnum):
     LOADING = "loading"  #: it was on its way there
     FREE_ROOM = "free_room"  #: loaded into free memory
     EVICTED = "evicted"  #: loaded where others had to go
+    TURNS = "turns"  #: hosted beside busy models that leave no room for it: they take turns
     WAITED = "waited"  #: a slot or room came free
 
 
@@ -296,12 +299,13 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class LoadModel:
-    """Host a model from now on, and load what is missing of it there."""
+    """Host a model from now on, and load what is missing of it there, where turns are taken in its turn."""
 
     model: ModelId
     worker: WorkerId
     kv_floor_bytes: int  #: of KV that it is promised
     max_kv_bytes: int  #: it never gets more
+    promise: Promise = Promise(0, 0)  #: all that it is owed, where turns are taken while it has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +332,15 @@ class SetHold:
     model: ModelId
     worker: WorkerId
     hold: Hold
+
+
+@dataclass(frozen=True, slots=True)
+class RefusePin:
+    """Tell people that a model is not pinned though it should be: it may give way to others for now."""
+
+    model: ModelId
+    worker: WorkerId
+    message: str  #: with the numbers
 
 
 class RejectReason(StrEnum):
@@ -367,7 +380,7 @@ class SetTimer:
     at_s: float
 
 
-Action = Dispatch | LoadModel | Evict | SetHold | Reject | CancelRun | SetTimer
+Action = Dispatch | LoadModel | Evict | SetHold | RefusePin | Reject | CancelRun | SetTimer
 
 
 # The brain's state, as others may see it.
@@ -377,6 +390,8 @@ class State(StrEnum):
     """The state of a model on a worker, for people."""
 
     LOADING = "loading"
+    WAITING = "waiting"  #: for its first turn; nothing was loaded for it yet
+    PAUSED = "paused"  #: with requests, until its next turn
     BUSY = "busy"
     WARM = "warm"
     RETAINED = "retained"
@@ -395,14 +410,18 @@ class Resident:
     total_bytes: int
     num_running: int
     expires_s: float | None  #: when a warm one becomes retained; None: busy, pinned or retained
+    is_pin_refused: bool = False  #: it should be pinned, and those beside it would have no room
 
 
 @dataclass(frozen=True, slots=True)
 class BrainConfig:
     """The constants of the brain's decisions."""
 
-    max_queue: int = 512  #: requests that wait for a slot or for room
-    patience_s: float = 2.0  #: waiting for longer, a request has a busy model drained for its own
+    max_queue: int = 512  #: requests that wait for a slot, for room or for the first turn of their model
+    #: Waiting for longer, a request has a busy model drained for its own, unless they can take turns.
+    patience_s: float = 2.0
+    #: Workers have models that do not fit together take turns, and say whose turn it is.
+    takes_turns: bool = False
     max_resumes: int = 3  #: workers that may be lost under one request
     queue_weight: float = 1.0  #: of `queue_s` in the routing cost
     load_weight: float = 1.0  #: of `load_s` in the routing cost

@@ -5,9 +5,10 @@ Retained replicas go before warm ones, busy and pinned ones are not touched, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.estimates import Estimates
 from hearth.policy.fleet.events import Footprint
 from hearth.policy.fleet.records import Replica, Worker
@@ -48,9 +49,26 @@ def plan_evictions(
         return None
     if worker.promises.has_room(footprint):
         return EvictionPlan(())
-    idle = (replica for replica in worker.replicas.values() if replica.hold in (Hold.RETAINED, Hold.WARM))
-    victims = [price_victim(replica, estimates, now_s) for replica in idle]
-    return EvictionPlan(choose_fewest(worker, victims, footprint))
+    victims = [price_victim(replica, estimates, now_s) for replica in find_idle(worker)]
+    return EvictionPlan(choose_fewest(worker.promises, victims, lambda left: left.has_room(footprint)))
+
+
+def plan_turn_evictions(
+    worker: Worker, footprint: Footprint, estimates: Estimates, now_s: float
+) -> EvictionPlan | None:
+    """Return who has to go for a model that takes turns with those that stay; None if it has no turn then.
+
+    Few have to: the weights of an idle model are lent anyway, and only what it keeps besides is in the way.
+    """
+    if not worker.promises.could_take_turns(footprint):
+        return None
+    victims = [price_victim(replica, estimates, now_s) for replica in find_idle(worker)]
+    return EvictionPlan(choose_fewest(worker.promises, victims, lambda left: left.can_take_turns(footprint)))
+
+
+def find_idle(worker: Worker) -> list[Replica]:
+    """Return the replicas of a worker that have no requests and are not pinned."""
+    return [replica for replica in worker.replicas.values() if replica.hold in (Hold.RETAINED, Hold.WARM)]
 
 
 def price_victim(replica: Replica, estimates: Estimates, now_s: float) -> Victim:
@@ -63,20 +81,22 @@ def price_victim(replica: Replica, estimates: Estimates, now_s: float) -> Victim
     return Victim(replica, estimates.reload.cost_s(model.name, load_s, weight, now_s))
 
 
-def choose_fewest(worker: Worker, victims: Iterable[Victim], footprint: Footprint) -> tuple[Victim, ...]:
-    """Return the victims of lowest rank that make room for a model, without those not needed after all."""
-    promises = worker.promises.copy()
+def choose_fewest(
+    promises: Promises, victims: Iterable[Victim], has_room: Callable[[Promises], bool]
+) -> tuple[Victim, ...]:
+    """Return the victims of lowest rank without which there is room, less those not needed after all."""
+    promises = promises.copy()
     chosen: list[Victim] = []
     for victim in sorted(victims, key=lambda victim: victim.rank):
-        if promises.has_room(footprint):
+        if has_room(promises):
             break
         chosen.append(victim)
         promises.release(victim.replica.promise, victim.replica.booked_hold)
-    assert promises.has_room(footprint), f"the victims do not suffice: {promises=} {footprint=}"
+    assert has_room(promises), f"the victims do not suffice: {promises=}"
     spared = set()
     for victim in reversed(chosen):
         promises.add(victim.replica.promise, victim.replica.booked_hold)
-        if promises.has_room(footprint):
+        if has_room(promises):
             spared.add(victim.replica)
         else:
             promises.release(victim.replica.promise, victim.replica.booked_hold)

@@ -43,6 +43,8 @@ class Fleet:
         self.notices = HoldNotices()
         #: Deployed as pinned, not stopped, and on no worker: to be loaded unasked where there is room.
         self.unplaced: dict[ModelId, Model] = {}
+        #: Replicas that should be pinned and are not, because others would have no room for their turns.
+        self.refused_pins: dict[Replica, None] = {}
         #: By the model that waits; at most one per worker.
         self.drains: dict[ModelId, Drain] = {}
         #: The last time ordered that has not come yet.
@@ -106,7 +108,8 @@ class Fleet:
         """Enter a replica that is about to be loaded."""
         model, worker = replica.model, replica.worker
         assert worker.name not in model.replicas, f"`{model.name}` is on worker `{worker.name}` already"
-        replica.idle_since_s = self.now_s
+        replica.idle_since_s = replica.turn_changed_s = self.now_s
+        replica.is_in_turn = not self.config.takes_turns
         model.replicas[worker.name] = worker.replicas[model.name] = replica
         rank_retired(model, worker)
         self.reindex(replica)
@@ -129,6 +132,7 @@ class Fleet:
         model = replica.model
         if model.replicas and model.is_pinned:  # Another one may be the oldest now.
             for other in list(model.replicas.values()):
+                self._update_pin(other)
                 if other.hold is not other.hold_at(self.now_s):
                     self._reindex_one(other)
         self.update_unplaced(model)
@@ -146,7 +150,28 @@ class Fleet:
         else:
             self.unplaced.pop(model.name, None)
 
+    def _update_pin(self, replica: Replica) -> None:
+        """Have a replica pinned if it should be and can be; else enter it for `pins.py`, or take it out."""
+        model, worker = replica.model, replica.worker
+        if worker.replicas.get(model.name) is not replica or model.pinned_replica is not replica:
+            replica.has_pin = replica.is_pin_refused = False
+        elif not replica.has_pin:
+            replica.has_pin = not self.config.takes_turns or self.with_pin(replica).can_all_take_turns
+        if replica.has_pin or model.pinned_replica is not replica:
+            self.refused_pins.pop(replica, None)
+        else:
+            self.refused_pins[replica] = None
+
+    def with_pin(self, replica: Replica) -> Promises:
+        """Return what a worker would have promised if one of its replicas were pinned."""
+        promises = replica.worker.promises.copy()
+        if replica.hold is not None:
+            promises.release(replica.promise, replica.hold)
+        promises.add(replica.promise, Hold.PINNED)
+        return promises
+
     def _reindex_one(self, replica: Replica) -> None:
+        self._update_pin(replica)
         model, worker = replica.model, replica.worker
         is_there = worker.replicas.get(model.name) is replica
         hold = replica.hold_at(self.now_s) if is_there else None
@@ -173,7 +198,8 @@ class Fleet:
             worker.promises.release(replica.promise, before)
         if hold is not None:
             worker.promises.add(replica.promise, hold)
-        if hold is None or (before is not None and hold < before):
+        is_less = before is not None and hold is not None and hold < before
+        if hold is None or (is_less and (before is Hold.PINNED or hold <= Hold.WARM)):
             self.queues.must_serve = True  # More can be freed than before.
         if hold is Hold.PINNED:
             self.queues.must_refuse = True
@@ -197,6 +223,7 @@ class Fleet:
         assert len(replica.running) < replica.worker.max_seqs, f"no slot for `{request.request_id}`"
         self.queues.dequeue(request)
         request.replica, request.started_s = replica, self.now_s
+        self.queues.await_turn(request, is_waiting=not replica.is_in_turn)
         first = model.first_waiting
         if self.queues.for_room and request.queued_step < self.step_number:
             self.queues.must_serve = True  # Who waits for room may have waited longer than those behind it.
@@ -232,7 +259,19 @@ class Fleet:
         self.queues.enqueue(request, self.now_s, self.step_number)
         self.queues.must_serve = True
 
+    def change_turn(self, replica: Replica, *, is_in_turn: bool) -> None:
+        """Note that the turn of a replica began or ended."""
+        replica.is_in_turn, replica.turn_changed_s = is_in_turn, self.now_s
+        if is_in_turn:
+            replica.has_had_turn = True
+            for request in replica.running.values():
+                if request.awaits_turn:
+                    self.queues.await_turn(request, is_waiting=False)
+                    request.started_s = self.now_s
+        self.reindex(replica)
+
     def _stop_running(self, request: Request, replica: Replica) -> None:
+        self.queues.await_turn(request, is_waiting=False)
         del replica.running[request.request_id]
         replica.idle_since_s = self.now_s
         self.reindex(replica)
@@ -257,17 +296,20 @@ def _describe_resident(replica: Replica, now_s: float) -> Resident:
         total_bytes=replica.total_bytes,
         num_running=len(replica.running),
         expires_s=replica.expires_s if state is State.WARM else None,
+        is_pin_refused=replica.is_pin_refused,
     )
 
 
 def _describe_state(replica: Replica, now_s: float) -> State:
-    if not replica.is_ready:
+    if not replica.is_ready and replica.is_in_turn:
         return State.LOADING
     match replica.hold:
         case Hold.PINNED:
             return State.PINNED
         case Hold.BUSY:
             return State.BUSY
+        case Hold.PAUSED:
+            return State.PAUSED if replica.is_ready else State.WAITING
         case Hold.WARM if now_s < replica.expires_s:
             return State.WARM
         case _:

@@ -105,6 +105,7 @@ def footprint(
         max_kv_bytes=most_bytes,
         workspace_bytes=workspace_bytes_of(facts, kind, limits),
         tables_bytes=tables_bytes_of(facts, kind, limits, context),
+        sink_bytes=_sink_bytes(facts, kind, limits),
     )
 
 
@@ -177,6 +178,12 @@ def _least_kv_bytes(facts: Facts, kind: str, limits: StepLimits, context: int) -
     """The KV of one full context and the sink."""
     num_bytes = (1 + limits.num_blocks(context)) * _block_bytes(facts, kind, limits)
     return _up_to(num_bytes, PAGE_BYTES) if kind == "cuda" else num_bytes
+
+
+def _sink_bytes(facts: Facts, kind: str, limits: StepLimits) -> int:
+    """The block that padding is written to, with what is lost at either end of its region of an arena."""
+    block_bytes = _block_bytes(facts, kind, limits)
+    return _up_to(block_bytes, PAGE_BYTES) if kind == "cuda" else 3 * block_bytes
 
 
 def _block_bytes(facts: Facts, kind: str, limits: StepLimits) -> int:

@@ -76,4 +76,4 @@ class HoldNotices:
 
 def _must_notify(replica: Replica) -> bool:
     """True if the worker does not see a replica as the books do; who is busy it sees for itself."""
-    return replica.hold not in (None, Hold.BUSY, replica.notified_hold)
+    return replica.hold not in (None, Hold.PAUSED, Hold.BUSY, replica.notified_hold)

@@ -21,6 +21,8 @@ class RequestQueues:
         #: Accepted and not ended.
         self.requests: dict[RequestId, Request] = {}
         self.num_waiting = 0
+        #: Those that were given to a replica which has had no turn since.
+        self.num_awaiting_turn = 0
         #: Models with waiting requests, by the number of the first: in one queue those without a usable
         #: replica, in the other those whose replicas are all full.
         self.for_room: Ranking[ModelId] = Ranking()
@@ -70,6 +72,11 @@ class RequestQueues:
         del request.model.waiting[request.number]
         self.num_waiting -= 1
         self.patient.pop(request.number, None)
+
+    def await_turn(self, request: Request, *, is_waiting: bool) -> None:
+        """Note that a request waits for the first turn of its model, or does not any more."""
+        self.num_awaiting_turn += is_waiting - request.awaits_turn
+        request.awaits_turn = is_waiting
 
     def line_up(self, model: Model) -> None:
         """Put a model into the queue where it belongs, by its first request."""

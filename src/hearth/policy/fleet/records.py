@@ -34,7 +34,10 @@ class Request:
     queued_step: int = 0
     #: None while it waits.
     replica: Replica | None = None
+    #: When it was given to its replica, or that had its first turn since.
     started_s: float = 0.0
+    #: Its replica has had no turn since it was given to it.
+    awaits_turn: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,10 @@ class Model:
 
     @property
     def pinned_replica(self) -> Replica | None:
-        """The oldest replica of a pinned model that is wanted; the others come and go with the load."""
+        """The oldest replica of a pinned model that is wanted; the others come and go with the load.
+
+        Where models take turns it is pinned only if `has_pin`.
+        """
         if not self.is_pinned:
             return None
         return next((replica for replica in self.replicas.values() if not replica.is_unwanted), None)
@@ -157,6 +163,11 @@ class Replica:
     loaded_bytes: int = 0  #: of `total_bytes`, those that are on the device now
     is_ready: bool = False
     ready_s: float = 0.0
+    #: Its worker has it step; always, where models do not take turns.
+    is_in_turn: bool = True
+    has_had_turn: bool = False
+    #: When its last turn began or ended.
+    turn_changed_s: float = 0.0
     running: dict[RequestId, Request] = field(default_factory=dict)
     idle_since_s: float = 0.0
     #: Its bytes are of a version that is no longer deployed: it serves nobody new, and leaves when idle.
@@ -164,9 +175,14 @@ class Replica:
     stop: Stop | None = None
     #: It shall make room for another model, so it serves nobody new.
     drain: Drain | None = None
+    #: It is the pinned one of its model, and its worker can do without its room for ever.
+    has_pin: bool = False
+    #: It should be pinned and is not, and people were told so.
+    is_pin_refused: bool = False
     #: As the books have it. None: in no books, because it was not entered yet or has left.
     hold: Hold | None = None
-    #: As its worker has it while the replica has no requests. Once a step is over it is `hold`, unless busy.
+    #: As its worker has it while the replica has no requests. Once a step is over it is `hold`, unless that
+    #: is busy or paused.
     notified_hold: Hold = Hold.WARM
     #: The time of the earliest entry for it in `Expiries`; infinite: none.
     expiry_entry_s: float = math.inf
@@ -206,10 +222,10 @@ class Replica:
 
     def hold_at(self, now_s: float) -> Hold:
         """Return how the replica has to be held at that time, whatever the books say."""
-        if self.model.pinned_replica is self:
+        if self.has_pin:
             return Hold.PINNED
         if self.running:
-            return Hold.BUSY
+            return Hold.BUSY if self.is_in_turn else Hold.PAUSED
         return Hold.RETAINED if self.is_unwanted or self.expires_s <= now_s else Hold.WARM
 
 

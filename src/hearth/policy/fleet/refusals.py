@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from hearth.policy.fleet.events import Action, Footprint, ModelProfile, Reject, RejectReason
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.records import Model, Request, Worker
+from hearth.policy.fleet.records import Model, Replica, Request, Worker
 from hearth.types import Hold
 
 #: Names in a sentence for people.
@@ -88,12 +88,24 @@ def explain_pinned_out(fleet: Fleet, profile: ModelProfile) -> str | None:
     return f"model `{profile.model}` has no room beside pinned ones: {'; '.join(texts)}; {advice}"
 
 
+def explain_refused_pin(replica: Replica) -> str:
+    """Say why a replica is not pinned though it should be."""
+    worker, promise = replica.worker, replica.promise
+    others = [one.model.name for one in worker.replicas.values() if one.running and one is not replica]
+    return (
+        f"model `{replica.model.name}` cannot be pinned yet: of the "
+        f"{_format_bytes(worker.promises.budget_bytes)} of worker `{worker.name}` it would keep "
+        f"{_format_bytes(promise.own_bytes)} for ever, and others would have no turn any more"
+        f"{_name_some('busy', others)}{_name_pinned(worker)}; it stays as long as nobody needs its room"
+    )
+
+
 def explain_shortage(worker: Worker, footprint: Footprint) -> str | None:
     """Say why a worker has no room for a model now; None if it has, or could evict idle ones."""
     freeable_bytes = worker.promises.freeable_bytes(Hold.WARM)
     if worker.promises.could_have_room(footprint, Hold.WARM):
         return None
-    busy = [replica.model.name for replica in worker.replicas.values() if replica.hold is Hold.BUSY]
+    busy = [one.model.name for one in worker.replicas.values() if one.hold in (Hold.PAUSED, Hold.BUSY)]
     text = f"needs {_format_bytes(footprint.least_bytes)}, {_format_bytes(freeable_bytes)} can be freed"
     return text + _name_some("busy", busy) + _name_pinned(worker)
 

@@ -2,7 +2,8 @@
 
 A free slot is always taken before a model is loaded a second time, so replicas compete with replicas, and
 workers without the model with each other. Of these, whoever need not evict comes first, then who evicts
-retained models, then warm ones; the cost decides among equals. Workers that still have bytes of the model
+retained models, then warm ones, then, where models take turns, whose busy models leave no room: there it has
+its turns; the cost decides among equals. Workers that still have bytes of the model
 from before compete with the first of these, also if they have to evict retained models for it, as long as
 that costs less than the bytes save: so models stay where they suit. At most `MAX_OPTIONS` are looked at:
 those that have most of the model, those with the least room that suffices, which pack well, and those with
@@ -18,7 +19,7 @@ from itertools import chain, islice
 from hearth.policy.fleet.capacity import CapacityIndex, FleetCapacity
 from hearth.policy.fleet.device_bytes import count_missing_bytes
 from hearth.policy.fleet.events import BrainConfig, Footprint, ModelProfile, Option
-from hearth.policy.fleet.evictions import EvictionPlan, plan_evictions
+from hearth.policy.fleet.evictions import EvictionPlan, plan_evictions, plan_turn_evictions
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.records import Model, Replica, Worker
 from hearth.policy.fleet.refusals import explain_shortage
@@ -70,6 +71,7 @@ class ReplicaPlace:
     footprint: Footprint
     evictions: EvictionPlan
     options: tuple[Option, ...]
+    takes_turns: bool = False  #: busy models leave no room for it there
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,19 +128,24 @@ def choose_replica(fleet: Fleet, model: Model) -> FreeReplica | None:
 
 
 def choose_place(
-    fleet: Fleet, model: Model, *, may_evict_warm: bool = True, reserved: ReservedWorkers | None = None
+    fleet: Fleet,
+    model: Model,
+    *,
+    most: Hold = Hold.WARM,
+    reserved: ReservedWorkers | None = None,
 ) -> ReplicaPlace | None:
     """Return where to load a model.
 
-    None if no worker that does not have the model yet has room, or could make it, and is not reserved.
+    Replicas that are held at most so may have to go for it; busy ones do not go, but take turns with it. None
+    if no worker that does not have the model yet has room, or could make it, and is not reserved.
     """
     profile, reserved = model.profile, reserved or ReservedWorkers()
-    if profile is None or not fleet.capacity.can_fit_now(profile):
+    if profile is None or not fleet.capacity.has_fitting(profile, most):
         return None
     barred = model.replicas.keys()
-    place = _choose_unbarred(fleet, model, profile, barred | model.failed_on.keys(), reserved, may_evict_warm)
+    place = _choose_unbarred(fleet, model, profile, barred | model.failed_on.keys(), reserved, most)
     if place is None and model.failed_on and not model.usable:
-        place = _choose_unbarred(fleet, model, profile, barred, reserved, may_evict_warm)
+        place = _choose_unbarred(fleet, model, profile, barred, reserved, most)
     return place
 
 
@@ -159,14 +166,14 @@ def _choose_unbarred(
     profile: ModelProfile,
     barred: Set[WorkerId],
     reserved: ReservedWorkers,
-    may_evict_warm: bool,
+    most: Hold,
 ) -> ReplicaPlace | None:
-    for candidates, most in _classify_workers(fleet, profile, barred, reserved, may_evict_warm):
+    for candidates, going in _classify_workers(fleet, profile, barred, reserved, most):
         if not candidates:
             continue
-        plans = _plan_where_bytes_are(fleet, model, profile, barred, reserved, most)
+        plans = _plan_where_bytes_are(fleet, model, profile, barred, reserved, going)
         for name in islice((name for name in candidates if name not in plans), MAX_OPTIONS - len(plans)):
-            plans[name] = _plan_evictions(fleet, profile, fleet.workers[name])
+            plans[name] = _plan_evictions(fleet, profile, fleet.workers[name], going)
         options = [
             _price_option(fleet, model, fleet.workers[name], evictions=evictions)
             for name, evictions in plans.items()
@@ -175,7 +182,8 @@ def _choose_unbarred(
         worker = fleet.workers[best.worker]
         beside = _show_others(fleet, model, plans.keys(), MAX_OPTIONS - len(options))
         footprint = profile.footprints[worker.kind]
-        return ReplicaPlace(worker, footprint, plans[best.worker], (*options, *beside))
+        takes_turns = going is Hold.BUSY
+        return ReplicaPlace(worker, footprint, plans[best.worker], (*options, *beside), takes_turns)
     return None
 
 
@@ -196,19 +204,27 @@ def _plan_where_bytes_are(
     for name in islice(model.retired.down_to_rank(1), MAX_OPTIONS // 2):
         worker = fleet.workers[name]
         footprint = profile.footprints.get(worker.kind)
-        if footprint is None or not worker.promises.could_have_room(footprint, most):
+        if footprint is None or not _could_take(worker, footprint, most):
             continue
         if name in barred or worker in reserved:
             continue
-        evictions = _plan_evictions(fleet, profile, worker)
+        evictions = _plan_evictions(fleet, profile, worker, most)
         saved_s = all_s - fleet.estimates.load_s(count_missing_bytes(model, worker), model.bytes_by_rung)
         if not evictions.victims or evictions.evict_s < fleet.config.load_weight * saved_s:
             plans[name] = evictions
     return plans
 
 
-def _plan_evictions(fleet: Fleet, profile: ModelProfile, worker: Worker) -> EvictionPlan:
-    plan = plan_evictions(worker, profile.footprints[worker.kind], fleet.estimates, fleet.now_s)
+def _could_take(worker: Worker, footprint: Footprint, most: Hold) -> bool:
+    """True if a model has room once all are gone that are held at most so; busy ones take turns with it."""
+    if most is Hold.BUSY:
+        return worker.promises.could_take_turns(footprint)
+    return worker.promises.could_have_room(footprint, most)
+
+
+def _plan_evictions(fleet: Fleet, profile: ModelProfile, worker: Worker, most: Hold) -> EvictionPlan:
+    plan_of = plan_turn_evictions if most is Hold.BUSY else plan_evictions
+    plan = plan_of(worker, profile.footprints[worker.kind], fleet.estimates, fleet.now_s)
     assert plan is not None, f"worker `{worker.name}` is ranked by room it has not: {worker.promises=}"
     return plan
 
@@ -218,12 +234,12 @@ def _classify_workers(
     profile: ModelProfile,
     barred: Set[WorkerId],
     reserved: ReservedWorkers,
-    may_evict_warm: bool,
+    most: Hold,
 ) -> Iterator[tuple[list[WorkerId], Hold]]:
     """Yield workers that could take a model: first those that lose nothing by it, last those that lose most.
 
     Each time with what may go on a worker that has bytes of the model: warm ones only if nobody has room
-    without.
+    without. With busy ones a model takes turns.
     """
     suited = [
         (index, footprint)
@@ -231,7 +247,7 @@ def _classify_workers(
         if (footprint := profile.footprints.get(kind)) is not None and not reserved.has_kind(kind, index)
     ]
 
-    def find_few(most: Hold | None) -> list[WorkerId]:
+    def find_few(going: Hold | None) -> list[WorkerId]:
         """Return a few that nobody bars and that have room once those held at most so are gone.
 
         The tightest and the roomiest ones.
@@ -239,15 +255,19 @@ def _classify_workers(
         found: dict[WorkerId, None] = {}
         for index, footprint in suited:
             for roomiest_first in (False, True):
-                names = index.find_fitting(footprint, most, roomiest_first=roomiest_first)
+                names = index.find_fitting(footprint, going, roomiest_first=roomiest_first)
                 others = (n for n in names if n not in barred and fleet.workers[n] not in reserved)
+                if going is Hold.BUSY:
+                    others = (n for n in others if _could_take(fleet.workers[n], footprint, going))
                 found.update(dict.fromkeys(islice(others, MAX_OPTIONS // 2)))
         return list(islice(found, MAX_OPTIONS))
 
     yield find_few(None), Hold.RETAINED
     yield find_few(Hold.RETAINED), Hold.RETAINED
-    if may_evict_warm:
+    if most >= Hold.WARM:
         yield find_few(Hold.WARM), Hold.WARM
+    if most is Hold.BUSY:
+        yield find_few(Hold.BUSY), Hold.BUSY
 
 
 def _price_option(
@@ -282,7 +302,9 @@ def _estimate_queue_s(fleet: Fleet, model: Model, worker: Worker) -> float:
 def _show_others(fleet: Fleet, model: Model, shown: Iterable[WorkerId], max_options: int) -> Iterator[Option]:
     """Yield workers that were not chosen from, with the reason: other replicas, then those with most room."""
     done = set(shown)
-    roomiest = chain.from_iterable(index.idle.down_to_rank(0) for index in fleet.capacity.by_kind.values())
+    roomiest = chain.from_iterable(
+        index.idle.down_to_rank(index.idle.lowest or 0) for index in fleet.capacity.by_kind.values()
+    )
     names = (name for name in chain(model.replicas, roomiest) if name not in done)
     for name in islice(names, max_options):
         done.add(name)

@@ -4,6 +4,10 @@ Room goes to the first model that waits for some; nobody behind it may take any 
 ever hold it, so that it cannot starve. A model that could not fit even if everything unpinned went holds up
 nobody.
 
+Where models take turns, one that has no room beside busy models is hosted all the same: its worker has them
+take turns, and nobody waits for room who could have a turn. One that was loaded and has had no turn for
+`patience_s` is loaded a second time for a new request, where there is room for it.
+
 Whoever has waited for room for `patience_s` has busy models of one worker drained (`drain.py`): so
 models that do not fit side by side alternate. From then on only that worker is kept for it.
 
@@ -21,6 +25,7 @@ from hearth.policy.fleet.events import Action, Dispatch, Evict, LoadModel, Optio
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.records import Drain, Model, Replica, Request
 from hearth.policy.fleet.routing import ReplicaPlace, ReservedWorkers, choose_place, choose_replica
+from hearth.types import Hold
 
 
 def serve_queues(fleet: Fleet) -> list[Action]:
@@ -49,7 +54,8 @@ def _serve_room_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
         model = fleet.models[name]
         if name not in fleet.queues.for_room or not _could_fit(fleet, model):
             continue  # A drain has ended and gave it its replica back; or no room would do for it.
-        if (place := choose_place(fleet, model, reserved=reserved)) is not None:
+        most = Hold.BUSY if fleet.config.takes_turns else Hold.WARM
+        if (place := choose_place(fleet, model, most=most, reserved=reserved)) is not None:
             actions += _load(fleet, model, place) + _end_needless_drains(fleet)
             continue
         if (drain := fleet.drains.get(name)) is not None and is_done(drain):
@@ -76,10 +82,27 @@ def _serve_slot_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
         if not is_second_worthwhile(fleet, model):
             continue
         is_overdue = _is_overdue(fleet, model)
-        place = choose_place(fleet, model, may_evict_warm=is_overdue, reserved=reserved)
+        most = Hold.WARM if is_overdue else Hold.RETAINED
+        place = choose_place(fleet, model, most=most, reserved=reserved)
         if place is not None and (is_overdue or is_second_worthwhile(fleet, model, place.evictions.evict_s)):
             actions += _load(fleet, model, place)
     return actions
+
+
+def load_beside_paused(fleet: Fleet, model: Model) -> list[Action]:
+    """Load a model again for those who wait, if its replicas have had no turn for too long.
+
+    Only where there is room without warm models' going and without turns, and nobody waits for that.
+    """
+    overdue_s = fleet.now_s - fleet.config.patience_s
+    replicas = model.usable.values()
+    is_stuck = bool(replicas) and all(
+        one.is_ready and one.hold is Hold.PAUSED and one.turn_changed_s <= overdue_s for one in replicas
+    )
+    if not is_stuck or fleet.queues.for_room or model.first_waiting is None:
+        return []
+    place = choose_place(fleet, model, most=Hold.RETAINED)
+    return [] if place is None else _load(fleet, model, place)
 
 
 def is_second_worthwhile(fleet: Fleet, model: Model, evict_s: float = 0.0) -> bool:
@@ -104,7 +127,7 @@ def _load_unasked(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
         is_failing = model.failure is not None and fleet.now_s < model.failure.until_s
         if is_failing or model.num_deadly_loads > fleet.config.max_resumes:
             continue
-        place = choose_place(fleet, model, may_evict_warm=False, reserved=reserved)
+        place = choose_place(fleet, model, most=Hold.RETAINED, reserved=reserved)
         if place is not None:
             actions += _load(fleet, model, place)
     return actions
@@ -126,9 +149,12 @@ def _load(fleet: Fleet, model: Model, place: ReplicaPlace) -> list[Action]:
     )
     fleet.add(replica)
     max_kv_bytes = min(footprint.max_kv_bytes, worker.promises.budget_bytes - footprint.fixed_bytes)
-    actions.append(LoadModel(model.name, worker.name, footprint.min_kv_bytes, max_kv_bytes))
+    actions.append(
+        LoadModel(model.name, worker.name, footprint.min_kv_bytes, max_kv_bytes, footprint.promise)
+    )
     if (first := model.first_waiting) is not None:
         why = Why.EVICTED if place.evictions.victims else Why.FREE_ROOM
+        why = Why.TURNS if place.takes_turns else why
         actions.append(_dispatch(fleet, first, replica, why, place.options))
     return actions + fill_slots(fleet, model)
 

@@ -1,0 +1,44 @@
+"""Which replicas that should be pinned are, where models take turns. Loads nothing.
+
+A pinned replica is in turn for ever. So one is pinned only if all others that its worker hosts still have
+room, each in its turn; idle ones that have none are evicted. A replica that cannot be pinned yet is held as
+any other, people are told so once, and it is pinned as soon as it can be. Where models do not take turns all
+that is hosted has room together, and a pin always counts.
+"""
+
+from __future__ import annotations
+
+from hearth.policy.fleet.capacity import Promises
+from hearth.policy.fleet.events import Action, Evict, RefusePin
+from hearth.policy.fleet.evictions import choose_fewest, find_idle, price_victim
+from hearth.policy.fleet.fleet import Fleet
+from hearth.policy.fleet.records import Replica
+from hearth.policy.fleet.refusals import explain_refused_pin
+
+
+def grant_pins(fleet: Fleet) -> list[Action]:
+    """Pin replicas that should be pinned and can be now, and evict who stands in the way."""
+    actions: list[Action] = []
+    for replica in list(fleet.refused_pins):
+        if replica not in fleet.refused_pins:  # It had to go for another one.
+            continue
+        promises = fleet.with_pin(replica)
+        idle = [one for one in find_idle(replica.worker) if one is not replica]
+        if _can_pin_without(promises, idle):
+            victims = [price_victim(one, fleet.estimates, fleet.now_s) for one in idle]
+            for victim in choose_fewest(promises, victims, lambda left: left.can_all_take_turns):
+                gone = victim.replica
+                fleet.remove(gone)
+                actions.append(Evict(gone.model.name, gone.worker.name, victim.cost_s, is_freed=False))
+            fleet.reindex(replica)
+        elif not replica.is_pin_refused:
+            replica.is_pin_refused = True
+            actions.append(RefusePin(replica.model.name, replica.worker.name, explain_refused_pin(replica)))
+    return actions
+
+
+def _can_pin_without(promises: Promises, idle: list[Replica]) -> bool:
+    promises = promises.copy()
+    for replica in idle:
+        promises.release(replica.promise, replica.booked_hold)
+    return promises.can_all_take_turns
