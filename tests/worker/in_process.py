@@ -21,9 +21,11 @@ from hearth.messages import (
     CancelRequest,
     DropModel,
     Fact,
+    GuideOrder,
     HoldModel,
     HostingFailed,
     ModelLoaded,
+    ModelTurn,
     Ping,
     Pong,
     RetireModel,
@@ -33,6 +35,7 @@ from hearth.messages import (
     StartRequest,
     StepDone,
 )
+from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.borrower import Borrower
 from hearth.store.lender import Lender
 from hearth.store.loader import Loader
@@ -66,12 +69,21 @@ class LoopGateway:
     device_lost: Future[DeviceLost] = field(default_factory=Future)
     answers: dict[int, Answer] = field(default_factory=dict)
     loads: list[ModelLoaded] = field(default_factory=list)
+    turns: list[ModelTurn] = field(default_factory=list)
+    in_turn: set[ModelId] = field(default_factory=set)
     pool: Pool | None = None  #: for looking on, while the worker rests
     _runs: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def hear(self) -> Fact:
         fact = self.facts.get(timeout=PATIENCE_S)
-        if isinstance(fact, StepDone):
+        if isinstance(fact, ModelTurn):
+            assert (fact.model in self.in_turn) == (fact.ended is not None), f"{fact} {self.in_turn}"
+            self.turns.append(fact)
+            (self.in_turn.add if fact.ended is None else self.in_turn.remove)(fact.model)
+        elif isinstance(fact, HostingFailed):
+            self.in_turn.discard(fact.model)
+        elif isinstance(fact, StepDone):
+            assert not self.turns or fact.model in self.in_turn, f"{fact} when it was not its turn"
             logprobs = fact.logprobs or [None] * len(fact.runs)
             for run, token, logprob in zip(fact.runs, fact.tokens, logprobs, strict=True):
                 self.answers[run].tokens.append(token)
@@ -111,10 +123,12 @@ class LoopGateway:
     def set_hold(self, name: str, hold: Hold) -> None:
         self.inbox.put(HoldModel(ModelId(name), hold))
 
-    def start(self, name: str, prompt: Sequence[int], sampling: Sampling) -> int:
+    def start(
+        self, name: str, prompt: Sequence[int], sampling: Sampling, guide: GuideOrder | None = None
+    ) -> int:
         run = next(self._runs)
         self.answers[run] = Answer()
-        self.inbox.put(StartRequest(run, ModelId(name), tuple(prompt), (), sampling, salt=b""))
+        self.inbox.put(StartRequest(run, ModelId(name), tuple(prompt), (), sampling, b"", guide))
         return run
 
     def cancel(self, run: int) -> None:
@@ -137,6 +151,7 @@ def working_in_process(
     device: torch.device | None = None,
     config: EngineConfig = CONFIG,
     max_facts: int = 0,
+    turns: TurnRules | None = None,
 ) -> Iterator[LoopGateway]:
     """With `max_facts`, the worker waits when so many lie there untaken."""
     device = device or torch.device("cpu")
@@ -147,7 +162,7 @@ def working_in_process(
             gateway.pool = new_pool(eviction_terms)
             return gateway.pool
 
-        resources = HostingResources(device, config, kept_pool, borrower, Loader(device))
+        resources = HostingResources(device, config, kept_pool, borrower, Loader(device), turns)
         worker = WorkerLoop(resources, gateway.inbox, gateway.facts.put)
 
         def run() -> None:

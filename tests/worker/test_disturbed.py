@@ -23,6 +23,8 @@ from hearth.memory.arena import ArenaPool
 from hearth.memory.cuda_pages import CudaPages
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
+from hearth.policy.fleet.events import Promise
+from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.manifest import read_manifest
 from hearth.types import Hold, ModelId, SamplingTable
 from tests.engine.harness import assert_greedy, prompts_for
@@ -75,14 +77,20 @@ class Setting:
         return (1 + CONTEXT // CONFIG.block_tokens) * self.block_bytes(name)
 
     def promise_bytes(self, name: str) -> int:
-        """As the gateway would count it, with what the seams of KV extents may cost in an arena."""
-        parts = (
-            read_manifest(self.where(name)).num_bytes,
-            workspace_bytes(self.spec(name), CONFIG, self.device),
-            self.floor_bytes(name),
+        """As the gateway would count it."""
+        promise = self.promise(name)
+        return promise.own_bytes + promise.workspace_bytes
+
+    def promise(self, name: str) -> Promise:
+        """With what the seams of KV extents may cost in an arena."""
+        own_bytes = self._rounded(read_manifest(self.where(name)).num_bytes)
+        own_bytes += self._rounded(self.floor_bytes(name))
+        own_bytes += 16 * self.block_bytes(name) if self.new_pool is arena else 0
+        return Promise(
+            own_bytes,
+            workspace_bytes=self._rounded(workspace_bytes(self.spec(name), CONFIG, self.device)),
+            standing_bytes=self._rounded(self.block_bytes(name)),
         )
-        slack_bytes = 16 * self.block_bytes(name) if self.new_pool is arena else 0
-        return sum(map(self._rounded, parts)) + slack_bytes
 
     def _rounded(self, num_bytes: int) -> int:
         return -(-num_bytes // self.page_bytes) * self.page_bytes
@@ -218,12 +226,14 @@ class Player:
 
 
 @contextmanager
-def playing(kind: str, budget_bytes: int, root: Path, seed: int) -> Iterator[Player]:
+def playing(
+    kind: str, budget_bytes: int, root: Path, seed: int, turns: TurnRules | None = None
+) -> Iterator[Player]:
     setting = SETTINGS[kind]
     new_pool: NewPool = partial(setting.new_pool, setting, budget_bytes)
     with (
         tiers_at(root, num_cells=(16 << 20) // max(setting.page_bytes, 256 << 10)) as tiers,
-        working_in_process(tiers, new_pool, setting.device, CONFIG) as gateway,
+        working_in_process(tiers, new_pool, setting.device, CONFIG, turns=turns) as gateway,
     ):
         yield Player(gateway, setting, budget_bytes, random.Random(seed))
         gateway.ping()

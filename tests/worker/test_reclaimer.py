@@ -207,10 +207,10 @@ def test_a_model_that_breaks_while_it_gives_way_is_the_one_that_fails(
         player.gateway.until_ended(*fill(player, A))
         broken, clear = read_manifest(player.setting.where(A)).arch, Engine.clear
 
-        def breaks(engine: Engine, extent: range, *, may_move: bool, may_preempt: bool) -> bool:
+        def breaks(engine: Engine, extent: range, **how: bool) -> bool:
             if engine.runner.decoder.arch == broken:
                 raise ValueError("something is off")
-            return clear(engine, extent, may_move=may_move, may_preempt=may_preempt)
+            return clear(engine, extent, **how)
 
         monkeypatch.setattr(Engine, "clear", breaks)
         runs = fill(player, B, num_requests=12)

@@ -34,7 +34,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """The result of one call of `Engine.step`."""
+    """The result of one call of `Engine.step` or `Engine.flush`."""
 
     outputs: Sequence[Output]  #: tokens of the step that was taken in
     admitted: Sequence[Admission]  #: requests that the launched step admits, for the first time or again
@@ -193,13 +193,15 @@ class Engine:
         """The blocks of KV that running requests will fill next."""
         return self.elastic.reserve_blocks(self.batcher.num_running)
 
-    def clear(self, extent: range, *, may_move: bool, may_preempt: bool) -> bool:
+    def clear(self, extent: range, *, may_move: bool, may_preempt: bool, keeps_floor: bool = True) -> bool:
         """Stop using blocks: no step launched from now on touches them.
 
         Returns False, and nothing has changed, if that is not possible. Steps in flight still touch them, and
         so do copies that are queued behind them on the current stream.
         """
-        moves = self.batcher.clear(extent, may_move=may_move, may_preempt=may_preempt)
+        moves = self.batcher.clear(
+            extent, may_move=may_move, may_preempt=may_preempt, keeps_floor=keeps_floor
+        )
         if moves is None:
             return False
         self.runner.copy_blocks(moves)
@@ -217,6 +219,19 @@ class Engine:
         assert launched or previous or not self.has_work or blocks.num_blocks < blocks.floor_blocks, (
             f"there is work, but nothing to compute and to wait for: {self.usage}"
         )
+        return self._take_in(previous, launched)
+
+    def flush(self) -> StepOutcome:
+        """Take in the step in flight, if there is one, and launch none.
+
+        From here on the device reads nothing of the model. Its requests stay as they are: the next `step`
+        goes on with them.
+        """
+        previous, self._flight = self._flight, None
+        return self._take_in(previous, launched=None)
+
+    def _take_in(self, previous: _LaunchedStep | None, launched: _LaunchedStep | None) -> StepOutcome:
+        """Wait for a step, and return what came of it beside one that was launched meanwhile."""
         outputs, committed = list[Output](), CommittedStep()
         if previous is not None:
             result = previous.pending.wait()
@@ -224,7 +239,7 @@ class Engine:
             outputs = self._outputs(committed, result)
         return StepOutcome(
             outputs,
-            plan.admissions if plan else (),
+            launched.plan.admissions if launched is not None else (),
             self.batcher.take_preempted(),
             has_run=launched is not None or previous is not None,
             failures=committed.failures,

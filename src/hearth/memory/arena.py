@@ -21,7 +21,7 @@ from hearth.memory.pool import EvictionTermsOf, PoolUsage, Shape, Space
 from hearth.memory.regions import Owner, Use, aligned, extents_of
 from hearth.models.layout import ALIGNMENT_BYTES, ByteRange
 from hearth.models.weights import TensorPlace
-from hearth.policy.memory.eviction import Tail, plan_takes
+from hearth.policy.memory.eviction import TAKEABLE, Tail, plan_takes
 from hearth.policy.memory.packing import Item, pack
 from hearth.types import Hold, ModelId, SamplingTable
 
@@ -114,11 +114,15 @@ class ArenaPool:
                 self._books.give(Owner(model, Use.TENSOR, index))
             self._books.forget_if_empty(model)
 
+    def resident_bytes(self, model: ModelId) -> int:
+        tenant = self._books.tenants.get(model)
+        return 0 if tenant is None else tenant.holding(self._books.regions).stored_bytes
+
     def take_weights(self, num_bytes: int, most: Hold) -> int:
         tails, owners_by_model = [], {}
         for model, tenant in self._books.tenants.items():
             terms = self._eviction_terms(model)
-            if terms.hold > min(most, Hold.WARM) or terms.is_loading or tenant.coming:
+            if terms.hold not in TAKEABLE or terms.hold > most or terms.is_loading or tenant.coming:
                 continue
             owners_by_model[model] = owners = tenant.tensors(self._books.regions)[::-1]
             units = tuple(self._books.regions.span_of(owner).num_bytes for owner in owners)

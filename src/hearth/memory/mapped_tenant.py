@@ -55,6 +55,12 @@ class MappedTenant:
         return num_pages(self.shape.stored.num_bytes, self.page_bytes)
 
     @property
+    def resident_bytes(self) -> int:
+        """Stored bytes of the weights that have pages; the last page counts as full unless all are there."""
+        num_pages_had = len(self.there) + len(self.coming)
+        return min(num_pages_had * self.page_bytes, self.shape.stored.num_bytes)
+
+    @property
     def num_workspace_pages(self) -> int:
         return num_pages(self.shape.workspace_bytes, self.page_bytes)
 

@@ -16,7 +16,7 @@ from hearth.memory.pages import Pages
 from hearth.memory.pool import EvictionTermsOf, Holding, PoolUsage, Shape
 from hearth.memory.shared_chunks import SharedChunks
 from hearth.memory.spaces import Spaces
-from hearth.policy.memory.eviction import Tail
+from hearth.policy.memory.eviction import TAKEABLE, Tail
 from hearth.types import Hold, ModelId, SamplingTable
 
 
@@ -341,7 +341,7 @@ def _holding(tenant: MappedTenant, shared: Collection[int]) -> Holding:
 
 def tails_of(books: PageBooks, eviction_terms: EvictionTermsOf, hold: Hold) -> list[Tail]:
     """Return what each model that is held so would free, page by page, unless somebody writes its bytes."""
-    assert hold <= Hold.WARM, f"never to be taken from: {hold=}"
+    assert hold in TAKEABLE, f"never to be taken from: {hold=}"
     terms_by_model = {
         model: eviction_terms(model) for model, tenant in books.tenants.items() if not tenant.coming
     }

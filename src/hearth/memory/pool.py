@@ -3,7 +3,8 @@
 A pool keeps books of its own, and no reading of the device is ever asked again. It places, maps and moves; it
 never decides that somebody has to go: its caller makes room first, in the order
 
-    free memory, KV that nobody reads, weights of retained models, of warm ones, KV of running requests
+    free memory, KV that nobody reads, weights of retained models, of warm ones, of paused ones, KV of paused
+    models, KV of running requests
 
 and says with `EvictionTerms` whose weights may be taken, and at which price. Two pools do this: mapped pages
 (`memory/vmm.py`), where any free page fits anywhere, and one contiguous arena (`memory/arena.py`), where
@@ -43,8 +44,8 @@ class Shape:
 class EvictionTerms:
     """Terms on which weights of a model may be taken when somebody needs room."""
 
-    hold: Hold  #: only what is retained or warm is ever taken
-    cost_s_per_byte: float  #: the reload cost of one byte
+    hold: Hold  #: only what is retained, warm or paused is ever taken
+    cost_s_per_byte: float  #: the reload cost of one byte; among equally held models the cheapest goes first
     is_loading: bool  #: its bytes are being written: they are neither taken nor moved nor shared
 
 
@@ -123,6 +124,10 @@ class Pool(Protocol):
 
     def load_ended(self, model: ModelId, *, is_whole: bool) -> None:
         """Note that a load has ended: all gaps are filled, or, unless `is_whole`, given back."""
+
+    def resident_bytes(self, model: ModelId) -> int:
+        """Return about how many stored bytes of a model's weights have memory, at no cost worth mentioning;
+        those of a load under way count. 0 for one that is unknown."""
 
     def take_weights(self, num_bytes: int, most: Hold) -> int:
         """Take at least so many bytes of weights from models held at most so, cheapest first; returns how

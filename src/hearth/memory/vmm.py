@@ -25,7 +25,7 @@ from hearth.memory.pool import EvictionTermsOf, PoolUsage, Shape, Space
 from hearth.memory.spaces import Spaces
 from hearth.models.layout import ByteRange
 from hearth.models.weights import TensorPlace, contiguous_places
-from hearth.policy.memory.eviction import plan_takes
+from hearth.policy.memory.eviction import TAKEABLE, plan_takes
 from hearth.types import Hold, ModelId, SamplingTable
 
 log = logging.getLogger(__name__)
@@ -89,10 +89,14 @@ class MappedPool:
         with self._table.lock:
             self._books.end_load(self._books.tenants[model], is_whole=is_whole)
 
+    def resident_bytes(self, model: ModelId) -> int:
+        tenant = self._books.tenants.get(model)
+        return 0 if tenant is None else tenant.resident_bytes
+
     def take_weights(self, num_bytes: int, most: Hold) -> int:
         freed_bytes = 0
         with self._table.lock:
-            for hold in (Hold.RETAINED, Hold.WARM):
+            for hold in TAKEABLE:
                 while hold <= most and freed_bytes < num_bytes:
                     # A plan may free less than it should, where models share pages: then once more.
                     takes = plan_takes(

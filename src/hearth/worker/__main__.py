@@ -18,6 +18,7 @@ import msgspec
 from hearth.config import EngineConfig
 from hearth.errors import HearthError
 from hearth.messages import WorkerSetup
+from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.borrower import Borrower
 from hearth.store.die_with_parent import die_with_parent
 from hearth.store.loader import Loader
@@ -56,7 +57,10 @@ def _serve(setup: WorkerSetup) -> None:
     config = EngineConfig(**setup.engine)  # type: ignore[arg-type] # checked by the class itself
     runtime = start(setup, config)
     borrower = Borrower(Path(setup.keeper_socket), is_pinned=runtime.device.type == "cuda")
-    resources = HostingResources(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device))
+    resources = HostingResources(
+        *(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device)),
+        turns=TurnRules() if setup.turns else None,
+    )
     link = greet(connect(setup.host, setup.port), _introduction(setup, runtime), bytes.fromhex(setup.secret))
     inbox: Inbox = SimpleQueue()
     threading.Thread(target=_read, args=(link, inbox), name="hearth-reader", daemon=True).start()

@@ -11,6 +11,9 @@
     Retired      it is promised nothing; where addresses last, its engine waits for the model to come back
     Closed       nothing of it is left
 
+Where models take turns, each is loaded in its turn only, and others may take from it whenever it is not its
+turn, also while it has requests.
+
 Requests are taken from the beginning and wait, in their order, for the engine and their first step. A model
 may come, go and come again: each stay has a number, its `hosting`, and news of an earlier stay are stale.
 """
@@ -59,7 +62,6 @@ class Finding:
     """The keeper is asked for the model."""
 
     began_s: float
-    waiting: list[StartRequest]  #: for the engine, as in the next two; written by the step thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,6 @@ class Found:
     spec: HostingSpec
     borrowed: BorrowedModel
     open_s: float  #: how long it took to find
-    waiting: list[StartRequest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,6 @@ class Assembling:
 
     spec: HostingSpec
     load: ModelLoad
-    waiting: list[StartRequest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,9 @@ class HostedModel:
         """`post(hosting, news)`: `hosting` is the number of the stay that the news are of."""
         self.order = order
         self.hold = Hold.WARM  #: while it has no requests
-        self.state: HostingState = Finding(time.perf_counter(), [])
+        self.has_turn = True  #: always, unless models take turns; written by `Turns`
+        self.waiting: list[StartRequest] = []  #: for an engine with memory
+        self.state: HostingState = Finding(time.perf_counter())
         self._resources, self._pool, self._post = resources, pool, post
         self._is_closed = threading.Event()  #: for the thread that looks the model up
 
@@ -146,6 +148,14 @@ class HostedModel:
             case Loading(served) | Loaded(served) | Incomplete(served) | Retired(served):
                 return served
         return None
+
+    @property
+    def spec(self) -> HostingSpec | None:
+        """How the model is hosted; None before it is found."""
+        match self.state:
+            case Found(spec=spec) | Assembling(spec=spec):
+                return spec
+        return None if (served := self.served) is None else served.spec
 
     @property
     def load_under_way(self) -> ModelLoad | None:
@@ -170,21 +180,23 @@ class HostedModel:
         return (served := self.served) is not None and served.engine.has_work
 
     @property
-    def num_waiting(self) -> int:
-        """Requests that came before there is an engine."""
-        match self.state:
-            case Finding(waiting=waiting) | Found(waiting=waiting) | Assembling(waiting=waiting):
-                return len(waiting)
-        return 0
+    def takes_requests(self) -> bool:
+        """True if requests go to the engine; else they wait."""
+        return isinstance(self.state, Loading | Loaded | Incomplete)
 
     @property
     def effective_hold(self) -> Hold:
-        """BUSY while nothing of the model may be taken: it has requests, or memory that is being filled."""
-        if self.hold is Hold.PINNED:
-            return Hold.PINNED
+        """BUSY while nothing of the model may be taken: it has requests, or memory that is being filled.
+
+        PAUSED if it would be BUSY or PINNED, but waits for its turn.
+        """
         has_unchecked = (served := self.served) is not None and bool(served.unchecked)
-        is_busy = self.has_work or self.num_waiting > 0 or has_unchecked or self.is_loading
-        return Hold.BUSY if is_busy else self.hold
+        has_requests = self.has_work or bool(self.waiting) or has_unchecked
+        if self.has_turn and self.hold is Hold.PINNED:
+            return Hold.PINNED
+        if self.is_loading or (self.has_turn and has_requests):
+            return Hold.BUSY
+        return Hold.PAUSED if has_requests or self.hold is Hold.PINNED else self.hold
 
     def is_same(self, order: HostModel) -> bool:
         """True if an order asks for just what this model's engine was made for."""
@@ -196,21 +208,16 @@ class HostedModel:
     # Requests.
 
     def queue_until_ready(self, request: StartRequest) -> bool:
-        """Keep a request until there is an engine; False if there is one."""
-        match self.state:
-            case Finding(waiting=waiting) | Found(waiting=waiting) | Assembling(waiting=waiting):
-                waiting.append(request)
-                return True
-        return False
+        """Keep a request until there is an engine with memory; False if there is one."""
+        if self.takes_requests:
+            return False
+        self.waiting.append(request)
+        return True
 
     def take_waiting(self) -> list[StartRequest]:
         """Return the requests that wait for the engine, in their order; they wait no more."""
-        match self.state:
-            case Assembling(waiting=waiting):
-                taken = list(waiting)
-                waiting.clear()
-                return taken
-        return []
+        taken, self.waiting = self.waiting, []
+        return taken
 
     def add(self, run: int, request: EngineRequest) -> None:
         """Start a request that was checked by the engine's intake."""
@@ -223,9 +230,7 @@ class HostedModel:
 
     def cancel(self, run: int) -> None:
         """End one of the model's requests, wherever it is."""
-        match self.state:
-            case Finding(waiting=waiting) | Found(waiting=waiting) | Assembling(waiting=waiting):
-                waiting[:] = [request for request in waiting if request.run != run]
+        self.waiting = [request for request in self.waiting if request.run != run]
         if (served := self.served) is not None:
             served.unchecked.discard(run)
             served.engine.cancel(RequestId(str(run)))
@@ -246,15 +251,22 @@ class HostedModel:
 
     def found(self, news: ModelFound) -> None:
         match self.state:
-            case Finding(began_s, waiting):
-                open_s = time.perf_counter() - began_s
-                self.state = Found(news.spec, news.borrowed, open_s, waiting)
+            case Finding(began_s):
+                self.state = Found(news.spec, news.borrowed, time.perf_counter() - began_s)
             case state:
                 raise AssertionError(f"`{self.model}` was found while it is {state}")
 
     def host_again(self, order: HostModel) -> None:
         """Host a retired model with its engine again."""
         self.order, self.hold = order, Hold.WARM
+
+    def displaced(self) -> None:
+        """Note that the addresses of a retired model went to another: its engine is put together anew."""
+        match self.state:
+            case Retired(served):
+                served.engine.close()
+                self.state = Finding(time.perf_counter())
+                self.find()
 
     def load(self, place: Callable[[ModelId, HostingSpec], Space]) -> ModelLoaded | None:
         """Take the memory for all of the model, and have what is missing done by threads.
@@ -264,10 +276,10 @@ class HostedModel:
         """
         began_s = time.perf_counter()
         match self.state:
-            case Found(spec, borrowed, open_s, waiting):
+            case Found(spec, borrowed, open_s):
                 space = place(self.model, spec)
                 load = self._start_load(spec, space, began_s, open_s, borrowed=borrowed)
-                self.state = Assembling(spec, load, waiting)
+                self.state = Assembling(spec, load)
                 return None
             case Incomplete(served) | Retired(served):
                 space = place(self.model, served.spec)

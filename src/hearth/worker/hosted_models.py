@@ -20,6 +20,7 @@ from hearth.worker.hosted_model import Finding, HostedModel, ServedModel
 from hearth.worker.model_load import EngineReady, HostingNews, ModelFound
 from hearth.worker.reclaimer import Reclaimer
 from hearth.worker.runtime import HostingResources
+from hearth.worker.turns import Turns
 from hearth.worker.watched_load import WeightsLoaded
 
 #: Engines of retired models that are kept for their return. What they have besides the pool's memory, such as
@@ -36,7 +37,8 @@ class HostedModels:
         self, resources: HostingResources, post: Callable[[int, ModelId, HostingNews], None]
     ) -> None:
         self.hosted: dict[ModelId, HostedModel] = {}
-        self.reclaimer = Reclaimer(resources.new_pool, self.hosted)
+        self.reclaimer = Reclaimer(resources.new_pool, self.hosted, lambda model: self.turns.due_in_s(model))
+        self.turns = Turns(resources.turns, self.hosted, self.reclaimer.pool, self.reclaimer.reload_costs)
         self._resources, self._post = resources, post
         #: Retired models whose engine waits for them, the longest retired first.
         self._retired: dict[ModelId, HostedModel] = {}
@@ -49,24 +51,39 @@ class HostedModels:
         model, post = order.model, self._post
         assert model not in self.hosted, f"`{model}` is hosted already"
         self.reclaimer.reload_costs.hosted(model, order.weight)
-        for displaced in self.reclaimer.pool.take_displaced():  # its engine was built at those addresses
-            if (gone := self._retired.pop(displaced, None)) is not None:
-                gone.close()
+        self._follow_displaced()
         retired = self._retired.pop(model, None)
         if retired is not None and retired.is_same(order):
             retired.host_again(order)
             self.hosted[model] = retired
-            return self.load(retired)
+            self.turns.hosted(retired)
+            return self.load_in_turn(retired)
         if retired is not None:
             retired.close()
         self.hosted[model] = HostedModel(
             *(order, self._resources, self.reclaimer.pool), lambda hosting, news: post(hosting, model, news)
         )
+        self.turns.hosted(self.hosted[model])
         self.hosted[model].find()
         return None
 
+    def _follow_displaced(self) -> None:
+        """Let go of engines of retired models that were built at addresses which others have now."""
+        for model in self.reclaimer.pool.take_displaced():
+            if (retired := self._retired.pop(model, None)) is not None:
+                retired.close()
+            elif (hosted := self.hosted.get(model)) is not None:
+                hosted.displaced()
+
+    def load_in_turn(self, hosted: HostedModel) -> ModelLoaded | None:
+        """Load a model as below, unless it has to wait for its turn."""
+        return self.load(hosted) if hosted.has_turn else None
+
     def load(self, hosted: HostedModel) -> ModelLoaded | None:
         """Have all of a model loaded that is not there; others may have to give way."""
+        self._follow_displaced()
+        if isinstance(hosted.state, Finding):
+            return None
         try:
             return self._announced(hosted.load(self.reclaimer.place))
         except DeviceError:
@@ -82,7 +99,8 @@ class HostedModels:
 
     def found(self, hosted: HostedModel, news: ModelFound) -> ModelLoaded | None:
         hosted.found(news)
-        return self.load(hosted)
+        self.turns.held(hosted)
+        return self.load_in_turn(hosted)
 
     def engine_ready(self, hosted: HostedModel, news: EngineReady) -> ModelLoaded | None:
         return self._announced(hosted.engine_ready(news))
@@ -93,8 +111,8 @@ class HostedModels:
     def retire(self, model: ModelId) -> None:
         """Take back all memory of an idle model but its weights, which stay until somebody needs it."""
         hosted = self.hosted[model]
-        while (served := hosted.served) is not None and served.engine.has_work:
-            served.engine.step()  # what was under way when its requests ended
+        if (served := hosted.served) is not None:
+            served.engine.flush()  # what was under way when its requests ended
         hosted.stop_loading()
         self.reclaimer.retire(hosted)
         if hosted.served is not None and self.reclaimer.pool.keeps_addresses:
@@ -105,6 +123,7 @@ class HostedModels:
         else:
             hosted.close()
         del self.hosted[model]
+        self.turns.forget(model)
         log.info("model_retired model=%s", model)
 
     def drop(self, model: ModelId) -> None:
@@ -112,6 +131,7 @@ class HostedModels:
         hosted = self.hosted.pop(model, None) or self._retired.pop(model, None)
         if hosted is not None:
             hosted.close()
+        self.turns.forget(model)
         self.reclaimer.drop(model)
         self.reclaimer.reload_costs.forget(model)
         log.info("model_dropped model=%s", model)
@@ -128,6 +148,7 @@ class HostedModels:
         """Note how a model is held while it has no requests. One that has just failed is gone already."""
         if (hosted := self.hosted.get(model)) is not None:
             hosted.hold = hold
+            self.turns.held(hosted)
             self.reclaimer.policy.room_may_have_come()
 
     def cancel(self, hosted: HostedModel, run: int) -> None:
@@ -152,6 +173,19 @@ class HostedModels:
             self._readiness.starved(model, self.reclaimer.policy.generation)
         return outcome
 
+    def end_turn(self, hosted: HostedModel) -> StepOutcome:
+        """Have a model whose turn is over rest: what it has is lent from here on.
+
+        Returns what came of the step that was under way.
+        """
+        outcome = StepOutcome((), (), (), has_run=False)
+        if (served := hosted.served) is not None and hosted.takes_requests:
+            outcome = served.engine.flush()
+            self.reclaimer.after_step(hosted.model, served, outcome)
+        self.reclaimer.policy.stop_deferring(hosted.model)
+        self.reclaimer.policy.room_may_have_come()
+        return outcome
+
     def look_again(self) -> None:
         """Let models step that had nothing to compute: something has come from outside."""
         self._readiness.look_again()
@@ -168,7 +202,7 @@ class HostedModels:
         return None if model is None else ModelBroke(model, self.reclaimer.kv_shortage(model, busy[model]))
 
     def _busy(self) -> dict[ModelId, ServedModel]:
-        servings = ((model, one.served) for model, one in self.hosted.items())
+        servings = ((model, one.served) for model, one in self.hosted.items() if one.has_turn)
         return {model: one for model, one in servings if one is not None and one.engine.has_work}
 
     def _views(self, busy: dict[ModelId, ServedModel]) -> list[BusyModel]:
@@ -187,4 +221,5 @@ class HostedModels:
                 costs.moved(use.rung, use.num_bytes, use.seconds)
             costs.loaded(loaded.model, {use.rung: use.num_bytes for use in loaded.rungs})
             self.reclaimer.policy.room_may_have_come()
+            self.turns.loaded(loaded.model)
         return loaded

@@ -41,24 +41,37 @@ class Reclaimer:
     """Mutable; the step thread alone calls it. Shows the policy KV and tables of all models: `ModelBooks`."""
 
     def __init__(
-        self, new_pool: Callable[[EvictionTermsOf], Pool], hosted: Mapping[ModelId, HostedModel]
+        self,
+        new_pool: Callable[[EvictionTermsOf], Pool],
+        hosted: Mapping[ModelId, HostedModel],
+        due_in_s: Callable[[ModelId], float],
     ) -> None:
-        """`hosted` are the hosted models, kept by whoever calls."""
+        """`hosted` are the hosted models, kept by whoever calls.
+
+        `due_in_s` says in how many seconds a token of a paused model is due.
+        """
         self.pool = new_pool(self.eviction_terms)
         self.policy = ReclaimPolicy(self, keeps_addresses=self.pool.keeps_addresses)
         self.reload_costs = DeviceReloadCosts()
-        self._hosted = hosted
+        self._hosted, self._due_in_s = hosted, due_in_s
         self.num_spilled_tables = 0  #: so far: tables for which the pool had no room
 
     def eviction_terms(self, model: ModelId) -> EvictionTerms:
-        """Return how the pool is to treat a model's weights; one that is not hosted is retained."""
-        cost_s_per_byte = self.reload_costs.cost_s_per_byte(model, time.monotonic())
+        """Return how the pool is to treat a model's weights; one that is not hosted is retained.
+
+        The weights of a paused model are wanted for sure, so their cost falls with the time until then.
+        """
         hosted = self._hosted.get(model)
+        hold, is_loading = Hold.RETAINED, False
+        if hosted is not None:
+            hold, is_loading = hosted.effective_hold, hosted.is_loading
         if model == self.policy.placing:
-            return EvictionTerms(Hold.BUSY, cost_s_per_byte, is_loading=False)
-        if hosted is None:
-            return EvictionTerms(Hold.RETAINED, cost_s_per_byte, is_loading=False)
-        return EvictionTerms(hosted.effective_hold, cost_s_per_byte, is_loading=hosted.is_loading)
+            hold, is_loading = Hold.BUSY, False
+        if hold is Hold.PAUSED:
+            cost_s_per_byte = self.reload_costs.paused_cost_s_per_byte(model, self._due_in_s(model))
+        else:
+            cost_s_per_byte = self.reload_costs.cost_s_per_byte(model, time.monotonic())
+        return EvictionTerms(hold, cost_s_per_byte, is_loading)
 
     # Weights.
 
@@ -119,20 +132,23 @@ class Reclaimer:
     # What the policy reads.
 
     def models(self) -> list[ModelId]:
-        return [model for model, hosted in self._hosted.items() if hosted.served is not None]
+        return [model for model, hosted in self._hosted.items() if hosted.takes_requests]
 
     def kv_of(self, model: ModelId) -> KvView:
         served = self._served(model)
         engine, spec, blocks = served.engine, served.spec, served.engine.batcher.blocks
+        hold = self._hosted[model].effective_hold
+        is_paused = hold is Hold.PAUSED
         return KvView(
-            hold=self._hosted[model].effective_hold,
+            hold=hold,
             has_work=engine.has_work,
             block_bytes=spec.shape.block_bytes,
-            floor_blocks=spec.floor_blocks,
+            floor_blocks=0 if is_paused else spec.floor_blocks,
             max_blocks=spec.shape.max_blocks - 1,  # the sink is no block of the book
             num_blocks=blocks.num_blocks,
             num_available=blocks.num_available,
-            reserve_blocks=engine.reserve_blocks,
+            reserve_blocks=0 if is_paused else engine.reserve_blocks,
+            due_in_s=self._due_in_s(model) if is_paused else 0.0,
         )
 
     def extents(self, model: ModelId) -> list[range]:
@@ -164,8 +180,8 @@ class Reclaimer:
         match order:
             case GrowKv(model, num_blocks, ahead_blocks):
                 return self._grow(model, num_blocks, ahead_blocks)
-            case ClearKv(model, extent, may_preempt, may_forget):
-                return self._clear(model, extent, may_preempt=may_preempt, may_forget=may_forget)
+            case ClearKv():
+                return self._clear(order)
             case TakeWeights(num_bytes, most):
                 return self._take(num_bytes, most)
             case PlaceTable(model, table, num_bytes):
@@ -208,18 +224,25 @@ class Reclaimer:
             engine.add_blocks(extent)
         return sum(map(len, extents))
 
-    def _clear(self, model: ModelId, extent: range, *, may_preempt: bool, may_forget: bool) -> int:
+    def _clear(self, order: ClearKv) -> int:
+        model, extent = order.model, order.extent
         engine = self._served(model).engine
         with _blaming(model):
-            if not may_forget and engine.batcher.blocks.cached_among(extent):
+            if not order.may_forget and engine.batcher.blocks.cached_among(extent):
                 return 0
-            if not engine.clear(extent, may_move=self.pool.keeps_addresses, may_preempt=may_preempt):
+            is_cleared = engine.clear(
+                extent,
+                may_move=self.pool.keeps_addresses,
+                may_preempt=order.may_preempt,
+                keeps_floor=order.keeps_floor,
+            )
+            if not is_cleared:
                 return 0
         self.pool.shrink(model, extent)
         return len(extent)
 
     def _take(self, num_bytes: int, most: Hold) -> int:
-        """Take weights of idle models, which have to be loaded again before they can step."""
+        """Take weights of idle or paused models, which have to be loaded again before they can step."""
         freed = self.pool.take_weights(num_bytes, most)
         # Also where nothing came free: what models share is taken from one of them, and stays with the other.
         for holding in self.pool.usage().holdings:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+import msgspec
+
 from hearth.memory.pool import Holding
 from hearth.messages import DeviceResidency, ModelUse, Pong
 from hearth.types import Hold, ModelId
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.reclaimer import Reclaimer
+from hearth.worker.turns import Turns
 
 #: How long a change may wait while steps are made.
 INTERVAL_S = 0.1
@@ -21,9 +24,9 @@ INTERVAL_S = 0.1
 class Reports:
     """Mutable; the step thread alone calls it."""
 
-    def __init__(self, reclaimer: Reclaimer, hosted: Mapping[ModelId, HostedModel]) -> None:
+    def __init__(self, reclaimer: Reclaimer, hosted: Mapping[ModelId, HostedModel], turns: Turns) -> None:
         """`hosted` are the hosted models, kept by whoever calls."""
-        self._reclaimer, self._hosted = reclaimer, hosted
+        self._reclaimer, self._hosted, self._turns = reclaimer, hosted, turns
         self._told: dict[ModelId, int] = {}
         self._told_s = 0.0
 
@@ -69,16 +72,24 @@ class Reports:
         num_bytes = (holding.weights_bytes, holding.total_bytes, holding.shared_bytes, holding.kv_bytes)
         if hosted is None:
             return ModelUse(model, Hold.RETAINED, False, *num_bytes)
-        hold, served, coming_bytes = hosted.effective_hold, hosted.served, _coming_bytes(holding, hosted)
-        if served is None:
-            num_waiting = hosted.num_waiting
-            return ModelUse(model, hold, True, *num_bytes, num_waiting=num_waiting, coming_bytes=coming_bytes)
-        use = served.engine.usage
-        return ModelUse(
-            *(model, hold, True, *num_bytes, use.num_running, use.num_waiting),
-            *(use.kv_used_blocks, use.kv_cached_blocks, use.kv_blocks),
+        use = ModelUse(
+            *(model, hosted.effective_hold, True, *num_bytes),
+            num_waiting=len(hosted.waiting),
+            coming_bytes=_coming_bytes(holding, hosted),
+            is_in_turn=self._turns.is_in_turn(model),
+            due_s=self._turns.next_due_in_s(model),
+        )
+        if (served := hosted.served) is None:
+            return use
+        usage = served.engine.usage
+        return msgspec.structs.replace(
+            use,
+            num_running=usage.num_running,
+            num_waiting=usage.num_waiting + use.num_waiting,
+            kv_used_blocks=usage.kv_used_blocks,
+            kv_cached_blocks=usage.kv_cached_blocks,
+            kv_blocks=usage.kv_blocks,
             block_bytes=served.spec.shape.block_bytes,
-            coming_bytes=coming_bytes,
             tables_bytes=holding.tables_bytes,
         )
 

@@ -23,6 +23,7 @@ from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
 from hearth.messages import WorkerSetup
 from hearth.models.layout import ALIGNMENT_BYTES
+from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.borrower import Borrower
 from hearth.store.loader import Loader
 
@@ -55,6 +56,7 @@ class HostingResources:
     new_pool: Callable[[EvictionTermsOf], Pool]
     borrower: Borrower
     loader: Loader
+    turns: TurnRules | None = None  #: by which models that do not fit together take turns; None: they do not
 
 
 def start(setup: WorkerSetup, config: EngineConfig) -> Runtime:

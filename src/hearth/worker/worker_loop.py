@@ -1,7 +1,7 @@
-"""The step loop of a worker: orders in, steps of busy models, facts out. Opens no socket.
+"""The step loop of a worker: orders in, turns and steps of busy models, facts out. Opens no socket.
 
 One thread runs it and owns all engines. Others post what they have into its inbox: orders of the gateway and
-news of models that are opened and loaded. With nothing to do it sleeps there.
+news of models that are opened and loaded. With nothing to do it sleeps there, at most until a turn may end.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import assert_never
 
 from hearth.engine.engine import Intake, StepOutcome
@@ -27,6 +26,7 @@ from hearth.messages import (
     HostModel,
     LoadProgress,
     ModelLoaded,
+    ModelTurn,
     Order,
     Ping,
     RetireModel,
@@ -38,7 +38,8 @@ from hearth.messages import (
 )
 from hearth.policy.batch.plan import EngineRequest
 from hearth.policy.batch.step_sharing import StepSharing
-from hearth.types import GuideSpec, ModelId, RequestId
+from hearth.policy.turns.turn_policy import BeginTurn, EndTurn
+from hearth.types import GuideSpec, ModelId, RequestId, TurnEnd
 from hearth.worker.failure import Failure, blame, failure_of
 from hearth.worker.hosted_model import HostedModel, Incomplete
 from hearth.worker.hosted_models import HostedModels
@@ -72,7 +73,8 @@ class CheckedRequest:
     outcome: EngineRequest | HearthError
 
 
-Inbox = SimpleQueue[Order | ModelNews | CheckedRequest]
+Message = Order | ModelNews | CheckedRequest
+Inbox = SimpleQueue[Message]
 
 
 @dataclass(slots=True)
@@ -94,7 +96,8 @@ class WorkerLoop:
             resources, lambda hosting, model, news: inbox.put(ModelNews(hosting, model, news))
         )
         self._hosted = self._models.hosted
-        self._reports = Reports(self._models.reclaimer, self._hosted)
+        self._turns = self._models.turns
+        self._reports = Reports(self._models.reclaimer, self._hosted, self._turns)
         self._runs: dict[int, _Run] = {}  #: all that have not ended, each of a hosted model
         self._compilers = ThreadPoolExecutor(1, thread_name_prefix="hearth-guide")
 
@@ -105,21 +108,31 @@ class WorkerLoop:
 
     def _take_orders(self) -> bool:
         """Carry out what has come, sleeping while no model is busy; False at the end."""
-        while not self._inbox.empty() or not self._models.ready():
-            if self._inbox.empty():
-                if (broke := self._models.hopeless()) is not None:
-                    self._fail(broke.model, failure_of(broke.error))
-                    continue
-                self._tell_residency(is_due=True)  # before it sleeps
-            message = self._inbox.get()
+        while (message := self._next_message()) is not None:
             if isinstance(message, Shutdown):
                 return False
             self._models.look_again()
             self._handle(message)
             del message  # it may hold the engine of a model that is dropped while this sleeps
             for hosted in self._models.deferred():
-                self._try(hosted.model, partial(self._models.load, hosted))
+                self._load(hosted)
         return True
+
+    def _next_message(self) -> Message | None:
+        """Return what has come, sleeping while no model is ready; None: one is, and nothing has come."""
+        while self._inbox.empty():
+            self._take_turns()
+            if self._models.ready():
+                return None
+            if (broke := self._models.hopeless()) is not None:
+                self._fail(broke.model, failure_of(broke.error))
+                continue
+            self._tell_residency(is_due=True)  # before it sleeps
+            try:
+                return self._inbox.get(timeout=self._turns.timeout_s())
+            except Empty:  # a turn may end now
+                continue
+        return self._inbox.get()
 
     def _step(self) -> None:
         """Make one step of the model that is next. If that breaks, the model leaves and the others go on."""
@@ -139,9 +152,47 @@ class WorkerLoop:
         del ready  # the last of it besides the worker's own
         self._fail(broken, failure)  # if it is another one, this one tries again
 
+    # Turns.
+
+    def _take_turns(self) -> None:
+        """Have turns end and begin, as the policy decides now."""
+        while changes := self._turns.decide():
+            for change in changes:
+                hosted = self._hosted.get(change.model)
+                if hosted is None:  # it has failed meanwhile
+                    continue
+                match change:
+                    case EndTurn(why=why):
+                        self._end_turn(hosted, why)
+                    case BeginTurn():
+                        self._tell_turn(hosted, None)
+                        self._load(hosted)
+                    case _:
+                        assert_never(change)
+
+    def _end_turn(self, hosted: HostedModel, why: TurnEnd) -> None:
+        began_s = time.perf_counter()
+        try:
+            outcome = self._models.end_turn(hosted)
+        except Exception as error:  # whatever it is, it is one model's alone, or `_fail` says otherwise
+            self._fail(*blame(hosted.model, error))
+            return
+        self._tell_step(hosted.model, outcome, time.perf_counter() - began_s)
+        self._tell_turn(hosted, why)
+
+    def _load(self, hosted: HostedModel) -> None:
+        """Load what a model lacks, if it is known yet, and have the requests that waited for it begin."""
+        if not hosted.is_loaded and not hosted.is_loading:
+            self._try(hosted.model, lambda: self._models.load(hosted))
+        self._begin_waiting(hosted)
+
+    def _tell_turn(self, hosted: HostedModel, ended: TurnEnd | None) -> None:
+        num_requests = sum(run.model == hosted.model for run in self._runs.values())
+        self._send(ModelTurn(hosted.model, hosted.order.hosting, ended, num_requests))
+
     # Orders.
 
-    def _handle(self, message: Order | ModelNews | CheckedRequest) -> None:
+    def _handle(self, message: Message) -> None:
         match message:
             case HostModel(model):
                 self._try(model, lambda: self._models.host(message))
@@ -211,8 +262,15 @@ class WorkerLoop:
             return
         self._runs[order.run] = _Run(order.model, time.perf_counter())
         self._models.request_came(hosted)
+        self._turns.arrived(order, waited_s=0.0)
         if not hosted.queue_until_ready(order):
             self._begin(order, hosted)
+
+    def _begin_waiting(self, hosted: HostedModel) -> None:
+        """Have the requests begin that waited for an engine, if it is there."""
+        if hosted.takes_requests:
+            for order in hosted.take_waiting():
+                self._begin(order, hosted)
 
     def _begin(self, order: StartRequest, hosted: HostedModel) -> None:
         """Check a request of a model that has its engine, if not all of its bytes."""
@@ -236,12 +294,13 @@ class WorkerLoop:
             return
         hosted.add(order.run, outcome)
         if isinstance(hosted.state, Incomplete):  # others took from it while it was idle
-            self._try(order.model, lambda: self._models.load(hosted))
+            self._try(order.model, lambda: self._models.load_in_turn(hosted))
 
     def _cancel(self, run: int) -> None:
         """End a request now; one that has ended meanwhile has its last word on the way."""
         if (entry := self._runs.pop(run, None)) is not None:
             self._models.cancel(self._hosted[entry.model], run)
+            self._turns.ended(entry.model, run)
 
     # News of models.
 
@@ -250,12 +309,11 @@ class WorkerLoop:
         match news:
             case ModelFound():
                 self._try(model, lambda: self._models.found(hosted, news))
+                for order in hosted.waiting:
+                    self._turns.arrived(order, time.perf_counter() - self._runs[order.run].since_s)
             case EngineReady():
-                waiting = hosted.take_waiting()
                 self._try(model, lambda: self._models.engine_ready(hosted, news))
-                for order in waiting:
-                    if order.run in self._runs:
-                        self._begin(order, hosted)
+                self._begin_waiting(hosted)
             case Progressed(num_bytes, num_layers):
                 self._send(LoadProgress(model, hosted.order.hosting, num_bytes, num_layers))
             case AlmostLoaded():
@@ -295,8 +353,10 @@ class WorkerLoop:
         finished = {
             int(one.request_id): one.finish_reason for one in outputs if one.finish_reason is not None
         }
+        self._turns.sent(model, [one.request_id for one in outputs])
         for run in finished:
             del self._runs[run]
+            self._turns.ended(model, run)
         if outputs or admitted or preempted:
             has_logprobs = any(one.logprobs is not None for one in outputs)
             self._send(
@@ -316,6 +376,7 @@ class WorkerLoop:
 
     def _fail_run(self, model: ModelId, run: int, error: HearthError) -> None:
         del self._runs[run]
+        self._turns.ended(model, run)
         log.warning("run_failed run=%d model=%s label=%s reason=%s", run, model, error.label, error)
         self._send(RunFailed(run, error.label, str(error)))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hearth.policy.batch.elastic import Elastic, KvUse
+from hearth.policy.memory.eviction import TAKEABLE
 from hearth.policy.memory.reclaim import (
     ClearKv,
     DropTable,
@@ -38,6 +39,8 @@ class SimulatedModel:
     max_blocks: int
     hold: Hold = Hold.WARM  #: while it has no requests
     is_hosted: bool = False
+    has_turn: bool = True
+    due_in_s: float = 0.0
     there_bytes: int = 0  #: of its weights
     num_blocks: int = 0
     num_cached: int = 0
@@ -66,7 +69,17 @@ class SimulatedModel:
     def effective_hold(self) -> Hold:
         if not self.is_hosted:
             return Hold.RETAINED
-        return Hold.BUSY if self.has_work and self.hold is not Hold.PINNED else self.hold
+        if not self.has_work or (self.has_turn and self.hold is Hold.PINNED):
+            return self.hold
+        return Hold.BUSY if self.has_turn else Hold.PAUSED
+
+    @property
+    def is_paused(self) -> bool:
+        return self.effective_hold is Hold.PAUSED
+
+    @property
+    def promised_blocks(self) -> int:
+        return 0 if self.is_paused else self.floor_blocks
 
     @property
     def num_live(self) -> int:
@@ -82,7 +95,7 @@ class SimulatedModel:
 
     @property
     def reserve_blocks(self) -> int:
-        return self.elastic.reserve_blocks(len(self.running))
+        return 0 if self.is_paused else self.elastic.reserve_blocks(len(self.running))
 
     def use(self, num_wanted: int) -> KvUse:
         return KvUse(self.num_blocks, self.num_live, self.num_cached, num_wanted, len(self.running))
@@ -170,11 +183,12 @@ class SimulatedPool:
             hold=one.effective_hold,
             has_work=one.has_work,
             block_bytes=one.block_bytes,
-            floor_blocks=one.floor_blocks,
+            floor_blocks=one.promised_blocks,
             max_blocks=one.max_blocks,
             num_blocks=one.num_blocks,
             num_available=one.num_available,
             reserve_blocks=one.reserve_blocks,
+            due_in_s=one.due_in_s,
         )
 
     def extents(self, model: ModelId) -> list[range]:
@@ -227,8 +241,9 @@ class SimulatedPool:
     def _clear(self, one: SimulatedModel, order: ClearKv) -> int:
         """Free blocks go first, then cached ones, as if blocks had moved."""
         num_blocks = len(order.extent)
-        is_lent = one.num_blocks - num_blocks >= one.floor_blocks
+        is_lent = one.num_blocks - num_blocks >= one.promised_blocks
         assert is_lent or not order.may_preempt or not one.has_work, f"{order} takes what is promised"
+        assert order.keeps_floor or one.is_paused, f"{order} takes what is promised"
         num_more = num_blocks - one.num_free
         if num_more > 0 and not order.may_forget:
             return 0
@@ -236,6 +251,7 @@ class SimulatedPool:
             if not order.may_preempt:
                 return 0
             self._check_nothing_else_is_left(order.model)
+            self._check_paused_kv_goes_first(order.model)
             while one.num_available < num_blocks:
                 one.running.pop()
                 one.num_waiting += 1
@@ -265,7 +281,7 @@ class SimulatedPool:
             assert not self._lent(), f"`{model}` gives way before KV beyond a promise: {self._lent()}"
         elif self.keeps_addresses:
             assert self.free_bytes < one.needed[table], f"{table} has room: {one}"
-            assert not self._takeable(Hold.WARM), f"{table} is outside, and weights of idle models are not"
+            assert not self._takeable(Hold.PAUSED), f"{table} is outside, and weights that may go are not"
             assert not self._idle_kv(), f"{table} is outside, and KV that nobody reads is not"
         one.spilled.add(table)
         return one.pooled.pop(table, 0)
@@ -278,13 +294,13 @@ class SimulatedPool:
             if model != self.stepping
             and one.is_hosted
             and one.num_blocks >= EXTENT_BLOCKS
-            and (not one.has_work or one.num_blocks - EXTENT_BLOCKS >= one.floor_blocks)
+            and (not one.has_work or one.num_blocks - EXTENT_BLOCKS >= one.promised_blocks)
         ]
 
     def _take(self, order: TakeWeights) -> int:
-        assert order.most <= Hold.WARM, f"weights of busy models: {order}"
-        if order.most is Hold.WARM:
-            assert not self._takeable(Hold.RETAINED), f"{order} before what is retained"
+        assert order.most in TAKEABLE, f"weights of busy models: {order}"
+        for less in TAKEABLE[: TAKEABLE.index(order.most)]:
+            assert not self._takeable(less), f"{order} before what is held less: {less}"
         assert not self._idle_kv(), f"{order} before KV that nobody reads: {self._idle_kv()}"
         num_left = order.num_bytes
         for one in self._takeable(order.most):
@@ -297,8 +313,16 @@ class SimulatedPool:
         """Before a running request is preempted."""
         spare_bytes = EXTENT_BLOCKS * max(one.block_bytes for one in self.models_by_id.values())
         assert self.free_bytes < self.needed_bytes + spare_bytes, f"`{victim}` gives way beyond need"
-        assert not self._takeable(Hold.WARM), f"`{victim}` gives way before weights of idle models"
+        assert not self._takeable(Hold.PAUSED), f"`{victim}` gives way before weights that may go"
         assert not self._idle_kv(), f"`{victim}` gives way before KV that nobody reads"
+
+    def _check_paused_kv_goes_first(self, victim: ModelId) -> None:
+        """Before a request loses its KV: none of a paused model is left that is due later."""
+        one = self.models_by_id[victim]
+        for model, other in self.models_by_id.items():
+            is_later = other.is_paused and (not one.is_paused or other.due_in_s > one.due_in_s)
+            if is_later and model != self.stepping:
+                assert other.num_blocks < EXTENT_BLOCKS, f"`{victim}` gives way before `{model}`"
 
     def _takeable(self, most: Hold) -> list[SimulatedModel]:
         return [

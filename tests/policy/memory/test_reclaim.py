@@ -112,7 +112,7 @@ def test_cached_kv_of_the_least_held_goes_before_weights() -> None:
 
     pool.before_step(B, num_wanted=2)
 
-    assert pool.orders[1] == ClearKv(C, range(2, 4), may_preempt=False, may_forget=True)
+    assert pool.orders[1] == ClearKv(C, range(2, 4), may_preempt=False, keeps_floor=True, may_forget=True)
     assert not any(isinstance(order, TakeWeights) for order in pool.orders)
     assert pool.models_by_id[A].num_cached == 4
 
@@ -131,6 +131,59 @@ def test_retained_weights_go_before_warm_ones_and_those_before_running_requests(
     assert (warm.there_bytes, retained.there_bytes) == (0, 0)
     assert pool.num_preempted > 0
     assert grower.num_blocks >= 6
+
+
+def paused(one: SimulatedModel, due_in_s: float = 1.0) -> SimulatedModel:
+    one.has_turn, one.due_in_s = False, due_in_s
+    return one
+
+
+def test_weights_of_paused_models_go_after_warm_ones_and_their_kv_after_that() -> None:
+    warm, waiting = hosted(weights_bytes=2), paused(hosted(weights_bytes=2, num_blocks=4, running=(4,)))
+    lent = hosted(num_blocks=8, running=(4, 4), floor_blocks=2)
+    newcomer = hosted(weights_bytes=10)
+    newcomer.there_bytes = 0
+    pool = pool_of(a=lent, b=newcomer, c=warm, d=waiting)
+
+    assert pool.place(B) == 0
+
+    taken = [order.most for order in pool.orders if isinstance(order, TakeWeights)]
+    assert taken[:3] == [Hold.RETAINED, Hold.WARM, Hold.PAUSED]
+    assert (warm.there_bytes, waiting.there_bytes, waiting.num_blocks) == (0, 0, 0)
+    assert (waiting.num_waiting, lent.num_blocks) == (1, 6), "running requests give way last"
+
+
+def test_of_paused_models_the_one_that_is_due_last_loses_its_kv_first() -> None:
+    soon = paused(hosted(weights_bytes=0, num_blocks=4, running=(4,)), due_in_s=0.2)
+    late = paused(hosted(weights_bytes=0, num_blocks=4, running=(4,)), due_in_s=1.5)
+    newcomer = hosted(weights_bytes=4)
+    newcomer.there_bytes = 0
+    pool = pool_of(a=soon, b=newcomer, c=late)
+
+    assert pool.place(B) == 0
+
+    assert (soon.num_blocks, late.num_blocks) == (4, 0)
+
+
+def test_beyond_its_promise_a_model_takes_weights_of_paused_ones_and_not_their_kv() -> None:
+    grower = hosted(num_blocks=4, running=(4,), floor_blocks=4)
+    waiting = paused(hosted(weights_bytes=2, num_blocks=4, running=(4,)))
+    pool = pool_of(a=grower, b=waiting)
+
+    pool.before_step(A, num_wanted=6)
+
+    assert (grower.num_blocks, waiting.there_bytes) == (6, 0)
+    assert (waiting.num_blocks, waiting.running) == (4, [4])
+
+
+def test_what_is_promised_is_had_from_the_kv_of_paused_models_too() -> None:
+    grower = hosted(floor_blocks=4)
+    grower.num_waiting = 1
+    waiting = paused(hosted(weights_bytes=0, num_blocks=4, running=(2, 2), floor_blocks=4))
+    pool = pool_of(a=grower, b=waiting)
+
+    assert pool.before_step(A, num_wanted=4) == 4
+    assert (grower.num_blocks, waiting.num_blocks, waiting.num_waiting) == (4, 0, 2)
 
 
 def test_nobody_is_preempted_for_what_is_not_promised() -> None:
@@ -214,17 +267,17 @@ def test_others_are_not_stripped_where_what_comes_free_is_of_no_use() -> None:
     assert idle.num_blocks >= 40 - 2 * 6
 
 
-def test_a_model_is_deferred_only_where_one_that_is_loaded_may_lie_in_its_way() -> None:
-    mapped, arena = pool_of(a=hosted()), pool_of(a=hosted(), keeps_addresses=False)
-    assert not mapped.policy.defer(A, is_any_loading=True)
-    assert not arena.policy.defer(A, is_any_loading=False)
-    assert arena.policy.defer(A, is_any_loading=True)
-    assert arena.policy.deferred() == []
+@pytest.mark.parametrize("keeps_addresses", [True, False])
+def test_a_model_is_deferred_only_where_one_that_is_loaded_may_be_in_its_way(keeps_addresses: bool) -> None:
+    policy = pool_of(a=hosted(), keeps_addresses=keeps_addresses).policy
+    assert not policy.defer(A, is_any_loading=False)
+    assert policy.defer(A, is_any_loading=True)
+    assert policy.deferred() == []
 
-    arena.policy.room_may_have_come()
-    assert arena.policy.deferred() == [A]
-    arena.policy.stop_deferring(A)
-    assert arena.policy.deferred() == []
+    policy.room_may_have_come()
+    assert policy.deferred() == [A]
+    policy.stop_deferring(A)
+    assert policy.deferred() == []
 
 
 # --- After a step ---
@@ -347,7 +400,7 @@ def test_a_model_s_own_table_leaves_the_pool_for_the_kv_that_it_is_promised() ->
 
 
 class AnyEvents(RuleBasedStateMachine):
-    """Models come, get requests, step, end them and go, with promises that the budget can keep."""
+    """Models come, take turns, get requests, step, end them and go. What is promised the budget can keep."""
 
     @initialize(
         weights=st.lists(st.integers(1, 12), min_size=2, max_size=4),
@@ -388,17 +441,39 @@ class AnyEvents(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 3))
     def host(self, number: int) -> None:
-        """What is promised can always be placed."""
+        """Where the promise has no room the model waits for its turn."""
         model = self.pick(number, lambda one: not one.is_hosted)
         if model is None:
             return
         one = self.pool.models_by_id[model]
-        hosted = [other for other in self.pool.models_by_id.values() if other.is_hosted]
-        if sum(x.promise_bytes for x in [*hosted, one]) > self.pool.budget_bytes:
-            return
-        one.is_hosted, one.hold = True, Hold.WARM
+        one.is_hosted, one.hold, one.has_turn = True, Hold.WARM, False
+        if self._promised_bytes(one) <= self.pool.budget_bytes:
+            self._begin_turn(model)
+
+    def _promised_bytes(self, *beside: SimulatedModel) -> int:
+        in_turn = [one for one in self.pool.models_by_id.values() if one.is_hosted and one.has_turn]
+        return sum(one.promise_bytes for one in [*in_turn, *beside])
+
+    def _begin_turn(self, model: ModelId) -> None:
+        """What is promised can always be placed."""
+        one = self.pool.models_by_id[model]
+        one.has_turn = True
         assert self.pool.place(model) == 0
         assert one.there_bytes == one.weights_bytes
+
+    @rule(number=st.integers(0, 3), due_in_s=st.sampled_from([0.0, 0.5, 2.0]))
+    def take_turn(self, number: int, due_in_s: float) -> None:
+        """Others give way with whatever they are doing, but those that are pinned."""
+        model = self.pick(number, lambda one: one.is_hosted and not one.has_turn)
+        if model is None:
+            return
+        for other in self.pool.models_by_id.values():
+            is_full = self._promised_bytes(self.pool.models_by_id[model]) > self.pool.budget_bytes
+            if is_full and other.is_hosted and other.has_turn and other.hold is not Hold.PINNED:
+                other.has_turn, other.due_in_s = False, due_in_s
+                self.pool.policy.room_may_have_come()
+        if self._promised_bytes(self.pool.models_by_id[model]) <= self.pool.budget_bytes:
+            self._begin_turn(model)
 
     @rule(number=st.integers(0, 3), table=st.sampled_from(SamplingTable))
     def no_longer_need(self, number: int, table: SamplingTable) -> None:
@@ -414,7 +489,9 @@ class AnyEvents(RuleBasedStateMachine):
     )
     def step(self, number: int, num_requests: int, tables: dict[SamplingTable, int], num_wanted: int) -> None:
         """Requests may have come before it, some of which need tables."""
-        model = self.pick(number, lambda one: one.is_hosted and (one.has_work or num_requests > 0))
+        model = self.pick(
+            number, lambda one: one.is_hosted and one.has_turn and (one.has_work or num_requests > 0)
+        )
         if model is None:
             return
         one = self.pool.models_by_id[model]
@@ -476,7 +553,7 @@ class AnyEvents(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 3), hold=st.sampled_from([Hold.RETAINED, Hold.WARM, Hold.PINNED]))
     def set_hold(self, number: int, hold: Hold) -> None:
-        if (model := self.pick(number, lambda one: one.is_hosted)) is not None:
+        if (model := self.pick(number, lambda one: one.is_hosted and one.has_turn)) is not None:
             one = self.pool.models_by_id[model]
             one.hold = hold
             self.pool.policy.room_may_have_come()
@@ -500,7 +577,7 @@ class AnyEvents(RuleBasedStateMachine):
         if hasattr(self, "pool"):
             self.pool.check()
             for one in self.pool.models_by_id.values():
-                pinned = one.is_hosted and (one.has_work or one.hold is Hold.PINNED)
+                pinned = one.is_hosted and one.has_turn and (one.has_work or one.hold is Hold.PINNED)
                 assert one.pooled.keys() <= one.needed.keys(), "a table that nobody needs is in the pool"
                 assert not pinned or one.there_bytes == one.weights_bytes, (
                     "weights of a busy model were taken"

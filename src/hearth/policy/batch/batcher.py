@@ -244,11 +244,16 @@ class Batcher:
         """Have no KV any more. No sequence runs."""
         self.blocks.remove_all()
 
-    def clear(self, extent: range, *, may_move: bool, may_preempt: bool) -> list[BlockMove] | None:
+    def clear(
+        self, extent: range, *, may_move: bool, may_preempt: bool, keeps_floor: bool = True
+    ) -> list[BlockMove] | None:
         """Take an extent out of the book; None, and nothing has changed, if that is not possible.
 
-        What is returned has to be copied on the device behind the steps in flight and before the next one.
+        `keeps_floor`: nobody is preempted where less than what is promised would be left. What is returned
+        has to be copied on the device behind the steps in flight and before the next one.
         """
+        if keeps_floor and self.blocks.num_blocks - len(extent) < self.blocks.floor_blocks:
+            may_preempt = False
         running = self._sequences.running()
         preempted = _preempted_for(self.blocks, running, extent, may_move=may_move, may_preempt=may_preempt)
         if preempted is None:
@@ -483,14 +488,14 @@ def _preempted_for(
     """Return whom of the running ones (oldest first) to preempt before an extent can leave the book.
 
     As few as it takes, the youngest first; whatever is live in the extent after that has to move. None: it
-    cannot leave. Nobody is preempted where less than what is promised would be left. As one sequence never
-    needs more than that, the oldest gives way only where blocks may not move.
+    cannot leave. As one sequence never needs more than what is promised, the oldest gives way only where
+    blocks may not move, or where less than that would be left.
     """
     num_inside = len(book.live_in(extent))
     num_outside = book.num_available_outside(extent) if may_move and num_inside else 0
     if num_inside <= num_outside:
         return []
-    if not may_preempt or book.num_blocks - len(extent) < book.floor_blocks:
+    if not may_preempt:
         return None
     num_released, preempted = Counter[int](), []
     for sequence in reversed(running):

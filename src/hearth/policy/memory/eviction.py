@@ -18,6 +18,9 @@ EVICTIONS_PER_PRICING = 64
 #: An order takes at most this share of the candidates: those that come later must have their chance soon.
 ORDERED_SHARE = 1 / 16
 
+#: How models are held whose weights may be taken, in the order in which they give way.
+TAKEABLE = (Hold.RETAINED, Hold.WARM, Hold.PAUSED)
+
 
 def tail_first(cost: float, position: int) -> Price:
     """Return a price by which the later of two chunks that cost the same goes first: it is needed later."""
@@ -74,7 +77,7 @@ class Tail:
     """The weights of one model that may be taken, last layers first."""
 
     model: ModelId
-    hold: Hold  #: RETAINED or WARM
+    hold: Hold  #: one of `TAKEABLE`
     cost_s_per_byte: float  #: `reload_cost` of one byte
     units: tuple[int, ...]  #: bytes that each frees, in the order they go; 0 where another model shares them
 
@@ -91,15 +94,15 @@ def plan_takes(tails: Sequence[Tail], num_bytes: int) -> list[Take]:
     """The cheapest takes that free at least so many bytes, or everything where that is less.
 
     Warm models lose something only when everything that is retained goes, units that free nothing included:
-    what a warm model shares with a retained one comes free only so. Where not everything of one hold goes,
-    nothing of it is taken in vain, and no exchange of one model's last taken unit for another's next one
-    would be cheaper.
+    what a warm model shares with a retained one comes free only so. Paused models come after warm ones in the
+    same way. Where not everything of one hold goes, nothing of it is taken in vain, and no exchange of one
+    model's last taken unit for another's next one would be cheaper.
     """
     for tail in tails:
-        assert tail.hold <= Hold.WARM, f"never to be taken from: {tail.model} {tail.hold=}"
+        assert tail.hold in TAKEABLE, f"never to be taken from: {tail.model} {tail.hold=}"
         assert tail.cost_s_per_byte >= 0, f"a price below nothing: {tail.model} {tail.cost_s_per_byte=}"
     takes: list[Take] = []
-    for hold in (Hold.RETAINED, Hold.WARM):
+    for hold in TAKEABLE:
         if num_bytes <= 0:
             break
         held = [tail for tail in tails if tail.hold == hold]

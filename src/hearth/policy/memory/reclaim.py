@@ -1,10 +1,11 @@
 """Who gives way when a model on a worker needs memory. Pure: it yields orders that the worker carries out.
 
-    free memory, KV that nobody reads, weights of retained models, of warm ones, KV of running requests,
-    tables of samplers
+    free memory, KV that nobody reads, weights of retained models, of warm ones, of paused ones,
+    and for what is promised alone: KV of paused models, KV of running requests, tables of samplers
 
-Each is touched only when all before it is used up. The gateway promises hosted models no more than there is,
-so whatever is promised can be had: what a model has beyond its promise is lent, and comes back in this order.
+Each is touched only when all before it is used up. Models are promised no more than there is, so whatever is
+promised can be had: what a model has beyond its promise is lent, and comes back in this order. A paused model
+is promised nothing: its requests wait for its turn, and lose their KV only when nothing else is left.
 Tables of a sampler are lent as well. Requests that need one must not wait for it, so where the pool has no
 room it lies outside, in memory that nobody promised: the last resort, and a fallback that is counted.
 
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hearth.policy.batch.elastic import Elastic, KvUse
+from hearth.policy.memory.eviction import TAKEABLE
 from hearth.types import Hold, ModelId, SamplingTable
 
 #: How often memory may come free without being of use before a model gives up what it is not promised.
@@ -42,13 +44,14 @@ class ClearKv:
 
     model: ModelId
     extent: range
-    may_preempt: bool  #: running requests may lose their blocks, and be computed again
+    may_preempt: bool  #: running requests may lose their blocks, and be computed again; and if so,
+    keeps_floor: bool  #: only those beyond what the model is promised in its turn
     may_forget: bool  #: cached prefixes in the extent may be lost
 
 
 @dataclass(frozen=True, slots=True)
 class TakeWeights:
-    """Take weights of idle models, cheapest first. The outcome: how many bytes came free."""
+    """Take weights of idle or paused models, cheapest first. The outcome: how many bytes came free."""
 
     num_bytes: int
     most: Hold  #: only from models that are held at most so
@@ -100,14 +103,15 @@ def carry_out(orders: Orders, act: Callable[[ReclaimOrder], int]) -> int:
 class KvView:
     """The KV of one hosted model between two steps, the sink left out."""
 
-    hold: Hold  #: BUSY while the model has requests or is being loaded
+    hold: Hold  #: BUSY while the model has requests and its turn, or is being loaded
     has_work: bool
     block_bytes: int
-    floor_blocks: int  #: that the model is promised
+    floor_blocks: int  #: that the model is promised; none while it is paused
     max_blocks: int
     num_blocks: int
     num_available: int  #: of `num_blocks`: free, or only cached
-    reserve_blocks: int  #: that running requests will fill next
+    reserve_blocks: int  #: that running requests will fill next; none while the model is paused
+    due_in_s: float = 0.0  #: of paused ones those give way first that are due last
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +215,10 @@ class ReclaimPolicy:
     def defer(self, model: ModelId, *, is_any_loading: bool) -> bool:
         """Note that a model found no place; False if it never will.
 
-        In an arena what is being loaded cannot be moved, and may cut the room for another model in pieces:
-        then that one has to wait for it.
+        What is being loaded can be neither taken nor moved. In an arena it may cut the room for another model
+        in pieces, and anywhere it may be of a model whose turn is over: then that one has to wait for it.
         """
-        if self._keeps_addresses or not is_any_loading:
+        if not is_any_loading:
             return False
         self._deferred.note(model, self.generation)
         return True
@@ -274,7 +278,9 @@ class ReclaimPolicy:
         while extents := tuple(self._books.extents(model)):
             for extent in extents:
                 if len(extent) <= num_blocks - num_given:
-                    num_given += yield ClearKv(model, extent, may_preempt=False, may_forget=False)
+                    num_given += yield ClearKv(
+                        model, extent, may_preempt=False, keeps_floor=True, may_forget=False
+                    )
             if extents == tuple(self._books.extents(model)):
                 break  # else there may be one that is known only now that the one before it has gone
         return num_given
@@ -355,7 +361,7 @@ class ReclaimPolicy:
     def _free(self, num_bytes: int, *, may_preempt: bool, beside: ModelId | None = None) -> Orders:
         """Have at least so many bytes come free, or as many as can; return how many."""
         freed = yield from self._free_kv(num_bytes, beside, may_preempt=False)
-        for most in (Hold.RETAINED, Hold.WARM):
+        for most in TAKEABLE:
             if freed < num_bytes:
                 freed += yield TakeWeights(num_bytes - freed, most)
         if freed < num_bytes and may_preempt:
@@ -376,10 +382,10 @@ class ReclaimPolicy:
         return freed
 
     def _free_kv(self, num_bytes: int, beside: ModelId | None, *, may_preempt: bool) -> Orders:
-        """Clear KV of the models that are held least, first."""
+        """Clear KV of the models that are held least, first; of paused ones, of those that are due last."""
         freed = 0
         views = {model: self._books.kv_of(model) for model in self._books.models() if model != beside}
-        for model, kv in sorted(views.items(), key=lambda item: (item[1].hold, item[0])):
+        for model, kv in sorted(views.items(), key=lambda item: (item[1].hold, -item[1].due_in_s, item[0])):
             while freed < num_bytes:
                 if not (num_blocks := (yield from self._clear_one(model, may_preempt=may_preempt))):
                     break
@@ -400,6 +406,9 @@ class ReclaimPolicy:
             if len(extent) > num_spare or (keeps_floor and not is_lent):
                 continue
             may_end = may_preempt and (is_lent or not kv.has_work)
-            if num_blocks := (yield ClearKv(model, extent, may_preempt=may_end, may_forget=True)):
+            is_promised = kv.floor_blocks > 0
+            if num_blocks := (
+                yield ClearKv(model, extent, may_end, keeps_floor=is_promised, may_forget=True)
+            ):
                 return num_blocks
         return 0

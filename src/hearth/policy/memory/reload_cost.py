@@ -19,6 +19,8 @@ HORIZON_S = 600.0
 PRIOR_BYTES_PER_S: Mapping[Rung, float] = MappingProxyType(
     {Rung.HOST: 20e9, Rung.DISK: 2e9, Rung.OBJECT: 0.2e9}
 )
+#: A paused model that is due sooner counts as due then.
+MIN_DUE_S = 0.05
 #: What was moved this many bytes ago counts half as much as what is moved now.
 HALF_LIFE_BYTES = 4 << 30
 
@@ -149,8 +151,20 @@ class DeviceReloadCosts:
         self._weights.pop(model, None)
         self._shares.pop(model, None)
 
-    def cost_s_per_byte(self, model: ModelId, now_s: float) -> float:
-        """Return the reload cost of one byte; that of an unloaded model as if it came from host memory."""
+    def load_s_per_byte(self, model: ModelId) -> float:
+        """Return how long one byte takes to come back; that of an unloaded model as if from host memory."""
         shares = self._shares.get(model, {Rung.HOST: 1.0})
-        byte_s = sum(share / self._costs.bytes_per_s(rung) for rung, share in shares.items())
-        return self._costs.cost_s(model, byte_s, self._weights.get(model, 1.0), now_s)
+        return sum(share / self._costs.bytes_per_s(rung) for rung, share in shares.items())
+
+    def cost_s_per_byte(self, model: ModelId, now_s: float) -> float:
+        """Return the reload cost of one byte."""
+        weight = self._weights.get(model, 1.0)
+        return self._costs.cost_s(model, self.load_s_per_byte(model), weight, now_s)
+
+    def paused_cost_s_per_byte(self, model: ModelId, due_in_s: float) -> float:
+        """Return the reload cost of one byte of a model that waits for its turn, due in so many seconds.
+
+        The bytes are wanted for sure, so only when counts: the cost is the time that a byte takes over the
+        time until then. Who is due last gives way first. What is overdue, or due in a moment, costs the same.
+        """
+        return self.load_s_per_byte(model) / max(due_in_s, MIN_DUE_S)

@@ -1,0 +1,167 @@
+"""Tells the policy of turns what happens on this worker, and its models whose turn it is. Moves no byte.
+
+Where no turns are taken it does nothing, and every model always has its turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Mapping
+
+from hearth.memory.pool import Pool
+from hearth.messages import StartRequest
+from hearth.policy.fleet.events import Promise
+from hearth.policy.memory.reload_cost import DeviceReloadCosts
+from hearth.policy.turns.turn_policy import (
+    BeginTurn,
+    EndTurn,
+    TurnChange,
+    TurnPolicy,
+    TurnRules,
+    WeightsView,
+)
+from hearth.types import Hold, ModelId, RequestId
+from hearth.worker.hosted_model import Finding, HostedModel
+
+log = logging.getLogger(__name__)
+
+
+class Turns:
+    """Mutable; the step thread alone calls it."""
+
+    def __init__(
+        self,
+        rules: TurnRules | None,
+        hosted: Mapping[ModelId, HostedModel],
+        pool: Pool,
+        reload_costs: DeviceReloadCosts,
+    ) -> None:
+        """`rules`: None if no turns are taken. `hosted` are the hosted models, kept by whoever calls."""
+        self._hosted, self._pool, self._reload_costs = hosted, pool, reload_costs
+        self._policy: TurnPolicy | None = None
+        if rules is not None:
+            # Mapped pages keep addresses, and are those that all models share the workspace in.
+            self._policy = TurnPolicy(pool.budget_bytes, shares_workspace=pool.keeps_addresses, rules=rules)
+        #: When each model that is in turn began, or that waits began to wait.
+        self._since_s: dict[ModelId, float] = {}
+
+    # What happens.
+
+    def hosted(self, hosted: HostedModel) -> None:
+        """Note a model that is hosted from now on; it waits for its turn until somebody asks for it."""
+        if self._policy is not None:
+            order = hosted.order
+            promise = Promise(order.own_bytes, order.workspace_bytes, order.standing_bytes)
+            self._policy.hosted(hosted.model, promise)
+            hosted.has_turn = False
+
+    def held(self, hosted: HostedModel) -> None:
+        """Note how a model is held: one that is pinned wants a turn always, once it is found."""
+        if self._policy is not None and not isinstance(hosted.state, Finding):
+            is_pinned = hosted.hold is Hold.PINNED
+            self._policy.pin(hosted.model, time.monotonic(), is_pinned=is_pinned)
+            self._note_wait(hosted.model)
+
+    def arrived(self, order: StartRequest, waited_s: float) -> None:
+        """Note a request that came here so long ago.
+
+        A model wants no turn for it before it is found: nobody is to give way to a model that cannot come.
+        So the requests that came until then are to be told once more when it is.
+        """
+        if self._policy is not None and not isinstance(self._hosted[order.model].state, Finding):
+            self._policy.arrived(
+                *(order.model, RequestId(str(order.run)), order.pace),
+                now_s=time.monotonic(),
+                age_s=order.age_s + waited_s,
+                num_tokens=len(order.output),
+            )
+            self._note_wait(order.model)
+
+    def sent(self, model: ModelId, request_ids: Iterable[RequestId]) -> None:
+        """Note that requests were sent a token each."""
+        if self._policy is not None:
+            self._policy.sent(model, request_ids, time.monotonic())
+
+    def ended(self, model: ModelId, run: int) -> None:
+        """Note that a request has ended, however it did."""
+        if self._policy is not None:
+            self._policy.ended(model, RequestId(str(run)))
+            self._note_wait(model)
+
+    def loaded(self, model: ModelId) -> None:
+        """Note that all of a model is there."""
+        if self._policy is not None:
+            self._policy.loaded(model, time.monotonic())
+
+    def forget(self, model: ModelId) -> None:
+        """Forget a model that is hosted no longer."""
+        if self._policy is not None:
+            self._policy.forget(model)
+            self._since_s.pop(model, None)
+
+    # Whose turn it is.
+
+    def decide(self) -> list[TurnChange]:
+        """Return whose turns end and begin now, in that order."""
+        if self._policy is None:
+            return []
+        now_s = time.monotonic()
+        changes = self._policy.decide(now_s, self._weights)
+        for change in changes:
+            since_s = self._since_s.pop(change.model, now_s)
+            self._hosted[change.model].has_turn = isinstance(change, BeginTurn)
+            if self._policy.wants_turn(change.model):
+                self._since_s[change.model] = now_s
+            match change:
+                case BeginTurn(model):
+                    log.info("turn_began model=%s waited_s=%.3f", model, now_s - since_s)
+                case EndTurn(model, why):
+                    log.info("turn_ended model=%s why=%s turn_s=%.3f", model, why, now_s - since_s)
+        return changes
+
+    def timeout_s(self) -> float | None:
+        """Return in how many seconds another decision may follow though nothing happens; None: never."""
+        if self._policy is None or math.isinf(self._policy.wake_s):
+            return None
+        return max(0.0, self._policy.wake_s - time.monotonic())
+
+    def is_in_turn(self, model: ModelId) -> bool:
+        return self._policy is not None and self._policy.is_in_turn(model)
+
+    def next_due_in_s(self, model: ModelId) -> float | None:
+        """Return in how many seconds the next token of a model is due; None: it has no requests."""
+        if self._policy is None or math.isinf(due_s := self._policy.due_s(model)):
+            return None
+        return due_s - time.monotonic()
+
+    def due_in_s(self, model: ModelId) -> float:
+        """Return in how many seconds a model that waits for its turn has to have it; 0: it should already.
+
+        So it is with a pinned model without requests, of which no token is due.
+        """
+        return max(0.0, self.next_due_in_s(model) or 0.0)
+
+    def _note_wait(self, model: ModelId) -> None:
+        """Note since when a model waits for its turn, or that it wants none any more."""
+        if self._policy is None or self._policy.is_in_turn(model):
+            return
+        if self._policy.wants_turn(model):
+            self._since_s.setdefault(model, time.monotonic())
+        else:
+            self._since_s.pop(model, None)
+
+    def _weights(self, model: ModelId) -> WeightsView:
+        """Return how long a model takes to load, by what its bytes took before.
+
+        What a load under way has brought so far is not looked at.
+        """
+        hosted = self._hosted[model]
+        spec, load = hosted.spec, hosted.load_under_way
+        num_bytes = hosted.order.own_bytes if spec is None else spec.shape.stored.num_bytes
+        there_bytes = self._pool.resident_bytes(model) if load is None else load.reused_bytes
+        byte_s = self._reload_costs.load_s_per_byte(model)
+        # One that lacks nothing but its mapping, or its engine, is not there either.
+        missing_bytes = 0 if hosted.is_loaded else max(1, num_bytes - there_bytes)
+        return WeightsView(missing_bytes * byte_s, num_bytes * byte_s)
