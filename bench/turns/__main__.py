@@ -29,35 +29,49 @@ from bench.report import HERE, arguments, emit, step, tell
 from bench.turns.arms import Run, Traffic, arm_service, copy_rate
 from bench.turns.models import Library
 from bench.turns.outcome import measures
-from bench.turns.setting import H200, SMALL, Arm
-from bench.turns.table import result
-from bench.turns.workload import questions
+from bench.turns.setting import H200, H200_CURVE, SMALL, Arm, Setting
+from bench.turns.simulated import Simulator, compared, curve_lines, fastest
+from bench.turns.table import Judged, Line, document, judge, measured_lines
+from bench.turns.workload import load_trace, questions
+from hearth.sim.arrivals import Lengths
+from hearth.sim.profile import Profile
 
 TRACE = HERE / "data" / "lmsys_arena" / "requests.csv"
-FOLDER = "hearth-bench-turns"
 
 
 def main() -> None:
     began_s = time.perf_counter()
     options = parsed()
     setting = SMALL if options.small else H200
-    library = Library(options.place / (f"{FOLDER}-small" if options.small else FOLDER), setting)
+    library = Library(options.place, setting)
     if options.clean:
         library.clear()
         return
-    runs = [run for path in options.merge for run in read_runs(path)]
+    runs = merged(options)
     todo = missing(options, runs)
     if any(todo.values()):
         runs += measured(library, todo, options, began_s + options.limit_s)
-    if not runs:
-        raise SystemExit("nothing was measured: give --limit-s more time, or earlier runs by --merge")
-    emit("turns", {"is_small": options.small, **result(runs)}, save=options.save)
+    if not runs and not options.simulate:
+        raise SystemExit("nothing was measured: raise --limit-s, or give earlier runs by --merge")
+    judged = judge(runs)
+    lines = list(measured_lines(judged))
+    if options.simulate:
+        lines += simulated_lines(judged, setting, options)
+    emit("turns", {"is_small": options.small, **document(judged, lines)}, save=options.save)
 
 
 def parsed() -> Namespace:
     parser = arguments(__doc__)
     parser.formatter_class = RawDescriptionHelpFormatter
-    parser.add_argument("--arms", nargs="*", type=Arm, choices=list(Arm), default=list(Arm), metavar="ARM")
+    parser.add_argument(
+        "--arms",
+        nargs="*",
+        type=Arm,
+        choices=list(Arm),
+        default=list(Arm),
+        metavar="ARM",
+        help="none: measure nothing, only put results together",
+    )
     parser.add_argument("--speeds", nargs="+", type=float, default=[3.0, 2.0, 1.0], metavar="X")
     parser.add_argument("--seconds", type=float, default=240.0, help="of the trace, in its own time")
     parser.add_argument("--cutoff-s", type=float, default=60.0, help="after the last arrival a run ends")
@@ -67,17 +81,22 @@ def parsed() -> Namespace:
     parser.add_argument("--merge", nargs="*", type=Path, default=[], metavar="FILE", help="earlier runs")
     parser.add_argument("--place", type=Path, default=Path("/dev/shm"), help="where the models are kept")
     parser.add_argument("--clean", action="store_true", help="only remove the models")
+    parser.add_argument("--simulate", action="store_true", help="also run the simulator; needs no device")
+    parser.add_argument("--profile", default="h200", help="of the simulator: a name or a file")
     parser.add_argument("--small", action="store_true", help="tiny models on a CPU")
     options = parser.parse_args()
     if options.small and options.save:
         parser.error("numbers of a small run mean nothing: leave out --save")
+    if options.small and options.simulate:
+        parser.error("there is no profile of the small models: leave out --simulate")
     return options
 
 
 def missing(options: Namespace, runs: Sequence[Run]) -> dict[Arm, list[Traffic]]:
     """Return what is asked for and has not been measured before, by arm."""
     traffics = [
-        Traffic(options.trace.name, options.seconds, speed, options.cutoff_s) for speed in options.speeds
+        Traffic(trace_name(options.trace), options.seconds, speed, options.cutoff_s)
+        for speed in options.speeds
     ]
     done = {(run.arm, run.traffic) for run in runs}
     return {arm: [each for each in traffics if (arm, each) not in done] for arm in options.arms}
@@ -92,6 +111,7 @@ def measured(
         most_s = [f"{traffic.most_s:.0f} s at {traffic.speed:g}x" for traffic in traffics]
         tell(f"{arm}: about {start_s:.0f} s to start, then at most {', '.join(most_s) or 'nothing'}")
     options.runs.parent.mkdir(parents=True, exist_ok=True)
+    trace = load_trace(options.trace, library.setting, options.seconds)
     library.make()
     with step("the rate to the device"):
         bytes_per_s = copy_rate(library.setting)
@@ -105,7 +125,7 @@ def measured(
                 if time.perf_counter() + traffic.most_s > until_s:
                     tell(f"{arm} at {traffic.speed:g}x: left out, for it would not end in time")
                     continue
-                asked = questions(options.trace, library.setting, traffic.window_s, traffic.speed)
+                asked = questions(trace.at_speed(traffic.speed), library.setting)
                 with step(f"{arm} at {traffic.speed:g}x, {len(asked)} requests"):
                     run = service.run(traffic, asked)
                 append_run(options.runs, run)
@@ -113,14 +133,43 @@ def measured(
                 yield run
 
 
+def simulated_lines(judged: Sequence[Judged], setting: Setting, options: Namespace) -> Iterator[Line]:
+    """Yield what the simulator says: beside the runs, of all speeds, and of many models."""
+    profile, trace = Profile.load(options.profile), load_trace(options.trace, setting, options.seconds)
+    assert setting.memory_bytes is not None, "only small settings leave it open"
+    simulator = Simulator(setting.shapes, setting.memory_bytes, options.cutoff_s, profile)
+    with step("simulating what was measured"):
+        yield from compared(judged, simulator, trace)
+    with step("simulating the highest speeds"):
+        yield from fastest(simulator, trace)
+    with step("simulating many models"):
+        yield from curve_lines(H200_CURVE, Lengths.of(trace), options.cutoff_s, profile)
+
+
 def read_runs(path: Path) -> list[Run]:
     """Return the runs of a file."""
     return [msgspec.json.decode(line, type=Run) for line in path.read_bytes().splitlines()]
 
 
+def merged(options: Namespace) -> list[Run]:
+    """Return earlier runs; those of other requests must not stand beside the new ones."""
+    runs = [run for path in options.merge for run in read_runs(path)]
+    wanted = (trace_name(options.trace), options.seconds)
+    for run in runs:
+        given = (run.traffic.trace, run.traffic.window_s)
+        if given != wanted:
+            raise SystemExit(f"--merge takes runs of trace and seconds {wanted}, given: {given}")
+    return runs
+
+
 def append_run(path: Path, run: Run) -> None:
     with path.open("ab") as file:
         file.write(msgspec.json.encode(run) + b"\n")
+
+
+def trace_name(path: Path) -> str:
+    """Return the name of a trace: many files are called alike, but not their folders."""
+    return f"{path.parent.name}/{path.name}"
 
 
 def told(run: Run) -> str:

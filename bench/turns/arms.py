@@ -34,7 +34,7 @@ from hearth.types import ModelId
 T = TypeVar("T")
 
 _ASKS = 3  #: of which the median counts
-_NUM_EXPLAINED = 3
+_NUM_EXPLAINED = 2  #: of each kind
 _WIDTH = 100  #: of waterfalls, in characters
 
 
@@ -65,18 +65,15 @@ class Run:
     switching: Switching | None
     calibration: Calibration
     metrics: Mapping[str, float]  #: what the service counted during the run
-    slowest: list[list[str]]  #: waterfalls of those who waited longest for a first token
+    explained: list[list[str]]  #: waterfalls of those who waited longest, for a first token or in between
     environment: Mapping[str, object] = field(default_factory=environment)
 
 
 class ArmService:
     """A service that is warm and can be asked. Used by one thread."""
 
-    def __init__(self, arm: Arm, setting: Setting, service: Service, bytes_per_s: float) -> None:
-        self._arm, self._setting, self._service = arm, setting, service
-        with step(f"{arm}: warming up"):
-            first_token_s = _in_loop(_warm_up(service.port, setting))
-        self._calibration = Calibration(bytes_per_s, first_token_s)
+    def __init__(self, arm: Arm, service: Service, calibration: Calibration) -> None:
+        self._arm, self._service, self._calibration = arm, service, calibration
 
     def run(self, traffic: Traffic, asked: Sequence[Question]) -> Run:
         """Replay a trace and return what came of it."""
@@ -101,7 +98,7 @@ class ArmService:
             summed_up(switches(journal, _seen(asked, heard, replayed), self._calibration)),
             self._calibration,
             {key: after[key] - before.get(key, 0.0) for key in after if after[key] != before.get(key, 0.0)},
-            [self._explained(reply) for reply in _slowest(found, replayed)],
+            [self._explained(reply) for reply in _longest_waits(found, replayed)],
         )
 
     def _explained(self, reply: Reply) -> list[str]:
@@ -115,7 +112,9 @@ class ArmService:
 def arm_service(arm: Arm, library: Library, bytes_per_s: float) -> Iterator[ArmService]:
     """Start a service for an arm and warm it up; it ends with the context."""
     with serving(library.data_dir, library.serve_flags(arm.takes_turns)) as service:
-        yield ArmService(arm, library.setting, service, bytes_per_s)
+        with step(f"{arm}: warming up"):
+            first_token_s = _in_loop(_warm_up(service.port, library.setting))
+        yield ArmService(arm, service, Calibration(bytes_per_s, first_token_s))
 
 
 def copy_rate(setting: Setting) -> float:
@@ -169,9 +168,11 @@ def _seen(asked: Sequence[Question], heard: Sequence[Heard], replayed: Replayed)
     ]
 
 
-def _slowest(found: Sequence[Outcome], replayed: Replayed) -> list[Reply]:
-    order = sorted(range(len(found)), key=lambda number: -found[number].first_s)
-    replies = [replayed.replies[number] for number in order[:_NUM_EXPLAINED]]
+def _longest_waits(found: Sequence[Outcome], replayed: Replayed) -> list[Reply]:
+    numbers = range(len(found))
+    for_first = sorted(numbers, key=lambda number: -found[number].first_s)[:_NUM_EXPLAINED]
+    in_between = sorted(numbers, key=lambda number: -found[number].longest_pause_s)[:_NUM_EXPLAINED]
+    replies = [replayed.replies[number] for number in dict.fromkeys([*for_first, *in_between])]
     return [reply for reply in replies if reply is not None]
 
 

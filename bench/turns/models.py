@@ -5,6 +5,8 @@ Random weights are made on the device, in a process per model: one would take mi
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,10 +32,16 @@ _SLACK_BYTES = 1 << 30  #: of host memory, beyond what the models take
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A directory with the models of a setting, and the data directory that they are deployed to."""
+    """The models of a setting in a directory of their own, and the data directory that has them."""
 
-    place: Path
+    shelf: Path  #: where directories of all settings are kept
     setting: Setting
+
+    @property
+    def place(self) -> Path:
+        """The directory, whose name changes with what the models are made of."""
+        made_of = json.dumps([self.setting.dtype, [dict(model.config) for model in self.setting.models]])
+        return self.shelf / f"hearth-bench-turns-{hashlib.sha256(made_of.encode()).hexdigest()[:8]}"
 
     @property
     def data_dir(self) -> Path:
@@ -56,21 +64,22 @@ class Library:
 
     def serve_flags(self, takes_turns: bool) -> list[str]:
         """Return the flags for a service with host memory for all models and device memory for some."""
-        host_bytes = self.num_bytes + len(self.setting.models) * CHUNK_BYTES + _SLACK_BYTES
         settings = {"service.turns": str(takes_turns).lower(), "log.level": "warning"}
         settings |= {f"engine.{key}": str(value) for key, value in (self.setting.engine or {}).items()}
-        sizes = ["--memory", str(self.memory_bytes()), "--host-memory", str(host_bytes)]
-        flags = ["--device", self.setting.kind, "--workers", "1", *sizes, "--keep-alive", "5m"]
+        flags = ["--device", self.setting.kind, "--workers", "1", "--memory", str(self.memory_bytes())]
+        if self.setting.kind == "cuda":  # a CPU keeps models in no other memory
+            host_bytes = self.num_bytes + len(self.setting.models) * CHUNK_BYTES + _SLACK_BYTES
+            flags += ["--host-memory", str(host_bytes)]
         return flags + [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
 
     def memory_bytes(self) -> int:
-        """Return the device memory of the setting, or room for all of its models but one."""
+        """Return the device memory of the setting, or room for all models but the weights of one."""
         if self.setting.memory_bytes is not None:
             return self.setting.memory_bytes
         limits = EngineConfig(**(self.setting.engine or {})).step_limits
         with Registry.open(DataDir.open(self.data_dir)) as registry:
             sizes = [footprint(deployed.facts, self.setting.kind, limits) for deployed in registry.all()]
-        return sum(size.least_bytes for size in sizes) - 1
+        return sum(size.least_bytes for size in sizes) - max(size.weights_bytes for size in sizes)
 
     def _write(self) -> None:
         setting = self.setting

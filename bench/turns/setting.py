@@ -68,12 +68,24 @@ class Setting:
     warm_rows: int  #: requests that each model is warmed up with at once
     copied_bytes: int  #: to measure the rate to the device
     start_s: float  #: about what a service takes until it is warm
-    memory_bytes: int | None = None  #: None: for all but one of the models
+    memory_bytes: int | None = None  #: None: for all models but the weights of one
     engine: Mapping[str, int] | None = None  #: settings of engines
 
     @property
-    def shapes(self) -> tuple[str, ...]:
-        return tuple(model.shape for model in self.models)
+    def shapes(self) -> dict[str, str]:
+        """The shape of each model, by its name."""
+        return {model.name: model.shape for model in self.models}
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Models that are seldom asked for, all in host memory: how many of them can one device serve?"""
+
+    shape: str
+    memory_bytes: int  #: of the device
+    rates_per_s: tuple[float, ...]  #: of requests for each model, by Poisson
+    window_s: float
+    max_models: int
 
 
 _CONTEXT = 2048
@@ -92,6 +104,8 @@ H200 = Setting(
     start_s=60.0,
     memory_bytes=24 * GIB,
 )
+#: A whole H200, as a worker takes it if nothing else is said.
+H200_CURVE = Curve("7B", 125 * GIB, (0.01, 0.02, 0.05, 0.1, 0.2, 0.5), 300.0, 512)
 _SMALL = {
     **TINY,
     "hidden_size": 128,

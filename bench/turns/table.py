@@ -10,7 +10,7 @@ from bench.turns.arms import Run
 from bench.turns.outcome import Measures, measures
 from bench.turns.setting import AIM_SPEED, GOOD_SHARE, MAX_SWITCH_S, Arm
 
-_PERCENTILES = ("p50", "p90", "p99")
+PERCENTILES = ("p50", "p90", "p99")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,23 +71,26 @@ class Judged:
             "switching": None if run.switching is None else asdict(run.switching),
             "calibration": asdict(run.calibration),
             "metrics": run.metrics,
-            "slowest": run.slowest,
+            "explained": run.explained,
             "environment": run.environment,
         }
 
 
-def result(runs: Sequence[Run]) -> dict[str, object]:
-    """Return the document of all runs."""
-    judged = [Judged.of(run) for run in runs]
-    lines = list(all_lines(judged))
+def judge(runs: Sequence[Run]) -> list[Judged]:
+    return [Judged.of(run) for run in runs]
+
+
+def document(judged: Sequence[Judged], lines: Sequence[Line]) -> dict[str, object]:
+    """Return the result of all runs. Its environment is that of the last one, wherever it was measured."""
     return {
+        **({"environment": judged[-1].run.environment} if judged else {}),
         "rows": [asdict(line.row) for line in lines],
         "missed": [line.measure for line in lines if line.is_missed],
         "runs": [each.as_json() for each in judged],
     }
 
 
-def all_lines(judged: Sequence[Judged]) -> Iterator[Line]:
+def measured_lines(judged: Sequence[Judged]) -> Iterator[Line]:
     """Yield the lines of all speeds at which turns were taken, the highest first, and those over all."""
     by_speed: dict[float, dict[Arm, Judged]] = {}
     for each in judged:
@@ -113,8 +116,8 @@ def speed_lines(speed: float, arms: Mapping[Arm, Judged]) -> Iterator[Line]:
         aimed = aim if any_speed or speed == AIM_SPEED else None
         return Line(f"{what} at {speed:g}x", unit, values[Arm.TURNS], others, aimed)
 
-    first_aims = dict(zip(_PERCENTILES, (Aim(0.06), Aim(0.4), Aim(1.0)), strict=True))
-    for p in _PERCENTILES:
+    first_aims = dict(zip(PERCENTILES, (Aim(0.06), Aim(0.4), Aim(1.0)), strict=True))
+    for p in PERCENTILES:
         yield line(f"first token {p}", "s", lambda each, p=p: each.seen.first_token_s[p], first_aims[p])
     yield line(
         "requests with every token on time",
@@ -123,19 +126,19 @@ def speed_lines(speed: float, arms: Mapping[Arm, Judged]) -> Iterator[Line]:
         Aim(0.97, is_least=True),
     )
     yield line("tokens on time", "share", lambda each: each.seen.tokens_on_time, Aim(0.995, is_least=True))
-    for p in _PERCENTILES:
+    for p in PERCENTILES:
         aim = Aim(2.0) if p == "p99" else None
         yield line(
             f"longest pause in an answer {p}", "s", lambda each, p=p: each.seen.longest_pause_s[p], aim
         )
-    for p in _PERCENTILES:
+    for p in PERCENTILES:
         yield line(f"completion {p}", "s", lambda each, p=p: each.seen.completion_s[p])
     yield line("output", "tokens/s", lambda each: each.seen.tokens_per_s)
     yield line("moved to the device", "GB", lambda each: each.run.doings.moved_bytes / 1e9)
     yield line("pauses per request", "count", lambda each: each.run.doings.pauses_per_request)
     if Arm.DRAIN in arms:
         drain = arms[Arm.DRAIN].seen
-        for p in _PERCENTILES:
+        for p in PERCENTILES:
             yield line(
                 f"completion {p} over that with drains",
                 "times",

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import csv
 import random
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.service.client import completion
 from bench.turns.setting import BenchModel, Setting
+from hearth.sim.arrivals import Lengths
+from hearth.sim.trace_files import read_trace
+from hearth.sim.traces import Trace
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request of the trace, as it goes to one of the models."""
+    """A request of a trace, as it goes to one of the models."""
 
-    arrival_s: float  #: after the first one's, at the speed of the replay
+    arrival_s: float
     model: str
     shape: str
     num_prompt_tokens: int
@@ -25,44 +25,28 @@ class Question:
     body: bytes  #: the whole HTTP request
 
 
-def questions(trace: Path, setting: Setting, window_s: float, speed: float) -> list[Question]:
-    """Return the requests of the first `window_s` of a trace, `speed` times as fast, in order of arrival."""
-    rows = [row for row in _rows(trace) if row.arrival_s < window_s]
-    model_by_tenant = _mapped([row.tenant for row in _rows(trace)], setting.models)
+def load_trace(path: Path, setting: Setting, window_s: float) -> Trace:
+    """Read the beginning of a trace whose tenants are the models of a setting, by popularity in all of it."""
+    # Lengths and chance are for traces that only count requests.
+    lengths = Lengths.fixed(setting.max_prompt_tokens, setting.max_output_tokens)
+    whole = read_trace(path, lengths, random.Random(0))
+    mapped = whole.mapped([model.name for model in setting.models])
+    return mapped.window(0.0, window_s).cut(setting.max_prompt_tokens, setting.max_output_tokens)
+
+
+def questions(trace: Trace, setting: Setting) -> list[Question]:
+    """Return the requests of a trace in order of arrival, with random prompts."""
+    models = {model.name: model for model in setting.models}
     draw = random.Random(7)
     asked = []
-    for row in rows:
-        model = model_by_tenant[row.tenant]
-        num_prompt_tokens = max(1, min(row.num_input_tokens, setting.max_prompt_tokens))
-        num_output_tokens = max(1, min(row.num_output_tokens, setting.max_output_tokens))
-        prompt = random_prompt(draw, model, num_prompt_tokens)
-        body = completion(model.name, prompt, num_output_tokens)
-        lengths = (num_prompt_tokens, num_output_tokens)
-        asked.append(Question(row.arrival_s / speed, model.name, model.shape, *lengths, body))
+    for one in trace.requests:
+        model = models[one.tenant]
+        lengths = (max(1, one.num_input_tokens), max(1, one.num_output_tokens))
+        body = completion(model.name, random_prompt(draw, model, lengths[0]), lengths[1])
+        asked.append(Question(one.arrival_s, model.name, model.shape, *lengths, body))
     return asked
 
 
 def random_prompt(draw: random.Random, model: BenchModel, num_tokens: int) -> list[int]:
     """Return token ids that no other prompt begins with, or the prefix cache would find them."""
     return [draw.randrange(model.vocab_size) for _ in range(num_tokens)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    arrival_s: float
-    tenant: str
-    num_input_tokens: int
-    num_output_tokens: int
-
-
-def _rows(trace: Path) -> list[_Row]:
-    with trace.open() as file:
-        return [
-            _Row(float(r["arrival_s"]), r["model"], int(r["input_tokens"]), int(r["output_tokens"]))
-            for r in csv.DictReader(file)
-        ]
-
-
-def _mapped(tenants: Sequence[str], models: Sequence[BenchModel]) -> dict[str, BenchModel]:
-    ranked = [tenant for tenant, _ in Counter(tenants).most_common()]
-    return {tenant: models[rank % len(models)] for rank, tenant in enumerate(ranked)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,15 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.service.client import Answer, Event, Reply
+from bench.service.client import Answer, Event, Reply, completion
 from bench.turns.__main__ import append_run, read_runs
 from bench.turns.arms import Run, Traffic
 from bench.turns.journal import doings, entries
-from bench.turns.outcome import measures, outcome, token_times
-from bench.turns.replay import Gate
+from bench.turns.outcome import hear, measures, outcome, token_times
+from bench.turns.replay import Gate, Replayed, replay
 from bench.turns.setting import Arm
+from bench.turns.simulated import highest
 from bench.turns.switches import Calibration, SeenRequest, switches
-from bench.turns.table import result
+from bench.turns.table import document, judge, measured_lines
 from bench.turns.workload import Question
 from hearth.policy.fleet import events
 from hearth.types import ModelId, RequestId, Rung, TurnEnd, WorkerId
@@ -114,6 +116,40 @@ def test_without_it_everybody_is_asked_on_arrival() -> None:
     assert [gate.arrived(0), gate.arrived(1)] == [[0], [1]]
 
 
+# The client.
+
+_HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+async def answer_or_hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Send a token; whoever asks model `a` gets the end as well."""
+    asked = await reader.readuntil(b"}}")
+    event = b'data: {"choices": [{"text": " w1", "finish_reason": null}]}\n\n'
+    writer.write(_HEAD + b"%x\r\n%b\r\n" % (len(event), event))
+    if b'"model": "a"' in asked:
+        writer.write(b"0\r\n\r\n")
+    await reader.read()
+    writer.close()
+
+
+def test_what_hangs_is_cut_off_after_the_last_arrival_and_what_came_of_it_is_kept() -> None:
+    async def replayed() -> Replayed:
+        server = await asyncio.start_server(answer_or_hang, "127.0.0.1")
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            asked = [
+                replace(question(model=model), arrival_s=at_s, body=completion(model, [1], 1))
+                for model, at_s in (("a", 0.0), ("b", 0.01), ("c", 0.02))
+            ]
+            return await replay(port, asked, Arm.ONE_AT_A_TIME, cutoff_s=0.3)
+
+    found = asyncio.run(replayed())
+
+    assert [reply and reply.is_whole for reply in found.replies] == [True, False, None]
+    assert [len(hear(reply).token_times_s) for reply in found.replies] == [1, 1, 0]
+    assert found.ended_s >= found.began_s + 0.32
+
+
 # The journal.
 
 
@@ -190,11 +226,24 @@ def test_a_prefill_takes_what_the_measured_ones_say(num_tokens: int, seconds: fl
 # Results.
 
 
+@given(st.floats(0.01, 100.0))
+def test_a_search_finds_about_the_highest_value_that_is_good(limit: float) -> None:
+    found = highest(lambda value: value <= limit, 0.125, 64.0)
+
+    assert found <= limit
+    assert found > min(limit, 64.0) / 1.06 or limit < 0.125
+
+
 def run(tmp_path: Path, arm: Arm, speed: float, first_s: float) -> Run:
     found = outcome(question(2), [first_s, first_s + 0.1], 10.0, None)
     path = journal_of(tmp_path, HAPPENED)
     happened = doings(entries(path, 0.0, 10.0))
     return Run(arm, Traffic("trace", 240.0, speed, 60.0), 10.0, [found], happened, None, CALIBRATION, {}, [])
+
+
+def result(runs: Sequence[Run]) -> dict[str, object]:
+    judged = judge(runs)
+    return document(judged, list(measured_lines(judged)))
 
 
 def test_runs_are_read_back_as_they_were_and_a_result_compares_the_arms(tmp_path: Path) -> None:
