@@ -58,13 +58,18 @@ class SteppedEngine:
         )
 
     @property
+    def is_placed(self) -> bool:
+        """True if the model has its sink, as from its load until it is retired."""
+        return self._num_kv_pages > 0
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of all pages that the KV takes, with the sink."""
         return self._num_kv_pages * self.kv.page_bytes
 
     def place_sink(self) -> None:
         """Take the pages that a model has as long as it is placed; nothing if it has them."""
-        if not self._num_kv_pages:
+        if not self.is_placed:
             self._num_kv_pages, self._num_kv_blocks = self.kv.sink_pages, 1
 
     def extents(self) -> list[range]:
@@ -86,9 +91,12 @@ class SteppedEngine:
             self._num_kv_blocks = end
         return self._num_kv_blocks - num_before
 
-    def clear(self, extent: range, *, may_preempt: bool) -> bool:
+    def clear(self, extent: range, *, may_preempt: bool, keeps_floor: bool) -> bool:
         """Give the last extent back; False, and nothing has changed, if that is not possible."""
-        if self.batcher.clear(extent, may_move=True, may_preempt=may_preempt) is None:
+        if (
+            self.batcher.clear(extent, may_move=True, may_preempt=may_preempt, keeps_floor=keeps_floor)
+            is None
+        ):
             return False
         self._num_kv_blocks = extent.start
         self._num_kv_pages = self.kv.num_pages(extent.start)

@@ -1,10 +1,10 @@
-"""A simulated worker that makes every step: what a live worker decides by, over plain numbers and a virtual clock.
+"""A simulated worker that makes every step, over plain numbers and a virtual clock.
 
-Whose turn it is, who gives way for weights and KV, whose step is next and what is in it are decided by the code
-of a live worker (`policy/turns`, `policy/memory`, `policy/batch`). This only carries it out: a step takes the
-time that a measured profile says, a load that of its missing bytes. As on a live worker orders and news wait
-for the end of the step under way. For a thousand workers whose requests are no more than a drawn time there
-is `worker.py`.
+Whose turn it is, who gives way for weights and KV, whose step is next and what is in it is decided by the code
+of a live worker (`policy/turns`, `policy/memory`, `policy/batch`). This only carries it out: a step takes as
+long as a measured profile says, a load as long as its missing bytes. As on a live worker orders and news wait
+for the end of the step under way. Steps that only decode are jumped over. Where a thousand workers are
+wanted, and requests may be no more than a drawn time, there is `worker.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from hearth.policy.fleet.events import (
     LoadModel,
     ModelProfile,
     ModelReady,
-    Promise,
     RequestFinished,
     RungUse,
     SetHold,
@@ -57,24 +56,25 @@ from hearth.sim.device import DeviceMemory
 from hearth.sim.profile import Profile, ShapeProfile
 from hearth.sim.stepped_engine import SteppedEngine
 from hearth.sizes import StepLimits
-from hearth.types import Hold, ModelId, Pace, RequestId, Rung, TurnEnd, WorkerId
+from hearth.types import Hold, ModelId, Pace, RequestId, Rung, WorkerId
 
+#: Engines of evicted models that are kept for their return, as on a live worker.
+MAX_RETIRED = 16
 _NO_TABLES = TablesView({}, {}, ())
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class HostOrder:
     """Host a model: the brain's order, with what a live worker finds in the model's files."""
 
-    order: LoadModel
+    load: LoadModel
     profile: ModelProfile
-    promise: Promise
     shape: ShapeProfile
     max_context: int
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartOrder:
     """Run a request to the end of its answer."""
 
     request_id: RequestId
@@ -83,10 +83,10 @@ class Start:
     num_output_tokens: int
     pace: Pace
     arrived_s: float
-    num_sent: int = 0  #: tokens that workers which are gone have sent
+    num_sent: int  #: tokens that workers which are gone have sent
 
 
-WorkerOrder = Host | Start | Evict | SetHold | CancelRun
+WorkerOrder = HostOrder | StartOrder | Evict | SetHold | CancelRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,7 @@ class TokensSent:
 class Paused:
     """Requests of a model wait, because its turn ended."""
 
-    now_s: float
     request_ids: tuple[RequestId, ...]
-    why: TurnEnd
 
 
 #: What the brain is told, and what only a report of the simulation needs.
@@ -151,12 +149,12 @@ class _Jump:
 class _Hosted:
     """A hosted model. Mutable; written by its worker."""
 
-    host: Host
+    order: HostOrder
     engine: SteppedEngine
     is_assembled: bool = False  #: its engine is there, as it is from its first load on
     hold: Hold = Hold.WARM  #: while it has no requests
     load: _Load | None = None
-    requests: dict[RequestId, Start] = field(default_factory=dict)
+    requests: dict[RequestId, StartOrder] = field(default_factory=dict)
 
 
 class SteppedWorker:
@@ -168,18 +166,17 @@ class SteppedWorker:
         budget_bytes: int,
         profile: Profile,
         limits: StepLimits,
-        *,
-        takes_turns: bool,
-        rules: TurnRules | None = None,
+        rules: TurnRules | None,
     ) -> None:
+        """`rules`: None if no turns are taken."""
         self.name = name
         self.device = DeviceMemory(budget_bytes, PAGE_BYTES)
         self.hosted: dict[ModelId, _Hosted] = {}
-        self.turns = TurnPolicy(budget_bytes, rules=rules) if takes_turns else None
+        self.turns = None if rules is None else TurnPolicy(budget_bytes, rules=rules)
         self.bytes_moved = 0
         self.bus_s = 0.0  #: time in which bytes were on their way
         self.step_s = 0.0  #: time in which steps ran
-        self.num_steps = self.num_preempted = 0
+        self.num_loads = self.num_steps = self.num_preempted = 0
         self._profile, self._limits = profile, limits
         self._costs = DeviceReloadCosts()
         self._reclaim = ReclaimPolicy(self, keeps_addresses=True)
@@ -225,9 +222,11 @@ class SteppedWorker:
                 if hosted.load is not None and hosted.load.end_s <= now_s:
                     self._end_load(model, hosted)
             while self._inbox:
-                self._reclaim_look_again()
+                self._readiness.look_again()
                 self._handle(self._inbox.popleft())
             self._decide_turns()
+            for model in self._reclaim.deferred():
+                self._bring(model, self.hosted[model])
             self._begin_step()
         facts, self._facts = self._facts, []
         return facts
@@ -243,67 +242,73 @@ class SteppedWorker:
             is_busy = hosted.engine.has_work
             assert is_busy == bool(hosted.requests), f"`{model}` on `{self.name}`: {hosted.requests.keys()}"
 
-    # Orders.
+    def requests(self) -> list[RequestId]:
+        """Return the requests that are here."""
+        return [request_id for hosted in self.hosted.values() for request_id in hosted.requests]
 
-    def _reclaim_look_again(self) -> None:
-        self._readiness.look_again()
+    # Orders.
 
     def _handle(self, order: WorkerOrder) -> None:
         match order:
-            case Host():
+            case HostOrder():
                 self._host(order)
             case Evict():
                 self._evict(order)
             case SetHold(model, _, hold):
                 self._set_hold(model, hold)
-            case Start():
+            case StartOrder():
                 self._start(order)
             case CancelRun(request_id):
                 self._cancel(request_id)
             case _:
                 assert_never(order)
 
-    def _host(self, host: Host) -> None:
-        model = host.order.model
-        assert model not in self.hosted, f"hosted twice: {host.order}"
-        self._costs.hosted(model, host.profile.weight)
+    def _host(self, order: HostOrder) -> None:
+        model = order.load.model
+        assert model not in self.hosted, f"hosted twice: {order.load}"
+        self._costs.hosted(model, order.profile.weight)
         engine = self._retired.pop(model, None)
-        hosted = _Hosted(host, engine or self._new_engine(host), is_assembled=engine is not None)
+        hosted = _Hosted(order, engine or self._new_engine(order), is_assembled=engine is not None)
         self.hosted[model] = hosted
-        self.device.place_other(model, 0, 0)
         if self.turns is None:
             self._bring(model, hosted)
         else:
-            self.turns.hosted(model, host.promise)
+            self.turns.hosted(model, order.load.promise)
 
-    def _new_engine(self, host: Host) -> SteppedEngine:
-        block_tokens = self._limits.block_tokens
-        block_bytes = host.shape.kv_bytes_per_token * block_tokens
-        limits = BatchLimits(self._limits.max_batch_tokens, self._limits.max_seqs, host.max_context)
-        kv = KvRange(block_bytes, PAGE_BYTES, max(2, host.order.max_kv_bytes // block_bytes))
-        floor_blocks = max(1, host.order.kv_floor_bytes // block_bytes - 1)
-        return SteppedEngine(host.shape, limits, kv, block_tokens, floor_blocks)
+    def _new_engine(self, order: HostOrder) -> SteppedEngine:
+        block_tokens, load = self._limits.block_tokens, order.load
+        block_bytes = order.shape.kv_bytes_per_token * block_tokens
+        limits = BatchLimits(self._limits.max_batch_tokens, self._limits.max_seqs, order.max_context)
+        kv = KvRange(block_bytes, PAGE_BYTES, max(2, load.max_kv_bytes // block_bytes))
+        floor_blocks = max(1, load.kv_floor_bytes // block_bytes - 1)
+        return SteppedEngine(order.shape, limits, kv, block_tokens, floor_blocks)
 
     def _evict(self, order: Evict) -> None:
         model = order.model
-        hosted = self.hosted.pop(model, None)
-        if hosted is not None:
+        if (hosted := self.hosted.pop(model, None)) is not None:
             assert not hosted.requests, f"evicted while busy: {order}"
-            self._stop_load(model, hosted)
-            hosted.engine.clear_all()
-            self._sharing.forget(model)
-            if hosted.is_assembled:
-                self._retired[model] = hosted.engine
-            if self.turns is not None:
-                self.turns.forget(model)
-        self.device.free_other(model)
+            self._retire(model, hosted)
         if order.is_freed:
             self.device.drop(model)
             self._retired.pop(model, None)
             self._reclaim.forget(model)
             self._costs.forget(model)
-        self._reclaim.stop_deferring(model)
         self._reclaim.room_may_have_come()
+
+    def _retire(self, model: ModelId, hosted: _Hosted) -> None:
+        """Take back all memory of an idle model but its weights."""
+        if hosted.load is not None:
+            self.device.truncate(model, self.device.count_bytes(model) - hosted.load.num_bytes)
+        hosted.engine.clear_all()
+        self.device.free_other(model)
+        self._reclaim.stop_deferring(model)
+        self._sharing.forget(model)
+        if self.turns is not None:
+            self.turns.forget(model)
+        if hosted.is_assembled:
+            self._retired[model] = hosted.engine
+            if len(self._retired) > MAX_RETIRED:
+                self._retired.pop(next(iter(self._retired)))
 
     def _set_hold(self, model: ModelId, hold: Hold) -> None:
         self.hosted[model].hold = hold
@@ -311,7 +316,7 @@ class SteppedWorker:
             self.turns.pin(model, self._now_s, is_pinned=hold is Hold.PINNED)
         self._reclaim.room_may_have_come()
 
-    def _start(self, start: Start) -> None:
+    def _start(self, start: StartOrder) -> None:
         model, now_s = start.model, self._now_s
         hosted = self.hosted[model]
         hosted.requests[start.request_id] = start
@@ -322,7 +327,7 @@ class SteppedWorker:
         if self.turns is not None:
             age_s = now_s - start.arrived_s
             self.turns.arrived(model, start.request_id, start.pace, now_s, age_s, start.num_sent)
-        elif hosted.load is None and self._missing_bytes(model):
+        elif hosted.load is None and self._is_incomplete(model):
             self._bring(model, hosted)
 
     def _cancel(self, request_id: RequestId) -> None:
@@ -344,26 +349,24 @@ class SteppedWorker:
             match change:
                 case BeginTurn(model):
                     self._facts.append(TurnBegan(self._now_s, self.name, model))
-                    if self._missing_bytes(model) or not hosted.is_assembled:
+                    if hosted.load is None and self._is_incomplete(model):
                         self._bring(model, hosted)
                 case EndTurn(model, why):
                     self._facts.append(TurnEnded(self._now_s, self.name, model, why))
                     if hosted.requests:
-                        self._facts.append(Paused(self._now_s, tuple(hosted.requests), why))
-                    self._stop_load(model, hosted)
+                        self._facts.append(Paused(tuple(hosted.requests)))
                     self._reclaim.room_may_have_come()
                 case _:
                     assert_never(change)
 
     def _weights_view(self, model: ModelId) -> WeightsView:
+        """Return how long a model takes to load, by what its bytes took before."""
         hosted = self.hosted[model]
-        rate = self._profile.bytes_per_s[Rung.HOST]
-        all_s = hosted.host.profile.num_bytes / rate
-        if hosted.load is not None:
-            return WeightsView(hosted.load.end_s - self._now_s, all_s)
-        missing_bytes = self._missing_bytes(model)
-        first_s = 0.0 if hosted.is_assembled else self._profile.assemble_s
-        return WeightsView(missing_bytes / rate + first_s, all_s)
+        byte_s = self._costs.load_s_per_byte(model)
+        missing_bytes = self._missing_bytes(model) if hosted.load is None else hosted.load.num_bytes
+        if hosted.load is not None or self._is_incomplete(model):
+            missing_bytes = max(1, missing_bytes)
+        return WeightsView(missing_bytes * byte_s, hosted.order.profile.num_bytes * byte_s)
 
     def _is_in_turn(self, model: ModelId) -> bool:
         return self.turns is None or self.turns.is_in_turn(model)
@@ -372,22 +375,36 @@ class SteppedWorker:
 
     def _missing_bytes(self, model: ModelId) -> int:
         """Return how many bytes of a hosted model's weights have no place."""
-        num_bytes = self.device.rounded(self.hosted[model].host.profile.num_bytes)
+        num_bytes = self.device.rounded(self.hosted[model].order.profile.num_bytes)
         return num_bytes - self.device.count_bytes(model)
+
+    def _is_incomplete(self, model: ModelId) -> bool:
+        """True if a hosted model that is not being loaded has to be before it can step."""
+        hosted = self.hosted[model]
+        return not hosted.is_assembled or not hosted.engine.is_placed or self._missing_bytes(model) > 0
 
     def _bring(self, model: ModelId, hosted: _Hosted) -> None:
         """Give a model its place, for which others may have to give way, and load what is missing."""
-        profile, promise = hosted.host.profile, hosted.host.promise
+        profile, promise, engine = hosted.order.profile, hosted.order.load.promise, hosted.engine
         there_bytes = self.device.place_weights(model, profile.digest, profile.num_bytes)
-        hosted.engine.place_sink()
-        tables_bytes = promise.standing_bytes - hosted.engine.kv.sink_pages * PAGE_BYTES
-        self.device.place_other(model, tables_bytes + hosted.engine.kv_bytes, promise.workspace_bytes)
+        was_placed = engine.is_placed
+        engine.place_sink()
+        tables_bytes = promise.standing_bytes - engine.kv.sink_pages * PAGE_BYTES
+        self.device.place_other(model, tables_bytes + engine.kv_bytes, promise.workspace_bytes)
         lack_bytes = self._run(self._reclaim.make_room(model, lambda: max(0, -self.device.free_bytes)))
-        assert not lack_bytes, f"`{self.name}` cannot keep its promise to `{model}`: {lack_bytes=}"
+        if lack_bytes:  # a model is being loaded whose turn is over
+            is_any_loading = any(one.load is not None for one in self.hosted.values())
+            is_deferred = self._reclaim.defer(model, is_any_loading=is_any_loading)
+            assert is_deferred, f"`{self.name}` cannot keep its promise to `{model}`: {lack_bytes=}"
+            self.device.truncate(model, there_bytes)
+            if not was_placed:
+                engine.clear_all()
+                self.device.free_other(model)
+            return
         num_bytes = self.device.count_bytes(model) - there_bytes
         begin_s = max(self._now_s, self._bus_free_s)
-        first_s = 0.0 if hosted.is_assembled else self._profile.assemble_s
         self._bus_free_s = begin_s + num_bytes / self._profile.bytes_per_s[Rung.HOST]
+        first_s = 0.0 if hosted.is_assembled else self._profile.assemble_s
         end_s = max(self._bus_free_s, self._now_s + first_s) + self._profile.switch_s
         hosted.load = _Load(begin_s, end_s, num_bytes)
 
@@ -395,6 +412,7 @@ class SteppedWorker:
         load = hosted.load
         assert load is not None, f"`{model}` is not being loaded"
         hosted.load, hosted.is_assembled = None, True
+        self.num_loads += 1
         seconds = load.num_bytes / self._profile.bytes_per_s[Rung.HOST]
         self.bytes_moved += load.num_bytes
         self.bus_s += seconds
@@ -406,12 +424,6 @@ class SteppedWorker:
         use = RungUse(Rung.HOST, load.num_bytes, seconds)
         self._facts.append(ModelReady(self._now_s, self.name, model, (use,), self._now_s - load.began_s))
         self._facts.append(DeviceReported(self._now_s, self.name, self._device_bytes()))
-
-    def _stop_load(self, model: ModelId, hosted: _Hosted) -> None:
-        """End a load under way; the memory that it was to fill is given back."""
-        if hosted.load is not None:
-            self.device.truncate(model, self.device.count_bytes(model) - hosted.load.num_bytes)
-            hosted.load = None
 
     def _device_bytes(self) -> dict[ModelId, int]:
         """Return how many bytes of each model are there, hosted or evicted."""
@@ -533,7 +545,7 @@ class SteppedWorker:
 
     def _busy(self) -> list[BusyModel]:
         return [
-            BusyModel(model, is_loaded=hosted.load is None, can_follow_load=False)
+            BusyModel(model, hosted.load is None and not self._is_incomplete(model), can_follow_load=False)
             for model, hosted in self.hosted.items()
             if hosted.engine.has_work and self._is_in_turn(model)
         ]
@@ -544,17 +556,18 @@ class SteppedWorker:
         return [model for model, hosted in self.hosted.items() if hosted.is_assembled]
 
     def kv_of(self, model: ModelId) -> KvView:
-        engine = self.hosted[model].engine
-        blocks = engine.batcher.blocks
+        engine, hold = self.hosted[model].engine, self._hold(model)
+        blocks, is_paused = engine.batcher.blocks, hold is Hold.PAUSED
         return KvView(
-            hold=self._hold(model),
+            hold=hold,
             has_work=engine.has_work,
             block_bytes=engine.kv.block_bytes,
-            floor_blocks=blocks.floor_blocks,
-            max_blocks=engine.kv.max_blocks - 1,
+            floor_blocks=0 if is_paused else blocks.floor_blocks,
+            max_blocks=engine.kv.max_blocks - 1,  # the sink is no block of the book
             num_blocks=blocks.num_blocks,
             num_available=blocks.num_available,
-            reserve_blocks=engine.elastic.reserve_blocks(engine.batcher.num_running),
+            reserve_blocks=0 if is_paused else engine.elastic.reserve_blocks(engine.batcher.num_running),
+            due_in_s=self._due_in_s(model) if is_paused else 0.0,
         )
 
     def extents(self, model: ModelId) -> list[range]:
@@ -575,7 +588,12 @@ class SteppedWorker:
             return Hold.PINNED
         if hosted.load is not None or (hosted.requests and self._is_in_turn(model)):
             return Hold.BUSY
-        return Hold.WARM if hosted.requests else hosted.hold
+        return Hold.PAUSED if hosted.requests else hosted.hold
+
+    def _due_in_s(self, model: ModelId) -> float:
+        """Return in how many seconds a model that waits for its turn has to have it."""
+        due_s = math.inf if self.turns is None else self.turns.due_s(model)
+        return 0.0 if math.isinf(due_s) else max(0.0, due_s - self._now_s)
 
     # What it orders.
 
@@ -590,8 +608,8 @@ class SteppedWorker:
                 num_got = engine.grow(num_blocks, self.device.free_bytes)
                 self.device.resize_other(model, engine.kv_bytes - before_bytes)
                 return num_got
-            case ClearKv(model, extent, may_preempt, may_forget):
-                return self._clear(model, extent, may_preempt=may_preempt, may_forget=may_forget)
+            case ClearKv():
+                return self._clear(order)
             case TakeWeights(num_bytes, most):
                 return self._take(num_bytes, most)
             case PlaceTable() | SpillTable() | DropTable():
@@ -599,20 +617,21 @@ class SteppedWorker:
             case _:
                 assert_never(order)
 
-    def _clear(self, model: ModelId, extent: range, *, may_preempt: bool, may_forget: bool) -> int:
-        engine = self.hosted[model].engine
-        if not may_forget and engine.batcher.blocks.cached_among(extent):
+    def _clear(self, order: ClearKv) -> int:
+        engine = self.hosted[order.model].engine
+        if not order.may_forget and engine.batcher.blocks.cached_among(order.extent):
             return 0
         before_bytes = engine.kv_bytes
-        if not engine.clear(extent, may_preempt=may_preempt):
+        if not engine.clear(order.extent, may_preempt=order.may_preempt, keeps_floor=order.keeps_floor):
             return 0
-        self.device.resize_other(model, engine.kv_bytes - before_bytes)
-        return len(extent)
+        self.num_preempted += len(engine.batcher.take_preempted())
+        self.device.resize_other(order.model, engine.kv_bytes - before_bytes)
+        return len(order.extent)
 
     def _take(self, num_bytes: int, most: Hold) -> int:
         """Take weights as a pool does, cheapest first; return how many bytes came free."""
         tails = [
-            Tail(model, hold, self._price(model), weights.tail)
+            Tail(model, hold, self._price(model, hold), weights.tail)
             for model, weights in self.device.weights.items()
             if (hold := self._hold(model)) <= most and model != self._reclaim.placing
         ]
@@ -621,10 +640,8 @@ class SteppedWorker:
             self.device.take_units(take.model, take.num_units)
         return self.device.free_bytes - before_bytes
 
-    def _price(self, model: ModelId) -> float:
-        """Return the price of a byte; of models that wait for their turn the least urgent is the cheapest."""
-        cost_s_per_byte = self._costs.cost_s_per_byte(model, self._now_s)
-        hosted = self.hosted.get(model)
-        if hosted is None or not hosted.requests or self.turns is None:
-            return cost_s_per_byte
-        return cost_s_per_byte / max(0.1, self.turns.due_s(model) - self._now_s)
+    def _price(self, model: ModelId, hold: Hold) -> float:
+        """Return the reload cost of a byte."""
+        if hold is Hold.PAUSED:
+            return self._costs.paused_cost_s_per_byte(model, self._due_in_s(model))
+        return self._costs.cost_s_per_byte(model, self._now_s)

@@ -1,0 +1,283 @@
+"""A service in virtual time, to the last token: the real brain, and workers that make every step.
+
+    arrivals -> brain -> orders -> `SteppedWorker` -> facts -> brain -> ...
+
+Nothing is drawn at random and nothing is decided here, so the same requests are answered in the same way each
+time. Every request ends exactly once, or AssertionError is raised. Measures nothing: `report.py` does.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import assert_never
+
+from hearth.errors import ConfigError
+from hearth.policy.fleet.audit import audit
+from hearth.policy.fleet.brain import step
+from hearth.policy.fleet.events import (
+    Action,
+    BrainConfig,
+    CancelRun,
+    Dispatch,
+    Event,
+    Evict,
+    LoadModel,
+    ModelDeployed,
+    ModelProfile,
+    RefusePin,
+    Reject,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    ResidencyReported,
+    SetHold,
+    SetTimer,
+    TimerFired,
+    TurnBegan,
+    WorkerJoined,
+    WorkerLost,
+)
+from hearth.policy.fleet.fleet import Fleet
+from hearth.sim.answers import Answer
+from hearth.sim.profile import Profile
+from hearth.sim.setting import KIND, Policy, SimulationSetting
+from hearth.sim.stepped_worker import (
+    HostOrder,
+    Paused,
+    StartOrder,
+    SteppedWorker,
+    TokensSent,
+    WorkerFact,
+    WorkerOrder,
+)
+from hearth.sim.traces import TracedRequest
+from hearth.types import ModelId, RequestId, Rung, WorkerId
+
+
+class _Gate:
+    """Lets requests in one model at a time, in order of arrival. Mutable; written by the service that has it."""
+
+    def __init__(self) -> None:
+        self._outside: dict[RequestId, RequestArrived] = {}
+        self._inside: set[RequestId] = set()
+        self._model: ModelId | None = None  #: of all that are inside
+
+    def arrived(self, event: RequestArrived) -> None:
+        self._outside[event.request_id] = event
+
+    def ended(self, request_id: RequestId) -> None:
+        """Note that a request has ended, inside or outside."""
+        self._inside.discard(request_id)
+        self._outside.pop(request_id, None)
+
+    def let_in(self) -> list[RequestArrived]:
+        """Return who may go in now: all in a row that are for the model of those inside, or for one model."""
+        let_in = []
+        for event in list(self._outside.values()):
+            if self._inside and event.model != self._model:
+                break
+            self._model = event.model
+            self._inside.add(event.request_id)
+            let_in.append(self._outside.pop(event.request_id))
+        return let_in
+
+
+class SimulatedService:
+    """All of a simulated service. Mutable; one caller."""
+
+    def __init__(self, setting: SimulationSetting, profile: Profile) -> None:
+        self.setting, self.profile = setting, profile
+        takes_turns = setting.policy is Policy.TURNS
+        self.fleet = Fleet(BrainConfig(max_queue=setting.max_queue, takes_turns=takes_turns))
+        self.workers: dict[WorkerId, SteppedWorker] = {}
+        self.answers: dict[RequestId, Answer] = {}
+        self.now_s = 0.0
+        self.num_turns = 0
+        self.num_open = 0  #: requests that have not ended
+        self._gate = _Gate() if setting.policy is Policy.ONE_AT_A_TIME else None
+        self._profiles: dict[ModelId, ModelProfile] = {}
+        #: (time, number, what): an event that happens, or a worker that has something to do.
+        self._queue: list[tuple[float, int, Event | WorkerId]] = []
+        self._num_queued = 0
+        self._timer_s: float | None = None
+        for model, shape in setting.shapes.items():
+            known = setting.model_profile(model, profile.shape(shape))
+            self._tell(ModelDeployed(0.0, known))
+            in_host = {Rung.HOST: known.num_bytes, Rung.DISK: known.num_bytes}
+            self._tell(ResidencyReported(0.0, model, in_host))
+        for number in range(setting.num_workers):
+            name, max_seqs = WorkerId(f"worker-{number}"), setting.limits.max_seqs
+            self._tell(WorkerJoined(0.0, name, KIND, setting.memory_bytes, max_seqs))
+
+    def ask(self, requests: Iterable[TracedRequest]) -> None:
+        """Have requests arrive at their times, each for the model that its tenant names.
+
+        One that is longer than the context is cut: its prompt to leave room for a token, then its answer.
+        """
+        context = self.setting.context
+        for request in requests:
+            if request.tenant not in self.setting.shapes:
+                known = ", ".join(f"`{model}`" for model in list(self.setting.shapes)[:8])
+                raise ConfigError(
+                    f"a request is for `{request.tenant}`, which is none of the models: {known}; map the "
+                    "tenants of a trace to models with `Trace.mapped`"
+                )
+            request_id, model = RequestId(f"request-{len(self.answers)}"), ModelId(request.tenant)
+            num_prompt = min(request.num_input_tokens, context - 1)
+            num_output = min(request.num_output_tokens, context - num_prompt)
+            answer = Answer(request_id, model, request.arrival_s, num_prompt, num_output)
+            self.answers[request_id] = answer
+            self.num_open += 1
+            self.schedule(RequestArrived(request.arrival_s, request_id, model, num_prompt, num_output))
+
+    def schedule(self, event: Event) -> None:
+        """Have an event happen at its time."""
+        self._push(event.now_s, event)
+
+    def run(self, on_event: Callable[[], None] | None = None) -> None:
+        """Let things happen until every request has ended; `on_event` is called after each."""
+        while self.num_open:
+            assert self._queue, f"requests wait for nothing: {self._open()[:5]}"
+            at_s, _, what = heapq.heappop(self._queue)
+            if isinstance(what, str):
+                worker = self.workers.get(what)
+                if worker is None or worker.next_s != at_s:
+                    continue  # it was told something since, or is gone
+                self.now_s = at_s
+                self._advance(worker)
+            elif not isinstance(what, TimerFired) or what.now_s == self._timer_s:
+                self.now_s = at_s
+                self._happen(what)
+            if on_event is not None:
+                on_event()
+
+    def check(self) -> None:
+        """Raise AssertionError if a request did not end, or books of the brain or of a worker are wrong."""
+        assert self.num_open == len(self._open()), f"{self.num_open=} {self._open()[:5]}"
+        audit(self.fleet)
+        for worker in self.workers.values():
+            worker.check()
+        running = {request_id for worker in self.workers.values() for request_id in worker.requests()}
+        lost = [request_id for request_id in running if self.answers[request_id].ended_s is not None]
+        # A worker hears at the end of its step of a client that has gone.
+        assert self.num_open or not lost, f"ended, and still on a worker: {lost[:5]}"
+
+    def _open(self) -> list[Answer]:
+        return [answer for answer in self.answers.values() if answer.ended_s is None]
+
+    def _push(self, at_s: float, what: Event | WorkerId) -> None:
+        self._num_queued += 1
+        heapq.heappush(self._queue, (at_s, self._num_queued, what))
+
+    # Workers.
+
+    def _advance(self, worker: SteppedWorker) -> None:
+        for fact in worker.advance(self.now_s):
+            self._take_fact(fact)
+        self._push_worker(worker)
+
+    def _push_worker(self, worker: SteppedWorker) -> None:
+        if worker.next_s < math.inf:
+            self._push(worker.next_s, worker.name)
+
+    def _take_fact(self, fact: WorkerFact) -> None:
+        match fact:
+            case TokensSent(at_s, request_ids):
+                for request_id in request_ids:
+                    answer = self.answers[request_id]
+                    if answer.ended_s is None:
+                        answer.token_s += at_s
+            case Paused(request_ids):
+                for request_id in request_ids:
+                    self.answers[request_id].num_pauses += 1
+            case RequestFinished(_, request_id) if self.answers[request_id].ended_s is not None:
+                pass  # its client has gone meanwhile
+            case _:
+                self._happen(fact)
+
+    # The brain.
+
+    def _happen(self, event: Event) -> None:
+        """Have an event happen, and let in those whom a gate held back until now."""
+        if self._gate is None:
+            self._tell(event)
+            return
+        if isinstance(event, RequestArrived):
+            self._gate.arrived(event)
+        else:
+            self._tell(event)
+        while arrivals := self._gate.let_in():
+            for arrival in arrivals:
+                self._tell(replace(arrival, now_s=self.now_s))
+
+    def _tell(self, event: Event) -> None:
+        """Follow an event, tell the brain, and carry out all that it orders."""
+        self._follow(event)
+        for action in step(self.fleet, event):
+            self._carry_out(action)
+
+    def _follow(self, event: Event) -> None:
+        match event:
+            case ModelDeployed(_, profile):
+                self._profiles[profile.model] = profile
+            case WorkerJoined(_, name, _, budget_bytes):
+                self.workers[name] = SteppedWorker(
+                    *(name, budget_bytes, self.profile, self.setting.limits),
+                    rules=self.setting.rules if self.fleet.config.takes_turns else None,
+                )
+            case WorkerLost(_, name):
+                self.workers.pop(name, None)
+            case RequestFinished(_, request_id):
+                assert self.answers[request_id].is_whole, f"{self.answers[request_id]}"
+                self._end(request_id)
+            case RequestCancelled(_, request_id) if self.answers[request_id].ended_s is None:
+                self._end(request_id, "cancelled")
+            case TurnBegan():
+                self.num_turns += 1
+            case TimerFired():
+                self._timer_s = None
+            case _:
+                pass
+
+    def _end(self, request_id: RequestId, why_not: str | None = None) -> None:
+        answer = self.answers[request_id]
+        assert answer.ended_s is None, f"ended twice: {answer}"
+        answer.ended_s, answer.why_not = self.now_s, why_not
+        self.num_open -= 1
+        if self._gate is not None:
+            self._gate.ended(request_id)
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case LoadModel(model, name):
+                shape = self.profile.shape(self.setting.shapes[model])
+                order = HostOrder(action, self._profiles[model], shape, self.setting.context)
+                self._post(name, order)
+            case Dispatch(request_id, model, name):
+                answer = self.answers[request_id]
+                order = StartOrder(
+                    *(request_id, model, answer.num_prompt_tokens, answer.num_output_tokens),
+                    pace=self.setting.pace,
+                    arrived_s=answer.arrived_s,
+                    num_sent=len(answer.token_s),
+                )
+                self._post(name, order)
+            case Evict(_, name) | SetHold(_, name) | CancelRun(_, name):
+                self._post(name, action)
+            case Reject(request_id, reason):
+                self._end(request_id, reason)
+            case SetTimer(at_s):
+                self._timer_s = at_s
+                self.schedule(TimerFired(at_s))
+            case RefusePin():
+                pass
+            case _:
+                assert_never(action)
+
+    def _post(self, name: WorkerId, order: WorkerOrder) -> None:
+        worker = self.workers[name]
+        worker.post(order, self.now_s)
+        self._push_worker(worker)
