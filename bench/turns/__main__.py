@@ -36,6 +36,12 @@ from bench.turns.workload import load_trace, questions
 from hearth.sim.arrivals import Lengths
 from hearth.sim.profile import Profile
 
+#: What the simulator can tell.
+SIMULATIONS = {
+    "runs": "what was measured",
+    "speeds": "the highest speeds",
+    "models": "how many models a device serves",
+}
 TRACE = HERE / "data" / "lmsys_arena" / "requests.csv"
 
 
@@ -51,11 +57,11 @@ def main() -> None:
     todo = missing(options, runs)
     if any(todo.values()):
         runs += measured(library, todo, options, began_s + options.limit_s)
-    if not runs and not options.simulate:
+    if not runs and options.simulate is None:
         raise SystemExit("nothing was measured: raise --limit-s, or give earlier runs by --merge")
     judged = judge(runs)
     lines = list(measured_lines(judged))
-    if options.simulate:
+    if options.simulate is not None:
         lines += simulated_lines(judged, setting, options)
     emit("turns", {"is_small": options.small, **document(judged, lines)}, save=options.save)
 
@@ -81,13 +87,19 @@ def parsed() -> Namespace:
     parser.add_argument("--merge", nargs="*", type=Path, default=[], metavar="FILE", help="earlier runs")
     parser.add_argument("--place", type=Path, default=Path("/dev/shm"), help="where the models are kept")
     parser.add_argument("--clean", action="store_true", help="only remove the models")
-    parser.add_argument("--simulate", action="store_true", help="also run the simulator; needs no device")
+    parser.add_argument(
+        "--simulate",
+        nargs="*",
+        choices=list(SIMULATIONS),
+        metavar="PART",
+        help=f"also simulate, which needs no device: {', '.join(SIMULATIONS)}; by default all of them",
+    )
     parser.add_argument("--profile", default="h200", help="of the simulator: a name or a file")
     parser.add_argument("--small", action="store_true", help="tiny models on a CPU")
     options = parser.parse_args()
     if options.small and options.save:
         parser.error("numbers of a small run mean nothing: leave out --save")
-    if options.small and options.simulate:
+    if options.small and options.simulate is not None:
         parser.error("there is no profile of the small models: leave out --simulate")
     return options
 
@@ -134,16 +146,18 @@ def measured(
 
 
 def simulated_lines(judged: Sequence[Judged], setting: Setting, options: Namespace) -> Iterator[Line]:
-    """Yield what the simulator says: beside the runs, of all speeds, and of many models."""
-    profile, trace = Profile.load(options.profile), load_trace(options.trace, setting, options.seconds)
+    """Yield what the simulator says."""
     assert setting.memory_bytes is not None, "only small settings leave it open"
+    profile, trace = Profile.load(options.profile), load_trace(options.trace, setting, options.seconds)
     simulator = Simulator(setting.shapes, setting.memory_bytes, options.cutoff_s, profile)
-    with step("simulating what was measured"):
-        yield from compared(judged, simulator, trace)
-    with step("simulating the highest speeds"):
-        yield from fastest(simulator, trace)
-    with step("simulating many models"):
-        yield from curve_lines(H200_CURVE, Lengths.of(trace), options.cutoff_s, profile)
+    parts = {
+        "runs": compared(judged, simulator, trace),
+        "speeds": fastest(simulator, trace),
+        "models": curve_lines(H200_CURVE, Lengths.of(trace), options.cutoff_s, profile),
+    }
+    for name in options.simulate or SIMULATIONS:
+        with step(f"simulating {SIMULATIONS[name]}"):
+            yield from parts[name]
 
 
 def read_runs(path: Path) -> list[Run]:

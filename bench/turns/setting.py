@@ -105,7 +105,7 @@ H200 = Setting(
     memory_bytes=24 * GIB,
 )
 #: A whole H200, as a worker takes it if nothing else is said.
-H200_CURVE = Curve("7B", 125 * GIB, (0.01, 0.02, 0.05, 0.1, 0.2, 0.5), 300.0, 512)
+H200_CURVE = Curve("7B", 125 * GIB, (0.05, 0.1, 0.2, 0.5), 120.0, 128)
 _SMALL = {
     **TINY,
     "hidden_size": 128,

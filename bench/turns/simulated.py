@@ -6,7 +6,7 @@ Its answers are judged by the same code as those of a service. Reads no clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from bench.report import tell
@@ -17,12 +17,13 @@ from bench.turns.workload import Question
 from hearth.sim.answers import Answer
 from hearth.sim.arrivals import Lengths, draw_trace, steady
 from hearth.sim.profile import Profile
-from hearth.sim.run import ModelRequest, Policy, Simulation, SimulationSetting, simulate
-from hearth.sim.traces import Trace
+from hearth.sim.service import SimulatedService
+from hearth.sim.setting import Policy, SimulationSetting
+from hearth.sim.traces import Trace, TracedRequest
 from hearth.types import ModelId
 
 #: Every model is asked before, as those of a service are: one after the other, in so many seconds each.
-_WARM_S = 3.0
+_WARM_S = 1.5
 #: A search ends when what is good and what is not are nearer to each other than this.
 _PRECISION = 1.05
 _MAX_SPEED = 64.0
@@ -50,21 +51,18 @@ class Simulator:
 
     def run(self, trace: Trace, arm: Arm) -> Simulated:
         setting = SimulationSetting(self._shapes, self._memory_bytes, policy=Policy(arm.value))
-        warm = [ModelRequest(at * _WARM_S, model, 16, 2) for at, model in enumerate(self._shapes)]
-        begin_s = len(warm) * _WARM_S
-        traced = [
-            ModelRequest(
-                *(begin_s + one.arrival_s, ModelId(one.tenant)),
-                *(max(1, one.num_input_tokens), max(1, one.num_output_tokens)),
-            )
-            for one in trace.requests
-        ]
-        before = simulate(warm, setting, self._profile)
-        after = simulate([*warm, *traced], setting, self._profile)
+        service = SimulatedService(setting, self._profile)
+        service.ask(TracedRequest(at * _WARM_S, name, 16, 2) for at, name in enumerate(self._shapes))
+        service.run()
+        num_warm, num_turns, moved_bytes = len(service.answers), service.num_turns, _moved_bytes(service)
+        begin_s = num_warm * _WARM_S
+        service.ask(replace(one, arrival_s=begin_s + one.arrival_s) for one in trace.requests)
+        service.run()
+        service.check()
         return Simulated(
-            self._judge(list(after.answers.values())[len(warm) :], begin_s),
-            after.num_turns - before.num_turns,
-            _moved_bytes(after) - _moved_bytes(before),
+            self._judge(list(service.answers.values())[num_warm:], begin_s),
+            service.num_turns - num_turns,
+            _moved_bytes(service) - moved_bytes,
         )
 
     def is_good(self, trace: Trace, arm: Arm) -> bool:
@@ -155,5 +153,5 @@ def highest(is_good: Callable[[float], bool], least: float, most: float) -> floa
     return low
 
 
-def _moved_bytes(simulation: Simulation) -> int:
-    return sum(worker.bytes_moved for worker in simulation.workers.values())
+def _moved_bytes(service: SimulatedService) -> int:
+    return sum(worker.bytes_moved for worker in service.workers.values())
