@@ -147,7 +147,7 @@ class _WorkerRig:
         self._models = list(worker.orders)
 
     def measure(self) -> WorkerTimes:
-        worker = self._worker
+        worker, scale = self._worker, self._scale
         with step("worker: models to host memory"):
             for model in self._models:
                 worker.load(model)
@@ -166,11 +166,11 @@ class _WorkerRig:
         for one in switches:
             tell(f"  {one}")
         loads = [one for one in (*switches, *new[1::2]) if one.missing_bytes]
-        begin_s = median(max(0.0, one.begin_s - prompt_s[one.model]) for one in switches)
+        begin_s = scale.typical(max(0.0, one.begin_s - prompt_s[one.model]) for one in switches)
         return WorkerTimes(
-            host_bytes_per_s=median(one.missing_bytes / one.load_s for one in loads),
-            switch=MeasuredSwitch(HOW_SWITCHED, median(one.give_way_s for one in switches), begin_s),
-            assemble_s=median(one.assemble_s for one in new[1::2]),
+            host_bytes_per_s=1 / scale.typical(one.load_s / one.missing_bytes for one in loads),
+            switch=MeasuredSwitch(HOW_SWITCHED, scale.typical(one.give_way_s for one in switches), begin_s),
+            assemble_s=scale.typical(one.assemble_s for one in new[1::2]),
             decode_s=decode_s,
             details=[_shown(one) for one in switches],
         )
@@ -222,7 +222,7 @@ class _WorkerRig:
             self._worker.send(self._request(run, model, num_new_tokens=1))
             times.append(self._worker.first_token(run) - began_s)
             self._worker.rest()
-        return median(times[2:])
+        return self._scale.typical(times[2:])
 
     def _decode_s(self, model: ModelId) -> float:
         """Return the time from one token to the next of the only request."""
@@ -236,7 +236,7 @@ class _WorkerRig:
                 if heard.has_token_of(run):
                     at_s.append(heard.at_s)
             gaps = [late_s - early_s for early_s, late_s in pairwise(at_s)]
-        return median(gaps)
+        return self._scale.typical(gaps)
 
     def _request(self, run: int, model: ModelId, num_new_tokens: int) -> StartRequest:
         """Return a request whose prompt never comes twice, so that no prefix is found."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -55,12 +55,19 @@ class Scale:
     busy_rows: int  #: that decode while a prompt comes
     busy_context: int
     num_steps: int  #: that each time is taken from
+    num_rounds: int  #: through all kinds of prompts
+    quantile: float  #: of times that is taken for all: the lowest where others work on the machine
     num_switches: int  #: between each two models
     switch_prompt: int  #: tokens
     host_bytes: int  #: of the store, for all models
     disk_ring_bytes: int  #: of host memory through which a model is read from disk
     page_bytes: int = CHUNK_BYTES  #: of the worker's pool, and what its budget is rounded to
     memory_place: str | None = "/dev/shm"  #: of models that go to host memory
+
+    def typical(self, times: Iterable[float]) -> float:
+        """Return the time that stands for some runs of the same."""
+        ranked = sorted(times)
+        return ranked[int(self.quantile * len(ranked))]
 
     @property
     def max_context(self) -> int:
@@ -70,9 +77,10 @@ class Scale:
     @property
     def num_spoken_tokens(self) -> int:
         """Tokens that a sequence says at most, from its prompt to its last measured step."""
-        per_batch = self.num_steps + 8
         num_prefills = -(-self.max_prefill_tokens // self.engine.max_batch_tokens)
-        return per_batch * (len(self.batches) + 1) + 2 * num_prefills
+        num_decodes = (self.num_steps + 8) * (len(self.batches) + 1)
+        num_beside = 16 * self.num_steps * len(self.prompts)
+        return 2 * num_prefills + max(num_decodes, num_beside)
 
 
 def _shape(name: str, model: str, max_positions: int) -> Shape:
@@ -111,7 +119,9 @@ GPU = Scale(
     num_prompts=8,
     busy_rows=32,
     busy_context=512,
-    num_steps=12,
+    num_steps=5,
+    num_rounds=6,
+    quantile=0.5,
     num_switches=4,
     switch_prompt=128,
     host_bytes=26 * GIB,
@@ -128,6 +138,7 @@ TINY_GPU = replace(
     prompts=(16, 128, 512),
     busy_rows=4,
     num_steps=2,
+    num_rounds=1,
     num_switches=1,
     host_bytes=8 * GIB,
 )
@@ -137,14 +148,16 @@ CPU = Scale(
     shapes=(Shape("135M", "SmolLM2-135M", SMOLLM2, "float32"),),
     engine=EngineConfig(max_batch_tokens=512, max_seqs=16),
     max_kv_bytes=GIB,
-    max_prefill_tokens=1 << 12,
+    max_prefill_tokens=1 << 13,
     batches=(1, 2, 4, 8, 16),
     contexts=(32, 256, 1024),
-    prompts=(16, 32, 64, 128, 256, 512),
+    prompts=(16, 64, 256),
     num_prompts=4,
     busy_rows=4,
     busy_context=32,
-    num_steps=7,
+    num_steps=3,
+    num_rounds=2,
+    quantile=0.0,
     num_switches=4,
     switch_prompt=32,
     host_bytes=GIB,
@@ -168,6 +181,8 @@ TINY_CPU = Scale(
     busy_rows=2,
     busy_context=16,
     num_steps=3,
+    num_rounds=1,
+    quantile=0.5,
     num_switches=1,
     switch_prompt=8,
     host_bytes=32 * MIB,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 from statistics import median
@@ -26,6 +27,8 @@ from hearth.types import RequestId, SamplingParams
 
 #: Steps after a change of rows that are not counted: one is under way, one may capture a graph.
 NUM_WARM_STEPS = 3
+#: Steps with a prompt that follow each other, as they do where many prompts come.
+NUM_TRAIN_STEPS = 4
 
 
 def measure_steps(shape: Shape, scale: Scale, device: torch.device) -> list[MeasuredStep]:
@@ -38,14 +41,21 @@ def measure_steps(shape: Shape, scale: Scale, device: torch.device) -> list[Meas
 
 
 def _kinds(rig: EngineRig, scale: Scale) -> Iterator[MeasuredStep]:
-    for num_tokens in scale.prompts:
-        yield rig.time_prompts(1, num_tokens)
-    for num_tokens in scale.prompts[-2:]:
-        yield rig.time_prompts(scale.num_prompts, num_tokens // scale.num_prompts)
+    """Yield all kinds of steps. Small prompts wait for the host, whose speed drifts: they come in rounds."""
     for context in scale.contexts:
         yield from rig.time_decodes(context)
-    for num_tokens in scale.prompts[:-1]:
-        yield rig.time_prompt_beside_decodes(num_tokens)
+    several = [(scale.num_prompts, tokens // scale.num_prompts) for tokens in scale.prompts[-2:]]
+    alone = [(1, tokens) for tokens in scale.prompts] + several
+    rounds: dict[object, list[MeasuredStep]] = defaultdict(list)
+    for _ in range(scale.num_rounds):
+        for num_prompts, num_tokens in alone:
+            rounds[num_prompts, num_tokens].append(rig.time_prompts(num_prompts, num_tokens))
+        rig.fill(scale.busy_rows, scale.busy_context)
+        for num_tokens in scale.prompts[:-1]:
+            rounds[num_tokens].append(rig.time_prompts_beside_rows(num_tokens))
+        rig.keep(0)
+    for steps in rounds.values():
+        yield sorted(steps, key=lambda one: one.seconds)[int(scale.quantile * len(steps))]
 
 
 class EngineRig:
@@ -63,7 +73,7 @@ class EngineRig:
     def time_prompts(self, num_prompts: int, num_tokens: int) -> MeasuredStep:
         """Time a step that computes whole prompts and nothing else, from nothing to its tokens."""
         times = []
-        for _ in range(self._scale.num_steps + 2):
+        for _ in range(self._scale.num_steps + 1):
             for _ in range(num_prompts):
                 self._add(num_tokens, max_tokens=1)
             began_s = time.perf_counter()
@@ -71,37 +81,37 @@ class EngineRig:
                 self._step()
             times.append(time.perf_counter() - began_s)
         total = num_prompts * num_tokens
-        return MeasuredStep(total, num_prompts, total, _undisturbed(times[2:]))
+        return MeasuredStep(total, num_prompts, total, self._scale.typical(times[1:]))
 
     def time_decodes(self, context: int) -> Iterator[MeasuredStep]:
         """Time decode steps, first with as many rows as there may be, then with fewer and fewer."""
         scale = self._scale
         room = min(self._max_live_tokens, scale.max_prefill_tokens) // (context + scale.num_spoken_tokens)
         batches = [size for size in sorted(scale.batches, reverse=True) if size <= max(1, room)]
-        self._fill(batches[0], context)
+        self.fill(batches[0], context)
         for size in batches:
-            self._keep(size)
+            self.keep(size)
             yield self._time_decode()
-        self._keep(0)
+        self.keep(0)
 
-    def time_prompt_beside_decodes(self, num_tokens: int) -> MeasuredStep:
-        """Time a step that computes a prompt and one token of each row: two steps, less one of rows alone."""
-        scale = self._scale
-        self._fill(scale.busy_rows, scale.busy_context)
-        num_prompt = min(num_tokens, scale.engine.max_batch_tokens - scale.busy_rows)
+    def time_prompts_beside_rows(self, num_tokens: int) -> MeasuredStep:
+        """Time steps that compute a prompt and one token of each row, some of them in a row."""
+        num_rows = len(self._contexts)
+        num_tokens = min(num_tokens, self._scale.engine.max_batch_tokens - num_rows)
         times, contexts = [], []
-        for _ in range(scale.num_steps):
+        for _ in range(self._scale.num_steps):
             alone = self._time_decode(num_steps=2)
-            self._add(num_prompt, max_tokens=1)
             began_s = time.perf_counter()
-            while len(self._prompts) > scale.busy_rows:
+            for _ in range(NUM_TRAIN_STEPS):
+                self._add(num_tokens, max_tokens=1)
                 self._step()
-            times.append(max(0.0, time.perf_counter() - began_s - alone.seconds))
-            contexts.append(sum(self._contexts.values()))
-        self._keep(0)
-        num_rows = scale.busy_rows + 1
+            while len(self._prompts) > num_rows:
+                self._step()
+            # The first call has waited for a step of rows alone, the last one for no step of them.
+            times.append(max(0.0, time.perf_counter() - began_s - alone.seconds) / NUM_TRAIN_STEPS)
+            contexts.append(sum(self._contexts.values()) + num_tokens)
         return MeasuredStep(
-            num_prompt + scale.busy_rows, num_rows, int(median(contexts)) + num_prompt, _undisturbed(times)
+            num_rows + num_tokens, num_rows + 1, int(median(contexts)), self._scale.typical(times)
         )
 
     def _time_decode(self, num_steps: int | None = None) -> MeasuredStep:
@@ -113,16 +123,16 @@ class EngineRig:
             began_s = time.perf_counter()
             self._step()
             times.append(time.perf_counter() - began_s)
-        return MeasuredStep(num_rows, num_rows, sum(self._contexts.values()), _undisturbed(times))
+        return MeasuredStep(num_rows, num_rows, sum(self._contexts.values()), self._scale.typical(times))
 
-    def _fill(self, num_rows: int, context: int) -> None:
+    def fill(self, num_rows: int, context: int) -> None:
         """Have so many rows decode, each with so much context at least."""
         for _ in range(num_rows):
             self._add(context, max_tokens=self._scale.num_spoken_tokens)
         while len(self._contexts) < num_rows:
             self._step()
 
-    def _keep(self, num_rows: int) -> None:
+    def keep(self, num_rows: int) -> None:
         """End all rows but the first ones, and what they have under way."""
         for request_id in list(self._contexts)[num_rows:]:
             self.engine.cancel(request_id)
@@ -148,11 +158,6 @@ class EngineRig:
             else:
                 self._contexts.pop(one, None)
                 del self._prompts[one]
-
-
-def _undisturbed(times: Sequence[float]) -> float:
-    """Return the time that a quarter of the runs did not exceed: on a machine of many the others waited."""
-    return sorted(times)[len(times) // 4]
 
 
 def _new_rig(shape: Shape, scale: Scale, device: torch.device) -> EngineRig:

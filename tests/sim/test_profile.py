@@ -102,7 +102,7 @@ def test_a_row_or_a_token_or_context_more_never_makes_a_step_shorter(
     st.floats(1e-4, 0.1),
     st.floats(1e-6, 1e-3),
     st.floats(1e-9, 1e-6),
-    st.floats(1e-6, 1e-3),
+    st.floats(1e-5, 1e-3),
     st.integers(1, 256),
     st.integers(1, 8192),
 )
@@ -113,15 +113,17 @@ def test_a_machine_that_follows_the_rule_is_found_again(
         return MeasuredStep(rows, rows, tokens, base_s + rows * row_s + tokens * context_s)
 
     steps = [decode(rows, rows * each) for rows in (1, 16, 256) for each in (64, 1024, 8192)]
-    prompt_s = base_s + 256 * row_s
     steps += [
-        MeasuredStep(tokens, 1, tokens, prompt_s + tokens * (token_s + context_s)) for tokens in (16, 4096)
+        MeasuredStep(tokens, 1, tokens, base_s + row_s + tokens * (token_s + context_s))
+        for tokens in (16, 4096)
     ]
     times = StepTimes.fitted(steps)
 
     wanted_s = decode(num_rows, num_rows * context).seconds
     assert times.step_s(num_rows, num_rows, num_rows * context) == pytest.approx(wanted_s, rel=1e-3)
-    assert times.step_s(1000, 1, 1000) == pytest.approx(prompt_s + 1000 * (token_s + context_s), rel=1e-3)
+    assert times.step_s(1000, 1, 1000) == pytest.approx(
+        base_s + row_s + 1000 * (token_s + context_s), rel=1e-3
+    )
 
 
 def test_noise_that_falls_is_put_at_its_mean() -> None:
@@ -129,6 +131,24 @@ def test_noise_that_falls_is_put_at_its_mean() -> None:
     times = StepTimes.fitted([*steps, MeasuredStep(8, 1, 8, 0.1)])
 
     assert [times.step_s(rows, rows, rows) for rows in (1, 2, 3)] == pytest.approx([0.15, 0.15, 0.3])
+
+
+def test_a_step_that_the_host_launches_takes_as_long_as_launching_at_least() -> None:
+    decode = [
+        MeasuredStep(rows, rows, rows * each, 0.001 + rows * each * 1e-7)
+        for rows in (1, 64)
+        for each in (1, 999)
+    ]
+    prompts = [
+        MeasuredStep(tokens, 1, tokens, max(0.006, tokens * 1e-5)) for tokens in (16, 64, 256, 1024, 4096)
+    ]
+    beside = MeasuredStep(64 + 16, 64, 64 * 500, 0.006)
+    times = StepTimes.fitted([*decode, *prompts, beside])
+
+    assert times.launch_s == 0.006
+    assert times.step_s(2, 1, 2) == 0.006
+    assert times.step_s(64 + 16, 64, 64 * 500) == 0.006, "reading KV goes on while kernels are launched"
+    assert times.step_s(2048, 1, 2048) == pytest.approx(0.02, rel=0.05)
 
 
 def test_a_profile_tells_times_rates_and_sizes(tmp_path: Path) -> None:
@@ -155,7 +175,7 @@ def test_a_size_that_was_not_measured_is_scaled_from_the_nearest(tmp_path: Path)
 
     assert twice.weights_bytes == 2 * measured.weights_bytes
     assert twice.kv_bytes_per_token == 2 * measured.kv_bytes_per_token
-    assert twice.step_s(9, 3, 500) == pytest.approx(2 * measured.step_s(9, 3, 500))
+    assert twice.step_s(3, 3, 500) == pytest.approx(2 * measured.step_s(3, 3, 500))
     less_kv = profile.scaled("other", measured.weights_bytes, measured.kv_bytes_per_token // 4)
     assert less_kv.times.rows_s == measured.times.rows_s
     assert less_kv.times.context_s_per_token == pytest.approx(measured.times.context_s_per_token / 4)

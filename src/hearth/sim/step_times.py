@@ -1,24 +1,25 @@
 """How long a step of an engine takes, from steps that were measured. Measures nothing itself.
 
-A step is either of decode rows alone, which a GPU replays as one graph, or has tokens of prompts too:
+A step is either of decode rows alone, which a GPU replays as one graph, or has tokens of prompts too, and
+then the host launches each kernel by itself:
 
-    decode    rows_s(rows)                      + context_s_per_token * context
-    prompts   max(rows_s(rows), tokens_s(tokens)) + context_s_per_token * context
+    decode    rows_s(rows) + context_s_per_token * context
+    prompts   max(launch_s, max(rows_s(rows), tokens_s(tokens)) + context_s_per_token * context)
 
 `rows_s` and `tokens_s` are lines through what was measured, never falling; reading one token of KV costs the
-same everywhere. So a row more, a token more of a prompt, or more context never make a step shorter. A prompt
-of n tokens takes longer than n decode rows, for no graph is replayed. What a prompt's tokens do with each
-other is in `tokens_s`; what they do with context of earlier steps costs no more than reading it once, which
-is too little for the later parts of a prompt of many thousand tokens.
+same everywhere. So a row more, a token more of a prompt, or more context never make a step shorter. What a
+prompt's tokens do with each other is in `tokens_s`; what they do with context of earlier steps costs no more
+than reading it once, which is too little for the later parts of a prompt of many thousand tokens.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean
+from dataclasses import dataclass, replace
+from statistics import fmean, median
 
 from msgspec import Struct
 
@@ -29,7 +30,7 @@ class MeasuredStep(Struct, frozen=True, forbid_unknown_fields=True):
     num_tokens: int  #: computed by the step, over all rows
     num_rows: int  #: sequences in it
     context_tokens: int  #: that the rows can look back on, their own included, summed over rows
-    seconds: float  #: of a run in which nothing else disturbed it
+    seconds: float  #: that it took as a rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class StepTimes:
 
     rows_s: Line  #: of steps with so many decode rows and no context
     tokens_s: Line  #: of steps with so many tokens, of which some are a prompt's
+    launch_s: float  #: that the host takes for a step that is no graph, however little it computes
     context_s_per_token: float
 
     @staticmethod
@@ -77,24 +79,51 @@ class StepTimes:
         decode = [step for step in steps if step.num_tokens == step.num_rows]
         prompts = [step for step in steps if step.num_tokens > step.num_rows]
         slope = _context_slope(decode)
-        return StepTimes(
-            rows_s=Line.through(_means(((step.num_rows, step) for step in decode), slope)),
-            tokens_s=Line.through(_means(((step.num_tokens, step) for step in prompts), slope)),
-            context_s_per_token=slope,
+        rows_s = Line.through(_means(((step.num_rows, step) for step in decode), slope))
+        sizes = sorted({step.num_tokens for step in prompts})
+        fits = (_fit_prompts(prompts, rows_s, slope, computed_from=size) for size in sizes)
+        return min(fits, key=lambda times: times.error(prompts))
+
+    def error(self, steps: Sequence[MeasuredStep]) -> float:
+        """Return how far these times are from measured ones: the mean logarithm of their ratio."""
+        return fmean(
+            abs(math.log(self.step_s(one.num_tokens, one.num_rows, one.context_tokens) / one.seconds))
+            for one in steps
         )
 
     def step_s(self, num_tokens: int, num_rows: int, context_tokens: int) -> float:
         """Return the seconds of a step."""
-        alone_s = self.rows_s.at(num_rows)
-        if num_tokens > num_rows:
-            alone_s = max(alone_s, self.tokens_s.at(num_tokens))
-        return alone_s + self.context_s_per_token * context_tokens
+        context_s = self.context_s_per_token * context_tokens
+        if num_tokens == num_rows:
+            return self.rows_s.at(num_rows) + context_s
+        computed_s = max(self.rows_s.at(num_rows), self.tokens_s.at(num_tokens))
+        return max(self.launch_s, computed_s + context_s)
 
     def scaled(self, weights: float, kv: float) -> StepTimes:
         """Return the times of a model whose weights and KV have so many times the bytes."""
-        return StepTimes(
-            self.rows_s.scaled(weights), self.tokens_s.scaled(weights), kv * self.context_s_per_token
+        return replace(
+            self,
+            rows_s=self.rows_s.scaled(weights),
+            tokens_s=self.tokens_s.scaled(weights),
+            context_s_per_token=kv * self.context_s_per_token,
         )
+
+
+def _fit_prompts(
+    prompts: Sequence[MeasuredStep], rows_s: Line, slope: float, computed_from: int
+) -> StepTimes:
+    """Fit steps with prompts, if those with fewer tokens than that take as long as their launch.
+
+    A single token of a prompt would be computed like a decode row.
+    """
+    launched = [step.seconds for step in prompts if step.num_tokens < computed_from]
+    computed = ((step.num_tokens, step) for step in prompts if step.num_tokens >= computed_from)
+    return StepTimes(
+        rows_s,
+        tokens_s=Line.through({1: rows_s.at(1)} | _means(computed, slope)),
+        launch_s=median(launched) if launched else 0.0,
+        context_s_per_token=slope,
+    )
 
 
 def _context_slope(steps: Sequence[MeasuredStep]) -> float:
