@@ -99,6 +99,38 @@ def disturbed(name: str, asked: list[list[int]], seed: int, device: str = "cpu")
     return outputs, num_taken
 
 
+def test_a_flush_takes_in_the_step_in_flight_and_launches_none() -> None:
+    engine = elastic_engine("llama-gqa")
+    engine.add_blocks(EXTENTS[0])
+    start(engine, prompts("llama-gqa")[:1])
+    assert engine.step().outputs == []
+
+    outcome = engine.flush()
+
+    assert (len(outcome.outputs), outcome.has_run, outcome.admitted) == (1, True, ())
+    again = engine.flush()
+    assert (again.outputs, again.has_run) == ([], False)
+    assert engine.usage.num_running == 1
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "qwen3"])
+def test_pauses_after_any_step_change_no_bit(name: str) -> None:
+    """Requests that ended are known a step sooner, and change the plans; these all end at their length."""
+    asked = prompts(name)
+    expected = undisturbed(name, asked)
+    for seed in range(3):
+        chance, engine = random.Random(seed), elastic_engine(name)
+        for extent in EXTENTS:
+            engine.add_blocks(extent)
+        start(engine, asked)
+        outputs: list[Output] = []
+        while engine.has_work:
+            outputs.extend(engine.step().outputs)
+            if chance.random() < 0.5:
+                outputs.extend(engine.flush().outputs)
+        assert outputs == expected
+
+
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "qwen3", "opt-350m"])
 def test_blocks_that_come_go_and_move_change_no_bit(name: str) -> None:
     expected = undisturbed(name, prompts(name))

@@ -151,17 +151,17 @@ class PoolCaller:
         lost = {model for model in before if self._weights(before, model) > self._weights(after, model)}
         terms_by_model = {model: self.holds.eviction_terms(model) for model in before}
         for model in lost:
-            assert terms_by_model[model].hold <= min(most, Hold.WARM), f"{model} {terms_by_model[model]}"
+            assert terms_by_model[model].hold <= min(most, Hold.PAUSED), f"{model} {terms_by_model[model]}"
             assert not terms_by_model[model].is_loading, f"{model} is loading"
-        if any(terms_by_model[model].hold == Hold.WARM for model in lost):
-            for model, terms in terms_by_model.items():
-                is_spared = terms.hold == Hold.RETAINED and not terms.is_loading
-                assert not is_spared or not self._weights(after, model), f"{lost} before {model}"
+        most_lost = max((terms_by_model[model].hold for model in lost), default=Hold.RETAINED)
+        for model, terms in terms_by_model.items():
+            is_spared = terms.hold < most_lost and not terms.is_loading
+            assert not is_spared or not self._weights(after, model), f"{lost} before {model}"
         if freed_bytes < num_bytes:
             assert not any(
                 self._weights(after, model)
                 for model, terms in terms_by_model.items()
-                if terms.hold <= min(most, Hold.WARM) and not terms.is_loading
+                if terms.hold <= min(most, Hold.PAUSED) and not terms.is_loading
             ), "there was more to take"
         return freed_bytes
 
@@ -234,6 +234,8 @@ class PoolCaller:
             space.workspace.fill_(0xEE)
             self._block(model, space.sink).fill_(0xDD)
         holdings = self.holdings()
+        for model, holding in holdings.items():
+            self._check_resident_bytes(model, holding)
         for model in self.spaces:
             holding = holdings[model]
             if model not in self.gaps and holding.weights_bytes == holding.total_bytes:
@@ -304,6 +306,14 @@ class PoolCaller:
     @staticmethod
     def _table_pattern(model: ModelId, table: SamplingTable) -> int:
         return 200 + (sum(map(ord, model + table)) % 50)
+
+    def _check_resident_bytes(self, model: ModelId, holding: Holding) -> None:
+        """A page that is not full may count as one."""
+        resident_bytes = self.pool.resident_bytes(model)
+        num_bytes = self.samples[model].shape.chunk_bytes
+        assert 0 <= resident_bytes - holding.stored_bytes < num_bytes, f"{model} {resident_bytes=} {holding}"
+        is_whole = holding.weights_bytes == holding.total_bytes
+        assert not is_whole or resident_bytes == holding.stored_bytes, f"{model} {resident_bytes=} {holding}"
 
     @staticmethod
     def _weights(holdings: Mapping[ModelId, Holding], model: ModelId) -> int:

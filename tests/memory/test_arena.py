@@ -225,7 +225,7 @@ def step(world: World, shapes: dict[ModelId, Shape], what: str, model: ModelId, 
     elif what in ("landed", "lost") and is_loading:
         world.load_ended(model, is_whole=what == "landed")
     elif what == "take":
-        take(world, number * PAGE, Hold(number % 4))
+        take(world, number * PAGE, Hold(number % len(Hold)))
     elif what == "grow" and is_placed:
         before_bytes = world.pool.usage().free_bytes
         grown = world.grow(model, number)
@@ -244,7 +244,7 @@ def step(world: World, shapes: dict[ModelId, Shape], what: str, model: ModelId, 
     elif what == "drop" and not is_loading:
         world.drop(model)
     elif what == "hold":
-        world.holds[model], world.costs[model] = Hold(number % 4), float(number)
+        world.holds[model], world.costs[model] = Hold(number % len(Hold)), float(number)
 
 
 def make_room(world: World, model: ModelId, wanted: Shape) -> None:
@@ -278,7 +278,7 @@ def take(world: World, num_bytes: int, most: Hold) -> None:
     for one in before.holdings:
         terms = world.eviction_terms(one.model)
         left_bytes = there.get(one.model, 0)
-        may_take = terms.hold <= min(most, Hold.WARM) and not terms.is_loading
+        may_take = terms.hold <= min(most, Hold.PAUSED) and not terms.is_loading
         assert may_take or left_bytes == one.weights_bytes, f"taken from {one.model}: {terms}"
         assert freed_bytes >= num_bytes or not may_take or left_bytes == 0, f"left with {one.model}"
 

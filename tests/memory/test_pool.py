@@ -117,6 +117,19 @@ def test_what_is_warm_goes_after_all_that_is_retained(caller: PoolCaller) -> Non
     assert not any(holding.weights_bytes for holding in caller.holdings().values())
 
 
+def test_what_is_paused_goes_after_all_that_is_idle_and_the_cheapest_first(caller: PoolCaller) -> None:
+    caller.host(A)
+    caller.host(C)
+    caller.holds.by_model.update({A: Hold.PAUSED, C: Hold.WARM})
+
+    assert caller.take(NUM_PAGES * PAGE_BYTES, Hold.WARM) > 0
+    assert caller.holdings()[A].weights_bytes == caller.holdings()[A].total_bytes
+
+    assert caller.take(PAGE_BYTES, Hold.PAUSED) >= PAGE_BYTES
+    assert 0 < caller.holdings()[A].weights_bytes < caller.holdings()[A].total_bytes
+    assert caller.pool.resident_bytes(ModelId("unknown")) == 0
+
+
 def test_nothing_is_taken_from_who_is_busy_or_pinned_or_loading(caller: PoolCaller) -> None:
     caller.host(A)
     caller.begin(C)

@@ -70,18 +70,23 @@ class LoopGateway:
     answers: dict[int, Answer] = field(default_factory=dict)
     loads: list[ModelLoaded] = field(default_factory=list)
     turns: list[ModelTurn] = field(default_factory=list)
-    in_turn: set[ModelId] = field(default_factory=set)
+    #: With the number of their stay; those that were retired or dropped in their turn included.
+    in_turn: dict[ModelId, int] = field(default_factory=dict)
     pool: Pool | None = None  #: for looking on, while the worker rests
     _runs: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def hear(self) -> Fact:
         fact = self.facts.get(timeout=PATIENCE_S)
         if isinstance(fact, ModelTurn):
-            assert (fact.model in self.in_turn) == (fact.ended is not None), f"{fact} {self.in_turn}"
+            was_in_turn = self.in_turn.get(fact.model) == fact.hosting
+            assert was_in_turn == (fact.ended is not None), f"{fact} {self.in_turn}"
             self.turns.append(fact)
-            (self.in_turn.add if fact.ended is None else self.in_turn.remove)(fact.model)
+            if fact.ended is None:
+                self.in_turn[fact.model] = fact.hosting
+            else:
+                del self.in_turn[fact.model]
         elif isinstance(fact, HostingFailed):
-            self.in_turn.discard(fact.model)
+            self.in_turn.pop(fact.model, None)
         elif isinstance(fact, StepDone):
             assert not self.turns or fact.model in self.in_turn, f"{fact} when it was not its turn"
             logprobs = fact.logprobs or [None] * len(fact.runs)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hearth import LLM
-from hearth.messages import ModelLoaded, RetireModel
+from hearth.messages import ModelLoaded, ModelTurn, RetireModel
 from hearth.types import ModelId, SamplingParams
 from tests.store.stored import converted
 from tests.worker.harness import CONFIG, Gateway, folder, greedy, host_order, keeper_setup, keeping, working
@@ -78,3 +79,26 @@ def test_a_retired_model_comes_back_with_all_its_bytes_and_its_graphs(gateway: G
     assert again.rungs == ()
     assert second.tokens == first.tokens
     assert is_empty(gateway)
+
+
+def test_models_that_do_not_fit_together_take_turns_and_answer_as_they_do_offline() -> None:
+    places = {name: converted(name) for name in ("llama-gqa", "opt-pre")}
+    with (
+        folder() as place,
+        keeping(setup := keeper_setup(place)),
+        working(setup.socket, kind="cuda", budget_bytes=BUDGET_BYTES, turns=True) as rig,
+    ):
+        gateway, own_bytes = rig.gateway, BUDGET_BYTES * 3 // 4
+        gateway.send(*(host_order(name, where, own_bytes=own_bytes) for name, where in places.items()))
+        runs = {name: gateway.start(name, PROMPT, greedy(40)) for name in places}
+        gateway.until_ended(*runs.values())
+        turns = [fact for fact in gateway.facts if isinstance(fact, ModelTurn)]
+        gateway.drop(*places)
+
+        assert {name: gateway.runs[run].tokens for name, run in runs.items()} == {
+            name: answer(where, 40) for name, where in places.items()
+        }
+        assert {turn.model for turn in turns} == set(places)
+        for turn, following in itertools.pairwise(turns):
+            assert turn.ended is not None or following.ended is not None, "two in turn do not fit"
+        assert is_empty(gateway)

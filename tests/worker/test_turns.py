@@ -7,21 +7,50 @@ followed by a pause. Whatever comes free is overwritten with 0xFF.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as Backend
 
-from hearth.messages import Sampling
+from bench.host_pages import HostPages
+from hearth.engine.engine import Engine, StepOutcome
+from hearth.memory.pool import EvictionTermsOf, Pool
+from hearth.memory.vmm import MappedPool
+from hearth.messages import GuideOrder, HostingFailed, ModelLoaded, Sampling, StartRequest
 from hearth.policy.fleet.events import Promise
 from hearth.policy.turns.turn_policy import TurnRules
-from hearth.types import TurnEnd
-from tests.engine.harness import prompts_for
-from tests.worker.harness import greedy
-from tests.worker.in_process import Answer, LoopGateway
-from tests.worker.test_disturbed import CONTEXT, KINDS, SETTINGS, VOCABULARY, Setting, playing
+from hearth.store.borrower import BorrowedModel, Borrower
+from hearth.store.convert import convert
+from hearth.store.lender import Lender
+from hearth.store.loader import Loader
+from hearth.store.manifest import read_manifest
+from hearth.types import Hold, ModelId, TurnEnd
+from hearth.worker.hosted_model import HostedModel
+from hearth.worker.reclaimer import Reclaimer
+from hearth.worker.runtime import HostingResources
+from tests.engine.harness import assert_greedy, prompts_for
+from tests.models.zoo import save, tiny
+from tests.store.stored import gated_tiers, tiers_at
+from tests.text.conftest import byte_level
+from tests.worker.harness import folder, greedy, host_order
+from tests.worker.in_process import Answer, LoopGateway, working_in_process
+from tests.worker.test_disturbed import (
+    CONFIG,
+    CONTEXT,
+    KINDS,
+    SETTINGS,
+    VOCABULARY,
+    Player,
+    Setting,
+    playing,
+    source,
+    wiped,
+)
 
 #: A turn may end after each step, whoever else waits.
 RESTLESS = TurnRules(min_turn_s=0.0, quantum_s=0.0, max_turn_s=0.0, growth=1.0, slack_reloads=0.0, lead_s=1e9)
@@ -109,3 +138,329 @@ def test_answers_of_paused_requests_whose_kv_survived_are_the_same_bits(kind: st
     assert [one.num_admissions for one in paused] == [1] * len(asked), "KV did not survive"
     assert [one.tokens for one in paused] == [one.tokens for one in alone]
     assert [one.logprobs for one in paused] == [one.logprobs for one in alone]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_right_where_kv_was_taken_and_computed_again(kind: str, tmp_path: Path) -> None:
+    """Several requests of each model, with as little memory as may be."""
+    setting = SETTINGS[kind]
+    names = setting.names[:3]
+    prompts = prompts_for(VOCABULARY, [24, 9, 17, 30], seed=6)
+    with taking_turns(kind, tmp_path, names) as gateway:
+        asked = [
+            (name, prompt, gateway.start(name, prompt, greedy(24, ignore_eos=True)))
+            for prompt, name in itertools.product(prompts, names)
+        ]
+        answers = gateway.until_ended(*(run for _, _, run in asked))
+
+        assert max(answer.num_admissions for answer in answers) > 1, "no KV was ever taken"
+        check_promises(gateway, setting, names)
+    for name, prompt, run in asked:
+        assert len(gateway.answers[run].tokens) == 24
+        assert_greedy(source(name), prompt, gateway.answers[run].tokens)
+
+
+def check_promises(gateway: LoopGateway, setting: Setting, names: Sequence[str]) -> None:
+    """What was promised at any time, by what the worker told of turns, was within the budget."""
+    promises, in_turn = promises_of(setting, names), set[str]()
+    assert gateway.pool is not None
+    for turn in gateway.turns:
+        (in_turn.discard if turn.ended else in_turn.add)(turn.model)
+        own_bytes = [
+            one.own_bytes if name in in_turn else one.standing_bytes for name, one in promises.items()
+        ]
+        workspace_bytes = sum(one.workspace_bytes for one in promises.values())
+        assert sum(own_bytes) + workspace_bytes <= gateway.pool.budget_bytes, f"{in_turn=}"
+
+
+@pytest.mark.parametrize("kind", ["arena", "mapped"])
+def test_a_grammar_goes_on_after_each_pause(kind: str, tmp_path: Path) -> None:
+    save(tiny("llama-gqa", vocab_size=640), tmp_path / "source")
+    byte_level().save(str(tmp_path / "source" / "tokenizer.json"))
+    convert(tmp_path / "source", tmp_path / "spoken", chunk_bytes=64 << 10)
+    backend = Backend.from_file(str(tmp_path / "spoken" / "tokenizer.json"))
+    setting, name = SETTINGS[kind], SETTINGS[kind].names[0]
+    schema = json.dumps({"enum": ["a rather long word", "another one that is longer"]})
+    with taking_turns(kind, tmp_path / "store", [name], 4 * setting.promise_bytes(name)) as gateway:
+        budget_bytes = gateway.pool.budget_bytes if gateway.pool is not None else 0
+        gateway.host(
+            *("spoken", tmp_path / "spoken"),
+            kv_floor_bytes=setting.floor_bytes(name),
+            max_kv_bytes=setting.floor_bytes(name),
+            eos_ids=(backend.token_to_id("</s>"),),
+            own_bytes=budget_bytes - setting.promise(name).workspace_bytes - setting.page_bytes,
+        )
+        guided = gateway.start("spoken", [3, 14, 15], greedy(40), GuideOrder("json_schema", schema))
+        gateway.until_ended(gateway.start(name, [1, 2, 3], greedy(40, ignore_eos=True)), guided)
+
+        assert num_pauses(gateway) > 0
+    assert backend.decode(gateway.answers[guided].tokens) in json.dumps(json.loads(schema)["enum"])
+
+
+@dataclass(slots=True)
+class TurnPlayer(Player):
+    """A gateway that hosts more than there is room for. Mutable."""
+
+    def host(self, name: str) -> None:
+        if name not in self.hosted:
+            host(self.gateway, self.setting, name)
+            self.hosted[name] = None
+
+    def lower_holds(self) -> None:
+        """Some are pinned for a moment."""
+        Player.lower_holds(self)
+        if self.hosted:
+            name = self.random.choice(list(self.hosted))
+            self.gateway.set_hold(name, Hold.PINNED)
+            self.gateway.ping()
+            self.gateway.set_hold(name, Hold.WARM)
+
+    def drop(self) -> None:
+        """Also a busy one: its requests end with it, untold."""
+        if self.hosted and self.random.random() < 0.3:
+            name = self.random.choice(list(self.hosted))
+            (self.gateway.drop if self.random.random() < 0.5 else self.gateway.retire)(name)
+            del self.hosted[name]
+            self.open = [one for one in self.open if one.name != name]
+
+
+@pytest.mark.parametrize("quantum_s", [0.0, 0.004])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_answer_is_right_whoever_comes_goes_and_takes_turns(
+    kind: str, quantum_s: float, tmp_path: Path
+) -> None:
+    setting, names = SETTINGS[kind], SETTINGS[kind].names
+    # An arena may need a workspace for each.
+    workspace_bytes = sum(setting.promise(name).workspace_bytes for name in names)
+    budget_bytes = least_bytes(setting, names) + workspace_bytes
+    rules = replace(RESTLESS, quantum_s=quantum_s, max_turn_s=2 * quantum_s)
+    with playing(kind, budget_bytes, tmp_path, seed=0, turns=rules) as quiet:
+        player = TurnPlayer(quiet.gateway, setting, budget_bytes, quiet.random)
+        player.play(60)
+
+        assert num_pauses(player.gateway) > 10
+        for one in player.done:
+            assert_greedy(source(one.name), one.prompt, player.gateway.answers[one.run].tokens)
+        assert_empty_when_dropped(player.gateway, *names)
+
+
+def until_paused(gateway: LoopGateway, name: str, run: int) -> None:
+    """Until a request is in the midst of its answer, and its model is not in turn."""
+    while ModelId(name) in gateway.in_turn or not gateway.answers[run].tokens:
+        gateway.hear()
+    assert not gateway.answers[run].is_ended
+
+
+#: A turn lasts until its model is idle, unless another has waited for long.
+PATIENT = replace(RESTLESS, quantum_s=1e9, max_turn_s=1e9, slack_reloads=1e9)
+LONG = greedy(CONTEXT - 8, ignore_eos=True)
+
+
+@pytest.mark.parametrize("kind", ["arena", "mapped"])
+def test_a_paused_request_can_be_cancelled_and_leaves_nothing(kind: str, tmp_path: Path) -> None:
+    first, second = SETTINGS[kind].names[:2]
+    with taking_turns(kind, tmp_path, [first, second]) as gateway:
+        sampling = greedy(CONTEXT - 8, ignore_eos=True, frequency_penalty=0.7)
+        paused = gateway.start(first, [1, 2, 3], sampling)
+        other = gateway.start(second, [4, 5, 6], LONG)
+        until_paused(gateway, first, paused)
+        gateway.cancel(paused)
+        gateway.until_ended(other)
+
+        use = {one.model: one for one in gateway.ping().models}[ModelId(first)]
+        assert (use.num_running, use.num_waiting, use.kv_used_blocks, use.tables_bytes) == (0, 0, 0, 0)
+        assert use.hold is Hold.WARM
+        assert not gateway.answers[paused].is_ended
+        assert_empty_when_dropped(gateway, first, second)
+
+
+def assert_empty_when_dropped(gateway: LoopGateway, *names: str) -> None:
+    for name in names:
+        gateway.drop(name)
+    pong = gateway.ping()
+    assert (pong.free_bytes, pong.models) == (pong.budget_bytes, ())
+
+
+@pytest.mark.parametrize("kind", ["arena", "mapped"])
+@pytest.mark.parametrize("how", ["drop", "retire"])
+def test_a_paused_model_may_go_and_come_back(kind: str, how: str, tmp_path: Path) -> None:
+    setting = SETTINGS[kind]
+    first, second = setting.names[:2]
+    with taking_turns(kind, tmp_path, [first, second]) as gateway:
+        run = gateway.start(first, [1, 2, 3], LONG)
+        other = gateway.start(second, [4, 5, 6], LONG)
+        until_paused(gateway, first, run)
+        (gateway.drop if how == "drop" else gateway.retire)(first)
+        host(gateway, setting, first)
+        again = gateway.start(first, [1, 2, 3], LONG)
+        gateway.until_ended(other, again)
+
+        assert_greedy(source(first), [1, 2, 3], gateway.answers[again].tokens)
+        assert_greedy(source(second), [4, 5, 6], gateway.answers[other].tokens)
+        assert_empty_when_dropped(gateway, first, second)
+
+
+@pytest.mark.parametrize("kind", ["arena", "mapped"])
+def test_a_model_that_breaks_at_the_end_of_its_turn_leaves_and_others_go_on(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = SETTINGS[kind]
+    first, second = setting.names[:2]
+    flush, broken = Engine.flush, read_manifest(setting.where(first)).arch
+
+    def breaks(engine: Engine) -> StepOutcome:
+        if engine.runner.decoder.arch == broken:
+            raise ValueError("something is off")
+        return flush(engine)
+
+    monkeypatch.setattr(Engine, "flush", breaks)
+    with taking_turns(kind, tmp_path, [first, second]) as gateway:
+        gateway.start(first, [1, 2, 3], LONG)
+        other = gateway.start(second, [4, 5, 6], LONG)
+        failed = gateway.until(HostingFailed)
+        gateway.until_ended(other)
+
+        assert (failed.model, failed.label) == (first, "engine_failed")
+        assert_greedy(source(second), [4, 5, 6], gateway.answers[other].tokens)
+        assert_empty_when_dropped(gateway, second)
+
+
+@pytest.mark.parametrize("kind", ["arena", "mapped"])
+def test_a_model_is_loaded_for_a_request_or_a_pin_and_not_when_it_is_hosted(
+    kind: str, tmp_path: Path
+) -> None:
+    first, second = SETTINGS[kind].names[:2]
+    with taking_turns(kind, tmp_path, [first, second], rules=PATIENT) as gateway:
+        gateway.ask(first, [1, 2, 3], greedy(4, ignore_eos=True))
+        assert [load.model for load in gateway.loads] == [first]
+        assert [use.is_in_turn for use in gateway.ping().models] == [False, False]
+
+        gateway.set_hold(second, Hold.PINNED)
+        gateway.until(ModelLoaded)
+
+        uses = {use.model: use for use in gateway.ping().models}
+        assert (uses[ModelId(second)].hold, uses[ModelId(second)].is_in_turn) == (Hold.PINNED, True)
+        assert uses[ModelId(second)].due_s is None
+
+
+@pytest.mark.parametrize(("fresh_s", "num_opened"), [(1e9, 1), (-1.0, 2)])
+def test_the_keeper_is_asked_again_for_a_model_that_waited_for_its_turn(
+    fresh_s: float, num_opened: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its bytes lie may have changed meanwhile."""
+    opened: list[str | Path] = []
+    open_model = Borrower.open
+
+    def noted(borrower: Borrower, where: str | Path, weight: float = 1.0) -> BorrowedModel:
+        opened.append(where)
+        return open_model(borrower, where, weight)
+
+    monkeypatch.setattr(Borrower, "open", noted)
+    monkeypatch.setattr("hearth.worker.hosted_model.FRESH_S", fresh_s)
+    name = SETTINGS["arena"].names[0]
+    with taking_turns("arena", tmp_path, [name]) as gateway:
+        gateway.ask(name, [1, 2, 3], greedy(4, ignore_eos=True))
+    assert len(opened) == num_opened
+
+
+@pytest.mark.parametrize("kind", ["arena", "mapped"])
+def test_a_pinned_model_is_never_paused_and_others_wait_until_it_is_not(kind: str, tmp_path: Path) -> None:
+    first, second = SETTINGS[kind].names[:2]
+    with taking_turns(kind, tmp_path, [first, second]) as gateway:
+        gateway.set_hold(first, Hold.PINNED)
+        waiting = gateway.start(second, [4, 5, 6], LONG)
+        gateway.ask(first, [1, 2, 3], LONG)
+
+        assert not any(turn.model == first and turn.ended for turn in gateway.turns)
+        uses = {use.model: use for use in gateway.ping().models}
+        assert (uses[ModelId(second)].hold, uses[ModelId(second)].num_waiting) == (Hold.PAUSED, 1)
+        assert uses[ModelId(second)].due_s is not None
+        gateway.set_hold(first, Hold.WARM)
+        gateway.until_ended(waiting)
+        assert gateway.turns[-1].model == second
+
+
+@pytest.mark.parametrize("kind", ["arena", "mapped"])
+def test_who_is_in_turn_waits_for_a_load_that_nobody_wants_any_more(kind: str, tmp_path: Path) -> None:
+    """The load that was begun fills memory, which can neither be taken nor moved until it is there."""
+    setting = SETTINGS[kind]
+    first, second = setting.names[:2]
+    new_pool = partial(setting.new_pool, setting, least_bytes(setting, [first, second]))
+    with (
+        gated_tiers(tmp_path) as gated,
+        working_in_process(gated.tiers, new_pool, config=CONFIG, turns=RESTLESS) as gateway,
+    ):
+        host(gateway, setting, first, second)
+        wanted = gateway.start(first, [1, 2, 3], LONG)
+        gated.gate.next()  # held back
+        gateway.cancel(wanted)
+        run = gateway.start(second, [4, 5, 6], LONG)
+        while ModelId(second) not in gateway.in_turn:
+            gateway.hear()
+        gateway.ping()
+        gated.gate.open()
+        gateway.until_ended(run)
+
+        assert_greedy(source(second), [4, 5, 6], gateway.answers[run].tokens)
+
+
+def test_a_retired_model_that_waits_for_its_turn_may_lose_its_addresses(tmp_path: Path) -> None:
+    """Another gets them once it has nothing left, and its engine is put together anew."""
+    setting = SETTINGS["mapped"]
+    names = setting.names[:3]
+    num_pages = least_bytes(setting, names) // setting.page_bytes
+
+    def new_pool(eviction_terms: EvictionTermsOf) -> Pool:
+        pages = HostPages(num_pages, setting.page_bytes, num_spaces=2)
+        return MappedPool(pages, eviction_terms, wipe=wiped)
+
+    with (
+        tiers_at(tmp_path) as tiers,
+        working_in_process(tiers, new_pool, config=CONFIG, turns=RESTLESS) as gateway,
+    ):
+        first, *others = names
+        host(gateway, setting, first)
+        gateway.ask(first, [1, 2, 3], LONG)
+        gateway.retire(first)
+        host(gateway, setting, *names)
+        runs = [gateway.start(name, [4, 5, 6], LONG) for name in others]
+        gateway.until_ended(*runs)
+        again = gateway.ask(first, [1, 2, 3], LONG)
+
+        assert_greedy(source(first), [1, 2, 3], again.tokens)
+        assert gateway.loads[-1].open_s > 0, "it came back with the engine that it had"
+
+
+def test_a_paused_model_is_held_less_than_a_busy_one_and_costs_the_less_the_later_it_is_due(
+    tmp_path: Path,
+) -> None:
+    setting, name = SETTINGS["arena"], ModelId("a")
+    order = host_order(name, setting.where(setting.names[0]))
+    due_in_s, hosted = [1.0], dict[ModelId, HostedModel]()
+    with (
+        tiers_at(tmp_path / "store") as tiers,
+        folder() as place,
+        closing(Lender(tiers, place / "s")),
+        closing(Borrower(place / "s")) as borrower,
+    ):
+        new_pool = partial(setting.new_pool, setting, 1 << 20)
+        resources = HostingResources(setting.device, CONFIG, new_pool, borrower, Loader(setting.device))
+        reclaimer = Reclaimer(new_pool, hosted, lambda model: due_in_s[0])
+        hosted[name] = model = HostedModel(order, resources, reclaimer.pool, lambda hosting, news: None)
+        model.has_turn = False
+        assert reclaimer.eviction_terms(name).hold is Hold.WARM
+
+        model.queue_until_ready(StartRequest(1, name, (1,), (), greedy(1), b""))
+        soon = reclaimer.eviction_terms(name)
+        due_in_s[0] = 10.0
+        late = reclaimer.eviction_terms(name)
+        assert (soon.hold, late.hold) == (Hold.PAUSED, Hold.PAUSED)
+        assert soon.cost_s_per_byte == pytest.approx(10 * late.cost_s_per_byte)
+
+        model.has_turn = True
+        assert reclaimer.eviction_terms(name).hold is Hold.BUSY
+        model.cancel(1)
+        model.hold, model.has_turn = Hold.PINNED, False
+        assert reclaimer.eviction_terms(name).hold is Hold.PAUSED, "it waits for its turn as well"
+        model.has_turn = True
+        assert reclaimer.eviction_terms(name).hold is Hold.PINNED

@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 
 # Each adds its commands to the application, in the order of the help.
-from hearth.cli import run, chat, demo, deploy, explain, keys, doctor, convert, upgrade, serve, ps  # noqa: F401  # isort: skip
+from hearth.cli import run, chat, demo, deploy, explain, keys, doctor, convert, upgrade, serve, ps, simulate  # noqa: F401  # isort: skip
 from hearth.cli.console import app, err
 from hearth.errors import ConfigError, HearthError, ModelError, RequestError, Unreached
 from hearth.version import hearth_version

@@ -33,6 +33,12 @@ class Answer:
         return self.token_s[0] - self.arrived_s
 
     @property
+    def completion_s(self) -> float:
+        """Seconds from the arrival to the end, which there must be."""
+        assert self.ended_s is not None, f"not ended: {self}"
+        return self.ended_s - self.arrived_s
+
+    @property
     def longest_pause_s(self) -> float:
         """The longest time between two tokens."""
         return max((after - before for before, after in pairwise(self.token_s)), default=0.0)

@@ -105,6 +105,12 @@ def read_trace(
     )
 
 
+def is_counted(path: Path) -> bool:
+    """True if a file tells only how many requests came, perhaps millions: a window of it is read alone."""
+    header = set(_read_header(path))
+    return not any(columns.needed <= header for columns in _REQUESTS)
+
+
 def read_lengths(path: Path) -> Lengths:
     """Read lengths of requests from a file with such columns, with or without times.
 

@@ -38,6 +38,8 @@ from hearth.worker.model_load import EngineReady, HostingNews, ModelFound, Model
 from hearth.worker.runtime import HostingResources
 from hearth.worker.watched_load import WeightsLoaded
 
+#: How long it is believed where the bytes of a model lie, which may wait for its turn.
+FRESH_S = 0.1
 #: Told of a model of which nothing was missing.
 _NO_LOAD = WeightsLoaded(LoadRecord("", 0, {}, 0.0, 0.0, 0.0, 0.0, 0.0, 0), None)
 
@@ -71,6 +73,7 @@ class Found:
     spec: HostingSpec
     borrowed: BorrowedModel
     open_s: float  #: how long it took to find
+    found_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +208,9 @@ class HostedModel:
             *(order.digest, order.max_context, order.kv_floor_bytes, order.max_kv_bytes, order.eos_ids),
         )
 
+    def _wrong(self, what: str) -> AssertionError:
+        return AssertionError(f"`{self.model}` {what} while it is {type(self.state).__name__}")
+
     # Requests.
 
     def queue_until_ready(self, request: StartRequest) -> bool:
@@ -225,8 +231,8 @@ class HostedModel:
             case Loading(served) | Loaded(served) | Incomplete(served):
                 served.unchecked.discard(run)
                 served.engine.add(request)
-            case state:
-                raise AssertionError(f"`{self.model}` has checked a request while it is {state}")
+            case _:
+                raise self._wrong("has checked a request")
 
     def cancel(self, run: int) -> None:
         """End one of the model's requests, wherever it is."""
@@ -252,9 +258,10 @@ class HostedModel:
     def found(self, news: ModelFound) -> None:
         match self.state:
             case Finding(began_s):
-                self.state = Found(news.spec, news.borrowed, time.perf_counter() - began_s)
-            case state:
-                raise AssertionError(f"`{self.model}` was found while it is {state}")
+                now_s = time.perf_counter()
+                self.state = Found(news.spec, news.borrowed, now_s - began_s, now_s)
+            case _:
+                raise self._wrong("was found")
 
     def host_again(self, order: HostModel) -> None:
         """Host a retired model with its engine again."""
@@ -276,9 +283,10 @@ class HostedModel:
         """
         began_s = time.perf_counter()
         match self.state:
-            case Found(spec, borrowed, open_s):
+            case Found(spec, borrowed, open_s, found_s):
                 space = place(self.model, spec)
-                load = self._start_load(spec, space, began_s, open_s, borrowed=borrowed)
+                known = borrowed if began_s < found_s + FRESH_S else None
+                load = self._start_load(spec, space, began_s, open_s, borrowed=known)
                 self.state = Assembling(spec, load)
                 return None
             case Incomplete(served) | Retired(served):
@@ -291,8 +299,8 @@ class HostedModel:
                 load = self._start_load(served.spec, space, began_s, open_s=0.0, engine=served.engine)
                 self.state = Loading(served, load)
                 return None
-            case state:
-                raise AssertionError(f"`{self.model}` cannot be loaded while it is {state}")
+            case _:
+                raise self._wrong("cannot be loaded")
 
     def _start_load(
         self,
@@ -322,8 +330,8 @@ class HostedModel:
                 self.state = Loading(ServedModel(spec, news.engine), load)
             case Loading(load=load):
                 pass
-            case state:
-                raise AssertionError(f"`{self.model}` got an engine while it is {state}")
+            case _:
+                raise self._wrong("got an engine")
         load.is_engine_ready = True
         if news.is_whole:
             load.ready_s, load.weights = time.perf_counter(), _NO_LOAD
@@ -405,10 +413,10 @@ class HostedModel:
     def retire(self) -> None:
         """Keep the engine of an idle model for its return."""
         match self.state:
-            case Loaded(served) | Incomplete(served):
+            case Loaded(served) | Incomplete(served) | Retired(served):
                 self.state = Retired(served)
-            case state:
-                raise AssertionError(f"`{self.model}` cannot be retired while it is {state}")
+            case _:
+                raise self._wrong("cannot be retired")
 
     def close(self) -> None:
         """End it for good: nobody computes with its memory any more, which is left to the pool."""

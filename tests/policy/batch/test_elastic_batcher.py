@@ -200,6 +200,21 @@ def test_nobody_is_preempted_for_what_is_promised() -> None:
     engine.drain()
 
 
+def test_whoever_is_promised_nothing_loses_all_and_goes_on_with_new_blocks() -> None:
+    engine = crowd()
+    engine.commit()  # as when it was flushed
+    for extent in (range(11, 15), range(3, 5), range(1, 3)):
+        moves = engine.batcher.clear(extent, may_move=True, may_preempt=True, keeps_floor=False)
+        assert moves is not None
+        engine.device.copy(moves)
+        engine.batcher.check()
+    assert set(engine.batcher.take_preempted()) == {"young", "old"}
+    assert engine.batcher.blocks.num_blocks == 0
+
+    engine.batcher.add_blocks(range(1, 9))
+    engine.drain()
+
+
 def test_a_cancelled_sequence_leaves_no_write_to_the_slot_of_the_next() -> None:
     engine = crowd()
     assert clear(engine, range(1, 3)) == 2

@@ -17,7 +17,9 @@ TOKEN = 7
 BLOCK_TOKENS = 4
 LIMITS = BatchLimits(max_batch_tokens=8, max_seqs=3, max_context=40)
 #: Prompts are told apart by one token, so that some share what they publish.
-REQUESTS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 19), st.sampled_from((TOKEN, 8))), min_size=1)
+REQUESTS = st.lists(
+    st.tuples(st.integers(1, 20), st.integers(1, 19), st.sampled_from((TOKEN, 8))), min_size=1
+)
 
 
 def batcher_of(requests: list[tuple[int, int, int]], num_blocks: int) -> Batcher:

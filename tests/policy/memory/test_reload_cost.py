@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.policy.memory.reload_cost import (
+    MIN_DUE_S,
     PRIOR_BYTES_PER_S,
     DeviceReloadCosts,
     ReloadCosts,
@@ -115,6 +116,22 @@ def test_a_forgotten_model_is_worth_nothing_on_a_device() -> None:
     costs.loaded(A, {Rung.OBJECT: 10})
     costs.forget(A)
     assert costs.cost_s_per_byte(A, 1.0) == 0.0
+
+
+def test_a_paused_model_costs_the_more_the_sooner_it_is_due_and_the_slower_it_comes() -> None:
+    costs = device(0.0)
+    costs.loaded(A, {Rung.DISK: 100})
+    costs.loaded(B, {Rung.HOST: 100})
+    assert costs.paused_cost_s_per_byte(A, 2.0) == pytest.approx(costs.load_s_per_byte(A) / 2)
+    assert costs.paused_cost_s_per_byte(A, 1.0) > costs.paused_cost_s_per_byte(B, 1.0)
+    assert costs.paused_cost_s_per_byte(A, 0.0) == costs.paused_cost_s_per_byte(A, MIN_DUE_S) > 0
+
+
+@given(st.floats(0.0, 1e6), st.floats(0.0, 1e6))
+def test_a_paused_model_that_is_due_later_never_costs_more(due_in_s: float, later_in_s: float) -> None:
+    costs = device(0.0)
+    sooner_s, later_s = sorted((due_in_s, later_in_s))
+    assert costs.paused_cost_s_per_byte(A, sooner_s) >= costs.paused_cost_s_per_byte(A, later_s) > 0
 
 
 @given(st.dictionaries(st.sampled_from(list(Rung)), st.integers(0, 10**12)))

@@ -331,7 +331,9 @@ class Batcher:
         The books are the same as if each step had been planned and committed before the next one. Returns the
         requests that got a token by each. Blocks that had to come for it are there.
         """
-        assert num_steps == self.decode_run(num_steps).num_steps, f"{num_steps=} {self.decode_run(num_steps)=}"
+        assert num_steps == self.decode_run(num_steps).num_steps, (
+            f"{num_steps=} {self.decode_run(num_steps)=}"
+        )
         running, block_tokens = self._sequences.running(), self.blocks.block_tokens
         due: list[tuple[int, bool, LiveSequence]] = []  # step, whether it is its commit, sequence
         for sequence in running:

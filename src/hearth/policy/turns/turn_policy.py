@@ -12,10 +12,11 @@ begins at once, unless it would be in the way of a more urgent one that waits.
 Otherwise models in turn give way, the least urgent first, each
     - once its requests that waited when its turn began have a token, or `max_turn_s` are over; those that
       came later do not count, but one token it has sent in any case: so every turn brings somebody on,
-    - once it has had `min_turn_s`, and as long as its bytes take to come back: so a switch pays,
+    - once it has had `min_turn_s`, and as long as its bytes take to come back: so a switch pays. Where
+      nobody else would compute meanwhile, it has `crowding` times as long again for each further model that
+      waits and is overdue: where more is asked for than can be had, switching less is all that helps,
     - and if it is so far ahead of its pace that nobody notices, or its quantum is over. The quantum of a
-      model that has to give way although it is late grows: where everybody is late, switching less is all
-      that helps.
+      model that has to give way although it is late grows.
 Nobody gives way to a request that is ahead of its pace, before that has to be brought back. Pinned models
 want a turn always and never give way.
 
@@ -44,6 +45,7 @@ class TurnRules:
     growth: float = 1.5  #: of the quantum of a model that gives way although it is late
     #: How far ahead of its pace a model must be to give way, in times that its bytes take to come back.
     slack_reloads: float = 2.0
+    crowding: float = 2.0  #: what each overdue model adds to a turn, in times that bytes take to come back
     lead_s: float = 0.15  #: before a token is due, beyond the load, its model is brought back
 
 
@@ -89,6 +91,7 @@ class _Model:
     is_pinned: bool = False
     requests: dict[RequestId, PacedRequest] = field(default_factory=dict)
     turn: _Turn | None = None
+    began_s: float = 0.0  #: its turn, or the last one
     waits_since_s: float = 0.0  #: meaningless while it is in turn or wants none
 
     @property
@@ -216,7 +219,7 @@ class TurnPolicy:
     def _begin(self, model: ModelId, now_s: float, weights_of: Callable[[ModelId], WeightsView]) -> BeginTurn:
         known = self._models[model]
         is_whole = not weights_of(model).missing_s
-        known.turn = _Turn(now_s if is_whole else None, set(known.requests))
+        known.turn, known.began_s = _Turn(now_s if is_whole else None, set(known.requests)), now_s
         assert self.bound_bytes() <= self._budget_bytes, f"`{model}` begins beyond the budget: {self._models}"
         return BeginTurn(model)
 
@@ -269,12 +272,21 @@ class TurnPolicy:
         return self.bound_bytes(beside=(model,)) <= self._budget_bytes
 
     def _fits_beside(self, model: ModelId, blocked: ModelId) -> bool:
-        """True if a model may begin though a more urgent one waits: then that one still has its room.
+        """True if a model may begin though a more urgent one waits: it leaves that one its room.
 
-        All that is not pinned could give way to it.
+        Which comes from the turns that are the oldest: those may end first.
         """
-        others = [name for name, one in self._models.items() if not one.is_pinned]
-        return self.bound_bytes(beside=(model, blocked), without=others) <= self._budget_bytes
+        leaving: list[ModelId] = []
+        for name in self._running_unpinned(key=lambda one: one.began_s):
+            if self.bound_bytes(beside=(blocked,), without=leaving) <= self._budget_bytes:
+                break
+            leaving.append(name)
+        return self.bound_bytes(beside=(model, blocked), without=leaving) <= self._budget_bytes
+
+    def _running_unpinned(self, key: Callable[[_Model], float]) -> list[ModelId]:
+        """Return the models in turn that may have to give way, in the order of `key`."""
+        names = [name for name, one in self._models.items() if one.turn is not None and not one.is_pinned]
+        return sorted(names, key=lambda name: (key(self._models[name]), name))
 
     # Who gives way.
 
@@ -287,10 +299,8 @@ class TurnPolicy:
             self.wake_s = min(self.wake_s, ripe_s)
             return []
         ready: list[ModelId] = []
-        running = [name for name, one in self._models.items() if one.turn is not None and not one.is_pinned]
-        by_due = sorted(running, key=lambda name: (-self._models[name].due_s, name))
         wakes: list[float] = []
-        for name in by_due:
+        for name in self._running_unpinned(key=lambda one: -one.due_s):
             at_s = self._may_end_s(name, model, now_s, weights_of)
             if at_s <= now_s:
                 ready.append(name)
@@ -325,10 +335,27 @@ class TurnPolicy:
         if turn.unserved:
             return turn.loaded_s + rules.max_turn_s
         reload_s = self._reload_s(model, other, weights_of)
-        least_s = turn.loaded_s + max(rules.min_turn_s, reload_s)
+        num_overdue = 0 if self._has_company(model) else self._num_overdue(other, now_s, weights_of)
+        crowded_s = reload_s * (1 + rules.crowding * num_overdue)
+        least_s = turn.loaded_s + max(rules.min_turn_s, min(rules.max_turn_s, crowded_s))
         if self._is_ahead(known, reload_s, now_s):
             return least_s
         return max(least_s, turn.loaded_s + known.quantum_s)
+
+    def _has_company(self, model: ModelId) -> bool:
+        """True if another model in turn computes while this one gives way and the next one is loaded."""
+        return any(
+            one.turn is not None and one.turn.loaded_s is not None and one.requests
+            for name, one in self._models.items()
+            if name != model
+        )
+
+    def _num_overdue(self, model: ModelId, now_s: float, weights_of: Callable[[ModelId], WeightsView]) -> int:
+        """Return how many models beside the next one are late, and wait for bytes as well as for a turn."""
+        return sum(
+            one.turn is None and one.due_s < now_s and name != model and weights_of(name).missing_s > 0
+            for name, one in self._models.items()
+        )
 
     def _why(
         self, model: ModelId, other: ModelId, now_s: float, weights_of: Callable[[ModelId], WeightsView]

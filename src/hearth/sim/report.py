@@ -1,0 +1,87 @@
+"""The figures of a simulation, for people and programs. Simulates nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hearth.sim.service import SimulatedService
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Values that so many percent of all do not exceed. Becomes JSON."""
+
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Percentiles | None:
+        """Return the percentiles of some values; None if there are none."""
+        if not values:
+            return None
+        ranked = sorted(values)
+        p50, p90, p99 = (ranked[max(0, -(-percent * len(ranked) // 100) - 1)] for percent in (50, 90, 99))
+        return Percentiles(p50, p90, p99, ranked[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationReport:
+    """What became of a workload. A request that was refused is late, with all its tokens. Becomes JSON."""
+
+    policy: str
+    num_workers: int
+    num_models: int
+    num_requests: int
+    num_refused: int
+    simulated_s: float  #: from the beginning of the trace to the end of the last answer
+    first_token_s: Percentiles | None  #: of requests that got one
+    completion_s: Percentiles | None  #: of whole answers
+    longest_pause_s: Percentiles | None  #: the longest between two tokens of an answer, of whole answers
+    requests_on_time: float  #: share of requests with every token on time
+    tokens_on_time: float
+    tokens_per_s: float  #: sent, from the first arrival to the last end
+    num_turns: int
+    pauses_per_request: float
+    num_loads: int
+    bytes_moved: int
+    bus_share: float  #: of the time of all workers: bytes were on their way
+    step_share: float  #: of the time of all workers: a step ran
+    num_steps: int
+    num_preempted: int  #: requests that lost their KV, and were computed again
+
+
+def report_of(service: SimulatedService) -> SimulationReport:
+    """Return the figures of a service whose requests have all ended."""
+    answers, workers = list(service.answers.values()), list(service.workers.values())
+    on_time = service.setting.on_time
+    num_on_time = [answer.count_on_time(on_time.first_token_s, on_time.tokens_per_s) for answer in answers]
+    whole = [answer for answer in answers if answer.why_not is None]
+    num_tokens = sum(answer.num_output_tokens for answer in answers)
+    num_punctual = sum(num == one.num_output_tokens for num, one in zip(num_on_time, answers, strict=True))
+    began_s = min((answer.arrived_s for answer in answers), default=0.0)
+    all_s = max(1e-9, service.now_s) * len(workers)
+    return SimulationReport(
+        policy=service.setting.policy,
+        num_workers=len(workers),
+        num_models=len(service.setting.shapes),
+        num_requests=len(answers),
+        num_refused=len(answers) - len(whole),
+        simulated_s=service.now_s,
+        first_token_s=Percentiles.of([one.first_token_s for one in answers if one.token_s]),
+        completion_s=Percentiles.of([one.completion_s for one in whole]),
+        longest_pause_s=Percentiles.of([one.longest_pause_s for one in whole]),
+        requests_on_time=num_punctual / max(1, len(answers)),
+        tokens_on_time=sum(num_on_time) / max(1, num_tokens),
+        tokens_per_s=sum(len(one.token_s) for one in answers) / max(1e-9, service.now_s - began_s),
+        num_turns=service.num_turns,
+        pauses_per_request=sum(one.num_pauses for one in answers) / max(1, len(answers)),
+        num_loads=sum(worker.num_loads for worker in workers),
+        bytes_moved=sum(worker.bytes_moved for worker in workers),
+        bus_share=sum(worker.bus_s for worker in workers) / all_s,
+        step_share=sum(worker.step_s for worker in workers) / all_s,
+        num_steps=sum(worker.num_steps for worker in workers),
+        num_preempted=sum(worker.num_preempted for worker in workers),
+    )
