@@ -94,6 +94,10 @@ def test_a_whole_number_serves_as_a_fraction(write: Callable[[str], Path]) -> No
             "`service.keep_alive`: a duration is seconds, or numbers with ms, s",
         ),
         ("[service]\ndrain_s = inf\n", "`service.drain_s` must be at least 0 and at most 86400, given: inf"),
+        ("[service]\npace = 1001\n", "`service.pace` must be at least 0 and at most 1000, given: 1001"),
+        ("[service]\nfirst_token_target = 0\n", "must be at least 0.01 and at most 3600, given: 0"),
+        ("[service]\nturns = 1\n", "`service.turns` must be of type bool, given: 1 of type int"),
+        ("[models.x]\nmax_pause = 0.01\n", "`models.x.max_pause` must be at least 0.1 and at most 3600"),
         ("[models]\nx = 1\n", "`models` holds a table per model, like [models.NAME]"),
         (
             "[models.x]\nkeep_live = 1\n",

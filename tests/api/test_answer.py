@@ -38,6 +38,25 @@ def test_a_stream_that_waits_says_so(gateway: FakeGateway) -> None:
     assert gateway.cancelled == []
 
 
+def test_a_stream_that_is_paused_between_two_tokens_says_so_and_goes_on(gateway: FakeGateway) -> None:
+    async def talk() -> Connection:
+        def answer(data: bytes) -> None:
+            if data == b": waiting\n\n" and connection.received.count(data) == 3:
+                gateway.streams[0].put(tokens_of(" again"))
+
+        connection = Connection(body(stream=True), answer)
+        gateway.script = lambda stream: stream.put(tokens_of("Hi", finish=None))
+        await connection.run(app_of(gateway, heartbeat_s=0.01), CHAT)
+        return connection
+
+    received = asyncio.run(talk()).received
+
+    assert received.count(b": waiting\n\n") == 3
+    first, last = (next(at for at, data in enumerate(received) if word in data) for word in (b"Hi", b"again"))
+    assert first < received.index(b": waiting\n\n") < last
+    assert received[-1] == b"data: [DONE]\n\n"
+
+
 def test_each_token_is_an_event_while_the_client_keeps_up(gateway: FakeGateway) -> None:
     async def talk() -> Connection:
         words = iter(["b", "c", "d"])

@@ -130,6 +130,25 @@ def test_keep_alive_is_a_duration(gateway: FakeGateway, given: object, seconds: 
     assert gateway.requests[0].keep_alive_s == seconds
 
 
+def test_a_request_may_say_when_its_tokens_are_due(gateway: FakeGateway) -> None:
+    chat(gateway, pace=0, first_token_target=30)
+    chat(gateway)
+
+    paces = [(request.tokens_per_s, request.first_token_s) for request in gateway.requests]
+    assert paces == [(0.0, 30.0), (None, None)]
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [("pace", -1), ("pace", 1001), ("pace", "10"), ("first_token_target", 0), ("first_token_target", 3601)],
+)
+def test_a_pace_beyond_its_limits_is_refused(gateway: FakeGateway, field: str, given: object) -> None:
+    response = chat(gateway, **{field: given})
+
+    assert response.status_code == 400
+    assert f"`{field}" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("given", ["soon", "5 parsecs", "", "nan", "1e999", [5], True, {"s": 5}])
 def test_what_is_no_duration_is_refused(gateway: FakeGateway, given: object) -> None:
     response = chat(gateway, keep_alive=given)

@@ -73,6 +73,8 @@ PROCESSES = ProcessView(
             kv_used_blocks=30,
             kv_cached_blocks=10,
             kv_blocks=100,
+            is_in_turn=True,
+            due_in_s=0.25,
         ),
     ),
     num_waiting=2,

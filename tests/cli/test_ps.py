@@ -56,14 +56,29 @@ def test_ps_shows_workers_models_and_the_queue(hearth: Hearth, recorded: FakeSer
         "  █ weights 538 MiB  ░ retained 3.0 GiB  ▒ KV 100 MiB  ≈ workspace 100 MiB",
         "  · free 4.3 GiB",
         "",
-        "MODEL  KEY  WORKER  STATE     WEIGHTS             SHARED  KV BLOCKS              RUNNING  TIME LEFT",
-        "qwen   a    w0      retained  3.0 GiB of 4.0 GiB  -       -                      0        -",
-        "smol   b    w0      busy      538 MiB of 538 MiB  -       30+10 of 100, 100 MiB  1        -",
+        "MODEL  KEY  WORKER  STATE     WEIGHTS             SHARED  KV BLOCKS              RUNNING  TURN  "
+        "TIME LEFT",
+        "qwen   a    w0      retained  3.0 GiB of 4.0 GiB  -       -                      0        -     -",
+        "smol   b    w0      busy      538 MiB of 538 MiB  -       30+10 of 100, 100 MiB  1        now   -",
         "",
         "host memory: 1.5 GiB of 4.0 GiB",
         "",
         "requests: 1 running, 2 waiting",
     ]
+
+
+def test_ps_shows_whose_turn_it_is_and_who_is_due_when(
+    hearth: Hearth, recorded: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qwen, smol = PROCESSES.models
+    waiting = replace(qwen, state="paused", num_running=1, due_in_s=0.3, is_pin_refused=True)
+    late = replace(smol, is_in_turn=False, due_in_s=-1.25, state="waiting")
+    monkeypatch.setattr("tests.cli.fake_service.PROCESSES", replace(PROCESSES, models=(waiting, late)))
+    lines = hearth("ps").out.splitlines()
+    assert [line.split()[3] for line in lines if line[:4] in ("qwen", "smol")][:2] == ["paused", "waiting"]
+    assert any("due in 300 ms" in line for line in lines)
+    assert any("1.250 s late" in line for line in lines)
+    assert "qwen should be pinned, and models beside it would have no room for a turn" in lines
 
 
 def test_ps_draws_with_plain_signs_where_the_terminal_has_no_others(
@@ -352,6 +367,15 @@ def test_doctor_names_the_fallbacks_of_pools(
     monkeypatch.setattr("tests.cli.fake_service.PROCESSES", replace(PROCESSES, workers=(fallen,)))
     (told,) = json.loads(hearth("doctor", "--json").out)["service"]["workers"]
     assert told.endswith("1 restarts, fallback address: 1 at another address than planned")
+
+
+def test_doctor_names_models_that_should_be_pinned(
+    hearth: Hearth, recorded: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = tuple(replace(model, is_pin_refused=model.model == "smol") for model in PROCESSES.models)
+    monkeypatch.setattr("tests.cli.fake_service.PROCESSES", replace(PROCESSES, models=models))
+    (told,) = json.loads(hearth("doctor", "--json").out)["service"]["workers"]
+    assert told.endswith("1 restarts, smol should be pinned and cannot be yet")
 
 
 def test_doctor_names_settings_of_models_that_are_not_deployed(hearth: Hearth, data_dir: Path) -> None:

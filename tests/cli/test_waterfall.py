@@ -91,3 +91,13 @@ def test_a_span_of_no_time_is_still_seen_and_none_leaves_the_axis() -> None:
     assert first.count("█") == last.count("█") == 1
     assert last.index("█") == len("queue  ") + MIN_BAR - 1
     assert axis.endswith("2.000 s")
+
+
+def test_pauses_are_told_with_their_reason() -> None:
+    spans = (*EXPLANATION.spans, TimelineSpan("paused", 0.6, 0.9, "its time was over"))
+    paused = replace(EXPLANATION, why="turns", num_pauses=3, paused_s=0.3, num_late_tokens=2, spans=spans)
+    lines = waterfall(paused, 80)
+    assert lines[1] == "on w0: busy models leave no room for it, so they take turns"
+    assert "paused 3 times for other models, 300 ms in all" in lines
+    assert "2 tokens came later than its pace" in lines
+    assert any(line.startswith("paused ") and line.endswith("300 ms  its time was over") for line in lines)

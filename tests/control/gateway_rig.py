@@ -53,15 +53,15 @@ class RecordingLink:
 class GatewayRig:
     """A gateway that offers `tiny`, and its parts."""
 
-    def __init__(self, data_dir: DataDir) -> None:
-        config, brain = HearthConfig(), BrainConfig()
+    def __init__(self, data_dir: DataDir, *, takes_turns: bool = False) -> None:
+        config, brain = HearthConfig(), BrainConfig(takes_turns=takes_turns)
         self.registry = Registry.open(data_dir)
         self.journal = Journal(data_dir.journal_path(), brain, 1 << 30)
         self.encoder = PromptEncoder(2.0)
-        configs = {"tiny": ModelConfig(context=CONTEXT)}
+        configs = {"tiny": ModelConfig(context=CONTEXT, pace=20.0)}
         catalog = Catalog(self.registry, configs, config.engine, config.service.keep_alive)
         metrics, pools = Metrics(), PoolReports()
-        observer = Observer(metrics)
+        observer = Observer(metrics, takes_turns=takes_turns)
         self.driver = Driver(Fleet(brain), self.journal, observer, pools, catalog.host_order, 4)
         nobody = KeeperSetup("", "cpu", "", None, 1 << 24, "info")
         self.supervisor = Supervisor(lambda *_: NotImplemented, nobody, 1, Vigilance(1.0, 1.0, 1), None)
@@ -90,9 +90,11 @@ class GatewayRig:
         self.encoder.close()
 
 
-def with_rig(data_dir: DataDir, scene: Callable[[GatewayRig], Awaitable[None]]) -> None:
+def with_rig(
+    data_dir: DataDir, scene: Callable[[GatewayRig], Awaitable[None]], *, takes_turns: bool = False
+) -> None:
     async def run() -> None:
-        with closing(GatewayRig(data_dir)) as rig:
+        with closing(GatewayRig(data_dir, takes_turns=takes_turns)) as rig:
             await scene(rig)
 
     asyncio.run(run())

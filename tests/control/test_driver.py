@@ -23,6 +23,7 @@ from hearth.messages import (
     HostModel,
     LoadProgress,
     ModelLoaded,
+    ModelTurn,
     ModelUse,
     Ping,
     Pong,
@@ -33,7 +34,7 @@ from hearth.messages import (
     StepDone,
 )
 from hearth.policy.fleet.events import ResidencyReported
-from hearth.types import Hold, ModelId, Rung
+from hearth.types import Hold, ModelId, Pace, Rung, TurnEnd
 from tests.control.gateway_rig import GatewayRig, RecordingLink, ask, emit, with_rig
 
 TINY = ModelId("tiny")
@@ -412,5 +413,64 @@ def test_a_driver_that_is_closed_does_not_wake_up_when_its_journal_is_closed_too
         rig.journal.close()
         await asyncio.sleep(0.05)
         assert faults == []
+
+    with_rig(data_dir, scene)
+
+
+def test_turns_of_a_model_are_told_to_the_brain_and_those_of_an_earlier_stay_are_not(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        await rig.gateway.submit(ask(), ANYBODY)
+        hosting = host_orders(link)[-1].hosting
+        (replica,) = rig.driver.fleet.replicas()
+        assert replica.hold is Hold.PAUSED
+        rig.receive(link, ModelTurn(TINY, hosting - 1))
+        assert replica.hold is Hold.PAUSED, "that was another stay"
+        rig.receive(link, ModelTurn(TINY, hosting))
+        assert replica.hold is Hold.BUSY
+        rig.receive(link, ModelTurn(TINY, hosting, TurnEnd.AHEAD, 1))
+        assert replica.hold is Hold.PAUSED
+        assert metric(rig, 'hearth_turns_total{why="ahead"}') == 1
+        rig.gateway.end_all()
+
+    with_rig(data_dir, scene, takes_turns=True)
+
+
+def test_a_paused_request_is_explained_and_goes_on(data_dir: DataDir, deployed: Deployed) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        stream = await rig.gateway.submit(ask(), ANYBODY)
+        hosting = host_orders(link)[-1].hosting
+        rig.receive(link, ModelTurn(TINY, hosting))
+        emit(rig, link, 5)
+        rig.receive(link, ModelTurn(TINY, hosting, TurnEnd.TIME, 1))
+        rig.receive(link, ModelTurn(TINY, hosting))
+        emit(rig, link, 6, finished=True)
+        explained = rig.gateway.explain(stream.request_id, ANYBODY)
+        assert explained is not None
+        assert (explained.outcome, explained.num_pauses, explained.num_output_tokens) == ("stop", 1, 2)
+        assert [span.detail for span in explained.spans if span.what == "paused"] == [
+            "its time was over, and another model needed the room"
+        ]
+        assert metric(rig, "hearth_pauses_total") == metric(rig, "hearth_pause_seconds_count") == 1
+        assert metric(rig, "hearth_tokens_on_time_total") == 2
+        assert metric(rig, "hearth_requests_on_time_total") == 1
+
+    with_rig(data_dir, scene, takes_turns=True)
+
+
+def test_a_worker_is_told_the_pace_of_a_request_and_how_long_ago_it_came(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        await rig.gateway.submit(replace(ask(), first_token_s=2.0), ANYBODY)
+        await asyncio.sleep(0.01)
+        link = rig.join()
+        (start,) = [order for order in link.orders if isinstance(order, StartRequest)]
+        assert start.pace == Pace(first_token_s=2.0, tokens_per_s=20.0, max_pause_s=1.5)
+        assert start.age_s >= 0.01
+        rig.gateway.end_all()
 
     with_rig(data_dir, scene)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,10 +15,20 @@ from hearth.control.fact_decoder import DecodedFact
 from hearth.control.gateway import MIN_TEXT_CHARS
 from hearth.control.generation import GenerationRequest
 from hearth.control.registry import Deployed, Registry
-from hearth.errors import BadPrompt, EngineFailed, PromptTooLong, ServiceError, ShuttingDown, UnknownModel
+from hearth.errors import (
+    BadPrompt,
+    EngineFailed,
+    Forbidden,
+    PromptTooLong,
+    ServiceError,
+    ShuttingDown,
+    UnknownModel,
+)
 from hearth.messages import CancelRequest, HostModel, StartRequest, StepDone
-from hearth.types import FinishReason, SamplingParams
+from hearth.types import FinishReason, Pace, SamplingParams
 from tests.control.gateway_rig import CONTEXT, GatewayRig, RecordingLink, ask, emit, with_rig
+
+USER = Caller("somebody", "user", GroupId("somebody"))
 
 
 def test_a_prompt_is_encoded_and_checked(data_dir: DataDir, deployed: Deployed) -> None:
@@ -241,5 +252,28 @@ def test_a_stop_string_ends_the_answer_and_frees_the_worker(data_dir: DataDir, d
         assert [piece.finish_reason for piece in await stream.next()] == [FinishReason.STOP]
         assert isinstance(link.orders[-1], CancelRequest)
         assert not rig.driver.requests.by_id
+
+    with_rig(data_dir, scene)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"tokens_per_s": 21.0}, "`pace` must be at most 20 for `tiny`, given: 21; more would be taken from"),
+        ({"first_token_s": 0.4}, "`first_token_target` must be at least 0.5 for `tiny`, given: 0.4"),
+    ],
+)
+def test_only_an_admin_may_be_due_sooner_than_is_usual_for_the_model(
+    data_dir: DataDir, deployed: Deployed, wanted: dict[str, float], message: str
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        rig.join()
+        with pytest.raises(Forbidden, match=re.escape(message)):
+            await rig.gateway.submit(replace(ask(), **wanted), USER)
+        assert rig.driver.requests.by_id == {}
+        await rig.gateway.submit(replace(ask(), **wanted), ANYBODY)
+        later = await rig.gateway.submit(replace(ask(), tokens_per_s=0.0, first_token_s=60.0), USER)
+        assert rig.driver.requests.by_id[later.request_id].pace == Pace(60.0, 0.0, 1.5)
+        rig.gateway.end_all()
 
     with_rig(data_dir, scene)

@@ -22,9 +22,9 @@ R0 = RequestId("r0")
 class Scene:
     """An observer, told of one request that arrives at 10 s."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_turns: bool = False) -> None:
         self._metrics = Metrics()
-        self.observer = Observer(self._metrics)
+        self.observer = Observer(self._metrics, takes_turns=takes_turns)
         self.observer.begin(Timeline(R0, A, 10.0, 0.0, 7, ANYBODY.group))
 
     def arrive(self, *actions: events.Action) -> None:
@@ -143,3 +143,41 @@ def test_steps_tokens_and_ends_are_measured(scene: Scene) -> None:
     assert (scene.metric("hearth_ttft_seconds_sum"), scene.metric("hearth_itl_seconds_sum")) == (1.0, 0.5)
     assert scene.metric('hearth_requests_total{outcome="stop"}') == 1
     assert scene.marks()[-1] == (2.0, "ended")
+
+
+def test_a_load_begins_with_the_turn_that_it_waits_for() -> None:
+    scene = Scene(takes_turns=True)
+    scene.arrive(load(), dispatch())
+    scene.observer.observe(events.TurnBegan(14.0, W0, A), [])
+    scene.observer.load_ended(14.5, W0, ModelLoaded(A, 1, (), 0, 0, 0.0, 0.0, 0.0, 0.5))
+    explained = scene.observer.explain(R0, 100.0, ANYBODY)
+    assert explained is not None
+    assert [(span.what, span.begin_s, span.end_s) for span in explained.spans if span.end_s > 0.5] == [
+        ("turn", 0.5, 4.0),
+        ("open", 4.0, 4.0),
+        ("assemble", 4.0, 4.0),
+        ("load", 4.0, 4.5),
+    ]
+    assert [mark for mark in scene.marks() if "turn" in mark[1]] == [(0.5, "waits_for_turn"), (4.0, "turn")]
+
+
+def test_tokens_are_on_time_or_late_by_the_pace_of_their_request(scene: Scene) -> None:
+    """Due are the first token at 10.5 s and ten more a second, none later than 1.5 s after the one before."""
+    scene.arrive(dispatch())
+    for now_s in (10.5, 10.6, 10.8, 12.0):
+        scene.observer.delivered(now_s, R0)
+    scene.observer.ended(12.0, R0, "stop", None)
+    assert scene.metric("hearth_tokens_on_time_total") == 2
+    assert scene.metric("hearth_tokens_late_total") == 2
+    assert scene.metric("hearth_requests_late_total") == 1
+    assert scene.metric("hearth_requests_on_time_total") == 0
+
+
+def test_a_model_that_cannot_be_pinned_is_told_to_people(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.arrive(events.RefusePin(A, W0, "it cannot be pinned"))
+    assert scene.metric('hearth_fallbacks_total{what="unpinned"}') == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "pin_refused model=a worker=w0 reason=it cannot be pinned"
+    ]

@@ -16,7 +16,7 @@ A, B = ModelId("a"), ModelId("b")
 W0 = WorkerId("w0")
 
 
-def use(model: ModelId, hold: Hold = Hold.BUSY, *, is_hosted: bool = True, **fields: int) -> ModelUse:
+def use(model: ModelId, hold: Hold = Hold.BUSY, *, is_hosted: bool = True, **fields: float) -> ModelUse:
     given_ = {"weights_bytes": 100, "total_bytes": 100, "shared_bytes": 0, "kv_bytes": 0, **fields}
     return ModelUse(model, hold, is_hosted, **given_)
 
@@ -71,6 +71,12 @@ def test_shared_bytes_are_in_use_when_one_of_those_who_share_them_is() -> None:
         pong(use(A, Hold.RETAINED, shared_bytes=90), use(B, Hold.WARM, shared_bytes=90), free=890)
     )
     assert PartView("weights", "active", None, 90) in told
+
+
+def test_a_model_that_waits_for_its_turn_says_when_its_next_token_is_due() -> None:
+    paused = use(A, is_in_turn=False, due_s=0.25)
+    (view,) = resident_views([resident(A, State.PAUSED)], {W0: pong(paused)}, 10.0)
+    assert (view.state, view.is_in_turn, view.due_in_s) == ("paused", False, 0.25)
 
 
 @st.composite

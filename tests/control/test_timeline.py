@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hearth.control.caller import ANYBODY
 from hearth.control.load_log import LoadLog
-from hearth.control.timeline import MAX_EXPLAINED, Timeline, Timelines
+from hearth.control.timeline import MAX_EXPLAINED, MAX_WAITS, Timeline, Timelines
 from hearth.messages import ModelLoaded, RungBytes
 from hearth.policy.fleet.events import Option
-from hearth.types import ModelId, RequestId, Rung, WorkerId
+from hearth.types import ModelId, RequestId, Rung, TurnEnd, WorkerId
 
 W0, W1 = WorkerId("w0"), WorkerId("w1")
 
@@ -167,3 +167,39 @@ def test_the_last_thousand_are_kept() -> None:
     assert timelines.get("r4") is None
     assert timelines.get("r5") is not None
     assert timelines.get(f"r{MAX_EXPLAINED + 4}") is not None
+
+
+def test_every_pause_is_counted_and_the_first_ones_are_told() -> None:
+    line = timeline()
+    line.placed(100.0, W0, "resident", (), None)
+    line.turn_ended(100.0)
+    assert line.turn_began(100.001) is None, "no token was sent before: that is no pause"
+    line.token(100.5)
+    for number in range(40):
+        line.turn_ended(101.0 + number, TurnEnd.AHEAD)
+        assert line.turn_began(101.25 + number) == 0.25
+    line.turn_ended(150.0, TurnEnd.TIME)
+    told = line.explain(now_s=152.0)
+    assert (told.num_pauses, told.paused_s) == (41, 12.0)
+    paused = [span for span in told.spans if span.what == "paused"]
+    assert len(paused) == MAX_WAITS - 1, "one was the wait for the first turn, which took no time"
+    assert (paused[0].begin_s, paused[0].end_s) == (1.0, 1.25)
+    assert "turn" not in [span.what for span in told.spans]
+    assert next(mark.detail for mark in told.marks if mark.what == "turn") == "after 0.250 s"
+
+
+def test_a_request_that_ends_or_loses_its_worker_while_paused_is_paused_no_longer() -> None:
+    line = timeline()
+    line.placed(100.0, W0, "resident", (), None)
+    line.token(100.5)
+    line.turn_ended(101.0, TurnEnd.TIME)
+    line.lost(102.0, W0)
+    line.placed(103.0, W1, "free_room", (), None)
+    line.turn_ended(104.0, TurnEnd.TIME)
+    line.ended(105.0, "cancelled")
+    told = line.explain(now_s=200.0)
+    assert (told.num_pauses, told.paused_s) == (2, 2.0)
+    assert [(span.begin_s, span.end_s) for span in told.spans if span.what == "paused"] == [
+        (1.0, 2.0),
+        (4.0, 5.0),
+    ]

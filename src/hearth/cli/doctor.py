@@ -128,6 +128,11 @@ def _service(data_dir: Path, num_models: int | None) -> _ServiceReport:
         f"{worker.device or worker.kind}, {worker.state}, {size(worker.used_bytes)} of "
         f"{size(worker.budget_bytes)} in use, {worker.num_restarts} restarts"
         + "".join(f", {fallback}" for fallback in fallbacks(worker))
+        + "".join(
+            f", {one.model} should be pinned and cannot be yet"
+            for one in view.models
+            if one.worker == worker.worker and one.is_pin_refused
+        )
         for worker in view.workers
     ]
     return _ServiceReport(str(data_dir), num_models, status, found.url, workers)

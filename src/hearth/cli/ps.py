@@ -20,7 +20,7 @@ from hearth.cli.console import (
     print_columns,
 )
 from hearth.cli.endpoint import reached
-from hearth.cli.figures import duration, size
+from hearth.cli.figures import duration, precise, size
 from hearth.cli.pool_bars import keys_of, pool_lines, signs_for
 from hearth.cli.tab_completion import ModelName
 from hearth.control.datadir import DataDir
@@ -40,7 +40,9 @@ def ps(
 
     One bar for each worker's memory; the letters below say whose bytes they are. Then a line for each model:
     it is busy while it answers, warm until its time is up, then retained: its weights stay until somebody
-    needs the room, and only as many go as are needed. A pinned one stays in any case. KV counts blocks that
+    needs the room, and only as many go as are needed. A pinned one stays in any case. Busy models that do not
+    fit together take turns: those that are not in turn are paused, or wait for their first one, and TURN says
+    when their next token is due. KV counts blocks that
     running requests use and those kept in case their text comes again, of all that the model has. Host memory
     keeps models ready for GPUs; on a CPU, where it would be the same memory, they only pass through it.
 
@@ -150,13 +152,17 @@ def _print_processes(view: ProcessView) -> None:
             f"{size(model.loaded_bytes)} of {size(model.total_bytes)}",
             size(model.shared_bytes) if model.shared_bytes else "-",
             _kv(model),
-            str(model.num_running),
-            _left(model),
+            *(str(model.num_running), _turn(model), _left(model)),
         ]
         for model in view.models
     ]
-    header = ["MODEL", "KEY", "WORKER", "STATE", "WEIGHTS", "SHARED", "KV BLOCKS", "RUNNING", "TIME LEFT"]
-    print_columns(header, models)
+    header = ["MODEL", "KEY", "WORKER", "STATE", "WEIGHTS", "SHARED", "KV BLOCKS", "RUNNING", "TURN"]
+    print_columns([*header, "TIME LEFT"], models)
+    for model in view.models:
+        if model.is_pin_refused:
+            typer.echo(
+                f"\n{model.model} should be pinned, and models beside it would have no room for a turn"
+            )
     if view.host is not None:
         typer.echo(f"\nhost memory: {size(view.host.used_bytes)} of {size(view.host.budget_bytes)}")
     typer.echo(f"\nrequests: {view.num_running} running, {view.num_waiting} waiting")
@@ -166,6 +172,14 @@ def _kv(model: ResidentView) -> str:
     if not model.kv_blocks:
         return "-"
     return f"{model.kv_used_blocks}+{model.kv_cached_blocks} of {model.kv_blocks}, {size(model.kv_bytes)}"
+
+
+def _turn(model: ResidentView) -> str:
+    if model.due_in_s is None:
+        return "-"
+    if model.is_in_turn:
+        return "now"
+    return f"due in {precise(model.due_in_s)}" if model.due_in_s >= 0 else f"{precise(-model.due_in_s)} late"
 
 
 def _left(model: ResidentView) -> str:

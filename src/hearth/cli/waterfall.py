@@ -18,6 +18,7 @@ REASONS = {
     "loading": "the model was on its way there",
     "free_room": "loaded into free memory",
     "evicted": "loaded where others had to go",
+    "turns": "busy models leave no room for it, so they take turns",
     "waited": "a slot or room came free",
 }
 
@@ -54,6 +55,11 @@ def _heading(explained: Explanation) -> Iterator[str]:
         yield f"first token after {precise(explained.first_token_s)}"
     if explained.num_preemptions or explained.num_resumes:
         yield f"{explained.num_preemptions} preemptions, {explained.num_resumes} resumes on another worker"
+    if explained.num_pauses:
+        times = "once" if explained.num_pauses == 1 else f"{explained.num_pauses} times"
+        yield f"paused {times} for other models, {precise(explained.paused_s)} in all"
+    if explained.num_late_tokens:
+        yield f"{explained.num_late_tokens} tokens came later than its pace"
 
 
 def _bars(spans: Sequence[TimelineSpan], width: int) -> Iterator[str]:

@@ -116,7 +116,7 @@ class Gateway:
         stream = AnswerStream(
             request_id, model, tokenizer, len(prompt), lambda: self._driver.cancel(request_id)
         )
-        timeline = Timeline(request_id, model, arrived_s, arrived_at_s, len(prompt), caller.group)
+        timeline = Timeline(request_id, model, arrived_s, arrived_at_s, len(prompt), caller.group, pace)
         seed = secrets.randbits(63) if wanted.sampling.seed is None else wanted.sampling.seed
         active = ActiveRequest(
             request_id=request_id,
@@ -222,7 +222,9 @@ class Gateway:
         residents = resident_views(fleet.residents(now_s), self._pools.pongs, now_s)
         workers = tuple(self._worker_views(residents, now_s))
         queues = fleet.queues
-        return ProcessView(workers, residents, queues.num_waiting, queues.num_running, self._host.view)
+        num_awaiting = queues.num_awaiting_turn
+        num_waiting, num_running = queues.num_waiting + num_awaiting, queues.num_running - num_awaiting
+        return ProcessView(workers, residents, num_waiting, num_running, self._host.view)
 
     def explain(self, request_id: str, caller: Caller) -> Explanation | None:
         return self._observer.explain(request_id, self._driver.now_s, caller)
@@ -252,8 +254,8 @@ class Gateway:
         watch("hearth_requests_running", "Requests on workers.", lambda: fleet.queues.num_running)
         watch(
             "hearth_requests_waiting",
-            "Requests that wait for a slot or room.",
-            lambda: fleet.queues.num_waiting,
+            "Requests that wait for a slot, for room or for the first turn of their model.",
+            lambda: fleet.queues.num_waiting + fleet.queues.num_awaiting_turn,
         )
         watch(
             "hearth_workers_ready", "Workers that can take requests.", lambda: self.health().num_ready_workers

@@ -30,6 +30,7 @@ class LoadLog:
     whole_bytes: int = 0  #: the most of the model that the worker has had on its device
     is_again: bool = False  #: the model was ready before and had lost some of its weights
     is_void: bool = False  #: the load was expected and never happened: the model was whole
+    awaits_turn: bool = False  #: the load begins with the turn of the model
 
     @property
     def was_ready(self) -> bool:
@@ -52,11 +53,16 @@ class LoadLog:
 
     def succeed(self, now_s: float, loaded: ModelLoaded) -> None:
         """End the load; the times that the worker measured tell when it really began."""
-        self.loaded, self.ended_s = loaded, now_s
+        self.loaded, self.ended_s, self.awaits_turn = loaded, now_s, False
         took_s = loaded.open_s + loaded.assemble_s + loaded.total_s
         # When one began that nobody has ordered was only guessed.
         self.began_s = now_s - took_s if self.is_again else min(self.began_s, now_s - took_s)
         self.first_layer_at_s = self.began_s + loaded.open_s + loaded.assemble_s + loaded.first_layer_s
+
+    def turn_began(self, now_s: float) -> None:
+        """Note that the load begins now, unless it had begun."""
+        if self.awaits_turn:
+            self.awaits_turn, self.began_s = False, now_s
 
     def fail(self, now_s: float, reason: str) -> None:
         """End the load with a reason, unless it ended before and the model broke later."""
@@ -75,9 +81,9 @@ class LoadLogs:
     def get(self, worker: WorkerId, model: ModelId) -> LoadLog | None:
         return self._logs.get((worker, model))
 
-    def begin(self, worker: WorkerId, model: ModelId, now_s: float) -> None:
+    def begin(self, worker: WorkerId, model: ModelId, now_s: float, *, awaits_turn: bool = False) -> None:
         """Start the log of a model that is hosted from now on."""
-        self._logs[worker, model] = LoadLog(worker, now_s)
+        self._logs[worker, model] = LoadLog(worker, now_s, awaits_turn=awaits_turn)
 
     def begin_again(self, worker: WorkerId, model: ModelId, now_s: float) -> LoadLog:
         """Start another log of a hosted model: what it has lost since its last load is loaded now."""

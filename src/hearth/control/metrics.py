@@ -94,6 +94,9 @@ class Metrics:
         self.step = histograms.add(
             "hearth_step_seconds", "Steps of engines, as workers see them.", _INTER_TOKEN_S
         )
+        self.pause = histograms.add(
+            "hearth_pause_seconds", "From a pause of a request to the next turn of its model.", _FIRST_TOKEN_S
+        )
         self.registry.register(histograms)
         self.rung_bytes = self._counter("hearth_loaded_bytes", "Bytes of weights loaded.", "tier")
         self.reused_bytes = self._counter(
@@ -106,6 +109,16 @@ class Metrics:
         self.workers_lost = self._counter("hearth_workers_lost", "Workers that died or were killed.")
         self.resumes = self._counter("hearth_resumes", "Requests that went on on another worker.")
         self.preemptions = self._counter("hearth_preemptions", "Requests whose KV had to make room.")
+        self.turns = self._counter("hearth_turns", "Turns of models that ended.", "why")
+        self.pauses = self._counter("hearth_pauses", "Times that a request waited for its model's next turn.")
+        self.tokens_on_time = self._counter(
+            "hearth_tokens_on_time", "Tokens that came when the pace of their request said; at its end."
+        )
+        self.tokens_late = self._counter("hearth_tokens_late", "Tokens that came later than that.")
+        self.requests_on_time = self._counter(
+            "hearth_requests_on_time", "Answered requests all of whose tokens came on time."
+        )
+        self.requests_late = self._counter("hearth_requests_late", "Answered requests with late tokens.")
         self.ignored_fields = self._counter(
             "hearth_ignored_fields", "Fields of requests that nothing reads.", "field"
         )

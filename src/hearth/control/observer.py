@@ -19,7 +19,7 @@ from hearth.control.views import Explanation
 from hearth.messages import LoadProgress, ModelLoaded, StepDone
 from hearth.policy.fleet import events
 from hearth.policy.fleet.events import Action, Event
-from hearth.types import ModelId, RequestId, WorkerId
+from hearth.types import FinishReason, ModelId, RequestId, WorkerId
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +27,10 @@ log = logging.getLogger(__name__)
 class Observer:
     """The sink of events, orders and facts. Mutable; used on the event loop alone."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: Metrics, *, takes_turns: bool = False) -> None:
+        """`takes_turns`: models that do not fit together do, and workers tell whose turn it is."""
+        self._metrics, self._takes_turns = metrics, takes_turns
+        self._in_turn: set[tuple[WorkerId, ModelId]] = set()
         self._loads = LoadLogs()
         #: The timelines of requests that have not ended.
         self._active: dict[RequestId, Timeline] = {}
@@ -62,6 +64,10 @@ class Observer:
                 self._model_ready(event)
             case events.ModelFailed():
                 self._model_failed(event)
+            case events.TurnBegan(now_s, worker, model):
+                self._turn_began(now_s, worker, model)
+            case events.TurnEnded():
+                self._turn_ended(event)
             case events.DeviceReported():
                 self._loads.reported(event.worker, event.bytes_by_model)
             case events.WorkerLost():
@@ -77,7 +83,11 @@ class Observer:
                 self._dispatched(now_s, action)
             case events.LoadModel(model, worker, kv_floor_bytes):
                 log.info("model_loading model=%s worker=%s kv_floor_bytes=%d", model, worker, kv_floor_bytes)
-                self._loads.begin(worker, model, now_s)
+                self._in_turn.discard((worker, model))
+                self._loads.begin(worker, model, now_s, awaits_turn=self._takes_turns)
+            case events.RefusePin(model, worker, message):
+                log.warning("pin_refused model=%s worker=%s reason=%s", model, worker, message)
+                self._metrics.fallbacks.labels("unpinned").inc()
             case events.Evict(model, worker, cost_s, is_freed):
                 name = "model_evicted" if is_freed else "model_retired"
                 log.info("%s model=%s worker=%s cost_s=%.3f", name, model, worker, cost_s)
@@ -90,10 +100,28 @@ class Observer:
         timeline = self._active[order.request_id]
         load = self._loads.awaited(order.worker, order.model, now_s)
         timeline.placed(now_s, order.worker, order.why, order.options, load)
+        if self._takes_turns and (order.worker, order.model) not in self._in_turn:
+            timeline.turn_ended(now_s)
         if len(timeline.stays) == 1:
             self._metrics.queue.observe(now_s - timeline.arrived_s)
         else:
             self._metrics.resumes.inc()
+
+    def _turn_began(self, now_s: float, worker: WorkerId, model: ModelId) -> None:
+        self._in_turn.add((worker, model))
+        if (load := self._loads.get(worker, model)) is not None:
+            load.turn_began(now_s)
+        for timeline in self._on_worker(worker, model):
+            if (pause_s := timeline.turn_began(now_s)) is not None:
+                self._metrics.pause.observe(pause_s)
+
+    def _turn_ended(self, ended: events.TurnEnded) -> None:
+        self._in_turn.discard((ended.worker, ended.model))
+        self._metrics.turns.labels(ended.why).inc()
+        for timeline in self._on_worker(ended.worker, ended.model):
+            num_before = timeline.num_pauses
+            timeline.turn_ended(ended.now_s, ended.why)
+            self._metrics.pauses.inc(timeline.num_pauses - num_before)
 
     def _model_ready(self, ready: events.ModelReady) -> None:
         self._metrics.loaded(ready)
@@ -120,6 +148,7 @@ class Observer:
             log.error("worker_lost worker=%s", lost.worker)
             self._metrics.workers_lost.inc()
         self._loads.lose(lost.worker)
+        self._in_turn = {key for key in self._in_turn if key[0] != lost.worker}
         for timeline in list(self._on_worker(lost.worker)):
             timeline.lost(lost.now_s, lost.worker)
 
@@ -182,8 +211,16 @@ class Observer:
 
     def ended(self, now_s: float, request_id: RequestId, outcome: str, error: str | None) -> None:
         """Note the end of a request: the reason of its last token, `cancelled`, or the label of an error."""
-        self._active.pop(request_id).ended(now_s, outcome, error)
+        timeline = self._active.pop(request_id)
+        timeline.ended(now_s, outcome, error)
         self._metrics.requests.labels(outcome).inc()
+        if not timeline.pace.tokens_per_s:
+            return  # nobody reads along
+        num_late = timeline.num_late_tokens
+        self._metrics.tokens_on_time.inc(timeline.num_output_tokens - num_late)
+        self._metrics.tokens_late.inc(num_late)
+        if error is None and outcome != FinishReason.CANCELLED:
+            (self._metrics.requests_late if num_late else self._metrics.requests_on_time).inc()
 
 
 def _rejects(action: Action, request_id: RequestId) -> bool:

@@ -102,6 +102,9 @@ def _used_view(worker: WorkerId, use: ModelUse, one: Resident | None, now_s: flo
         kv_used_blocks=use.kv_used_blocks,
         kv_cached_blocks=use.kv_cached_blocks,
         kv_blocks=use.kv_blocks,
+        is_in_turn=use.is_in_turn,
+        due_in_s=use.due_s,
+        is_pin_refused=one is not None and one.is_pin_refused,
     )
 
 
@@ -115,6 +118,7 @@ def _promised_view(one: Resident, now_s: float) -> ResidentView:
         total_bytes=one.total_bytes,
         num_running=one.num_running,
         expires_in_s=_expires_in_s(one, now_s),
+        is_pin_refused=one.is_pin_refused,
     )
 
 

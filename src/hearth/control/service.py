@@ -73,7 +73,7 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         )
         stack.callback(journal.close)
         metrics = Metrics()
-        observer, pools = Observer(metrics), PoolReports()
+        observer, pools = Observer(metrics, takes_turns=service.turns), PoolReports()
         driver = Driver(*(Fleet(brain), journal, observer, pools, catalog.host_order, config.engine.max_seqs))
         stack.callback(driver.close)
         decoder = FactDecoder(asyncio.get_running_loop(), driver.requests.by_run, driver.receive)

@@ -10,10 +10,21 @@ from hearth.control.caller import GroupId
 from hearth.control.load_log import LoadLog
 from hearth.control.views import Explanation, RungView, TimelineMark, TimelineSpan
 from hearth.policy.fleet.events import Option
-from hearth.types import RequestId, WorkerId
+from hearth.policy.turns.paced_request import PacedRequest
+from hearth.types import Pace, RequestId, TurnEnd, WorkerId
 
 #: Explanations that are kept.
 MAX_EXPLAINED = 1000
+#: Waits for turns that are told of one by one; all of them are counted.
+MAX_WAITS = 32
+#: A shorter wait for a first turn is not worth a line: that long it takes to say that nobody is in the way.
+MIN_WAIT_S = 0.01
+#: Why a model had to wait for its next turn, for people.
+PAUSE_REASONS = {
+    TurnEnd.AHEAD: "ahead of its pace, and another model needed the room",
+    TurnEnd.TIME: "its time was over, and another model needed the room",
+    TurnEnd.IDLE: "its turn had ended when it came",
+}
 
 
 @dataclass(slots=True)
@@ -28,6 +39,16 @@ class Stay:
 
 
 @dataclass(slots=True)
+class TurnWait:
+    """A time in which the model of a request was not in turn. Mutable; written by the timeline."""
+
+    began_s: float
+    is_pause: bool  #: tokens had been sent before
+    reason: str
+    ended_s: float | None = None
+
+
+@dataclass(slots=True)
 class Timeline:
     """The life of one request. Mutable; written by the observer. All times are the event loop's own."""
 
@@ -37,6 +58,7 @@ class Timeline:
     arrived_at_s: float  #: since the epoch
     num_prompt_tokens: int
     group: GroupId  #: of the caller; others are not told of the request
+    pace: Pace = field(default_factory=Pace)
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
@@ -50,6 +72,16 @@ class Timeline:
     last_token_s: float | None = None
     ended_s: float | None = None
     marks: list[tuple[float, str, str]] = field(default_factory=list)
+    num_late_tokens: int = 0  #: by its pace
+    num_pauses: int = 0
+    paused_s: float = 0.0  #: in all pauses that are over
+    waits: list[TurnWait] = field(default_factory=list)  #: for turns, the first ones
+    #: The wait that is not over, if there is one.
+    wait: TurnWait | None = None
+    paced: PacedRequest = field(init=False)  #: when its next token is due
+
+    def __post_init__(self) -> None:
+        self.paced = PacedRequest(self.pace, self.arrived_s, 0, 0.0)
 
     def mark(self, now_s: float, what: str, detail: str = "") -> None:
         self.marks.append((now_s, what, detail))
@@ -73,6 +105,27 @@ class Timeline:
         found = f"{num_cached_tokens} tokens found in the prefix cache"
         self.mark(now_s, "started", f"after {waited_s:.3f} s on the worker, {found}")
 
+    def turn_ended(self, now_s: float, why: TurnEnd | None = None) -> None:
+        """Note that the model is not in turn from now on; `why` None: it was not when the request came."""
+        if self.wait is not None:
+            return
+        reason = "other models are in turn" if why is None else PAUSE_REASONS[why]
+        self.wait = TurnWait(now_s, self.first_token_s is not None, reason)
+        self.num_pauses += self.wait.is_pause
+        if len(self.waits) < MAX_WAITS:
+            self.waits.append(self.wait)
+
+    def turn_began(self, now_s: float) -> float | None:
+        """Note that the model is in turn again; returns the seconds of a pause that is over by that."""
+        wait, self.wait = self.wait, None
+        if wait is None:
+            return None
+        wait.ended_s = now_s
+        if not wait.is_pause:
+            return None
+        self.paused_s += now_s - wait.began_s
+        return now_s - wait.began_s
+
     def preempted(self, now_s: float) -> None:
         self.num_preemptions += 1
         self.mark(now_s, "preempted", "its KV memory was needed; what it had is computed again")
@@ -89,9 +142,15 @@ class Timeline:
 
     def lost(self, now_s: float, worker: WorkerId, how: str = "died") -> None:
         self.stays[-1].ended_s = now_s
+        self.turn_began(now_s)  # it waits for a worker now
         self.mark(now_s, "worker_lost", f"{worker} {how} after {self.num_output_tokens} tokens")
 
     def token(self, now_s: float) -> None:
+        paced = self.paced
+        if self.pace.tokens_per_s and now_s > paced.due_s:
+            self.num_late_tokens += 1
+        paced.num_tokens += 1
+        paced.last_token_s = now_s
         self.num_output_tokens += 1
         self.last_token_s = now_s
         if self.first_token_s is None:
@@ -100,6 +159,7 @@ class Timeline:
             self.stays[-1].first_token_s = now_s
 
     def ended(self, now_s: float, outcome: str, error: str | None = None) -> None:
+        self.turn_began(now_s)
         self.ended_s, self.outcome, self.error = now_s, outcome, error
         if self.stays and self.stays[-1].ended_s is None:
             self.stays[-1].ended_s = now_s
@@ -132,14 +192,19 @@ class Timeline:
             else tuple(RungView(use.rung, use.num_bytes, use.seconds) for use in loaded.rungs),
             num_preemptions=self.num_preemptions,
             num_resumes=max(0, len(self.stays) - 1),
+            num_pauses=self.num_pauses,
+            paused_s=self._paused_s(now_s),
+            num_late_tokens=self.num_late_tokens,
             spans=tuple(self._spans(now_s, queue_end_s)),
-            marks=tuple(TimelineMark(at_s - began, what, detail) for at_s, what, detail in self._all_marks()),
+            marks=tuple(
+                TimelineMark(at_s - began, what, detail) for at_s, what, detail in self._all_marks(now_s)
+            ),
         )
 
     def _awaited(self) -> LoadLog | None:
         """Return the load that the request waited for, which is none that began after its end, or never."""
         load = self.load
-        if load is None or load.is_void:
+        if load is None or load.is_void or load.awaits_turn:
             return None
         return None if self.ended_s is not None and load.began_s > self.ended_s else load
 
@@ -147,6 +212,16 @@ class Timeline:
         """Return the seconds of a load, as far as the request has seen it."""
         end_s = min(load.ended_s or now_s, self.ended_s or now_s)
         return end_s - (max(load.began_s, self.arrived_s) if load.is_guessed else load.began_s)
+
+    def _paused_s(self, now_s: float) -> float:
+        is_paused = self.wait is not None and self.wait.is_pause
+        return self.paused_s + (now_s - self.wait.began_s if self.wait is not None and is_paused else 0.0)
+
+    def _told_waits(self, now_s: float) -> Iterator[TurnWait]:
+        """Yield the waits for turns that are worth telling."""
+        for wait in self.waits:
+            if wait.is_pause or (wait.ended_s or now_s) - wait.began_s >= MIN_WAIT_S:
+                yield wait
 
     def _tokens_per_s(self) -> float | None:
         if self.first_token_s is None or self.last_token_s is None or self.num_output_tokens < 2:
@@ -167,6 +242,9 @@ class Timeline:
                 spans.append(self._span("prefill", stay.started_s, first_s, f"on {stay.worker}"))
             if stay.first_token_s is not None:
                 spans.append(self._span("decode", stay.first_token_s, stay_end_s, f"on {stay.worker}"))
+        for wait in self._told_waits(end_s):
+            what = "paused" if wait.is_pause else "turn"
+            spans.append(self._span(what, wait.began_s, wait.ended_s or end_s, wait.reason))
         return sorted(spans, key=lambda span: span.begin_s)
 
     def _load_spans(self, load: LoadLog, end_s: float) -> list[TimelineSpan]:
@@ -193,8 +271,12 @@ class Timeline:
         began = self.arrived_s
         return TimelineSpan(what, max(0.0, begin_s - began), max(0.0, end_s - began), detail)
 
-    def _all_marks(self) -> list[tuple[float, str, str]]:
+    def _all_marks(self, now_s: float) -> list[tuple[float, str, str]]:
         marks = [(self.arrived_s, "queued", ""), *self.marks]
+        for wait in self._told_waits(self.ended_s or now_s):
+            marks.append((wait.began_s, "paused" if wait.is_pause else "waits_for_turn", wait.reason))
+            if wait.ended_s is not None and wait.ended_s != self.ended_s:
+                marks.append((wait.ended_s, "turn", f"after {wait.ended_s - wait.began_s:.3f} s"))
         if (load := self._awaited()) is not None:
             marks += [
                 mark for mark in self._load_marks(load) if self.ended_s is None or mark[0] <= self.ended_s

@@ -86,7 +86,7 @@ class ResidentView:
 
     model: str
     worker: str
-    state: str  #: loading, busy, warm, retained, pinned
+    state: str  #: loading, waiting, paused, busy, warm, retained, pinned
     num_bytes: int  #: of device memory, KV and tables included
     loaded_bytes: int  #: of its weights, on the device
     total_bytes: int
@@ -98,6 +98,9 @@ class ResidentView:
     kv_used_blocks: int = 0  #: of running requests
     kv_cached_blocks: int = 0  #: prefixes that nobody reads at the moment
     kv_blocks: int = 0  #: that it has now
+    is_in_turn: bool = False  #: where models that do not fit together take turns
+    due_in_s: float | None = None  #: until its next token is due; negative: overdue; None: no requests
+    is_pin_refused: bool = False  #: it should be pinned, and others would have no room then
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,7 @@ class ProcessView:
 
     workers: tuple[WorkerView, ...]
     models: tuple[ResidentView, ...]
-    num_waiting: int  #: requests that wait for a slot or for room
+    num_waiting: int  #: requests that wait for a slot, for room or for the first turn of their model
     num_running: int
     host: HostMemoryView | None = None  #: None: its keeper is starting
 
@@ -156,7 +159,7 @@ class RungView:
 class TimelineSpan:
     """A phase of a request's life, for the waterfall."""
 
-    what: str  #: queue, load, prefill, decode, ...
+    what: str  #: queue, turn, load, prefill, decode, paused, ...
     begin_s: float
     end_s: float
     detail: str = ""
@@ -189,6 +192,9 @@ class Explanation:
     num_resumes: int
     spans: tuple[TimelineSpan, ...]
     marks: tuple[TimelineMark, ...]
+    num_pauses: int = 0  #: while other models had their turn
+    paused_s: float = 0.0
+    num_late_tokens: int = 0  #: by its pace
 
 
 @dataclass(frozen=True, slots=True)

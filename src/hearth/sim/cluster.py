@@ -29,6 +29,8 @@ from hearth.policy.fleet.events import (
     SetHold,
     SetTimer,
     TimerFired,
+    TurnBegan,
+    TurnEnded,
     WorkerJoined,
     WorkerLost,
 )
@@ -52,8 +54,8 @@ class SimulatedRequest:
 class SimulatedCluster:
     """All simulated workers and the requests that they serve. Mutable; written by `tell` alone."""
 
-    def __init__(self, brain: Brain) -> None:
-        self._brain = brain
+    def __init__(self, brain: Brain, *, takes_turns: bool = False) -> None:
+        self._brain, self._takes_turns = brain, takes_turns
         self.workers: dict[WorkerId, SimulatedWorker] = {}
         self.profiles: dict[ModelId, ModelProfile] = {}
         #: By model: how many different versions were deployed.
@@ -80,13 +82,15 @@ class SimulatedCluster:
     def check(self) -> None:
         """Raise AssertionError if a worker's books are wrong, or a version of a model loads twice at a time.
 
-        Walks over everything: for tests.
+        A load that nobody waits for may be about to give way, and does not count. Walks over everything: for
+        tests.
         """
         loading: set[ModelId] = set()
         for worker in self.workers.values():
             worker.check()
             for model, replica in worker.replicas.items():
-                if not replica.is_ready and replica.version == self.versions[model]:
+                is_loading = not replica.is_ready and bool(replica.running)
+                if is_loading and replica.version == self.versions[model]:
                     assert model not in loading, f"loaded twice at a time: `{model}`"
                     loading.add(model)
                 for request_id in replica.running:
@@ -103,7 +107,9 @@ class SimulatedCluster:
                 self.profiles.pop(model, None)
             case WorkerJoined(_, name, kind, budget_bytes, max_seqs, shares_workspace):
                 self.workers[name] = SimulatedWorker(
-                    *(name, kind, budget_bytes, max_seqs), shares_workspace=shares_workspace
+                    *(name, kind, budget_bytes, max_seqs),
+                    shares_workspace=shares_workspace,
+                    takes_turns=self._takes_turns,
                 )
             case WorkerLost(_, name):
                 self._lose(name)
@@ -123,6 +129,10 @@ class SimulatedCluster:
                 self.workers[name].finish_load(model, uses)
             case ModelFailed(_, name, model) if self.replica(name, model) is not None:
                 self._release(self.workers[name].fail(model))
+            case TurnBegan(_, name, model) if self.replica(name, model) is not None:
+                self.workers[name].begin_turn(model, event.now_s)
+            case TurnEnded(_, name, model) if self.replica(name, model) is not None:
+                self.workers[name].end_turn(model)
             case TimerFired():
                 self.timer_s = None
             case _:

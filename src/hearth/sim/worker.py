@@ -3,7 +3,8 @@
 An order that no worker could carry out raises AssertionError: a model beyond the budget, one evicted under
 its requests, a request without a slot. Whose weights give way is decided by the code that decides it on a
 real worker (`policy/memory/reclaim.py`, `eviction.py`, `reload_cost.py`). When a load ends or a request is
-done is for whoever drives the worker. KV beyond a promise and single steps are not simulated.
+done is for whoever drives the worker, and so is whose turn it is where models take turns. KV beyond a promise
+and single steps are not simulated.
 """
 
 from __future__ import annotations
@@ -59,22 +60,47 @@ class SimulatedReplica:
     missing_bytes: int  #: of its weights: their place is kept, and the load under way brings them
     is_loading: bool = True
     is_ready: bool = False  #: it was loaded once
+    is_in_turn: bool = True
+    has_had_turn: bool = False  #: or has one
     hold: Hold = Hold.WARM  #: while it has no requests
     running: dict[RequestId, None] = field(default_factory=dict)
 
     @property
     def current_hold(self) -> Hold:
         """How the replica is held now, with its requests."""
-        return Hold.BUSY if self.running and self.hold is not Hold.PINNED else self.hold
+        if self.hold is Hold.PINNED:
+            return self.hold
+        return Hold.BUSY if self.running and self.is_in_turn else min(self.hold, Hold.WARM)
+
+    @property
+    def wants_turn(self) -> bool:
+        """True if the replica is to have its turn, and has none."""
+        return not self.is_in_turn and (bool(self.running) or self.hold is Hold.PINNED)
+
+    @property
+    def owed(self) -> Promise:
+        """The promise that binds the worker now: out of turn a replica keeps a little, once it has had it."""
+        if self.is_in_turn:
+            return self.promise
+        if not self.has_had_turn:
+            return Promise(0, 0)
+        return Promise(self.promise.standing_bytes, self.promise.workspace_bytes)
 
 
 class SimulatedWorker:
     """Hosted models on one device. Mutable; written only by whoever drives it."""
 
     def __init__(
-        self, name: WorkerId, kind: str, budget_bytes: int, max_seqs: int, *, shares_workspace: bool = True
+        self,
+        name: WorkerId,
+        kind: str,
+        budget_bytes: int,
+        max_seqs: int,
+        *,
+        shares_workspace: bool = True,
+        takes_turns: bool = False,
     ) -> None:
-        self.name, self.shares_workspace = name, shares_workspace
+        self.name, self.shares_workspace, self.takes_turns = name, shares_workspace, takes_turns
         self.kind = kind
         self.max_seqs = max_seqs
         self.device = DeviceMemory(budget_bytes)
@@ -86,7 +112,14 @@ class SimulatedWorker:
     @property
     def promised_bytes(self) -> int:
         """Bytes owed to all hosted models: what each has for itself, and the largest of what they share."""
-        promises = [replica.promise for replica in self.replicas.values()]
+        return self._add_up([replica.owed for replica in self.replicas.values()])
+
+    def can_begin_turn(self, model: ModelId) -> bool:
+        """True if a model out of turn has room for its turn beside those in turn."""
+        others = [replica.owed for name, replica in self.replicas.items() if name != model]
+        return self._add_up([*others, self.replicas[model].promise]) <= self.device.budget_bytes
+
+    def _add_up(self, promises: Sequence[Promise]) -> int:
         workspaces = [promise.workspace_bytes for promise in promises]
         workspace_bytes = max(workspaces, default=0) if self.shares_workspace else sum(workspaces)
         return workspace_bytes + sum(promise.own_bytes for promise in promises)
@@ -101,16 +134,47 @@ class SimulatedWorker:
         assert footprint.min_kv_bytes == order.kv_floor_bytes <= order.max_kv_bytes, f"{order} {footprint}"
         assert order.max_kv_bytes <= footprint.max_kv_bytes, f"{order} {footprint}"
         self._costs.hosted(model, profile.weight)
-        own_bytes = promise.own_bytes - profile.num_bytes
-        if self.shares_workspace:
-            self.device.place_other(model, own_bytes, promise.workspace_bytes)
-        else:
-            self.device.place_other(model, own_bytes + promise.workspace_bytes, 0)
         replica = SimulatedReplica(profile, version, promise, load_number=0, missing_bytes=0)
         self.replicas[model] = replica
+        if self.takes_turns:
+            replica.is_loading = replica.is_in_turn = False
+            return replica
+        self._place_other(model, promise.own_bytes - profile.num_bytes, promise.workspace_bytes)
         assert self.promised_bytes <= self.device.budget_bytes, f"beyond the budget: {order}"
         self._begin_load(model, replica, now_s)
         return replica
+
+    def begin_turn(self, model: ModelId, now_s: float) -> None:
+        """Give a model all that it is promised, and begin to load what is missing of it."""
+        replica = self.replicas[model]
+        assert replica.wants_turn, f"needless turn: {model=}"
+        assert self.can_begin_turn(model), f"no room for its turn: {model=}"
+        replica.is_in_turn = replica.has_had_turn = True
+        promise, profile = replica.promise, replica.profile
+        self._place_other(model, promise.own_bytes - profile.num_bytes, promise.workspace_bytes)
+        weights = self.device.weights.get(model)
+        is_whole = weights is not None and weights.digest == profile.digest
+        if replica.is_ready and is_whole and self.device.count_bytes(model) == profile.num_bytes:
+            self._make_room(model, now_s)
+        else:
+            self._begin_load(model, replica, now_s)
+
+    def end_turn(self, model: ModelId) -> None:
+        """Leave a model what it keeps out of turn, and its weights until somebody needs the room."""
+        replica = self.replicas[model]
+        assert replica.is_in_turn, f"not in turn: {model=}"
+        assert replica.hold is not Hold.PINNED, f"a pinned model never gives way: {model=}"
+        replica.is_in_turn = False
+        if replica.is_loading:
+            self.device.truncate(model, self.device.count_bytes(model) - replica.missing_bytes)
+            replica.is_loading, replica.missing_bytes = False, 0
+        self._place_other(model, replica.promise.standing_bytes, replica.promise.workspace_bytes)
+
+    def _place_other(self, model: ModelId, own_bytes: int, workspace_bytes: int) -> None:
+        if self.shares_workspace:
+            self.device.place_other(model, own_bytes, workspace_bytes)
+        else:
+            self.device.place_other(model, own_bytes + workspace_bytes, 0)
 
     def evict(self, order: Evict) -> None:
         """Host a model no longer; its weights stay until somebody needs their place, unless it is freed."""
@@ -139,7 +203,8 @@ class SimulatedWorker:
         if replica.hold is Hold.RETAINED:
             replica.hold = Hold.WARM
         self._costs.asked(model, now_s)
-        if not replica.is_loading and self.device.count_bytes(model) < replica.profile.num_bytes:
+        is_partial = self.device.count_bytes(model) < replica.profile.num_bytes
+        if replica.is_in_turn and not replica.is_loading and is_partial:
             self._begin_load(model, replica, now_s)
         return replica
 

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hearth.policy.fleet.brain import step
+from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.events import (
     BrainConfig,
     DeviceReported,
@@ -19,7 +20,7 @@ from hearth.policy.fleet.events import (
 )
 from hearth.policy.fleet.evictions import plan_evictions
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.records import Model, Worker
+from hearth.policy.fleet.records import Model, Replica, Worker
 from hearth.policy.fleet.routing import ReplicaPlace, ReservedWorkers, choose_place
 from hearth.policy.fleet.serving import reserve_room
 from hearth.types import Hold, ModelId, RequestId, WorkerId
@@ -50,16 +51,42 @@ def can_take(worker: Worker, model: Model, *holds: Hold) -> bool:
     return workspace_bytes + sum(promise.own_bytes for promise in owed) <= worker.promises.budget_bytes
 
 
+def can_take_turns(worker: Worker, model: Model) -> bool:
+    """Whether a worker could host a model, each in turn, beside pinned ones and what busy ones keep."""
+    if model.profile is None or model.name in worker.replicas:
+        return False
+    footprint = model.profile.footprints[worker.kind]
+    staying = [one for one in worker.replicas.values() if one.hold not in (Hold.RETAINED, Hold.WARM)]
+    pinned = [one.promise for one in staying if one.hold is Hold.PINNED]
+    others = [one.promise for one in staying if one.hold is not Hold.PINNED] + [footprint.promise]
+    workspaces = [promise.workspace_bytes for promise in (*pinned, *others)]
+    workspace_bytes = max(workspaces) if worker.promises.shares_workspace else sum(workspaces)
+    fixed_bytes = workspace_bytes + sum(promise.own_bytes for promise in pinned)
+    budget_bytes = worker.promises.budget_bytes
+    standing_bytes = sum(promise.standing_bytes for promise in others)
+    return all(
+        fixed_bytes + standing_bytes - one.standing_bytes + one.own_bytes <= budget_bytes for one in others
+    )
+
+
+def could_host(fleet: Fleet, worker: Worker, model: Model) -> bool:
+    """Whether a worker could host a model now if all idle ones went."""
+    if fleet.config.takes_turns and can_take_turns(worker, model):
+        return True
+    return can_take(worker, model, Hold.RETAINED, Hold.WARM)
+
+
 def check_nobody_waits_in_vain(fleet: Fleet) -> None:
-    """Who waits for room has none on any worker that is not kept for somebody before it. Who has waited too
-    long for a slot has no room for a second replica.
+    """Who waits for room has none, and no turn, on any worker that is not kept for somebody before it.
+
+    Who has waited too long for a slot has no room for a second replica.
     """
     reserved, workers = ReservedWorkers(), list(fleet.workers.values())
     for model in [fleet.models[name] for name in fleet.queues.for_room]:
         assert model.profile is not None
         if fleet.capacity.could_fit(model.profile):
             open_ = [worker for worker in workers if worker not in reserved]
-            assert not any(can_take(worker, model, Hold.RETAINED, Hold.WARM) for worker in open_)
+            assert not any(could_host(fleet, worker, model) for worker in open_)
             reserve_room(fleet, model, reserved)
         else:
             assert not fleet.is_complete, f"`{model.name}` waits, but cannot have room"
@@ -75,7 +102,21 @@ def check_only_one_replica_is_pinned(fleet: Fleet) -> None:
     for model in fleet.models.values():
         pinned = [replica for replica in model.replicas.values() if replica.hold is Hold.PINNED]
         wanted = [replica for replica in model.replicas.values() if not replica.is_unwanted]
-        assert pinned == (wanted[:1] if model.is_pinned else [])
+        refused = [replica for replica in wanted if replica in fleet.refused_pins]
+        assert pinned + refused == (wanted[:1] if model.is_pinned else [])
+        for replica in refused:
+            assert replica.is_pin_refused
+            assert not can_be_pinned(replica)
+
+
+def can_be_pinned(replica: Replica) -> bool:
+    """Whether all busy ones beside a replica would have room in turn if it were pinned."""
+    worker = replica.worker
+    promises = Promises(worker.promises.budget_bytes, worker.promises.shares_workspace)
+    for one in worker.replicas.values():
+        if one is replica or one.booked_hold not in (Hold.RETAINED, Hold.WARM):
+            promises.add(one.promise, Hold.PINNED if one is replica else one.booked_hold)
+    return promises.can_all_take_turns
 
 
 def check_places(fleet: Fleet) -> None:
@@ -128,7 +169,9 @@ def test_whatever_happens_the_books_are_right_and_every_request_ends_once(
 def test_long_lives_end_well_too(seed: int) -> None:
     """Rare meetings, of a pin, a loss and a new version, that short lists of moves hardly contain."""
     choose = random.Random(seed)
-    config = BrainConfig(max_queue=choose.choice([2, 512]), patience_s=choose.choice([0.0, 2.0]))
+    config = BrainConfig(
+        max_queue=choose.choice([2, 512]), patience_s=choose.choice([0.0, 2.0]), takes_turns=seed % 2 == 1
+    )
     world = checked(config, [(choose.choice(KINDS), choose.randrange(10_000)) for _ in range(400)])
     world.come_to_rest()
     assert not world.cluster.requests, "somebody waits for ever"

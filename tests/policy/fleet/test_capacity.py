@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from hypothesis import given
@@ -12,7 +13,12 @@ from hearth.policy.fleet.events import Footprint, ModelProfile, Promise
 from hearth.types import Hold, ModelId, WorkerId
 
 BUDGET_BYTES = 1000
-PROMISES = st.builds(Promise, st.integers(0, 100), st.sampled_from([0, 10, 30, 31, 60]))
+PROMISES = st.builds(
+    lambda own_bytes, workspace_bytes, share: Promise(own_bytes, workspace_bytes, own_bytes * share // 4),
+    st.integers(0, 100),
+    st.sampled_from([0, 10, 30, 31, 60]),
+    st.integers(0, 4),
+)
 HELD = st.lists(st.tuples(PROMISES, st.sampled_from(Hold)), max_size=8)
 WORKERS = st.lists(st.tuples(st.sampled_from(["cpu", "cuda"]), HELD, st.integers(1, 1000)), max_size=6)
 NEEDS = st.dictionaries(st.sampled_from(["cpu", "cuda", "other"]), PROMISES.map(lambda p: footprint_of(p)))
@@ -20,7 +26,8 @@ NEEDS = st.dictionaries(st.sampled_from(["cpu", "cuda", "other"]), PROMISES.map(
 
 def footprint_of(promise: Promise, more_bytes: int = 0) -> Footprint:
     workspace_bytes = promise.workspace_bytes
-    return Footprint(promise.own_bytes + more_bytes + workspace_bytes, 0, 0, workspace_bytes)
+    all_bytes = promise.own_bytes + more_bytes + workspace_bytes
+    return Footprint(all_bytes, 0, 0, workspace_bytes, tables_bytes=promise.standing_bytes)
 
 
 def promised(
@@ -71,6 +78,40 @@ def test_a_model_has_room_exactly_if_all_promises_together_fit(
     everybody = [*(promise for promise, _ in held), newcomer]
     assert promises.has_room(footprint_of(newcomer)) == (owed_bytes(everybody) <= BUDGET_BYTES)
     assert 0.0 <= promises.utilisation <= 1.0
+
+
+@given(HELD, PROMISES, st.booleans())
+def test_everybody_can_take_turns_if_each_has_room_beside_pinned_ones_and_what_others_keep(
+    held: list[tuple[Promise, Hold]], newcomer: Promise, shares_workspace: bool
+) -> None:
+    def can_all(hosted: list[tuple[Promise, Hold]]) -> bool:
+        """Try the turn of each; that of a pinned one never ends."""
+        return all(
+            add_up(
+                [
+                    one if other == at or hold is Hold.PINNED else kept(one)
+                    for other, (one, hold) in enumerate(hosted)
+                ],
+                shares_workspace=shares_workspace,
+            )
+            <= BUDGET_BYTES
+            for at in range(len(hosted))
+        )
+
+    scaled = [(replace(one, own_bytes=7 * one.own_bytes), hold) for one, hold in held]
+    promises = promised(scaled, shares_workspace=shares_workspace)
+    assert promises.can_all_take_turns == can_all(scaled)
+    both = [*scaled, (newcomer, Hold.BUSY)]
+    assert promises.can_take_turns(footprint_of(newcomer)) == can_all(both)
+    staying = [(one, hold) for one, hold in both if hold > Hold.WARM]
+    assert promises.could_take_turns(footprint_of(newcomer)) == can_all(staying)
+    total = add_up([one for one, hold in scaled if hold > Hold.WARM], shares_workspace=shares_workspace)
+    assert promises.must_take_turns == (total > BUDGET_BYTES)
+
+
+def kept(promise: Promise) -> Promise:
+    """Return what is left of a promise out of turn."""
+    return replace(promise, own_bytes=promise.standing_bytes)
 
 
 @given(HELD, st.data())

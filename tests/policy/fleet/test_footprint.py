@@ -137,6 +137,15 @@ def test_kv_that_is_promised_is_one_full_context_and_the_sink() -> None:
     assert taken.least_bytes == taken.fixed_bytes + taken.min_kv_bytes
 
 
+def test_out_of_turn_a_model_keeps_its_tables_and_the_sink() -> None:
+    block_bytes = 16 * 32 * 2 * 8 * 128 * 2
+    on_gpu, on_cpu = footprint(LARGE, "cuda", LIMITS, 2048), footprint(LARGE, "cpu", LIMITS, 2048)
+    assert on_gpu.promise.standing_bytes == on_gpu.tables_bytes + pages(block_bytes)
+    assert on_cpu.promise.standing_bytes == on_cpu.tables_bytes + 3 * 2 * block_bytes, (
+        "as wide as it computes"
+    )
+
+
 def test_kv_is_never_more_than_all_sequences_can_fill() -> None:
     few = replace(LIMITS, max_seqs=2)
     filled_bytes = (2 * 256 + 16) * 32 * 2 * 8 * 128 * 2

@@ -38,12 +38,15 @@ from hearth.policy.fleet.events import (
     RungUse,
     State,
     TimerFired,
+    TurnBegan,
+    TurnEnded,
     WorkerJoined,
     WorkerLost,
 )
 from hearth.policy.fleet.fleet import Fleet
 from hearth.sim.cluster import SimulatedCluster
-from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
+from hearth.sim.worker import SimulatedReplica
+from hearth.types import Hold, ModelId, RequestId, Rung, TurnEnd, WorkerId
 
 T = TypeVar("T")
 KEEP_ALIVES_S = (None, None, None, 0.0, 5.0, math.inf)
@@ -61,12 +64,12 @@ def profile(
     weight: float = 1.0,
     digest: str = "",
     workspace_bytes: int = 0,
+    sink_bytes: int = 0,
 ) -> ModelProfile:
     """A model of so many bytes of weights; `workspace_bytes` come on top."""
     all_bytes = fixed_bytes + workspace_bytes
-    footprints = {
-        kind: Footprint(all_bytes, min_kv_bytes, max_kv_bytes, workspace_bytes) for kind in ("cuda", "cpu")
-    }
+    footprint = Footprint(all_bytes, min_kv_bytes, max_kv_bytes, workspace_bytes, sink_bytes=sink_bytes)
+    footprints = {"cuda": footprint, "cpu": footprint}
     return ModelProfile(ModelId(model), fixed_bytes, footprints, keep_alive_s, is_pinned, weight, digest)
 
 
@@ -75,7 +78,7 @@ class World:
 
     def __init__(self, config: BrainConfig) -> None:
         self.fleet = Fleet(config)
-        self.cluster = SimulatedCluster(self._decide)
+        self.cluster = SimulatedCluster(self._decide, takes_turns=config.takes_turns)
         self.now_s = 0.0
         self.events: list[Event] = []
         self.actions: list[list[Action]] = []
@@ -119,7 +122,9 @@ class World:
             assert worker.replicas.keys() == known.keys(), f"{worker.replicas.keys()=} {known.keys()=}"
             for model, replica in worker.replicas.items():
                 hold = known[model].hold
-                assert hold in (Hold.BUSY, replica.hold), f"{model} on {name}: {hold=} {replica.hold=}"
+                same = (Hold.PAUSED, Hold.BUSY, replica.hold)
+                assert hold in same, f"{model} on {name}: {hold=} {replica.hold=}"
+                assert replica.is_in_turn is known[model].is_in_turn, f"{model} on {name}"
                 assert replica.running.keys() == known[model].running.keys(), f"{model} on {name}"
 
     def new_id(self, what: str) -> str:
@@ -143,6 +148,7 @@ class World:
             is_pinned=is_pinned,
             digest=digest,
             workspace_bytes=(0, 0, 8, 20)[number // 280 % 4],
+            sink_bytes=number // 1120 % 5,
         )
         self.tell(ModelDeployed(self.now_s, deployed))
 
@@ -189,6 +195,18 @@ class World:
         if chosen := _pick(self._loading(), number):
             self.tell(LoadProgressed(self.now_s, chosen[1], chosen[0], number % 40))
 
+    def begin_turn(self, number: int) -> None:
+        if chosen := _pick(self._next_in_turn(), number):
+            self.tell(TurnBegan(self.now_s, chosen[1], chosen[0]))
+
+    def end_turn(self, number: int) -> None:
+        if chosen := _pick(self._in_turn(), number):
+            self._end_turn(*chosen)
+
+    def _end_turn(self, model: ModelId, name: WorkerId) -> None:
+        has_requests = bool(self.cluster.workers[name].replicas[model].running)
+        self.tell(TurnEnded(self.now_s, name, model, TurnEnd.TIME if has_requests else TurnEnd.IDLE))
+
     def fail(self, number: int) -> None:
         workers = self.cluster.workers.items()
         if chosen := _pick(sorted((model, name) for name, one in workers for model in one.replicas), number):
@@ -230,11 +248,13 @@ class World:
         self.tell(RequestFinished(self.now_s, RequestId("r0"), 1))
         self.tell(RequestCancelled(self.now_s, RequestId("r0")))
         self.tell(LoadProgressed(self.now_s, WorkerId("w0"), MODELS[0], 1))
+        self.tell(TurnBegan(self.now_s, WorkerId("w0"), MODELS[0]))
+        self.tell(TurnEnded(self.now_s, WorkerId("w0"), MODELS[0], TurnEnd.TIME))
         self.tell(WorkerLost(self.now_s, WorkerId("w0")))
         self.tell(DeviceReported(self.now_s, WorkerId("w0"), {MODELS[0]: 5, ModelId("gone"): 5}))
 
     def come_to_rest(self) -> None:
-        """Lost workers are replaced, loads end, requests finish, timers fire, until nothing can happen."""
+        """Lost workers are replaced, loads end, requests finish, turns come, until nothing can happen."""
         for _ in range(1000):
             if not self.fleet.is_complete:
                 self.join(0)
@@ -242,9 +262,14 @@ class World:
                 self.ready(0)
             elif self._running():
                 self.finish(0)
+            elif idle := [one for one in self._in_turn() if not self._replica(one).running]:
+                self._end_turn(*idle[0])
+            elif self._next_in_turn():
+                self.begin_turn(0)
             elif self.cluster.timer_s is not None:
                 self.fire()
             else:
+                self._check_pinned_have_turns()
                 return
         raise AssertionError("it never comes to rest")
 
@@ -257,8 +282,41 @@ class World:
         )
 
     def _running(self) -> list[RequestId]:
-        requests = self.cluster.requests.items()
-        return sorted(request_id for request_id, request in requests if request.worker is not None)
+        """Requests that may finish: where models take turns, those of models that are in turn."""
+        return sorted(
+            request_id
+            for worker in self.cluster.workers.values()
+            for replica in worker.replicas.values()
+            for request_id in replica.running
+            if replica.is_in_turn
+        )
+
+    def _next_in_turn(self) -> list[tuple[ModelId, WorkerId]]:
+        """Models that want a turn and have room for it; no pinned one waits for another one's end."""
+        return sorted(
+            (model, name)
+            for name, worker in self.cluster.workers.items()
+            for model, replica in worker.replicas.items()
+            if replica.wants_turn and worker.can_begin_turn(model)
+        )
+
+    def _in_turn(self) -> list[tuple[ModelId, WorkerId]]:
+        """Models whose turn may end."""
+        return sorted(
+            (model, name)
+            for name, worker in self.cluster.workers.items()
+            for model, replica in worker.replicas.items()
+            if worker.takes_turns and replica.is_in_turn and replica.hold is not Hold.PINNED
+        )
+
+    def _replica(self, model_on_worker: tuple[ModelId, WorkerId]) -> SimulatedReplica:
+        model, name = model_on_worker
+        return self.cluster.workers[name].replicas[model]
+
+    def _check_pinned_have_turns(self) -> None:
+        for name, worker in self.cluster.workers.items():
+            for model, replica in worker.replicas.items():
+                assert replica.hold is not Hold.PINNED or replica.is_in_turn, f"{model} on {name}"
 
 
 def _check_options(action: Dispatch) -> None:
@@ -282,6 +340,8 @@ MOVES: dict[str, Callable[[World, int], None]] = {
     "progress": World.progress,
     "report": World.report,
     "report_device": World.report_device,
+    "begin_turn": World.begin_turn,
+    "end_turn": World.end_turn,
     "fail": World.fail,
     "join": World.join,
     "lose": World.lose,
@@ -292,13 +352,14 @@ MOVES: dict[str, Callable[[World, int], None]] = {
 }
 
 #: What happens often comes more often.
-KINDS = [*MOVES, *["arrive"] * 6, *["finish"] * 3, *["ready"] * 3, *["wait"] * 2]
+KINDS = [*MOVES, *["arrive"] * 6, *["finish"] * 3, *["ready"] * 3, *["begin_turn"] * 3, *["wait"] * 2]
 MANY_MOVES = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 10_000)), max_size=150)
 CONFIGS = st.builds(
     BrainConfig,
     max_queue=st.sampled_from([0, 2, 512]),
     patience_s=st.sampled_from([0.0, 2.0]),
     max_resumes=st.sampled_from([0, 3]),
+    takes_turns=st.booleans(),
 )
 Moves = Sequence[tuple[str, int]]
 

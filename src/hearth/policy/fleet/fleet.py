@@ -153,14 +153,16 @@ class Fleet:
     def _update_pin(self, replica: Replica) -> None:
         """Have a replica pinned if it should be and can be; else enter it for `pins.py`, or take it out."""
         model, worker = replica.model, replica.worker
-        if worker.replicas.get(model.name) is not replica or model.pinned_replica is not replica:
-            replica.has_pin = replica.is_pin_refused = False
-        elif not replica.has_pin:
+        is_wanted = worker.replicas.get(model.name) is replica and model.pinned_replica is replica
+        if is_wanted and not replica.has_pin:
             replica.has_pin = not self.config.takes_turns or self.with_pin(replica).can_all_take_turns
-        if replica.has_pin or model.pinned_replica is not replica:
-            self.refused_pins.pop(replica, None)
-        else:
+        elif not is_wanted:
+            replica.has_pin = False
+        if is_wanted and not replica.has_pin:
             self.refused_pins[replica] = None
+        else:
+            self.refused_pins.pop(replica, None)
+            replica.is_pin_refused = False
 
     def with_pin(self, replica: Replica) -> Promises:
         """Return what a worker would have promised if one of its replicas were pinned."""
