@@ -109,7 +109,7 @@ def simulate(
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as shown:
         task = shown.add_task("", total=len(workload.requests))
         report = run_simulation(
-            workload, setting, machine, lambda num_ended, _: shown.update(task, completed=num_ended)
+            workload, setting, machine, lambda num_answered: shown.update(task, completed=num_answered)
         )
     if as_json:
         typer.echo(json.dumps({"trace": workload.name, "seed": seed, "profile": profile, **asdict(report)}))

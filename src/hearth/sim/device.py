@@ -1,4 +1,4 @@
-"""The memory of a simulated device: how much of whose weights and KV lies there. Chooses nobody who has to go.
+"""The memory of a simulated device: whose weights and KV lie there. Chooses nobody who has to go.
 
     | weights of hosted models | KV and all else of each | one workspace | weights of evicted models | free |
 

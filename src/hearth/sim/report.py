@@ -62,20 +62,21 @@ def report_of(service: SimulatedService) -> SimulationReport:
     num_tokens = sum(answer.num_output_tokens for answer in answers)
     num_punctual = sum(num == one.num_output_tokens for num, one in zip(num_on_time, answers, strict=True))
     began_s = min((answer.arrived_s for answer in answers), default=0.0)
-    all_s = max(1e-9, service.now_s) * len(workers)
+    ended_s = max((answer.ended_s or 0.0 for answer in answers), default=0.0)
+    all_s = max(1e-9, ended_s) * max(1, len(workers))
     return SimulationReport(
         policy=service.setting.policy,
         num_workers=len(workers),
         num_models=len(service.setting.shapes),
         num_requests=len(answers),
         num_refused=len(answers) - len(whole),
-        simulated_s=service.now_s,
+        simulated_s=ended_s,
         first_token_s=Percentiles.of([one.first_token_s for one in answers if one.token_s]),
         completion_s=Percentiles.of([one.completion_s for one in whole]),
         longest_pause_s=Percentiles.of([one.longest_pause_s for one in whole]),
         requests_on_time=num_punctual / max(1, len(answers)),
         tokens_on_time=sum(num_on_time) / max(1, num_tokens),
-        tokens_per_s=sum(len(one.token_s) for one in answers) / max(1e-9, service.now_s - began_s),
+        tokens_per_s=sum(len(one.token_s) for one in answers) / max(1e-9, ended_s - began_s),
         num_turns=service.num_turns,
         pauses_per_request=sum(one.num_pauses for one in answers) / max(1, len(answers)),
         num_loads=sum(worker.num_loads for worker in workers),

@@ -58,7 +58,7 @@ from hearth.types import ModelId, RequestId, Rung, WorkerId
 
 
 class _Gate:
-    """Lets requests in one model at a time, in order of arrival. Mutable; written by the service that has it."""
+    """Lets requests in one model at a time, in order of arrival. Mutable; written by its service."""
 
     def __init__(self) -> None:
         self._outside: dict[RequestId, RequestArrived] = {}
@@ -88,8 +88,14 @@ class _Gate:
 class SimulatedService:
     """All of a simulated service. Mutable; one caller."""
 
-    def __init__(self, setting: SimulationSetting, profile: Profile) -> None:
-        self.setting, self.profile = setting, profile
+    def __init__(
+        self,
+        setting: SimulationSetting,
+        profile: Profile,
+        watch: Callable[[WorkerFact], None] | None = None,
+    ) -> None:
+        """`watch` is told every fact of every worker, before anybody else."""
+        self.setting, self.profile, self._watch = setting, profile, watch
         takes_turns = setting.policy is Policy.TURNS
         self.fleet = Fleet(BrainConfig(max_queue=setting.max_queue, takes_turns=takes_turns))
         self.workers: dict[WorkerId, SteppedWorker] = {}
@@ -137,33 +143,31 @@ class SimulatedService:
         """Have an event happen at its time."""
         self._push(event.now_s, event)
 
-    def run(self, on_event: Callable[[], None] | None = None) -> None:
-        """Let things happen until every request has ended; `on_event` is called after each."""
+    def run(self) -> None:
+        """Let things happen until every request has ended, and every worker rests."""
         while self.num_open:
             assert self._queue, f"requests wait for nothing: {self._open()[:5]}"
             at_s, _, what = heapq.heappop(self._queue)
             if isinstance(what, str):
-                worker = self.workers.get(what)
-                if worker is None or worker.next_s != at_s:
-                    continue  # it was told something since, or is gone
-                self.now_s = at_s
-                self._advance(worker)
+                self._advance(what, at_s)
             elif not isinstance(what, TimerFired) or what.now_s == self._timer_s:
                 self.now_s = at_s
                 self._happen(what)
-            if on_event is not None:
-                on_event()
+        while self._queue:
+            at_s, _, what = heapq.heappop(self._queue)
+            if isinstance(what, str):
+                self._advance(what, at_s)
 
     def check(self) -> None:
-        """Raise AssertionError if a request did not end, or books of the brain or of a worker are wrong."""
+        """Raise AssertionError if books of the brain or of a worker are wrong, or a request is lost."""
         assert self.num_open == len(self._open()), f"{self.num_open=} {self._open()[:5]}"
         audit(self.fleet)
+        running = list[RequestId]()
         for worker in self.workers.values():
             worker.check()
-        running = {request_id for worker in self.workers.values() for request_id in worker.requests()}
-        lost = [request_id for request_id in running if self.answers[request_id].ended_s is not None]
-        # A worker hears at the end of its step of a client that has gone.
-        assert self.num_open or not lost, f"ended, and still on a worker: {lost[:5]}"
+            running += worker.requests()
+        assert len(running) == len(set(running)), f"on two workers: {running}"
+        assert self.num_open or not running, f"ended, and still on a worker: {running}"
 
     def _open(self) -> list[Answer]:
         return [answer for answer in self.answers.values() if answer.ended_s is None]
@@ -174,8 +178,15 @@ class SimulatedService:
 
     # Workers.
 
-    def _advance(self, worker: SteppedWorker) -> None:
-        for fact in worker.advance(self.now_s):
+    def _advance(self, name: WorkerId, at_s: float) -> None:
+        """Have a worker do what is due; nothing if it was told something since, or is gone."""
+        worker = self.workers.get(name)
+        if worker is None or worker.next_s != at_s:
+            return
+        self.now_s = at_s
+        for fact in worker.advance(at_s):
+            if self._watch is not None:
+                self._watch(fact)
             self._take_fact(fact)
         self._push_worker(worker)
 
@@ -245,7 +256,7 @@ class SimulatedService:
     def _end(self, request_id: RequestId, why_not: str | None = None) -> None:
         answer = self.answers[request_id]
         assert answer.ended_s is None, f"ended twice: {answer}"
-        answer.ended_s, answer.why_not = self.now_s, why_not
+        answer.ended_s, answer.why_not = max([self.now_s, *answer.token_s[-1:]]), why_not
         self.num_open -= 1
         if self._gate is not None:
             self._gate.ended(request_id)
@@ -254,17 +265,16 @@ class SimulatedService:
         match action:
             case LoadModel(model, name):
                 shape = self.profile.shape(self.setting.shapes[model])
-                order = HostOrder(action, self._profiles[model], shape, self.setting.context)
-                self._post(name, order)
+                self._post(name, HostOrder(action, self._profiles[model], shape, self.setting.context))
             case Dispatch(request_id, model, name):
                 answer = self.answers[request_id]
-                order = StartOrder(
+                start = StartOrder(
                     *(request_id, model, answer.num_prompt_tokens, answer.num_output_tokens),
                     pace=self.setting.pace,
                     arrived_s=answer.arrived_s,
                     num_sent=len(answer.token_s),
                 )
-                self._post(name, order)
+                self._post(name, start)
             case Evict(_, name) | SetHold(_, name) | CancelRun(_, name):
                 self._post(name, action)
             case Reject(request_id, reason):

@@ -19,6 +19,8 @@ from hearth.types import ModelId, Pace
 WORKSPACE_BYTES, TABLES_BYTES = 544 << 20, 16 << 20
 #: The kind of all simulated devices: memory is mapped by pages, and one workspace serves all models.
 KIND = "cuda"
+#: As `EngineConfig` has them.
+DEFAULT_LIMITS = StepLimits(max_batch_tokens=4096, max_seqs=256, block_tokens=16)
 _MODELS = re.compile(r"([^*,\s]+)(?:\*([1-9]\d*))?")
 
 
@@ -47,7 +49,7 @@ class SimulationSetting:
     num_workers: int = 1
     policy: Policy = Policy.TURNS
     context: int = 2048
-    limits: StepLimits = StepLimits(max_batch_tokens=4096, max_seqs=256, block_tokens=16)
+    limits: StepLimits = DEFAULT_LIMITS
     pace: Pace = field(default_factory=Pace)  #: of all requests
     rules: TurnRules = field(default_factory=TurnRules)
     on_time: OnTime = field(default_factory=OnTime)

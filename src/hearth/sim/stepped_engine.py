@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hearth.policy.batch.batcher import Batcher, BatchLimits, DecodeRun
 from hearth.policy.batch.blocks import BlockBook
@@ -16,6 +16,22 @@ from hearth.types import RequestId, SamplingParams
 _TOKEN = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was launched and not taken in."""
+
+    plan: StepPlan
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepCall:
+    """The two steps of one call: neither, if there is nothing to compute for want of KV."""
+
+    awaited: Flight | None
+    launched: Flight | None
+
+
 class SteppedEngine:
     """One model's batcher and the pages of its KV. Mutable; written only by its worker."""
 
@@ -27,7 +43,7 @@ class SteppedEngine:
         self.elastic = Elastic(block_tokens)
         #: As the pages of a mapped pool are: those of the sink come first and are given back last.
         self._num_kv_pages = self._num_kv_blocks = 0
-        self._plan: StepPlan | None = None  #: of the step under way
+        self.flight: Flight | None = None
         self._num_added = 0
 
     @property
@@ -107,31 +123,39 @@ class SteppedEngine:
         self.batcher.remove_all_blocks()
         self._num_kv_pages = self._num_kv_blocks = 0
 
-    def begin_step(self) -> float | None:
-        """Plan the next step; return how long it takes, or None if there is nothing to compute."""
-        assert self._plan is None, f"a step is under way: {self._plan}"
-        self._plan = plan = self.batcher.plan()
-        if plan is None:
-            return None
-        context_tokens = sum(row.start + row.num_tokens for row in plan.rows)
-        return self.shape.step_s(plan.num_tokens, len(plan.rows), context_tokens)
+    # Steps, one ahead of the device.
 
-    def end_step(self) -> CommittedStep:
-        """Take in the step under way."""
-        plan, self._plan = self._plan, None
-        assert plan is not None, "no step is under way"
-        return self.batcher.commit(plan, [_TOKEN] * sum(row.samples for row in plan.rows))
+    def launch(self, begin_s: float) -> StepCall:
+        """Do what a call of a real engine does: launch the next step, and wait for the one before.
+
+        A step begins no sooner than `begin_s`.
+        """
+        awaited, plan, self.flight = self.flight, self.batcher.plan(), None
+        if plan is not None:
+            context_tokens = sum(row.start + row.num_tokens for row in plan.rows)
+            step_s = self.shape.step_s(plan.num_tokens, len(plan.rows), context_tokens)
+            self.flight = Flight(plan, begin_s + step_s)
+        return StepCall(awaited, self.flight)
+
+    def flush(self) -> Flight | None:
+        """Have no step in flight any more; return the one that has to be waited for."""
+        awaited, self.flight = self.flight, None
+        return awaited
+
+    def take_in(self, awaited: Flight) -> CommittedStep:
+        """Commit the step that was waited for."""
+        return self.batcher.commit(awaited.plan, [_TOKEN] * sum(row.samples for row in awaited.plan.rows))
 
     def decode_run(self, free_bytes: int) -> DecodeRun:
         """Return the next steps that need nobody's decision, if the KV may take so many free bytes."""
         most_blocks = self.kv.num_blocks(self._num_kv_pages + free_bytes // self.kv.page_bytes)
         return self.batcher.decode_run(self.elastic.num_steps_left, most_blocks - self._num_kv_blocks)
 
-    def skip(self, num_steps: int, free_bytes: int) -> tuple[RequestId, ...]:
-        """Have so many steps of `decode_run` be over; return who got a token by each."""
+    def skip(self, num_steps: int, free_bytes: int, flight_end_s: float) -> None:
+        """Have so many steps of `decode_run` be launched and waited for, the last one is over then."""
         use = replace(self.kv_use(), num_wanted=self.batcher.blocks_wanted_by(num_steps))
-        growth = self.elastic.growth(use)
-        self.grow(growth.now_blocks, free_bytes)
-        request_ids = self.batcher.skip(num_steps, _TOKEN)
+        self.grow(self.elastic.growth(use).now_blocks, free_bytes)
+        plan = self.batcher.skip(num_steps, _TOKEN)
+        assert plan is not None, "only a step that is in flight can be followed by a jump"
+        self.flight = Flight(plan, flight_end_s)
         self.elastic.skip(num_steps, self.kv_use())
-        return request_ids

@@ -1,10 +1,11 @@
 """A simulated worker that makes every step, over plain numbers and a virtual clock.
 
-Whose turn it is, who gives way for weights and KV, whose step is next and what is in it is decided by the code
-of a live worker (`policy/turns`, `policy/memory`, `policy/batch`). This only carries it out: a step takes as
-long as a measured profile says, a load as long as its missing bytes. As on a live worker orders and news wait
-for the end of the step under way. Steps that only decode are jumped over. Where a thousand workers are
-wanted, and requests may be no more than a drawn time, there is `worker.py`.
+Whose turn it is, who gives way for weights and KV, whose step is next and what is in it is decided by the
+code of a live worker (`policy/turns`, `policy/memory`, `policy/batch`). This only carries it out: a step
+takes as long as a measured profile says, a load as long as its missing bytes. As on a live worker a step is
+launched before the one before it is taken in, and orders and news wait until a call of an engine has ended.
+Calls that only decode are jumped over. Where a thousand workers are wanted, and requests may be no more than
+a drawn time, there is `worker.py`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.policy.turns.turn_policy import BeginTurn, EndTurn, TurnPolicy, TurnRules, WeightsView
 from hearth.sim.device import DeviceMemory
 from hearth.sim.profile import Profile, ShapeProfile
-from hearth.sim.stepped_engine import SteppedEngine
+from hearth.sim.stepped_engine import Flight, SteppedEngine
 from hearth.sizes import StepLimits
 from hearth.types import Hold, ModelId, Pace, RequestId, Rung, WorkerId
 
@@ -118,31 +119,43 @@ class _Load:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """A step, of which a batcher has the plan."""
+class _Call:
+    """A call of an engine: it launches a step, and ends with the step before."""
 
     model: ModelId
     began_s: float
     end_s: float
+    awaited: Flight | None
+
+
+@dataclass(frozen=True, slots=True)
+class _JumpedCall:
+    """A call whose steps only decode."""
+
+    model: ModelId
+    began_s: float
+    end_s: float
+    flight_end_s: float  #: of the step that it launches
+    step_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Jump:
-    """Steps that only decode, one after the other: they are skipped as soon as they are over.
+    """Calls one after the other whose steps only decode: they are skipped as soon as they are over.
 
     An order that comes meanwhile cuts off those that have not begun.
     """
 
     ready: Sequence[ModelId]  #: those that share the device meanwhile
-    steps: list[_Step]
+    calls: list[_JumpedCall]
 
     @property
     def end_s(self) -> float:
-        return self.steps[-1].end_s
+        return self.calls[-1].end_s
 
     def cut(self, now_s: float) -> None:
-        """Leave out the steps that begin later."""
-        del self.steps[bisect_left(self.steps, now_s, key=lambda step: step.end_s) + 1 :]
+        """Leave out the calls that begin later."""
+        del self.calls[bisect_left(self.calls, now_s, key=lambda call: call.end_s) + 1 :]
 
 
 @dataclass(slots=True)
@@ -158,7 +171,7 @@ class _Hosted:
 
 
 class SteppedWorker:
-    """Hosted models on one device, and what they are doing. Mutable; one driver posts orders and advances it."""
+    """Hosted models on one device, and what they do. Mutable; one driver posts orders and advances it."""
 
     def __init__(
         self,
@@ -184,7 +197,8 @@ class SteppedWorker:
         #: Engines of evicted models that wait for their return.
         self._retired: dict[ModelId, SteppedEngine] = {}
         self._inbox: deque[WorkerOrder] = deque()
-        self._running: _Step | _Jump | None = None
+        self._running: _Call | _Jump | None = None
+        self._device_free_s = 0.0  #: when the last step that was launched is over
         self._bus_free_s = 0.0
         self._now_s = 0.0
         self._facts: list[WorkerFact] = []
@@ -224,7 +238,7 @@ class SteppedWorker:
             while self._inbox:
                 self._readiness.look_again()
                 self._handle(self._inbox.popleft())
-            self._decide_turns()
+            self._take_turns()
             for model in self._reclaim.deferred():
                 self._bring(model, self.hosted[model])
             self._begin_step()
@@ -299,6 +313,8 @@ class SteppedWorker:
         """Take back all memory of an idle model but its weights."""
         if hosted.load is not None:
             self.device.truncate(model, self.device.count_bytes(model) - hosted.load.num_bytes)
+        if (awaited := hosted.engine.flush()) is not None:
+            hosted.engine.take_in(awaited)
         hosted.engine.clear_all()
         self.device.free_other(model)
         self._reclaim.stop_deferring(model)
@@ -341,23 +357,27 @@ class SteppedWorker:
 
     # Turns.
 
-    def _decide_turns(self) -> None:
+    def _take_turns(self) -> None:
+        """Have turns end and begin, as the policy decides now."""
         if self.turns is None:
             return
-        for change in self.turns.decide(self._now_s, self._weights_view):
-            hosted = self.hosted[change.model]
-            match change:
-                case BeginTurn(model):
-                    self._facts.append(TurnBegan(self._now_s, self.name, model))
-                    if hosted.load is None and self._is_incomplete(model):
-                        self._bring(model, hosted)
-                case EndTurn(model, why):
-                    self._facts.append(TurnEnded(self._now_s, self.name, model, why))
-                    if hosted.requests:
-                        self._facts.append(Paused(tuple(hosted.requests)))
-                    self._reclaim.room_may_have_come()
-                case _:
-                    assert_never(change)
+        while changes := self.turns.decide(self._now_s, self._weights_view):
+            for change in changes:
+                hosted = self.hosted[change.model]
+                match change:
+                    case BeginTurn(model):
+                        self._facts.append(TurnBegan(self._now_s, self.name, model))
+                        if hosted.load is None and self._is_incomplete(model):
+                            self._bring(model, hosted)
+                    case EndTurn(model, why):
+                        self._take_in(model, hosted.engine.flush())
+                        self._reclaim.stop_deferring(model)
+                        self._reclaim.room_may_have_come()
+                        self._facts.append(TurnEnded(self._now_s, self.name, model, why))
+                        if hosted.requests:
+                            self._facts.append(Paused(tuple(hosted.requests)))
+                    case _:
+                        assert_never(change)
 
     def _weights_view(self, model: ModelId) -> WeightsView:
         """Return how long a model takes to load, by what its bytes took before."""
@@ -402,7 +422,8 @@ class SteppedWorker:
                 self.device.free_other(model)
             return
         num_bytes = self.device.count_bytes(model) - there_bytes
-        begin_s = max(self._now_s, self._bus_free_s)
+        # What others gave up may be read by a step until that is over.
+        begin_s = max(self._now_s, self._bus_free_s, self._device_free_s)
         self._bus_free_s = begin_s + num_bytes / self._profile.bytes_per_s[Rung.HOST]
         first_s = 0.0 if hosted.is_assembled else self._profile.assemble_s
         end_s = max(self._bus_free_s, self._now_s + first_s) + self._profile.switch_s
@@ -434,54 +455,60 @@ class SteppedWorker:
     # Steps.
 
     def _begin_step(self) -> None:
-        """Begin the step of the model that is next, if any has something to compute."""
+        """Call the engine of the model that is next, if any has something to compute."""
         while ready := self._readiness.ready(self._busy(), self._reclaim.generation):
             if (jump := self._plan_jump(ready)) is not None:
                 self._running = jump
                 return
-            model = self._sharing.next(ready)
+            model, now_s = self._sharing.next(ready), self._now_s
             engine = self.hosted[model].engine
             self._run(self._reclaim.before_step(model, engine.elastic, engine.kv_use()))
-            step_s = engine.begin_step()
-            num_preempted = len(engine.batcher.take_preempted())
-            self.num_preempted += num_preempted
-            if step_s is not None:
-                self._running = _Step(model, self._now_s, self._now_s + step_s)
+            begin_s = max(now_s, self._device_free_s)
+            call = engine.launch(begin_s)
+            if (launched := call.launched) is not None:
+                self._note_step(launched.end_s, launched.end_s - begin_s)
+            if call.awaited is not None or launched is not None:
+                end_s = now_s if call.awaited is None else max(now_s, call.awaited.end_s)
+                self._running = _Call(model, now_s, end_s, call.awaited)
                 return
             self._sharing.stepped(model, 0.0)
-            self._settle(model, has_let_go=bool(num_preempted))
-            if not num_preempted:
+            if not self._settle(model, has_ended=False):
                 self._readiness.starved(model, self._reclaim.generation)
 
     def _plan_jump(self, ready: Sequence[ModelId]) -> _Jump | None:
-        """Return the steps until anything but decoding can happen; None: the next one has to be planned.
+        """Return the calls until anything but decoding can happen; None: the next one has to be planned.
 
-        Whoever waits for a turn may get it after any step.
+        Whoever waits for a turn may get it after any call.
         """
         if self.turns is not None and self.turns.next_in_line(self._now_s):
             return None
         engines = {model: self.hosted[model].engine for model in ready}
         share_bytes = self.device.free_bytes // len(engines)
-        runs = dict[ModelId, DecodeRun]()
+        runs, flight_ends_s = dict[ModelId, DecodeRun](), dict[ModelId, float]()
         for model, engine in engines.items():
-            runs[model] = engine.decode_run(share_bytes)
+            if engine.flight is None:
+                return None
+            runs[model], flight_ends_s[model] = engine.decode_run(share_bytes), engine.flight.end_s
             if not runs[model].num_steps:
                 return None
-        sharing, num_steps = copy.deepcopy(self._sharing), dict.fromkeys(ready, 0)
-        news_s, now_s = self._news_s(), self._now_s
-        steps: list[_Step] = []
+        sharing, num_calls, calls = copy.deepcopy(self._sharing), dict.fromkeys(ready, 0), list[_JumpedCall]()
+        now_s, news_s, device_free_s = self._now_s, self._news_s(), self._device_free_s
         while now_s < news_s:
             model = sharing.next(ready)
-            run, num_before = runs[model], num_steps[model]
+            run, num_before = runs[model], num_calls[model]
             if num_before == run.num_steps:
                 break
-            context_tokens = run.context_tokens + num_before * run.num_rows
-            step_s = engines[model].shape.step_s(run.num_rows, run.num_rows, context_tokens)
-            steps.append(_Step(model, now_s, now_s + step_s))
-            sharing.stepped(model, step_s)
-            num_steps[model] += 1
-            now_s += step_s
-        return _Jump(ready, steps) if steps else None
+            num_rows = len(run.request_ids)
+            context_tokens = run.context_tokens + num_before * num_rows
+            step_s = engines[model].shape.step_s(num_rows, num_rows, context_tokens)
+            device_free_s = max(now_s, device_free_s) + step_s
+            end_s = max(now_s, flight_ends_s[model])
+            calls.append(_JumpedCall(model, now_s, end_s, device_free_s, step_s))
+            flight_ends_s[model] = device_free_s
+            sharing.stepped(model, end_s - now_s)
+            num_calls[model] += 1
+            now_s = end_s
+        return _Jump(ready, calls) if calls else None
 
     def _end_running(self) -> None:
         """Take in what runs and is over now, if anything does."""
@@ -489,41 +516,47 @@ class SteppedWorker:
         match running:
             case None:
                 pass
-            case _Step():
-                self._end_step(running)
+            case _Call():
+                self._end_call(running)
             case _Jump():
                 self._end_jump(running)
             case _:
                 assert_never(running)
 
-    def _end_step(self, step: _Step) -> None:
-        hosted = self.hosted[step.model]
-        emissions = hosted.engine.end_step().emissions
-        self._note_step(step)
-        self._send(step.model, [step.end_s], tuple(one.request_id for one in emissions))
+    def _end_call(self, call: _Call) -> None:
+        self._sharing.stepped(call.model, call.end_s - call.began_s)
+        self._take_in(call.model, call.awaited)
+
+    def _take_in(self, model: ModelId, awaited: Flight | None) -> None:
+        """Send the tokens of a step that was waited for, and end requests."""
+        hosted = self.hosted[model]
+        emissions = [] if awaited is None else hosted.engine.take_in(awaited).emissions
+        if awaited is not None:
+            self._send(model, [max(self._now_s, awaited.end_s)], tuple(one.request_id for one in emissions))
         ended = [one.request_id for one in emissions if one.finish_reason is not None]
         for request_id in ended:
             start = hosted.requests.pop(request_id)
             if self.turns is not None:
-                self.turns.ended(step.model, request_id)
+                self.turns.ended(model, request_id)
             self._facts.append(RequestFinished(self._now_s, request_id, start.num_output_tokens))
-        self._settle(step.model, has_let_go=bool(ended))
+        self._settle(model, has_ended=bool(ended))
 
     def _end_jump(self, jump: _Jump) -> None:
-        times: dict[ModelId, list[float]] = {}
-        for step in jump.steps:
+        calls_by_model: dict[ModelId, list[_JumpedCall]] = {}
+        for call in jump.calls:
             self._sharing.next(jump.ready)
-            self._note_step(step)
-            times.setdefault(step.model, []).append(step.end_s)
-        for model, at_s in times.items():
+            self._sharing.stepped(call.model, call.end_s - call.began_s)
+            self._note_step(call.flight_end_s, call.step_s)
+            calls_by_model.setdefault(call.model, []).append(call)
+        for model, calls in calls_by_model.items():
             engine = self.hosted[model].engine
-            before_bytes = engine.kv_bytes
-            self._send(model, at_s, engine.skip(len(at_s), self.device.free_bytes))
+            before_bytes, request_ids = engine.kv_bytes, engine.batcher.decode_run(0).request_ids
+            engine.skip(len(calls), self.device.free_bytes, calls[-1].flight_end_s)
             self.device.resize_other(model, engine.kv_bytes - before_bytes)
+            self._send(model, [call.end_s for call in calls], request_ids)
 
-    def _note_step(self, step: _Step) -> None:
-        step_s = step.end_s - step.began_s
-        self._sharing.stepped(step.model, step_s)
+    def _note_step(self, end_s: float, step_s: float) -> None:
+        self._device_free_s = end_s
         self.num_steps += 1
         self.step_s += step_s
 
@@ -534,14 +567,22 @@ class SteppedWorker:
             if self.turns is not None:
                 self.turns.sent(model, request_ids * len(at_s), at_s[-1])
 
-    def _settle(self, model: ModelId, *, has_let_go: bool) -> None:
-        """Take back the KV that a model has not used for long, or does not use now that it is idle."""
+    def _settle(self, model: ModelId, *, has_ended: bool) -> bool:
+        """Take back the KV that a model has not used for long, or does not use now that it is idle.
+
+        Returns whether requests were preempted since it was called last.
+        """
         engine = self.hosted[model].engine
+        num_preempted = len(engine.batcher.take_preempted())
+        self.num_preempted += num_preempted
         self._run(
             self._reclaim.after_step(
-                *(model, engine.elastic, engine.kv_use()), has_work=engine.has_work, has_let_go=has_let_go
+                *(model, engine.elastic, engine.kv_use()),
+                has_work=engine.has_work,
+                has_let_go=has_ended or num_preempted > 0,
             )
         )
+        return num_preempted > 0
 
     def _busy(self) -> list[BusyModel]:
         return [
@@ -624,7 +665,6 @@ class SteppedWorker:
         before_bytes = engine.kv_bytes
         if not engine.clear(order.extent, may_preempt=order.may_preempt, keeps_floor=order.keeps_floor):
             return 0
-        self.num_preempted += len(engine.batcher.take_preempted())
         self.device.resize_other(order.model, engine.kv_bytes - before_bytes)
         return len(order.extent)
 

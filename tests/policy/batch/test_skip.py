@@ -31,11 +31,26 @@ def batcher_of(requests: list[tuple[int, int, int]], num_blocks: int) -> Batcher
     return batcher
 
 
-def step(batcher: Batcher) -> StepPlan:
-    plan = batcher.plan()
-    assert plan is not None
-    batcher.commit(plan, [TOKEN] * sum(row.samples for row in plan.rows))
-    return plan
+class Stepper:
+    """Steps a batcher, one step ahead of the device or not."""
+
+    def __init__(self, batcher: Batcher, *, is_ahead: bool) -> None:
+        self.batcher, self._is_ahead = batcher, is_ahead
+        self._flight: StepPlan | None = None
+
+    def step(self) -> StepPlan | None:
+        plan = self.batcher.plan()
+        committed, self._flight = (self._flight, plan) if self._is_ahead else (plan, None)
+        if committed is not None:
+            self.batcher.commit(committed, [TOKEN] * sum(row.samples for row in committed.rows))
+        return plan
+
+    def skip(self, num_steps: int) -> None:
+        self._flight = self.batcher.skip(num_steps, TOKEN)
+
+
+def step(batcher: Batcher) -> None:
+    Stepper(batcher, is_ahead=False).step()
 
 
 def books(batcher: Batcher) -> tuple[object, ...]:
@@ -49,27 +64,29 @@ def books(batcher: Batcher) -> tuple[object, ...]:
     return running, batcher.num_waiting, free, cached, sorted(blocks.prefixes), blocks._num_holders
 
 
-@given(REQUESTS, st.integers(10, 24), st.data())
+@given(REQUESTS, st.integers(10, 24), st.booleans(), st.data())
 def test_skipped_steps_leave_the_books_as_single_ones_do(
-    requests: list[tuple[int, int, int]], num_blocks: int, data: st.DataObject
+    requests: list[tuple[int, int, int]], num_blocks: int, is_ahead: bool, data: st.DataObject
 ) -> None:
-    skipping, stepping = batcher_of(requests, num_blocks), batcher_of(requests, num_blocks)
-    while stepping.has_work:
+    skipping = Stepper(batcher_of(requests, num_blocks), is_ahead=is_ahead)
+    stepping = Stepper(batcher_of(requests, num_blocks), is_ahead=is_ahead)
+    while stepping.batcher.has_work:
         most = data.draw(st.integers(0, 30))
-        run = skipping.decode_run(most)
+        run = skipping.batcher.decode_run(most)
         assert run.num_steps <= most
         if not run.num_steps:
-            assert step(skipping) == step(stepping)
+            assert skipping.step() == stepping.step()
         else:
-            got = skipping.skip(run.num_steps, TOKEN)
+            skipping.skip(run.num_steps)
             for number in range(run.num_steps):
-                rows = step(stepping).rows
-                assert tuple(row.request_id for row in rows) == got
-                context_tokens = run.context_tokens + number * run.num_rows
-                assert sum(row.start + row.num_tokens for row in rows) == context_tokens
-        skipping.check()
-        assert books(skipping) == books(stepping)
-    assert not skipping.has_work
+                plan = stepping.step()
+                assert plan is not None
+                assert tuple(row.request_id for row in plan.rows) == run.request_ids
+                context_tokens = run.context_tokens + number * len(run.request_ids)
+                assert sum(row.start + row.num_tokens for row in plan.rows) == context_tokens
+        skipping.batcher.check()
+        assert books(skipping.batcher) == books(stepping.batcher)
+    assert not skipping.batcher.has_work
 
 
 def test_a_run_ends_before_blocks_that_are_not_there() -> None:

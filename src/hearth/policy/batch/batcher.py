@@ -72,7 +72,7 @@ class DecodeRun:
     """Steps that only decode, each with the same rows."""
 
     num_steps: int
-    num_rows: int
+    request_ids: tuple[RequestId, ...]  #: of the rows of each step
     context_tokens: int  #: that the rows of the first step read, their own included; one more a row each step
 
 
@@ -301,19 +301,26 @@ class Batcher:
         """Return the next steps in which nothing happens but that every running sequence gets a token.
 
         Nobody is admitted, ends at his limit or is preempted, and blocks that are free suffice, with so many
-        more; beyond `max_steps` there may be further such steps. None is in flight.
+        more; beyond `max_steps` there may be further such steps. None of them, where a step is in flight that
+        does anything else.
         """
-        assert not self._flights, f"commit first: {len(self._flights)} steps in flight"
         running = self._sequences.running()
-        run = DecodeRun(0, len(running), sum(s.num_planned + 1 for s in running))
+        request_ids = tuple(s.request.request_id for s in running)
+        run = DecodeRun(0, request_ids, sum(s.num_planned + 1 for s in running))
+        num_flights = len(self._flights)
+        assert num_flights < MAX_IN_FLIGHT, f"commit first: {num_flights} steps in flight"
         if len(running) > self.limits.max_batch_tokens or next(self._sequences.next_in_line(), None):
             return run
-        if any(s.num_planned < s.num_prefill or s.request.guide is not None for s in running):
+        is_decoding = all(
+            s.num_planned - num_flights >= s.num_prefill
+            and s.num_pending == num_flights
+            and not s.request.guide
+            for s in running
+        )
+        if not is_decoding or any(flight.sequences != running for flight in self._flights):
             return run
-        most = min((s.max_length - len(s.tokens) - 1 for s in running), default=0)
+        most = min([max_steps, *(s.max_length - len(s.tokens) - 1 for s in running)]) if running else 0
         num_blocks = self.blocks.num_free + more_blocks
-        # Steps are few where blocks are short, and mostly they are not.
-        most = min(most, max_steps)
         if self.blocks_wanted_by(most) > num_blocks:
             most = bisect_right(range(1, most), num_blocks, key=self.blocks_wanted_by)
         return replace(run, num_steps=most)
@@ -325,26 +332,29 @@ class Batcher:
             num_blocks += -(-(sequence.num_planned + num_steps) // block_tokens) - len(sequence.blocks)
         return num_blocks
 
-    def skip(self, num_steps: int, token: int) -> tuple[RequestId, ...]:
+    def skip(self, num_steps: int, token: int) -> StepPlan | None:
         """Have so many steps of `decode_run` be over, in each of which all that run sampled `token`.
 
-        The books are the same as if each step had been planned and committed before the next one. Returns the
-        requests that got a token by each. Blocks that had to come for it are there.
+        The books are the same as if that often the next step had been planned, and the oldest in flight
+        committed. Returns the step that is in flight then, if one was. Blocks that had to come are there.
         """
-        assert num_steps == self.decode_run(num_steps).num_steps, (
-            f"{num_steps=} {self.decode_run(num_steps)=}"
+        run = self.decode_run(num_steps)
+        assert run.num_steps == num_steps, f"{num_steps=} {run=}"
+        running, block_tokens, num_flights = (
+            self._sequences.running(),
+            self.blocks.block_tokens,
+            len(self._flights),
         )
-        running, block_tokens = self._sequences.running(), self.blocks.block_tokens
-        due: list[tuple[int, bool, LiveSequence]] = []  # step, whether it is its commit, sequence
+        due: list[tuple[int, bool, LiveSequence]] = []  # number of the step, whether it commits it, sequence
         for sequence in running:
+            assert token not in sequence.request.sampling.stop_ids, f"{token=} would have ended {sequence}"
             begin, end = sequence.num_planned, sequence.num_planned + num_steps
             more = range(len(sequence.blocks), self._num_blocks(end))
             due += ((at * block_tokens + 1 - begin, False, sequence) for at in more)
-            full = range(sequence.num_published, end // block_tokens)
-            due += (((at + 1) * block_tokens - begin, True, sequence) for at in full)
+            full = range(sequence.num_published, (end - num_flights) // block_tokens)
+            due += (((at + 1) * block_tokens - begin + num_flights, True, sequence) for at in full)
             sequence.tokens += [token] * num_steps
             sequence.num_planned = end
-            assert token not in sequence.request.sampling.stop_ids, f"{token=} would have ended {sequence}"
         for _, is_commit, sequence in sorted(due, key=lambda one: one[:2]):  # stable: the oldest first
             if is_commit:
                 self._publish(sequence, (sequence.num_published + 1) * block_tokens)
@@ -352,7 +362,16 @@ class Batcher:
                 sequence.blocks += self.blocks.allocate(1) or ()
         self._sequences.take_table_writes()
         self._num_steps += num_steps
-        return tuple(sequence.request.request_id for sequence in running)
+        if not num_flights:
+            return None
+        rows = tuple(
+            Row(s.request.request_id, slot, s.num_planned - 1, 1, None, samples=True)
+            for s in running
+            if (slot := s.slot) is not None
+        )
+        plan = StepPlan(self._num_steps - 1, (), (), rows)
+        self._flights[0] = _PlannedStep(plan, running)
+        return plan
 
     def take_preempted(self) -> tuple[RequestId, ...]:
         """Return who lost its slot since the last call and will be admitted again; none of them has ended."""

@@ -82,7 +82,7 @@ class Elastic:
         return WINDOW_STEPS - 1 - self._num_steps
 
     def skip(self, num_steps: int, use: KvUse) -> None:
-        """Have so many of the steps left be over, which only took blocks that were free: `use` is after them."""
+        """Have so many of the steps left be over that only took free blocks; `use` is after them."""
         assert num_steps <= self.num_steps_left, f"{num_steps=} {self.num_steps_left=}"
         self._note(use)
         self._num_steps += num_steps

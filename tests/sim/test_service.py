@@ -1,0 +1,211 @@
+"""A simulated service: every request ends once, turns keep their promises, and jumps change nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hearth.errors import ConfigError
+from hearth.policy.fleet.events import (
+    ModelDeployed,
+    ModelRemoved,
+    RequestCancelled,
+    TurnBegan,
+    TurnEnded,
+    WorkerJoined,
+    WorkerLost,
+)
+from hearth.policy.turns.turn_policy import TurnRules
+from hearth.sim.service import SimulatedService
+from hearth.sim.setting import KIND, Policy, SimulationSetting
+from hearth.sim.stepped_worker import SteppedWorker, TokensSent, WorkerFact
+from hearth.sim.traces import TracedRequest
+from hearth.types import ModelId, RequestId, TurnEnd, WorkerId
+from tests.sim.small_machine import HOST_BYTES_PER_S, MACHINE, MEMORY_BYTES, REQUESTS, SHAPES
+
+SETTING = SimulationSetting(SHAPES, MEMORY_BYTES)
+A, B = ModelId("a"), ModelId("b")
+POLICIES = st.sampled_from(list(Policy))
+
+
+def served(requests: list[TracedRequest], setting: SimulationSetting = SETTING) -> SimulatedService:
+    """Return a service that has answered all requests."""
+    service = SimulatedService(setting, MACHINE)
+    service.ask(requests)
+    service.run()
+    service.check()
+    return service
+
+
+def token_times(service: SimulatedService) -> list[list[float]]:
+    return [answer.token_s for answer in service.answers.values()]
+
+
+@given(REQUESTS, POLICIES)
+@settings(max_examples=40, deadline=None)
+def test_every_request_ends_once_with_all_its_tokens(requests: list[TracedRequest], policy: Policy) -> None:
+    service = served(requests, replace(SETTING, policy=policy))
+    for answer in service.answers.values():
+        assert answer.why_not is None
+        assert answer.is_whole
+        assert answer.token_s == sorted(answer.token_s)
+        assert answer.token_s[0] > answer.arrived_s
+
+
+@given(REQUESTS)
+@settings(max_examples=20, deadline=None)
+def test_promises_stay_within_the_budget_whenever_a_worker_tells_something(
+    requests: list[TracedRequest],
+) -> None:
+    def look(_: WorkerFact) -> None:
+        for worker in service.workers.values():
+            assert worker.device.free_bytes >= 0
+            assert worker.turns is not None
+            assert worker.turns.bound_bytes() <= MEMORY_BYTES
+
+    service = SimulatedService(SETTING, MACHINE, look)
+    service.ask(requests)
+    service.run()
+    service.check()
+
+
+@given(REQUESTS, POLICIES)
+@settings(max_examples=25, deadline=None)
+def test_jumping_over_steps_changes_no_time_of_any_token(
+    requests: list[TracedRequest], policy: Policy
+) -> None:
+    setting = replace(SETTING, policy=policy)
+    with patch.object(SteppedWorker, "_plan_jump", lambda *_: None):
+        stepped = served(requests, setting)
+    jumped = served(requests, setting)
+    assert token_times(jumped) == token_times(stepped)
+    assert jumped.num_turns == stepped.num_turns
+
+
+@given(REQUESTS)
+@settings(max_examples=25, deadline=None)
+def test_nobody_waits_beyond_the_bound_of_turns(requests: list[TracedRequest]) -> None:
+    """So few and short requests are below saturation."""
+    service = served(requests)
+    rules = TurnRules()
+    load_s = {model: MACHINE.shape(shape).weights_bytes / HOST_BYTES_PER_S for model, shape in SHAPES.items()}
+    own_s = MACHINE.assemble_s + MACHINE.switch_s
+    step_s = max(MACHINE.shape(shape).step_s(4096, 14, 8192) for shape in SHAPES.values())
+    bound_s = sum(rules.max_turn_s + one_s + own_s + step_s for one_s in load_s.values())
+    for answer in service.answers.values():
+        assert answer.first_token_s <= bound_s
+        assert answer.longest_pause_s <= bound_s
+
+
+@given(REQUESTS)
+@settings(max_examples=25, deadline=None)
+def test_each_turn_that_gives_way_has_sent_a_token(requests: list[TracedRequest]) -> None:
+    has_sent: dict[ModelId, bool] = {}
+
+    def watch(fact: WorkerFact) -> None:
+        match fact:
+            case TurnBegan(model=model):
+                has_sent[model] = False
+            case TokensSent(request_ids=request_ids):
+                for request_id in request_ids:
+                    has_sent[service.answers[request_id].model] = True
+            case TurnEnded(model=model, why=why):
+                assert has_sent.pop(model) or why is TurnEnd.IDLE
+
+    service = SimulatedService(SETTING, MACHINE, watch)
+    service.ask(requests)
+    service.run()
+    assert not has_sent  # the last turn of each ended when it was idle
+
+
+@given(REQUESTS)
+@settings(max_examples=20, deadline=None)
+def test_nothing_pinned_is_paused(requests: list[TracedRequest]) -> None:
+    service = SimulatedService(SETTING, MACHINE)
+    profile = SETTING.model_profile(A, MACHINE.shape(SHAPES[A]))
+    service.schedule(ModelDeployed(0.0, replace(profile, is_pinned=True)))
+    service.ask(requests)
+    service.run()
+    # All other models but the large one fit beside it in turns; that one can only be refused.
+    for answer in service.answers.values():
+        assert answer.is_whole or answer.model == B
+        assert not answer.num_pauses or answer.model != A
+
+
+@given(
+    REQUESTS, st.lists(st.tuples(st.integers(0, 13), st.floats(0.0, 8.0))), st.none() | st.floats(0.0, 8.0)
+)
+@settings(max_examples=40, deadline=None)
+def test_cancels_and_removals_leak_nothing(
+    requests: list[TracedRequest], cancels: list[tuple[int, float]], removed_s: float | None
+) -> None:
+    service = SimulatedService(SETTING, MACHINE)
+    service.ask(requests)
+    for number, at_s in cancels:
+        request_id = RequestId(f"request-{number}")
+        if request_id in service.answers and at_s > service.answers[request_id].arrived_s:
+            service.schedule(RequestCancelled(at_s, request_id))
+    if removed_s is not None:
+        service.schedule(ModelRemoved(removed_s, A))
+    service.run()
+    service.check()
+    for worker in service.workers.values():
+        assert not worker.requests()
+        for hosted in worker.hosted.values():
+            assert not hosted.engine.has_work
+            assert hosted.engine.batcher.blocks.num_live == 0
+
+
+@given(REQUESTS, st.floats(0.1, 5.0))
+@settings(max_examples=20, deadline=None)
+def test_requests_of_a_lost_worker_go_on_elsewhere(requests: list[TracedRequest], lost_s: float) -> None:
+    service = SimulatedService(replace(SETTING, num_workers=2), MACHINE)
+    service.ask(requests)
+    service.schedule(WorkerLost(lost_s, WorkerId("worker-0")))
+    service.schedule(WorkerJoined(lost_s + 1.0, WorkerId("worker-2"), KIND, MEMORY_BYTES, 256))
+    service.run()
+    service.check()
+    assert all(answer.is_whole for answer in service.answers.values())
+
+
+def test_the_same_requests_are_answered_in_the_same_way() -> None:
+    requests = [TracedRequest(0.1 * i, "abcd"[i % 4], 50 + i, 20 + i) for i in range(30)]
+    assert token_times(served(requests)) == token_times(served(requests))
+
+
+def test_models_that_fit_together_take_turns_without_giving_way() -> None:
+    requests = [TracedRequest(0.05 * i, "acd"[i % 3], 50, 30) for i in range(12)]
+    setting = SimulationSetting({ModelId(m): "3B" for m in "acd"}, MEMORY_BYTES)
+    service = served(requests, setting)
+    assert all(not answer.num_pauses for answer in service.answers.values())
+    assert sum(worker.num_loads for worker in service.workers.values()) == 3
+
+
+def test_a_stream_of_one_model_does_not_hold_up_another_that_does_not_fit_beside_it() -> None:
+    stream = [TracedRequest(0.2 * i, "a", 100, 100) for i in range(50)]
+    asked = TracedRequest(3.0, "b", 100, 20)
+    drained = served([*stream, asked], replace(SETTING, policy=Policy.DRAIN))
+    turned = served([*stream, asked])
+    (slow,) = (one for one in drained.answers.values() if one.model == B)
+    (fast,) = (one for one in turned.answers.values() if one.model == B)
+    assert fast.first_token_s < 1.0 < slow.first_token_s
+
+
+def test_one_model_at_a_time_holds_up_all_behind_a_request_of_another() -> None:
+    requests = [TracedRequest(0.01 * i, model, 50, 30) for i, model in enumerate("ccdc")]
+    service = served(requests, replace(SETTING, policy=Policy.ONE_AT_A_TIME))
+    first, second, other, last = service.answers.values()
+    assert first.ended_s is not None
+    assert second.ended_s is not None
+    assert other.ended_s is not None
+    assert max(first.ended_s, second.ended_s) < other.token_s[0]
+    assert other.ended_s < last.token_s[0]
+
+
+def test_a_request_for_a_model_that_is_not_there_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"none of the models: `a`.*Trace.mapped"):
+        served([TracedRequest(0.0, "nobody", 1, 1)])
