@@ -2,8 +2,8 @@
 
 python -m bench.turns [--save] [--arms ARM ...] [--speeds X ...] [--seconds S] [--merge FILE ...] [--small]
 
-    drain           a busy model ends what it has for those that have waited too long
     turns           models take turns
+    drain           a busy model ends what it has for those that have waited too long
     one-at-a-time   one model at a time, in order of arrival
 
 Every arm has a service of its own, in which each model is asked before anything is measured, and every speed

@@ -78,12 +78,12 @@ class ArmService:
     def run(self, traffic: Traffic, asked: Sequence[Question]) -> Run:
         """Replay a trace and return what came of it."""
         service = self._service
+        service.wait_idle()
         before = _in_loop(metrics_of(service.port))
         gc.collect()
         gc.freeze()  # else a collection in the midst would look at all that torch has brought along
         replayed = _in_loop(replay(service.port, asked, self._arm, traffic.cutoff_s))
         gc.unfreeze()
-        service.wait_idle()
         after = _in_loop(metrics_of(service.port))
         path = DataDir(service.data_dir).logs_path / "events.jsonl"
         journal = entries(path, replayed.began_s, replayed.ended_s)

@@ -1,4 +1,4 @@
-"""What a service did during a run, by the journal of its brain: loads, turns and pauses.
+"""The doings of a service during a run, by the journal of its brain: loads, turns and pauses.
 
 The journal and the clients share a clock: on Linux `time.monotonic` and `time.perf_counter` are the same one.
 Asks no service.
@@ -55,7 +55,7 @@ def _entries(path: Path) -> Iterator[Entry]:
 
 @dataclass(frozen=True, slots=True)
 class Doings:
-    """What the service did during a run."""
+    """The loads, turns and pauses of a run."""
 
     num_loads: int
     num_evictions: int

@@ -79,7 +79,9 @@ class Library:
         limits = EngineConfig(**(self.setting.engine or {})).step_limits
         with Registry.open(DataDir.open(self.data_dir)) as registry:
             sizes = [footprint(deployed.facts, self.setting.kind, limits) for deployed in registry.all()]
-        return sum(size.least_bytes for size in sizes) - max(size.weights_bytes for size in sizes)
+        own_bytes = sum(size.promise.own_bytes for size in sizes)
+        workspace_bytes = max(size.workspace_bytes for size in sizes)
+        return own_bytes + workspace_bytes - max(size.weights_bytes for size in sizes)
 
     def _write(self) -> None:
         setting = self.setting

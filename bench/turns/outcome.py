@@ -1,4 +1,4 @@
-"""What became of the requests of a run, and what that says of the run. Pure: reads no clock and no socket."""
+"""Outcomes of the requests of a run, and the measures of it. Pure: reads no clock and no socket."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TOKEN = re.compile(r" w\d+|.", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one request. Seconds count from its arrival in the trace."""
+    """The outcome of one request. Seconds count from its arrival in the trace."""
 
     model: str
     arrival_s: float  #: after the first request of the run
@@ -41,7 +41,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What a client heard of a request, by its own clock."""
+    """The tokens of a request as its client heard them, by its own clock."""
 
     token_times_s: Sequence[float]
     error: str | None = None
@@ -56,7 +56,7 @@ def hear(reply: Reply | None) -> Heard:
 
 
 def outcomes(questions: Sequence[Question], heard: Sequence[Heard], replayed: Replayed) -> list[Outcome]:
-    """Return what became of each question of a replay."""
+    """Return the outcome of each question of a replay."""
     found = []
     for question, one in zip(questions, heard, strict=True):
         arrived_s = replayed.began_s + question.arrival_s
@@ -66,7 +66,7 @@ def outcomes(questions: Sequence[Question], heard: Sequence[Heard], replayed: Re
 
 
 def outcome(question: Question, times_s: Sequence[float], until_s: float, error: str | None) -> Outcome:
-    """Return what became of a question whose tokens came at these times, in a run that lasted `until_s`."""
+    """Return the outcome of a question whose tokens came at these times, in a run that lasted `until_s`."""
     wanted = question.num_output_tokens
     is_whole = error is None and len(times_s) >= wanted
     ends_s = times_s if is_whole else [*times_s, max([until_s, *times_s])]
@@ -98,7 +98,7 @@ def token_times(answer: Answer) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """What the clients of a run saw, in seconds."""
+    """A run as its clients saw it, in seconds."""
 
     num_requests: int
     num_unfinished: int  #: when the run was cut off

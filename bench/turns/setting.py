@@ -1,4 +1,4 @@
-"""What `bench.turns` asks for: the arms, the models and their memory, and the aims. Runs nothing."""
+"""The setting of `bench.turns`: arms, models, memory and aims. Runs nothing."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ MAX_DIFFERENCE = 0.15
 class Arm(StrEnum):
     """A way to share a device among models that do not fit together."""
 
-    DRAIN = "drain"  #: a busy model ends what it has for those that have waited too long
     TURNS = "turns"
+    DRAIN = "drain"  #: a busy model ends what it has for those that have waited too long
     ONE_AT_A_TIME = "one-at-a-time"  #: in order of arrival; those behind of the same model join in
 
     @property

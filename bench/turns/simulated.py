@@ -14,7 +14,6 @@ from bench.turns.outcome import Measures, measures, outcome
 from bench.turns.setting import GOOD_SHARE, MAX_DIFFERENCE, Arm, Curve
 from bench.turns.table import PERCENTILES, Aim, Judged, Line
 from bench.turns.workload import Question
-from hearth.sim.answers import Answer
 from hearth.sim.arrivals import Lengths, draw_trace, steady
 from hearth.sim.profile import Profile
 from hearth.sim.service import SimulatedService
@@ -32,7 +31,7 @@ _AIM_SPEEDUP = 2.5  #: of the highest speed, over that with drains
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What a run of the simulator comes to."""
+    """The figures of a run of the simulator."""
 
     seen: Measures
     num_turns: int
@@ -45,7 +44,7 @@ class Simulator:
     def __init__(
         self, shapes: Mapping[str, str], memory_bytes: int, cutoff_s: float, profile: Profile
     ) -> None:
-        """What comes later than `cutoff_s` after the last arrival counts as what never came."""
+        """Tokens that come later than `cutoff_s` after the last arrival count as if they never came."""
         self._shapes = {ModelId(name): shape for name, shape in shapes.items()}
         self._memory_bytes, self._cutoff_s, self._profile = memory_bytes, cutoff_s, profile
 
@@ -60,7 +59,7 @@ class Simulator:
         service.run()
         service.check()
         return Simulated(
-            self._judge(list(service.answers.values())[num_warm:], begin_s),
+            self._judge(service, num_warm, begin_s),
             service.num_turns - num_turns,
             _moved_bytes(service) - moved_bytes,
         )
@@ -69,7 +68,9 @@ class Simulator:
         """True if most requests have every token on time."""
         return self.run(trace, arm).seen.requests_on_time >= GOOD_SHARE
 
-    def _judge(self, answers: Sequence[Answer], begin_s: float) -> Measures:
+    def _judge(self, service: SimulatedService, num_warm: int, begin_s: float) -> Measures:
+        """Sum up all answers but those that only warmed the service up."""
+        answers = list(service.answers.values())[num_warm:]
         until_s = answers[-1].arrived_s + self._cutoff_s
         found = []
         for answer in answers:

@@ -1,6 +1,7 @@
 """How long a switch takes besides what it must: from the end of one model's turn to another's first token.
 
-It must take the missing bytes over the rate to the device, and the prefill of whoever waits. Reads no clock.
+It must take the missing bytes over the rate to the device, and the prefill of whoever waits. Models that stay
+in turn make their steps in between; that counts as time that it need not take. Reads no clock.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hearth.types import ModelId, TurnEnd
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What a device can do at best, measured while nobody else used it."""
+    """The best that a device can do, measured while nobody else used it."""
 
     bytes_per_s: float  #: to the device
     #: Seconds to the first token by tokens of the prompt, ascending, by shape of a model that was there.
@@ -42,7 +43,7 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class SeenRequest:
-    """What a client saw of a request, by the clock of the journal."""
+    """A request as its client saw it, by the clock of the journal."""
 
     model: ModelId
     shape: str

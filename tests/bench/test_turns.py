@@ -20,11 +20,13 @@ from bench.turns.journal import doings, entries
 from bench.turns.outcome import hear, measures, outcome, token_times
 from bench.turns.replay import Gate, Replayed, replay
 from bench.turns.setting import Arm
-from bench.turns.simulated import highest
+from bench.turns.simulated import Simulator, highest
 from bench.turns.switches import Calibration, SeenRequest, switches
 from bench.turns.table import document, judge, measured_lines
 from bench.turns.workload import Question
 from hearth.policy.fleet import events
+from hearth.sim.profile import Profile
+from hearth.sim.traces import Trace, TracedRequest
 from hearth.types import ModelId, RequestId, Rung, TurnEnd, WorkerId
 
 W, A, B = WorkerId("w0"), ModelId("a"), ModelId("b")
@@ -224,6 +226,18 @@ def test_a_prefill_takes_what_the_measured_ones_say(num_tokens: int, seconds: fl
 
 
 # Results.
+
+
+def test_the_simulator_is_asked_when_it_is_warm_and_judged_as_a_service_is() -> None:
+    requests = [TracedRequest(at_s, name, 20, 5) for at_s, name in ((0.0, "x"), (0.1, "y"), (0.2, "x"))]
+    simulator = Simulator({"x": "1B", "y": "1B"}, 24 << 30, 10.0, Profile.load("h200"))
+
+    found = simulator.run(Trace("three", tuple(requests)), Arm.TURNS)
+
+    assert (found.seen.num_requests, found.seen.num_unfinished, found.seen.errors) == (3, 0, {})
+    assert (found.seen.requests_on_time, found.seen.tokens_on_time) == (1.0, 1.0)
+    assert found.seen.first_token_s["max"] < 0.1
+    assert (found.num_turns, found.moved_bytes) == (3, 0)  # all bytes had come before
 
 
 @given(st.floats(0.01, 100.0))
