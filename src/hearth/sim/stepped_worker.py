@@ -491,7 +491,8 @@ class SteppedWorker:
 
         Whoever waits for a turn may get it after any call.
         """
-        if self.turns is not None and self.turns.next_in_line(self._now_s):
+        turns = self.turns
+        if turns is not None and any(turns.wants_turn(m) and not turns.is_in_turn(m) for m in self.hosted):
             return None
         engines = {model: self.hosted[model].engine for model in ready}
         share_bytes = self.device.free_bytes // len(engines)
