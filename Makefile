@@ -21,7 +21,7 @@ NOT_ON_GPU := tests/api tests/cli tests/control tests/service tests/engine/test_
 TESTERS ?= 3
 # Types are checked beside the tests; what was said about them is shown after these.
 TYPES := .mypy_cache/said
-BENCHES := engine kernels load chunks service_gpu reuse elastic profile
+BENCHES := engine kernels load chunks service_gpu reuse elastic profile turns
 CPU_BENCHES := engine_cpu perplexity service brain elastic_cpu profile
 # The folder's other entries, beside its own (`python -m bench.load`): a benchmark is named as its result is.
 MODULE_engine_cpu := engine.cpu
@@ -87,10 +87,10 @@ soak: $(READY) ## ten minutes of many models in little memory, with cancels and 
 test-gpu: ## tests that need a CUDA device, with this machine's own python3
 	OMP_NUM_THREADS=2 $(ON_GPU) -m pytest -m gpu -n 8 -p no:benchmark $(NOT_ON_GPU:%=--ignore=%) tests
 
-bench-gpu: ## one benchmark on a CUDA device: make bench-gpu WHAT=engine; SAVE=1 keeps the result
+bench-gpu: ## one benchmark on a CUDA device: make bench-gpu WHAT=engine; SAVE=1 keeps the result; ARGS
 	@test -n "$(filter $(BENCHES),$(WHAT))" || \
 	  { echo "bench-gpu needs WHAT, one of: $(BENCHES); given: $(or $(WHAT),nothing)" >&2; exit 2; }
-	$(ON_GPU) -m $(call module,$(WHAT)) $(if $(SAVE),--save)
+	$(ON_GPU) -m $(call module,$(WHAT)) $(if $(SAVE),--save) $(ARGS)
 
 bench-cpu: $(READY) ## one benchmark on this CPU: WHAT=engine_cpu (the default), service, ...; SAVE=1 keeps it
 	@test -n "$(filter $(CPU_BENCHES),$(or $(WHAT),engine_cpu))" || \

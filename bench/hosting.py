@@ -28,22 +28,25 @@ SHAPES = {
 }
 
 
+def config_of(name: str, context: int) -> dict[str, object]:
+    """Return the config.json of a model of that shape."""
+    hidden, inner, num_layers, num_heads, num_kv_heads, vocab, is_tied = SHAPES[name]
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": context,
+        "tie_word_embeddings": is_tied,
+    }
+
+
 def facts_of(name: str, quant: str, context: int) -> Facts:
     """What the registry would keep of such a model in bfloat16."""
-    hidden, inner, num_layers, num_heads, num_kv_heads, vocab, is_tied = SHAPES[name]
-    arch = arch_from_config(
-        {
-            "model_type": "llama",
-            "hidden_size": hidden,
-            "intermediate_size": inner,
-            "num_hidden_layers": num_layers,
-            "num_attention_heads": num_heads,
-            "num_key_value_heads": num_kv_heads,
-            "vocab_size": vocab,
-            "max_position_embeddings": context,
-            "tie_word_embeddings": is_tied,
-        }
-    )
+    arch = arch_from_config(config_of(name, context))
     layout = layout_of(arch, "bfloat16", quant)
     return Facts(
         num_bytes=layout.num_bytes,

@@ -19,6 +19,7 @@ from hearth.errors import Unreached
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 300.0
 STOP_S = 60.0
+IDLE_S = 60.0
 _LOOK_S = 0.05
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -50,6 +51,14 @@ class Service:
         deadline_s = time.monotonic() + START_S
         while self.client.health().num_ready_workers < num_workers:
             _give_up_after(deadline_s, self.data_dir)
+            time.sleep(_LOOK_S)
+
+    def wait_idle(self) -> None:
+        """Wait until no request runs or waits."""
+        deadline_s = time.monotonic() + IDLE_S
+        while (now := self.client.ps()).num_running or now.num_waiting:
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"requests still run or wait after {IDLE_S:.0f} s: {_log(self.data_dir)}")
             time.sleep(_LOOK_S)
 
 

@@ -1,0 +1,181 @@
+"""One arm of `bench.turns`: a service of its own, warmed up, and the trace at some speeds. Judges nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TypeVar
+
+import torch
+import uvloop
+
+from bench.load.raw_readers import pinned, to_device_bytes_per_s
+from bench.report import environment, step
+from bench.service.client import Reply, ask, ask_all, completion, metrics_of
+from bench.service.process import Service, serving
+from bench.service.streams import good
+from bench.turns.journal import Doings, doings, entries
+from bench.turns.models import Library
+from bench.turns.outcome import Heard, Outcome, hear, outcomes
+from bench.turns.replay import Replayed, replay
+from bench.turns.setting import Arm, BenchModel, Setting
+from bench.turns.switches import Calibration, SeenRequest, Switching, summed_up, switches
+from bench.turns.workload import Question, random_prompt
+from hearth.cli.waterfall import waterfall
+from hearth.control.datadir import DataDir
+from hearth.errors import HearthError
+from hearth.types import ModelId
+
+T = TypeVar("T")
+
+_ASKS = 3  #: of which the median counts
+_NUM_EXPLAINED = 2  #: of each kind
+_WIDTH = 100  #: of waterfalls, in characters
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The part of a trace that is replayed."""
+
+    trace: str
+    window_s: float  #: from its beginning, in its own time
+    speed: float
+    cutoff_s: float  #: after the last arrival
+
+    @property
+    def most_s(self) -> float:
+        """The longest that a replay takes."""
+        return self.window_s / self.speed + self.cutoff_s
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The trace at one speed on one arm: a line of the file of runs."""
+
+    arm: Arm
+    traffic: Traffic
+    seconds: float  #: from the first arrival to the last end
+    outcomes: list[Outcome]
+    doings: Doings
+    switching: Switching | None
+    calibration: Calibration
+    metrics: Mapping[str, float]  #: what the service counted during the run
+    explained: list[list[str]]  #: waterfalls of those who waited longest, for a first token or in between
+    environment: Mapping[str, object] = field(default_factory=environment)
+
+
+class ArmService:
+    """A service that is warm and can be asked. Used by one thread."""
+
+    def __init__(self, arm: Arm, service: Service, calibration: Calibration) -> None:
+        self._arm, self._service, self._calibration = arm, service, calibration
+
+    def run(self, traffic: Traffic, asked: Sequence[Question]) -> Run:
+        """Replay a trace and return what came of it."""
+        service = self._service
+        service.wait_idle()
+        before = _in_loop(metrics_of(service.port))
+        gc.collect()
+        gc.freeze()  # else a collection in the midst would look at all that torch has brought along
+        replayed = _in_loop(replay(service.port, asked, self._arm, traffic.cutoff_s))
+        gc.unfreeze()
+        after = _in_loop(metrics_of(service.port))
+        path = DataDir(service.data_dir).logs_path / "events.jsonl"
+        journal = entries(path, replayed.began_s, replayed.ended_s)
+        heard = [hear(reply) for reply in replayed.replies]
+        found = outcomes(asked, heard, replayed)
+        return Run(
+            self._arm,
+            traffic,
+            replayed.ended_s - replayed.began_s,
+            found,
+            doings(journal),
+            summed_up(switches(journal, _seen(asked, heard, replayed), self._calibration)),
+            self._calibration,
+            {key: after[key] - before.get(key, 0.0) for key in after if after[key] != before.get(key, 0.0)},
+            [self._explained(reply) for reply in _longest_waits(found, replayed)],
+        )
+
+    def _explained(self, reply: Reply) -> list[str]:
+        """Return where the time of a request went; nothing, where the service has forgotten it."""
+        with suppress(HearthError):
+            return list(waterfall(self._service.client.explain(reply.request_id), _WIDTH))
+        return []
+
+
+@contextmanager
+def arm_service(arm: Arm, library: Library, bytes_per_s: float) -> Iterator[ArmService]:
+    """Start a service for an arm and warm it up; it ends with the context."""
+    with serving(library.data_dir, library.serve_flags(arm.takes_turns)) as service:
+        with step(f"{arm}: warming up"):
+            first_token_s = _in_loop(_warm_up(service.port, library.setting))
+        yield ArmService(arm, service, Calibration(bytes_per_s, first_token_s))
+
+
+def copy_rate(setting: Setting) -> float:
+    """Return the bytes per second of one large copy to the device."""
+    source = torch.frombuffer(pinned(setting.copied_bytes).memory(0, setting.copied_bytes), dtype=torch.uint8)
+    return to_device_bytes_per_s(source, torch.device(setting.kind))
+
+
+async def _warm_up(port: int, setting: Setting) -> dict[str, dict[int, float]]:
+    """Have every model loaded, its kernels compiled and its graphs captured.
+
+    Returns how long a model of each shape, once it is there, takes for a first token by tokens of the prompt.
+    """
+    draw = random.Random(3)
+    first_token_s: dict[str, dict[int, float]] = {}
+    for model in setting.models:
+        prompts = [
+            random_prompt(draw, model, min(8 * row, setting.max_prompt_tokens))
+            for row in range(1, setting.warm_rows + 1)
+        ]
+        # Of different lengths, so that the batch passes through all sizes.
+        rows = [completion(model.name, prompt, 2 * at) for at, prompt in enumerate(prompts, start=1)]
+        for reply in await ask_all(port, rows):
+            good(reply)
+        if model.shape not in first_token_s:
+            first_token_s[model.shape] = await _first_tokens(port, setting, model, draw)
+    return first_token_s
+
+
+async def _first_tokens(
+    port: int, setting: Setting, model: BenchModel, draw: random.Random
+) -> dict[int, float]:
+    most = setting.max_prompt_tokens
+    found = {}
+    for num_tokens in (most // 16, most // 4, most):
+        times_s = []
+        for _ in range(_ASKS):
+            question = completion(model.name, random_prompt(draw, model, num_tokens), 1)
+            times_s.append(good(await ask(port, question)).first_s)
+        found[num_tokens] = median(times_s)
+    return found
+
+
+def _seen(asked: Sequence[Question], heard: Sequence[Heard], replayed: Replayed) -> list[SeenRequest]:
+    return [
+        SeenRequest(
+            *(ModelId(question.model), question.shape, replayed.began_s + question.arrival_s),
+            *(question.num_prompt_tokens, one.token_times_s),
+        )
+        for question, one in zip(asked, heard, strict=True)
+    ]
+
+
+def _longest_waits(found: Sequence[Outcome], replayed: Replayed) -> list[Reply]:
+    numbers = range(len(found))
+    for_first = sorted(numbers, key=lambda number: -found[number].first_s)[:_NUM_EXPLAINED]
+    in_between = sorted(numbers, key=lambda number: -found[number].longest_pause_s)[:_NUM_EXPLAINED]
+    replies = [replayed.replies[number] for number in dict.fromkeys([*for_first, *in_between])]
+    return [reply for reply in replies if reply is not None]
+
+
+def _in_loop(work: Coroutine[object, object, T]) -> T:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
