@@ -37,14 +37,14 @@ def measure(num_workers: int, policy: Policy, profile: Profile) -> Mapping[str, 
     report = simulate(trace, setting, profile)
     took_s = time.process_time() - begin_s
     return {
-        "workers": num_workers,
-        "policy": policy,
-        "requests": report.num_requests,
-        "steps": report.num_steps,
+        "measure": f"{num_workers} worker{'s' if num_workers > 1 else ''}, {policy}",
+        "unit": "simulated s/s",
+        "value": report.simulated_s / took_s,
+        "num_requests": report.num_requests,
+        "num_steps": report.num_steps,
+        "steps_per_s": report.num_steps / took_s,
         "simulated_s": report.simulated_s,
         "took_s": took_s,
-        "simulated_s_per_s": report.simulated_s / took_s,
-        "steps_per_s": report.num_steps / took_s,
         "requests_on_time": report.requests_on_time,
     }
 

@@ -30,6 +30,8 @@ from tests.sim.small_machine import HOST_BYTES_PER_S, MACHINE, MEMORY_BYTES, REQ
 SETTING = SimulationSetting(SHAPES, MEMORY_BYTES)
 A, B = ModelId("a"), ModelId("b")
 POLICIES = st.sampled_from(list(Policy))
+#: Numbers of requests, and when their clients go away.
+CANCELS = st.lists(st.tuples(st.integers(0, 13), st.floats(0.0, 8.0)), max_size=6)
 
 
 def served(requests: list[TracedRequest], setting: SimulationSetting = SETTING) -> SimulatedService:
@@ -39,6 +41,14 @@ def served(requests: list[TracedRequest], setting: SimulationSetting = SETTING) 
     service.run()
     service.check()
     return service
+
+
+def cancel(service: SimulatedService, cancels: list[tuple[int, float]]) -> None:
+    """Have the clients of some requests go away, if the requests have arrived by then."""
+    for number, at_s in cancels:
+        answer = service.answers.get(RequestId(f"request-{number}"))
+        if answer is not None and at_s > answer.arrived_s:
+            service.schedule(RequestCancelled(at_s, answer.request_id))
 
 
 def token_times(service: SimulatedService) -> list[list[float]]:
@@ -73,15 +83,23 @@ def test_promises_stay_within_the_budget_whenever_a_worker_tells_something(
     service.check()
 
 
-@given(REQUESTS, POLICIES)
-@settings(max_examples=25, deadline=None)
+@given(REQUESTS, POLICIES, CANCELS, st.none() | st.floats(0.1, 5.0))
+@settings(max_examples=30, deadline=None)
 def test_jumping_over_steps_changes_no_time_of_any_token(
-    requests: list[TracedRequest], policy: Policy
+    requests: list[TracedRequest], policy: Policy, cancels: list[tuple[int, float]], lost_s: float | None
 ) -> None:
-    setting = replace(SETTING, policy=policy)
+    def disturbed() -> SimulatedService:
+        service = SimulatedService(replace(SETTING, policy=policy, num_workers=2), MACHINE)
+        service.ask(requests)
+        cancel(service, cancels)
+        if lost_s is not None:
+            service.schedule(WorkerLost(lost_s, WorkerId("worker-0")))
+        service.run()
+        return service
+
     with patch.object(SteppedWorker, "_plan_jump", lambda *_: None):
-        stepped = served(requests, setting)
-    jumped = served(requests, setting)
+        stepped = disturbed()
+    jumped = disturbed()
     assert token_times(jumped) == token_times(stepped)
     assert jumped.num_turns == stepped.num_turns
 
@@ -145,10 +163,7 @@ def test_cancels_and_removals_leak_nothing(
 ) -> None:
     service = SimulatedService(SETTING, MACHINE)
     service.ask(requests)
-    for number, at_s in cancels:
-        request_id = RequestId(f"request-{number}")
-        if request_id in service.answers and at_s > service.answers[request_id].arrived_s:
-            service.schedule(RequestCancelled(at_s, request_id))
+    cancel(service, cancels)
     if removed_s is not None:
         service.schedule(ModelRemoved(removed_s, A))
     service.run()

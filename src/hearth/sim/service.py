@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import assert_never
@@ -201,6 +202,8 @@ class SimulatedService:
                     answer = self.answers[request_id]
                     if answer.ended_s is None:
                         answer.token_s += at_s
+                    else:  # its client has gone, which the worker had not heard yet
+                        answer.token_s += at_s[: bisect_right(at_s, answer.ended_s)]
             case Paused(request_ids):
                 for request_id in request_ids:
                     self.answers[request_id].num_pauses += 1
@@ -240,7 +243,9 @@ class SimulatedService:
                     rules=self.setting.rules if self.fleet.config.takes_turns else None,
                 )
             case WorkerLost(_, name):
-                self.workers.pop(name, None)
+                if (lost := self.workers.pop(name, None)) is not None:
+                    for fact in lost.sent_by(self.now_s):
+                        self._take_fact(fact)
             case RequestFinished(_, request_id):
                 assert self.answers[request_id].is_whole, f"{self.answers[request_id]}"
                 self._end(request_id)

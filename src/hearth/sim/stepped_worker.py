@@ -245,6 +245,17 @@ class SteppedWorker:
         facts, self._facts = self._facts, []
         return facts
 
+    def sent_by(self, now_s: float) -> list[TokensSent]:
+        """Return the tokens of a jump under way that were sent by now; the worker is lost with the rest."""
+        if not isinstance(self._running, _Jump):
+            return []
+        self._running.cut(now_s)
+        sent = [call for call in self._running.calls if call.end_s <= now_s]
+        return [
+            TokensSent([call.end_s], self.hosted[call.model].engine.batcher.decode_run(0).request_ids)
+            for call in sent
+        ]
+
     def check(self) -> None:
         """Raise AssertionError if more lies on the device than there is, or a promise is broken."""
         assert self.device.free_bytes >= 0, f"`{self.name}`: {self.device.free_bytes=}"
@@ -480,7 +491,8 @@ class SteppedWorker:
 
         Whoever waits for a turn may get it after any call.
         """
-        if self.turns is not None and self.turns.next_in_line(self._now_s):
+        turns = self.turns
+        if turns is not None and any(turns.wants_turn(m) and not turns.is_in_turn(m) for m in self.hosted):
             return None
         engines = {model: self.hosted[model].engine for model in ready}
         share_bytes = self.device.free_bytes // len(engines)
