@@ -30,7 +30,7 @@ from bench.turns.arms import Run, Traffic, arm_service, copy_rate
 from bench.turns.models import Library
 from bench.turns.outcome import measures
 from bench.turns.setting import H200, H200_CURVE, SMALL, Arm, Setting
-from bench.turns.simulated import Simulator, compared, curve_lines, fastest
+from bench.turns.simulated import TraceSimulator, compared, curve_lines, fastest
 from bench.turns.table import Judged, Line, document, judge, measured_lines
 from bench.turns.workload import load_trace, questions
 from hearth.sim.arrivals import Lengths
@@ -149,7 +149,7 @@ def simulated_lines(judged: Sequence[Judged], setting: Setting, options: Namespa
     """Yield what the simulator says."""
     assert setting.memory_bytes is not None, "only small settings leave it open"
     profile, trace = Profile.load(options.profile), load_trace(options.trace, setting, options.seconds)
-    simulator = Simulator(setting.shapes, setting.memory_bytes, options.cutoff_s, profile)
+    simulator = TraceSimulator(setting.shapes, setting.memory_bytes, options.cutoff_s, profile)
     parts = {
         "runs": compared(judged, simulator, trace),
         "speeds": fastest(simulator, trace),
