@@ -72,15 +72,19 @@ class Scale:
     @property
     def max_context(self) -> int:
         """Tokens that a sequence has room for: its prompt, and what it says while it is measured."""
-        return max(*self.contexts, *self.prompts) + self.num_spoken_tokens
+        num_decoding = max(self.contexts) + self.num_decode_tokens
+        return max(num_decoding, self.busy_context + self.num_busy_tokens, *self.prompts) + 1
 
     @property
-    def num_spoken_tokens(self) -> int:
-        """Tokens that a sequence says at most, from its prompt to its last measured step."""
+    def num_decode_tokens(self) -> int:
+        """Tokens that a row says at most while decode steps are measured, and others still have prompts."""
         num_prefills = -(-self.max_prefill_tokens // self.engine.max_batch_tokens)
-        num_decodes = (self.num_steps + 8) * (len(self.batches) + 1)
-        num_beside = 16 * self.num_steps * len(self.prompts)
-        return 2 * num_prefills + max(num_decodes, num_beside)
+        return 2 * num_prefills + (self.num_steps + 8) * (len(self.batches) + 1)
+
+    @property
+    def num_busy_tokens(self) -> int:
+        """Tokens that a row says at most while prompts beside it are measured."""
+        return 16 * self.num_steps * len(self.prompts)
 
 
 def _shape(name: str, model: str, max_positions: int) -> Shape:
@@ -148,7 +152,7 @@ CPU = Scale(
     shapes=(Shape("135M", "SmolLM2-135M", SMOLLM2, "float32"),),
     engine=EngineConfig(max_batch_tokens=512, max_seqs=16),
     max_kv_bytes=GIB,
-    max_prefill_tokens=1 << 13,
+    max_prefill_tokens=1 << 12,
     batches=(1, 2, 4, 8, 16),
     contexts=(32, 256, 1024),
     prompts=(16, 64, 256),
@@ -156,7 +160,7 @@ CPU = Scale(
     busy_rows=4,
     busy_context=32,
     num_steps=3,
-    num_rounds=2,
+    num_rounds=1,
     quantile=0.0,
     num_switches=4,
     switch_prompt=32,

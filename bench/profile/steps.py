@@ -1,7 +1,8 @@
 """How long steps of one engine take: decode rows alone, prompts alone, and prompts beside decode rows.
 
 The engine is stepped as a worker does it, one step ahead of the device, over KV that was computed. No two
-rows have the same prompt, so no two read the same blocks.
+rows have the same prompt, so no two read the same blocks. On a CPU the time of the stepping thread on its core
+counts: it has its share in everything, and what others on the machine do does not matter.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _kinds(rig: EngineRig, scale: Scale) -> Iterator[MeasuredStep]:
     for _ in range(scale.num_rounds):
         for num_prompts, num_tokens in alone:
             rounds[num_prompts, num_tokens].append(rig.time_prompts(num_prompts, num_tokens))
-        rig.fill(scale.busy_rows, scale.busy_context)
+        rig.fill(scale.busy_rows, scale.busy_context, scale.num_busy_tokens)
         for num_tokens in scale.prompts[:-1]:
             rounds[num_tokens].append(rig.time_prompts_beside_rows(num_tokens))
         rig.keep(0)
@@ -63,6 +64,7 @@ class EngineRig:
 
     def __init__(self, engine: Engine, scale: Scale, vocab_size: int, max_live_tokens: int) -> None:
         self.engine = engine
+        self._clock_s = time.perf_counter if engine.runner.kv.is_cuda else time.thread_time
         self._scale, self._vocab_size, self._max_live_tokens = scale, vocab_size, max_live_tokens
         self._draw = Random(0)
         self._numbers = itertools.count()
@@ -76,19 +78,19 @@ class EngineRig:
         for _ in range(self._scale.num_steps + 1):
             for _ in range(num_prompts):
                 self._add(num_tokens, max_tokens=1)
-            began_s = time.perf_counter()
+            began_s = self._clock_s()
             while self.engine.has_work:
                 self._step()
-            times.append(time.perf_counter() - began_s)
+            times.append(self._clock_s() - began_s)
         total = num_prompts * num_tokens
         return MeasuredStep(total, num_prompts, total, self._scale.typical(times[1:]))
 
     def time_decodes(self, context: int) -> Iterator[MeasuredStep]:
         """Time decode steps, first with as many rows as there may be, then with fewer and fewer."""
         scale = self._scale
-        room = min(self._max_live_tokens, scale.max_prefill_tokens) // (context + scale.num_spoken_tokens)
+        room = min(self._max_live_tokens, scale.max_prefill_tokens) // (context + scale.num_decode_tokens)
         batches = [size for size in sorted(scale.batches, reverse=True) if size <= max(1, room)]
-        self.fill(batches[0], context)
+        self.fill(batches[0], context, scale.num_decode_tokens)
         for size in batches:
             self.keep(size)
             yield self._time_decode()
@@ -101,14 +103,14 @@ class EngineRig:
         times, contexts = [], []
         for _ in range(self._scale.num_steps):
             alone = self._time_decode(num_steps=2)
-            began_s = time.perf_counter()
+            began_s = self._clock_s()
             for _ in range(NUM_TRAIN_STEPS):
                 self._add(num_tokens, max_tokens=1)
                 self._step()
             while len(self._prompts) > num_rows:
                 self._step()
             # The first call has waited for a step of rows alone, the last one for no step of them.
-            times.append(max(0.0, time.perf_counter() - began_s - alone.seconds) / NUM_TRAIN_STEPS)
+            times.append(max(0.0, self._clock_s() - began_s - alone.seconds) / NUM_TRAIN_STEPS)
             contexts.append(sum(self._contexts.values()) + num_tokens)
         return MeasuredStep(
             num_rows + num_tokens, num_rows + 1, int(median(contexts)), self._scale.typical(times)
@@ -120,15 +122,15 @@ class EngineRig:
             self._step()
         times = []
         for _ in range(num_steps or self._scale.num_steps):
-            began_s = time.perf_counter()
+            began_s = self._clock_s()
             self._step()
-            times.append(time.perf_counter() - began_s)
+            times.append(self._clock_s() - began_s)
         return MeasuredStep(num_rows, num_rows, sum(self._contexts.values()), self._scale.typical(times))
 
-    def fill(self, num_rows: int, context: int) -> None:
+    def fill(self, num_rows: int, context: int, max_tokens: int) -> None:
         """Have so many rows decode, each with so much context at least."""
         for _ in range(num_rows):
-            self._add(context, max_tokens=self._scale.num_spoken_tokens)
+            self._add(context, max_tokens)
         while len(self._contexts) < num_rows:
             self._step()
 

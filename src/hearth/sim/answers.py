@@ -1,4 +1,4 @@
-"""What became of the requests of a simulation: when each of their tokens was sent. Simulates nothing."""
+"""The answers of a simulation: when each of their tokens was sent. Simulates nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hearth.types import ModelId, RequestId
 
 
 @dataclass(slots=True)
-class Answer:
+class SimulatedAnswer:
     """One request and its tokens so far. Mutable; written by the simulation that it is part of."""
 
     request_id: RequestId

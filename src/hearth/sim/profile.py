@@ -49,7 +49,7 @@ class Origin(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MeasuredSwitch(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a switch to another model takes besides its missing bytes and its prompt."""
+    """The cost of a switch to another model besides its missing bytes and its prompt."""
 
     how: str  #: what was done to measure it
     give_way_s: _Time  #: from the order until its missing bytes begin to cross
@@ -57,7 +57,7 @@ class MeasuredSwitch(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MeasuredMapping(Struct, frozen=True, forbid_unknown_fields=True):
-    """What it takes to map a page of device memory and to unmap it. Loads map ahead of their copies."""
+    """The cost of mapping a page of device memory and unmapping it. Loads map ahead of their copies."""
 
     page_bytes: _Count
     page_s: _Time

@@ -29,7 +29,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class SimulationReport:
-    """What became of a workload. A request that was refused is late, with all its tokens. Becomes JSON."""
+    """How a workload fared. A request that was refused is late, with all its tokens. Becomes JSON."""
 
     policy: str
     num_workers: int

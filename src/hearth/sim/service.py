@@ -41,7 +41,7 @@ from hearth.policy.fleet.events import (
     WorkerLost,
 )
 from hearth.policy.fleet.fleet import Fleet
-from hearth.sim.answers import Answer
+from hearth.sim.answers import SimulatedAnswer
 from hearth.sim.profile import Profile
 from hearth.sim.setting import KIND, Policy, SimulationSetting
 from hearth.sim.stepped_worker import (
@@ -99,7 +99,7 @@ class SimulatedService:
         takes_turns = setting.policy is Policy.TURNS
         self.fleet = Fleet(BrainConfig(max_queue=setting.max_queue, takes_turns=takes_turns))
         self.workers: dict[WorkerId, SteppedWorker] = {}
-        self.answers: dict[RequestId, Answer] = {}
+        self.answers: dict[RequestId, SimulatedAnswer] = {}
         self.now_s = 0.0
         self.num_turns = 0
         self.num_open = 0  #: requests that have not ended
@@ -134,7 +134,7 @@ class SimulatedService:
             request_id, model = RequestId(f"request-{len(self.answers)}"), ModelId(request.tenant)
             num_prompt = min(request.num_input_tokens, context - 1)
             num_output = min(request.num_output_tokens, context - num_prompt)
-            answer = Answer(request_id, model, request.arrival_s, num_prompt, num_output)
+            answer = SimulatedAnswer(request_id, model, request.arrival_s, num_prompt, num_output)
             self.answers[request_id] = answer
             self.num_open += 1
             self.schedule(RequestArrived(request.arrival_s, request_id, model, num_prompt, num_output))
@@ -169,7 +169,7 @@ class SimulatedService:
         assert len(running) == len(set(running)), f"on two workers: {running}"
         assert self.num_open or not running, f"ended, and still on a worker: {running}"
 
-    def _open(self) -> list[Answer]:
+    def _open(self) -> list[SimulatedAnswer]:
         return [answer for answer in self.answers.values() if answer.ended_s is None]
 
     def _push(self, at_s: float, what: Event | WorkerId) -> None:

@@ -1,4 +1,4 @@
-"""What is simulated: the models, the workers and how models share them. Simulates nothing."""
+"""The setting of a simulation: the models, the workers and how models share them. Simulates nothing."""
 
 from __future__ import annotations
 

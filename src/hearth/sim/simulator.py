@@ -1,6 +1,7 @@
 """A service in virtual time: the next thing happens, the brain decides, and what follows happens later.
 
-Only simulated workers and the brain's own policy; what arrives is fed by whoever runs it. Measures nothing.
+Only the brain's own policy over coarse workers, of which there may be thousands: requests take a drawn time.
+What arrives is fed by whoever runs it. Measures nothing. To the last token, by all policies: `service.py`.
 """
 
 from __future__ import annotations

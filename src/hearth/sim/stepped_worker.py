@@ -491,10 +491,11 @@ class SteppedWorker:
             runs[model], flight_ends_s[model] = engine.decode_run(share_bytes), engine.flight.end_s
             if not runs[model].num_steps:
                 return None
-        sharing, num_calls, calls = copy.deepcopy(self._sharing), dict.fromkeys(ready, 0), list[_JumpedCall]()
+        sharing = copy.deepcopy(self._sharing) if len(ready) > 1 else None
+        num_calls, calls = dict.fromkeys(ready, 0), list[_JumpedCall]()
         now_s, news_s, device_free_s = self._now_s, self._news_s(), self._device_free_s
         while now_s < news_s:
-            model = sharing.next(ready)
+            model = ready[0] if sharing is None else sharing.next(ready)
             run, num_before = runs[model], num_calls[model]
             if num_before == run.num_steps:
                 break
@@ -505,7 +506,8 @@ class SteppedWorker:
             end_s = max(now_s, flight_ends_s[model])
             calls.append(_JumpedCall(model, now_s, end_s, device_free_s, step_s))
             flight_ends_s[model] = device_free_s
-            sharing.stepped(model, end_s - now_s)
+            if sharing is not None:
+                sharing.stepped(model, end_s - now_s)
             num_calls[model] += 1
             now_s = end_s
         return _Jump(ready, calls) if calls else None
@@ -543,8 +545,8 @@ class SteppedWorker:
 
     def _end_jump(self, jump: _Jump) -> None:
         calls_by_model: dict[ModelId, list[_JumpedCall]] = {}
+        self._sharing.next(jump.ready)  # those who are ready stay the same
         for call in jump.calls:
-            self._sharing.next(jump.ready)
             self._sharing.stepped(call.model, call.end_s - call.began_s)
             self._note_step(call.flight_end_s, call.step_s)
             calls_by_model.setdefault(call.model, []).append(call)

@@ -39,7 +39,7 @@ class Trace:
 
     @property
     def tenants(self) -> list[str]:
-        """Those who send requests, the busiest first; among equals by name."""
+        """Return who sends requests, the busiest first; among equals by name."""
         counts = Counter(request.tenant for request in self.requests)
         return sorted(counts, key=lambda tenant: (-counts[tenant], tenant))
 

@@ -1,0 +1,61 @@
+"""The benchmark that writes profiles runs on a CPU with tiny models, so that it works with a GPU at hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from bench.profile.__main__ import Draft, measure, origin
+from bench.profile.scale import GPU, TINY_CPU
+from hearth.sim.profile import VERSION, Profile
+from hearth.types import Rung
+
+CPU = torch.device("cpu")
+
+
+def measured(path: Path, **changes: object) -> Profile:
+    draft = Draft(path, {"version": VERSION, "origin": origin(["--tiny"], is_tiny=True)})
+    measure(replace(TINY_CPU, **changes), CPU, draft)  # type: ignore[arg-type] # names of fields
+    return Profile.load(path)
+
+
+def test_a_run_writes_a_profile_with_all_kinds_of_steps(tmp_path: Path) -> None:
+    profile = measured(tmp_path / "tiny.json")
+
+    assert profile.measured.origin.is_tiny
+    assert profile.bytes_per_s[Rung.HOST] > 0.0
+    assert profile.assemble_s > 0.0
+    for shape, scaled in zip(profile.measured.shapes, TINY_CPU.shapes, strict=True):
+        assert shape.weights_bytes == scaled.weights_bytes
+        kinds = {(step.num_tokens, step.num_rows) for step in shape.steps}
+        assert {(rows, rows) for rows in TINY_CPU.batches} <= kinds
+        assert {(tokens, 1) for tokens in TINY_CPU.prompts} <= kinds
+        beside = TINY_CPU.busy_rows
+        assert (beside + TINY_CPU.prompts[0], beside + 1) in kinds
+
+
+def test_a_single_model_is_measured_and_switched_too(tmp_path: Path) -> None:
+    profile = measured(tmp_path / "one.json", shapes=TINY_CPU.shapes[:1])
+
+    assert list(profile.shapes) == ["tiny"]
+    assert profile.switch_s > 0.0
+
+
+def test_what_is_measured_is_written_at_once(tmp_path: Path) -> None:
+    draft = Draft(tmp_path / "deep" / "part.json", {"version": VERSION})
+    draft.add(assemble_s=0.5)
+    draft.add(host_step_s=0.1)
+
+    assert json.loads(draft.path.read_text()) == {"version": VERSION, "assemble_s": 0.5, "host_step_s": 0.1}
+
+
+def test_sizes_on_a_gpu_are_those_of_the_models_whose_shapes_they_have() -> None:
+    sizes = {shape.name: (shape.weights_bytes, shape.kv_bytes_per_token) for shape in GPU.shapes}
+
+    assert 2.4e9 < sizes["1B"][0] < 2.6e9
+    assert 6.3e9 < sizes["3B"][0] < 6.6e9
+    assert 13.4e9 < sizes["7B"][0] < 13.6e9
+    assert [kv_bytes for _, kv_bytes in sizes.values()] == [32 << 10, 112 << 10, 512 << 10]

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+
+from tests.cli.shell import Hearth
+from tests.sim.small_machine import MACHINE
+
+
+def machine(directory: Path) -> str:
+    """Return the path of a profile whose times are round numbers."""
+    path = directory / "machine.json"
+    path.write_bytes(msgspec.json.encode(MACHINE.measured))
+    return str(path)
+
+
+def trace(directory: Path) -> str:
+    """Return the path of a trace: three tenants, of which `x` is the busiest and `z` comes late."""
+    rows = [f"{0.2 * number:.1f},{'xxyxxy'[number % 6]},100,20" for number in range(24)]
+    path = directory / "trace.csv"
+    path.write_text("\n".join(["arrival_s,model,input_tokens,output_tokens", *rows, "90,z,100,20"]) + "\n")
+    return str(path)
+
+
+def test_a_trace_is_simulated_and_its_figures_shown(hearth: Hearth, tmp_path: Path) -> None:
+    told = hearth(
+        *("simulate", "--trace", trace(tmp_path), "--models", "7b,3b", "--profile", machine(tmp_path))
+    )
+    assert told.code == 0
+    assert told.err == ""  # a bar is for terminals
+    for name in ("first token", "completion", "longest pause", "on time", "turns", "pauses", "moved"):
+        assert name in told.out
+    assert "trace.csv at 1x, turns" in told.out
+
+
+def test_the_same_seed_draws_the_same_workload(hearth: Hearth, tmp_path: Path) -> None:
+    asked = [
+        *("simulate", "--trace", "gamma:2:3", "--models", "7b*3", "--length", "10", "--json"),
+        *("--profile", machine(tmp_path)),
+    ]
+    first, again, other = (json.loads(hearth(*asked, "--seed", seed).out) for seed in ("1", "1", "2"))
+    assert first == again
+    assert first["completion_s"] != other["completion_s"]
+    assert first["num_models"] == 3
+
+
+def test_windows_speed_and_cuts_change_what_arrives(hearth: Hearth, tmp_path: Path) -> None:
+    asked = ("simulate", "--trace", trace(tmp_path), "--profile", machine(tmp_path), "--json")
+    window = json.loads(hearth(*asked, "--length", "2.4").out)
+    assert window["num_requests"] == 12
+    fast = json.loads(hearth(*asked, "--length", "2.4", "--speed", "4").out)
+    assert fast["simulated_s"] < window["simulated_s"]
+    cut = json.loads(hearth(*asked, "--length", "2.4", "--max-output", "1").out)
+    assert cut["tokens_per_s"] < window["tokens_per_s"]
+
+
+def test_a_policy_is_chosen(hearth: Hearth, tmp_path: Path) -> None:
+    asked = [
+        *("simulate", "--trace", trace(tmp_path), "--profile", machine(tmp_path)),
+        *("--models", "7b,7b", "--speed", "8"),
+    ]
+    turns, drain, alone = (
+        json.loads(hearth(*asked, "--json", "--policy", policy).out)
+        for policy in ("turns", "drain", "one-at-a-time")
+    )
+    assert turns["num_turns"] > 0 == drain["num_turns"] == alone["num_turns"]
+    assert turns["first_token_s"]["p99"] < alone["first_token_s"]["p99"]
+
+
+def test_wrong_input_is_explained(hearth: Hearth, tmp_path: Path) -> None:
+    path, profile = trace(tmp_path), machine(tmp_path)
+    for words, complaint in [
+        (("--trace", "poisson:often"), "poisson:RATE or gamma:RATE:CV, given: `poisson:often`"),
+        (("--trace", "gamma:2"), "poisson:RATE or gamma:RATE:CV, given: `gamma:2`"),
+        (("--trace", path, "--models", "7b*0"), "given: '7b*0'"),
+        (("--trace", path, "--models", "huge"), "`huge`"),
+        (("--trace", path, "--memory", "much"), "a size is a number"),
+        (("--trace", path, "--begin", "1000"), "no request"),
+        (("--trace", str(tmp_path / "none.csv")), "none.csv"),
+    ]:
+        refused = hearth("simulate", "--profile", profile, *words)
+        assert (refused.code, refused.out) == (2, "")
+        assert complaint in " ".join(refused.err.split())
