@@ -209,7 +209,7 @@ def process(module: str, setup: msgspec.Struct) -> Iterator[subprocess.Popen[byt
 def keeper_setup(
     folder: Path, host_bytes: int = 32 << 20, kind: Literal["cpu", "cuda"] = "cpu"
 ) -> KeeperSetup:
-    """`kind` as the worker's: one for CPUs gives pages back, which a GPU that has pinned them goes on reading."""
+    """`kind` as the worker's: a keeper for CPUs gives back pages that a GPU would go on reading."""
     path = str(folder / "store")
     return KeeperSetup(str(folder / "keeper.sock"), kind, path, None, host_bytes, "warning")
 

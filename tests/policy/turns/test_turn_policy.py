@@ -232,13 +232,16 @@ def test_a_model_without_requests_ends_its_turn_and_one_that_is_gone_is_forgotte
     table.policy.ended(B, RequestId("b-r"))
 
 
-def test_all_keep_what_stands_and_share_the_largest_workspace() -> None:
-    policy = TurnPolicy(100)
-    for model in (A, B):
-        policy.hosted(model, Promise(own_bytes=50, workspace_bytes=20, standing_bytes=5))
-    assert policy.bound_bytes() == 5 + 5 + 20
-    assert policy.bound_bytes(beside=(A,)) == 50 + 5 + 20
-    apart = TurnPolicy(100, shares_workspace=False)
-    for model in (A, B):
-        apart.hosted(model, Promise(own_bytes=50, workspace_bytes=20, standing_bytes=5))
-    assert apart.bound_bytes(beside=(A,)) == 50 + 5 + 40
+def test_all_that_had_a_turn_keep_what_stands_and_share_the_largest_workspace() -> None:
+    promise = Promise(own_bytes=50, workspace_bytes=20, standing_bytes=5)
+    for shares_workspace, workspace_bytes in ((True, 20), (False, 40)):
+        policy = TurnPolicy(200, shares_workspace=shares_workspace)
+        for model in (A, B):
+            policy.hosted(model, promise)
+            policy.arrived(model, RequestId(f"{model}-r"), Pace(), 0.0, 0.0, 0)
+        assert policy.bound_bytes() == 0
+        policy.decide(0.0, lambda _: WeightsView(0.0, 0.1))
+        assert policy.bound_bytes() == 50 + 50 + workspace_bytes
+        policy.ended(B, RequestId("b-r"))
+        policy.decide(0.0, lambda _: WeightsView(0.0, 0.1))
+        assert policy.bound_bytes() == 50 + 5 + workspace_bytes

@@ -91,7 +91,7 @@ class _Model:
     is_pinned: bool = False
     requests: dict[RequestId, PacedRequest] = field(default_factory=dict)
     turn: _Turn | None = None
-    began_s: float = 0.0  #: its turn, or the last one
+    began_s: float | None = None  #: its turn, or the last one; None: it never had one, and has no memory
     waits_since_s: float = 0.0  #: meaningless while it is in turn or wants none
 
     @property
@@ -253,7 +253,7 @@ class TurnPolicy:
     # Memory.
 
     def bound_bytes(self, beside: Collection[ModelId] = (), without: Collection[ModelId] = ()) -> int:
-        """Return what is promised to models in turn, and kept by all others; never more than the budget.
+        """Return what is promised to models in turn, and kept by those that were; never beyond the budget.
 
         As it would be if the models `beside` were in turn as well, and those `without` were not.
         """
@@ -261,6 +261,8 @@ class TurnPolicy:
         for model, one in self._models.items():
             promise = one.promise
             is_in_turn = model in beside or (one.turn is not None and model not in without)
+            if not is_in_turn and one.began_s is None:
+                continue
             own_bytes += promise.own_bytes if is_in_turn else promise.standing_bytes
             if self._shares_workspace:
                 workspace_bytes = max(workspace_bytes, promise.workspace_bytes)
@@ -277,7 +279,7 @@ class TurnPolicy:
         Which comes from the turns that are the oldest: those may end first.
         """
         leaving: list[ModelId] = []
-        for name in self._running_unpinned(key=lambda one: one.began_s):
+        for name in self._running_unpinned(key=lambda one: one.began_s or 0.0):
             if self.bound_bytes(beside=(blocked,), without=leaving) <= self._budget_bytes:
                 break
             leaving.append(name)
