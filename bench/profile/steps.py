@@ -1,8 +1,8 @@
 """How long steps of one engine take: decode rows alone, prompts alone, and prompts beside decode rows.
 
 The engine is stepped as a worker does it, one step ahead of the device, over KV that was computed. No two
-rows have the same prompt, so no two read the same blocks. On a CPU the time of the stepping thread on its core
-counts: it has its share in everything, and what others on the machine do does not matter.
+rows have the same prompt, so no two read the same blocks. On a CPU the time counts that the stepping thread
+had on its core: it has its share in everything, and what others on the machine do does not matter.
 """
 
 from __future__ import annotations

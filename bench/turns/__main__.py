@@ -30,7 +30,7 @@ from bench.turns.arms import Run, Traffic, arm_service, copy_rate
 from bench.turns.models import Library
 from bench.turns.outcome import measures
 from bench.turns.setting import H200, H200_CURVE, SMALL, Arm, Setting
-from bench.turns.simulated import Simulator, compared, curve_lines, fastest
+from bench.turns.simulated import TraceSimulator, compared, curve_lines, fastest
 from bench.turns.table import Judged, Line, document, judge, measured_lines
 from bench.turns.workload import load_trace, questions
 from hearth.sim.arrivals import Lengths
@@ -55,7 +55,7 @@ def main() -> None:
         return
     runs = merged(options)
     todo = missing(options, runs)
-    if any(todo.values()):
+    if todo:
         runs += measured(library, todo, options, began_s + options.limit_s)
     if not runs and options.simulate is None:
         raise SystemExit("nothing was measured: raise --limit-s, or give earlier runs by --merge")
@@ -111,7 +111,8 @@ def missing(options: Namespace, runs: Sequence[Run]) -> dict[Arm, list[Traffic]]
         for speed in options.speeds
     ]
     done = {(run.arm, run.traffic) for run in runs}
-    return {arm: [each for each in traffics if (arm, each) not in done] for arm in options.arms}
+    by_arm = {arm: [each for each in traffics if (arm, each) not in done] for arm in options.arms}
+    return {arm: left for arm, left in by_arm.items() if left}
 
 
 def measured(
@@ -121,7 +122,7 @@ def measured(
     start_s = library.setting.start_s
     for arm, traffics in todo.items():
         most_s = [f"{traffic.most_s:.0f} s at {traffic.speed:g}x" for traffic in traffics]
-        tell(f"{arm}: about {start_s:.0f} s to start, then at most {', '.join(most_s) or 'nothing'}")
+        tell(f"{arm}: about {start_s:.0f} s to start, then at most {', '.join(most_s)}")
     options.runs.parent.mkdir(parents=True, exist_ok=True)
     trace = load_trace(options.trace, library.setting, options.seconds)
     library.make()
@@ -149,7 +150,7 @@ def simulated_lines(judged: Sequence[Judged], setting: Setting, options: Namespa
     """Yield what the simulator says."""
     assert setting.memory_bytes is not None, "only small settings leave it open"
     profile, trace = Profile.load(options.profile), load_trace(options.trace, setting, options.seconds)
-    simulator = Simulator(setting.shapes, setting.memory_bytes, options.cutoff_s, profile)
+    simulator = TraceSimulator(setting.shapes, setting.memory_bytes, options.cutoff_s, profile)
     parts = {
         "runs": compared(judged, simulator, trace),
         "speeds": fastest(simulator, trace),

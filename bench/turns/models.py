@@ -24,7 +24,7 @@ from hearth.config import EngineConfig
 from hearth.control.datadir import DataDir
 from hearth.control.registry import Registry
 from hearth.policy.fleet.footprint import footprint
-from hearth.store.manifest import CHUNK_BYTES, WEIGHTS
+from hearth.store.manifest import CHUNK_BYTES, MANIFEST, WEIGHTS
 
 _AT_ONCE = 4  #: deployments; each has threads of its own
 _SLACK_BYTES = 1 << 30  #: of host memory, beyond what the models take
@@ -85,14 +85,18 @@ class Library:
 
     def _write(self) -> None:
         setting = self.setting
-        if setting.kind == "cpu":
-            for number in range(len(setting.models)):
+        missing = [
+            number
+            for number, model in enumerate(setting.models)
+            if not (self._directory(model.name) / MANIFEST).exists()
+        ]
+        if setting.kind == "cpu" or not missing:
+            for number in missing:
                 _write_model(self.place, setting, number)
             return
-        with ProcessPoolExecutor(len(setting.models), mp_context=get_context("spawn")) as pool:
-            made = [pool.submit(_write_model, self.place, setting, n) for n in range(len(setting.models))]
-            for each in made:
-                each.result()
+        with ProcessPoolExecutor(len(missing), mp_context=get_context("spawn")) as pool:
+            for made in [pool.submit(_write_model, self.place, setting, number) for number in missing]:
+                made.result()
 
     def _deploy(self) -> None:
         deployed = set(local_models.names(self.data_dir))

@@ -38,7 +38,7 @@ class Simulated:
     moved_bytes: int
 
 
-class Simulator:
+class TraceSimulator:
     """Simulates a service whose models have these shapes, in so much memory."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Simulator:
         return measures(found, last_s)
 
 
-def compared(judged: Sequence[Judged], simulator: Simulator, trace: Trace) -> Iterator[Line]:
+def compared(judged: Sequence[Judged], simulator: TraceSimulator, trace: Trace) -> Iterator[Line]:
     """Yield how far the simulator is from each measured run that took turns."""
     for each in judged:
         if each.run.arm is Arm.TURNS:
@@ -103,7 +103,7 @@ def compared(judged: Sequence[Judged], simulator: Simulator, trace: Trace) -> It
                 yield Line(title, "share", difference, {}, Aim(MAX_DIFFERENCE))
 
 
-def fastest(simulator: Simulator, trace: Trace) -> Iterator[Line]:
+def fastest(simulator: TraceSimulator, trace: Trace) -> Iterator[Line]:
     """Yield the highest speed of a trace that each arm serves well, and how much more that is than today."""
     best = {}
     for arm in Arm:
@@ -128,7 +128,9 @@ def curve_lines(curve: Curve, lengths: Lengths, cutoff_s: float, profile: Profil
             names = [f"m{number}" for number in range(round(num_models))]
             periods = steady(dict.fromkeys(names, rate_per_s), curve.window_s)
             trace = draw_trace("poisson", periods, lengths, Random(1))
-            simulator = Simulator(dict.fromkeys(names, curve.shape), curve.memory_bytes, cutoff_s, profile)
+            simulator = TraceSimulator(
+                dict.fromkeys(names, curve.shape), curve.memory_bytes, cutoff_s, profile
+            )
             return not trace.requests or simulator.is_good(trace, Arm.TURNS)
 
         num_models = round(highest(is_good, 1.0, curve.max_models))

@@ -20,7 +20,7 @@ from bench.turns.journal import doings, entries
 from bench.turns.outcome import hear, measures, outcome, token_times
 from bench.turns.replay import Gate, Replayed, replay
 from bench.turns.setting import Arm
-from bench.turns.simulated import Simulator, highest
+from bench.turns.simulated import TraceSimulator, highest
 from bench.turns.switches import Calibration, SeenRequest, switches
 from bench.turns.table import document, judge, measured_lines
 from bench.turns.workload import Question
@@ -230,7 +230,7 @@ def test_a_prefill_takes_what_the_measured_ones_say(num_tokens: int, seconds: fl
 
 def test_the_simulator_is_asked_when_it_is_warm_and_judged_as_a_service_is() -> None:
     requests = [TracedRequest(at_s, name, 20, 5) for at_s, name in ((0.0, "x"), (0.1, "y"), (0.2, "x"))]
-    simulator = Simulator({"x": "1B", "y": "1B"}, 24 << 30, 10.0, Profile.load("h200"))
+    simulator = TraceSimulator({"x": "1B", "y": "1B"}, 24 << 30, 10.0, Profile.load("h200"))
 
     found = simulator.run(Trace("three", tuple(requests)), Arm.TURNS)
 

@@ -236,4 +236,4 @@ def test_a_kept_profile_was_measured_and_its_times_fit(name: str) -> None:
             abs(times.step_s(one.num_tokens, one.num_rows, one.context_tokens) / one.seconds - 1)
             for one in measured.steps
         ]
-        assert sum(errors) / len(errors) < 0.15, f"`{measured.name}` is off by {errors}"
+        assert sum(errors) / len(errors) < 0.2, f"`{measured.name}` is off by {errors}"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -206,9 +206,12 @@ def process(module: str, setup: msgspec.Struct) -> Iterator[subprocess.Popen[byt
                 raise
 
 
-def keeper_setup(folder: Path, host_bytes: int = 32 << 20) -> KeeperSetup:
+def keeper_setup(
+    folder: Path, host_bytes: int = 32 << 20, kind: Literal["cpu", "cuda"] = "cpu"
+) -> KeeperSetup:
+    """`kind` as the worker's: one for CPUs gives pages back, which a GPU that has pinned them goes on reading."""
     path = str(folder / "store")
-    return KeeperSetup(str(folder / "keeper.sock"), "cpu", path, None, host_bytes, "warning")
+    return KeeperSetup(str(folder / "keeper.sock"), kind, path, None, host_bytes, "warning")
 
 
 @contextmanager

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 def gateway() -> Iterator[Gateway]:
     with (
         folder() as place,
-        keeping(setup := keeper_setup(place)),
+        keeping(setup := keeper_setup(place, kind="cuda")),
         working(setup.socket, kind="cuda", budget_bytes=BUDGET_BYTES) as rig,
     ):
         yield rig.gateway
@@ -85,7 +85,7 @@ def test_models_that_do_not_fit_together_take_turns_and_answer_as_they_do_offlin
     places = {name: converted(name) for name in ("llama-gqa", "opt-pre")}
     with (
         folder() as place,
-        keeping(setup := keeper_setup(place)),
+        keeping(setup := keeper_setup(place, kind="cuda")),
         working(setup.socket, kind="cuda", budget_bytes=BUDGET_BYTES, turns=True) as rig,
     ):
         gateway, own_bytes = rig.gateway, BUDGET_BYTES * 3 // 4

@@ -42,9 +42,9 @@ def ps(
     it is busy while it answers, warm until its time is up, then retained: its weights stay until somebody
     needs the room, and only as many go as are needed. A pinned one stays in any case. Busy models that do not
     fit together take turns: those that are not in turn are paused, or wait for their first one, and TURN says
-    when their next token is due. KV counts blocks that
-    running requests use and those kept in case their text comes again, of all that the model has. Host memory
-    keeps models ready for GPUs; on a CPU, where it would be the same memory, they only pass through it.
+    when their next token is due. KV counts blocks that running requests use and those kept in case their text
+    comes again, of all that the model has. Host memory keeps models ready for GPUs; on a CPU, where it would
+    be the same memory, they only pass through it.
 
     [bold]Examples[/bold]
 

@@ -251,7 +251,11 @@ class Gateway:
 
     def _watch(self, metrics: Metrics) -> None:
         fleet, pools, watch = self._driver.fleet, self._pools, metrics.watch
-        watch("hearth_requests_running", "Requests on workers.", lambda: fleet.queues.num_running)
+        watch(
+            "hearth_requests_running",
+            "Requests on workers whose models have had a turn.",
+            lambda: fleet.queues.num_running - fleet.queues.num_awaiting_turn,
+        )
         watch(
             "hearth_requests_waiting",
             "Requests that wait for a slot, for room or for the first turn of their model.",

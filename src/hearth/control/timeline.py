@@ -43,7 +43,7 @@ class TurnWait:
     """A time in which the model of a request was not in turn. Mutable; written by the timeline."""
 
     began_s: float
-    is_pause: bool  #: tokens had been sent before
+    is_pause: bool  #: it had been in turn, and tokens had been sent
     reason: str
     ended_s: float | None = None
 
@@ -110,7 +110,7 @@ class Timeline:
         if self.wait is not None:
             return
         reason = "other models are in turn" if why is None else PAUSE_REASONS[why]
-        self.wait = TurnWait(now_s, self.first_token_s is not None, reason)
+        self.wait = TurnWait(now_s, why is not None and self.first_token_s is not None, reason)
         self.num_pauses += self.wait.is_pause
         if len(self.waits) < MAX_WAITS:
             self.waits.append(self.wait)

@@ -67,10 +67,9 @@ class SimulatedReplica:
 
     @property
     def current_hold(self) -> Hold:
-        """How the replica is held now, with its requests."""
-        if self.hold is Hold.PINNED:
-            return self.hold
-        return Hold.BUSY if self.running and self.is_in_turn else min(self.hold, Hold.WARM)
+        """How the replica is held now, with its requests; a paused one gives way as a warm one does."""
+        is_busy = bool(self.running) and self.is_in_turn and self.hold is not Hold.PINNED
+        return Hold.BUSY if is_busy else self.hold
 
     @property
     def wants_turn(self) -> bool:

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping
+from typing import assert_never
 
 from hearth.memory.pool import Pool
 from hearth.messages import StartRequest
@@ -22,10 +23,14 @@ from hearth.policy.turns.turn_policy import (
     TurnRules,
     WeightsView,
 )
-from hearth.types import Hold, ModelId, RequestId
+from hearth.types import Hold, ModelId, RequestId, TurnEnd
 from hearth.worker.hosted_model import Finding, HostedModel
 
 log = logging.getLogger(__name__)
+
+#: One that begins after less has not waited for a turn, and one that ends idle made room for nobody: as long
+#: as all models fit there is nothing to tell.
+TOLD_WAIT_S = 0.05
 
 
 class Turns:
@@ -114,11 +119,7 @@ class Turns:
             self._hosted[change.model].has_turn = isinstance(change, BeginTurn)
             if self._policy.wants_turn(change.model):
                 self._since_s[change.model] = now_s
-            match change:
-                case BeginTurn(model):
-                    log.info("turn_began model=%s waited_s=%.3f", model, now_s - since_s)
-                case EndTurn(model, why):
-                    log.info("turn_ended model=%s why=%s turn_s=%.3f", model, why, now_s - since_s)
+            _log_change(change, now_s - since_s)
         return changes
 
     def timeout_s(self) -> float | None:
@@ -165,3 +166,16 @@ class Turns:
         # One that lacks nothing but its mapping, or its engine, is not there either.
         missing_bytes = 0 if hosted.is_loaded else max(1, num_bytes - there_bytes)
         return WeightsView(missing_bytes * byte_s, num_bytes * byte_s)
+
+
+def _log_change(change: TurnChange, seconds: float) -> None:
+    """Log a turn that began after a wait of so long, or ended after so long."""
+    match change:
+        case BeginTurn(model):
+            level = logging.INFO if seconds >= TOLD_WAIT_S else logging.DEBUG
+            log.log(level, "turn_began model=%s waited_s=%.3f", model, seconds)
+        case EndTurn(model, why):
+            level = logging.DEBUG if why is TurnEnd.IDLE else logging.INFO
+            log.log(level, "turn_ended model=%s why=%s turn_s=%.3f", model, why, seconds)
+        case _:
+            assert_never(change)

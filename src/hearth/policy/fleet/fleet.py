@@ -153,6 +153,8 @@ class Fleet:
     def _update_pin(self, replica: Replica) -> None:
         """Have a replica pinned if it should be and can be; else enter it for `pins.py`, or take it out."""
         model, worker = replica.model, replica.worker
+        if not (model.is_pinned or replica.has_pin or self.refused_pins):
+            return  # as it is with nearly all
         is_wanted = worker.replicas.get(model.name) is replica and model.pinned_replica is replica
         if is_wanted and not replica.has_pin:
             replica.has_pin = not self.config.takes_turns or self.with_pin(replica).can_all_take_turns
