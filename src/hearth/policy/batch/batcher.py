@@ -340,11 +340,8 @@ class Batcher:
         """
         run = self.decode_run(num_steps)
         assert run.num_steps == num_steps, f"{num_steps=} {run=}"
-        running, block_tokens, num_flights = (
-            self._sequences.running(),
-            self.blocks.block_tokens,
-            len(self._flights),
-        )
+        running, block_tokens = self._sequences.running(), self.blocks.block_tokens
+        num_flights = len(self._flights)
         due: list[tuple[int, bool, LiveSequence]] = []  # number of the step, whether it commits it, sequence
         for sequence in running:
             assert token not in sequence.request.sampling.stop_ids, f"{token=} would have ended {sequence}"
@@ -359,7 +356,9 @@ class Batcher:
             if is_commit:
                 self._publish(sequence, (sequence.num_published + 1) * block_tokens)
             else:
-                sequence.blocks += self.blocks.allocate(1) or ()
+                blocks = self.blocks.allocate(1)
+                assert blocks is not None, f"{num_steps=} {self.blocks.num_available=}"
+                sequence.blocks += blocks
         self._sequences.take_table_writes()
         self._num_steps += num_steps
         if not num_flights:
