@@ -3,6 +3,9 @@
 Busy models share the device by time, not by steps: next is the one that has had the least. A model that was
 idle has saved up nothing: it starts where the least served of the others stands, so it neither waits for
 them to catch up nor makes them wait. What it had beyond that it keeps, or going idle for a moment would pay.
+
+Nobody waits for long because a step of its own was long: that may have been a kernel being compiled, of which
+the others had nothing and which will not come again, while its next token is due.
 """
 
 from __future__ import annotations
@@ -11,6 +14,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from hearth.types import ModelId
+
+#: No model counts as having had more than this beyond the least served one. No step that only computes takes
+#: longer, so that by those the time is shared exactly.
+MAX_LEAD_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +80,8 @@ class StepSharing:
             self._spent_s.clear()  # nobody to be compared with: a new beginning
         least_s = min((self._spent_s[model] for model in stayed), default=0.0)
         for model in ready:
-            if model not in stayed:
-                self._spent_s[model] = max(least_s, self._spent_s.get(model, 0.0))
+            spent_s = self._spent_s.get(model, 0.0)
+            self._spent_s[model] = min(max(least_s, spent_s), least_s + MAX_LEAD_S)
         self._busy = set(ready)
         return min(ready, key=lambda model: (self._spent_s[model], self._last_step.get(model, -1)))
 
