@@ -15,6 +15,7 @@ from hearth.policy.turns.turn_policy import BeginTurn, EndTurn, TurnPolicy, Turn
 from hearth.types import ModelId, Pace, RequestId, TurnEnd
 
 BUDGET_BYTES = 100
+KEPT_BYTES = 10  #: at most, by six models out of turn and for the workspace
 RULES = TurnRules()
 
 
@@ -34,9 +35,15 @@ class SteppedModel:
     num_bytes: int
     step_s: float
     load_s: float
+    standing_bytes: int = 0
+    workspace_bytes: int = 0
     there: float = 0.0  #: share of its weights
     left: dict[RequestId, int] = field(default_factory=dict)
     loads_until_s: float | None = None
+
+    @property
+    def promise(self) -> Promise:
+        return Promise(self.num_bytes, self.workspace_bytes, self.standing_bytes)
 
 
 class TurnWorld:
@@ -49,7 +56,7 @@ class TurnWorld:
         self.now_s = 0.0
         self.pinned = None if pinned is None else ModelId(f"m{pinned}")
         for name, model in self.models.items():
-            self.policy.hosted(name, Promise(model.num_bytes, 0))
+            self.policy.hosted(name, model.promise)
         if self.pinned is not None:
             self.policy.pin(self.pinned, 0.0, is_pinned=True)
         self.sent_in_turn: dict[ModelId, int] = {}
@@ -128,9 +135,22 @@ class TurnWorld:
                     self._take_room(name)
                     if model.there < 1.0:
                         model.loads_until_s = self.now_s + (1.0 - model.there) * model.load_s
-        assert self.policy.bound_bytes() <= BUDGET_BYTES
+        self._check_bound()
         assert sum(one.loads_until_s is not None for one in self.models.values()) <= 1
         assert self.policy.decide(self.now_s, self._weights) == [], "undecided after all"
+
+    def _check_bound(self) -> None:
+        """Check what is bound, and would be, against plain sums."""
+        in_turn = {name for name in self.models if self.policy.is_in_turn(name)}
+        assert self.policy.bound_bytes() == self._bound_of(in_turn) <= BUDGET_BYTES
+        first, *_, last = [*self.models, *self.models]
+        assert self.policy.bound_bytes((first,), (last,)) == self._bound_of((in_turn - {last}) | {first})
+
+    def _bound_of(self, in_turn: set[ModelId]) -> int:
+        kept = {*self.sent_in_turn, *in_turn}
+        own_bytes = sum(self.models[name].num_bytes for name in in_turn)
+        standing_bytes = sum(self.models[name].standing_bytes for name in kept - in_turn)
+        return own_bytes + standing_bytes + max((self.models[name].workspace_bytes for name in kept), default=0)
 
     def _take_room(self, name: ModelId) -> None:
         """Have models out of turn lose what those in turn are promised, the first one first."""
@@ -165,7 +185,9 @@ class TurnWorld:
 paces = st.sampled_from((Pace(), Pace(), Pace(0.2, 20.0, 0.5), Pace(2.0, 5.0, 3.0), Pace(tokens_per_s=0.0)))
 stepped_models = st.builds(
     SteppedModel,
-    num_bytes=st.integers(5, 95),
+    num_bytes=st.integers(5, 90),
+    standing_bytes=st.integers(0, 1),
+    workspace_bytes=st.integers(0, 4),
     step_s=st.sampled_from((0.01, 0.05, 0.2)),
     load_s=st.sampled_from((0.01, 0.05, 0.3, 1.0)),
 )
@@ -189,7 +211,7 @@ def test_every_request_ends_once_and_promises_are_kept(
 ) -> None:
     """Checked by the world after each decision; what is pinned leaves room for every other model."""
     largest = max((one.num_bytes for one in models[1:]), default=0)
-    has_room = is_pinned and models[0].num_bytes + largest <= BUDGET_BYTES
+    has_room = is_pinned and models[0].num_bytes + largest <= BUDGET_BYTES - KEPT_BYTES
     world = TurnWorld(models, 0 if has_room else None)
     world.run(arrivals)
     assert len(world.num_ended) == len(arrivals)
