@@ -150,7 +150,9 @@ class TurnWorld:
         kept = {*self.sent_in_turn, *in_turn}
         own_bytes = sum(self.models[name].num_bytes for name in in_turn)
         standing_bytes = sum(self.models[name].standing_bytes for name in kept - in_turn)
-        return own_bytes + standing_bytes + max((self.models[name].workspace_bytes for name in kept), default=0)
+        return (
+            own_bytes + standing_bytes + max((self.models[name].workspace_bytes for name in kept), default=0)
+        )
 
     def _take_room(self, name: ModelId) -> None:
         """Have models out of turn lose what those in turn are promised, the first one first."""

@@ -6,8 +6,9 @@ is never more than the budget.
 
 Every token has a time at which it is due (`paced_request.py`), and a model is as urgent as its most urgent
 request. Next in turn is the most urgent model; once several are overdue nobody has slack any more, and these
-go by how long they wait. One model is loaded at a time. A model that can begin without anybody's giving way
-begins at once, unless it would be in the way of a more urgent one that waits.
+go by how long they wait. One model is loaded at a time, unless that takes longer than `max_turn_s`. A model
+that can begin without anybody's giving way begins at once, unless it would be in the way of a more urgent one
+that waits.
 
 Otherwise models in turn give way, the least urgent first, each
     - once its requests that waited when its turn began have a token, or `max_turn_s` are over; those that
@@ -41,7 +42,7 @@ class TurnRules:
 
     min_turn_s: float = 0.3
     quantum_s: float = 0.6  #: a model that is not ahead of its pace may go on for so long
-    max_turn_s: float = 2.0  #: what a quantum grows to, and the end of waiting for first tokens
+    max_turn_s: float = 2.0  #: what a quantum grows to, and the end of waiting for first tokens or for a load
     growth: float = 1.5  #: of the quantum of a model that gives way although it is late
     #: How far ahead of its pace a model must be to give way, in times that its bytes take to come back.
     slack_reloads: float = 2.0
@@ -228,7 +229,7 @@ class TurnPolicy:
             is_fitting = self._fits((model,))
             if blocked is not None and not (is_fitting and self._fits((model, blocked), leaving)):
                 continue
-            if self._must_wait_for_load(model, weights_of):
+            if self._must_wait_for_load(model, now_s, weights_of):
                 victims = None
             elif is_fitting:
                 victims = []
@@ -270,12 +271,24 @@ class TurnPolicy:
         due_s = known.due_s
         return (1, known.waits_since_s) if due_s < now_s else (2, due_s)
 
-    def _must_wait_for_load(self, model: ModelId, weights_of: Callable[[ModelId], WeightsView]) -> bool:
-        """True if bytes of a model are missing while another is being loaded."""
-        is_any_loading = any(
-            one.turn is not None and one.turn.loaded_s is None for one in self._models.values()
-        )
-        return is_any_loading and bool(weights_of(model).missing_s)
+    def _must_wait_for_load(
+        self, model: ModelId, now_s: float, weights_of: Callable[[ModelId], WeightsView]
+    ) -> bool:
+        """True if bytes of a model are missing while another is being loaded.
+
+        But a load that takes longer than a turn may comes from farther away than host memory: it leaves the
+        bus to others.
+        """
+        ends_s = [
+            one.began_s + self._rules.max_turn_s
+            for one in self._models.values()
+            if one.turn is not None and one.turn.loaded_s is None and one.began_s is not None
+        ]
+        end_s = max(ends_s, default=-math.inf)
+        if now_s >= end_s or not weights_of(model).missing_s:
+            return False
+        self.wake_s = min(self.wake_s, end_s)
+        return True
 
     # Memory.
 
