@@ -238,7 +238,7 @@ class Loan:
 
 
 def _introduce(path: Path, *, is_pinned: bool) -> tuple[socket.socket, Segment]:
-    """Return a connection to the lender, and its segment, mapped; with `is_pinned`, one that can be pinned."""
+    """Return a connection to the lender, and its segment, mapped. `is_pinned`: the segment will be."""
     with ExitStack() as undo:
         connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
