@@ -338,7 +338,8 @@ class SteppedWorker:
             if (jump := self._plan_jump(ready)) is not None:
                 self._running = jump
                 return
-            model, now_s = self._sharing.next(ready), self._now_s
+            urgent = [model for model in ready if self.hosted[model].engine.batcher.has_newcomer]
+            model, now_s = self._sharing.next(ready, urgent), self._now_s
             self.reclaimer.before_step(model)
             begin_s = max(now_s, self._device_free_s)
             call = self.hosted[model].engine.launch(begin_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.policy.batch.step_sharing import MAX_LEAD_S, BusyModel, StepReadiness, StepSharing
+from hearth.policy.batch.step_sharing import MAX_EARLY_S, MAX_LEAD_S, BusyModel, StepReadiness, StepSharing
 from hearth.types import ModelId
 
 A, B, C = ModelId("a"), ModelId("b"), ModelId("c")
@@ -58,6 +58,22 @@ def test_after_all_were_idle_nobody_is_behind() -> None:
     sharing.stepped(B, 1.0)
 
     assert sharing.next([A, B]) == A
+
+
+def test_a_first_token_goes_first_but_nobody_lives_on_first_tokens() -> None:
+    sharing = StepSharing()
+    sharing.next([A, B])
+    sharing.stepped(A, 0.01)
+    assert sharing.next([A, B], urgent=[A]) == A
+
+    steps = []
+    for _ in range(200):
+        steps.append(sharing.next([A, B], urgent=[A]))
+        sharing.stepped(steps[-1], 0.01)
+
+    assert set(steps[:8]) == {A}
+    num_more = steps.count(A) - steps.count(B)
+    assert num_more * 0.01 <= MAX_EARLY_S + 0.02
 
 
 def test_a_model_that_comes_back_under_its_name_is_new() -> None:

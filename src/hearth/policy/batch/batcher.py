@@ -149,6 +149,13 @@ class Batcher:
     def num_waiting(self) -> int:
         return self._sequences.num_waiting
 
+    @property
+    def has_newcomer(self) -> bool:
+        """True if a request that runs, or could, waits for its first token."""
+        if next(self._sequences.next_in_line(), None) is not None:
+            return True
+        return self.num_running > 0 and not self._sequences.youngest().num_output
+
     def check_fits(self, request: EngineRequest) -> None:
         """Raise if the request can never be served. Reads limits only, so any thread may ask.
 
