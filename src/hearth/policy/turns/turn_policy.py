@@ -226,15 +226,9 @@ class TurnPolicy:
         blocked: ModelId | None = None
         leaving: list[ModelId] = []  # whose room the blocked one is to have
         for model in self.next_in_line(now_s):
-            is_fitting = self._fits((model,))
-            if blocked is not None and not (is_fitting and self._fits((model, blocked), leaving)):
+            if blocked is not None and not (self._fits((model,)) and self._fits((model, blocked), leaving)):
                 continue
-            if self._must_wait_for_load(model, now_s, weights_of):
-                victims = None
-            elif is_fitting:
-                victims = []
-            else:
-                victims = self._choose_victims(model, now_s, weights_of)
+            victims = self._choose_victims(model, now_s, weights_of)
             if victims is not None:
                 changes += victims
                 changes.append(self._begin(model, now_s, weights_of))
@@ -350,7 +344,11 @@ class TurnPolicy:
     def _choose_victims(
         self, model: ModelId, now_s: float, weights_of: Callable[[ModelId], WeightsView]
     ) -> list[EndTurn] | None:
-        """Return whose turns end for a model, as few as it takes; None: it is to wait until `wake_s`."""
+        """Return whose turns end for a model, as few as it takes; None: it is to wait, until `wake_s`."""
+        if self._must_wait_for_load(model, now_s, weights_of):
+            return None
+        if self._fits((model,)):
+            return []
         ripe_s = self._ripe_s(self._models[model], weights_of(model))
         if now_s < ripe_s:
             self.wake_s = min(self.wake_s, ripe_s)
