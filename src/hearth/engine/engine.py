@@ -172,14 +172,7 @@ class Engine:
 
     def kv_use(self) -> KvUse:
         """Return how KV is used between two steps, for `elastic` to decide by."""
-        batcher, blocks = self.batcher, self.batcher.blocks
-        return KvUse(
-            num_blocks=blocks.num_blocks,
-            num_live=blocks.num_live,
-            num_cached=blocks.num_cached,
-            num_wanted=batcher.wanted_blocks(),
-            num_running=batcher.num_running,
-        )
+        return self.batcher.kv_use()
 
     def add_blocks(self, extent: range) -> None:
         """Add blocks of KV that have memory from now on; what they hold does not matter."""

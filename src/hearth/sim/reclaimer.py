@@ -110,12 +110,12 @@ class SimulatedReclaimer:
     def before_step(self, model: ModelId) -> None:
         """Give a model the KV that its next step wants, as far as it is to be had."""
         engine = self._hosted[model].engine
-        self._run(self.policy.before_step(model, engine.elastic, engine.kv_use()))
+        self._run(self.policy.before_step(model, engine.elastic, engine.batcher.kv_use()))
 
     def after_step(self, model: ModelId, *, has_let_go: bool) -> None:
         """Take back the KV that a model has not used for long, or does not use now that it is idle."""
         engine = self._hosted[model].engine
-        use, has_work = engine.kv_use(), engine.has_work
+        use, has_work = engine.batcher.kv_use(), engine.has_work
         self._run(
             self.policy.after_step(model, engine.elastic, use, has_work=has_work, has_let_go=has_let_go)
         )

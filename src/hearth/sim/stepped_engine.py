@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from hearth.policy.batch.batcher import Batcher, BatchLimits, DecodeRun
 from hearth.policy.batch.blocks import BlockBook
-from hearth.policy.batch.elastic import Elastic, KvUse
+from hearth.policy.batch.elastic import Elastic
 from hearth.policy.batch.plan import CommittedStep, EngineRequest, StepPlan
 from hearth.policy.memory.kv_range import KvRange
 from hearth.sim.profile import ShapeProfile
@@ -61,17 +61,6 @@ class SteppedEngine:
         prompt = (self._num_added,) * num_prompt_tokens
         sampling = SamplingParams(max_tokens=num_output_tokens, ignore_eos=True, seed=0)
         self.batcher.add(EngineRequest(request_id, prompt, sampling, output=(_TOKEN,) * num_sent))
-
-    def kv_use(self) -> KvUse:
-        """Return how KV is used between two steps, for `elastic` to decide by."""
-        batcher, blocks = self.batcher, self.batcher.blocks
-        return KvUse(
-            num_blocks=blocks.num_blocks,
-            num_live=blocks.num_live,
-            num_cached=blocks.num_cached,
-            num_wanted=batcher.wanted_blocks(),
-            num_running=batcher.num_running,
-        )
 
     @property
     def is_placed(self) -> bool:
@@ -153,9 +142,9 @@ class SteppedEngine:
 
     def skip(self, num_steps: int, free_bytes: int, flight_end_s: float) -> None:
         """Have so many steps of `decode_run` be launched and waited for, the last one is over then."""
-        use = replace(self.kv_use(), num_wanted=self.batcher.blocks_wanted_by(num_steps))
+        use = replace(self.batcher.kv_use(), num_wanted=self.batcher.blocks_wanted_by(num_steps))
         self.grow(self.elastic.growth(use).now_blocks, free_bytes)
         plan = self.batcher.skip(num_steps, _TOKEN)
         assert plan is not None, "only a step that is in flight can be followed by a jump"
         self.flight = Flight(plan, flight_end_s)
-        self.elastic.skip(num_steps, self.kv_use())
+        self.elastic.skip(num_steps, self.batcher.kv_use())

@@ -35,6 +35,7 @@ from dataclasses import dataclass, field, replace
 
 from hearth.errors import BadPrompt, ConfigError, GuideStuck, HearthError, LogitsNotFinite, PromptTooLong
 from hearth.policy.batch.blocks import BlockBook, BlockMove
+from hearth.policy.batch.elastic import KvUse
 from hearth.policy.batch.plan import (
     Admission,
     CommittedStep,
@@ -211,6 +212,16 @@ class Batcher:
         self._num_steps += 1
         self._flights.append(_PlannedStep(plan, draft.sequences))
         return plan
+
+    def kv_use(self) -> KvUse:
+        """Return how KV is used between two steps, for `Elastic` to decide by."""
+        return KvUse(
+            num_blocks=self.blocks.num_blocks,
+            num_live=self.blocks.num_live,
+            num_cached=self.blocks.num_cached,
+            num_wanted=self.wanted_blocks(),
+            num_running=self.num_running,
+        )
 
     def wanted_blocks(self) -> int:
         """Return how many blocks the next plan would hand out if there were enough of them for everybody.
