@@ -103,9 +103,9 @@ def explain_refused_pin(replica: Replica) -> str:
 
 def explain_shortage(worker: Worker, footprint: Footprint) -> str | None:
     """Say why a worker has no room for a model now; None if it has, or could evict idle ones."""
-    freeable_bytes = worker.promises.freeable_bytes(Hold.WARM)
     if worker.promises.could_have_room(footprint, Hold.WARM):
         return None
+    freeable_bytes = worker.promises.freeable_bytes(Hold.WARM)
     busy = [one.model.name for one in worker.replicas.values() if one.hold in (Hold.PAUSED, Hold.BUSY)]
     text = f"needs {_format_bytes(footprint.least_bytes)}, {_format_bytes(freeable_bytes)} can be freed"
     return text + _name_some("busy", busy) + _name_pinned(worker)
