@@ -105,7 +105,7 @@ class Stage:
     def __init__(self, body: Body, new_pool: Callable[[EvictionTermsOf], Pool]) -> None:
         self.body = body
         self._hosted: dict[ModelId, HostedModel] = {}
-        self._reclaimer = Reclaimer(new_pool, self._hosted)
+        self._reclaimer = Reclaimer(new_pool, self._hosted, due_in_s=lambda model: 0.0)
         self.pool = self._reclaimer.pool
         self._fillers: set[ModelId] = set()
         self._num_fillers = 0

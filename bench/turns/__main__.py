@@ -29,7 +29,7 @@ from bench.report import HERE, arguments, emit, step, tell
 from bench.turns.arms import Run, Traffic, arm_service, copy_rate
 from bench.turns.models import Library
 from bench.turns.outcome import measures
-from bench.turns.setting import H200, H200_CURVE, SMALL, Arm, Setting
+from bench.turns.setting import H200, H200_CURVE, SMALL, WARM_SPEED, Arm, Setting
 from bench.turns.simulated import TraceSimulator, compared, curve_lines, fastest
 from bench.turns.table import Judged, Line, document, judge, measured_lines
 from bench.turns.workload import load_trace, questions
@@ -79,7 +79,13 @@ def parsed() -> Namespace:
         help="none: measure nothing, only put results together",
     )
     parser.add_argument("--speeds", nargs="+", type=float, default=[3.0, 2.0, 1.0], metavar="X")
-    parser.add_argument("--seconds", type=float, default=240.0, help="of the trace, in its own time")
+    parser.add_argument(
+        "--seconds",
+        nargs="+",
+        type=float,
+        default=[240.0],
+        help="of the trace, in its own time; one for each speed, or one for all",
+    )
     parser.add_argument("--cutoff-s", type=float, default=60.0, help="after the last arrival a run ends")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="by when this call is to have ended")
     parser.add_argument("--trace", type=Path, default=TRACE)
@@ -97,6 +103,10 @@ def parsed() -> Namespace:
     parser.add_argument("--profile", default="h200", help="of the simulator: a name or a file")
     parser.add_argument("--small", action="store_true", help="tiny models on a CPU")
     options = parser.parse_args()
+    if len(options.seconds) == 1:
+        options.seconds *= len(options.speeds)
+    if len(options.seconds) != len(options.speeds):
+        parser.error(f"--seconds takes one number, or one for each of {len(options.speeds)} speeds")
     if options.small and options.save:
         parser.error("numbers of a small run mean nothing: leave out --save")
     if options.small and options.simulate is not None:
@@ -107,8 +117,8 @@ def parsed() -> Namespace:
 def missing(options: Namespace, runs: Sequence[Run]) -> dict[Arm, list[Traffic]]:
     """Return what is asked for and has not been measured before, by arm."""
     traffics = [
-        Traffic(trace_name(options.trace), options.seconds, speed, options.cutoff_s)
-        for speed in options.speeds
+        Traffic(trace_name(options.trace), seconds, speed, options.cutoff_s)
+        for speed, seconds in zip(options.speeds, options.seconds, strict=True)
     ]
     done = {(run.arm, run.traffic) for run in runs}
     by_arm = {arm: [each for each in traffics if (arm, each) not in done] for arm in options.arms}
@@ -124,7 +134,8 @@ def measured(
         most_s = [f"{traffic.most_s:.0f} s at {traffic.speed:g}x" for traffic in traffics]
         tell(f"{arm}: about {start_s:.0f} s to start, then at most {', '.join(most_s)}")
     options.runs.parent.mkdir(parents=True, exist_ok=True)
-    trace = load_trace(options.trace, library.setting, options.seconds)
+    setting, measured_s = library.setting, max(options.seconds)
+    warm = load_trace(options.trace, setting, setting.warm_window_s, begin_s=measured_s).at_speed(WARM_SPEED)
     library.make()
     with step("the rate to the device"):
         bytes_per_s = copy_rate(library.setting)
@@ -133,12 +144,16 @@ def measured(
         if not fitting:
             tell(f"{arm}: left out, for it would not end in time")
             continue
-        with step(f"{arm}, in all"), arm_service(arm, library, bytes_per_s) as service:
+        with (
+            step(f"{arm}, in all"),
+            arm_service(arm, library, bytes_per_s, questions(warm, setting)) as service,
+        ):
             for traffic in fitting:
                 if time.perf_counter() + traffic.most_s > until_s:
                     tell(f"{arm} at {traffic.speed:g}x: left out, for it would not end in time")
                     continue
-                asked = questions(trace.at_speed(traffic.speed), library.setting)
+                trace = load_trace(options.trace, setting, traffic.window_s)
+                asked = questions(trace.at_speed(traffic.speed), setting)
                 with step(f"{arm} at {traffic.speed:g}x, {len(asked)} requests"):
                     run = service.run(traffic, asked)
                 append_run(options.runs, run)
@@ -149,7 +164,8 @@ def measured(
 def simulated_lines(judged: Sequence[Judged], setting: Setting, options: Namespace) -> Iterator[Line]:
     """Yield what the simulator says."""
     assert setting.memory_bytes is not None, "only small settings leave it open"
-    profile, trace = Profile.load(options.profile), load_trace(options.trace, setting, options.seconds)
+    profile = Profile.load(options.profile)
+    trace = load_trace(options.trace, setting, math.inf)  # a short one would be over before anybody is late
     simulator = TraceSimulator(setting.shapes, setting.memory_bytes, options.cutoff_s, profile)
     parts = {
         "runs": compared(judged, simulator, trace),
@@ -167,13 +183,12 @@ def read_runs(path: Path) -> list[Run]:
 
 
 def merged(options: Namespace) -> list[Run]:
-    """Return earlier runs; those of other requests must not stand beside the new ones."""
+    """Return earlier runs; those of another trace must not stand beside the new ones."""
     runs = [run for path in options.merge for run in read_runs(path)]
-    wanted = (trace_name(options.trace), options.seconds)
+    wanted = trace_name(options.trace)
     for run in runs:
-        given = (run.traffic.trace, run.traffic.window_s)
-        if given != wanted:
-            raise SystemExit(f"--merge takes runs of trace and seconds {wanted}, given: {given}")
+        if run.traffic.trace != wanted:
+            raise SystemExit(f"--merge takes runs of the trace {wanted}, given: {run.traffic.trace}")
     return runs
 
 

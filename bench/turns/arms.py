@@ -33,6 +33,7 @@ from hearth.types import ModelId
 
 T = TypeVar("T")
 
+WARM_CUTOFF_S = 20.0  #: of the traffic before anything is measured
 _ASKS = 3  #: of which the median counts
 _NUM_EXPLAINED = 2  #: of each kind
 _WIDTH = 100  #: of waterfalls, in characters
@@ -109,11 +110,17 @@ class ArmService:
 
 
 @contextmanager
-def arm_service(arm: Arm, library: Library, bytes_per_s: float) -> Iterator[ArmService]:
-    """Start a service for an arm and warm it up; it ends with the context."""
+def arm_service(
+    arm: Arm, library: Library, bytes_per_s: float, warm: Sequence[Question]
+) -> Iterator[ArmService]:
+    """Start a service for an arm and warm it up, last by traffic like that to come; it ends with the context.
+
+    Kernels are compiled for what a step holds, and steps of real traffic hold what no list of prompts does.
+    """
     with serving(library.data_dir, library.serve_flags(arm.takes_turns)) as service:
         with step(f"{arm}: warming up"):
             first_token_s = _in_loop(_warm_up(service.port, library.setting))
+            _in_loop(replay(service.port, warm, Arm.TURNS, WARM_CUTOFF_S))
         yield ArmService(arm, service, Calibration(bytes_per_s, first_token_s))
 
 

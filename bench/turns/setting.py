@@ -14,6 +14,8 @@ GIB = 1 << 30
 #: token before it.
 FIRST_TOKEN_S = 1.0
 TOKENS_PER_S = 10.0
+#: How fast the traffic comes that a service has seen before anything is measured.
+WARM_SPEED = 6.0
 #: The speed of the trace that the aims are about.
 AIM_SPEED = 3.0
 #: Of requests with every token on time, at the highest speed that a device can be said to serve.
@@ -66,6 +68,9 @@ class Setting:
     max_prompt_tokens: int
     max_output_tokens: int
     warm_rows: int  #: requests that each model is warmed up with at once
+    warm_window_s: (
+        float  #: of the trace, from behind what is measured, that is replayed before at `WARM_SPEED`
+    )
     copied_bytes: int  #: to measure the rate to the device
     start_s: float  #: about what a service takes until it is warm
     memory_bytes: int | None = None  #: None: for all models but the weights of one
@@ -100,6 +105,7 @@ H200 = Setting(
     max_prompt_tokens=1500,
     max_output_tokens=300,
     warm_rows=48,
+    warm_window_s=60.0,
     copied_bytes=4 * GIB,
     start_s=60.0,
     memory_bytes=24 * GIB,
@@ -120,6 +126,7 @@ SMALL = Setting(
     max_prompt_tokens=64,
     max_output_tokens=32,
     warm_rows=4,
+    warm_window_s=6.0,
     copied_bytes=GIB // 4,
     start_s=15.0,
     engine={"max_batch_tokens": 512, "max_seqs": 16},

@@ -90,7 +90,7 @@ def compared(judged: Sequence[Judged], simulator: TraceSimulator, trace: Trace) 
     for each in judged:
         if each.run.arm is Arm.TURNS:
             speed = each.run.traffic.speed
-            run = simulator.run(trace.at_speed(speed), Arm.TURNS)
+            run = simulator.run(trace.window(0.0, each.run.traffic.window_s).at_speed(speed), Arm.TURNS)
             pairs = {
                 f"first token {p}": (run.seen.first_token_s[p], each.seen.first_token_s[p])
                 for p in PERCENTILES

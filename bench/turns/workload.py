@@ -25,13 +25,13 @@ class Question:
     body: bytes  #: the whole HTTP request
 
 
-def load_trace(path: Path, setting: Setting, window_s: float) -> Trace:
-    """Read the beginning of a trace whose tenants are the models of a setting, by popularity in all of it."""
+def load_trace(path: Path, setting: Setting, window_s: float, begin_s: float = 0.0) -> Trace:
+    """Read a part of a trace whose tenants are the models of a setting, by popularity in all of it."""
     # Lengths and chance are for traces that only count requests.
     lengths = Lengths.fixed(setting.max_prompt_tokens, setting.max_output_tokens)
     whole = read_trace(path, lengths, random.Random(0))
     mapped = whole.mapped([model.name for model in setting.models])
-    return mapped.window(0.0, window_s).cut(setting.max_prompt_tokens, setting.max_output_tokens)
+    return mapped.window(begin_s, window_s).cut(setting.max_prompt_tokens, setting.max_output_tokens)
 
 
 def questions(trace: Trace, setting: Setting) -> list[Question]:

@@ -67,3 +67,25 @@ def test_an_evicted_model_keeps_its_weights_and_a_dropped_one_nothing() -> None:
     assert (device.free_bytes, device.count_bytes(A)) == (30, 30)
     device.drop(B)
     assert (device.free_bytes, device.count_bytes(B)) == (70, 0)
+
+
+@given(st.integers(1, 10_000), st.integers(1, 100))
+def test_with_pages_all_units_are_one_and_the_last_may_be_filled_in_part(
+    num_bytes: int, page_bytes: int
+) -> None:
+    device = DeviceMemory(20_000, page_bytes)
+    device.place_weights(A, "", num_bytes)
+    assert set(device.weights[A].units) == {page_bytes}
+    assert num_bytes <= device.count_bytes(A) == device.rounded(num_bytes) < num_bytes + page_bytes
+    assert device.place_weights(A, "", num_bytes) == device.rounded(num_bytes)  # all of it is there
+
+
+def test_what_a_model_has_beside_its_weights_grows_and_shrinks() -> None:
+    device = DeviceMemory(100)
+    device.place_other(A, 10, workspace_bytes=20)
+    device.place_other(B, 5, workspace_bytes=30)
+    device.resize_other(A, 7)
+    assert device.free_bytes == 100 - 10 - 7 - 5 - 30
+    device.resize_other(A, -7)
+    device.free_other(B)
+    assert device.free_bytes == 100 - 10 - 20

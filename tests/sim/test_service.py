@@ -73,7 +73,7 @@ def test_promises_stay_within_the_budget_whenever_a_worker_tells_something(
 ) -> None:
     def look(_: WorkerFact) -> None:
         for worker in service.workers.values():
-            assert worker.device.free_bytes >= 0
+            assert worker.reclaimer.device.free_bytes >= 0
             assert worker.turns is not None
             assert worker.turns.bound_bytes() <= MEMORY_BYTES
 

@@ -45,10 +45,9 @@ from hearth.policy.fleet.fleet import Fleet
 from hearth.sim.answers import SimulatedAnswer
 from hearth.sim.profile import Profile
 from hearth.sim.setting import KIND, Policy, SimulationSetting
+from hearth.sim.stepped_model import HostOrder, StartOrder
 from hearth.sim.stepped_worker import (
-    HostOrder,
     Paused,
-    StartOrder,
     SteppedWorker,
     TokensSent,
     WorkerFact,

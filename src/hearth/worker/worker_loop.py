@@ -137,7 +137,8 @@ class WorkerLoop:
     def _step(self) -> None:
         """Make one step of the model that is next. If that breaks, the model leaves and the others go on."""
         ready = self._models.ready()
-        model = self._sharing.next(ready)
+        urgent = [model for model, served in ready.items() if served.engine.batcher.has_newcomer]
+        model = self._sharing.next(ready, urgent)
         began_s = time.perf_counter()
         try:
             outcome = self._models.step(model, ready[model])

@@ -165,6 +165,20 @@ def test_the_next_step_is_planned_before_the_token_is_known() -> None:
     assert launched(engine).rows == (Row(RequestId("a"), 0, 3, 1, None, True),)
 
 
+def test_a_newcomer_waits_for_its_first_token_until_that_is_committed() -> None:
+    batcher = loop(max_seqs=1).batcher
+    assert not batcher.has_newcomer
+    batcher.add(request("a", range(4), max_tokens=3))
+    assert batcher.has_newcomer
+    plan = batcher.plan()
+    assert plan is not None
+    assert batcher.has_newcomer
+    batcher.commit(plan, [7])
+    assert not batcher.has_newcomer
+    batcher.add(request("b", range(4)))
+    assert not batcher.has_newcomer, "it has no slot, so no step would help it"
+
+
 def test_a_third_step_in_flight_is_our_bug() -> None:
     engine = loop()
     engine.add(request("a", [1], max_tokens=8))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.policy.batch.step_sharing import BusyModel, StepReadiness, StepSharing
+from hearth.policy.batch.step_sharing import MAX_EARLY_S, MAX_LEAD_S, BusyModel, StepReadiness, StepSharing
 from hearth.types import ModelId
 
 A, B, C = ModelId("a"), ModelId("b"), ModelId("c")
@@ -43,9 +43,9 @@ def test_one_that_was_idle_has_saved_up_nothing() -> None:
 def test_going_idle_for_a_moment_does_not_pay() -> None:
     sharing = StepSharing()
     assert sharing.next([A, B]) == A
-    sharing.stepped(A, 10.0)
+    sharing.stepped(A, 0.4)
     for _ in range(5):
-        sharing.stepped(sharing.next([B]), 1.0)
+        sharing.stepped(sharing.next([B]), 0.04)
 
     assert sharing.next([A, B]) == B
 
@@ -60,6 +60,22 @@ def test_after_all_were_idle_nobody_is_behind() -> None:
     assert sharing.next([A, B]) == A
 
 
+def test_a_first_token_goes_first_but_nobody_lives_on_first_tokens() -> None:
+    sharing = StepSharing()
+    sharing.next([A, B])
+    sharing.stepped(A, 0.01)
+    assert sharing.next([A, B], urgent=[A]) == A
+
+    steps = []
+    for _ in range(200):
+        steps.append(sharing.next([A, B], urgent=[A]))
+        sharing.stepped(steps[-1], 0.01)
+
+    assert set(steps[:8]) == {A}
+    num_more = steps.count(A) - steps.count(B)
+    assert num_more * 0.01 <= MAX_EARLY_S + 0.02
+
+
 def test_a_model_that_comes_back_under_its_name_is_new() -> None:
     sharing = StepSharing()
     sharing.next([A, B])
@@ -71,6 +87,24 @@ def test_a_model_that_comes_back_under_its_name_is_new() -> None:
     sharing.next([A, B])
     sharing.stepped(B, 1.0)
     assert sharing.next([A, B]) == A
+
+
+@given(compiled_s=st.floats(0.5, 60.0), step_s=st.floats(0.001, 0.1), is_away=st.booleans())
+def test_a_model_whose_kernels_were_compiled_does_not_wait_as_long(
+    compiled_s: float, step_s: float, is_away: bool
+) -> None:
+    """Neither for its next step, nor when it comes back after a pause."""
+    sharing, waited_s = StepSharing(), 0.0
+    assert sharing.next([A, B]) == A
+    sharing.stepped(A, compiled_s)
+    if is_away:
+        sharing.stepped(sharing.next([B]), step_s)
+
+    while sharing.next([A, B]) != A:
+        sharing.stepped(B, step_s)
+        waited_s += step_s
+
+    assert waited_s <= MAX_LEAD_S + step_s + 1e-9
 
 
 @given(st.dictionaries(st.sampled_from([A, B, C]), st.lists(STEP_S, min_size=40, max_size=40), min_size=2))

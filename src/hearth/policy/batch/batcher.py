@@ -149,6 +149,13 @@ class Batcher:
     def num_waiting(self) -> int:
         return self._sequences.num_waiting
 
+    @property
+    def has_newcomer(self) -> bool:
+        """True if a request that runs, or could, waits for its first token."""
+        if next(self._sequences.next_in_line(), None) is not None:
+            return True
+        return self.num_running > 0 and not self._sequences.youngest().num_output
+
     def check_fits(self, request: EngineRequest) -> None:
         """Raise if the request can never be served. Reads limits only, so any thread may ask.
 
@@ -340,11 +347,8 @@ class Batcher:
         """
         run = self.decode_run(num_steps)
         assert run.num_steps == num_steps, f"{num_steps=} {run=}"
-        running, block_tokens, num_flights = (
-            self._sequences.running(),
-            self.blocks.block_tokens,
-            len(self._flights),
-        )
+        running, block_tokens = self._sequences.running(), self.blocks.block_tokens
+        num_flights = len(self._flights)
         due: list[tuple[int, bool, LiveSequence]] = []  # number of the step, whether it commits it, sequence
         for sequence in running:
             assert token not in sequence.request.sampling.stop_ids, f"{token=} would have ended {sequence}"
@@ -359,7 +363,9 @@ class Batcher:
             if is_commit:
                 self._publish(sequence, (sequence.num_published + 1) * block_tokens)
             else:
-                sequence.blocks += self.blocks.allocate(1) or ()
+                blocks = self.blocks.allocate(1)
+                assert blocks is not None, f"{num_steps=} {self.blocks.num_available=}"
+                sequence.blocks += blocks
         self._sequences.take_table_writes()
         self._num_steps += num_steps
         if not num_flights:

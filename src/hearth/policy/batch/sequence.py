@@ -43,6 +43,11 @@ class LiveSequence:
     num_published: int = 0  #: leading blocks that were offered to the prefix cache
 
     @property
+    def num_output(self) -> int:
+        """Tokens that were sampled and committed."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
     def num_unplanned(self) -> int:
         """Tokens that could be computed next; 0 if the last one that may be sampled is in flight."""
         if self.num_planned < self.num_prefill:

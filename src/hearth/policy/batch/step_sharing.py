@@ -3,6 +3,12 @@
 Busy models share the device by time, not by steps: next is the one that has had the least. A model that was
 idle has saved up nothing: it starts where the least served of the others stands, so it neither waits for
 them to catch up nor makes them wait. What it had beyond that it keeps, or going idle for a moment would pay.
+
+Nobody waits for long because a step of its own was long: that may have been a kernel being compiled, of which
+the others had nothing and which will not come again, while its next token is due.
+
+A first token goes first: somebody waits for it who has nothing to read yet. Whoever steps early for it has
+had its share, so the others catch up, and it goes early only as long as it is not far ahead of them.
 """
 
 from __future__ import annotations
@@ -11,6 +17,12 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from hearth.types import ModelId
+
+#: No model counts as having had more than this beyond the least served one. No step that only computes takes
+#: longer, so that by those the time is shared exactly.
+MAX_LEAD_S = 0.5
+#: How much more than the others a model may have had whose first token goes first.
+MAX_EARLY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +78,22 @@ class StepSharing:
         self._last_step: dict[ModelId, int] = {}
         self._num_steps = 0
 
-    def next(self, ready: Collection[ModelId]) -> ModelId:
-        """Return the one of `ready`, which must not be empty, that steps next."""
+    def next(self, ready: Collection[ModelId], urgent: Collection[ModelId] = ()) -> ModelId:
+        """Return the one of `ready`, which must not be empty, that steps next.
+
+        `urgent`: those of them with a request that waits for its first token.
+        """
         stayed = self._busy.intersection(ready)
         if not stayed:
             self._spent_s.clear()  # nobody to be compared with: a new beginning
         least_s = min((self._spent_s[model] for model in stayed), default=0.0)
         for model in ready:
-            if model not in stayed:
-                self._spent_s[model] = max(least_s, self._spent_s.get(model, 0.0))
+            spent_s = self._spent_s.get(model, 0.0)
+            self._spent_s[model] = min(max(least_s, spent_s), least_s + MAX_LEAD_S)
         self._busy = set(ready)
-        return min(ready, key=lambda model: (self._spent_s[model], self._last_step.get(model, -1)))
+        least_s = min(self._spent_s[model] for model in ready)
+        early = [model for model in urgent if self._spent_s[model] <= least_s + MAX_EARLY_S]
+        return min(early or ready, key=lambda model: (self._spent_s[model], self._last_step.get(model, -1)))
 
     def stepped(self, model: ModelId, seconds: float) -> None:
         """Note that a model has stepped for so long."""

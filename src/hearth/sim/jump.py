@@ -1,0 +1,91 @@
+"""Calls of engines that a simulation jumps over, because their steps only decode. Changes no engine.
+
+Models that are ready take turns at the device as `StepSharing` says, each call launches a step and waits for
+the one before, and a step begins when the device is free: all of that is as if every call were made.
+"""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hearth.policy.batch.batcher import DecodeRun
+from hearth.policy.batch.step_sharing import StepSharing
+from hearth.sim.stepped_engine import SteppedEngine
+from hearth.types import ModelId, RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class JumpedCall:
+    """A call whose steps only decode."""
+
+    model: ModelId
+    request_ids: tuple[RequestId, ...]  #: of those that get a token by it
+    began_s: float
+    end_s: float
+    flight_end_s: float  #: of the step that it launches
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Jump:
+    """Calls one after the other that are skipped as soon as they are over.
+
+    An order that comes meanwhile cuts off those that have not begun.
+    """
+
+    ready: Sequence[ModelId]  #: those that share the device meanwhile
+    calls: list[JumpedCall]
+
+    @property
+    def end_s(self) -> float:
+        return self.calls[-1].end_s
+
+    def cut(self, now_s: float) -> None:
+        """Leave out the calls that begin later."""
+        del self.calls[bisect_left(self.calls, now_s, key=lambda call: call.end_s) + 1 :]
+
+
+def plan_jump(
+    engines: Mapping[ModelId, SteppedEngine],
+    sharing: StepSharing,
+    free_bytes: int,
+    now_s: float,
+    until_s: float,
+    device_free_s: float,
+) -> Jump | None:
+    """Return the calls from now on in which nothing but decoding happens, each begun before `until_s`.
+
+    None: the next call has to be made. `engines` are those of the models that are ready. Their KV may take so
+    many free bytes; the device is busy until `device_free_s`.
+    """
+    ready = list(engines)
+    share_bytes = free_bytes // len(ready)
+    runs, flight_ends_s = dict[ModelId, DecodeRun](), dict[ModelId, float]()
+    for model, engine in engines.items():
+        if engine.flight is None:
+            return None
+        runs[model], flight_ends_s[model] = engine.decode_run(share_bytes), engine.flight.end_s
+        if not runs[model].num_steps:
+            return None
+    tried = copy.deepcopy(sharing) if len(ready) > 1 else None
+    num_calls, calls = dict.fromkeys(ready, 0), list[JumpedCall]()
+    while now_s < until_s:
+        model = ready[0] if tried is None else tried.next(ready)
+        run, num_before = runs[model], num_calls[model]
+        if num_before == run.num_steps:
+            break
+        num_rows = len(run.request_ids)
+        context_tokens = run.context_tokens + num_before * num_rows
+        step_s = engines[model].shape.step_s(num_rows, num_rows, context_tokens)
+        device_free_s = max(now_s, device_free_s) + step_s
+        end_s = max(now_s, flight_ends_s[model])
+        calls.append(JumpedCall(model, run.request_ids, now_s, end_s, device_free_s, step_s))
+        flight_ends_s[model] = device_free_s
+        if tried is not None:
+            tried.stepped(model, end_s - now_s)
+        num_calls[model] += 1
+        now_s = end_s
+    return Jump(ready, calls) if calls else None

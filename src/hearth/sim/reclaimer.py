@@ -1,0 +1,224 @@
+"""Carries out what `policy/memory/reclaim.py` orders on a simulated worker, on numbers. Decides nothing.
+
+What `worker/reclaimer.py` and a pool of mapped pages are on a live worker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import assert_never
+
+from hearth.policy.fleet.footprint import PAGE_BYTES
+from hearth.policy.memory.eviction import Tail, plan_takes
+from hearth.policy.memory.reclaim import (
+    ClearKv,
+    DropTable,
+    GrowKv,
+    KvView,
+    Orders,
+    PlaceTable,
+    ReclaimOrder,
+    ReclaimPolicy,
+    SpillTable,
+    TablesView,
+    TakeWeights,
+    carry_out,
+)
+from hearth.policy.memory.reload_cost import DeviceReloadCosts
+from hearth.policy.turns.turn_policy import TurnPolicy
+from hearth.sim.device import DeviceMemory
+from hearth.sim.stepped_model import SteppedModel
+from hearth.types import Hold, ModelId
+
+_NO_TABLES = TablesView({}, {}, ())
+
+
+class SimulatedReclaimer:
+    """Mutable; its worker alone calls it and sets `now_s`. Shows the policy KV of models: `ModelBooks`."""
+
+    def __init__(
+        self, budget_bytes: int, hosted: Mapping[ModelId, SteppedModel], turns: TurnPolicy | None
+    ) -> None:
+        """`hosted` are the hosted models, kept by whoever calls."""
+        self.device = DeviceMemory(budget_bytes, PAGE_BYTES)
+        self.policy = ReclaimPolicy(self, keeps_addresses=True)
+        self.costs = DeviceReloadCosts()
+        self.now_s = 0.0
+        self._hosted, self._turns = hosted, turns
+
+    # Weights.
+
+    def missing_bytes(self, model: ModelId) -> int:
+        """Return how many bytes of a hosted model's weights have no place."""
+        num_bytes = self.device.rounded(self._hosted[model].order.profile.num_bytes)
+        return num_bytes - self.device.count_bytes(model)
+
+    def is_incomplete(self, model: ModelId) -> bool:
+        """True if a hosted model that is not being loaded has to be before it can step."""
+        hosted = self._hosted[model]
+        return not hosted.is_assembled or not hosted.engine.is_placed or self.missing_bytes(model) > 0
+
+    def place(self, model: ModelId) -> int | None:
+        """Give a model its place, for which others may have to give way; return how many bytes are to come.
+
+        None: a model is being loaded whose turn is over, and that has to be waited for.
+        """
+        hosted = self._hosted[model]
+        profile, promise, engine = hosted.order.profile, hosted.order.load.promise, hosted.engine
+        there_bytes = self.device.place_weights(model, profile.digest, profile.num_bytes)
+        was_placed = engine.is_placed
+        engine.place_sink()
+        tables_bytes = promise.standing_bytes - engine.kv.sink_pages * PAGE_BYTES
+        self.device.place_other(model, tables_bytes + engine.kv_bytes, promise.workspace_bytes)
+        lack_bytes = self._run(self.policy.make_room(model, lambda: max(0, -self.device.free_bytes)))
+        if not lack_bytes:
+            return self.device.count_bytes(model) - there_bytes
+        is_any_loading = any(one.load is not None for one in self._hosted.values())
+        is_deferred = self.policy.defer(model, is_any_loading=is_any_loading)
+        assert is_deferred, f"what is promised to `{model}` cannot be had: {lack_bytes=}"
+        self.device.truncate(model, there_bytes)
+        if not was_placed:
+            engine.clear_all()
+            self.device.free_other(model)
+        return None
+
+    def retire(self, model: ModelId, hosted: SteppedModel) -> None:
+        """Take back all memory of an idle model but the weights that are there."""
+        if hosted.load is not None:
+            self.device.truncate(model, self.device.count_bytes(model) - hosted.load.num_bytes)
+        hosted.engine.clear_all()
+        self.device.free_other(model)
+        self.policy.stop_deferring(model)
+        self.policy.room_may_have_come()
+
+    def drop(self, model: ModelId) -> None:
+        """Take back all memory of a model, and forget what was learnt of it."""
+        self.device.drop(model)
+        self.policy.forget(model)
+        self.policy.room_may_have_come()
+        self.costs.forget(model)
+
+    def count_device_bytes(self) -> dict[ModelId, int]:
+        """Return how many bytes of each model are there, hosted or evicted, as a worker reports them."""
+        coming = {name: one.load.num_bytes for name, one in self._hosted.items() if one.load is not None}
+        there = {name: self.device.count_bytes(name) - coming.get(name, 0) for name in self.device.weights}
+        return {name: num_bytes for name, num_bytes in there.items() if num_bytes}
+
+    # KV.
+
+    def before_step(self, model: ModelId) -> None:
+        """Give a model the KV that its next step wants, as far as it is to be had."""
+        engine = self._hosted[model].engine
+        self._run(self.policy.before_step(model, engine.elastic, engine.kv_use()))
+
+    def after_step(self, model: ModelId, *, has_let_go: bool) -> None:
+        """Take back the KV that a model has not used for long, or does not use now that it is idle."""
+        engine = self._hosted[model].engine
+        use, has_work = engine.kv_use(), engine.has_work
+        self._run(
+            self.policy.after_step(model, engine.elastic, use, has_work=has_work, has_let_go=has_let_go)
+        )
+
+    def skip(self, model: ModelId, num_steps: int, flight_end_s: float) -> None:
+        """Have steps of a model be over that only decode, with the free memory that they take."""
+        engine = self._hosted[model].engine
+        before_bytes = engine.kv_bytes
+        engine.skip(num_steps, self.device.free_bytes, flight_end_s)
+        self.device.resize_other(model, engine.kv_bytes - before_bytes)
+
+    # What the policy reads.
+
+    def models(self) -> list[ModelId]:
+        return [model for model, hosted in self._hosted.items() if hosted.is_assembled]
+
+    def kv_of(self, model: ModelId) -> KvView:
+        engine, hold = self._hosted[model].engine, self._hold(model)
+        blocks, is_paused = engine.batcher.blocks, hold is Hold.PAUSED
+        return KvView(
+            hold=hold,
+            has_work=engine.has_work,
+            block_bytes=engine.kv.block_bytes,
+            floor_blocks=0 if is_paused else blocks.floor_blocks,
+            max_blocks=engine.kv.max_blocks - 1,  # the sink is no block of the book
+            num_blocks=blocks.num_blocks,
+            num_available=blocks.num_available,
+            reserve_blocks=0 if is_paused else engine.elastic.reserve_blocks(engine.batcher.num_running),
+            due_in_s=self._due_in_s(model) if is_paused else 0.0,
+        )
+
+    def extents(self, model: ModelId) -> list[range]:
+        return self._hosted[model].engine.extents()
+
+    def cached_to_spare(self, model: ModelId) -> int:
+        return self._hosted[model].engine.batcher.cached_to_spare()
+
+    def tables_of(self, _: ModelId) -> TablesView:
+        return _NO_TABLES
+
+    def _hold(self, model: ModelId) -> Hold:
+        """Return how the weights and KV of a model are held now."""
+        hosted = self._hosted.get(model)
+        if hosted is None:
+            return Hold.RETAINED
+        if hosted.hold is Hold.PINNED:
+            return Hold.PINNED
+        is_in_turn = self._turns is None or self._turns.is_in_turn(model)
+        if hosted.load is not None or (hosted.requests and is_in_turn):
+            return Hold.BUSY
+        return Hold.PAUSED if hosted.requests else hosted.hold
+
+    def _due_in_s(self, model: ModelId) -> float:
+        """Return in how many seconds a model that waits for its turn has to have it."""
+        due_s = math.inf if self._turns is None else self._turns.due_s(model)
+        return 0.0 if math.isinf(due_s) else max(0.0, due_s - self.now_s)
+
+    # What it orders.
+
+    def _run(self, orders: Orders) -> int:
+        return carry_out(orders, self._act)
+
+    def _act(self, order: ReclaimOrder) -> int:
+        match order:
+            case GrowKv(model, num_blocks, _):
+                engine = self._hosted[model].engine
+                before_bytes = engine.kv_bytes
+                num_got = engine.grow(num_blocks, self.device.free_bytes)
+                self.device.resize_other(model, engine.kv_bytes - before_bytes)
+                return num_got
+            case ClearKv():
+                return self._clear(order)
+            case TakeWeights(num_bytes, most):
+                return self._take(num_bytes, most)
+            case PlaceTable() | SpillTable() | DropTable():
+                raise AssertionError(f"no request of a simulation needs a table: {order}")
+            case _:
+                assert_never(order)
+
+    def _clear(self, order: ClearKv) -> int:
+        engine = self._hosted[order.model].engine
+        if not order.may_forget and engine.batcher.blocks.cached_among(order.extent):
+            return 0
+        before_bytes = engine.kv_bytes
+        if not engine.clear(order.extent, may_preempt=order.may_preempt, keeps_floor=order.keeps_floor):
+            return 0
+        self.device.resize_other(order.model, engine.kv_bytes - before_bytes)
+        return len(order.extent)
+
+    def _take(self, num_bytes: int, most: Hold) -> int:
+        """Take weights as a pool does, cheapest first; return how many bytes came free."""
+        tails = [
+            Tail(model, hold, self._price(model, hold), weights.tail)
+            for model, weights in self.device.weights.items()
+            if (hold := self._hold(model)) <= most and model != self.policy.placing
+        ]
+        before_bytes = self.device.free_bytes
+        for take in plan_takes(tails, num_bytes):
+            self.device.take_units(take.model, take.num_units)
+        return self.device.free_bytes - before_bytes
+
+    def _price(self, model: ModelId, hold: Hold) -> float:
+        """Return the reload cost of a byte."""
+        if hold is Hold.PAUSED:
+            return self.costs.paused_cost_s_per_byte(model, self._due_in_s(model))
+        return self.costs.cost_s_per_byte(model, self.now_s)
