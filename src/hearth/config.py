@@ -121,15 +121,12 @@ class ServiceConfig:
     template_s: _Wait = 2.0  #: time limit of a chat template
     stream_heartbeat_s: Annotated[float, Limits(0.1, 3600.0)] = 5.0  #: between comments while a stream waits
     turns: bool = True  #: busy models that do not fit together share a device by time
-    first_token_target: Annotated[float, TARGET_LIMITS] = (
-        0.5  #: when a first token is due, after the request came
-    )
-    pace: Annotated[float, PACE_LIMITS] = (
-        10.0  #: tokens per second that are due from then on; 0: nobody reads along
-    )
-    max_pause: Annotated[float, _PAUSE_LIMITS] = (
-        1.5  #: the longest wait for a next token, however many were sent ahead
-    )
+    #: Seconds after a request came in which its first token is due.
+    first_token_target: Annotated[float, TARGET_LIMITS] = 0.5
+    #: Tokens per second that are due from then on; 0: nobody reads along.
+    pace: Annotated[float, PACE_LIMITS] = 10.0
+    #: The longest wait for a next token in seconds, however many were sent ahead.
+    max_pause: Annotated[float, _PAUSE_LIMITS] = 1.5
     #: Waiting for room for longer, a request has busy models drained for its own, if they cannot take turns.
     patience_s: _Wait = 2.0
     journal_bytes: Annotated[int, Limits(0)] = 256 << 20  #: of the event log on disk
@@ -147,9 +144,8 @@ class ModelConfig:
     keep_alive: Annotated[float | None, _Spoken()] = None  #: None: that of the service
     pinned: bool = False  #: loaded when the service starts, and never evicted
     latency_weight: Annotated[float, Limits(0.001, 1000.0)] = 1.0  #: how much a second of its start matters
-    first_token_target: Annotated[float | None, TARGET_LIMITS] = (
-        None  #: None: that of the service, as with the next two
-    )
+    #: None: that of the service, as with the next two.
+    first_token_target: Annotated[float | None, TARGET_LIMITS] = None
     pace: Annotated[float | None, PACE_LIMITS] = None
     max_pause: Annotated[float | None, _PAUSE_LIMITS] = None
     memory_floor_bytes: Annotated[int | None, Limits(1)] = None  #: of device memory, KV included

@@ -35,6 +35,13 @@ def test_a_trace_is_simulated_and_its_figures_shown(hearth: Hearth, tmp_path: Pa
     assert "trace.csv at 1x, turns" in told.out
 
 
+def test_refused_requests_are_counted_by_reason(hearth: Hearth, tmp_path: Path) -> None:
+    asked = ("simulate", "--trace", trace(tmp_path), "--models", "7b,3b", "--profile", machine(tmp_path))
+    assert "17 never_fits" in hearth(*asked, "--memory", "10GiB").out
+    report = json.loads(hearth(*asked, "--memory", "10GiB", "--json").out)
+    assert (report["num_refused"], report["refusals"]) == (17, {"never_fits": 17})
+
+
 def test_the_same_seed_draws_the_same_workload(hearth: Hearth, tmp_path: Path) -> None:
     asked = [
         *("simulate", "--trace", "gamma:2:3", "--models", "7b*3", "--length", "10", "--json"),
@@ -79,6 +86,7 @@ def test_wrong_input_is_explained(hearth: Hearth, tmp_path: Path) -> None:
         (("--trace", path, "--memory", "much"), "a size is a number"),
         (("--trace", path, "--begin", "1000"), "no request"),
         (("--trace", str(tmp_path / "none.csv")), "none.csv"),
+        (("--trace", path, "--pace", "-1"), "greater than or equal to 0"),
     ]:
         refused = hearth("simulate", "--profile", profile, *words)
         assert (refused.code, refused.out) == (2, "")

@@ -13,9 +13,10 @@ from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
 from hearth.control.registry import Deployed, Registry
 from hearth.errors import ConfigError
+from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.events import LoadModel, Promise
 from hearth.policy.fleet.footprint import fixed_bytes_of
-from hearth.types import ModelId, WorkerId
+from hearth.types import Hold, ModelId, WorkerId
 from tests.policy.fleet.test_footprint import LARGE
 
 BIG = "big"
@@ -71,6 +72,18 @@ def test_a_context_is_cut_to_the_budget_and_that_is_said_once(
     tight.refresh()
     (line,) = cuts(caplog)
     assert line == f"context_cut model=big context={entry.max_context} made_for=8192 budget={TIGHT_BYTES}"
+
+
+def test_where_models_take_turns_a_cut_context_leaves_room_for_what_others_keep(registry: Registry) -> None:
+    alone = catalog(registry, TIGHT_BYTES).find(BIG)
+    beside = Catalog(
+        *(registry, {}, ENGINE, 300.0), kind="cuda", budget_bytes=TIGHT_BYTES, takes_turns=True
+    ).find(BIG)
+    assert 2048 <= beside.max_context < alone.max_context
+    promises = Promises(TIGHT_BYTES)
+    for _ in range(10):
+        promises.add(beside.profile.footprints["cuda"].promise, Hold.BUSY)
+    assert promises.can_all_take_turns
 
 
 def test_a_worker_is_told_how_much_kv_a_model_is_promised_and_may_have(registry: Registry) -> None:

@@ -29,6 +29,8 @@ pytestmark = pytest.mark.e2e
 NUM_TOKENS = 200
 #: A worker dies when every stream has come that far.
 FIRST_TOKENS = 10
+#: Enough for several turns.
+NUM_TURN_TOKENS = 300
 NUM_PICKS = 40
 PICKS = {
     "type": "object",
@@ -65,10 +67,10 @@ class Told:
 
 @pytest.fixture(scope="module")
 def pair(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Two workers that are looked after closely."""
+    """Two workers that are looked after closely, each with room for one model: more of them take turns."""
     data_dir = shelf.copy(tmp_path_factory.mktemp("pair") / "data")
     watch = ("--set", "service.heartbeat_s=0.2", "--set", "service.max_missed=15")
-    flags = ("--workers", "2", "--memory", "256MiB", "--host-memory", "256MiB")
+    flags = ("--workers", "2", "--memory", "56MiB", "--host-memory", "256MiB")
     with serving(data_dir, *SMALL, *flags, *watch) as service:
         yield service
 
@@ -97,7 +99,7 @@ def stream_by(
     body = {"ignore_eos": True, **options}
     text, finish_reason, answer_id = "", None, ""
     chunks = client.chat.completions.create(
-        model="tiny-a",
+        model=str(body.pop("model", "tiny-a")),
         messages=[{"role": "user", "content": f"Tell me {number} stories."}],
         stream=True,
         max_completion_tokens=int(str(body.pop("max_tokens", NUM_TOKENS))),
@@ -154,6 +156,25 @@ def test_streams_go_on_elsewhere_as_if_nothing_had_happened(
         assert {"worker_lost", "resumed"} <= {one["what"] for one in marks if isinstance(one, dict)}
     guided = json.loads(disturbed[5].text)
     assert len(guided["picks"]) == NUM_PICKS
+
+
+def test_streams_of_models_that_take_turns_survive_their_worker(workers: Service) -> None:
+    def tell(model: str) -> Told:
+        return stream(workers, 1, {"model": model, "temperature": 0.0, "max_tokens": NUM_TURN_TOKENS})
+
+    def paused() -> str | None:
+        return next((name for name, state in workers.states().items() if state == "paused"), None)
+
+    models = ("tiny-a", "tiny-b", "tiny-c")
+    undisturbed = {model: tell(model) for model in models}
+    with ThreadPoolExecutor(len(models)) as threads:
+        jobs = {model: threads.submit(tell, model) for model in models}
+        one = eventually("a model is paused", paused)
+        workers.worker_of(one).kill()
+        told = {model: job.result() for model, job in jobs.items()}
+    for model in models:
+        assert (told[model].text, told[model].finish_reason) == (undisturbed[model].text, "length")
+    assert workers.explain(told[one].answer_id)["num_resumes"] == 1
 
 
 def test_a_request_whose_worker_died_while_loading_is_loaded_for_elsewhere(

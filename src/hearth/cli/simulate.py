@@ -49,7 +49,7 @@ def simulate(
         typer.Option("--profile", metavar="NAME|FILE", help="The machine: h200, cpu2 or a measured file."),
     ] = "h200",
     context: Annotated[int, typer.Option("--context", min=2, help="Tokens of prompt and answer.")] = 2048,
-    begin_s: Annotated[float, typer.Option("--begin", metavar="SECONDS", help="Of the trace.")] = 0.0,
+    begin_s: Annotated[float, typer.Option("--begin", min=0, metavar="SECONDS", help="Of the trace.")] = 0.0,
     length_s: Annotated[
         float | None, typer.Option("--length", metavar="SECONDS", help="Of the trace, at its own speed.")
     ] = None,
@@ -64,10 +64,15 @@ def simulate(
         Path | None,
         typer.Option("--lengths", metavar="FILE", help="Draw lengths from it where the trace has none."),
     ] = None,
-    first_token_target: Annotated[float, typer.Option("--first-token-target", metavar="SECONDS")] = 0.5,
-    pace: Annotated[float, typer.Option("--pace", metavar="TOKENS/S", help="0: nobody reads along.")] = 10.0,
+    first_token_target: Annotated[
+        float, typer.Option("--first-token-target", min=0, metavar="SECONDS")
+    ] = 0.5,
+    pace: Annotated[
+        float, typer.Option("--pace", min=0, metavar="TOKENS/S", help="0: nobody reads along.")
+    ] = 10.0,
     on_time_s: Annotated[
-        float, typer.Option("--on-time", metavar="SECONDS", help="The first token counts as late after it.")
+        float,
+        typer.Option("--on-time", min=0, metavar="SECONDS", help="The first token counts as late after it."),
     ] = 1.0,
     seed: Annotated[int, typer.Option("--seed", help="Of what is drawn.")] = 0,
     as_json: AsJson = False,
@@ -139,7 +144,7 @@ def _workload(
 def _facts(report: SimulationReport, on_time: OnTime) -> dict[str, object]:
     return {
         "requests": report.num_requests,
-        "refused": report.num_refused,
+        "refused": ", ".join(f"{num} {reason}" for reason, num in report.refusals.items()) or 0,
         "simulated": precise(report.simulated_s),
         "first token": _spread(report.first_token_s),
         "completion": _spread(report.completion_s),

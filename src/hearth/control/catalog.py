@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 
 #: The share of a budget that a worker has measured which is counted on: its successor's may be smaller.
 MEASURED_SHARE = 0.97
+#: The share of a budget that a context may fill where models take turns: the rest is for what others keep out
+#: of turn. A model with all of it could take turns with nobody.
+TURN_SHARE = 31 / 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +44,9 @@ class CatalogEntry:
 class Catalog:
     """Mutable; used on the event loop alone.
 
-    Models whose context nobody has named are served with as much of theirs as a worker can hold. How much a
-    worker can hold is known from the configuration, or else from the first one that is there.
+    Models whose context nobody has named are served with as much of theirs as a worker can hold, where models
+    take turns beside others that wait. How much a worker can hold is known from the configuration, or else
+    from the first one that is there.
     """
 
     def __init__(
@@ -54,10 +58,13 @@ class Catalog:
         kind: str = "cpu",
         budget_bytes: int | None = None,
         pace: Pace | None = None,
+        *,
+        takes_turns: bool = False,
     ) -> None:
         """Read the registry. `kind`: of the devices; `budget_bytes`: of each, None: not known yet.
 
-        `pace`: of models that have none of their own; None: the usual one.
+        `pace`: of models that have none of their own; None: the usual one. `takes_turns`: models that do not
+        fit together do.
 
         Raises:
             ConfigError: the configuration of a model contradicts the model.
@@ -65,7 +72,7 @@ class Catalog:
         self._registry, self._configs = registry, configs
         self._limits = engine.step_limits
         self._keep_alive_s, self._kind, self._budget_bytes = keep_alive_s, kind, budget_bytes
-        self._pace = pace or Pace()
+        self._pace, self._takes_turns = pace or Pace(), takes_turns
         #: Contexts that were cut, by model, as they have been logged.
         self._cuts: dict[str, int] = {}
         self._entries: dict[ModelId, CatalogEntry] = {}
@@ -187,7 +194,10 @@ class Catalog:
         )
 
     def _context(self, deployed: Deployed, config: ModelConfig) -> int:
-        limits = [limit for limit in (self._budget_bytes, config.memory_ceiling_bytes) if limit is not None]
+        budget_bytes = self._budget_bytes
+        if budget_bytes is not None and self._takes_turns:
+            budget_bytes = int(budget_bytes * TURN_SHARE)
+        limits = [limit for limit in (budget_bytes, config.memory_ceiling_bytes) if limit is not None]
         if config.context is not None or not limits:
             return context_of(deployed.facts, config.context)
         return fitted_context(deployed.facts, self._kind, self._limits, min(limits))

@@ -66,6 +66,7 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
             kind=devices.kind,
             budget_bytes=service.memory_bytes,
             pace=Pace(service.first_token_target, service.pace, service.max_pause),
+            takes_turns=service.turns,
         )
         catalog.check_settings()
         journal = Journal(

@@ -118,6 +118,13 @@ class ArenaPool:
         tenant = self._books.tenants.get(model)
         return 0 if tenant is None else tenant.holding(self._books.regions).stored_bytes
 
+    def lacks_weights(self, model: ModelId) -> bool:
+        tenant = self._books.tenants.get(model)
+        if tenant is None:
+            return False
+        holding = tenant.holding(self._books.regions)
+        return holding.weights_bytes < holding.total_bytes
+
     def take_weights(self, num_bytes: int, most: Hold) -> int:
         tails, owners_by_model = [], {}
         for model, tenant in self._books.tenants.items():

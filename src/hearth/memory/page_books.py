@@ -154,11 +154,10 @@ class PageBooks:
         tenants = sorted(self.tenants.values(), key=lambda tenant: tenant.address)
         addresses = [tenant.address for tenant in tenants]
         shared: dict[ModelId, dict[int, int]] = {tenant.model: {} for tenant in tenants}
-        for page in self.table.shared:
+        for page in self.table.shared.difference(self.workspace):
             for place in self.table.places_of(page):
                 tenant = tenants[bisect_right(addresses, place) - 1]
-                if (index := tenant.weights_index(place)) < tenant.num_weights_pages:  # else its workspace
-                    shared[tenant.model][index] = page
+                shared[tenant.model][tenant.weights_index(place)] = page
         return shared
 
     def end_load(self, tenant: MappedTenant, *, is_whole: bool) -> None:
@@ -350,6 +349,8 @@ def tails_of(books: PageBooks, eviction_terms: EvictionTermsOf, hold: Hold) -> l
         for model, terms in terms_by_model.items()
         if terms.hold == hold and not terms.is_loading
     }
+    if not costs:
+        return []
     shared = books.shared_weights()
     last = _last_owners(shared, costs)
     return [

@@ -129,6 +129,9 @@ class Pool(Protocol):
         """Return about how many stored bytes of a model's weights have memory, at no cost worth mentioning;
         those of a load under way count. 0 for one that is unknown."""
 
+    def lacks_weights(self, model: ModelId) -> bool:
+        """True if a model is known and some of its weights have no memory. Costs as little."""
+
     def take_weights(self, num_bytes: int, most: Hold) -> int:
         """Take at least so many bytes of weights from models held at most so, cheapest first; returns how
         many came free, which is less only where there are no more. Nobody computes with any of them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ class SimulationReport:
     num_models: int
     num_requests: int
     num_refused: int
+    refusals: dict[str, int]  #: how many of these for each reason
     simulated_s: float  #: from the beginning of the trace to the end of the last answer
     first_token_s: Percentiles | None  #: of requests that got one
     completion_s: Percentiles | None  #: of whole answers
@@ -70,6 +72,7 @@ def report_of(service: SimulatedService) -> SimulationReport:
         num_models=len(service.setting.shapes),
         num_requests=len(answers),
         num_refused=len(answers) - len(whole),
+        refusals=dict(Counter(answer.why_not for answer in answers if answer.why_not is not None)),
         simulated_s=ended_s,
         first_token_s=Percentiles.of([one.first_token_s for one in answers if one.token_s]),
         completion_s=Percentiles.of([one.completion_s for one in whole]),

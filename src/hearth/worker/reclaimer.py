@@ -245,10 +245,8 @@ class Reclaimer:
         """Take weights of idle or paused models, which have to be loaded again before they can step."""
         freed = self.pool.take_weights(num_bytes, most)
         # Also where nothing came free: what models share is taken from one of them, and stays with the other.
-        for holding in self.pool.usage().holdings:
-            hosted = self._hosted.get(holding.model)
-            is_partial = holding.weights_bytes < holding.total_bytes
-            if hosted is not None and is_partial:
+        for model, hosted in self._hosted.items():
+            if self.pool.lacks_weights(model):
                 hosted.weights_taken()
         return freed
 

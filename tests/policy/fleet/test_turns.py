@@ -208,6 +208,16 @@ def test_a_pin_counts_only_if_everybody_else_still_has_room_for_a_turn() -> None
     assert of(RefusePin, desk.ask("r3", "a")) == [], "people are told once"
 
 
+def test_a_refused_pin_names_each_model_that_is_in_the_way_once() -> None:
+    desk = TurnsDesk()
+    desk.deploy(*(profile(name, 40, sink_bytes=5) for name in "abc"))
+    desk.join("w1")
+    desk.ask("r1", "a", keep_alive_s=math.inf)
+    desk.ask("r2", "b")
+    (refused,) = of(RefusePin, desk.ask("r3", "c", keep_alive_s=math.inf))
+    assert "; busy: b; pinned: a;" in refused.message
+
+
 def test_a_refused_pin_counts_as_soon_as_it_can() -> None:
     desk = busy_desk()
     desk.ask("r2", "b", keep_alive_s=math.inf)

@@ -10,7 +10,6 @@ is hosted has to fit beside the pinned ones and what the others keep: then every
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -33,19 +32,19 @@ class Promises:
     #: What replicas have for themselves.
     own_bytes_by_hold: list[int] = field(default_factory=lambda: [0] * len(Hold))
     #: How many replicas were promised a shared workspace of each size.
-    workspaces_by_hold: list[Counter[int]] = field(default_factory=lambda: [Counter() for _ in Hold])
+    workspaces_by_hold: list[dict[int, int]] = field(default_factory=lambda: [{} for _ in Hold])
     #: Of `own_bytes_by_hold`, what replicas keep out of turn.
     standing_bytes_by_hold: list[int] = field(default_factory=lambda: [0] * len(Hold))
     #: How many replicas need so much more for their turn than they keep out of turn.
-    turns_by_hold: list[Counter[int]] = field(default_factory=lambda: [Counter() for _ in Hold])
+    turns_by_hold: list[dict[int, int]] = field(default_factory=lambda: [{} for _ in Hold])
 
     def add(self, promise: Promise, hold: Hold) -> None:
         """Promise bytes to a replica that is held so."""
         promise = self._booked(promise)
         self.own_bytes_by_hold[hold] += promise.own_bytes
         self.standing_bytes_by_hold[hold] += promise.standing_bytes
-        self.workspaces_by_hold[hold][promise.workspace_bytes] += 1
-        self.turns_by_hold[hold][promise.own_bytes - promise.standing_bytes] += 1
+        _add_one(self.workspaces_by_hold[hold], promise.workspace_bytes)
+        _add_one(self.turns_by_hold[hold], promise.own_bytes - promise.standing_bytes)
 
     def release(self, promise: Promise, hold: Hold) -> None:
         """Take back what a replica that is held so was promised."""
@@ -82,11 +81,11 @@ class Promises:
 
     def has_room(self, footprint: Footprint) -> bool:
         """True if a model can be promised its least without anybody going."""
-        return self._more_bytes(footprint, self.workspace_bytes()) <= self.free_bytes
+        return self._bytes_with(footprint) <= self.budget_bytes
 
     def could_have_room(self, footprint: Footprint, most: Hold) -> bool:
         """True if a model can be promised its least once every replica that is held at most so is gone."""
-        return self._more_bytes(footprint, self.workspace_bytes(most)) <= self.freeable_bytes(most)
+        return self._bytes_with(footprint, above=most) <= self.budget_bytes
 
     @property
     def must_take_turns(self) -> bool:
@@ -122,10 +121,11 @@ class Promises:
             + max(promise.workspace_bytes, self.workspace_bytes(above))
         )
 
-    def _more_bytes(self, footprint: Footprint, workspace_bytes: int) -> int:
-        """Return what a model would be promised beside replicas that share such a workspace."""
+    def _bytes_with(self, footprint: Footprint, above: Hold | None = None) -> int:
+        """Return what is promised to replicas held more than `above` and a model, all in turn."""
         promise = self._booked(footprint.promise)
-        return promise.own_bytes + max(0, promise.workspace_bytes - workspace_bytes)
+        own_bytes = promise.own_bytes + sum(self.own_bytes_by_hold[_first_above(above) :])
+        return own_bytes + max(promise.workspace_bytes, self.workspace_bytes(above))
 
     def _booked(self, promise: Promise) -> Promise:
         """Return a promise as this worker keeps it: with a workspace of its own where none can be shared."""
@@ -145,14 +145,23 @@ def _first_above(hold: Hold | None) -> int:
     return 0 if hold is None else hold + 1
 
 
-def _largest(sizes_by_hold: Sequence[Counter[int]]) -> int:
-    return max((size for sizes in sizes_by_hold for size in sizes), default=0)
+def _largest(sizes_by_hold: Sequence[dict[int, int]]) -> int:
+    largest = 0
+    for sizes in sizes_by_hold:
+        if sizes:
+            largest = max(largest, max(sizes))
+    return largest
 
 
-def _remove_one(sizes: Counter[int], size: int) -> None:
-    sizes[size] -= 1
-    if not sizes[size]:
-        del sizes[size]
+def _add_one(num_by_size: dict[int, int], size: int) -> None:
+    num_by_size[size] = num_by_size.get(size, 0) + 1
+
+
+def _remove_one(num_by_size: dict[int, int], size: int) -> None:
+    if num_by_size[size] == 1:
+        del num_by_size[size]
+    else:
+        num_by_size[size] -= 1
 
 
 @dataclass(frozen=True, slots=True)

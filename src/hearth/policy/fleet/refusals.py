@@ -91,20 +91,21 @@ def explain_pinned_out(fleet: Fleet, profile: ModelProfile) -> str | None:
 def explain_refused_pin(replica: Replica) -> str:
     """Say why a replica is not pinned though it should be."""
     worker, promise = replica.worker, replica.promise
-    others = [one.model.name for one in worker.replicas.values() if one.running and one is not replica]
+    others = (one for one in worker.replicas.values() if one.running and one is not replica)
+    busy = [one.model.name for one in others if not one.has_pin]
     return (
         f"model `{replica.model.name}` cannot be pinned yet: of the "
         f"{_format_bytes(worker.promises.budget_bytes)} of worker `{worker.name}` it would keep "
         f"{_format_bytes(promise.own_bytes)} for ever, and others would have no turn any more"
-        f"{_name_some('busy', others)}{_name_pinned(worker)}; it stays as long as nobody needs its room"
+        f"{_name_some('busy', busy)}{_name_pinned(worker)}; it stays as long as nobody needs its room"
     )
 
 
 def explain_shortage(worker: Worker, footprint: Footprint) -> str | None:
     """Say why a worker has no room for a model now; None if it has, or could evict idle ones."""
-    freeable_bytes = worker.promises.freeable_bytes(Hold.WARM)
     if worker.promises.could_have_room(footprint, Hold.WARM):
         return None
+    freeable_bytes = worker.promises.freeable_bytes(Hold.WARM)
     busy = [one.model.name for one in worker.replicas.values() if one.hold in (Hold.PAUSED, Hold.BUSY)]
     text = f"needs {_format_bytes(footprint.least_bytes)}, {_format_bytes(freeable_bytes)} can be freed"
     return text + _name_some("busy", busy) + _name_pinned(worker)
