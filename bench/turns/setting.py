@@ -15,7 +15,7 @@ GIB = 1 << 30
 FIRST_TOKEN_S = 1.0
 TOKENS_PER_S = 10.0
 #: How fast the traffic comes that a service has seen before anything is measured.
-WARM_SPEED = 6.0
+WARM_SPEED = 8.0
 #: The speed of the trace that the aims are about.
 AIM_SPEED = 3.0
 #: Of requests with every token on time, at the highest speed that a device can be said to serve.
@@ -104,8 +104,8 @@ H200 = Setting(
     kind="cuda",
     max_prompt_tokens=1500,
     max_output_tokens=300,
-    warm_rows=48,
-    warm_window_s=60.0,
+    warm_rows=24,
+    warm_window_s=180.0,
     copied_bytes=4 * GIB,
     start_s=60.0,
     memory_bytes=24 * GIB,

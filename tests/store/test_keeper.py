@@ -42,7 +42,7 @@ def setup() -> Iterator[KeeperSetup]:
 
 @pytest.fixture(scope="module")
 def borrower(setup: KeeperSetup) -> Iterator[Borrower]:
-    borrower = Borrower(Path(setup.socket))
+    borrower = Borrower(Path(setup.socket), is_pinned=False)
     yield borrower
     borrower.close()
 

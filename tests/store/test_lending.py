@@ -56,8 +56,9 @@ def path() -> Iterator[Path]:
 
 
 @contextmanager
-def lending(root: Path, path: Path) -> Iterator[tuple[Tiers, Lender]]:
-    tiers = Tiers(StoreConfig(path=str(root), host_bytes=NUM_CELLS * CELL_BYTES), cell_bytes=CELL_BYTES)
+def lending(root: Path, path: Path, *, keeps_chunks: bool = True) -> Iterator[tuple[Tiers, Lender]]:
+    config = StoreConfig(path=str(root), host_bytes=NUM_CELLS * CELL_BYTES)
+    tiers = Tiers(config, CELL_BYTES, is_pinned=keeps_chunks, keeps_chunks=keeps_chunks)
     try:
         with closing(Lender(tiers, path)) as lender:
             yield tiers, lender
@@ -138,6 +139,20 @@ def test_what_is_borrowed_for_a_cpu_is_not_pinned_for_the_gpu_beside_it(
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         with closing(Borrower(path, is_pinned=False)) as borrower:
             assert borrower.segment._pinner is None
+
+
+def test_pages_that_are_given_back_are_not_lent_to_be_pinned(model: Path, tmp_path: Path, path: Path) -> None:
+    """A device would go on reading what lay there before."""
+    with lending(tmp_path, path, keeps_chunks=False):
+        num_open = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(
+            StoreError, match=r"cannot be pinned for a CUDA device; start its keeper for `cuda`"
+        ):
+            Borrower(path, is_pinned=True)
+        assert eventually(lambda: len(os.listdir("/proc/self/fd")) == num_open)
+
+        with closing(Borrower(path, is_pinned=False)) as borrower:
+            assert borrower.open(model).manifest == read_manifest(model)
 
 
 def test_chunks_of_a_killed_borrower_are_taken_back(model: Path, tmp_path: Path, path: Path) -> None:
@@ -500,7 +515,9 @@ def test_a_lender_without_room_for_a_connection_serves_on(
     assert [record.msg.split()[0] for record in caplog.records] == ["borrower_not_accepted"]
 
 
-@pytest.mark.parametrize("line", [b"what?\n", encode(ReleaseChunk(0)), encode(LenderHello(1 << 40, 1 << 20))])
+@pytest.mark.parametrize(
+    "line", [b"what?\n", encode(ReleaseChunk(0)), encode(LenderHello(1 << 40, 1 << 20, keeps_pages=True))]
+)
 def test_a_borrower_leaves_nothing_open_after_a_greeting_that_is_none(path: Path, line: bytes) -> None:
     def greet(listener: socket.socket) -> None:
         connection, _ = listener.accept()

@@ -489,7 +489,7 @@ def test_without_a_keeper_a_load_fails_in_the_end(model: Path, monkeypatch: pyte
     monkeypatch.setattr(model_load, "LENDER_PATIENCE_S", 0.0)
     news: SimpleQueue[HostingNews] = SimpleQueue()
     with folder() as place, keeping(keeper_setup(place)) as keeper:
-        borrower = Borrower(Path(keeper_setup(place).socket))
+        borrower = Borrower(Path(keeper_setup(place).socket), is_pinned=False)
         keeper.kill()
         keeper.wait()
         device = torch.device("cpu")

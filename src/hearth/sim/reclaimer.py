@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import assert_never
 
 from hearth.policy.fleet.footprint import PAGE_BYTES
-from hearth.policy.memory.eviction import Tail, plan_takes
+from hearth.policy.memory.eviction import Tail, effective_hold, plan_takes
 from hearth.policy.memory.reclaim import (
     ClearKv,
     DropTable,
@@ -161,12 +161,12 @@ class SimulatedReclaimer:
         hosted = self._hosted.get(model)
         if hosted is None:
             return Hold.RETAINED
-        if hosted.hold is Hold.PINNED:
-            return Hold.PINNED
-        is_in_turn = self._turns is None or self._turns.is_in_turn(model)
-        if hosted.load is not None or (hosted.requests and is_in_turn):
-            return Hold.BUSY
-        return Hold.PAUSED if hosted.requests else hosted.hold
+        return effective_hold(
+            hosted.hold,
+            is_loading=hosted.load is not None,
+            has_requests=bool(hosted.requests),
+            has_turn=self._turns is None or self._turns.is_in_turn(model),
+        )
 
     def _due_in_s(self, model: ModelId) -> float:
         """Return in how many seconds a model that waits for its turn has to have it."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hearth.policy.fleet.events import Evict, LoadModel, ModelProfile, Promise, RungUse, SetHold
-from hearth.policy.memory.eviction import Tail, plan_takes
+from hearth.policy.memory.eviction import Tail, effective_hold, plan_takes
 from hearth.policy.memory.reclaim import (
     KvView,
     ReclaimOrder,
@@ -67,9 +67,11 @@ class SimulatedReplica:
 
     @property
     def current_hold(self) -> Hold:
-        """How the replica is held now, with its requests; a paused one gives way as a warm one does."""
-        is_busy = bool(self.running) and self.is_in_turn and self.hold is not Hold.PINNED
-        return Hold.BUSY if is_busy else self.hold
+        """How the replica is held now, with its requests."""
+        has_requests, is_loading = bool(self.running), self.is_loading
+        return effective_hold(
+            self.hold, is_loading=is_loading, has_requests=has_requests, has_turn=self.is_in_turn
+        )
 
     @property
     def wants_turn(self) -> bool:
@@ -272,8 +274,7 @@ class SimulatedWorker:
         for model, weights in self.device.weights.items():
             replica = self.replicas.get(model)
             hold = Hold.RETAINED if replica is None else replica.current_hold
-            is_loading = model == self._policy.placing or (replica is not None and replica.is_loading)
-            if hold <= min(order.most, Hold.WARM) and not is_loading:
+            if hold <= order.most and model != self._policy.placing:
                 tails.append(Tail(model, hold, self._costs.cost_s_per_byte(model, now_s), weights.tail))
         before_bytes = self.device.free_bytes
         for take in plan_takes(tails, order.num_bytes):

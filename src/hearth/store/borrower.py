@@ -57,9 +57,14 @@ class Borrower:
     """
 
     def __init__(self, path: Path, *, is_pinned: bool = True) -> None:
-        """`is_pinned`: what is borrowed is copied to a CUDA device, if there is any."""
+        """`is_pinned`: what is borrowed is copied to a CUDA device, if there is any.
+
+        Raises:
+            LenderGone: nobody lends at `path`.
+            StoreError: it is no lender, or one whose memory cannot be pinned and has to be.
+        """
         self._path, self._is_pinned = path, is_pinned
-        connection, segment = _introduce(path)
+        connection, segment = _introduce(path, is_pinned=is_pinned)
         connection.close()
         self.segment = self._pinned(segment)
         #: Descriptions of models by digest. Single operations of a dict are atomic, so it needs no lock.
@@ -115,7 +120,7 @@ class Borrower:
             segment.close()
 
     def _connect(self) -> tuple[socket.socket, Segment]:
-        connection, segment = _introduce(self._path)
+        connection, segment = _introduce(self._path, is_pinned=self._is_pinned)
         with self._lock:
             if os.path.sameopenfile(segment.fd, self.segment.fd):
                 segment.close()
@@ -232,8 +237,8 @@ class Loan:
         self._connection.close()
 
 
-def _introduce(path: Path) -> tuple[socket.socket, Segment]:
-    """Return a connection to the lender, and its segment, mapped."""
+def _introduce(path: Path, *, is_pinned: bool) -> tuple[socket.socket, Segment]:
+    """Return a connection to the lender, and its segment, mapped. `is_pinned`: the segment will be."""
     with ExitStack() as undo:
         connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
@@ -246,6 +251,12 @@ def _introduce(path: Path) -> tuple[socket.socket, Segment]:
         hello = parse(line)
         if not isinstance(hello, LenderHello) or len(fds) != 1:
             raise StoreError(f"`{path}` is no socket of a lender: {line[:80]!r}")
+        if is_pinned and not hello.keeps_pages:
+            # A device would go on reading the pages that it knows, which are no longer those of the segment.
+            raise StoreError(
+                f"the lender at `{path}` gives pages back to the system, as suits a CPU, so they cannot be "
+                "pinned for a CUDA device; start its keeper for `cuda`"
+            )
         try:
             segment = Segment(fds[0], hello.num_cells, hello.cell_bytes)
         except (OSError, ValueError) as error:

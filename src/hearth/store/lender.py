@@ -141,7 +141,7 @@ class _Session:
     def run(self) -> None:
         segment = self._tiers.segment
         try:
-            hello = encode(LenderHello(segment.num_cells, segment.cell_bytes))
+            hello = encode(LenderHello(segment.num_cells, segment.cell_bytes, self._tiers.keeps_chunks))
             socket.send_fds(self._connection, [hello], [segment.fd])
             for message in received(self._connection):
                 self._handle(message)

@@ -39,6 +39,7 @@ class LenderHello:
 
     num_cells: int
     cell_bytes: int
+    keeps_pages: bool  #: pages of the segment are never given back to the system, so they may be pinned
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,7 @@ class Tiers:
         to whoever needs memory: that is where a model that has left is found again.
         """
         assert keeps_chunks or not is_pinned, "pages that are pinned cannot be given back"
+        self.keeps_chunks = keeps_chunks
         self.disk = DiskTier(Path(config.path).expanduser(), config.disk_bytes)
         self.disk.collect()  # chunks of models that were replaced or deleted
         self.prices = ChunkPrices(is_on_disk=self.disk.holds)

@@ -30,6 +30,7 @@ from hearth.memory.pool import Pool, Space
 from hearth.messages import HostModel, ModelLoaded, RungBytes, StartRequest
 from hearth.models.weights import TensorPlace, bind
 from hearth.policy.batch.plan import EngineRequest
+from hearth.policy.memory.eviction import effective_hold
 from hearth.store.borrower import BorrowedModel
 from hearth.store.record import LoadRecord
 from hearth.types import Hold, ModelId, RequestId, SamplingTable
@@ -189,17 +190,11 @@ class HostedModel:
 
     @property
     def effective_hold(self) -> Hold:
-        """BUSY while nothing of the model may be taken: it has requests, or memory that is being filled.
-
-        PAUSED if it would be BUSY or PINNED, but waits for its turn.
-        """
+        """How the model is held now, whose requests may also wait for an engine or a grammar."""
         has_unchecked = (served := self.served) is not None and bool(served.unchecked)
         has_requests = self.has_work or bool(self.waiting) or has_unchecked
-        if self.has_turn and self.hold is Hold.PINNED:
-            return Hold.PINNED
-        if self.is_loading or (self.has_turn and has_requests):
-            return Hold.BUSY
-        return Hold.PAUSED if has_requests or self.hold is Hold.PINNED else self.hold
+        is_loading, has_turn = self.is_loading, self.has_turn
+        return effective_hold(self.hold, is_loading=is_loading, has_requests=has_requests, has_turn=has_turn)
 
     def is_same(self, order: HostModel) -> bool:
         """True if an order asks for just what this model's engine was made for."""

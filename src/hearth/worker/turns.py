@@ -73,7 +73,8 @@ class Turns:
         """Note a request that came here so long ago.
 
         A model wants no turn for it before it is found: nobody is to give way to a model that cannot come.
-        So the requests that came until then are to be told once more when it is.
+        So the requests that came until then are to be told once more when it is. To be told of one twice does
+        no harm.
         """
         if self._policy is not None and not isinstance(self._hosted[order.model].state, Finding):
             self._policy.arrived(

@@ -214,6 +214,7 @@ class WorkerLoop:
                     self._take_news(self._hosted[model], news)
             case CheckedRequest(hosting, order, outcome):
                 if self._is_current(order.model, hosting) and order.run in self._runs:
+                    self._tell_arrival(order)
                     self._add(order, outcome)
             case Welcome() | Shutdown():
                 raise ServiceError(f"a worker at work is not told {type(message).__name__}")
@@ -230,6 +231,7 @@ class WorkerLoop:
             if loaded is not None:
                 self._send(loaded)
                 self._tell_residency(is_due=True)
+                self._set_unchecked_aside(self._hosted[model])
             return
         self._fail(broken, failure)
         if broken != model:  # it was to give way for this one, which has no place yet
@@ -263,9 +265,13 @@ class WorkerLoop:
             return
         self._runs[order.run] = _Run(order.model, time.perf_counter())
         self._models.request_came(hosted)
-        self._turns.arrived(order, waited_s=0.0)
+        self._tell_arrival(order)
         if not hosted.queue_until_ready(order):
             self._begin(order, hosted)
+
+    def _tell_arrival(self, order: StartRequest) -> None:
+        """Have a request that has not begun want a turn of its model."""
+        self._turns.arrived(order, time.perf_counter() - self._runs[order.run].since_s)
 
     def _begin_waiting(self, hosted: HostedModel) -> None:
         """Have the requests begin that waited for an engine, if it is there."""
@@ -285,7 +291,17 @@ class WorkerLoop:
             # Not the engine: its memory must be free as soon as it is dropped.
             hosting, inbox = hosted.order.hosting, self._inbox
             served.unchecked.add(order.run)
+            self._set_unchecked_aside(hosted)
             self._compilers.submit(lambda: inbox.put(CheckedRequest(hosting, order, _checked(intake, order))))
+
+    def _set_unchecked_aside(self, hosted: HostedModel) -> None:
+        """Have requests whose grammar is being compiled want no turn until it is; a load goes on meanwhile.
+
+        The others that wait would wait for a compiler, which may take long.
+        """
+        if hosted.is_loaded and (served := hosted.served) is not None:
+            for run in served.unchecked:
+                self._turns.ended(hosted.model, run)
 
     def _add(self, order: StartRequest, outcome: EngineRequest | HearthError) -> None:
         hosted = self._hosted[order.model]
@@ -311,7 +327,7 @@ class WorkerLoop:
             case ModelFound():
                 self._try(model, lambda: self._models.found(hosted, news))
                 for order in hosted.waiting:
-                    self._turns.arrived(order, time.perf_counter() - self._runs[order.run].since_s)
+                    self._tell_arrival(order)
             case EngineReady():
                 self._try(model, lambda: self._models.engine_ready(hosted, news))
                 self._begin_waiting(hosted)

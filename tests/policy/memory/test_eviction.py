@@ -15,10 +15,30 @@ from hearth.policy.memory.eviction import (
     Tail,
     Take,
     cheapest_first,
+    effective_hold,
     plan_takes,
     tail_first,
 )
 from hearth.types import Hold, ModelId
+
+
+@pytest.mark.parametrize(
+    ("hold", "is_loading", "has_requests", "has_turn", "expected"),
+    [
+        (Hold.WARM, False, False, True, Hold.WARM),
+        (Hold.RETAINED, False, False, False, Hold.RETAINED),
+        (Hold.WARM, False, True, True, Hold.BUSY),
+        (Hold.WARM, False, True, False, Hold.PAUSED),
+        (Hold.WARM, True, False, False, Hold.BUSY),
+        (Hold.PINNED, False, True, True, Hold.PINNED),
+        (Hold.PINNED, False, False, False, Hold.PAUSED),
+    ],
+)
+def test_how_a_model_is_held_depends_on_its_requests_its_load_and_its_turn(
+    hold: Hold, is_loading: bool, has_requests: bool, has_turn: bool, expected: Hold
+) -> None:
+    now = effective_hold(hold, is_loading=is_loading, has_requests=has_requests, has_turn=has_turn)
+    assert now is expected
 
 
 def test_evicts_the_cheapest_reload_first() -> None:

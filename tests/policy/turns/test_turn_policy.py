@@ -69,6 +69,16 @@ def test_only_one_model_is_loaded_at_a_time_but_what_is_there_begins() -> None:
     assert table.decide(0.1) == [BeginTurn(B)]
 
 
+def test_a_load_that_takes_very_long_holds_up_no_other() -> None:
+    table = Table({A: 30, B: 30})
+    table.ask(A, 0.0)
+    table.decide(0.0)
+    table.ask(B, 0.1)
+    assert table.decide(0.1) == []
+    assert table.policy.wake_s == RULES.max_turn_s
+    assert table.decide(RULES.max_turn_s) == [BeginTurn(B)]
+
+
 def test_a_model_gives_way_when_it_has_had_its_time_and_is_ahead() -> None:
     table = Table()
     request_id = running(table)

@@ -11,10 +11,18 @@ from hypothesis import strategies as st
 
 from hearth.policy.batch.step_sharing import StepSharing
 from hearth.policy.fleet.events import Promise
-from hearth.policy.turns.turn_policy import BeginTurn, EndTurn, TurnPolicy, TurnRules, WeightsView
+from hearth.policy.turns.turn_policy import (
+    BeginTurn,
+    EndTurn,
+    TurnChange,
+    TurnPolicy,
+    TurnRules,
+    WeightsView,
+)
 from hearth.types import ModelId, Pace, RequestId, TurnEnd
 
 BUDGET_BYTES = 100
+KEPT_BYTES = 10  #: at most, by six models out of turn and for the workspace
 RULES = TurnRules()
 
 
@@ -34,9 +42,15 @@ class SteppedModel:
     num_bytes: int
     step_s: float
     load_s: float
+    standing_bytes: int = 0
+    workspace_bytes: int = 0
     there: float = 0.0  #: share of its weights
     left: dict[RequestId, int] = field(default_factory=dict)
     loads_until_s: float | None = None
+
+    @property
+    def promise(self) -> Promise:
+        return Promise(self.num_bytes, self.workspace_bytes, self.standing_bytes)
 
 
 class TurnWorld:
@@ -49,10 +63,11 @@ class TurnWorld:
         self.now_s = 0.0
         self.pinned = None if pinned is None else ModelId(f"m{pinned}")
         for name, model in self.models.items():
-            self.policy.hosted(name, Promise(model.num_bytes, 0))
+            self.policy.hosted(name, model.promise)
         if self.pinned is not None:
             self.policy.pin(self.pinned, 0.0, is_pinned=True)
         self.sent_in_turn: dict[ModelId, int] = {}
+        self.began_s: dict[ModelId, float] = {}
         self.num_ended: dict[RequestId, int] = {}
         self.waits_since_s: dict[ModelId, float] = {}
         self.overdue_waits_s: list[float] = []
@@ -110,8 +125,16 @@ class TurnWorld:
         return WeightsView((1.0 - model.there) * model.load_s, model.load_s)
 
     def _decide(self) -> None:
+        """Have the policy decide until it is done: one decision may allow another."""
+        begun: list[ModelId] = []
+        while changes := self.policy.decide(self.now_s, self._weights):
+            self._follow(changes)
+            begun += [change.model for change in changes if isinstance(change, BeginTurn)]
+        assert len(begun) == len(set(begun)), f"they take turns in no time: {begun}"
+
+    def _follow(self, changes: list[TurnChange]) -> None:
         due_s = {name: self.policy.due_s(name) for name in self.models}
-        for change in self.policy.decide(self.now_s, self._weights):
+        for change in changes:
             model = self.models[change.model]
             match change:
                 case EndTurn(name, why):
@@ -122,15 +145,33 @@ class TurnWorld:
                     model.loads_until_s = None
                     self.waits_since_s[name] = self.now_s
                 case BeginTurn(name):
-                    self.sent_in_turn[name] = 0
+                    self.sent_in_turn[name], self.began_s[name] = 0, self.now_s
                     if model.left:
                         self.overdue_waits_s.append(self.now_s - max(due_s[name], self.waits_since_s[name]))
                     self._take_room(name)
                     if model.there < 1.0:
                         model.loads_until_s = self.now_s + (1.0 - model.there) * model.load_s
-        assert self.policy.bound_bytes() <= BUDGET_BYTES
-        assert sum(one.loads_until_s is not None for one in self.models.values()) <= 1
-        assert self.policy.decide(self.now_s, self._weights) == [], "undecided after all"
+        self._check_bound()
+        assert sum(self._is_on_bus(name) for name in self.models) <= 1
+
+    def _is_on_bus(self, name: ModelId) -> bool:
+        is_loading = self.models[name].loads_until_s is not None
+        return is_loading and self.now_s < self.began_s[name] + RULES.max_turn_s
+
+    def _check_bound(self) -> None:
+        """Check what is bound, and would be, against plain sums."""
+        in_turn = {name for name in self.models if self.policy.is_in_turn(name)}
+        assert self.policy.bound_bytes() == self._bound_of(in_turn) <= BUDGET_BYTES
+        first, *_, last = [*self.models, *self.models]
+        assert self.policy.bound_bytes((first,), (last,)) == self._bound_of((in_turn - {last}) | {first})
+
+    def _bound_of(self, in_turn: set[ModelId]) -> int:
+        kept = {*self.sent_in_turn, *in_turn}
+        own_bytes = sum(self.models[name].num_bytes for name in in_turn)
+        standing_bytes = sum(self.models[name].standing_bytes for name in kept - in_turn)
+        return (
+            own_bytes + standing_bytes + max((self.models[name].workspace_bytes for name in kept), default=0)
+        )
 
     def _take_room(self, name: ModelId) -> None:
         """Have models out of turn lose what those in turn are promised, the first one first."""
@@ -165,9 +206,11 @@ class TurnWorld:
 paces = st.sampled_from((Pace(), Pace(), Pace(0.2, 20.0, 0.5), Pace(2.0, 5.0, 3.0), Pace(tokens_per_s=0.0)))
 stepped_models = st.builds(
     SteppedModel,
-    num_bytes=st.integers(5, 95),
+    num_bytes=st.integers(5, 90),
+    standing_bytes=st.integers(0, 1),
+    workspace_bytes=st.integers(0, 4),
     step_s=st.sampled_from((0.01, 0.05, 0.2)),
-    load_s=st.sampled_from((0.01, 0.05, 0.3, 1.0)),
+    load_s=st.sampled_from((0.01, 0.05, 0.3, 1.0, 3.0)),
 )
 arrivals_of = st.lists(
     st.builds(
@@ -189,7 +232,7 @@ def test_every_request_ends_once_and_promises_are_kept(
 ) -> None:
     """Checked by the world after each decision; what is pinned leaves room for every other model."""
     largest = max((one.num_bytes for one in models[1:]), default=0)
-    has_room = is_pinned and models[0].num_bytes + largest <= BUDGET_BYTES
+    has_room = is_pinned and models[0].num_bytes + largest <= BUDGET_BYTES - KEPT_BYTES
     world = TurnWorld(models, 0 if has_room else None)
     world.run(arrivals)
     assert len(world.num_ended) == len(arrivals)
@@ -209,3 +252,69 @@ def test_whoever_is_overdue_waits_no_longer_than_the_turns_of_all_others(
     world.run([arrival for arrival in arrivals if arrival.pace.tokens_per_s])
     turns_s = [RULES.max_turn_s + one.load_s + len(models) * 0.2 + one.step_s for one in models]
     assert max(world.overdue_waits_s, default=0.0) <= 2 * sum(turns_s)
+
+
+happenings = st.lists(
+    st.tuples(
+        st.sampled_from(("come", "go", "pin", "unpin", "ask", "end", "load", "send", "wait")),
+        st.integers(0, 3),
+        st.floats(0.0, 0.5),
+    ),
+    max_size=120,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(happenings)
+def test_whatever_happens_what_is_pinned_stays_and_nobody_is_woken_for_nothing(
+    happenings: list[tuple[str, int, float]],
+) -> None:
+    """Models come, go and are pinned, one at a time; requests end and loads take as long as they like."""
+    policy, now_s, number = TurnPolicy(BUDGET_BYTES), 0.0, 0
+    requests: dict[ModelId, list[RequestId]] = {}
+    pinned, whole = set[ModelId](), set[ModelId]()
+
+    def weights_of(name: ModelId) -> WeightsView:
+        return WeightsView(0.0 if name in whole else 0.2, 0.2)
+
+    for what, which, seconds in happenings:
+        name = ModelId(f"m{which}")
+        is_hosted, number = name in requests, number + 1
+        match what:
+            case "come" if not is_hosted:
+                policy.hosted(name, Promise(45, 4, 1))
+                requests[name] = []
+            case "go" if is_hosted:
+                policy.forget(name)
+                del requests[name]
+                pinned.discard(name)
+                whole.discard(name)
+            case "pin" if is_hosted and len(pinned | {name}) <= 1:
+                policy.pin(name, now_s, is_pinned=True)
+                pinned.add(name)
+            case "unpin" if is_hosted:
+                policy.pin(name, now_s, is_pinned=False)
+                pinned.discard(name)
+            case "ask" if is_hosted:
+                requests[name].append(RequestId(str(number)))
+                policy.arrived(name, requests[name][-1], Pace(), now_s, seconds, 0)
+            case "end" if is_hosted and requests[name]:
+                policy.ended(name, requests[name].pop(0))
+            case "load" if policy.is_in_turn(name):
+                whole.add(name)
+                policy.loaded(name, now_s)
+            case "send" if policy.is_in_turn(name) and name in whole:
+                policy.sent(name, requests[name], now_s)
+            case "wait":
+                now_s += seconds
+            case _:
+                pass
+        while changes := policy.decide(now_s, weights_of):
+            for change in changes:
+                assert isinstance(change, BeginTurn) or change.model not in pinned
+                if isinstance(change, EndTurn) and change.why is not TurnEnd.IDLE:
+                    whole.discard(change.model)
+        assert policy.bound_bytes() <= BUDGET_BYTES
+        assert policy.wake_s > now_s, "woken for nothing"
+        is_free = not any(policy.is_in_turn(name) for name in requests)
+        assert not (is_free and any(policy.wants_turn(name) for name in requests)), "nobody has the turn"

@@ -22,6 +22,19 @@ ORDERED_SHARE = 1 / 16
 TAKEABLE = (Hold.RETAINED, Hold.WARM, Hold.PAUSED)
 
 
+def effective_hold(hold: Hold, *, is_loading: bool, has_requests: bool, has_turn: bool) -> Hold:
+    """Return how a hosted model is held now that is held as `hold` while it has no requests.
+
+    BUSY while nothing of the model may be taken: it has requests, or memory that is being filled. PAUSED if
+    it would be BUSY or PINNED, but waits for its turn.
+    """
+    if has_turn and hold is Hold.PINNED:
+        return Hold.PINNED
+    if is_loading or (has_turn and has_requests):
+        return Hold.BUSY
+    return Hold.PAUSED if has_requests or hold is Hold.PINNED else hold
+
+
 def tail_first(cost: float, position: int) -> Price:
     """Return a price by which the later of two chunks that cost the same goes first: it is needed later."""
     return (cost, -position)

@@ -6,8 +6,9 @@ is never more than the budget.
 
 Every token has a time at which it is due (`paced_request.py`), and a model is as urgent as its most urgent
 request. Next in turn is the most urgent model; once several are overdue nobody has slack any more, and these
-go by how long they wait. One model is loaded at a time. A model that can begin without anybody's giving way
-begins at once, unless it would be in the way of a more urgent one that waits.
+go by how long they wait. One model is loaded at a time, unless that takes longer than `max_turn_s`. A model
+that can begin without anybody's giving way begins at once, unless it would be in the way of a more urgent one
+that waits.
 
 Otherwise models in turn give way, the least urgent first, each
     - once its requests that waited when its turn began have a token, or `max_turn_s` are over; those that
@@ -41,7 +42,7 @@ class TurnRules:
 
     min_turn_s: float = 0.3
     quantum_s: float = 0.6  #: a model that is not ahead of its pace may go on for so long
-    max_turn_s: float = 2.0  #: what a quantum grows to, and the end of waiting for first tokens
+    max_turn_s: float = 2.0  #: what a quantum grows to, and the end of waiting for first tokens or for a load
     growth: float = 1.5  #: of the quantum of a model that gives way although it is late
     #: How far ahead of its pace a model must be to give way, in times that its bytes take to come back.
     slack_reloads: float = 2.0
@@ -93,6 +94,12 @@ class _Model:
     turn: _Turn | None = None
     began_s: float | None = None  #: its turn, or the last one; None: it never had one, and has no memory
     waits_since_s: float = 0.0  #: meaningless while it is in turn or wants none
+    known_due_s: float | None = None  #: `due_s`; None since a request came, was sent a token or ended
+
+    @property
+    def has_memory(self) -> bool:
+        """True if the model is in turn, or keeps what a model keeps that was."""
+        return self.began_s is not None
 
     @property
     def wants_turn(self) -> bool:
@@ -101,12 +108,22 @@ class _Model:
     @property
     def due_s(self) -> float:
         """When the next token of any request is due; never, without requests."""
-        return min((request.due_s for request in self.requests.values()), default=math.inf)
+        if self.known_due_s is None:
+            self.known_due_s = min((request.due_s for request in self.requests.values()), default=math.inf)
+        return self.known_due_s
 
     @property
     def has_newcomer(self) -> bool:
         """True if a reader waits for a first token."""
         return any(not one.num_tokens and one.pace.tokens_per_s for one in self.requests.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _BoundMemory:
+    """Bytes that models have as long as no turn begins or ends."""
+
+    own_bytes: int  #: promised to those in turn, and kept by those that were
+    workspace_bytes: int
 
 
 class TurnPolicy:
@@ -118,6 +135,7 @@ class TurnPolicy:
         self._budget_bytes, self._shares_workspace = budget_bytes, shares_workspace
         self._rules = rules or TurnRules()
         self._models: dict[ModelId, _Model] = {}
+        self._bound: _BoundMemory | None = None  #: None since a turn began or ended, or a model left
         #: When another decision may follow though nothing happens; infinite: never.
         self.wake_s = math.inf
 
@@ -131,6 +149,7 @@ class TurnPolicy:
     def forget(self, model: ModelId) -> None:
         """Forget a model that is hosted no longer, with its turn; one that is unknown is no matter."""
         self._models.pop(model, None)
+        self._bound = None
 
     def pin(self, model: ModelId, now_s: float, *, is_pinned: bool) -> None:
         """Note whether a model is never to give way."""
@@ -145,11 +164,12 @@ class TurnPolicy:
         known = self._models[model]
         self._want(known, now_s)
         known.requests[request_id] = PacedRequest(pace, now_s - age_s, num_tokens, now_s)
+        known.known_due_s = None
 
     def sent(self, model: ModelId, request_ids: Iterable[RequestId], now_s: float) -> None:
         """Note that requests were sent a token each."""
         known = self._models[model]
-        turn = known.turn
+        known.known_due_s, turn = None, known.turn
         for request_id in request_ids:
             request = known.requests[request_id]
             request.num_tokens += 1
@@ -161,7 +181,10 @@ class TurnPolicy:
     def ended(self, model: ModelId, request_id: RequestId) -> None:
         """Note that a request has ended, however it did; one that is unknown is no matter."""
         known = self._models.get(model)
-        if known is not None and known.requests.pop(request_id, None) is not None and known.turn is not None:
+        if known is None or known.requests.pop(request_id, None) is None:
+            return
+        known.known_due_s = None
+        if known.turn is not None:
             known.turn.unserved.discard(request_id)
 
     def loaded(self, model: ModelId, now_s: float) -> None:
@@ -201,25 +224,29 @@ class TurnPolicy:
             if one.turn is not None and not one.wants_turn:
                 changes.append(self._end(model, TurnEnd.IDLE, now_s))
         blocked: ModelId | None = None
+        leaving: list[ModelId] = []  # whose room the blocked one is to have
         for model in self.next_in_line(now_s):
-            if self._must_wait_for_load(model, weights_of):
-                blocked = blocked or model
-            elif self._fits(model):
-                if blocked is None or self._fits_beside(model, blocked):
-                    changes.append(self._begin(model, now_s, weights_of))
-            elif blocked is None:
+            is_fitting = self._fits((model,))
+            if blocked is not None and not (is_fitting and self._fits((model, blocked), leaving)):
+                continue
+            if self._must_wait_for_load(model, now_s, weights_of):
+                victims = None
+            elif is_fitting:
+                victims = []
+            else:
                 victims = self._choose_victims(model, now_s, weights_of)
-                if victims:
-                    changes += victims
-                    changes.append(self._begin(model, now_s, weights_of))
-                else:
-                    blocked = model
+            if victims is not None:
+                changes += victims
+                changes.append(self._begin(model, now_s, weights_of))
+            elif blocked is None:
+                blocked, leaving = model, self._choose_leaving(model)
         return changes
 
     def _begin(self, model: ModelId, now_s: float, weights_of: Callable[[ModelId], WeightsView]) -> BeginTurn:
         known = self._models[model]
         is_whole = not weights_of(model).missing_s
         known.turn, known.began_s = _Turn(now_s if is_whole else None, set(known.requests)), now_s
+        self._bound = None
         assert self.bound_bytes() <= self._budget_bytes, f"`{model}` begins beyond the budget: {self._models}"
         return BeginTurn(model)
 
@@ -229,6 +256,7 @@ class TurnPolicy:
         grown_s = min(self._rules.max_turn_s, known.quantum_s * self._rules.growth)
         known.quantum_s = grown_s if is_late else self._rules.quantum_s
         known.turn, known.waits_since_s = None, now_s
+        self._bound = None
         return EndTurn(model, why)
 
     def _want(self, known: _Model, now_s: float) -> None:
@@ -243,12 +271,24 @@ class TurnPolicy:
         due_s = known.due_s
         return (1, known.waits_since_s) if due_s < now_s else (2, due_s)
 
-    def _must_wait_for_load(self, model: ModelId, weights_of: Callable[[ModelId], WeightsView]) -> bool:
-        """True if bytes of a model are missing while another is being loaded."""
-        is_any_loading = any(
-            one.turn is not None and one.turn.loaded_s is None for one in self._models.values()
-        )
-        return is_any_loading and bool(weights_of(model).missing_s)
+    def _must_wait_for_load(
+        self, model: ModelId, now_s: float, weights_of: Callable[[ModelId], WeightsView]
+    ) -> bool:
+        """True if bytes of a model are missing while another is being loaded.
+
+        But a load that takes longer than a turn may comes from farther away than host memory: it leaves the
+        bus to others.
+        """
+        ends_s = [
+            one.began_s + self._rules.max_turn_s
+            for one in self._models.values()
+            if one.turn is not None and one.turn.loaded_s is None and one.began_s is not None
+        ]
+        end_s = max(ends_s, default=-math.inf)
+        if now_s >= end_s or not weights_of(model).missing_s:
+            return False
+        self.wake_s = min(self.wake_s, end_s)
+        return True
 
     # Memory.
 
@@ -257,33 +297,48 @@ class TurnPolicy:
 
         As it would be if the models `beside` were in turn as well, and those `without` were not.
         """
+        bound = self._bound = self._bound or self._count_bound()
+        num_bytes, workspace_bytes = bound.own_bytes, bound.workspace_bytes
+        for model in without:
+            one = self._models[model]
+            if one.turn is not None and model not in beside:
+                num_bytes -= one.promise.own_bytes - one.promise.standing_bytes
+        for model in beside:
+            one = self._models[model]
+            if one.turn is None:
+                num_bytes += one.promise.own_bytes - (one.promise.standing_bytes if one.has_memory else 0)
+            if not one.has_memory:
+                workspace_bytes = self._with_workspace(workspace_bytes, one)
+        return num_bytes + workspace_bytes
+
+    def _count_bound(self) -> _BoundMemory:
         own_bytes = workspace_bytes = 0
-        for model, one in self._models.items():
-            promise = one.promise
-            is_in_turn = model in beside or (one.turn is not None and model not in without)
-            if not is_in_turn and one.began_s is None:
-                continue
-            own_bytes += promise.own_bytes if is_in_turn else promise.standing_bytes
-            if self._shares_workspace:
-                workspace_bytes = max(workspace_bytes, promise.workspace_bytes)
-            else:
-                workspace_bytes += promise.workspace_bytes
-        return own_bytes + workspace_bytes
+        for one in self._models.values():
+            if one.has_memory:
+                own_bytes += one.promise.standing_bytes if one.turn is None else one.promise.own_bytes
+                workspace_bytes = self._with_workspace(workspace_bytes, one)
+        return _BoundMemory(own_bytes, workspace_bytes)
 
-    def _fits(self, model: ModelId) -> bool:
-        return self.bound_bytes(beside=(model,)) <= self._budget_bytes
+    def _with_workspace(self, workspace_bytes: int, one: _Model) -> int:
+        """Return the bytes of all workspaces with that of one model more."""
+        more_bytes = one.promise.workspace_bytes
+        return max(workspace_bytes, more_bytes) if self._shares_workspace else workspace_bytes + more_bytes
 
-    def _fits_beside(self, model: ModelId, blocked: ModelId) -> bool:
-        """True if a model may begin though a more urgent one waits: it leaves that one its room.
+    def _fits(self, models: Collection[ModelId], without: Collection[ModelId] = ()) -> bool:
+        """True if models may be in turn beside those that are, but those `without`."""
+        return self.bound_bytes(models, without) <= self._budget_bytes
 
-        Which comes from the turns that are the oldest: those may end first.
+    def _choose_leaving(self, blocked: ModelId) -> list[ModelId]:
+        """Return the models whose room is kept for one that waits while less urgent ones may begin.
+
+        Those with the oldest turns: they may end first.
         """
         leaving: list[ModelId] = []
         for name in self._running_unpinned(key=lambda one: one.began_s or 0.0):
-            if self.bound_bytes(beside=(blocked,), without=leaving) <= self._budget_bytes:
+            if self._fits((blocked,), leaving):
                 break
             leaving.append(name)
-        return self.bound_bytes(beside=(model, blocked), without=leaving) <= self._budget_bytes
+        return leaving
 
     def _running_unpinned(self, key: Callable[[_Model], float]) -> list[ModelId]:
         """Return the models in turn that may have to give way, in the order of `key`."""
@@ -294,12 +349,12 @@ class TurnPolicy:
 
     def _choose_victims(
         self, model: ModelId, now_s: float, weights_of: Callable[[ModelId], WeightsView]
-    ) -> list[EndTurn]:
-        """Return whose turns end for a model, as few as it takes; none: it is to wait until `wake_s`."""
+    ) -> list[EndTurn] | None:
+        """Return whose turns end for a model, as few as it takes; None: it is to wait until `wake_s`."""
         ripe_s = self._ripe_s(self._models[model], weights_of(model))
         if now_s < ripe_s:
             self.wake_s = min(self.wake_s, ripe_s)
-            return []
+            return None
         ready: list[ModelId] = []
         wakes: list[float] = []
         for name in self._running_unpinned(key=lambda one: -one.due_s):
@@ -308,15 +363,15 @@ class TurnPolicy:
                 ready.append(name)
             else:
                 wakes.append(at_s)
-        if self.bound_bytes(beside=(model,), without=ready) > self._budget_bytes:
+        if not self._fits((model,), ready):
             self.wake_s = min([self.wake_s, *wakes])
-            return []
+            return None
         victims: list[ModelId] = []
-        while self.bound_bytes(beside=(model,), without=victims) > self._budget_bytes:
+        while not self._fits((model,), victims):
             victims.append(ready[len(victims)])
         for name in victims[:-1]:  # a small one may be spared after all
             rest = [other for other in victims if other != name]
-            if self.bound_bytes(beside=(model,), without=rest) <= self._budget_bytes:
+            if self._fits((model,), rest):
                 victims = rest
         return [self._end(name, self._why(name, model, now_s, weights_of), now_s) for name in victims]
 
