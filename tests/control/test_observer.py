@@ -161,6 +161,17 @@ def test_a_load_begins_with_the_turn_that_it_waits_for() -> None:
     assert [mark for mark in scene.marks() if "turn" in mark[1]] == [(0.5, "waits_for_turn"), (4.0, "turn")]
 
 
+def test_only_the_first_load_of_a_hosted_model_is_news(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    scene = Scene(takes_turns=True)
+    scene.arrive(load(), dispatch())
+    for now_s in (12.0, 14.0):
+        scene.observer.load_ended(now_s, W0, ModelLoaded(A, 1, (), 0, 0, 0.0, 0.0, 0.0, 0.5))
+        scene.observer.observe(events.ModelReady(now_s, W0, A, (), 0.5), [])
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.split()[0] for line in lines] == ["model_loading", "model_ready"]
+
+
 def test_tokens_are_on_time_or_late_by_the_pace_of_their_request(scene: Scene) -> None:
     """Due are the first token at 10.5 s and ten more a second, none later than 1.5 s after the one before."""
     scene.arrive(dispatch())

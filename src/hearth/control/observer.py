@@ -127,7 +127,10 @@ class Observer:
         self._metrics.loaded(ready)
         load = self._loads.get(ready.worker, ready.model)
         reused_bytes = 0 if load is None or load.loaded is None else load.loaded.reused_bytes
-        log.info(
+        # Models that take turns come back several times a second: no news.
+        level = logging.DEBUG if load is not None and load.is_again else logging.INFO
+        log.log(
+            level,
             "model_ready model=%s worker=%s load_s=%.3f reused_bytes=%d rungs=%s",
             *(ready.model, ready.worker, ready.total_s, reused_bytes),
             ",".join(f"{use.rung}:{use.num_bytes}" for use in ready.rungs),
