@@ -430,7 +430,7 @@ def test_who_waits_for_a_prefetch_is_told_what_the_lender_met(
         prefetch = borrower.prefetch(borrowed)
         gated.gate.next()  # held back
         lender.close()
-        with pytest.raises(StoreError, match="gone|called off"):
+        with pytest.raises(StoreError, match=r"gone|called off"):
             prefetch.wait()
 
 

@@ -116,6 +116,7 @@ class _Load:
     began_s: float
     end_s: float
     num_bytes: int
+    is_front: bool = False  #: some of those that it lacks, before its turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +242,7 @@ class SteppedWorker:
             self._take_turns()
             for model in self._reclaim.deferred():
                 self._bring(model, self.hosted[model])
+            self._bring_front()
             self._begin_step()
         facts, self._facts = self._facts, []
         return facts
@@ -440,17 +442,41 @@ class SteppedWorker:
         end_s = max(self._bus_free_s, self._now_s + first_s) + self._profile.switch_s
         hosted.load = _Load(begin_s, end_s, num_bytes)
 
+    def _bring_front(self) -> None:
+        """Have the first bytes of the next in line cross before its turn, where others cost less."""
+        if self.turns is None or any(one.load is not None for one in self.hosted.values()):
+            return
+        model = self.turns.early(self._now_s, lambda name: self._missing_bytes(name) > 0)
+        if model is None:
+            return
+        missing_bytes, cost_s_per_byte = self._missing_bytes(model), self._price(model, Hold.PAUSED)
+        lack_bytes = self.turns.front_bytes(missing_bytes, missing_bytes) - self.device.free_bytes
+        if lack_bytes > 0:
+            self._run(self._reclaim.make_room_early(model, lack_bytes, cost_s_per_byte))
+        if front_bytes := self.turns.front_bytes(missing_bytes, self.device.free_bytes):
+            hosted = self.hosted[model]
+            profile = hosted.order.profile
+            num_bytes = self.device.place_front(model, profile.digest, profile.num_bytes, front_bytes)
+            begin_s = max(self._now_s, self._bus_free_s)
+            self._bus_free_s = begin_s + num_bytes / self._profile.bytes_per_s[Rung.HOST]
+            hosted.load = _Load(begin_s, self._bus_free_s, num_bytes, is_front=True)
+
     def _end_load(self, model: ModelId, hosted: _Hosted) -> None:
         load = hosted.load
         assert load is not None, f"`{model}` is not being loaded"
-        hosted.load, hosted.is_assembled = None, True
-        self.num_loads += 1
+        hosted.load = None
         seconds = load.num_bytes / self._profile.bytes_per_s[Rung.HOST]
         self.bytes_moved += load.num_bytes
         self.bus_s += seconds
         self._costs.moved(Rung.HOST, load.num_bytes, seconds)
         self._costs.loaded(model, {Rung.HOST: load.num_bytes})
         self._reclaim.room_may_have_come()
+        if load.is_front:
+            if self._is_in_turn(model):  # as it is now
+                self._bring(model, hosted)
+            return
+        hosted.is_assembled = True
+        self.num_loads += 1
         if self.turns is not None:
             self.turns.loaded(model, self._now_s)
         use = RungUse(Rung.HOST, load.num_bytes, seconds)
@@ -665,8 +691,8 @@ class SteppedWorker:
                 return num_got
             case ClearKv():
                 return self._clear(order)
-            case TakeWeights(num_bytes, most):
-                return self._take(num_bytes, most)
+            case TakeWeights():
+                return self._take(order)
             case PlaceTable() | SpillTable() | DropTable():
                 raise AssertionError(f"no request of a simulation needs a table: {order}")
             case _:
@@ -682,15 +708,17 @@ class SteppedWorker:
         self.device.resize_other(order.model, engine.kv_bytes - before_bytes)
         return len(order.extent)
 
-    def _take(self, num_bytes: int, most: Hold) -> int:
+    def _take(self, order: TakeWeights) -> int:
         """Take weights as a pool does, cheapest first; return how many bytes came free."""
         tails = [
-            Tail(model, hold, self._price(model, hold), weights.tail)
+            Tail(model, hold, cost, weights.tail)
             for model, weights in self.device.weights.items()
-            if (hold := self._hold(model)) <= most and model != self._reclaim.placing
+            if (hold := self._hold(model)) <= order.most
+            and model != self._reclaim.placing
+            and (cost := self._price(model, hold)) < order.below_s_per_byte
         ]
         before_bytes = self.device.free_bytes
-        for take in plan_takes(tails, num_bytes):
+        for take in plan_takes(tails, order.num_bytes):
             self.device.take_units(take.model, take.num_units)
         return self.device.free_bytes - before_bytes
 

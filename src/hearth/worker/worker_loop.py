@@ -43,7 +43,7 @@ from hearth.types import GuideSpec, ModelId, RequestId, TurnEnd
 from hearth.worker.failure import Failure, blame, failure_of
 from hearth.worker.hosted_model import HostedModel, Incomplete
 from hearth.worker.hosted_models import HostedModels
-from hearth.worker.model_load import EngineReady, HostingNews, ModelFound
+from hearth.worker.model_load import EngineReady, FrontLoaded, HostClimbed, HostingNews, ModelFound
 from hearth.worker.report import Reports
 from hearth.worker.runtime import HostingResources
 from hearth.worker.watched_load import AlmostLoaded, ModelBroken, Progressed, WeightsLoaded
@@ -122,6 +122,7 @@ class WorkerLoop:
         """Return what has come, sleeping while no model is ready; None: one is, and nothing has come."""
         while self._inbox.empty():
             self._take_turns()
+            self._models.look_ahead()
             if self._models.ready():
                 return None
             if (broke := self._models.hopeless()) is not None:
@@ -313,6 +314,11 @@ class WorkerLoop:
                     self._turns.arrived(order, time.perf_counter() - self._runs[order.run].since_s)
             case EngineReady():
                 self._try(model, lambda: self._models.engine_ready(hosted, news))
+                self._begin_waiting(hosted)
+            case HostClimbed():
+                hosted.climbed(news)
+            case FrontLoaded():
+                self._try(model, lambda: self._models.front_loaded(hosted, news))
                 self._begin_waiting(hosted)
             case Progressed(num_bytes, num_layers):
                 self._send(LoadProgress(model, hosted.order.hosting, num_bytes, num_layers))
