@@ -19,6 +19,7 @@ def actions(names: Sequence[ModelId], max_bytes: int) -> st.SearchStrategy[Actio
         st.tuples(st.just("begin"), models),
         st.tuples(st.just("end"), models, st.booleans()),
         st.tuples(st.just("host"), models),
+        st.tuples(st.just("front"), models, st.integers(0, max_bytes), st.booleans()),
         st.tuples(st.just("hold"), models, st.sampled_from(Hold)),
         st.tuples(st.just("take"), st.integers(0, max_bytes), st.sampled_from(Hold)),
         st.tuples(st.just("grow"), models, st.integers(0, 12), st.integers(0, 8)),
@@ -42,6 +43,8 @@ def carry_out(caller: PoolCaller, action: Action, changed: Sample) -> None:
             caller.end(ModelId(model), is_whole=is_whole)
         case ("host", str(model)):
             caller.host(ModelId(model))
+        case ("front", str(model), int(num_bytes), bool(is_whole)):
+            caller.front(ModelId(model), num_bytes, is_whole=is_whole)
         case ("hold", str(model), Hold() as hold):
             caller.holds.by_model[ModelId(model)] = hold
         case ("take", int(num_bytes), Hold() as most):

@@ -134,6 +134,23 @@ class PoolCaller:
             self.pool.load_ended(model, is_whole=is_whole)
             self.holds.loading.discard(model)
 
+    def front(self, model: ModelId, num_bytes: int, *, is_whole: bool = True) -> int:
+        """Load the first so many bytes that a model lacks, or give them back; returns how many have come."""
+        shape = self.samples[model].shape
+        if model in self.gaps or (space := self.pool.place_front(model, shape, num_bytes)) is None:
+            return 0
+        before = self.holdings()
+        gap_bytes = sum(len(gap.destination) for gap in space.gaps)
+        assert gap_bytes > 0, f"{space.gaps}"
+        if is_whole:
+            self.fill(model, space.gaps)
+            for part in space.parts:
+                self.pool.prepare(model, part)
+        self.pool.load_ended(model, is_whole=is_whole)
+        for other, holding in self.holdings().items():
+            assert other == model or holding == before[other], f"`{other}` gave way to `{model}`"
+        return gap_bytes if is_whole else 0
+
     def fill(self, model: ModelId, gaps: Sequence[Gap]) -> None:
         """What the thread of a load does."""
         content, step = self.samples[model].content, self.samples[model].shape.chunk_bytes

@@ -130,6 +130,15 @@ def test_what_is_paused_goes_after_all_that_is_idle_and_the_cheapest_first(calle
     assert caller.pool.resident_bytes(ModelId("unknown")) == 0
 
 
+def test_only_what_costs_less_is_taken_where_that_is_asked(caller: PoolCaller) -> None:
+    caller.host(A)
+    caller.holds.by_model[A] = Hold.WARM
+    cost_s_per_byte = caller.holds.eviction_terms(A).cost_s_per_byte
+
+    assert caller.pool.take_weights(PAGE_BYTES, Hold.PAUSED, cost_s_per_byte) == 0
+    assert caller.pool.take_weights(PAGE_BYTES, Hold.PAUSED, 1.1 * cost_s_per_byte) >= PAGE_BYTES
+
+
 def test_nothing_is_taken_from_who_is_busy_or_pinned_or_loading(caller: PoolCaller) -> None:
     caller.host(A)
     caller.begin(C)

@@ -396,3 +396,39 @@ def test_views_of_unmapped_memory_can_be_made(pages: Watched) -> None:
         pages.unmap(place)
     pages.free(address)
     pages.close()
+
+
+def test_the_first_bytes_of_a_model_come_ahead_of_the_rest_and_into_free_pages_only(
+    caller: PoolCaller,
+) -> None:
+    assert caller.front(A, 2 * PAGE) == 2 * PAGE
+    assert caller.front(A, PAGE + 1) == 2 * PAGE
+    holding = caller.holdings()[A]
+    assert (holding.weights_bytes, holding.kv_bytes) == (4 * PAGE, 0)
+    assert caller.pool.usage().workspace_bytes == 0
+
+    caller.begin(A)
+    (gap,) = caller.gaps[A]
+    assert (gap.part.begin, gap.part.end) == (4 * PAGE, 5 * PAGE)
+    caller.end(A, is_whole=True)
+    assert caller.front(A, PAGE) == 0, "nothing is missing"
+
+
+def test_bytes_that_came_ahead_may_be_taken_and_those_that_did_not_come_are_given_back(
+    caller: PoolCaller,
+) -> None:
+    free_bytes = caller.pool.free_bytes
+    assert caller.front(A, 3 * PAGE, is_whole=False) == 0
+    assert caller.pool.free_bytes == caller.pool.usage().free_bytes == free_bytes
+    assert caller.front(A, 3 * PAGE) == 3 * PAGE
+    assert caller.take(PAGE, Hold.RETAINED) == PAGE
+    assert caller.front(A, 5 * PAGE) == 3 * PAGE
+
+
+def test_no_more_comes_ahead_than_is_free_and_nobody_loses_an_address_for_it() -> None:
+    with hosting(HostPages(3, PAGE, num_spaces=1)) as caller:
+        assert caller.front(A, 5 * PAGE) == 3 * PAGE
+        assert caller.front(A, 5 * PAGE) == 0, "nothing is free"
+        caller.take(3 * PAGE, Hold.RETAINED)
+        assert caller.front(C, PAGE) == 0, "its addresses are another model's"
+        assert caller.pool.take_displaced() == []

@@ -25,7 +25,7 @@ from hearth.sim.setting import KIND, Policy, SimulationSetting
 from hearth.sim.stepped_worker import SteppedWorker, TokensSent, WorkerFact
 from hearth.sim.traces import TracedRequest
 from hearth.types import ModelId, RequestId, TurnEnd, WorkerId
-from tests.sim.small_machine import HOST_BYTES_PER_S, MACHINE, MEMORY_BYTES, REQUESTS, SHAPES
+from tests.sim.small_machine import GB, HOST_BYTES_PER_S, MACHINE, MEMORY_BYTES, REQUESTS, SHAPES
 
 SETTING = SimulationSetting(SHAPES, MEMORY_BYTES)
 A, B = ModelId("a"), ModelId("b")
@@ -208,6 +208,24 @@ def test_a_stream_of_one_model_does_not_hold_up_another_that_does_not_fit_beside
     (slow,) = (one for one in drained.answers.values() if one.model == B)
     (fast,) = (one for one in turned.answers.values() if one.model == B)
     assert fast.first_token_s < 1.0 < slow.first_token_s
+
+
+def test_first_bytes_of_who_waits_cross_while_another_has_its_turn() -> None:
+    """They go where an idle model was, and its first token comes sooner by as much."""
+    stream = [TracedRequest(1.0 + 0.2 * i, "a", 100, 100) for i in range(20)]
+    requests = [TracedRequest(0.0, "c", 100, 2), *stream, TracedRequest(1.4, "b", 100, 20)]
+    early = served(requests)
+    with patch.object(SteppedWorker, "_bring_front", lambda _: None):
+        late = served(requests)
+    ((soon,), (then,)) = [
+        [one for one in service.answers.values() if one.model == B] for service in (early, late)
+    ]
+    front_bytes = MEMORY_BYTES - MACHINE.shape("7B").weights_bytes - 2 * GB  # some is KV
+    assert soon.first_token_s < then.first_token_s - 0.5 * front_bytes / HOST_BYTES_PER_S
+    (moved,), (moved_late,) = (
+        [one.bytes_moved for one in service.workers.values()] for service in (early, late)
+    )
+    assert moved <= 1.2 * moved_late
 
 
 def test_one_model_at_a_time_holds_up_all_behind_a_request_of_another() -> None:

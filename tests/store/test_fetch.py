@@ -85,6 +85,31 @@ class TestOrder:
         assert turns[2:-2] in ("abababab", "babababa")
         assert [at for name, at in order if name == "a"] == [at for name, at in order if name == "b"]
 
+    def test_chunks_that_nobody_waits_for_come_while_no_other_load_wants_any(self) -> None:
+        gated = Gated(Shelf(A, B))
+        order = ""
+        with fetching(gated, num_cells=2) as fetcher:
+            ahead = fetcher.fetch(model_of("a", A), all_chunks(model_of("a", A)), is_ahead=True)
+            fetches = {"a": ahead, "b": start(fetcher, model_of("b", B))}
+            chunks = {name: iter(fetch) for name, fetch in fetches.items()}
+            for _ in range(len(A) + len(B)):
+                ask = gated.next()
+                order += ask.model
+                ask.allow()
+                fetches[ask.model].release(next(chunks[ask.model]))
+        assert order == "aa" + "b" * len(B) + "aaaa"  # it was alone when it took both cells
+        assert_settled(fetcher)
+
+    def test_a_load_that_is_called_off_holds_up_nobody(self) -> None:
+        gated = Gated(Shelf(A, B))
+        with fetching(gated, num_cells=2) as fetcher:
+            wanted = start(fetcher, model_of("b", B))
+            ahead = fetcher.fetch(model_of("a", A), all_chunks(model_of("a", A)), is_ahead=True)
+            gated.open()
+            wanted.cancel()
+            assert consume(ahead) == b"".join(A)
+        assert_settled(fetcher)
+
     def test_a_load_that_nobody_consumes_leaves_room_for_another(self) -> None:
         with fetching(Shelf(LONG, A), num_cells=WINDOW + 2) as fetcher:
             idle = start(fetcher, model_of("long", LONG))

@@ -378,6 +378,77 @@ def test_a_borrower_learns_that_another_load_was_reading_its_chunk(
         borrower.close()
 
 
+def test_a_model_is_brought_to_host_memory_and_nothing_of_it_is_lent(
+    model: Path, tmp_path: Path, path: Path
+) -> None:
+    with lending(tmp_path, path) as (tiers, lender), closing(Borrower(path)) as borrower:
+        borrowed = borrower.open(model)
+        assert not borrowed.is_in_host
+
+        assert borrower.prefetch(borrowed).wait()
+        assert borrower.prefetch(borrowed).wait(), "nothing is to come any more"
+
+        assert borrower.open(model).is_in_host
+        assert eventually(lambda: lender.num_sessions == 0)
+        book = tiers.fetcher.book
+        assert (book.num_leased, book.num_resident) == (0, tiers.fetcher.counters.num_fills)
+
+
+@pytest.mark.parametrize(("num_cells", "keeps_chunks"), [(1, True), (NUM_CELLS, False)])
+def test_nothing_is_read_for_a_model_that_would_not_stay_in_host_memory(
+    num_cells: int, keeps_chunks: bool, model: Path, tmp_path: Path, path: Path
+) -> None:
+    config = StoreConfig(path=str(tmp_path), host_bytes=NUM_CELLS * CELL_BYTES)
+    cell_bytes = config.host_bytes // num_cells
+    with (
+        closing(Tiers(config, cell_bytes, is_pinned=False, keeps_chunks=keeps_chunks)) as tiers,
+        closing(Lender(tiers, path)),
+        closing(Borrower(path)) as borrower,
+    ):
+        assert not borrower.prefetch(borrower.open(model)).wait()
+        assert tiers.fetcher.counters.num_fills == 0
+
+
+def test_a_prefetch_that_is_called_off_is_read_no_further(model: Path, tmp_path: Path, path: Path) -> None:
+    with (
+        gated_tiers(tmp_path) as gated,
+        closing(Lender(gated.tiers, path)) as lender,
+        closing(Borrower(path)) as borrower,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        prefetch = borrower.prefetch(borrower.open(model))
+        waiting = pool.submit(prefetch.wait)
+        reading = gated.gate.next()
+
+        prefetch.cancel()
+
+        assert isinstance(waiting.exception(timeout=PATIENCE_S), LoadCancelled)
+        assert eventually(lambda: not reading.is_wanted())
+        gated.gate.open()
+        assert eventually(lambda: lender.num_sessions == 0)
+        assert eventually(lambda: gated.tiers.fetcher.book.num_filling == 0)
+        assert gated.tiers.fetcher.counters.num_fills <= 1
+
+
+def test_who_waits_for_a_prefetch_is_told_what_the_lender_met(
+    model: Path, tmp_path: Path, path: Path
+) -> None:
+    with (
+        gated_tiers(tmp_path) as gated,
+        closing(Lender(gated.tiers, path)) as lender,
+        closing(Borrower(path)) as borrower,
+    ):
+        borrowed = borrower.open(model)
+        unknown = replace(borrowed, opened=replace(borrowed.opened, directory="/nowhere"))
+        with pytest.raises(StoreError, match="open it again"):
+            borrower.prefetch(unknown).wait()
+        prefetch = borrower.prefetch(borrowed)
+        gated.gate.next()  # held back
+        lender.close()
+        with pytest.raises(StoreError, match=r"gone|called off"):
+            prefetch.wait()
+
+
 def test_the_lender_learns_how_fast_its_disk_is(model: Path, tmp_path: Path, path: Path) -> None:
     with lending(tmp_path, path) as (tiers, _):
         borrower = Borrower(path)

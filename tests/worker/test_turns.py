@@ -400,7 +400,8 @@ def test_a_pinned_model_is_never_paused_and_others_wait_until_it_is_not(kind: st
     first, second = SETTINGS[kind].names[:2]
     with taking_turns(kind, tmp_path, [first, second]) as gateway:
         gateway.set_hold(first, Hold.PINNED)
-        gateway.ask(first, [1, 2, 3], greedy(2, ignore_eos=True))  # else the second may be found first
+        while ModelId(first) not in gateway.in_turn:  # else the other may be found first
+            gateway.hear()
         waiting = gateway.start(second, [4, 5, 6], LONG)
         gateway.ask(first, [1, 2, 3], LONG)
 

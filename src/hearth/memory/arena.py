@@ -8,6 +8,7 @@ have in common, KV and tables.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Set
 
 import torch
@@ -62,6 +63,10 @@ class ArenaPool:
         return self._budget_bytes
 
     @property
+    def free_bytes(self) -> int:
+        return self._books.regions.free_bytes
+
+    @property
     def keeps_addresses(self) -> bool:
         return False
 
@@ -101,6 +106,10 @@ class ArenaPool:
             tenant.queued.record(torch.cuda.current_stream(books.memory.device))
         return space_of(tenant, books.regions, books.memory)
 
+    def place_front(self, model: ModelId, shape: Shape, num_bytes: int) -> Space | None:
+        """A part of a model would only lie in the way of whoever is placed before the rest of it."""
+        return None
+
     def prepare(self, model: ModelId, part: ByteRange) -> None:
         queued = self._books.tenants[model].queued
         if queued is not None:
@@ -125,11 +134,13 @@ class ArenaPool:
         holding = tenant.holding(self._books.regions)
         return holding.weights_bytes < holding.total_bytes
 
-    def take_weights(self, num_bytes: int, most: Hold) -> int:
+    def take_weights(self, num_bytes: int, most: Hold, below_s_per_byte: float = math.inf) -> int:
         tails, owners_by_model = [], {}
         for model, tenant in self._books.tenants.items():
             terms = self._eviction_terms(model)
             if terms.hold not in TAKEABLE or terms.hold > most or terms.is_loading or tenant.coming:
+                continue
+            if terms.cost_s_per_byte >= below_s_per_byte:
                 continue
             owners_by_model[model] = owners = tenant.tensors(self._books.regions)[::-1]
             units = tuple(self._books.regions.span_of(owner).num_bytes for owner in owners)

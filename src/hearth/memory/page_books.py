@@ -94,6 +94,13 @@ class PageBooks:
             tenant.shape, tenant.space = shape, None
         return tenant
 
+    def has_addresses(self, model: ModelId, shape: Shape) -> bool:
+        """True if a model of this digest has addresses, or can have some that nobody else has."""
+        tenant = self.tenants.get(model)
+        if tenant is not None:
+            return tenant.shape.digest == shape.digest
+        return not self._spaces.is_full
+
     def _displace_one(self) -> None:
         """Take the addresses of the model that computed longest ago, of those that have nothing else."""
         for tenant in self.tenants.values():
@@ -102,9 +109,10 @@ class PageBooks:
                 self.displaced.append(tenant.model)
                 return
 
-    def place_weights(self, tenant: MappedTenant) -> None:
-        """Give a model a page for each part of its weights; whoever needs one to be there maps it."""
-        missing = self._missing(tenant)
+    def place_weights(self, tenant: MappedTenant, most: int | None = None) -> None:
+        """Give a model a page for each part of its weights, or for at most so many that it lacks, first ones
+        first; whoever needs one to be there maps it."""
+        missing = self._missing(tenant)[:most]
         shared = self._shareable(tenant, missing)
         to_load = [index for index in missing if index not in shared]
         for index, place in zip(shared, tenant.weights_places(shared), strict=True):
@@ -338,8 +346,13 @@ def _holding(tenant: MappedTenant, shared: Collection[int]) -> Holding:
     )
 
 
-def tails_of(books: PageBooks, eviction_terms: EvictionTermsOf, hold: Hold) -> list[Tail]:
-    """Return what each model that is held so would free, page by page, unless somebody writes its bytes."""
+def tails_of(
+    books: PageBooks, eviction_terms: EvictionTermsOf, hold: Hold, below_s_per_byte: float
+) -> list[Tail]:
+    """Return what each model that is held so would free, page by page, unless somebody writes its bytes.
+
+    Only those whose reload cost is less than `below_s_per_byte`.
+    """
     assert hold in TAKEABLE, f"never to be taken from: {hold=}"
     terms_by_model = {
         model: eviction_terms(model) for model, tenant in books.tenants.items() if not tenant.coming
@@ -347,7 +360,7 @@ def tails_of(books: PageBooks, eviction_terms: EvictionTermsOf, hold: Hold) -> l
     costs = {
         model: terms.cost_s_per_byte
         for model, terms in terms_by_model.items()
-        if terms.hold == hold and not terms.is_loading
+        if terms.hold == hold and not terms.is_loading and terms.cost_s_per_byte < below_s_per_byte
     }
     if not costs:
         return []

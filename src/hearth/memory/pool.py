@@ -15,6 +15,7 @@ One thread, that of the steps, calls all methods but `prepare`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -105,6 +106,10 @@ class Pool(Protocol):
     def budget_bytes(self) -> int: ...
 
     @property
+    def free_bytes(self) -> int:
+        """Bytes that nobody has, at no cost worth mentioning."""
+
+    @property
     def keeps_addresses(self) -> bool:
         """True if a model's space is the same, however often its bytes leave and come back, unless
         `take_displaced` names it."""
@@ -119,6 +124,11 @@ class Pool(Protocol):
         Raises DeviceError where `missing_bytes` is not 0.
         """
 
+    def place_front(self, model: ModelId, shape: Shape, num_bytes: int) -> Space | None:
+        """Return memory for the first so many of the weights that a model lacks, out of free memory, and for
+        nothing else; fewer where that is short. None: nothing is missing or free, or only whole models are
+        placed here. Its gaps are filled and given back as those of `place`, before which they must be."""
+
     def prepare(self, model: ModelId, part: ByteRange) -> None:
         """Make a part of a space, or a piece of one, ready to be written. Any one thread may call it."""
 
@@ -132,9 +142,12 @@ class Pool(Protocol):
     def lacks_weights(self, model: ModelId) -> bool:
         """True if a model is known and some of its weights have no memory. Costs as little."""
 
-    def take_weights(self, num_bytes: int, most: Hold) -> int:
+    def take_weights(self, num_bytes: int, most: Hold, below_s_per_byte: float = math.inf) -> int:
         """Take at least so many bytes of weights from models held at most so, cheapest first; returns how
-        many came free, which is less only where there are no more. Nobody computes with any of them."""
+        many came free, which is less only where there are no more. Nobody computes with any of them.
+
+        `below_s_per_byte`: only those whose reload cost is less.
+        """
 
     def grow(self, model: ModelId, num_blocks: int, ahead_blocks: int = 0) -> list[range]:
         """Give a placed model up to so many blocks of KV more, out of free memory. Each range is an extent.

@@ -9,6 +9,7 @@ for a table by the thread of the steps.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -51,6 +52,10 @@ class MappedPool:
         return self._pages.num_pages * self._pages.page_bytes
 
     @property
+    def free_bytes(self) -> int:
+        return self._table.num_free * self._pages.page_bytes
+
+    @property
     def keeps_addresses(self) -> bool:
         return True
 
@@ -77,6 +82,21 @@ class MappedPool:
         self._table.make_real(rest)
         return self._space(tenant, unreal)
 
+    def place_front(self, model: ModelId, shape: Shape, num_bytes: int) -> Space | None:
+        """Pages that are ready for KV are left there. So are the addresses of others."""
+        check_fits(model, shape, self._pages)
+        with self._table.lock:
+            most = min(num_pages(num_bytes, self._pages.page_bytes), self._table.num_free)
+            if not most or not self._books.has_addresses(model, shape):
+                return None
+            tenant = self._books.tenant(model, shape)
+            assert not tenant.coming, f"`{model}` is still being loaded: {sorted(tenant.coming)}"
+            self._books.place_weights(tenant, most)
+            if not tenant.coming:
+                return None
+            unreal = self._books.unreal_weights(tenant)
+        return self._space(tenant, unreal)
+
     def prepare(self, model: ModelId, part: ByteRange) -> None:
         tenant = self._books.tenants[model]
         indices = range(part.begin // tenant.page_bytes, num_pages(part.end, tenant.page_bytes))
@@ -97,15 +117,14 @@ class MappedPool:
         tenant = self._books.tenants.get(model)
         return tenant is not None and len(tenant.there) + len(tenant.coming) < tenant.num_weights_pages
 
-    def take_weights(self, num_bytes: int, most: Hold) -> int:
+    def take_weights(self, num_bytes: int, most: Hold, below_s_per_byte: float = math.inf) -> int:
         freed_bytes = 0
         with self._table.lock:
             for hold in TAKEABLE:
                 while hold <= most and freed_bytes < num_bytes:
                     # A plan may free less than it should, where models share pages: then once more.
-                    takes = plan_takes(
-                        tails_of(self._books, self._eviction_terms, hold), num_bytes - freed_bytes
-                    )
+                    tails = tails_of(self._books, self._eviction_terms, hold, below_s_per_byte)
+                    takes = plan_takes(tails, num_bytes - freed_bytes)
                     if not takes:
                         break
                     for take in takes:

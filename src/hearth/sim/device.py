@@ -78,6 +78,12 @@ class DeviceMemory:
         weights.num_units = len(weights.units)
         return there_bytes
 
+    def place_front(self, model: ModelId, digest: str, num_bytes: int, front_bytes: int) -> int:
+        """Give a place to at most so many bytes of the first units that a model lacks; return how many."""
+        there_bytes = self.place_weights(model, digest, num_bytes)
+        self.truncate(model, there_bytes + front_bytes)
+        return self.count_bytes(model) - there_bytes
+
     def place_other(self, model: ModelId, own_bytes: int, workspace_bytes: int) -> None:
         """Have a hosted model take so much beside its weights, and a workspace that others see too."""
         self._other_bytes[model], self._workspace_bytes[model] = own_bytes, workspace_bytes

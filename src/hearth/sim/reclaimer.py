@@ -6,7 +6,7 @@ What `worker/reclaimer.py` and a pool of mapped pages are on a live worker.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import assert_never
 
 from hearth.policy.fleet.footprint import PAGE_BYTES
@@ -82,6 +82,21 @@ class SimulatedReclaimer:
             engine.clear_all()
             self.device.free_other(model)
         return None
+
+    def place_front(self, model: ModelId, front_bytes: Callable[[int, int], int]) -> int:
+        """Give the first bytes that a model lacks a place, where others cost less; return how many.
+
+        `front_bytes` says how many, of those that it lacks and those that are free.
+        """
+        missing_bytes, cost_s_per_byte = self.missing_bytes(model), self._price(model, Hold.PAUSED)
+        lack_bytes = front_bytes(missing_bytes, missing_bytes) - self.device.free_bytes
+        if lack_bytes > 0:
+            self._run(self.policy.make_room_early(model, lack_bytes, cost_s_per_byte))
+        num_bytes = front_bytes(missing_bytes, self.device.free_bytes)
+        if not num_bytes:
+            return 0
+        profile = self._hosted[model].order.profile
+        return self.device.place_front(model, profile.digest, profile.num_bytes, num_bytes)
 
     def retire(self, model: ModelId, hosted: SteppedModel) -> None:
         """Take back all memory of an idle model but the weights that are there."""
@@ -188,8 +203,8 @@ class SimulatedReclaimer:
                 return num_got
             case ClearKv():
                 return self._clear(order)
-            case TakeWeights(num_bytes, most):
-                return self._take(num_bytes, most)
+            case TakeWeights():
+                return self._take(order)
             case PlaceTable() | SpillTable() | DropTable():
                 raise AssertionError(f"no request of a simulation needs a table: {order}")
             case _:
@@ -205,15 +220,17 @@ class SimulatedReclaimer:
         self.device.resize_other(order.model, engine.kv_bytes - before_bytes)
         return len(order.extent)
 
-    def _take(self, num_bytes: int, most: Hold) -> int:
+    def _take(self, order: TakeWeights) -> int:
         """Take weights as a pool does, cheapest first; return how many bytes came free."""
         tails = [
-            Tail(model, hold, self._price(model, hold), weights.tail)
+            Tail(model, hold, cost_s_per_byte, weights.tail)
             for model, weights in self.device.weights.items()
-            if (hold := self._hold(model)) <= most and model != self.policy.placing
+            if (hold := self._hold(model)) <= order.most
+            and model != self.policy.placing
+            and (cost_s_per_byte := self._price(model, hold)) < order.below_s_per_byte
         ]
         before_bytes = self.device.free_bytes
-        for take in plan_takes(tails, num_bytes):
+        for take in plan_takes(tails, order.num_bytes):
             self.device.take_units(take.model, take.num_units)
         return self.device.free_bytes - before_bytes
 

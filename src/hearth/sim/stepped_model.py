@@ -40,6 +40,7 @@ class LoadUnderWay:
     began_s: float
     end_s: float
     num_bytes: int
+    is_front: bool = False  #: some of those that it lacks, before its turn
 
 
 @dataclass(slots=True)

@@ -146,6 +146,7 @@ class SteppedWorker:
             self._take_turns()
             for model in self.reclaimer.policy.deferred():
                 self._load(model)
+            self._load_front()
             self._begin_step()
         facts, self._facts = self._facts, []
         return facts
@@ -313,17 +314,33 @@ class SteppedWorker:
         end_s = max(self._bus_free_s, self._now_s + first_s) + self._profile.switch_s
         hosted.load = LoadUnderWay(begin_s, end_s, num_bytes)
 
+    def _load_front(self) -> None:
+        """Have the first bytes of the next in line cross before its turn, where others cost less."""
+        if self.turns is None or any(one.load is not None for one in self.hosted.values()):
+            return
+        model = self.turns.early(self._now_s, lambda name: self.reclaimer.missing_bytes(name) > 0)
+        num_bytes = 0 if model is None else self.reclaimer.place_front(model, self.turns.front_bytes)
+        if model is not None and num_bytes:
+            begin_s = max(self._now_s, self._bus_free_s)
+            self._bus_free_s = begin_s + num_bytes / self._profile.bytes_per_s[Rung.HOST]
+            self.hosted[model].load = LoadUnderWay(begin_s, self._bus_free_s, num_bytes, is_front=True)
+
     def _end_load(self, model: ModelId, hosted: SteppedModel) -> None:
         load = hosted.load
         assert load is not None, f"`{model}` is not being loaded"
-        hosted.load, hosted.is_assembled = None, True
-        self.num_loads += 1
+        hosted.load = None
         seconds = load.num_bytes / self._profile.bytes_per_s[Rung.HOST]
         self.bytes_moved += load.num_bytes
         self.bus_s += seconds
         self.reclaimer.costs.moved(Rung.HOST, load.num_bytes, seconds)
         self.reclaimer.costs.loaded(model, {Rung.HOST: load.num_bytes})
         self.reclaimer.policy.room_may_have_come()
+        if load.is_front:
+            if self._is_in_turn(model):  # as it is now
+                self._load(model)
+            return
+        hosted.is_assembled = True
+        self.num_loads += 1
         if self.turns is not None:
             self.turns.loaded(model, self._now_s)
         use = RungUse(Rung.HOST, load.num_bytes, seconds)

@@ -19,7 +19,9 @@ from hearth.store.lending import (
     LenderHello,
     Message,
     ModelOpened,
+    ModelPrefetched,
     OpenModel,
+    PrefetchModel,
     Refused,
     ReleaseChunk,
     error_of,
@@ -46,8 +48,12 @@ class BorrowedModel:
     @property
     def is_in_host(self) -> bool:
         """True if all of the model was in host memory when it was opened."""
-        distinct = {chunk.id: chunk.num_bytes for chunk in self.manifest.chunks}
-        return self.opened.host_bytes >= sum(distinct.values())
+        return self.opened.host_bytes >= self.distinct_bytes
+
+    @property
+    def distinct_bytes(self) -> int:
+        """Bytes of the model's chunks, those once that it has several times."""
+        return sum({chunk.id: chunk.num_bytes for chunk in self.manifest.chunks}.values())
 
 
 class Borrower:
@@ -103,17 +109,26 @@ class Borrower:
             self._manifests[opened.digest] = known
         return known
 
+    def prefetch(self, model: BorrowedModel) -> Prefetch:
+        """Have the lender bring a model into host memory, as far as no load that is waited for is held up."""
+        connection, _ = self._connect()
+        self._begin(connection, PrefetchModel(model.opened.digest, model.opened.directory))
+        return Prefetch(connection, model)
+
     def fetch(self, model: BorrowedModel, chunks: Sequence[int]) -> Loan:
         connection, segment = self._connect()
-        try:
-            send(connection, FetchChunks(model.opened.digest, model.opened.directory, tuple(chunks)))
-        except OSError as error:
-            connection.close()
-            raise self._gone() from error
+        self._begin(connection, FetchChunks(model.opened.digest, model.opened.directory, tuple(chunks)))
         loan = Loan(segment, connection, model.opened.name, len(chunks))
         with self._lock:
             self._loans.append(loan)
         return loan
+
+    def _begin(self, connection: socket.socket, message: Message) -> None:
+        try:
+            send(connection, message)
+        except OSError as error:
+            connection.close()
+            raise self._gone() from error
 
     def close(self) -> None:
         for segment in (*self._old, self.segment):
@@ -154,6 +169,40 @@ class Borrower:
 
     def _gone(self) -> LenderGone:
         return LenderGone(f"the lender at `{self._path}` is gone; start it again")
+
+
+class Prefetch:
+    """A model on its way to host memory. One thread waits, any cancels."""
+
+    def __init__(self, connection: socket.socket, model: BorrowedModel) -> None:
+        self._connection, self._model = connection, model
+        self._is_cancelled = False
+
+    def wait(self) -> bool:
+        """Return whether all of the model is in host memory, when no more of it is on its way.
+
+        Raises what the lender met, LoadCancelled after `cancel`, StoreError if the lender is gone.
+        """
+        with self._connection, closing(received(self._connection)) as messages:
+            try:
+                message = next(messages, None)
+            except OSError:
+                message = None
+        match message:
+            case ModelPrefetched(host_bytes):
+                return host_bytes >= self._model.distinct_bytes
+            case Refused() as refused:
+                raise error_of(refused)
+        name = self._model.opened.name
+        if self._is_cancelled:
+            raise LoadCancelled(f"the prefetch of `{name}` was called off")
+        raise StoreError(f"whoever was to bring `{name}` into host memory is gone; ask again")
+
+    def cancel(self) -> None:
+        """Ask for no more, and wake the thread that waits."""
+        self._is_cancelled = True
+        with suppress(OSError):  # the lender may be gone, or the answer here
+            self._connection.shutdown(socket.SHUT_RDWR)
 
 
 class Loan:

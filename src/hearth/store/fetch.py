@@ -116,14 +116,18 @@ class Fetcher:
         for reader in self._readers:
             reader.start()
 
-    def fetch(self, model: StoredModel, chunks: Sequence[int]) -> Fetch:
-        """Start bringing these chunks, in this order, into host memory."""
+    def fetch(self, model: StoredModel, chunks: Sequence[int], *, is_ahead: bool = False) -> Fetch:
+        """Start bringing these chunks, in this order, into host memory.
+
+        `is_ahead`: nobody waits for them yet. They come while no other load wants any: neither the readers
+        nor chunks that such a load is about to take are taken from it.
+        """
         too_large = [i for i in chunks if model.manifest.chunks[i].num_bytes > self.segment.cell_bytes]
         assert not too_large, f"chunks {too_large} are larger than a cell: {self.segment.cell_bytes}"
         assert self.segment.num_cells or not chunks, "a segment without cells holds no chunk"
         assert len(set(chunks)) == len(chunks), f"a chunk is wanted twice: {sorted(chunks)}"
         self._prices.load_began(model)
-        fetch = Fetch(self, model, chunks)
+        fetch = Fetch(self, model, chunks, is_ahead=is_ahead)
         with self._lock:
             if self._is_closed:
                 raise StoreError(f"`{model.name}` cannot be fetched: these tiers are closed; open new ones")
@@ -158,10 +162,15 @@ class Fetcher:
                 self._round_robin.popleft()
                 continue
             self._round_robin.rotate(-1)
-            is_stuck = fetch.num_open >= WINDOW or not self._take(fetch)
+            has_to_wait = fetch.num_open >= WINDOW or self._gives_way(fetch)
+            is_stuck = has_to_wait or not self._take(fetch)
             num_stuck = num_stuck + 1 if is_stuck else 0
         if not self._keeps_chunks and not self._is_closed and self.book.num_free == self.book.capacity:
             self.segment.give_back()
+
+    def _gives_way(self, fetch: Fetch) -> bool:
+        """True if nobody waits for the chunks of a load, while another that is waited for wants some."""
+        return fetch.is_ahead and any(one.todo and not one.is_ahead for one in self._round_robin)
 
     def _take(self, fetch: Fetch) -> bool:
         """Schedule the load's next chunk; return False if there is no cell for it now."""
@@ -286,8 +295,10 @@ class Fetch:
     The fields are the fetcher's, guarded by its lock.
     """
 
-    def __init__(self, fetcher: Fetcher, model: StoredModel, chunks: Sequence[int]) -> None:
-        self.model = model
+    def __init__(
+        self, fetcher: Fetcher, model: StoredModel, chunks: Sequence[int], *, is_ahead: bool
+    ) -> None:
+        self.model, self.is_ahead = model, is_ahead
         #: Chunks that are not scheduled yet, in order.
         self.todo = deque(chunks)
         #: How many chunks are scheduled and not released: being read, ready, or taken.

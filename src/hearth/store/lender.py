@@ -30,8 +30,10 @@ from hearth.store.lending import (
     ModelBytes,
     ModelForgotten,
     ModelOpened,
+    ModelPrefetched,
     ModelRequests,
     OpenModel,
+    PrefetchModel,
     ReleaseChunk,
     RequestsCounted,
     UpstreamSeen,
@@ -161,7 +163,11 @@ class _Session:
             case OpenModel(where, weight):
                 self._send(self._answer(where, lambda: self._open(where, weight)))
             case FetchChunks(digest, directory, chunks):
-                self._start(self._models.get((digest, Path(directory))), digest, chunks)
+                if (model := self._model_to_load(digest, directory)) is not None:
+                    self._start(model, chunks)
+            case PrefetchModel(digest, directory):
+                if (model := self._model_to_load(digest, directory)) is not None:
+                    self._start_prefetch(model)
             case ReleaseChunk(index):
                 self._release(index)
             case CancelLoad():
@@ -224,19 +230,34 @@ class _Session:
                 self._models.pop(key, None)
         return ModelForgotten()
 
-    def _start(self, model: StoredModel | None, digest: Digest, chunks: tuple[int, ...]) -> None:
+    def _model_to_load(self, digest: Digest, directory: str) -> StoredModel | None:
+        """Return a model that a load may begin of; None: the borrower was told that it is not open."""
         if self._fetch is not None:
             raise StoreError("a second load on one connection; open another for it")
+        model = self._models.get((digest, Path(directory)))
         if model is None:
             self._send(refusal(StoreError(f"no model {digest} is open here; open it again")))
-            return
+        return model
+
+    def _start(self, model: StoredModel, chunks: tuple[int, ...]) -> None:
         num_chunks = len(model.manifest.chunks)
         if len(set(chunks)) < len(chunks) or not set(chunks) <= set(range(num_chunks)):
             what = f"chunks of `{model.name}` must be distinct, and below {num_chunks}"
             self._send(refusal(StoreError(f"{what}; given: {chunks!s:.200}")))
             return
-        fetch = self._fetch = self._tiers.fetch(model, chunks)
-        self._sender = threading.Thread(target=self._lend, args=(fetch,), name="hearth-lend", daemon=True)
+        self._run(self._lend, self._tiers.fetch(model, chunks))
+
+    def _start_prefetch(self, model: StoredModel) -> None:
+        fetch = self._tiers.prefetch(model)
+        if fetch is None:
+            self._send(self._prefetched(model))
+        else:
+            self._run(self._prefetch, fetch)
+
+    def _run(self, act: Callable[[Fetch], None], fetch: Fetch) -> None:
+        """Have a thread of its own follow a load."""
+        self._fetch = fetch
+        self._sender = threading.Thread(target=act, args=(fetch,), name="hearth-lend", daemon=True)
         self._sender.start()
 
     def _lend(self, fetch: Fetch) -> None:
@@ -255,8 +276,31 @@ class _Session:
         except OSError:
             fetch.cancel()  # the borrower listens no more; it may still have chunks to give back
         else:
-            for rung, use in totals_by_rung(deliveries).items():
-                self._tiers.prices.moved(rung, use.num_bytes, use.seconds)
+            self._learn_speeds(deliveries)
+
+    def _prefetch(self, fetch: Fetch) -> None:
+        """Give back each chunk as soon as it is there: it stays in host memory as long as it is worth it."""
+        deliveries: list[Delivery] = []
+        answer: Message
+        try:
+            for chunk in fetch:
+                if chunk.delivery is not None:
+                    deliveries.append(chunk.delivery)
+                fetch.release(chunk)
+        except StoreError as error:
+            answer = refusal(error)
+        else:
+            self._learn_speeds(deliveries)
+            answer = self._prefetched(fetch.model)
+        with suppress(OSError):  # the borrower may listen no more
+            self._send(answer)
+
+    def _prefetched(self, model: StoredModel) -> ModelPrefetched:
+        return ModelPrefetched(self._tiers.resident_bytes(model)[Rung.HOST])
+
+    def _learn_speeds(self, deliveries: Sequence[Delivery]) -> None:
+        for rung, use in totals_by_rung(deliveries).items():
+            self._tiers.prices.moved(rung, use.num_bytes, use.seconds)
 
     def _release(self, index: int) -> None:
         with self._lock:

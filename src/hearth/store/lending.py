@@ -93,6 +93,21 @@ class CancelLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefetchModel:
+    """Bring a model into host memory, and lend nothing of it. Hanging up calls it off."""
+
+    model: Digest  #: as in `FetchChunks`
+    directory: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPrefetched:
+    """The answer to `PrefetchModel`, when no more of the model is on its way."""
+
+    host_bytes: int  #: bytes of the model that are in host memory now
+
+
+@dataclass(frozen=True, slots=True)
 class CountBytes:
     """Say how much of these models lies on which rung."""
 
@@ -183,6 +198,7 @@ class Refused:
 
 
 _Load = OpenModel | ModelOpened | FetchChunks | ChunkLent | ReleaseChunk | CancelLoad
+_Prefetch = PrefetchModel | ModelPrefetched
 _Question = (
     CountBytes
     | BytesCounted
@@ -194,7 +210,7 @@ _Question = (
     | ModelForgotten
 )
 _Look = LookUpstream | UpstreamSeen
-Message = LenderHello | _Load | _Question | _Look | Refused
+Message = LenderHello | _Load | _Prefetch | _Question | _Look | Refused
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 
 

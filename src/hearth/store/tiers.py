@@ -108,6 +108,7 @@ class Tiers:
         self._remotes: dict[RemoteAddress, RemoteModel] = {}
         reader = ChunkReader(self.disk, self.prices.of_disk_chunk, may_be_direct=keeps_chunks)
         self.fetcher = Fetcher(self.segment, reader, self.prices, keeps_chunks=keeps_chunks)
+        self._keeps_chunks = keeps_chunks
 
     def open(self, where: str | Path, weight: float = 1.0) -> StoredModel:
         """Open a converted model: its directory, its URL in object storage, or a version there, `URL@DIGEST`.
@@ -164,6 +165,19 @@ class Tiers:
 
     def fetch(self, model: StoredModel, chunks: Sequence[int]) -> Fetch:
         return self.fetcher.fetch(model, chunks)
+
+    def prefetch(self, model: StoredModel) -> Fetch | None:
+        """Start bringing what host memory lacks of a model, behind all loads; None if nothing is to come.
+
+        That is so also where it would not stay there, or not all of it would fit.
+        """
+        manifest = model.manifest
+        indices = {chunk.id: index for index, chunk in enumerate(manifest.chunks)}
+        if not self._keeps_chunks or len(indices) > self.segment.num_cells:
+            return None
+        resident = set(self.fetcher.resident(indices))
+        missing = sorted(index for chunk_id, index in indices.items() if chunk_id not in resident)
+        return self.fetcher.fetch(model, missing, is_ahead=True) if missing else None
 
     def resident_bytes(self, model: StoredModel) -> dict[Rung, int]:
         """Return how much of a model lies in host memory and on disk; a chunk in both counts in both."""

@@ -11,8 +11,8 @@
     Retired      it is promised nothing; where addresses last, its engine waits for the model to come back
     Closed       nothing of it is left
 
-Where models take turns, each is loaded in its turn only, and others may take from it whenever it is not its
-turn, also while it has requests.
+Where models take turns, all of one is loaded in its turn only, and others may take from it whenever it is not
+its turn, also while it has requests. While it waits, bytes of it may come ahead; its state stays as it is.
 
 Requests are taken from the beginning and wait, in their order, for the engine and their first step. A model
 may come, go and come again: each stay has a number, its `hosting`, and news of an earlier stay are stale.
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hearth.engine.engine import Engine
@@ -35,7 +35,17 @@ from hearth.store.borrower import BorrowedModel
 from hearth.store.record import LoadRecord
 from hearth.types import Hold, ModelId, RequestId, SamplingTable
 from hearth.worker.hosting_spec import HostingSpec, hosting_spec
-from hearth.worker.model_load import EngineReady, HostingNews, ModelFound, ModelLoad, borrow, start_thread
+from hearth.worker.load_ahead import LoadAhead
+from hearth.worker.model_load import (
+    EngineReady,
+    FrontLoaded,
+    HostClimbed,
+    HostingNews,
+    ModelFound,
+    ModelLoad,
+    borrow,
+    start_thread,
+)
 from hearth.worker.runtime import HostingResources
 from hearth.worker.watched_load import WeightsLoaded
 
@@ -138,6 +148,8 @@ class HostedModel:
         self.has_turn = True  #: always, unless models take turns; written by `Turns`
         self.waiting: list[StartRequest] = []  #: for an engine with memory
         self.state: HostingState = Finding(time.perf_counter())
+        self._ahead: LoadAhead | None = None  #: while it waits for its turn, and is one of the next
+        self._untold: list[LoadRecord] = []  #: of bytes that came ahead, since all of it was there
         self._resources, self._pool, self._post = resources, pool, post
         self._is_closed = threading.Event()  #: for the thread that looks the model up
 
@@ -172,7 +184,27 @@ class HostedModel:
     @property
     def is_loading(self) -> bool:
         """True while the model has memory that is being filled."""
-        return isinstance(self.state, Assembling | Loading)
+        return isinstance(self.state, Assembling | Loading) or self.crossing_bytes > 0
+
+    @property
+    def crossing_bytes(self) -> int:
+        """Bytes that are on their way to the device ahead of the model's turn."""
+        return 0 if self._ahead is None else self._ahead.crossing_bytes
+
+    @property
+    def can_cross(self) -> bool:
+        """True if the model waits for its turn in host memory, and bytes of it that are not on the device."""
+        spec = self.spec
+        if spec is None or self._ahead is None or not self._ahead.is_in_host or self.is_loading:
+            return False
+        return self._pool.resident_bytes(self.model) < spec.shape.stored.num_bytes
+
+    @property
+    def there_bytes(self) -> int:
+        """About how many bytes, as stored, are on the device: not those that are on their way."""
+        if (load := self.load_under_way) is not None:
+            return load.reused_bytes
+        return max(0, self._pool.resident_bytes(self.model) - self.crossing_bytes)
 
     @property
     def is_loaded(self) -> bool:
@@ -318,6 +350,45 @@ class HostedModel:
             borrowed=borrowed,
         )
 
+    # What comes ahead of its turn.
+
+    def climb(self) -> None:
+        """Have the model come to host memory, unless it does or all of it is on the device."""
+        if (
+            self._ahead is None
+            and not self.is_loading
+            and isinstance(self.state, Found | Incomplete | Retired)
+        ):
+            post, hosting = self._post, self.order.hosting
+            self._ahead = LoadAhead(self.order, self._resources, lambda news: post(hosting, news))
+
+    def climbed(self, news: HostClimbed) -> None:
+        if self._ahead is not None:
+            self._ahead.is_in_host = news.is_in_host
+
+    def cross(self, space: Space) -> None:
+        """Have all gaps of a space filled ahead of the model's turn."""
+        spec, pool, name = self.spec, self._pool, self.model
+        if spec is None or self._ahead is None:
+            raise self._wrong("cannot be loaded ahead")
+        self._ahead.cross(space, spec.layout, lambda part: pool.prepare(name, part))
+
+    def front_loaded(self, news: FrontLoaded) -> None:
+        if self._ahead is None:
+            raise self._wrong("was loaded ahead")
+        if news.record is None:
+            self._ahead.cancel()  # of which some may be going on
+        else:
+            self._untold.append(news.record)
+        self._ahead.crossing_bytes, self._ahead.is_in_host = 0, news.record is not None
+        self._pool.load_ended(self.model, is_whole=news.record is not None)
+
+    def stop_waiting(self) -> None:
+        """Have no more of the model come ahead of its turn; what is crossing still does."""
+        if self._ahead is not None and not self._ahead.crossing_bytes:
+            self._ahead.cancel()
+            self._ahead = None
+
     def engine_ready(self, news: EngineReady) -> ModelLoaded | None:
         """Note that the engine is there. Returns the news if all bytes are as well."""
         match self.state:
@@ -364,13 +435,15 @@ class HostedModel:
         if self._resources.config.graphs == "start":
             served.engine.runner.capture_all()
         record, widen_s = weights.record, weights.widen_s
+        untold, self._untold = self._untold, []
+        ahead_bytes = sum(one.num_bytes for one in untold)
         total_s = record.total_s + (widen_s or 0.0)
         return ModelLoaded(
             model=self.model,
             hosting=self.order.hosting,
-            rungs=tuple(RungBytes(rung, use.num_bytes, use.seconds) for rung, use in record.rungs.items()),
-            reused_bytes=reused_bytes,
-            shared_bytes=record.shared_bytes,
+            rungs=_sum_rungs([*untold, record]),
+            reused_bytes=max(0, reused_bytes - ahead_bytes),
+            shared_bytes=record.shared_bytes + sum(one.shared_bytes for one in untold),
             open_s=open_s,
             assemble_s=assemble_s,
             first_layer_s=record.first_layer_s if widen_s is None else total_s,
@@ -392,6 +465,11 @@ class HostedModel:
         Unless all of it has come, the memory that it was to fill is given back. A model that has no engine
         yet is closed with it. Its stay ends, so what was posted is stale.
         """
+        if self._ahead is not None:
+            self._ahead.cancel()
+            if self._ahead.crossing_bytes:
+                self._pool.load_ended(self.model, is_whole=False)
+            self._ahead = None
         load = self.load_under_way
         if load is None:
             return
@@ -420,3 +498,16 @@ class HostedModel:
         if (served := self.served) is not None:
             served.engine.close()
         self.state = Closed()
+
+
+def _sum_rungs(records: Sequence[LoadRecord]) -> tuple[RungBytes, ...]:
+    """Return what each rung has delivered in some loads together."""
+    uses = [(rung, use) for record in records for rung, use in record.rungs.items()]
+    return tuple(
+        RungBytes(
+            rung,
+            sum(use.num_bytes for other, use in uses if other == rung),
+            sum(use.seconds for other, use in uses if other == rung),
+        )
+        for rung in dict(uses)
+    )

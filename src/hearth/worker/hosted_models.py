@@ -17,12 +17,14 @@ from hearth.policy.batch.step_sharing import BusyModel, StepReadiness
 from hearth.types import Hold, ModelId
 from hearth.worker.failure import ModelBroke
 from hearth.worker.hosted_model import Finding, HostedModel, ServedModel
-from hearth.worker.model_load import EngineReady, HostingNews, ModelFound
+from hearth.worker.model_load import EngineReady, FrontLoaded, HostingNews, ModelFound
 from hearth.worker.reclaimer import Reclaimer
 from hearth.worker.runtime import HostingResources
 from hearth.worker.turns import Turns
 from hearth.worker.watched_load import WeightsLoaded
 
+#: How many of those that wait for their turn come to host memory meanwhile.
+NUM_CLIMBING = 2
 #: Engines of retired models that are kept for their return. What they have besides the pool's memory, such as
 #: graphs and buffers of inputs, is some tens of MB each.
 MAX_RETIRED = 16
@@ -82,7 +84,7 @@ class HostedModels:
     def load(self, hosted: HostedModel) -> ModelLoaded | None:
         """Have all of a model loaded that is not there; others may have to give way."""
         self._follow_displaced()
-        if isinstance(hosted.state, Finding):
+        if isinstance(hosted.state, Finding) or hosted.is_loading:
             return None
         try:
             return self._announced(hosted.load(self.reclaimer.place))
@@ -135,6 +137,39 @@ class HostedModels:
         self.reclaimer.drop(model)
         self.reclaimer.reload_costs.forget(model)
         log.info("model_dropped model=%s", model)
+
+    # Ahead of turns.
+
+    def look_ahead(self) -> None:
+        """Have models come nearer that wait for their turn.
+
+        The next ones come to host memory, and bytes of the very next to the device, where addresses last and
+        others lie there that cost less.
+        """
+        line = self.turns.next_in_line()
+        for model, hosted in self.hosted.items():
+            if model not in line:
+                hosted.stop_waiting()
+        for model in [model for model in line if not self.hosted[model].is_loaded][:NUM_CLIMBING]:
+            self.hosted[model].climb()
+        if line and self.reclaimer.pool.keeps_addresses:
+            self._cross()
+
+    def _cross(self) -> None:
+        """Have bytes of the next in line cross, unless others do."""
+        if any(one.is_loading for one in self.hosted.values()) or (model := self.turns.early()) is None:
+            return
+        hosted = self.hosted[model]
+        if (spec := hosted.spec) is not None:
+            space = self.reclaimer.place_front(model, spec, self.turns.front_bytes)
+            if space is not None:
+                hosted.cross(space)
+
+    def front_loaded(self, hosted: HostedModel, news: FrontLoaded) -> ModelLoaded | None:
+        """Note that bytes of a model have crossed; if it is its turn by now, the rest follows."""
+        hosted.front_loaded(news)
+        self.reclaimer.policy.room_may_have_come()
+        return self.load(hosted) if self.turns.is_in_turn(hosted.model) else None
 
     # Requests.
 

@@ -20,6 +20,7 @@ from hearth.messages import HostModel
 from hearth.models.layout import ByteRange
 from hearth.models.weights import bind
 from hearth.store.borrower import BorrowedModel, Borrower
+from hearth.store.record import LoadRecord
 from hearth.worker.failure import failure_of
 from hearth.worker.hosting_spec import HostingSpec
 from hearth.worker.map_ahead import MapAhead
@@ -46,7 +47,21 @@ class EngineReady:
     is_whole: bool  #: no bytes are missing
 
 
-HostingNews = ModelFound | EngineReady | LoadNews
+@dataclass(frozen=True, slots=True)
+class HostClimbed:
+    """A model that waits for its turn is in host memory, unless there is not enough of it."""
+
+    is_in_host: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FrontLoaded:
+    """The first missing bytes of a model that waited for its turn have crossed."""
+
+    record: LoadRecord | None  #: None: they were not in host memory any more, and have not
+
+
+HostingNews = ModelFound | EngineReady | LoadNews | HostClimbed | FrontLoaded
 
 
 class ModelLoad:

@@ -90,6 +90,22 @@ class Reclaimer:
         self._follow_moves()
         return space
 
+    def place_front(
+        self, model: ModelId, spec: HostingSpec, front_bytes: Callable[[int, int], int]
+    ) -> Space | None:
+        """Return a place for the first weights that a model lacks which waits for its turn.
+
+        Only weights give way that cost less. `front_bytes` says how many, by the bytes that are missing and
+        that are free. None: there is no room for them.
+        """
+        missing_bytes = spec.shape.stored.num_bytes - self.pool.resident_bytes(model)
+        lack_bytes = front_bytes(missing_bytes, missing_bytes) - self.pool.free_bytes
+        if lack_bytes > 0:
+            cost_s_per_byte = self.reload_costs.paused_cost_s_per_byte(model, self._due_in_s(model))
+            self._run(self.policy.make_room_early(model, lack_bytes, cost_s_per_byte))
+        num_bytes = front_bytes(missing_bytes, self.pool.free_bytes)
+        return self.pool.place_front(model, spec.shape, num_bytes) if num_bytes else None
+
     def retire(self, hosted: HostedModel) -> None:
         """Have an idle model give back all but its weights."""
         if (served := hosted.served) is not None:
@@ -182,8 +198,8 @@ class Reclaimer:
                 return self._grow(model, num_blocks, ahead_blocks)
             case ClearKv():
                 return self._clear(order)
-            case TakeWeights(num_bytes, most):
-                return self._take(num_bytes, most)
+            case TakeWeights():
+                return self._take(order)
             case PlaceTable(model, table, num_bytes):
                 return self._place_table(model, table, num_bytes)
             case SpillTable(model, table):
@@ -241,9 +257,9 @@ class Reclaimer:
         self.pool.shrink(model, extent)
         return len(extent)
 
-    def _take(self, num_bytes: int, most: Hold) -> int:
+    def _take(self, order: TakeWeights) -> int:
         """Take weights of idle or paused models, which have to be loaded again before they can step."""
-        freed = self.pool.take_weights(num_bytes, most)
+        freed = self.pool.take_weights(order.num_bytes, order.most, order.below_s_per_byte)
         # Also where nothing came free: what models share is taken from one of them, and stays with the other.
         for model, hosted in self._hosted.items():
             if self.pool.lacks_weights(model):

@@ -46,8 +46,7 @@ class Reports:
     def _there(self, holding: Holding) -> int:
         """Return the bytes, as stored, that are there: not what has its memory but is still to come."""
         hosted = self._hosted.get(holding.model)
-        load = None if hosted is None else hosted.load_under_way
-        return holding.stored_bytes if load is None else load.reused_bytes
+        return hosted.there_bytes if hosted is not None and hosted.is_loading else holding.stored_bytes
 
     def pong(self, number: int) -> Pong:
         usage = self._reclaimer.pool.usage()
@@ -96,8 +95,7 @@ class Reports:
 
 def _coming_bytes(holding: Holding, hosted: HostedModel) -> int:
     """Return the bytes of weights, as served, that a load under way still has to bring."""
-    load = hosted.load_under_way
-    if load is None or not holding.stored_bytes:
+    if not hosted.is_loading or not holding.stored_bytes:
         return 0
-    there_bytes = holding.weights_bytes * load.reused_bytes // holding.stored_bytes
+    there_bytes = holding.weights_bytes * hosted.there_bytes // holding.stored_bytes
     return max(0, holding.weights_bytes - there_bytes)

@@ -145,6 +145,20 @@ class Turns:
         """
         return max(0.0, self.next_due_in_s(model) or 0.0)
 
+    def next_in_line(self) -> list[ModelId]:
+        """Return the models that wait for their turn, the next one first."""
+        return [] if self._policy is None else self._policy.next_in_line(time.monotonic())
+
+    def early(self) -> ModelId | None:
+        """Return the model whose first bytes should cross ahead of its turn, if any."""
+        if self._policy is None:
+            return None
+        return self._policy.early(time.monotonic(), lambda model: self._hosted[model].can_cross)
+
+    def front_bytes(self, missing_bytes: int, free_bytes: int) -> int:
+        """Return how many of the bytes that a model lacks should cross at once ahead of its turn."""
+        return 0 if self._policy is None else self._policy.front_bytes(missing_bytes, free_bytes)
+
     def _note_wait(self, model: ModelId) -> None:
         """Note since when a model waits for its turn, or that it wants none any more."""
         if self._policy is None or self._policy.is_in_turn(model):
@@ -160,12 +174,11 @@ class Turns:
         What a load under way has brought so far is not looked at.
         """
         hosted = self._hosted[model]
-        spec, load = hosted.spec, hosted.load_under_way
+        spec = hosted.spec
         num_bytes = hosted.order.own_bytes if spec is None else spec.shape.stored.num_bytes
-        there_bytes = self._pool.resident_bytes(model) if load is None else load.reused_bytes
         byte_s = self._reload_costs.load_s_per_byte(model)
         # One that lacks nothing but its mapping, or its engine, is not there either.
-        missing_bytes = 0 if hosted.is_loaded else max(1, num_bytes - there_bytes)
+        missing_bytes = 0 if hosted.is_loaded else max(1, num_bytes - hosted.there_bytes)
         return WeightsView(missing_bytes * byte_s, num_bytes * byte_s)
 
 

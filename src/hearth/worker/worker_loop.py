@@ -43,7 +43,7 @@ from hearth.types import GuideSpec, ModelId, RequestId, TurnEnd
 from hearth.worker.failure import Failure, blame, failure_of
 from hearth.worker.hosted_model import HostedModel, Incomplete
 from hearth.worker.hosted_models import HostedModels
-from hearth.worker.model_load import EngineReady, HostingNews, ModelFound
+from hearth.worker.model_load import EngineReady, FrontLoaded, HostClimbed, HostingNews, ModelFound
 from hearth.worker.report import Reports
 from hearth.worker.runtime import HostingResources
 from hearth.worker.watched_load import AlmostLoaded, ModelBroken, Progressed, WeightsLoaded
@@ -115,13 +115,15 @@ class WorkerLoop:
             self._handle(message)
             del message  # it may hold the engine of a model that is dropped while this sleeps
             for hosted in self._models.deferred():
-                self._load(hosted)
+                if self._hosted.get(hosted.model) is hosted:  # else one before it made it fail
+                    self._load(hosted)
         return True
 
     def _next_message(self) -> Message | None:
         """Return what has come, sleeping while no model is ready; None: one is, and nothing has come."""
         while self._inbox.empty():
             self._take_turns()
+            self._models.look_ahead()
             if self._models.ready():
                 return None
             if (broke := self._models.hopeless()) is not None:
@@ -330,6 +332,11 @@ class WorkerLoop:
                     self._tell_arrival(order)
             case EngineReady():
                 self._try(model, lambda: self._models.engine_ready(hosted, news))
+                self._begin_waiting(hosted)
+            case HostClimbed():
+                hosted.climbed(news)
+            case FrontLoaded():
+                self._try(model, lambda: self._models.front_loaded(hosted, news))
                 self._begin_waiting(hosted)
             case Progressed(num_bytes, num_layers):
                 self._send(LoadProgress(model, hosted.order.hosting, num_bytes, num_layers))

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from hearth.policy.memory.eviction import TAKEABLE
 from hearth.policy.memory.reclaim import (
     ClearKv,
     DropTable,
@@ -83,6 +84,39 @@ def test_what_breaks_ends_the_decision_and_leaves_no_model_being_placed() -> Non
         carry_out(pool.policy.make_room(B, lambda: 5), breaks)
 
     assert pool.policy.placing is None
+
+
+def test_before_its_turn_a_model_gets_weights_that_cost_less_and_no_kv() -> None:
+    policy, orders = pool_of(a=hosted(num_blocks=8, num_cached=8)).policy, list[ReclaimOrder]()
+
+    def act(order: ReclaimOrder) -> int:
+        assert policy.placing == B, "it could be taken from itself"
+        orders.append(order)
+        return 4
+
+    assert carry_out(policy.make_room_early(B, 10, 0.5), act) == 12
+    assert orders == [
+        TakeWeights(10, Hold.RETAINED, 0.5),
+        TakeWeights(6, Hold.WARM, 0.5),
+        TakeWeights(2, Hold.PAUSED, 0.5),
+    ]
+    assert policy.placing is None
+
+
+def test_nobody_looks_again_for_room_before_its_turn_until_some_may_have_come() -> None:
+    policy, num_orders = pool_of(a=hosted()).policy, 0
+
+    def refuse(_: ReclaimOrder) -> int:
+        nonlocal num_orders
+        num_orders += 1
+        return 0
+
+    for _ in range(2):
+        assert carry_out(policy.make_room_early(B, 10, 0.5), refuse) == 0
+    assert num_orders == len(TAKEABLE)
+    policy.room_may_have_come()
+    assert carry_out(policy.make_room_early(B, 10, 0.5), refuse) == 0
+    assert num_orders == 2 * len(TAKEABLE)
 
 
 # --- The order of giving way ---

@@ -255,3 +255,30 @@ def test_all_that_had_a_turn_keep_what_stands_and_share_the_largest_workspace() 
         policy.ended(B, RequestId("b-r"))
         policy.decide(0.0, lambda _: WeightsView(0.0, 0.1))
         assert policy.bound_bytes() == 50 + 5 + workspace_bytes
+
+
+def test_bytes_of_the_next_in_line_come_early_unless_another_is_being_loaded() -> None:
+    table = Table({A: 80, B: 80, C: 80})
+    running(table)
+    assert table.policy.early(0.0, lambda model: True) is None, "nobody waits"
+    table.ask(B, 0.1)
+    table.ask(C, 0.0)
+    assert table.decide(0.2) == []
+    assert table.policy.early(0.2, lambda model: True) == C, "it is due first"
+    assert table.policy.early(0.2, lambda model: model == B) == B
+    assert table.policy.early(0.2, lambda model: False) is None
+
+    assert table.decide(2.0)[-1] == BeginTurn(C)
+    assert table.policy.early(2.0, lambda model: True) is None, "another is being loaded"
+    table.load(C, 2.1)
+    assert table.policy.early(2.1, lambda model: True) in (A, B)
+
+
+def test_early_bytes_come_in_portions_and_not_by_a_few() -> None:
+    policy = TurnPolicy(100, rules=TurnRules(front_bytes=64))
+    assert policy.front_bytes(1000, 1000) == 64
+    assert policy.front_bytes(40, 1000) == 40
+    assert policy.front_bytes(1000, 10) == 10
+    assert policy.front_bytes(1000, 3) == 0, "less than a sixteenth"
+    assert policy.front_bytes(2, 2) == 2, "all that is missing"
+    assert policy.front_bytes(2, 1) == 0

@@ -88,6 +88,7 @@ class TurnWorld:
                     self._end(what)
             self._end_loads()
             self._decide()
+            self._come_early()
             if not self._step():
                 times = [self.policy.wake_s, *(at_s for at_s, *_ in todo[:1])]
                 times += [one.loads_until_s for one in self.models.values() if one.loads_until_s is not None]
@@ -172,6 +173,22 @@ class TurnWorld:
         return (
             own_bytes + standing_bytes + max((self.models[name].workspace_bytes for name in kept), default=0)
         )
+
+    def _come_early(self) -> None:
+        """Have bytes of the next in line come that fit into what is free, in no time."""
+        name = self.policy.early(self.now_s, lambda name: self.models[name].there < 1.0)
+        if name is None:
+            return
+        model = self.models[name]
+        assert not self.policy.is_in_turn(name)
+        assert self.policy.wants_turn(name)
+        assert all(one.loads_until_s is None for one in self.models.values()), "two loads at a time"
+        free_bytes = BUDGET_BYTES - sum(self._has_bytes(other) for other in self.models)
+        model.there = min(1.0, model.there + max(0.0, free_bytes) / model.num_bytes)
+
+    def _has_bytes(self, name: ModelId) -> float:
+        model = self.models[name]
+        return model.num_bytes if self.policy.is_in_turn(name) else model.there * model.num_bytes
 
     def _take_room(self, name: ModelId) -> None:
         """Have models out of turn lose what those in turn are promised, the first one first."""

@@ -16,6 +16,7 @@ runs it, for a worker as for a simulator.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class TakeWeights:
 
     num_bytes: int
     most: Hold  #: only from models that are held at most so
+    below_s_per_byte: float = math.inf  #: only those whose reload cost is less
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +185,8 @@ class ReclaimPolicy:
         self._refused = FutileTries()
         #: Models that have no place because one that is being loaded lies in the way.
         self._deferred = FutileTries()
+        #: Models that wait for their turn, and for which nobody gives way before that.
+        self._early = FutileTries()
 
     def room_may_have_come(self) -> None:
         """Have all models that looked for memory in vain look again."""
@@ -193,6 +197,7 @@ class ReclaimPolicy:
         self._without_free.forget(model)
         self._refused.forget(model)
         self._deferred.forget(model)
+        self._early.forget(model)
 
     # Weights.
 
@@ -211,6 +216,24 @@ class ReclaimPolicy:
         finally:
             self.placing = None
         return num_bytes
+
+    def make_room_early(self, model: ModelId, num_bytes: int, cost_s_per_byte: float) -> Orders:
+        """Have weights go that cost less than those of a model that waits for its turn.
+
+        Nothing is promised yet, so KV and dearer weights stay. Returns how many bytes came free.
+        """
+        if self._early.is_known(model, self.generation):
+            return 0
+        self.placing, freed = model, 0
+        try:
+            for most in TAKEABLE:
+                if freed < num_bytes:
+                    freed += yield TakeWeights(num_bytes - freed, most, cost_s_per_byte)
+        finally:
+            self.placing = None
+        if freed < num_bytes:
+            self._early.note(model, self.generation)
+        return freed
 
     def defer(self, model: ModelId, *, is_any_loading: bool) -> bool:
         """Note that a model found no place; False if it never will.

@@ -18,6 +18,9 @@ Otherwise models in turn give way, the least urgent first, each
       waits and is overdue: where more is asked for than can be had, switching less is all that helps,
     - and if it is so far ahead of its pace that nobody notices, or its quantum is over. The quantum of a
       model that has to give way although it is late grows.
+While the next in line waits, its first missing bytes cross already, into free memory and in the place of
+weights whose reload cost is less, which nobody computes with. One load at a time holds for these as well.
+
 Nobody gives way to a request that is ahead of its pace, before that has to be brought back. Pinned models
 want a turn always and never give way.
 
@@ -38,7 +41,7 @@ from hearth.types import ModelId, Pace, RequestId, TurnEnd
 
 @dataclass(frozen=True, slots=True)
 class TurnRules:
-    """The constants of turns, in seconds."""
+    """The constants of turns, most of them in seconds."""
 
     min_turn_s: float = 0.3
     quantum_s: float = 0.6  #: a model that is not ahead of its pace may go on for so long
@@ -48,6 +51,8 @@ class TurnRules:
     slack_reloads: float = 2.0
     crowding: float = 2.0  #: what each overdue model adds to a turn, in times that bytes take to come back
     lead_s: float = 0.15  #: before a token is due, beyond the load, its model is brought back
+    #: Bytes that cross at a time before their model's turn. Whoever gets a turn meanwhile waits for them.
+    front_bytes: int = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +221,21 @@ class TurnPolicy:
 
     # Decisions.
 
+    def early(self, now_s: float, can_come: Callable[[ModelId], bool]) -> ModelId | None:
+        """Return whose first bytes should cross before its turn; None: nobody's, or another is being loaded.
+
+        That is the next in line of those that lack bytes which can come.
+        """
+        if self._is_any_loading():
+            return None
+        return next(filter(can_come, self.next_in_line(now_s)), None)
+
+    def front_bytes(self, missing_bytes: int, free_bytes: int) -> int:
+        """Return how many of the missing bytes should cross now, before the turn; 0: too few could."""
+        wanted_bytes = min(missing_bytes, self._rules.front_bytes)
+        num_bytes = min(wanted_bytes, free_bytes)
+        return num_bytes if num_bytes >= min(wanted_bytes, self._rules.front_bytes // 16) else 0
+
     def decide(self, now_s: float, weights_of: Callable[[ModelId], WeightsView]) -> list[TurnChange]:
         """Return whose turn ends and begins now, in that order; they count as carried out."""
         self.wake_s = math.inf
@@ -283,6 +303,9 @@ class TurnPolicy:
             return False
         self.wake_s = min(self.wake_s, end_s)
         return True
+
+    def _is_any_loading(self) -> bool:
+        return any(one.turn is not None and one.turn.loaded_s is None for one in self._models.values())
 
     # Memory.
 

@@ -1,0 +1,115 @@
+"""What is done for a model while it waits for its turn: it comes to host memory, and its first bytes cross.
+
+Nobody waits for either, and what fails here is left to its turn. Takes no memory and decides nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from hearth.errors import HearthError, LoadCancelled
+from hearth.memory.pool import Space
+from hearth.messages import HostModel
+from hearth.models.layout import ByteRange, Layout
+from hearth.store.borrower import Prefetch
+from hearth.worker.map_ahead import MapAhead
+from hearth.worker.model_load import FrontLoaded, HostClimbed, HostingNews, borrow, start_thread
+from hearth.worker.runtime import HostingResources
+from hearth.worker.watched_load import Destination, LoadNews, ModelBroken, WatchedLoad, WeightsLoaded
+
+log = logging.getLogger(__name__)
+
+
+class LoadAhead:
+    """One wait of a model. The step thread makes, calls and cancels it and notes its news; others `post`."""
+
+    def __init__(
+        self, order: HostModel, resources: HostingResources, post: Callable[[HostingNews], None]
+    ) -> None:
+        """Have the keeper bring the model to host memory."""
+        self._order, self._resources, self._post = order, resources, post
+        #: News that the step thread has taken so far.
+        self.is_in_host = False
+        self.crossing_bytes = 0  #: that have a place and are on their way to it
+        #: Keeps beginning and cancelling apart; guards the fields below.
+        self._lock = threading.Lock()
+        self._is_cancelled = False
+        self._prefetch: Prefetch | None = None
+        self._map_ahead: MapAhead | None = None
+        self._watched: WatchedLoad | None = None
+        start_thread(self._climb, resources.device, post)
+
+    def cross(self, space: Space, layout: Layout, prepare: Callable[[ByteRange], None]) -> None:
+        """Have all gaps of a space filled; `prepare` makes a part of it ready to be written."""
+        self.crossing_bytes = sum(gap.part.end - gap.part.begin for gap in space.gaps)
+        map_ahead = MapAhead(prepare, space.parts)
+        with self._lock:
+            self._map_ahead, self._watched = map_ahead, None
+        to = Destination(space.gaps, map_ahead, space.places, layout)
+        start_thread(lambda: self._cross(to), self._resources.device, self._post)
+
+    def cancel(self) -> None:
+        """Call all of it off, and wait until nobody touches the memory any more."""
+        with self._lock:
+            self._is_cancelled = True
+            if self._prefetch is not None:
+                self._prefetch.cancel()
+            if self._map_ahead is not None:
+                self._map_ahead.stop()
+            if self._watched is not None:
+                self._watched.cancel()
+
+    def _climb(self) -> None:
+        try:
+            self._post(HostClimbed(self._bring_to_host()))
+        except LoadCancelled:
+            pass
+        except HearthError as error:  # whoever needs the model meets it again, and says so
+            self._log_failure(str(error))
+            self._post(HostClimbed(is_in_host=False))
+
+    def _bring_to_host(self) -> bool:
+        """Return whether all of the model is in host memory, when no more of it is on its way."""
+        borrower = self._resources.borrower
+        borrowed = borrow(borrower, self._order, lambda: self._is_cancelled)
+        if borrowed.is_in_host:
+            return True
+        prefetch = borrower.prefetch(borrowed)
+        with self._lock:
+            self._prefetch = prefetch
+            if self._is_cancelled:
+                prefetch.cancel()
+        return prefetch.wait()
+
+    def _cross(self, to: Destination) -> None:
+        resources = self._resources
+        try:
+            borrowed = borrow(resources.borrower, self._order, lambda: self._is_cancelled)
+            if not borrowed.is_in_host:
+                self._post(FrontLoaded(None))
+                return
+            with self._lock:
+                if not self._is_cancelled:
+                    self._watched = WatchedLoad(
+                        borrowed, to, resources.borrower, resources.loader, self._tell
+                    )
+        except HearthError as error:  # as above
+            self._log_failure(str(error))
+            self._post(FrontLoaded(None))
+
+    def _tell(self, news: LoadNews) -> None:
+        """Post how it ends; how far it is matters to nobody."""
+        match news:
+            case WeightsLoaded(record):
+                self._post(FrontLoaded(record))
+            case ModelBroken(failure) if failure.is_fatal:
+                self._post(news)
+            case ModelBroken(failure):
+                self._log_failure(failure.reason)
+                self._post(FrontLoaded(None))
+
+    def _log_failure(self, reason: str) -> None:
+        if not self._is_cancelled:
+            log.warning("load_ahead_failed model=%s reason=%s", self._order.model, reason)
