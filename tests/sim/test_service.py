@@ -215,7 +215,7 @@ def test_first_bytes_of_who_waits_cross_while_another_has_its_turn() -> None:
     stream = [TracedRequest(1.0 + 0.2 * i, "a", 100, 100) for i in range(20)]
     requests = [TracedRequest(0.0, "c", 100, 2), *stream, TracedRequest(1.4, "b", 100, 20)]
     early = served(requests)
-    with patch.object(SteppedWorker, "_bring_front", lambda _: None):
+    with patch.object(SteppedWorker, "_load_front", lambda _: None):
         late = served(requests)
     ((soon,), (then,)) = [
         [one for one in service.answers.values() if one.model == B] for service in (early, late)

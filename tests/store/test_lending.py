@@ -403,7 +403,7 @@ def test_nothing_is_read_for_a_model_that_would_not_stay_in_host_memory(
     with (
         closing(Tiers(config, cell_bytes, is_pinned=False, keeps_chunks=keeps_chunks)) as tiers,
         closing(Lender(tiers, path)),
-        closing(Borrower(path)) as borrower,
+        closing(Borrower(path, is_pinned=False)) as borrower,
     ):
         assert not borrower.prefetch(borrower.open(model)).wait()
         assert tiers.fetcher.counters.num_fills == 0

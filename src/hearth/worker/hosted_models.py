@@ -160,10 +160,14 @@ class HostedModels:
         if any(one.is_loading for one in self.hosted.values()) or (model := self.turns.early()) is None:
             return
         hosted = self.hosted[model]
-        if (spec := hosted.spec) is not None:
+        if (spec := hosted.spec) is None:
+            return
+        try:
             space = self.reclaimer.place_front(model, spec, self.turns.front_bytes)
-            if space is not None:
-                hosted.cross(space)
+        except DeviceError:  # it never fits, as is told in its turn
+            return
+        if space is not None:
+            hosted.cross(space)
 
     def front_loaded(self, hosted: HostedModel, news: FrontLoaded) -> ModelLoaded | None:
         """Note that bytes of a model have crossed; if it is its turn by now, the rest follows."""

@@ -1,4 +1,4 @@
-"""What is done for a model while it waits for its turn: it comes to host memory, and its first bytes cross.
+"""Brings a model nearer that waits for its turn: it comes to host memory, and its first bytes cross.
 
 Nobody waits for either, and what fails here is left to its turn. Takes no memory and decides nothing.
 """

@@ -44,7 +44,7 @@ class Turns:
         reload_costs: DeviceReloadCosts,
     ) -> None:
         """`rules`: None if no turns are taken. `hosted` are the hosted models, kept by whoever calls."""
-        self._hosted, self._pool, self._reload_costs = hosted, pool, reload_costs
+        self._hosted, self._reload_costs = hosted, reload_costs
         self._policy: TurnPolicy | None = None
         if rules is not None:
             # Mapped pages keep addresses, and are those that all models share the workspace in.

@@ -18,8 +18,8 @@ Otherwise models in turn give way, the least urgent first, each
       waits and is overdue: where more is asked for than can be had, switching less is all that helps,
     - and if it is so far ahead of its pace that nobody notices, or its quantum is over. The quantum of a
       model that has to give way although it is late grows.
-While the next in line waits, its first missing bytes cross already, into free memory and in the place of
-weights whose reload cost is less, which nobody computes with. One load at a time holds for these as well.
+While nobody is being loaded, the first missing bytes of the next in line cross already, some at a time, into
+free memory and in the place of weights out of turn whose reload cost is less.
 
 Nobody gives way to a request that is ahead of its pace, before that has to be brought back. Pinned models
 want a turn always and never give way.
