@@ -667,7 +667,8 @@ class SteppedWorker:
             return Hold.RETAINED
         if hosted.hold is Hold.PINNED:
             return Hold.PINNED
-        if hosted.load is not None or (hosted.requests and self._is_in_turn(model)):
+        is_loading = hosted.load is not None and not hosted.load.is_front
+        if is_loading or (hosted.requests and self._is_in_turn(model)):
             return Hold.BUSY
         return Hold.PAUSED if hosted.requests else hosted.hold
 
@@ -710,11 +711,12 @@ class SteppedWorker:
 
     def _take(self, order: TakeWeights) -> int:
         """Take weights as a pool does, cheapest first; return how many bytes came free."""
+        coming = {self._reclaim.placing, *(name for name, one in self.hosted.items() if one.load is not None)}
         tails = [
             Tail(model, hold, cost, weights.tail)
             for model, weights in self.device.weights.items()
             if (hold := self._hold(model)) <= order.most
-            and model != self._reclaim.placing
+            and model not in coming
             and (cost := self._price(model, hold)) < order.below_s_per_byte
         ]
         before_bytes = self.device.free_bytes

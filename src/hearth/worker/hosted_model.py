@@ -221,7 +221,7 @@ class HostedModel:
 
     @property
     def effective_hold(self) -> Hold:
-        """BUSY while nothing of the model may be taken: it has requests, or memory that is being filled.
+        """BUSY while nothing of the model may be taken: it has requests, or all of it is being loaded.
 
         PAUSED if it would be BUSY or PINNED, but waits for its turn.
         """
@@ -229,7 +229,7 @@ class HostedModel:
         has_requests = self.has_work or bool(self.waiting) or has_unchecked
         if self.has_turn and self.hold is Hold.PINNED:
             return Hold.PINNED
-        if self.is_loading or (self.has_turn and has_requests):
+        if self.load_under_way is not None or (self.has_turn and has_requests):
             return Hold.BUSY
         return Hold.PAUSED if has_requests or self.hold is Hold.PINNED else self.hold
 
