@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +20,7 @@ from hearth.store.manifest import read_manifest
 from hearth.store.tiers import Tiers
 from hearth.types import Hold, ModelId, Rung
 from tests.engine.harness import assert_greedy
-from tests.store.stored import gated_tiers, tiers_at
+from tests.store.stored import PATIENCE_S, gated_tiers, tiers_at
 from tests.worker.in_process import LoopGateway, working_in_process
 from tests.worker.test_disturbed import CONFIG, CONTEXT, SETTINGS, source
 from tests.worker.test_turns import LONG, PATIENT, assert_empty_when_dropped, host, least_bytes
@@ -28,6 +29,14 @@ SETTING = SETTINGS["mapped"]
 FIRST, SECOND, THIRD = SETTING.names[:3]
 #: Only two pages at a time, so that a model is not whole before its turn.
 RULES = replace(PATIENT, front_bytes=2 * SETTING.page_bytes)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """For what other threads do, which nothing announces."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline_s, "what should come has not"
+        time.sleep(0.001)
 
 
 @dataclass(slots=True)
@@ -49,8 +58,12 @@ class Ahead:
 
     def until_resident(self, name: str, num_bytes: int) -> None:
         """Until so many bytes of a model are there, and none on their way."""
-        while (use := self.use(name)).weights_bytes < num_bytes or use.coming_bytes:
-            pass
+
+        def is_resident() -> bool:
+            use = self.use(name)
+            return use.weights_bytes >= num_bytes and not use.coming_bytes
+
+        until(is_resident)
 
     def check_answers(self) -> None:
         for name, runs in self.runs.items():
@@ -90,7 +103,7 @@ class HeldBack:
         def held_back(pool: MappedPool, model: ModelId, part: ByteRange) -> None:
             if model == name:
                 self.has_begun.set()
-                assert self._is_over.wait(60)
+                assert self._is_over.wait(PATIENCE_S)
             prepare(pool, model, part)
 
         monkeypatch.setattr(MappedPool, "prepare", held_back)
@@ -105,9 +118,9 @@ def test_a_model_comes_to_host_memory_while_it_waits(kind: str, tmp_path: Path) 
         second = SETTINGS[kind].names[1]
         stored = ahead.tiers.open(SETTINGS[kind].where(second))
         distinct_bytes = sum({one.id: one.num_bytes for one in stored.manifest.chunks}.values())
-        while ahead.tiers.resident_bytes(stored)[Rung.HOST] < distinct_bytes:
-            ahead.gateway.ping()
+        until(lambda: ahead.tiers.resident_bytes(stored)[Rung.HOST] == distinct_bytes)
 
+        ahead.gateway.ping()
         assert ModelId(second) not in ahead.gateway.in_turn
         assert [load.model for load in ahead.gateway.loads] == [SETTINGS[kind].names[0]]
         ahead.gateway.set_hold(SETTINGS[kind].names[0], Hold.WARM)
@@ -141,7 +154,7 @@ def test_what_comes_to_host_memory_is_called_off_when_the_model_goes(
         gated.gate.next()  # held back
         gateway.drop(SECOND)
         gateway.ping()
-        assert cancelled.wait(60)
+        assert cancelled.wait(PATIENCE_S)
         gated.gate.open()
         assert_empty_when_dropped(gateway, FIRST)
 
@@ -167,9 +180,7 @@ def test_first_bytes_of_the_next_in_line_cross_while_another_has_its_turn(tmp_pa
 
 def test_bytes_that_came_ahead_make_room_for_the_kv_of_the_model_in_turn(tmp_path: Path) -> None:
     with waiting(tmp_path, spare_pages=0) as ahead:
-        assert ahead.gateway.pool is not None
-        while ahead.gateway.pool.free_bytes >= SETTING.page_bytes and ahead.use(SECOND).weights_bytes == 0:
-            pass
+        ahead.until_resident(SECOND, SETTING.page_bytes)
         for _ in range(8):
             ahead.start(FIRST)
         first, second = ahead.runs[FIRST], ahead.runs.pop(SECOND)
@@ -187,7 +198,7 @@ def test_a_model_may_go_while_its_bytes_come_ahead(
 ) -> None:
     held_back = HeldBack(SECOND, monkeypatch)
     with waiting(tmp_path) as ahead:
-        assert held_back.has_begun.wait(60)
+        assert held_back.has_begun.wait(PATIENCE_S)
         (run,) = ahead.runs.pop(SECOND)
         if how == "cancel":
             ahead.gateway.cancel(run)
@@ -209,7 +220,7 @@ def test_a_load_goes_on_to_the_whole_if_the_turn_begins_meanwhile(
 ) -> None:
     held_back = HeldBack(SECOND, monkeypatch)
     with waiting(tmp_path) as ahead:
-        assert held_back.has_begun.wait(60)
+        assert held_back.has_begun.wait(PATIENCE_S)
         ahead.end_first_turn()
         while ModelId(SECOND) not in ahead.gateway.in_turn:
             ahead.gateway.hear()
@@ -224,7 +235,7 @@ def test_another_whose_turn_begins_waits_for_bytes_that_came_ahead(
     """They can be taken only when they are there."""
     held_back = HeldBack(SECOND, monkeypatch)
     with waiting(tmp_path, spare_pages=0) as ahead:
-        assert held_back.has_begun.wait(60)
+        assert held_back.has_begun.wait(PATIENCE_S)
         (run,) = ahead.runs.pop(SECOND)
         ahead.start(THIRD)
         ahead.gateway.cancel(run)
@@ -249,9 +260,8 @@ def test_a_load_ahead_that_fails_is_left_to_the_turn(
 
     monkeypatch.setattr(MappedPool, "prepare", refuses_once)
     with waiting(tmp_path) as ahead:
-        assert failed.wait(60)
-        while "load_ahead_failed" not in caplog.text:
-            ahead.gateway.ping()
+        assert failed.wait(PATIENCE_S)
+        until(lambda: "load_ahead_failed" in caplog.text)
         ahead.end_first_turn()
         ahead.check_answers()
     assert CONTEXT > len(ahead.gateway.answers[1].tokens) > 0

@@ -178,7 +178,7 @@ class SimulatedReclaimer:
             return Hold.RETAINED
         return effective_hold(
             hosted.hold,
-            is_loading=hosted.load is not None,
+            is_loading=hosted.load is not None and not hosted.load.is_front,
             has_requests=bool(hosted.requests),
             has_turn=self._turns is None or self._turns.is_in_turn(model),
         )
@@ -222,11 +222,12 @@ class SimulatedReclaimer:
 
     def _take(self, order: TakeWeights) -> int:
         """Take weights as a pool does, cheapest first; return how many bytes came free."""
+        coming = {self.policy.placing, *(name for name, one in self._hosted.items() if one.load is not None)}
         tails = [
             Tail(model, hold, cost_s_per_byte, weights.tail)
             for model, weights in self.device.weights.items()
             if (hold := self._hold(model)) <= order.most
-            and model != self.policy.placing
+            and model not in coming
             and (cost_s_per_byte := self._price(model, hold)) < order.below_s_per_byte
         ]
         before_bytes = self.device.free_bytes

@@ -222,10 +222,13 @@ class HostedModel:
 
     @property
     def effective_hold(self) -> Hold:
-        """How the model is held now, whose requests may also wait for an engine or a grammar."""
+        """How the model is held now, whose requests may also wait for an engine or a grammar.
+
+        It is being loaded for its turn, not while first bytes come ahead of it.
+        """
         has_unchecked = (served := self.served) is not None and bool(served.unchecked)
         has_requests = self.has_work or bool(self.waiting) or has_unchecked
-        is_loading, has_turn = self.is_loading, self.has_turn
+        is_loading, has_turn = self.load_under_way is not None, self.has_turn
         return effective_hold(self.hold, is_loading=is_loading, has_requests=has_requests, has_turn=has_turn)
 
     def is_same(self, order: HostModel) -> bool:
