@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from bench.elastic.cpu import SHAPE as SMOLLM2
-from bench.hosting import SHAPES
+from bench.hosting import config_of
 from bench.random_model import TINY as TINY_CONFIG
 from hearth.config import EngineConfig
 from hearth.models.arch import Arch
@@ -88,21 +88,12 @@ class Scale:
 
 
 def _shape(name: str, model: str, max_positions: int) -> Shape:
-    hidden, inner, num_layers, num_heads, num_kv_heads, vocab, is_tied = SHAPES[model]
-    config: dict[str, object] = {
-        "model_type": "llama",
+    config = {
+        **config_of(model, max_positions),
         "architectures": ["LlamaForCausalLM"],
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
-        "vocab_size": vocab,
-        "max_position_embeddings": max_positions,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
         "rope_theta": 10000.0,
-        "tie_word_embeddings": is_tied,
     }
     return Shape(name, model, config, "bfloat16")
 
