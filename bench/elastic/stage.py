@@ -23,8 +23,9 @@ from hearth.models.layout import ALIGNMENT_BYTES, Layout, TensorSpec, layout_of
 from hearth.models.weights import Weights, bind
 from hearth.store.manifest import Chunk, Manifest, digest_of
 from hearth.types import Hold, ModelId
-from hearth.worker.hosted_model import HostedModel, Loaded, ServedModel
+from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosting_spec import HostingSpec
+from hearth.worker.hosting_state import Loaded, ServedModel
 from hearth.worker.reclaimer import Reclaimer
 
 SERVED = ModelId("served")

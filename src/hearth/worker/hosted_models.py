@@ -16,7 +16,8 @@ from hearth.messages import HostModel, ModelLoaded
 from hearth.policy.batch.step_sharing import BusyModel, StepReadiness
 from hearth.types import Hold, ModelId
 from hearth.worker.failure import ModelBroke
-from hearth.worker.hosted_model import Finding, HostedModel, ServedModel
+from hearth.worker.hosted_model import HostedModel
+from hearth.worker.hosting_state import Finding, ServedModel
 from hearth.worker.model_load import EngineReady, FrontLoaded, HostingNews, ModelFound
 from hearth.worker.reclaimer import Reclaimer
 from hearth.worker.runtime import HostingResources

@@ -31,8 +31,9 @@ from hearth.policy.memory.reclaim import (
 from hearth.policy.memory.reload_cost import DeviceReloadCosts
 from hearth.types import Hold, ModelId, SamplingTable
 from hearth.worker.failure import ModelBroke
-from hearth.worker.hosted_model import HostedModel, ServedModel
+from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosting_spec import HostingSpec
+from hearth.worker.hosting_state import ServedModel
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,8 @@ from hearth.policy.turns.turn_policy import (
     WeightsView,
 )
 from hearth.types import Hold, ModelId, RequestId, TurnEnd
-from hearth.worker.hosted_model import Finding, HostedModel
+from hearth.worker.hosted_model import HostedModel
+from hearth.worker.hosting_state import Finding
 
 log = logging.getLogger(__name__)
 

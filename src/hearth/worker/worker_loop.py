@@ -41,8 +41,9 @@ from hearth.policy.batch.step_sharing import StepSharing
 from hearth.policy.turns.turn_policy import BeginTurn, EndTurn
 from hearth.types import GuideSpec, ModelId, RequestId, TurnEnd
 from hearth.worker.failure import Failure, blame, failure_of
-from hearth.worker.hosted_model import HostedModel, Incomplete
+from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosted_models import HostedModels
+from hearth.worker.hosting_state import Incomplete
 from hearth.worker.model_load import EngineReady, FrontLoaded, HostClimbed, HostingNews, ModelFound
 from hearth.worker.report import Reports
 from hearth.worker.runtime import HostingResources
