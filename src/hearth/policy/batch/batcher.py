@@ -31,7 +31,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from hearth.errors import BadPrompt, ConfigError, GuideStuck, HearthError, LogitsNotFinite, PromptTooLong
 from hearth.policy.batch.blocks import BlockBook, BlockMove
@@ -44,8 +44,8 @@ from hearth.policy.batch.plan import (
     RequestFailed,
     Row,
     StepPlan,
-    TableWrite,
 )
+from hearth.policy.batch.plan_draft import PlanDraft, PlannedStep
 from hearth.policy.batch.prefix import KnownPrefix, extend_digests
 from hearth.policy.batch.sequence import LiveSequence, Sequences
 from hearth.types import FinishReason, RequestId
@@ -77,50 +77,6 @@ class DecodeRun:
     context_tokens: int  #: that the rows of the first step read, their own included; one more a row each step
 
 
-@dataclass(frozen=True, slots=True)
-class _PlannedStep:
-    """A step that was planned and not committed."""
-
-    plan: StepPlan
-    sequences: list[LiveSequence]  #: one for each row; an id could have a new owner by the time of the commit
-
-
-@dataclass(slots=True)
-class _PlanDraft:
-    """A step plan in the making. Mutable; lives for one call of `Batcher.plan`, its only writer."""
-
-    tokens_left: int
-    admissions: list[Admission] = field(default_factory=list)
-    table_writes: list[TableWrite] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-    sequences: list[LiveSequence] = field(default_factory=list)  #: one for each row
-    has_preempted: bool = False
-
-    def assign(self, sequence: LiveSequence, blocks: list[int]) -> None:
-        """Give a sequence blocks that follow those which it has."""
-        assert sequence.slot is not None, f"{sequence.arrival=}"
-        self.table_writes.append(TableWrite(sequence.slot, len(sequence.blocks), tuple(blocks)))
-        sequence.blocks.extend(blocks)
-
-    def add_row(self, sequence: LiveSequence, num_tokens: int) -> None:
-        """Have the next tokens of a sequence computed, for which it has blocks."""
-        assert sequence.slot is not None, f"{sequence.arrival=}"
-        start = sequence.num_planned
-        end = start + num_tokens
-        tokens = tuple(sequence.tokens[start:end]) if start < sequence.num_prefill else None
-        samples = end >= sequence.num_prefill
-        guide = sequence.request.guide if samples else None
-        mask = None if guide is None else guide.mask
-        self.rows.append(
-            Row(sequence.request.request_id, sequence.slot, start, num_tokens, tokens, samples, mask)
-        )
-        self.sequences.append(sequence)
-        self.tokens_left -= num_tokens
-        sequence.num_planned = end
-        sequence.num_pending += samples
-        sequence.num_in_flight += 1
-
-
 class Batcher:
     """Mutable; written only by the step loop that owns it. Others may read the `blocks`, which it writes."""
 
@@ -129,7 +85,7 @@ class Batcher:
         self.blocks = blocks
         self._sequences = Sequences(limits.max_seqs)
         #: Planned and not committed, oldest first; at most MAX_IN_FLIGHT.
-        self._flights: deque[_PlannedStep] = deque()
+        self._flights: deque[PlannedStep] = deque()
         self._num_steps = 0
 
     @property
@@ -201,7 +157,7 @@ class Batcher:
     def plan(self) -> StepPlan | None:
         """Decide the next step; None if nothing can be computed before a commit or an arrival."""
         assert len(self._flights) < MAX_IN_FLIGHT, f"commit first: {len(self._flights)} steps in flight"
-        draft = _PlanDraft(self.limits.max_batch_tokens)
+        draft = PlanDraft(self.limits.max_batch_tokens)
         self._advance_running(draft)
         if not draft.has_preempted:
             self._admit_waiting(draft)
@@ -210,7 +166,7 @@ class Batcher:
         writes = (*self._sequences.take_table_writes(), *draft.table_writes)
         plan = StepPlan(self._num_steps, tuple(draft.admissions), writes, tuple(draft.rows))
         self._num_steps += 1
-        self._flights.append(_PlannedStep(plan, draft.sequences))
+        self._flights.append(PlannedStep(plan, draft.sequences))
         return plan
 
     def kv_use(self) -> KvUse:
@@ -387,7 +343,7 @@ class Batcher:
             if (slot := s.slot) is not None
         )
         plan = StepPlan(self._num_steps - 1, (), (), rows)
-        self._flights[0] = _PlannedStep(plan, running)
+        self._flights[0] = PlannedStep(plan, running)
         return plan
 
     def take_preempted(self) -> tuple[RequestId, ...]:
@@ -399,7 +355,7 @@ class Batcher:
         self._sequences.check([flight.sequences for flight in self._flights])
         self.blocks.check(Counter(block for s in self._sequences.running() for block in s.blocks))
 
-    def _advance_running(self, draft: _PlanDraft) -> None:
+    def _advance_running(self, draft: PlanDraft) -> None:
         """Add decode rows, oldest first; the rest of a prompt comes last, since it is the youngest's."""
         for sequence in self._sequences.running():
             if draft.tokens_left == 0:
@@ -410,7 +366,7 @@ class Batcher:
             if num_tokens and self._make_room(sequence, num_tokens, draft):
                 draft.add_row(sequence, num_tokens)
 
-    def _make_room(self, sequence: LiveSequence, num_tokens: int, draft: _PlanDraft) -> bool:
+    def _make_room(self, sequence: LiveSequence, num_tokens: int, draft: PlanDraft) -> bool:
         """Give a sequence blocks for its next tokens, preempting the youngest; False if that was itself."""
         num_blocks = self._num_blocks(sequence.num_planned + num_tokens) - len(sequence.blocks)
         if num_blocks <= 0:
@@ -424,12 +380,12 @@ class Batcher:
         draft.assign(sequence, blocks)
         return True
 
-    def _admit_waiting(self, draft: _PlanDraft) -> None:
+    def _admit_waiting(self, draft: PlanDraft) -> None:
         while draft.tokens_left and (oldest := next(self._sequences.next_in_line(), None)) is not None:
             if not self._admit(oldest, draft):
                 return
 
-    def _admit(self, sequence: LiveSequence, draft: _PlanDraft) -> bool:
+    def _admit(self, sequence: LiveSequence, draft: PlanDraft) -> bool:
         """Start the oldest waiting one, on top of the prefix that is found; False if it must wait."""
         request, num_tokens = sequence.request, len(sequence.tokens)
         hits = self._known_prefix(sequence).blocks
