@@ -35,6 +35,13 @@ def test_a_trace_is_simulated_and_its_figures_shown(hearth: Hearth, tmp_path: Pa
     assert "trace.csv at 1x, turns" in told.out
 
 
+def test_models_that_nobody_asks_for_are_told(hearth: Hearth, tmp_path: Path) -> None:
+    asked = ("simulate", "--trace", trace(tmp_path), "--models", "3b*5", "--profile", machine(tmp_path))
+    told = hearth(*asked, "--json")
+    assert "2 of 5 models get no request" in told.err
+    assert json.loads(told.out)["num_requests"] == 25
+
+
 def test_refused_requests_are_counted_by_reason(hearth: Hearth, tmp_path: Path) -> None:
     asked = ("simulate", "--trace", trace(tmp_path), "--models", "7b,3b", "--profile", machine(tmp_path))
     assert "17 never_fits" in hearth(*asked, "--memory", "10GiB").out

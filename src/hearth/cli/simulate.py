@@ -109,6 +109,10 @@ def simulate(
     workload = workload.at_speed(speed).cut(max_input, max_output)
     if not workload.requests:
         raise ConfigError(f"no request of `{trace}` is in the window from {begin_s:g} s for {window_s:g} s")
+    if num_idle := len(names) - len(workload.tenants):
+        err.print(
+            f"{num_idle} of {len(names)} models get no request: the trace has too few tenants in its window"
+        )
     machine = Profile.load(profile)
     columns = ("simulating", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as shown:
