@@ -16,7 +16,7 @@ from bench.report import arguments, emit
 from hearth.kernels import activation, decode_attention, linear, norm, prefill_attention, rotary
 from hearth.kernels.decode_attention import SplitScratch
 from hearth.kernels.paged import Heads, PagedRows
-from hearth.kernels.prefill_attention import PrefillSpan
+from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 INT32 = {"device": "cuda", "dtype": torch.int32}
@@ -115,22 +115,15 @@ def prefill(counts: list[int], heads: Heads = MULTI_HEAD) -> dict[str, object]:
     rows = PagedRows(positions, slots, table)
     qkv = torch.randn(sum(counts), (heads.num_q + 2 * heads.num_kv) * heads.dim, **BF16)
     out = torch.empty(sum(counts), heads.num_q * heads.dim, **BF16)
-    span_begins = torch.tensor(begins, **INT32)
+    tiles = PromptTiles.of(spans, prefill_attention.prompt_tile_tokens(heads, qkv.dtype), "cuda")
 
     def ours() -> None:
-        prefill_attention.prefill_attention_triton(
-            qkv, heads, rows, spans, span_begins, kv[:, 0], window=None, out=out
-        )
-
-    def library() -> None:
-        for begin, count in zip(begins, counts, strict=False):
-            out[begin : begin + count] = prefill_attention.attend_fresh(qkv[begin : begin + count], heads)
+        prefill_attention.prefill_attention_triton(qkv, heads, rows, tiles, kv[:, 0], window=None, out=out)
 
     return {
         "prompts": len(counts),
         "tokens": counts[0],
         "us": microseconds([ours] * 6),
-        "cudnn_us": microseconds([library] * 6),
     }
 
 

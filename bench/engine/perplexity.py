@@ -20,7 +20,7 @@ import torch
 
 from bench.report import HERE, arguments, emit
 from hearth.kernels.paged import PagedRows
-from hearth.kernels.prefill_attention import PrefillSpan
+from hearth.kernels.prompt_tiles import PrefillSpan
 from hearth.models.decoder import Decoder
 from hearth.models.rope import cos_sin_table
 from hearth.models.step_inputs import StepInputs
@@ -92,7 +92,8 @@ def _losses(decoder: Decoder, kv: torch.Tensor, prompts: Sequence[list[int]]) ->
         rows=rows,
         decode_rows=rows.first(0),
         spans=tuple(PrefillSpan(begin, length, 0) for begin, length in zip(begins, lengths, strict=False)),
-        span_begins=torch.tensor(begins, dtype=torch.int32),
+        num_decode=None,
+        tiles=None,
         logit_rows=None,
     )
     logits = decoder.logits(decoder.run(decoder.embed(step), step, kv))

@@ -21,6 +21,8 @@ ITEM_BYTES = {"bool": 1, "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, 
 WORKSPACE_ALIGNMENT_BYTES = 256
 #: Programs of a decode attention launch for each multiprocessor, of which at most so many are used.
 _PROGRAMS_PER_PROCESSOR, _MAX_PROCESSORS = 4, 192
+#: Prompts are cut into tiles of at least so many tokens, each of which the device has this many numbers of.
+MIN_TILE_TOKENS, TILE_FIELDS = 32, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +176,17 @@ def table_buffers(dimensions: Dimensions, limits: StepLimits, context: int) -> M
     return {f"{part}.{name}": buffer for part, buffers in parts.items() for name, buffer in buffers.items()}
 
 
+def max_tiles(limits: StepLimits) -> int:
+    """The most tiles that the prompts of a step are cut into."""
+    max_spans = min(limits.max_seqs, limits.max_batch_tokens)
+    return limits.max_batch_tokens // MIN_TILE_TOKENS + max_spans
+
+
 def input_buffers(limits: StepLimits, context: int) -> Mapping[str, Buffer]:
     """The inputs of a step (`engine/inputs.py`)."""
     max_tokens, max_seqs = limits.max_batch_tokens, limits.max_seqs
     return {
-        "packed": Buffer((3 * max_tokens + 2 * max_seqs + 1,), "int32"),
+        "packed": Buffer((2 + 3 * max_tokens + max_seqs + TILE_FIELDS * max_tiles(limits),), "int32"),
         "tokens": Buffer((max_tokens,), "int64"),
         "logit_rows": Buffer((max_seqs,), "int64"),
         "block_table": Buffer((max_seqs + 1, limits.num_blocks(context)), "int32"),

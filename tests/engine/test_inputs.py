@@ -5,7 +5,7 @@ import torch
 
 from hearth.engine.inputs import InputBuffers
 from hearth.engine.upload import Uploads
-from hearth.kernels.prefill_attention import PrefillSpan
+from hearth.kernels.prompt_tiles import PrefillSpan
 from hearth.policy.batch.plan import Admission, Row, StepPlan, TableWrite
 from hearth.sizes import StepLimits
 from hearth.types import RequestId, SamplingParams
@@ -19,7 +19,9 @@ SINK = 77
 def buffers() -> InputBuffers:
     """Slot s has sampled 100 + s last."""
     last_tokens = torch.arange(100, 100 + MAX_SEQS + 1)
-    return InputBuffers(LIMITS, 4 * MAX_BLOCKS, last_tokens, Uploads(torch.device("cpu")), SINK)
+    return InputBuffers(
+        LIMITS, 4 * MAX_BLOCKS, last_tokens, Uploads(torch.device("cpu")), SINK, tile_tokens=32
+    )
 
 
 def decode(slot: int, start: int) -> Row:
@@ -61,7 +63,9 @@ def test_spans_say_the_same_on_the_host_and_on_the_device() -> None:
 
     assert len(view.decode_rows.positions) == 2
     assert view.spans == (PrefillSpan(2, 3, 5), PrefillSpan(5, 2, 0))
-    assert view.span_begins.tolist() == [2, 5, 7]
+    assert view.tiles is not None
+    assert view.tiles.count.tolist() == [2]
+    assert view.tiles.items[:2].tolist() == [[2, 3, 5, 0], [5, 2, 0, 0]]
 
 
 def test_logit_rows_are_the_last_tokens_of_all_rows_whether_they_sample_or_not() -> None:

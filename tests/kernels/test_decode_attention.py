@@ -11,10 +11,11 @@ from hearth.kernels.decode_attention import (
 )
 from hearth.kernels.paged import Heads, PagedRows
 from hearth.kernels.prefill_attention import (
-    PrefillSpan,
     prefill_attention_reference,
     prefill_attention_triton,
+    prompt_tile_tokens,
 )
+from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles
 from hearth.kernels.rotary import rotate_and_store_triton
 from tests.kernels.cases import DEVICES, Paged, assert_close, crossed, random
 
@@ -97,8 +98,8 @@ def test_blocks_past_the_32_bit_offset_are_written_and_read(heads: Heads) -> Non
         qkv.float(), heads, rows, [PrefillSpan(0, 41, 0)], layer.float(), window=None, out=expected
     )
     chunk, last = (torch.full_like(expected, float("nan"), dtype=torch.bfloat16) for _ in range(2))
-    begins = torch.tensor([0, 41], dtype=torch.int32, device="cuda")
-    prefill_attention_triton(qkv, heads, rows, [PrefillSpan(0, 41, 0)], begins, layer, window=None, out=chunk)
+    tiles = PromptTiles.of([PrefillSpan(0, 41, 0)], prompt_tile_tokens(heads, qkv.dtype), "cuda")
+    prefill_attention_triton(qkv, heads, rows, tiles, layer, window=None, out=chunk)
     decode_attention_triton(
         qkv, heads, rows, layer,
         window=None, scratch=scratch_for(41, heads, "cuda"), out=last,

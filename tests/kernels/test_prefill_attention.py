@@ -5,11 +5,12 @@ import torch
 
 from hearth.kernels.paged import Heads, PagedRows
 from hearth.kernels.prefill_attention import (
-    PrefillSpan,
     prefill_attention,
     prefill_attention_reference,
     prefill_attention_triton,
+    prompt_tile_tokens,
 )
+from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles
 from hearth.kernels.rotary import rotate_and_store_reference
 from tests.kernels.cases import Paged, assert_close, crossed, random
 
@@ -49,10 +50,8 @@ def test_kernel_equals_reference_for_chunks_and_prefixes(
     )
     out = torch.full_like(expected, 7.0, dtype=dtype)
 
-    prefill_attention_triton(
-        qkv, heads, rows, spans, torch.tensor(begins, dtype=torch.int32, device=device), cache.kv,
-        window=window, out=out,
-    )  # fmt: skip
+    tiles = PromptTiles.of(spans, prompt_tile_tokens(heads, dtype), device)
+    prefill_attention_triton(qkv, heads, rows, tiles, cache.kv, window=window, out=out)
 
     assert (out[:num_decode_rows] == 7.0).all(), "rows outside of all spans are left alone"
     assert_close(out, expected)
@@ -64,9 +63,7 @@ def test_kernel_equals_reference_for_chunks_and_prefixes(
     "heads", [Heads(8, 8, 128), Heads(9, 3, 64), Heads(6, 2, 80), Heads(8, 1, 96)], ids=str
 )
 @pytest.mark.parametrize("counts", [[1100], [1030, 1024]])
-def test_long_fresh_prompts_through_the_library_equal_the_reference(
-    dtype: torch.dtype, heads: Heads, counts: list[int]
-) -> None:
+def test_long_fresh_prompts_equal_the_reference(dtype: torch.dtype, heads: Heads, counts: list[int]) -> None:
     begins = [sum(counts[:at]) for at in range(len(counts) + 1)]
     spans = [PrefillSpan(begin, count, 0) for begin, count in zip(begins, counts, strict=False)]
     qkv = random(begins[-1], (heads.num_q + 2 * heads.num_kv) * heads.dim, device="cuda", dtype=dtype)
@@ -77,11 +74,9 @@ def test_long_fresh_prompts_through_the_library_equal_the_reference(
     rotate_and_store_reference(qkv, heads, rows, cache.kv, cos_sin=None, norms=None)
     expected = torch.zeros(begins[-1], heads.num_q * heads.dim, device="cuda")
     prefill_attention_reference(qkv.float(), heads, rows, spans, cache.kv.float(), window=None, out=expected)
-    span_begins = torch.tensor(begins, dtype=torch.int32, device="cuda")
+    tiles = PromptTiles.of(spans, prompt_tile_tokens(heads, dtype), "cuda")
+    out = torch.full_like(expected, float("nan"), dtype=dtype)
 
-    out = prefill_attention(
-        qkv, heads, rows, spans, span_begins, cache.kv,
-        window=None, out=torch.full_like(expected, float("nan"), dtype=dtype),
-    )  # fmt: skip
+    prefill_attention(qkv, heads, rows, spans, tiles, cache.kv, window=None, out=out)
 
     assert_close(out, expected)

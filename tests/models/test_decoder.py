@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hearth.kernels.paged import PagedRows
-from hearth.kernels.prefill_attention import PrefillSpan
+from hearth.kernels.prompt_tiles import PrefillSpan
 from hearth.models.arch import Arch, Norm, Residual
 from hearth.models.decoder import Decoder
 from hearth.models.families import read_arch
@@ -88,7 +88,8 @@ def prefill(name: str) -> StepInputs:
         rows=rows,
         decode_rows=rows.first(0),
         spans=tuple(PrefillSpan(begin, length, 0) for begin, length in zip(begins, LENGTHS, strict=False)),
-        span_begins=torch.tensor(begins, dtype=torch.int32),
+        num_decode=None,
+        tiles=None,
         logit_rows=None,
     )
 
@@ -189,7 +190,8 @@ def test_a_later_chunk_and_a_decode_row_give_the_logits_of_one_prefill(name: str
             rows=rows,
             decode_rows=rows.first(int(is_decode)),
             spans=() if is_decode else (PrefillSpan(0, end - start, start),),
-            span_begins=torch.tensor([0, end - start], dtype=torch.int32),
+            num_decode=None,
+            tiles=None,
             logit_rows=None,
         )
         logits.append(whole.decoder.logits(whole.run(whole.decoder.embed(step), step)).clone())

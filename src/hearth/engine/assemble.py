@@ -19,6 +19,8 @@ from hearth.engine.sampler import Sampler
 from hearth.engine.upload import Uploads
 from hearth.errors import DeviceError
 from hearth.kernels.jit import HAS_TRITON
+from hearth.kernels.paged import Heads
+from hearth.kernels.prefill_attention import prompt_tile_tokens
 from hearth.models.arch import Arch
 from hearth.models.buffers import name_of
 from hearth.models.decoder import Decoder
@@ -86,7 +88,11 @@ def assemble(
     cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, spec.max_context, device)
     uploads = Uploads(device)
     sampler = Sampler(config.max_seqs, arch.vocab_size, uploads)
-    inputs = InputBuffers(config.step_limits, spec.max_context, sampler.tokens, uploads, memory.sink)
+    heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
+    tile_tokens = prompt_tile_tokens(heads, dtype)
+    inputs = InputBuffers(
+        config.step_limits, spec.max_context, sampler.tokens, uploads, memory.sink, tile_tokens
+    )
     kv = _bind_kv(spec, config, memory.kv)
     decoder = Decoder(arch, weights, workspace, cos_sin)
     runner = Runner(decoder, kv, inputs, sampler, uploads, _max_graph_size(config, device))

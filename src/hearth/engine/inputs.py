@@ -2,7 +2,7 @@
 
 One packed int32 array per step, written on the host and sent whole:
 
-    | tokens | positions | slots | span begins | logit rows |
+    | counts | tokens | positions | slots | logit rows | tiles |
 
 There are two host copies, because that of the step in flight may still be read by the device.
 """
@@ -17,26 +17,28 @@ import torch
 from hearth.engine.upload import Uploads
 from hearth.kernels.host_read import read_host
 from hearth.kernels.paged import PagedRows
-from hearth.kernels.prefill_attention import PrefillSpan
+from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles, cut_tiles
 from hearth.models.buffers import filled, zeros
 from hearth.models.step_inputs import StepInputs
 from hearth.policy.batch.plan import Row, StepPlan, TableWrite
-from hearth.sizes import StepLimits, input_buffers
+from hearth.sizes import TILE_FIELDS, StepLimits, input_buffers, max_tiles
 
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
     """The packed array seen as its parts, on the host or on the device."""
 
+    counts: torch.Tensor  #: of decode rows, of tiles
     tokens: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
-    span_begins: torch.Tensor
     logit_rows: torch.Tensor
+    tiles: torch.Tensor
 
     @staticmethod
-    def of(packed: torch.Tensor, max_tokens: int, max_seqs: int) -> _Fields:
-        return _Fields(*packed.split_with_sizes([max_tokens] * 3 + [max_seqs + 1, max_seqs]))
+    def of(packed: torch.Tensor, limits: StepLimits) -> _Fields:
+        max_tokens, num_tile_fields = limits.max_batch_tokens, TILE_FIELDS * max_tiles(limits)
+        return _Fields(*packed.split_with_sizes([2, *[max_tokens] * 3, limits.max_seqs, num_tile_fields]))
 
 
 class InputBuffers:
@@ -49,22 +51,25 @@ class InputBuffers:
         last_tokens: torch.Tensor,
         uploads: Uploads,
         sink: int,
+        tile_tokens: int,
     ) -> None:
         """Allocate the buffers. `last_tokens`, int64 [slots + 1], holds each slot's last sample and a dummy.
 
-        `sink` is a block that is always there and that nobody reads.
+        `sink` is a block that is always there and that nobody reads. Prompts are cut by `tile_tokens`.
         """
-        max_tokens, max_seqs, device = limits.max_batch_tokens, limits.max_seqs, uploads.device
+        max_seqs, device = limits.max_seqs, uploads.device
         buffers = input_buffers(limits, context)
         self._uploads = uploads
         self._packed = zeros(buffers["packed"], device)
-        self._device = _Fields.of(self._packed, max_tokens, max_seqs)
+        self._device = _Fields.of(self._packed, limits)
         is_cuda = device.type == "cuda"
         self._hosts = [torch.zeros_like(self._packed, device="cpu", pin_memory=is_cuda) for _ in range(2)]
         self._next_host = 0
-        self._max_tokens, self._max_seqs = max_tokens, max_seqs
+        self._limits, self._tile_tokens = limits, tile_tokens
         self._dummy_slot = max_seqs
         self._last_tokens = last_tokens
+        items = self._device.tiles.view(-1, TILE_FIELDS)
+        self._tiles = PromptTiles(items, self._device.counts[1:], tile_tokens)
         self._tokens = zeros(buffers["tokens"], device)
         self._logit_rows = zeros(buffers["logit_rows"], device)
         self.sink = sink
@@ -79,7 +84,7 @@ class InputBuffers:
         self._write_table([admission.slot for admission in plan.admissions], plan.table_writes)
         host = self._hosts[self._next_host]
         self._next_host = 1 - self._next_host
-        fields = _Fields.of(host, self._max_tokens, self._max_seqs)
+        fields = _Fields.of(host, self._limits)
         num_decode = plan.num_decode_rows
         decode, prefill = plan.rows[:num_decode], plan.rows[num_decode:]
         _write(fields.positions, 0, [row.start for row in decode] + [0] * num_padded_rows)
@@ -91,7 +96,9 @@ class InputBuffers:
             _write(fields.tokens, begin, row.tokens)
             torch.arange(row.start, row.start + row.num_tokens, out=fields.positions[begin:end])
             fields.slots[begin:end] = row.slot
-        _write(fields.span_begins, 0, begins)
+        tiles = cut_tiles(_spans(begins, prefill), self._tile_tokens)
+        _write(fields.tiles, 0, tiles)
+        _write(fields.counts, 0, [num_decode, len(tiles) // TILE_FIELDS])
         ends = [*range(1, num_decode + 1), *begins[1:]]
         # Also of a row that does not sample: whether its KV is sound shows in the logits of its last token.
         _write(fields.logit_rows, 0, [end - 1 for end in ends])
@@ -118,10 +125,7 @@ class InputBuffers:
         """Return the inputs of the step that was filled in last, of any rows."""
         num_decode = plan.num_decode_rows
         prefill = plan.rows[num_decode:]
-        begins = _begins(num_decode, prefill)
-        spans = tuple(
-            PrefillSpan(begin, row.num_tokens, row.start) for begin, row in zip(begins, prefill, strict=False)
-        )
+        spans = _spans(_begins(num_decode, prefill), prefill)
         logit_rows = self._logit_rows[: len(plan.rows)]
         logit_rows.copy_(self._device.logit_rows[: len(plan.rows)])
         return self._view(plan.num_tokens, num_decode, spans, logit_rows)
@@ -134,8 +138,9 @@ class InputBuffers:
             tokens=self._tokens[:num_rows],
             rows=rows,
             decode_rows=rows if num_decode == num_rows else rows.first(num_decode),
+            num_decode=None,
             spans=spans,
-            span_begins=self._device.span_begins[: len(spans) + 1],
+            tiles=self._tiles if spans else None,
             logit_rows=logit_rows,
         )
 
@@ -163,6 +168,13 @@ def _begins(first: int, rows: Sequence[Row]) -> list[int]:
     for row in rows:
         begins.append(begins[-1] + row.num_tokens)
     return begins
+
+
+def _spans(begins: Sequence[int], rows: Sequence[Row]) -> tuple[PrefillSpan, ...]:
+    """Return where prompts lie among the rows of a step, given `_begins` of them."""
+    return tuple(
+        PrefillSpan(begin, row.num_tokens, row.start) for begin, row in zip(begins, rows, strict=False)
+    )
 
 
 def _write(field: torch.Tensor, at: int, values: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from hearth.kernels.jit import runs_triton, tl, triton
+from hearth.kernels.jit import launch, runs_triton, tl, triton
 
 #: Activations by the values of `models.arch.Activation`.
 _TORCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -35,8 +35,16 @@ def activate_reference(x: torch.Tensor, kind: str, *, gated: bool, out: torch.Te
 def activate_triton(x: torch.Tensor, kind: str, *, gated: bool, out: torch.Tensor) -> None:
     rows, size = out.shape
     block = 1024
-    _activate_kernel[(rows, triton.cdiv(size, block))](
-        x, out, size, KIND=kind, GATED=gated, BLOCK=block, num_warps=4
+    launch(
+        _activate_kernel,
+        (rows, triton.cdiv(size, block)),
+        x,
+        out,
+        size,
+        KIND=kind,
+        GATED=gated,
+        BLOCK=block,
+        num_warps=4,
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from hearth.kernels.jit import runs_triton, tl, triton
+from hearth.kernels.jit import launch, runs_triton, tl, triton
 from hearth.kernels.paged import Heads, PagedRows, load_tile
 
 _LOG2E = 1.4426950408889634
@@ -38,14 +38,20 @@ def decode_attention(
     window: int | None,
     scratch: SplitScratch | None,
     out: torch.Tensor,
+    num_rows: torch.Tensor | None = None,
 ) -> None:
     """Attend from each row to its sequence up to itself, or to the last `window` tokens of that.
+
+    `num_rows` (int32 [1], on the device) is how many of the rows there are in this step; the others are left
+    alone. None: all of them are there. Only the CUDA path knows rows that are not there.
 
     q is the head of each row of `qkv`; k and v are read from `kv` [blocks, 2, block_tokens, kv_heads, dim].
     """
     if runs_triton(qkv):
         assert scratch is not None, "the CUDA path needs scratch"
-        decode_attention_triton(qkv, heads, rows, kv, window=window, scratch=scratch, out=out)
+        decode_attention_triton(
+            qkv, heads, rows, kv, window=window, scratch=scratch, out=out, num_rows=num_rows
+        )
     else:
         decode_attention_reference(qkv, heads, rows, kv, window=window, out=out)
 
@@ -84,12 +90,15 @@ def decode_attention_triton(
     window: int | None,
     scratch: SplitScratch,
     out: torch.Tensor,
+    num_rows: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> None:
     group = heads.num_q // heads.num_kv
     if num_splits is None:
         num_splits = choose_splits(len(qkv), heads.num_kv, scratch.num_programs)
-    _decode_attention_kernel[(len(qkv), heads.num_kv, num_splits)](
+    launch(
+        _decode_attention_kernel,
+        (len(qkv), heads.num_kv, num_splits),
         out,
         qkv,
         qkv.stride(0),
@@ -102,6 +111,7 @@ def decode_attention_triton(
         scratch.partial,
         scratch.stats,
         scratch.counters,
+        num_rows,
         heads.dim**-0.5 * _LOG2E,
         WINDOW=window or 0,
         NUM_KV=heads.num_kv,
@@ -112,6 +122,7 @@ def decode_attention_triton(
         BLOCK_TOKENS=kv.shape[2],
         BLOCK_N=_BLOCK_N,
         SPLITS=num_splits,
+        COUNTS_ROWS=num_rows is not None,
         num_warps=2 if group == 1 else 4,
         num_stages=3,
     )
@@ -131,6 +142,7 @@ def _decode_attention_kernel(
     partial,
     stats,
     counters,
+    num_rows,
     scale,
     WINDOW: tl.constexpr,
     NUM_KV: tl.constexpr,
@@ -141,8 +153,12 @@ def _decode_attention_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
+    COUNTS_ROWS: tl.constexpr,
 ):
     row = tl.program_id(0)
+    if COUNTS_ROWS:  # noqa: SIM102 - a constexpr, so that nothing is loaded without
+        if row >= tl.load(num_rows):
+            return
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     end = tl.load(positions + row) + 1

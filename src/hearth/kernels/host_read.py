@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from hearth.kernels.jit import runs_triton, tl, triton
+from hearth.kernels.jit import launch, runs_triton, tl, triton
 
 #: False: small numbers travel as copies, like everything else.
 READS_HOST = True
@@ -35,8 +35,14 @@ def read_host_triton(out: torch.Tensor, pinned: torch.Tensor) -> None:
     target, source = out.view(-1).view(torch.int32), pinned.view(-1).view(torch.int32)
     num_words, block = target.numel(), 1024
     if num_words:
-        _read_host_kernel[(triton.cdiv(num_words, block),)](
-            target, source, num_words, BLOCK=block, num_warps=4
+        launch(
+            _read_host_kernel,
+            (triton.cdiv(num_words, block),),
+            target,
+            source,
+            num_words,
+            BLOCK=block,
+            num_warps=4,
         )
 
 

@@ -1,11 +1,12 @@
 """Triton where it is installed, a stand-in where it is not, so that every kernel file imports everywhere.
 
-It launches nothing: each kernel file has its own launcher beside its plain torch reference.
+Each kernel file has its own launcher beside its plain torch reference; all of them launch by `launch`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,9 +28,14 @@ except ImportError:
 
         tl = None
 
-__all__ = ["HAS_TRITON", "runs_triton", "tl", "triton"]
+__all__ = ["HAS_TRITON", "launch", "runs_triton", "tl", "triton"]
 
 
 def runs_triton(x: torch.Tensor) -> bool:
     """Return True for CUDA tensors, which take the Triton kernels; all others take the torch references."""
     return x.is_cuda and HAS_TRITON
+
+
+def launch(kernel: Any, grid: Sequence[int], *args: object, **options: object) -> None:
+    """Queue a Triton kernel on the current stream. `options` are its constexprs and those of the compiler."""
+    kernel[tuple(grid)](*args, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hearth.kernels.jit import runs_triton, tl, triton
+from hearth.kernels.jit import launch, runs_triton, tl, triton
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor) -> None:
@@ -55,7 +55,9 @@ def skinny_linear_triton(
     num_warps: int = 4,
 ) -> None:
     n, k = weight.shape
-    _skinny_linear_kernel[(triton.cdiv(n, block_n), x.shape[0])](
+    launch(
+        _skinny_linear_kernel,
+        (triton.cdiv(n, block_n), x.shape[0]),
         out,
         x,
         weight,

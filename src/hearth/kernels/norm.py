@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from hearth.kernels.jit import runs_triton, tl, triton
+from hearth.kernels.jit import launch, runs_triton, tl, triton
 
 
 def add_norm(
@@ -61,7 +61,9 @@ def add_norm_triton(
 ) -> None:
     rows, hidden = residual.shape
     block = triton.next_power_of_2(hidden)
-    _add_norm_kernel[(rows,)](
+    launch(
+        _add_norm_kernel,
+        (rows,),
         out,
         residual,
         delta,

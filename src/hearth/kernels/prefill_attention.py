@@ -7,29 +7,15 @@ same blocks, so a first chunk, a later chunk and a prefix hit are one case. Know
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hearth.kernels.jit import runs_triton, tl, triton
+from hearth.kernels.jit import launch, runs_triton, tl, triton
 from hearth.kernels.paged import Heads, PagedRows, load_tile
+from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles
 
 _LOG2E = 1.4426950408889634
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillSpan:
-    """A run of consecutive tokens of one sequence among the rows of a step."""
-
-    begin: int  #: first row
-    num_tokens: int
-    start: int  #: position of the first token
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.begin, self.begin + self.num_tokens)
 
 
 def prefill_attention(
@@ -37,28 +23,22 @@ def prefill_attention(
     heads: Heads,
     rows: PagedRows,
     spans: Sequence[PrefillSpan],
-    span_begins: torch.Tensor,
+    tiles: PromptTiles | None,
     kv: torch.Tensor,
     *,
     window: int | None,
     out: torch.Tensor,
-) -> torch.Tensor:
+) -> None:
     """Attend from each row of a span to its sequence up to itself, or to the last `window` tokens of that.
 
-    `spans` say on the host what `span_begins` (int32 [spans + 1], rows) and `rows` say on the device. Rows
-    outside of all spans are left alone. Returns `out`, or the library's own buffer where one span is all
-    there is.
+    `tiles` say on the device what `spans` say on the host, which only the torch reference reads. Rows outside
+    of all spans are left alone.
     """
-    if not runs_triton(qkv):
-        prefill_attention_reference(qkv, heads, rows, spans, kv, window=window, out=out)
-    elif _suits_library(qkv, heads) and all(_is_fresh(span, window) for span in spans):
-        if spans[0].num_tokens == len(qkv):
-            return attend_fresh(qkv, heads)
-        for span in spans:
-            out[span.rows] = attend_fresh(qkv[span.rows], heads)
+    if runs_triton(qkv):
+        assert tiles is not None, "the CUDA path needs tiles"
+        prefill_attention_triton(qkv, heads, rows, tiles, kv, window=window, out=out)
     else:
-        prefill_attention_triton(qkv, heads, rows, spans, span_begins, kv, window=window, out=out)
-    return out
+        prefill_attention_reference(qkv, heads, rows, spans, kv, window=window, out=out)
 
 
 def prefill_attention_reference(
@@ -86,41 +66,16 @@ def prefill_attention_reference(
         out[span.rows] = attended[0].transpose(0, 1).flatten(1)
 
 
-#: Below this one launch for all spans beats the library's launch per span (bench/engine/kernels.py).
-_FRESH_TOKENS = 1024
-
-
-def _suits_library(qkv: torch.Tensor, heads: Heads) -> bool:
-    """Return True if cuDNN or flash attention take these; else torch would build the whole matrix."""
-    return qkv.dtype != torch.float32 and heads.dim % 8 == 0 and heads.dim <= 256
-
-
-def _is_fresh(span: PrefillSpan, window: int | None) -> bool:
-    """Return True for a long run without a cached prefix and without an effective window."""
-    fits_window = window is None or span.num_tokens <= window
-    return span.start == 0 and span.num_tokens >= _FRESH_TOKENS and fits_window
-
-
-_LIBRARY = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
-
-
-def attend_fresh(qkv: torch.Tensor, heads: Heads) -> torch.Tensor:
-    """Return causal attention of a whole prompt over its own q, k, v, through cuDNN or flash attention."""
-    sizes = [heads.num_q, heads.num_kv, heads.num_kv]
-    q, k, v = qkv.view(1, len(qkv), -1, heads.dim).transpose(1, 2).split_with_sizes(sizes, dim=1)
-    with sdpa_kernel(_LIBRARY, set_priority=True):
-        attended = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=heads.num_q != heads.num_kv
-        )
-    return attended[0].transpose(0, 1).flatten(1)
+def prompt_tile_tokens(heads: Heads, dtype: torch.dtype) -> int:
+    """Return how many query tokens a tile has for heads and numbers like these."""
+    return 32 if heads.dim > 128 or dtype == torch.float32 else 64
 
 
 def prefill_attention_triton(
     qkv: torch.Tensor,
     heads: Heads,
     rows: PagedRows,
-    spans: Sequence[PrefillSpan],
-    span_begins: torch.Tensor,
+    tiles: PromptTiles,
     kv: torch.Tensor,
     *,
     window: int | None,
@@ -128,14 +83,15 @@ def prefill_attention_triton(
 ) -> None:
     dim_pad = max(16, triton.next_power_of_2(heads.dim))
     is_wide = dim_pad > 128 or qkv.dtype == torch.float32
-    block_m, block_n = (32, 32) if is_wide else (64, 64)
-    longest = max(span.num_tokens for span in spans)
-    _prefill_attention_kernel[(triton.cdiv(longest, block_m), heads.num_q, len(spans))](
+    block_m, block_n = tiles.tile_tokens, 32 if is_wide else 64
+    launch(
+        _prefill_attention_kernel,
+        (heads.num_q, len(tiles.items)),
         out,
         qkv,
         qkv.stride(0),
-        span_begins,
-        rows.positions,
+        tiles.items,
+        tiles.count,
         rows.slots,
         rows.block_table,
         rows.block_table.stride(0),
@@ -160,8 +116,8 @@ def _prefill_attention_kernel(
     out,
     qkv,
     qkv_stride,
-    span_begins,
-    positions,
+    tiles,
+    num_tiles,
     slots,
     table,
     table_stride,
@@ -177,14 +133,15 @@ def _prefill_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    head = tl.program_id(1)
+    head = tl.program_id(0)
     kv_head = head // (NUM_Q // NUM_KV)
-    begin = tl.load(span_begins + tl.program_id(2))
-    num_tokens = tl.load(span_begins + tl.program_id(2) + 1) - begin
-    tile = tl.program_id(0) * BLOCK_M
-    if tile >= num_tokens:
+    if tl.program_id(1) >= tl.load(num_tiles):
         return
-    start = tl.load(positions + begin)
+    fields = tiles + tl.program_id(1) * 4
+    begin = tl.load(fields)
+    num_tokens = tl.load(fields + 1)
+    start = tl.load(fields + 2)
+    tile = tl.load(fields + 3)
     row_table = table + tl.load(slots + begin).to(tl.int64) * table_stride
 
     index = tile + tl.arange(0, BLOCK_M)

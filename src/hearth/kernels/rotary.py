@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hearth.kernels.jit import runs_triton, tl, triton
+from hearth.kernels.jit import launch, runs_triton, tl, triton
 from hearth.kernels.paged import Heads, PagedRows, RotaryFactors
 
 
@@ -95,7 +95,9 @@ def rotate_and_store_triton(
     num_heads = heads.num_q + 2 * heads.num_kv
     half = 0 if cos_sin is None else cos_sin.shape[-1]
     rest = heads.dim - 2 * half
-    _rotate_and_store_kernel[(num_tokens, triton.cdiv(num_heads, _HEADS_PER_PROGRAM))](
+    launch(
+        _rotate_and_store_kernel,
+        (num_tokens, triton.cdiv(num_heads, _HEADS_PER_PROGRAM)),
         qkv,
         rows.positions,
         rows.slots,

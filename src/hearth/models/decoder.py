@@ -101,11 +101,18 @@ class Decoder:
         rotate_and_store(qkv, heads, step.rows, kv, cos_sin=self._cos_sin, norms=norms)
         out, rows = ws.attended, step.decode_rows
         if num_decode := rows.positions.shape[0]:
-            q, decoded = qkv[:num_decode], out[:num_decode]
-            decode_attention(q, heads, rows, kv, window=window, scratch=ws.scratch, out=decoded)
-        if step.spans:
-            spans, begins = step.spans, step.span_begins
-            return prefill_attention(qkv, heads, step.rows, spans, begins, kv, window=window, out=out)
+            decode_attention(
+                qkv[:num_decode],
+                heads,
+                rows,
+                kv,
+                window=window,
+                scratch=ws.scratch,
+                out=out[:num_decode],
+                num_rows=step.num_decode,
+            )
+        if step.spans or step.tiles is not None:
+            prefill_attention(qkv, heads, step.rows, step.spans, step.tiles, kv, window=window, out=out)
         return out
 
     def absorb(

@@ -1,6 +1,6 @@
 """The inputs of one step: which tokens, where in their sequences, where their KV lies.
 
-    rows:   | decode, one token each | span | span | ...        a span is a run of one sequence's prompt
+    rows:   | decode, one token each | span | span | ... | padding |    a span: a run of one sequence's prompt
 
 They are device tensors and the few host values that shape launches. Knows no requests.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hearth.kernels.paged import PagedRows
-from hearth.kernels.prefill_attention import PrefillSpan
+from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,9 @@ class StepInputs:
 
     tokens: torch.Tensor  #: int64 [rows]
     rows: PagedRows
-    decode_rows: PagedRows  #: the first of `rows`
-    spans: tuple[PrefillSpan, ...]
-    span_begins: torch.Tensor  #: int32 [spans + 1]
+    #: The first of `rows`, of which all may decode; a captured step has more of them than mostly do.
+    decode_rows: PagedRows
+    num_decode: torch.Tensor | None  #: int32 [1], on the device: how many of them do; None: all of them
+    spans: tuple[PrefillSpan, ...]  #: for the torch references
+    tiles: PromptTiles | None  #: the same on the device, for the kernels; None: no prompts
     logit_rows: torch.Tensor | None  #: int64: the rows whose logits are wanted; None: all of them

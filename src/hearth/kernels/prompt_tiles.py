@@ -1,0 +1,58 @@
+"""Prompts of a step cut into tiles of query tokens, longest context first. Attends to nothing.
+
+    rows of a step:   | decode rows | span | span | ... | padding |    a span: a run of one sequence's prompt
+
+The list of tiles lies on the device at a fixed address, and a launch of attention takes all that it needs
+from there. So one captured launch serves every mix of spans that fits into its capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hearth.sizes import TILE_FIELDS
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSpan:
+    """A run of consecutive tokens of one sequence among the rows of a step."""
+
+    begin: int  #: first row
+    num_tokens: int
+    start: int  #: position of the first token
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.begin, self.begin + self.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTiles:
+    """The tiles of all spans of a step, as a launch of attention reads them."""
+
+    #: int32 [capacity, TILE_FIELDS]: first row of the tile's span, tokens of the span, position of the span's
+    #: first token in its sequence, first token of the tile within the span.
+    items: torch.Tensor
+    count: torch.Tensor  #: int32 [1]: how many of them there are in this step
+    tile_tokens: int  #: query tokens of a whole tile
+
+    @staticmethod
+    def of(spans: Sequence[PrefillSpan], tile_tokens: int, device: torch.device | str) -> PromptTiles:
+        """Tiles with memory of their own, just as many as there are."""
+        items = torch.tensor(cut_tiles(spans, tile_tokens), dtype=torch.int32, device=device)
+        items = items.view(-1, TILE_FIELDS)
+        return PromptTiles(items, torch.tensor([len(items)], dtype=torch.int32, device=device), tile_tokens)
+
+
+def cut_tiles(spans: Sequence[PrefillSpan], tile_tokens: int) -> list[int]:
+    """Return the fields of all tiles behind each other, those that attend to the longest context first."""
+    tiles = [
+        (span.start + min(first + tile_tokens, span.num_tokens), span, first)
+        for span in spans
+        for first in range(0, span.num_tokens, tile_tokens)
+    ]
+    tiles.sort(key=lambda tile: -tile[0])
+    return [field for _, span, first in tiles for field in (span.begin, span.num_tokens, span.start, first)]
