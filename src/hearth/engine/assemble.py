@@ -81,21 +81,9 @@ def assemble(
     In `memory` that was set aside KV has no blocks yet: `Engine.add_blocks` gives them. Without such memory
     the engine takes its own, and what is left on the device goes to KV, for good.
     """
-    arch, dtype = spec.arch, spec.dtype
     is_elastic = memory is not None
     memory = memory or _own_memory(spec, config, device)
-    workspace = Workspace.bind(arch, dtype, _step_size(config, device), memory.workspace)
-    cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, spec.max_context, device)
-    uploads = Uploads(device)
-    sampler = Sampler(config.max_seqs, arch.vocab_size, uploads)
-    heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
-    tile_tokens = prompt_tile_tokens(heads, dtype)
-    inputs = InputBuffers(
-        config.step_limits, spec.max_context, sampler.tokens, uploads, memory.sink, tile_tokens
-    )
-    kv = _bind_kv(spec, config, memory.kv)
-    decoder = Decoder(arch, weights, workspace, cos_sin)
-    runner = Runner(decoder, kv, inputs, sampler, uploads, _max_graph_size(config, device))
+    runner = assemble_runner(spec, weights, config, memory, _step_size(config, device))
     if (
         config.graphs == "start" and not is_elastic
     ):  # else there may be no weights yet: see `worker/hosted_model.py`
@@ -104,9 +92,29 @@ def assemble(
     if is_elastic:
         book = BlockBook(config.block_tokens, memory.floor_blocks)
     else:
-        book = BlockBook.fixed(len(kv), config.block_tokens)
-    guides = Guides(spec.tokenizer_json, arch.vocab_size, spec.eos_ids)
-    return Engine(Batcher(limits, book), runner, guides, arch.vocab_size, spec.eos_ids)
+        book = BlockBook.fixed(len(runner.kv), config.block_tokens)
+    vocab_size = spec.arch.vocab_size
+    guides = Guides(spec.tokenizer_json, vocab_size, spec.eos_ids)
+    return Engine(Batcher(limits, book), runner, guides, vocab_size, spec.eos_ids)
+
+
+def assemble_runner(
+    spec: ModelSpec, weights: Weights, config: EngineConfig, memory: Memory, size: StepSize
+) -> Runner:
+    """Return what runs the steps of an engine, on the device that the memory is on."""
+    arch, dtype, device = spec.arch, spec.dtype, memory.workspace.device
+    workspace = Workspace.bind(arch, dtype, size, memory.workspace)
+    cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, spec.max_context, device)
+    uploads = Uploads(device)
+    sampler = Sampler(config.max_seqs, arch.vocab_size, uploads)
+    heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
+    tile_tokens = prompt_tile_tokens(heads, dtype)
+    inputs = InputBuffers(
+        config.step_limits, spec.max_context, sampler.tokens, uploads, memory.sink, tile_tokens
+    )
+    decoder = Decoder(arch, weights, workspace, cos_sin)
+    kv = _bind_kv(spec, config, memory.kv)
+    return Runner(decoder, kv, inputs, sampler, uploads, _max_graph_size(config, device))
 
 
 def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:

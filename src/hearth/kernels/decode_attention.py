@@ -128,7 +128,7 @@ def decode_attention_triton(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode_attention_kernel(
     out,
     qkv,

@@ -111,7 +111,7 @@ def prefill_attention_triton(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _prefill_attention_kernel(
     out,
     qkv,
