@@ -6,6 +6,7 @@ Each kernel file has its own launcher beside its plain torch reference; all of t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,5 +38,21 @@ def runs_triton(x: torch.Tensor) -> bool:
 
 
 def launch(kernel: Any, grid: Sequence[int], *args: object, **options: object) -> None:
-    """Queue a Triton kernel on the current stream. `options` are its constexprs and those of the compiler."""
+    """Queue a Triton kernel on the current stream. `options` are its constexprs and those of the compiler.
+
+    A kernel that takes `OVERLAPS` may start while the one before it drains, where the device can do that
+    (`overlap.py`); any other starts when the one before it has ended.
+    """
+    if "OVERLAPS" in kernel.arg_names:
+        options["OVERLAPS"] = can_overlap()
+        if options["OVERLAPS"]:
+            options["launch_pdl"] = True
     kernel[tuple(grid)](*args, **options)
+
+
+@cache
+def can_overlap() -> bool:
+    """Return True where a kernel may start while the one before it drains: on Hopper and later."""
+    if triton.knobs.runtime.interpret:
+        return False
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
