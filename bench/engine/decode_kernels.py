@@ -1,9 +1,9 @@
 """How near are the kernels of a decode step to what memory allows, alone and behind each other?
 
-python -m bench.engine.decode_kernels [--only chain,products,attention,elementwise,eight_bit,steps]
+python -m bench.engine.decode_kernels [--only chain,attention,elementwise,eight_bit,steps]
 
-Prints a JSON line for each measurement. Every time is of launches inside a CUDA graph, over data that does not
-fit the cache. Bounds count each byte of weights and KV once, at 4.2 TB/s.
+Prints a JSON line for each measurement. Every time is of launches inside a CUDA graph, over data that does
+not fit the cache. Bounds count each byte of weights and KV once, at 4.2 TB/s.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from bench.engine.kernels import BF16, INT32, _paged, microseconds
-from hearth.kernels import jit
+from hearth.kernels import jit, rotary
 from hearth.kernels.activation import activate
 from hearth.kernels.decode_attention import SplitScratch, TileShape, decode_attention_triton
 from hearth.kernels.linear import linear, skinny_linear_triton
@@ -280,7 +280,7 @@ def attention() -> None:
                 for per_processor in programs if at == 0 else programs[:1]:
                     try:
                         found = measure(shape and TileShape(*shape), per_processor)
-                    except Exception as e:  # noqa: BLE001 - a shape that does not fit is a result
+                    except Exception as e:  # a shape that does not fit is a result
                         found = {"error": str(e)[:100]}
                     say(
                         part="attention",
@@ -338,6 +338,9 @@ def elementwise() -> None:
     for name, (call, num_bytes) in cases.items():
         us = microseconds([call] * 10)
         say(part="elementwise", kernel=name, tokens=tokens, us=us, tb_per_s=num_bytes / us / 1e6)
+    for rotary._HEADS_PER_PROGRAM in (16, 32, 8):
+        us = microseconds([cases["rotary"][0]] * 10)
+        say(part="elementwise", kernel="rotary", heads_per_program=rotary._HEADS_PER_PROGRAM, us=us)
 
 
 def steps() -> None:
@@ -370,7 +373,7 @@ def run(parts: Iterable[Callable[[], None]]) -> None:
         begin = time.monotonic()
         try:
             part()
-        except Exception:  # noqa: BLE001 - the other parts are worth having
+        except Exception:  # the other parts are worth having
             say(part=part.__name__, error=traceback.format_exc()[-1500:])
         say(part=part.__name__, seconds=time.monotonic() - begin)
         torch.cuda.empty_cache()

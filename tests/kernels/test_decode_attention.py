@@ -206,8 +206,8 @@ def test_blocks_past_the_32_bit_offset_are_written_and_read(heads: Heads) -> Non
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_same_bits_whichever_program_finishes_last(device: str) -> None:
-    # The interpreter takes its time, and one program after the other: a second launch shows that the first has
-    # left everything as it was, and a third would show nothing more.
+    # The interpreter takes its time, and one program after the other: a second launch shows that the first
+    # has left everything as it was, and a third would show nothing more.
     lengths, num_launches = ([700, 650, 1, 64], 3) if device == "cuda" else ([150, 130, 1, 64], 2)
     case = Case.build(lengths, Heads(8, 4, 64), device, torch.float16)
 

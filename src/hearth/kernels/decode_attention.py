@@ -1,13 +1,13 @@
 """Attention of one query token per sequence over its paged KV (decode). Knows shapes and pointers only.
 
-    all tiles of KV:   | row 0, head 0 | row 0, head 1 | ... | row 1, head 0 | ...      a tile: BLOCK_N tokens
-    programs:          |   0   |   1   |   2   |   3   |   4   | ...                    the same number each
+    tiles of KV:   | row 0, head 0 | row 0, head 1 | ... | row 1, head 0 | ...      a tile: BLOCK_N tokens
+    programs:      |   0   |   1   |   2   |   3   |   4   | ...                    as many tiles each
 
 A program attends to a run of tiles, wherever heads and rows begin and end in it, so long and short contexts
 share the device evenly. Where a head's tiles are of more than one program, each leaves a part of the result,
-and the one that finishes last merges the parts, in the order of the tiles: the result does not depend on which
-one that was. How many rows there are and how long is read on the device, so one captured launch serves them
-all, and a launch without rows costs next to nothing.
+and the one that finishes last merges the parts, in the order of the tiles: the result does not depend on
+which one that was. How many rows there are and how long is read on the device, so one captured launch serves
+them all, and a launch without rows costs next to nothing.
 """
 
 from __future__ import annotations
@@ -257,8 +257,8 @@ def _decode_attention_kernel(
 
         is_done = True
         if stop - first < num_tiles:
-            # Leave this part, and merge if every other program has left its own. The head begins in the program
-            # `opens`, as the last of its parts; in all others the part is the first.
+            # Leave this part, and merge if every other program has left its own. The head begins in the
+            # program `opens`, as the last of its parts; in all others the part is the first.
             opens = (tile - first) // share
             num_parts = (tile - first + num_tiles - 1) // share - opens + 1
             place = (tl.program_id(0) * 2 + tl.where(first == 0, 1, 0)) * GROUP + member

@@ -1,9 +1,9 @@
-"""What kernels do that start while the one before them drains (programmatic dependent launch, Hopper and later).
+"""What kernels do that start while the one before drains (programmatic dependent launch, from Hopper on).
 
-A kernel that takes the constexpr `OVERLAPS` is launched so by `jit.launch`, which knows the device. Its programs may
-run before the kernel in front of it has ended, so it calls `wait_for_inputs` first: in every program, before anything
-is read that another kernel writes and before anything is written at all. A kernel has ended only when all of its
-programs have waited, so all kernels in front of it have ended too, not just the last one.
+A kernel that takes the constexpr `OVERLAPS` is launched so by `jit.launch`, which knows the device. Its
+programs may run before the kernel in front of it has ended, so each of them calls `wait_for_inputs`: before
+it reads what any kernel writes, and before it writes. As every program waits, a kernel ends only when all
+kernels in front of it have ended, not just the last one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hearth.kernels.jit import tl, triton
 
 @triton.jit
 def wait_for_inputs(OVERLAPS: tl.constexpr):
-    """Let the next kernel start, and wait until all earlier ones have ended and what they wrote is visible."""
+    """Let the next kernel start, and wait until all earlier ones have ended and their writes are visible."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -21,9 +21,9 @@ def wait_for_inputs(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def prefetch(addresses, inside, OVERLAPS: tl.constexpr):
-    """Have the cache lines at these addresses brought into the L2 cache, where `inside`, in front of the wait.
+    """Have the cache lines at these addresses brought into the L2 cache, where `inside`.
 
-    Nothing is read: a later load sees what was written by then, so the memory may belong to anybody.
+    Nothing is read: a later load sees what was written by then, so this may precede the wait.
     """
     if OVERLAPS:
         tl.inline_asm_elementwise(
