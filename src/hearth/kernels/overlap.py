@@ -1,4 +1,4 @@
-"""What kernels do that start while the one before drains (programmatic dependent launch, from Hopper on).
+"""Waiting and fetching in kernels that start while the one before drains (programmatic dependent launch).
 
 A kernel that takes the constexpr `OVERLAPS` is launched so by `jit.launch`, which knows the device. Its
 programs may run before the kernel in front of it has ended, so each of them calls `wait_for_inputs`: before
