@@ -89,7 +89,7 @@ def assemble(
     uploads = Uploads(device)
     sampler = Sampler(config.max_seqs, arch.vocab_size, uploads)
     heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
-    tile_tokens = prompt_tile_tokens(heads, dtype)
+    tile_tokens = prompt_tile_tokens(heads, dtype, config.max_batch_tokens)
     inputs = InputBuffers(
         config.step_limits, spec.max_context, sampler.tokens, uploads, memory.sink, tile_tokens
     )
