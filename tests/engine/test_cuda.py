@@ -16,7 +16,7 @@ from hearth import LLM
 from hearth.config import EngineConfig
 from hearth.engine.engine import Output
 from hearth.engine.runner import PendingStep
-from hearth.engine.sampler import Sampler, SampleRow
+from hearth.engine.sampler import Sampler
 from hearth.engine.upload import Uploads
 from hearth.errors import LogitsNotFinite
 from hearth.policy.batch.plan import Admission
@@ -31,6 +31,7 @@ from tests.engine.harness import (
     new_id,
     prompts_for,
     run,
+    sample_rows,
 )
 from tests.models.zoo import build
 
@@ -144,7 +145,7 @@ def test_guided_rows_are_masked_on_the_device() -> None:
     params = SamplingParams(temperature=1.0, seed=1)
     sampler.admit([Admission(RequestId(str(slot)), slot, (1,), 1, 0, params) for slot in range(4)])
     mask = sum(1 << token for token in (31, 32, 99)).to_bytes(16, "little")
-    rows = [SampleRow(slot, 1, mask if slot % 2 else None) for slot in range(4)]
+    rows = sample_rows(range(4), 1, {1: mask, 3: mask})
 
     tokens = sampler.sample(torch.randn(4, 100, device="cuda"), rows).tokens.tolist()
 
@@ -194,7 +195,7 @@ def test_a_row_that_is_not_finite_is_named_and_changes_no_other(broken: float, t
         given = logits.clone()
         if is_broken:
             given[1, 77] = broken
-        samples = sampler.sample(given, [SampleRow(slot, 1) for slot in range(4)])
+        samples = sampler.sample(given, sample_rows(range(4), 1))
         results.append(PendingStep(samples, samples.best_logits).wait())
 
     sound, disturbed = results
@@ -210,7 +211,7 @@ def test_each_row_gets_the_logprobs_it_asked_for() -> None:
     sampler = Sampler(4, 1000, Uploads(torch.device("cuda")))
     params = [SamplingParams(temperature=0.0, logprobs=wish) for wish in wishes]
     sampler.admit([Admission(RequestId(str(at)), at, (1,), 1, 0, each) for at, each in enumerate(params)])
-    samples = sampler.sample(torch.randn(4, 1000, device="cuda"), [SampleRow(slot, 1) for slot in range(4)])
+    samples = sampler.sample(torch.randn(4, 1000, device="cuda"), sample_rows(range(4), 1))
 
     told = PendingStep(samples, samples.best_logits).wait().logprobs
 
