@@ -224,7 +224,7 @@ class PackedInputs:
 
     def num_words(self, num_tiles: int) -> int:
         """How much of the array a step with so many tiles needs."""
-        return self.tiles.start + TILE_FIELDS * num_tiles
+        return self._begin(3) + TILE_FIELDS * num_tiles
 
     def _rows(self, field: int) -> slice:
         return slice(self._begin(field), self._begin(field) + self.num_rows)

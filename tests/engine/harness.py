@@ -60,10 +60,11 @@ def engine_over(
     dtype: str = "float32",
     tokenizer_json: Path | None = None,
     memory: Callable[[ModelSpec], Memory] | None = None,
+    quant: str = "none",
 ) -> Engine:
     """Of the checkpoint that is saved there."""
     arch = read_arch(directory)
-    layout = layout_of(arch, dtype)
+    layout = layout_of(arch, dtype, quant)
     base = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
     pack_directory(directory, arch, layout, base)
     weights = bind(arch, layout, contiguous_places(layout, base))

@@ -39,11 +39,15 @@ class StepGraphs:
 
     def run(self, key: GraphKey, work: Work) -> None:
         """Replay a graph; where there is none yet, run the work itself and note that it is to be captured."""
-        if (graph := self._captured.get(key)) is not None:
-            graph.replay()
-            return
-        work()
-        self._due[key] = work
+        if key in self._captured:
+            self.replay(key)
+        else:
+            work()
+            self._due[key] = work
+
+    def replay(self, key: GraphKey) -> None:
+        """Queue what was captured, on the inputs that are in place."""
+        self._captured[key].replay()
 
     def capture_due(self) -> None:
         """Capture what has run for the first time, which loaded all of its kernels.

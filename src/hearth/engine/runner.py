@@ -102,7 +102,7 @@ class Runner:
         self._inputs = inputs
         self._sampler = sampler
         self._uploads = uploads
-        self._sizes = sizes
+        self.sizes = sizes
         self.graphs = graphs
 
     @property
@@ -111,14 +111,14 @@ class Runner:
 
     def num_padded_tokens(self, plan: StepPlan) -> int:
         """Return with how many rows a step of this plan is padded."""
-        return self._sizes.shape_of(plan).num_rows - plan.num_tokens
+        return self.sizes.shape_of(plan).num_rows - plan.num_tokens
 
     @torch.inference_mode()
     def capture_all(self) -> None:
         """Capture a graph of every size that has none, between steps, all of whose weights must be there."""
         if self.graphs is None:
             return
-        for shape in self._sizes.all_shapes():
+        for shape in self.sizes.all_shapes():
             if any(key not in self.graphs for key in shape.keys):
                 self._inputs.park(shape)
                 self._run(shape, None)
@@ -173,7 +173,7 @@ class Runner:
         self._sampler.admit(plan.admissions)
         if self._gate is not None and self._gate.is_open():
             self._gate = None
-        shape = self._sizes.shape_of(plan)
+        shape = self.sizes.shape_of(plan)
         self._inputs.fill(plan, shape)
         self._run(shape, plan)
         pending = self._sample(plan, self.decoder.logits[: len(plan.rows)])
