@@ -19,6 +19,7 @@ from bench.llama7b import new_engine
 from hearth.config import EngineConfig
 from hearth.engine.engine import Engine
 from hearth.engine.runner import Runner
+from hearth.engine.step_shape import PaddedSizes
 from hearth.policy.batch.plan import Admission, Row, StepPlan, TableWrite
 from hearth.sizes import graph_bytes
 from hearth.types import RequestId, SamplingParams
@@ -133,6 +134,20 @@ def _step_ms(runner: Runner, plan: StepPlan) -> float:
     return (time.perf_counter() - began_s) / (ROUNDS + 1) * 1e3
 
 
+def sweep(engine: Engine) -> dict[str, object]:
+    """Time prompts of lengths around sizes, not padded: which of them cost the same anyway."""
+    runner = engine.runner
+    graphs, sizes, runner.graphs, runner.sizes = runner.graphs, runner.sizes, None, PaddedSizes()
+    lengths = (65, 96, 128, 192, 256, 257, 320, 384, 513, 576, 640, 704, 768, 1025, 1088, 1152, 1280)
+    found = {}
+    for length in (*lengths, 2049, 2112, 2176, 2304, 4033, 4096):
+        first, plan = Case("", 0, 0, (length,)).plans()
+        runner.launch(first).wait()
+        found[str(length)] = round(_device_ms(lambda plan=plan: _run(runner, plan), 4), 2)
+    runner.graphs, runner.sizes = graphs, sizes
+    return {"step": "prompt, not padded: device ms by tokens", **found}
+
+
 def capture_all(engine: Engine) -> dict[str, object]:
     """Capture what is missing of every size; how long it takes, and what graphs take in all."""
     graphs = engine.runner.graphs
@@ -158,6 +173,7 @@ def main() -> None:
     engine.runner.kv.zero_()
     parts: list[Callable[[], dict[str, object]]] = [
         *(lambda case=case: measure(engine, case) for case in CASES),
+        lambda: sweep(engine),
         lambda: capture_all(engine),
     ]
     for part in parts:

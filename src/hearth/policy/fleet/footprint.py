@@ -34,7 +34,6 @@ from hearth.sizes import (
     block_buffer,
     bytes_of,
     computed_dtype,
-    graph_bytes,
     table_buffers,
     workspace_bytes,
 )
@@ -171,11 +170,8 @@ def workspace_bytes_of(facts: Facts, kind: str, limits: StepLimits) -> int:
 
 
 def tables_bytes_of(facts: Facts, kind: str, limits: StepLimits, context: int) -> int:
-    """Return the bytes of all else that an engine has on its device: tables, and graphs once captured."""
-    num_bytes = bytes_of(table_buffers(facts.dimensions, limits, context))
-    if kind == "cuda":
-        num_bytes += graph_bytes(facts.dimensions, limits)
-    return _in_units(num_bytes, kind)
+    """Return the bytes that an engine always has on its device besides weights, workspace and KV."""
+    return _in_units(bytes_of(table_buffers(facts.dimensions, limits, context)), kind)
 
 
 def _least_kv_bytes(facts: Facts, kind: str, limits: StepLimits, context: int) -> int:
