@@ -25,6 +25,8 @@ from bench.report import arguments, emit, peers, percentiles  # noqa: E402
 from hearth import LLM, SamplingParams  # noqa: E402
 from hearth.config import EngineConfig  # noqa: E402
 from hearth.engine.engine import Engine  # noqa: E402
+from hearth.engine.step_shape import GraphKey, StepPart  # noqa: E402
+from hearth.sizes import padded_size  # noqa: E402
 
 HEARTH_S = time.perf_counter() - STARTED_S - TORCH_S
 
@@ -111,14 +113,12 @@ def step_times(engine: Engine, num_requests: int) -> dict[str, float]:
     """Replay a decode graph back to back: what a step costs without host and sampling."""
     graphs = engine.runner.graphs
     assert graphs is not None
-    size = graphs.size_for(num_requests)
-    assert size is not None
+    key = GraphKey(StepPart.DECODE, padded_size(engine.runner.sizes.decode, num_requests))
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    decode = engine.runner.decode
-    graphs.replay(size, decode)
+    graphs.replay(key)
     begin.record()
     for _ in range(20):
-        graphs.replay(size, decode)
+        graphs.replay(key)
     end.record()
     torch.cuda.synchronize()
     return {"requests": num_requests, "graph_ms": begin.elapsed_time(end) / 20}
