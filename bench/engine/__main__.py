@@ -60,7 +60,7 @@ def jobs(scale: Scale, parts: list[str], shapes: list[str]) -> Iterator[Job]:
 
 
 def findings(given: Namespace, scale: Scale) -> Iterator[Finding]:
-    has_start = not given.arms or "start" in given.arms
+    has_start = "start" in (given.arms or ["start"]) and "7B" in (given.shapes or ["7B"])
     if "engine" in given.parts and has_start and torch.cuda.is_available() and not given.tiny:
         yield found_by("engine", "7B start", fixed.start)
     shared = [

@@ -51,6 +51,7 @@ class Rig:
     prompts: Prompts
     device: torch.device
     passes: dict[str, Pass]  #: the last one through each work, by its text
+    opened_s: float  #: that opening took: weights, buffers, graphs where they are captured at start
 
     def run(self, work: Work, temperature: float = 0.0) -> Pass:
         """Submit all requests at once and time their answers, text included."""
@@ -66,6 +67,16 @@ class Rig:
         assert [len(c.token_ids) for c in completions] == [one.new for one in work.requests]
         self.passes[work.text] = Pass(seconds, work.num_tokens / seconds, self.watch.take())
         return self.passes[work.text]
+
+    def describe(self) -> dict[str, object]:
+        """Return what the engine was opened with."""
+        limits = self.engine.batcher.limits
+        return {
+            "opened_s": self.opened_s,
+            "max_batch_tokens": limits.max_batch_tokens,
+            "max_seqs": limits.max_seqs,
+            "kv_blocks": self.engine.usage.kv_blocks,
+        }
 
     def first_tokens_ms(self, length: int, num_runs: int) -> list[float]:
         """Time one prompt after the other to its first token, after two that warm up."""
@@ -87,12 +98,14 @@ def opened(shape: Shape, scale: Scale, device: torch.device) -> Iterator[Rig]:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    began_s = time.perf_counter()
     with step(f"opening {shape.name}"):
         engine = new_engine(shape, scale.engine, device, seed=1)
         watch = StepWatch(engine)
         llm = LLM.over(engine, new_tokenizer(shape.arch.vocab_size))
     try:
-        yield Rig(shape, scale, engine, llm, watch, Prompts(shape.arch.vocab_size), device, {})
+        prompts, opened_s = Prompts(shape.arch.vocab_size), time.perf_counter() - began_s
+        yield Rig(shape, scale, engine, llm, watch, prompts, device, {}, opened_s)
     finally:
         llm.close()
 

@@ -46,7 +46,7 @@ class Arrivals:
     shares: tuple[float, ...] = (0.5, 0.8, 0.95)  #: of the rate at which the engine is saturated
     ramp_s: float = 8.0  #: in which the engine fills; what happens then is not counted
     window_s: float = 10.0
-    patience_s: float = 8.0  #: for first tokens, after the last arrival
+    patience_s: float = 15.0  #: for first tokens, after the last arrival
     max_lengths: Lengths | None = None  #: None: as they are in ShareGPT
     num_running: int = 64  #: while long prompts come
     running: Lengths = field(default=Lengths(128, 2000))

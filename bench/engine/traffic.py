@@ -44,7 +44,7 @@ def _passes(rig: Rig, name: str, work: Work) -> Found:
         which: {"seconds": one.seconds, "tokens_per_s": one.tokens_per_s, **one.steps}
         for which, one in passes.items()
     }
-    return Found(rows, {**details, "times_best_peer": _times_best_peer(rows)})
+    return Found(rows, {**details, "times_best_peer": _times_best_peer(rows), "engine": rig.describe()})
 
 
 def _one_request(rig: Rig) -> Found:
