@@ -33,8 +33,8 @@ from bench.engine.process import PARTS, add_options, asked, scale_of
 from bench.engine.scale import Scale
 from bench.report import arguments, keep, result_path, step
 
-#: Parts whose shapes have a process each, in which all these parts are asked.
-IN_NEW_PROCESSES = ("engine", "traffic", "arrivals")
+#: Parts whose shapes have a process each, in which these are asked in this order: first passes come first.
+IN_NEW_PROCESSES = ("traffic", "arrivals", "engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def jobs(scale: Scale, parts: list[str], shapes: list[str]) -> Iterator[Job]:
         part: [shape.name for shape in scale.shapes_by_part[part] if not shapes or shape.name in shapes]
         for part in parts
     }
-    alone = [part for part in parts if part in IN_NEW_PROCESSES]
+    alone = [part for part in IN_NEW_PROCESSES if part in parts]
     for name in dict.fromkeys(name for part in alone for name in names[part]):
         yield Job((name,), tuple(part for part in alone if name in names[part]))
     for part in parts:
@@ -93,7 +93,7 @@ def main() -> None:
         parser.error("numbers of a tiny run mean nothing: leave out --save")
     by_part: defaultdict[str, list[Finding]] = defaultdict(list)
     for finding in findings(given, scale):
-        print(finding.line, flush=True)
+        print(finding.brief, flush=True)
         by_part[finding.part].append(finding)
         if given.save:
             result = document(by_part[finding.part], result_path(finding.part))

@@ -57,7 +57,8 @@ def arms(rig: Rig) -> Mapping[str, Arm]:
 def serve(engine: Engine, streams: Sequence[Stream], end_s: float, patience_s: float) -> None:
     """Step the engine while requests come, from 0 to `end_s`, and until all of them have a token.
 
-    What still runs then is cancelled. If a first token takes `patience_s` longer, the run was for nothing.
+    The engine's own thread, if it has one, sleeps meanwhile: nobody has posted anything. What still runs in
+    the end is cancelled. If a first token takes `patience_s` longer, the run was for nothing.
     """
     by_id = {stream.request.request_id: stream for stream in streams}
     coming = sorted(streams, key=lambda stream: stream.due_s, reverse=True)

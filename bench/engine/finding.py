@@ -40,6 +40,13 @@ class Finding:
     def line(self) -> str:
         return json.dumps(_rounded(asdict(self)))
 
+    @property
+    def brief(self) -> str:
+        """The same for people and logs: of each row only its value."""
+        values = {row["measure"]: row["value"] for row in self.rows}
+        told = {"part": self.part, "name": self.name, "seconds": self.seconds, **values, **self.details}
+        return json.dumps(_rounded(told if self.error is None else {**told, "error": self.error}))
+
     @staticmethod
     def of_line(line: str) -> Finding:
         return Finding(**json.loads(line))

@@ -26,6 +26,7 @@ from bench.engine.rig import Rig, fill_cache, opened
 from bench.engine.scale import GPU, TINY, Scale
 from bench.report import tell
 from bench.shape import Shape
+from hearth.store.die_with_parent import die_with_parent
 
 #: What may be asked of an open shape; how it is saved follows from the name.
 PARTS: Mapping[str, Callable[[Rig], Mapping[str, Arm]]] = {
@@ -110,6 +111,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[])
     parser.add_argument("--fill", action="store_true", help="only bring kernels to the cache")
     given = parser.parse_args()
+    die_with_parent()
     scale = scale_of(is_tiny=given.tiny, graphs=given.graphs)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if given.fill:

@@ -54,10 +54,11 @@ class Rig:
     opened_s: float  #: that opening took: weights, buffers, graphs where they are captured at start
 
     def run(self, work: Work, temperature: float = 0.0) -> Pass:
-        """Submit all requests at once and time their answers, text included."""
+        """Submit all requests at once and time their answers, text included; 0 is greedy."""
         prompts = [self.prompts.take(1, one.prompt)[0] for one in work.requests]
+        top_p = 0.95 if temperature else 1.0
         params = [
-            SamplingParams(temperature=temperature, top_p=0.95, max_tokens=one.new, ignore_eos=True)
+            SamplingParams(temperature=temperature, top_p=top_p, max_tokens=one.new, ignore_eos=True)
             for one in work.requests
         ]
         self.watch.take()

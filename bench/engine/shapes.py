@@ -48,4 +48,4 @@ def _long_prompt(rig: Rig) -> Found:
 
 def _found(text: str, unit: str, values: dict[str, float], bound: float, share: float) -> Found:
     row = Row(text, unit, values["p50"], bound, _AIM)
-    return Found([row], {unit: values, "bound": bound, "share_of_bound": share})
+    return Found([row], {"measured": values, "bound": bound, "share_of_bound": share})

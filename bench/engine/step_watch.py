@@ -103,7 +103,7 @@ def _described(steps: Sequence[WatchedStep], runner: Runner) -> Mapping[str, obj
     if not steps:
         return {"steps": 0}
     plans = [step.plan for step in steps]
-    num_tokens, num_rows = sum(plan.num_tokens for plan in plans), [len(plan.rows) for plan in plans]
+    num_tokens, num_rows = sum(plan.num_tokens for plan in plans), [_num_rows(plan) for plan in plans]
     padded = [num for plan in plans if (num := num_padded_tokens(runner, plan)) is not None]
     has_prompts = [plan.num_decode_rows < rows for plan, rows in zip(plans, num_rows, strict=True)]
     return {
@@ -115,6 +115,12 @@ def _described(steps: Sequence[WatchedStep], runner: Runner) -> Mapping[str, obj
         "host_ms": _spread([1e3 * step.host_s for step in steps]),
         "launch_ms": _spread([1e3 * step.launch_s for step in steps]),
     }
+
+
+def _num_rows(plan: StepPlan) -> int:
+    """Return the rows of a plan, which has their number at hand where it makes them only when asked."""
+    count: int = plan.num_rows if hasattr(plan, "num_rows") else len(plan.rows)
+    return count
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

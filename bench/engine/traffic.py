@@ -16,7 +16,7 @@ from bench.engine.scale import Work, even
 from bench.report import Row, peers, percentiles
 
 #: By shape and arm: what the engine should reach.
-AIMS: Mapping[str, Mapping[str, str]] = {
+_AIMS: Mapping[str, Mapping[str, str]] = {
     "7B": {
         "sharegpt": "at least 8,300",
         "long_prompts": "at least 32,000",
@@ -72,7 +72,7 @@ def _row(rig: Rig, key: str, text: str, unit: str, value: float, bound: float | 
     figures = peers()["traffic"]["peers"]  # type: ignore[index] # JSON
     name = rig.shape.name
     reached = {peer: of[name][key] for peer, of in figures.items() if key in of.get(name, {})}
-    aim = AIMS.get(name, {}).get(key)
+    aim = _AIMS.get(name, {}).get(key)
     return Row(f"{rig.shape.model}: {text}", unit, value, bound, aim, reached)
 
 

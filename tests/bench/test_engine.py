@@ -115,6 +115,10 @@ def test_shapes_with_traffic_have_a_process_each_and_others_share_one() -> None:
     assert list(jobs(GPU, ["engine", "traffic", "shapes"], ["8B"])) == [Job(("8B",), ("traffic",))]
 
 
+def test_traffic_comes_first_in_its_process_for_nothing_may_warm_up_before() -> None:
+    assert next(jobs(GPU, list(PARTS), [])) == Job(("7B",), ("traffic", "arrivals", "engine"))
+
+
 def fails() -> Found:
     raise ValueError("too hot")
 
