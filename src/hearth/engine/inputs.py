@@ -97,7 +97,7 @@ class InputBuffers:
             torch.arange(row.start, row.start + row.num_tokens, out=fields.positions[begin:end])
             fields.slots[begin:end] = row.slot
         tiles = cut_tiles(_spans(begins, prefill), self._tile_tokens)
-        _write(fields.tiles, 0, tiles)
+        fields.tiles[: len(tiles)] = torch.from_numpy(tiles)
         _write(fields.counts, 0, [num_decode, len(tiles) // TILE_FIELDS])
         ends = [*range(1, num_decode + 1), *begins[1:]]
         # Also of a row that does not sample: whether its KV is sound shows in the logits of its last token.
