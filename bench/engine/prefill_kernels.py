@@ -105,9 +105,7 @@ def served(heads: Heads, num_rows: int) -> Candidate:
     tile_tokens = prompt_tile_tokens(heads, torch.bfloat16, num_rows)
     if prompt_kernel(heads, torch.bfloat16).name == "hopper":
         return Candidate("hopper, served", tile_tokens)
-    return Candidate(
-        "triton, served", tile_tokens, TileShape.of(heads, torch.bfloat16, tile_tokens, num_rows)
-    )
+    return Candidate("triton, served", tile_tokens, TileShape.of(heads, tile_tokens, num_rows))
 
 
 def candidates(heads: Heads) -> Iterator[Candidate]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hearth.kernels import prefill_hopper
+from hearth.kernels import prefill_attention, prefill_hopper
 from hearth.kernels.paged import Heads
 from hearth.kernels.prefill_attention import (
     PromptKernel,
@@ -101,17 +101,22 @@ def test_kernel_reads_behind_the_first_two_to_the_31_elements() -> None:
     assert_close(out, near.expected())
 
 
-def test_prompts_are_cut_by_heads_dtype_and_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_cut_by_heads_dtype_rows_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
     multi, grouped, wide = Heads(32, 32, 128), Heads(32, 8, 128), Heads(16, 16, 256)
     half, full = torch.bfloat16, torch.float32
-    monkeypatch.setattr(prefill_hopper, "device_obstacle", lambda: "no CUDA device")
+    _pretend_to_be(80, monkeypatch)
 
     assert [prompt_tile_tokens(multi, half, rows) for rows in (128, 1024, 1088)] == [64, 64, 128]
     assert prompt_tile_tokens(grouped, half, 8192) == 64, "with two heads a tile has 128 rows all the same"
     assert prompt_tile_tokens(wide, half, 8192) == 64
     assert prompt_tile_tokens(multi, full, 8192) == 32
 
-    monkeypatch.setattr(prefill_hopper, "device_obstacle", lambda: None)
+    _pretend_to_be(89, monkeypatch)  # less shared memory
+
+    assert prompt_tile_tokens(multi, half, 8192) == 64
+    assert prompt_tile_tokens(wide, half, 8192) == 32
+
+    _pretend_to_be(90, monkeypatch)
 
     assert [prompt_tile_tokens(multi, half, rows) for rows in (128, 8192)] == [128, 128]
     assert [prompt_tile_tokens(grouped, half, rows) for rows in (128, 8192)] == [64, 64]
@@ -120,7 +125,7 @@ def test_prompts_are_cut_by_heads_dtype_and_rows(monkeypatch: pytest.MonkeyPatch
 
 def test_a_kernel_that_is_not_the_fastest_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     heads, half = Heads(32, 8, 128), torch.bfloat16
-    monkeypatch.setattr(prefill_hopper, "device_obstacle", lambda: None)
+    _pretend_to_be(90, monkeypatch)
 
     assert prompt_kernel(heads, half) == PromptKernel("hopper", None)
     assert prompt_kernel(heads, torch.float32).reason == (
@@ -133,6 +138,13 @@ def test_a_kernel_that_is_not_the_fastest_says_why(monkeypatch: pytest.MonkeyPat
         "the kernel for Hopper takes blocks of 8, 16, 32 or 64 tokens, given: 12"
     )
 
-    monkeypatch.setattr(prefill_hopper, "device_obstacle", lambda: "too old")
+    _pretend_to_be(80, monkeypatch)
 
-    assert prompt_kernel(heads, half) == PromptKernel("triton", "too old")
+    assert prompt_kernel(heads, half) == PromptKernel(
+        "triton", "the kernel for Hopper needs compute capability 9, given: 8.0"
+    )
+
+
+def _pretend_to_be(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (prefill_attention, prefill_hopper):
+        monkeypatch.setattr(module, "capability", lambda: capability)

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from hearth.kernels.jit import launch, num_processors, runs_triton, tl, triton
+from hearth.kernels.jit import capability, launch, num_processors, runs_triton, tl, triton
 from hearth.kernels.paged import Heads, PagedRows
 from hearth.kernels.prefill_hopper import hopper_obstacle, hopper_tile_tokens, prefill_attention_hopper
 from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles
@@ -90,23 +90,24 @@ def prompt_tile_tokens(heads: Heads, dtype: torch.dtype, num_rows: int) -> int:
     """Return by how many query tokens the prompts of a step of `num_rows` rows, with padding, are cut."""
     if prompt_kernel(heads, dtype).name == "hopper":
         return hopper_tile_tokens(heads)
-    if _is_wide(heads, dtype):
-        return 32 if dtype == torch.float32 else 64
-    return 64 if _packed_heads(heads) == 2 or num_rows <= _SMALL_STEP_ROWS else 128
-
-
-def _packed_heads(heads: Heads) -> int:
-    """Return how many heads of a group may share a tile, and so each load of k and v."""
-    return 2 if heads.num_q // heads.num_kv % 2 == 0 else 1
+    if heads.dim > 128 or dtype == torch.float32:
+        return 64 if dtype.itemsize == 2 and _has_room() else 32
+    return 128 if _num_packed(heads) == 1 and num_rows > _SMALL_STEP_ROWS and _has_room() else 64
 
 
 #: A step of at most so many rows has too few large tiles to occupy a device.
 _SMALL_STEP_ROWS = 1024
+#: Compute capabilities with less than 160 KiB of shared memory, which large tiles take.
+_SMALL_DEVICES = {70, 72, 75, 86, 89, 120, 121}
 
 
-def _is_wide(heads: Heads, dtype: torch.dtype) -> bool:
-    """Return True where large tiles would not fit the registers."""
-    return heads.dim > 128 or dtype == torch.float32
+def _has_room() -> bool:
+    return capability() not in _SMALL_DEVICES
+
+
+def _num_packed(heads: Heads) -> int:
+    """Return how many heads of a group may share a tile, and so each load of k and v."""
+    return 2 if heads.num_q // heads.num_kv % 2 == 0 else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +120,16 @@ class TileShape:
     num_stages: int
 
     @staticmethod
-    def of(heads: Heads, dtype: torch.dtype, tile_tokens: int, num_rows: int) -> TileShape:
-        if dtype == torch.float32:
+    def of(heads: Heads, tile_tokens: int, num_rows: int) -> TileShape:
+        if tile_tokens == 32:
             return TileShape(1, 32, 4, 1)
-        if _is_wide(heads, dtype):
+        if heads.dim > 128:
             return TileShape(1, 64, 8, 2)
-        if tile_tokens <= 64 and num_rows <= _SMALL_STEP_ROWS:
+        if not _has_room():
+            return TileShape(1, 64, 4, 2)
+        if tile_tokens == 64 and num_rows <= _SMALL_STEP_ROWS:
             return TileShape(1, 64, 4, 3)
-        return TileShape(_packed_heads(heads) if tile_tokens <= 64 else 1, 128, 8, 3)
+        return TileShape(_num_packed(heads) if tile_tokens == 64 else 1, 128, 8, 3)
 
 
 #: The Triton kernel has at most so many programs for each multiprocessor, which take turns if there is more.
@@ -147,7 +150,7 @@ def prefill_attention_triton(
 ) -> None:
     """Run the kernel that is right for every shape; `shape` and `max_programs` are for those who measure."""
     if shape is None:
-        shape = TileShape.of(heads, qkv.dtype, tiles.tile_tokens, len(qkv))
+        shape = TileShape.of(heads, tiles.tile_tokens, len(qkv))
     num_items = len(tiles.items) * (heads.num_q // shape.num_packed)
     if max_programs is None:
         max_programs = _PROGRAMS_PER_PROCESSOR * num_processors()
@@ -181,7 +184,7 @@ def prefill_attention_triton(
 
 
 @triton.jit(
-    do_not_specialize=["window"],
+    do_not_specialize=["table_stride", "window"],
     do_not_specialize_on_alignment=["tiles", "num_tiles", "slots", "table"],
 )
 def _prefill_attention_kernel(

@@ -14,12 +14,11 @@ one while the groups finish the one before.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
-from hearth.kernels.jit import launch, num_processors
+from hearth.kernels.jit import capability, launch, num_processors
 from hearth.kernels.paged import Heads, PagedRows
 from hearth.kernels.prompt_tiles import PromptTiles
 
@@ -78,15 +77,12 @@ def hopper_obstacle(heads: Heads, dtype: torch.dtype, block_tokens: int = 16) ->
     return None
 
 
-@cache
 def device_obstacle() -> str | None:
     """Say why this kernel cannot run on the current CUDA device at all; None: it can."""
-    if not torch.cuda.is_available():
-        return "no CUDA device"
-    if (capability := torch.cuda.get_device_capability())[0] != 9:
-        return f"the kernel for Hopper needs compute capability 9, given: {capability[0]}.{capability[1]}"
+    if (found := capability()) // 10 != 9:
+        return f"the kernel for Hopper needs compute capability 9, given: {found / 10}"
     if not HAS_GLUON:
-        return "no Gluon as of Triton 3.6 to 3.9; install `hearth[gpu]`"
+        return "the kernel for Hopper needs Gluon as of Triton 3.6 to 3.9; install `hearth[gpu]`"
     return None
 
 
@@ -150,7 +146,7 @@ def prefill_attention_hopper(
 
 
 @gluon.jit(
-    do_not_specialize=["num_kv_rows", "window"],
+    do_not_specialize=["table_stride", "num_kv_rows", "window"],
     do_not_specialize_on_alignment=["tiles", "num_tiles", "slots", "table"],
 )
 def _prefill_hopper_kernel(
