@@ -11,7 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,7 +20,7 @@ from hearth.config import EngineConfig
 from hearth.engine.engine import Engine
 from hearth.engine.runner import Runner
 from hearth.engine.step_shape import PaddedSizes
-from hearth.policy.batch.plan import Admission, Row, StepPlan, TableWrite
+from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrite
 from hearth.sizes import graph_bytes
 from hearth.types import RequestId, SamplingParams
 
@@ -42,18 +42,21 @@ class Case:
 
     def plans(self) -> tuple[StepPlan, StepPlan]:
         """The step that admits all of it, and the same step once more."""
-        rows, writes, block = [], [], 1
+        writes, prompts, block = [], [], 1
         lengths = [*[1] * self.num_decode, *self.prompts]
+        ids = [RequestId(f"{slot}") for slot in range(len(lengths))]
         for slot, length in enumerate(lengths):
-            start = self.context if slot < self.num_decode else 0
-            num_blocks = -(-(start + length) // CONFIG.block_tokens)
+            is_prompt = slot >= self.num_decode
+            num_blocks = -(-(length if is_prompt else self.context + 1) // CONFIG.block_tokens)
             writes.append(TableWrite(slot, 0, tuple(range(block, block + num_blocks))))
             block += num_blocks
-            tokens = None if slot < self.num_decode else tuple(range(length))
-            rows.append(Row(RequestId(f"{slot}"), slot, start, length, tokens, samples=True))
-        admissions = [Admission(row.request_id, row.slot, (1,), 1, 0, self.sampling) for row in rows]
-        first = StepPlan(0, tuple(admissions), tuple(writes), tuple(rows))
-        return first, StepPlan(1, (), (), tuple(rows))
+            if is_prompt:
+                prompts.append(Row(ids[slot], slot, 0, length, tuple(range(length)), samples=True))
+        slots = list(range(self.num_decode))
+        decode = DecodeRows(ids[: self.num_decode], slots, [self.context] * self.num_decode)
+        admissions = [Admission(one, slot, (1,), 1, 0, self.sampling) for slot, one in enumerate(ids)]
+        first = StepPlan(0, tuple(admissions), tuple(writes), decode, tuple(prompts))
+        return first, replace(first, step_id=1, admissions=(), table_writes=())
 
 
 CASES = [

@@ -18,7 +18,7 @@ from pathlib import Path
 from hearth.engine.step_shape import PaddedSizes, StepShape
 from hearth.policy.batch.batcher import Batcher, BatchLimits
 from hearth.policy.batch.blocks import BlockBook
-from hearth.policy.batch.plan import EngineRequest, StepPlan
+from hearth.policy.batch.plan import EngineRequest
 from hearth.sizes import StepLimits
 from hearth.types import RequestId, SamplingParams
 
@@ -52,16 +52,12 @@ def padding(path: Path, limits: StepLimits, num_blocks: int) -> dict[str, object
     steps: Counter[tuple[StepShape, int]] = Counter()
     while (plan := batcher.plan()) is not None:
         steps[sizes.shape_of(plan), plan.num_tokens] += 1
-        batcher.commit(plan, _tokens(plan))
+        batcher.commit(plan, [7] * plan.num_samples)
     return {
         "limits": [limits.max_seqs, limits.max_batch_tokens],
         "steps": steps.total(),
         **{name: _share(steps, has_prompts) for name, has_prompts in (("decode", False), ("mixed", True))},
     }
-
-
-def _tokens(plan: StepPlan) -> list[int]:
-    return [7] * sum(row.samples for row in plan.rows)
 
 
 def _share(steps: Counter[tuple[StepShape, int]], has_prompts: bool) -> dict[str, float]:

@@ -292,6 +292,8 @@ def test_a_row_that_is_not_finite_is_named_and_changes_no_other(broken: float, t
     assert (sound.broken_rows, disturbed.broken_rows) == ([], [1])
     for at in (0, 2, 3):
         assert disturbed.tokens[at] == sound.tokens[at]
+        assert disturbed.logprobs is not None
+        assert sound.logprobs is not None
         assert disturbed.logprobs[at] == sound.logprobs[at]
     assert 0 <= disturbed.tokens[1] < 1000
 
@@ -305,6 +307,7 @@ def test_each_row_gets_the_logprobs_it_asked_for() -> None:
 
     told = PendingStep(samples, samples.best_logits).wait().logprobs
 
+    assert told is not None
     assert [None if one is None else len(one.top) for one in told] == list(wishes)
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.engine.step_shape import GraphKey, PaddedSizes, StepPart, StepShape
-from hearth.policy.batch.plan import Row, StepPlan
+from hearth.policy.batch.plan import DecodeRows, Row, StepPlan
 from hearth.sizes import StepLimits
 from hearth.types import RequestId
 
@@ -14,9 +14,9 @@ LIMITS = st.builds(StepLimits, st.integers(1, 20_000), st.integers(1, 2_000), st
 
 
 def plan(num_decode: int, prompts: list[int]) -> StepPlan:
-    rows = [Row(RequestId("d"), 0, 7, 1, None, samples=True)] * num_decode
-    rows += [Row(RequestId("p"), 0, 0, length, (1,) * length, samples=True) for length in prompts]
-    return StepPlan(0, (), (), tuple(rows))
+    decode = DecodeRows([RequestId("d")] * num_decode, [0] * num_decode, [7] * num_decode)
+    rows = [Row(RequestId("p"), 0, 0, length, (1,) * length, samples=True) for length in prompts]
+    return StepPlan(0, (), (), decode, tuple(rows))
 
 
 @given(LIMITS, st.data())
@@ -33,7 +33,7 @@ def test_a_shape_holds_its_plan_within_the_limits(limits: StepLimits, data: st.D
     shape = sizes.shape_of(step)
 
     assert step.num_tokens <= shape.num_rows <= limits.max_batch_tokens
-    assert len(step.rows) <= shape.num_logits <= most
+    assert step.num_rows <= shape.num_logits <= most
     assert shape.has_prompts == bool(prompts)
     known = {key for one in sizes.all_shapes() for key in one.keys}
     assert set(shape.keys) <= known

@@ -20,7 +20,7 @@ from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles, cut_tiles
 from hearth.kernels.step_tokens import gather_tokens
 from hearth.models.buffers import filled, zeros
 from hearth.models.step_inputs import StepInputs
-from hearth.policy.batch.plan import Row, StepPlan, TableWrite
+from hearth.policy.batch.plan import DecodeRows, Row, StepPlan, TableWrite
 from hearth.sizes import TILE_FIELDS, PackedInputs, StepLimits, input_buffers
 
 
@@ -61,20 +61,19 @@ class InputBuffers:
     def fill(self, plan: StepPlan, shape: StepShape) -> None:
         """Send a plan to the device, with padding behind its rows, its logits and so up to the shape."""
         self._write_table([admission.slot for admission in plan.admissions], plan.table_writes)
-        self._fill(plan.rows, plan.num_decode_rows, shape)
+        self._fill(plan.decode, plan.prompts, shape)
 
     def park(self, shape: StepShape) -> None:
         """Send a step that is all padding, so that running it touches nobody's KV."""
-        self._fill((), 0, shape)
+        self._fill(DecodeRows(), (), shape)
 
-    def _fill(self, rows: Sequence[Row], num_decode: int, shape: StepShape) -> None:
+    def _fill(self, decode: DecodeRows, prompts: Sequence[Row], shape: StepShape) -> None:
         parts, host = PackedInputs(shape.num_rows, self._max_seqs), self._hosts[0]
         self._hosts.reverse()
         packed = host.numpy()
         slots, positions, tokens = packed[parts.slots], packed[parts.positions], packed[parts.tokens]
-        decode, prompts = rows[:num_decode], rows[num_decode:]
-        slots[:num_decode] = [row.slot for row in decode]
-        positions[:num_decode] = [row.start for row in decode]
+        num_decode, num_rows = len(decode), len(decode) + len(prompts)
+        slots[:num_decode], positions[:num_decode] = decode.slots, decode.positions
         spans = _spans(num_decode, prompts)
         for span, row in zip(spans, prompts, strict=True):
             assert row.tokens is not None, f"decode row behind prefill rows: {row}"
@@ -87,8 +86,8 @@ class InputBuffers:
             # Also of a row that does not sample: whether its KV is sound shows in the logits behind it.
             logit_rows = packed[parts.logit_rows]
             logit_rows[:num_decode] = np.arange(num_decode)
-            logit_rows[num_decode : len(rows)] = [span.rows.stop - 1 for span in spans]
-            logit_rows[len(rows) : shape.num_logits] = 0
+            logit_rows[num_decode:num_rows] = [span.rows.stop - 1 for span in spans]
+            logit_rows[num_rows : shape.num_logits] = 0
         tiles = cut_tiles(spans, self._tile_tokens_of(shape.num_rows))
         packed[parts.tiles][: len(tiles)] = tiles
         num_tiles = len(tiles) // TILE_FIELDS
@@ -112,7 +111,7 @@ class InputBuffers:
 
         Where kernels read on the device which rows there are, all steps of a shape have the same inputs.
         """
-        rows, num_decode = ((), 0) if plan is None else (plan.rows, plan.num_decode_rows)
+        num_decode, prompts = (0, ()) if plan is None else (plan.num_decode_rows, plan.prompts)
         parts = PackedInputs(shape.num_rows, self._max_seqs)
         counts = self._packed[parts.counts]
         paged = PagedRows(self._packed[parts.positions], self._packed[parts.slots], self.block_table)
@@ -126,7 +125,7 @@ class InputBuffers:
             rows=paged,
             decode_rows=paged if num_rows == shape.num_rows else paged.first(num_rows),
             num_decode=counts[:1] if reads_counts else None,
-            spans=_spans(num_decode, rows[num_decode:]),
+            spans=_spans(num_decode, prompts),
             tiles=tiles if shape.has_prompts else None,
             logit_rows=self._packed[parts.logit_rows][: shape.num_logits] if shape.has_prompts else None,
         )

@@ -17,7 +17,7 @@ from hearth.engine.upload import Uploads
 from hearth.models.decoder import Decoder
 from hearth.models.weights import WeightGate, Weights
 from hearth.policy.batch.blocks import BlockMove
-from hearth.policy.batch.plan import Row, StepPlan
+from hearth.policy.batch.plan import StepPlan
 from hearth.types import SamplingTable, TokenLogprob, TokenLogprobs
 
 #: Blocks that move are copied in pieces of at most this, or one by one: the copy takes memory of its own.
@@ -29,7 +29,7 @@ class StepResult:
     """The tokens that a step has sampled: one entry per sampling row of the plan, in order."""
 
     tokens: list[int]
-    logprobs: list[TokenLogprobs | None]  #: as many as the row asked for; None: it asked for none
+    logprobs: list[TokenLogprobs | None] | None  #: as many as each row asked for; None: nobody asked
     broken_rows: list[int]  #: indices of rows of the plan, also of those that do not sample: see `commit`
 
 
@@ -55,10 +55,10 @@ class PendingStep:
         is_broken = ~np.isfinite(self._best_logits.numpy())
         return StepResult(self._tokens.tolist(), self._asked_logprobs(), np.flatnonzero(is_broken).tolist())
 
-    def _asked_logprobs(self) -> list[TokenLogprobs | None]:
+    def _asked_logprobs(self) -> list[TokenLogprobs | None] | None:
         """Return to each row what it asked for, whatever was computed because others asked for more."""
         if self._logprobs is None:
-            return [None] * len(self._num_logprobs)
+            return None
         tops = (self._top_ids, self._top_logprobs)
         top_ids, top_logprobs = ([[]] * len(self._logprobs) if top is None else top.tolist() for top in tops)
         rows = zip(self._num_logprobs, self._logprobs.tolist(), top_ids, top_logprobs, strict=True)
@@ -176,19 +176,17 @@ class Runner:
         shape = self.sizes.shape_of(plan)
         self._inputs.fill(plan, shape)
         self._run(shape, plan)
-        pending = self._sample(plan, self.decoder.logits[: len(plan.rows)])
+        pending = self._sample(plan, self.decoder.logits[: plan.num_rows])
         if self.graphs is not None:
             self.graphs.capture_due()
         return pending
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> PendingStep:
-        last_samples = plan.rows[-1].samples
-        rows = plan.rows if last_samples else plan.rows[:-1]
-        assert all(row.samples for row in rows), f"not only the last row samples nothing: {plan.rows}"
-        samples = self._sampler.sample(logits[: len(rows)], _sample_rows(rows))
+        rows = _sample_rows(plan)
+        samples = self._sampler.sample(logits[: len(rows)], rows)
         best_logits = samples.best_logits
-        if not last_samples:
-            best_logits = torch.cat((best_logits, logits[-1:].amax(-1)))
+        if len(rows) < len(logits):
+            best_logits = torch.cat((best_logits, logits[len(rows) :].amax(-1)))
         return PendingStep(samples, best_logits)
 
     def _run(self, shape: StepShape, plan: StepPlan | None) -> None:
@@ -212,10 +210,15 @@ class Runner:
             self.decoder.tail(step, self._gate)
 
 
-def _sample_rows(rows: Sequence[Row]) -> SampleRows:
-    """Each row samples the token behind its last."""
+def _sample_rows(plan: StepPlan) -> SampleRows:
+    """Each row samples the token behind its last, but for a chunk that does not end its prompt."""
+    decode, prompts = plan.decode, plan.prompts
+    if prompts and not prompts[-1].samples:
+        prompts = prompts[:-1]
+    assert all(row.samples for row in prompts), f"not only the last row samples nothing: {plan.prompts}"
+    masks = {len(decode) + at: row.mask for at, row in enumerate(prompts) if row.mask is not None}
     return SampleRows(
-        slots=np.array([row.slot for row in rows], np.int64),
-        positions=np.array([row.start + row.num_tokens for row in rows], np.int64),
-        masks={at: row.mask for at, row in enumerate(rows) if row.mask is not None},
+        slots=np.array([*decode.slots, *(row.slot for row in prompts)], np.int64),
+        positions=np.array([*decode.positions, *(row.end - 1 for row in prompts)], np.int64) + 1,
+        masks={**decode.masks, **masks},
     )

@@ -71,8 +71,7 @@ class PaddedSizes:
 
     def shape_of(self, plan: StepPlan) -> StepShape:
         """Return the smallest shape that holds the rows of a plan."""
-        num_rows, num_logits = plan.num_tokens, len(plan.rows)
-        has_prompts = plan.num_decode_rows < num_logits
+        num_rows, num_logits, has_prompts = plan.num_tokens, plan.num_rows, bool(plan.prompts)
         if not self.decode:
             return StepShape(has_prompts, num_rows, num_logits)
         num_logits = padded_size(self.decode, num_logits)
