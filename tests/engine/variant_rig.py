@@ -107,7 +107,7 @@ def advance(batcher: Batcher, launch: object, flying: list[StepPlan], rng: rando
         flying.append(plan)
     if flying and (plan is None or len(flying) > 1):
         landed = flying.pop(0)
-        batcher.commit(landed, [rng.randrange(512) for row in landed.rows if row.samples])
+        batcher.commit(landed, rng.choices(range(512), k=landed.num_samples))
 
 
 def keep(directory: Path, needs: KernelNeeds, variants: set[Variant]) -> dict[str, object]:

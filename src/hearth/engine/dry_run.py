@@ -7,7 +7,6 @@ by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -21,12 +20,7 @@ from hearth.models.layout import layout_of
 from hearth.models.weights import bind, contiguous_places
 from hearth.models.workspace import Workspace
 from hearth.policy.batch.blocks import SINK_BLOCK
-from hearth.policy.batch.plan import Admission, Row, StepPlan
 from hearth.sizes import StepLimits, StepSize
-from hearth.types import RequestId, SamplingParams
-
-#: Decode steps of up to so many rows are each tried.
-_FEW_ROWS = 33
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +50,10 @@ class KernelNeeds:
 
 
 def dry_run(needs: KernelNeeds) -> None:
-    """Run a step of every kind that the model may have."""
+    """Run a step of every shape that the model may have."""
     runner = dry_runner(needs)
-    for plan in _plans(needs.limits):
-        runner.launch(plan)
+    for shape in runner.sizes.all_shapes():
+        runner.run_padding(shape)
 
 
 def dry_runner(needs: KernelNeeds) -> Runner:
@@ -89,37 +83,3 @@ def _few_layers(arch: Arch) -> Arch:
     of_windows = (arch.windows.index(window) for window in set(arch.windows))
     layers = sorted({0, min(1, last), last, *of_windows})
     return replace(arch, num_layers=len(layers), windows=tuple(arch.windows[layer] for layer in layers))
-
-
-def _plans(limits: StepLimits) -> Iterator[StepPlan]:
-    max_decode, max_tokens = min(limits.max_seqs, limits.max_batch_tokens), limits.max_batch_tokens
-    # Few rows that decode are cut into as many splits as fill the device, each number a variant.
-    for num_rows in sorted({*range(1, min(_FEW_ROWS, max_decode) + 1), *_sizes(max_decode)}):
-        yield _plan(num_rows, num_rows, ())
-    for num_rows in _sizes(max_decode):
-        yield _plan(num_rows, num_rows - 1, (1,))
-    for num_tokens in _sizes(max_tokens):
-        yield _plan(1, 0, (num_tokens,))
-    if limits.max_seqs > 1:
-        for num_tokens in _sizes(max_tokens - 1):
-            yield _plan(2, 1, (num_tokens,))
-
-
-def _sizes(most: int) -> list[int]:
-    """Return numbers from 1 to `most` on both sides of every bound at which kernels change: powers of two."""
-    powers = [1 << bit for bit in range(most.bit_length())]
-    around = {size for power in powers for size in (power, power + 1)}
-    return sorted(size for size in {*around, most} if 0 < size <= most)
-
-
-def _plan(num_seqs: int, num_decode: int, prompts: tuple[int, ...]) -> StepPlan:
-    """Return a step of decode rows and prompts, all of newcomers, whose blocks nobody looks at."""
-    ids = [RequestId(f"dry-{slot}") for slot in range(num_seqs)]
-    greedy = SamplingParams(temperature=0.0)
-    admissions = tuple(Admission(ids[slot], slot, (0, 0), 2, 0, greedy) for slot in range(num_seqs))
-    decode = [Row(ids[slot], slot, 1, 1, None, samples=True) for slot in range(num_decode)]
-    spans = [
-        Row(ids[slot], slot, 0, num_tokens, (0,) * num_tokens, samples=True)
-        for slot, num_tokens in enumerate(prompts, start=num_decode)
-    ]
-    return StepPlan(0, admissions, (), (*decode, *spans))
