@@ -106,7 +106,9 @@ def assemble(
     else:
         book = BlockBook.fixed(len(kv), config.block_tokens)
     guides = Guides(spec.tokenizer_json, arch.vocab_size, spec.eos_ids)
-    return Engine(Batcher(limits, book), runner, guides, arch.vocab_size, spec.eos_ids)
+    return Engine(
+        Batcher(limits, book), runner, guides, arch.vocab_size, spec.eos_ids, max_step_s=config.max_step
+    )
 
 
 def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:

@@ -102,6 +102,11 @@ class Runner:
     def sink(self) -> int:
         return self._inputs.sink
 
+    @property
+    def is_gated(self) -> bool:
+        """True if the next step may have to wait for weights."""
+        return self._gate is not None
+
     @torch.inference_mode()
     def capture_all(self) -> None:
         """Capture a graph of every size, between steps."""
