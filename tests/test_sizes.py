@@ -316,10 +316,10 @@ def test_stages_of_a_model_have_all_of_its_kv_and_no_more_workspace_each(
 @pytest.mark.parametrize(
     ("name", "dtype", "without_rows"),
     [
-        ("llama-gqa", "bfloat16", {"embedded", "mlp_out", "head_in"}),
-        ("llama-gqa", "float32", {"embedded", "mlp_out", "head_in", "head_out"}),
+        ("llama-gqa", "bfloat16", {"embedded", "mlp_out", "kept_normed", "head_in"}),
+        ("llama-gqa", "float32", {"embedded", "mlp_out", "kept_normed", "head_in", "head_out"}),
         ("neox-parallel", "bfloat16", {"embedded", "head_in"}),
-        ("opt-350m", "bfloat16", {"mlp_out"}),
+        ("opt-350m", "bfloat16", {"mlp_out", "kept_normed"}),
     ],
 )
 def test_a_buffer_that_nothing_is_written_to_has_no_rows(
@@ -338,7 +338,7 @@ def test_only_the_ends_of_a_model_embed_and_sample() -> None:
         return {name for name, buffer in buffers.items() if buffer.num_bytes == 0}
 
     at_whole = without_rows(range(3))
-    samples = {"kept_residual", "kept_normed", "kept_attended", "head_in", "head_out", "logits"}
+    samples = {"kept_residual", "kept_attended", "head_in", "head_out", "logits"}
     assert without_rows(range(2)) - at_whole == samples
     assert without_rows(range(1, 2)) - at_whole == {"embedded", *samples}
     assert without_rows(range(1, 3)) - at_whole == {"embedded"}

@@ -192,7 +192,7 @@ def test_blocks_past_the_32_bit_offset_are_written_and_read(heads: Heads) -> Non
         qkv.float(), heads, rows, [PrefillSpan(0, 41, 0)], layer.float(), window=None, out=expected
     )
     chunk, last = (torch.full_like(expected, float("nan"), dtype=torch.bfloat16) for _ in range(2))
-    tiles = PromptTiles.of([PrefillSpan(0, 41, 0)], prompt_tile_tokens(heads, qkv.dtype), "cuda")
+    tiles = PromptTiles.of([PrefillSpan(0, 41, 0)], prompt_tile_tokens(heads, qkv.dtype, len(qkv)), "cuda")
     prefill_attention_triton(qkv, heads, rows, tiles, layer, window=None, out=chunk)
     decode_attention_triton(
         qkv, heads, rows, layer,

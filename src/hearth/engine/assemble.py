@@ -11,11 +11,12 @@ import torch
 
 from hearth.config import EngineConfig
 from hearth.engine.engine import Engine
-from hearth.engine.graphs import GRAPH_SIZES
+from hearth.engine.graphs import StepGraphs
 from hearth.engine.guide import Guides
 from hearth.engine.inputs import InputBuffers
 from hearth.engine.runner import Runner
 from hearth.engine.sampler import Sampler
+from hearth.engine.step_shape import PaddedSizes
 from hearth.engine.upload import Uploads
 from hearth.errors import DeviceError
 from hearth.kernels.jit import HAS_TRITON
@@ -89,13 +90,19 @@ def assemble(
     uploads = Uploads(device)
     sampler = Sampler(config.max_seqs, arch.vocab_size, uploads)
     heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
-    tile_tokens = prompt_tile_tokens(heads, dtype)
     inputs = InputBuffers(
-        config.step_limits, spec.max_context, sampler.tokens, uploads, memory.sink, tile_tokens
+        config.step_limits,
+        spec.max_context,
+        sampler.tokens,
+        uploads,
+        memory.sink,
+        lambda num_rows: prompt_tile_tokens(heads, dtype, num_rows),
     )
     kv = _bind_kv(spec, config, memory.kv)
     decoder = Decoder(arch, weights, workspace, cos_sin)
-    runner = Runner(decoder, kv, inputs, sampler, uploads, _max_graph_size(config, device))
+    sizes = _padded_sizes(config, device)
+    graphs = StepGraphs() if sizes.decode and config.graphs != "off" else None
+    runner = Runner(decoder, kv, inputs, sampler, uploads, sizes, graphs)
     if (
         config.graphs == "start" and not is_elastic
     ):  # else there may be no weights yet: see `worker/hosted_model.py`
@@ -123,15 +130,16 @@ def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> to
         ) from error
 
 
-def _max_graph_size(config: EngineConfig, device: torch.device) -> int:
-    if device.type != "cuda" or config.graphs == "off":
-        return 0
+def _padded_sizes(config: EngineConfig, device: torch.device) -> PaddedSizes:
+    """The sizes that steps are padded to, captured or not: so both give the same bits."""
+    if device.type != "cuda":
+        return PaddedSizes()
     if not HAS_TRITON:
         log.warning(
             "fallback kernels=torch graphs=off reason=triton_missing remedy=`pip install hearth[gpu]`"
         )
-        return 0
-    return min(config.max_seqs, config.max_batch_tokens, GRAPH_SIZES[-1])
+        return PaddedSizes()
+    return PaddedSizes.of(config.step_limits)
 
 
 def _step_size(config: EngineConfig, device: torch.device) -> StepSize:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import repeat
 
 import torch
 
@@ -33,10 +34,28 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """Tokens of one step, in columns of equal length: there may be a thousand of them in every step."""
+
+    request_ids: Sequence[RequestId] = ()
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs | None] | None = None  #: None: nobody asked for any
+    finished: Mapping[RequestId, FinishReason] = field(default_factory=dict)  #: requests that ended by it
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __iter__(self) -> Iterator[Output]:
+        logprobs = self.logprobs or repeat(None)
+        for request_id, token, own in zip(self.request_ids, self.tokens, logprobs, strict=False):
+            yield Output(request_id, token, own, self.finished.get(request_id))
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutcome:
     """The result of one call of `Engine.step` or `Engine.flush`."""
 
-    outputs: Sequence[Output]  #: tokens of the step that was taken in
+    outputs: StepOutputs  #: tokens of the step that was taken in
     admitted: Sequence[Admission]  #: requests that the launched step admits, for the first time or again
     preempted: Sequence[RequestId]  #: requests that made room for that step; they will be admitted again
     has_run: bool = True  #: a step was launched or taken in; False: KV is short of all that is wanted
@@ -225,7 +244,7 @@ class Engine:
 
     def _take_in(self, previous: _LaunchedStep | None, launched: _LaunchedStep | None) -> StepOutcome:
         """Wait for a step, and return what came of it beside one that was launched meanwhile."""
-        outputs, committed = list[Output](), CommittedStep()
+        outputs, committed = StepOutputs(), CommittedStep()
         if previous is not None:
             result = previous.pending.wait()
             committed = self.batcher.commit(previous.plan, result.tokens, result.broken_rows)
@@ -249,17 +268,16 @@ class Engine:
         assert self.batcher.blocks.has_all(written), f"blocks that are not there: {plan.table_writes}"
         return _LaunchedStep(plan, self.runner.launch(plan))
 
-    def _outputs(self, committed: CommittedStep, result: StepResult) -> list[Output]:
+    def _outputs(self, committed: CommittedStep, result: StepResult) -> StepOutputs:
         """Return a step's tokens with their logprobs, and let go of the tables of requests that ended."""
-        outputs = []
-        for emission in committed.emissions:
-            logprobs = result.logprobs[emission.sample_index]
-            outputs.append(Output(emission.request_id, emission.token, logprobs, emission.finish_reason))
-            if emission.finish_reason is not None:
-                self._needs_no_tables(emission.request_id)
+        for request_id in committed.finished:
+            self._needs_no_tables(request_id)
         for failure in committed.failures:
             self._needs_no_tables(failure.request_id)
-        return outputs
+        logprobs = None
+        if result.logprobs is not None:
+            logprobs = [result.logprobs[index] for index in committed.sample_indices]
+        return StepOutputs(committed.request_ids, committed.tokens, logprobs, committed.finished)
 
     def _needs_no_tables(self, request_id: RequestId) -> None:
         """Let go of tables that only a request which has ended needed: no plan has a row of it any more."""

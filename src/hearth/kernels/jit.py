@@ -29,12 +29,30 @@ except ImportError:
 
         tl = None
 
-__all__ = ["HAS_TRITON", "launch", "runs_triton", "tl", "triton"]
+__all__ = ["HAS_TRITON", "capability", "launch", "num_processors", "runs_triton", "tl", "triton"]
 
 
 def runs_triton(x: torch.Tensor) -> bool:
     """Return True for CUDA tensors, which take the Triton kernels; all others take the torch references."""
     return x.is_cuda and HAS_TRITON
+
+
+def capability() -> int:
+    """Return the compute capability that kernels are compiled for, as in 90 for 9.0; 0: no CUDA device."""
+    try:
+        target = triton.runtime.driver.active.get_current_target()
+    except (AttributeError, RuntimeError):  # no Triton, or no driver, as in its interpreter
+        return 0
+    return int(target.arch) if target.backend == "cuda" else 0
+
+
+@cache
+def num_processors() -> int:
+    """Return the number of multiprocessors of the current CUDA device; 1 where there is none."""
+    if not torch.cuda.is_available():
+        return 1
+    count: int = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return count
 
 
 def launch(kernel: Any, grid: Sequence[int], *args: object, **options: object) -> None:

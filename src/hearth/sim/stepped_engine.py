@@ -121,8 +121,7 @@ class SteppedEngine:
         """
         awaited, plan, self.flight = self.flight, self.batcher.plan(), None
         if plan is not None:
-            context_tokens = sum(row.start + row.num_tokens for row in plan.rows)
-            step_s = self.shape.step_s(plan.num_tokens, len(plan.rows), context_tokens)
+            step_s = self.shape.step_s(plan.num_tokens, plan.num_rows, plan.context_tokens)
             self.flight = Flight(plan, begin_s + step_s)
         return StepCall(awaited, self.flight)
 
@@ -133,7 +132,7 @@ class SteppedEngine:
 
     def take_in(self, awaited: Flight) -> CommittedStep:
         """Commit the step that was waited for."""
-        return self.batcher.commit(awaited.plan, [_TOKEN] * sum(row.samples for row in awaited.plan.rows))
+        return self.batcher.commit(awaited.plan, [_TOKEN] * awaited.plan.num_samples)
 
     def decode_run(self, free_bytes: int) -> DecodeRun:
         """Return the next steps that need nobody's decision, if the KV may take so many free bytes."""

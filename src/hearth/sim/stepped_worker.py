@@ -404,10 +404,11 @@ class SteppedWorker:
     def _take_in(self, model: ModelId, awaited: Flight | None) -> None:
         """Send the tokens of a step that was waited for, and end requests."""
         hosted = self.hosted[model]
-        emissions = [] if awaited is None else hosted.engine.take_in(awaited).emissions
+        ended = list[RequestId]()
         if awaited is not None:
-            self._send(model, [max(self._now_s, awaited.end_s)], tuple(one.request_id for one in emissions))
-        ended = [one.request_id for one in emissions if one.finish_reason is not None]
+            committed = hosted.engine.take_in(awaited)
+            ended += committed.finished
+            self._send(model, [max(self._now_s, awaited.end_s)], tuple(committed.request_ids))
         for request_id in ended:
             start = hosted.requests.pop(request_id)
             if self.turns is not None:

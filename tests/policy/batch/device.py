@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from hearth.errors import GuideStuck, HearthError, LogitsNotFinite
 from hearth.policy.batch.batcher import Batcher, BatchLimits
 from hearth.policy.batch.blocks import BlockBook, BlockMove
-from hearth.policy.batch.plan import CommittedStep, Emission, EngineRequest, Row, StepPlan
+from hearth.policy.batch.plan import CommittedStep, EngineRequest, Row, StepPlan
 from hearth.types import FinishReason, RequestId, SamplingParams
 
 VOCABULARY = 11
@@ -74,6 +74,16 @@ class StepInFlight:
     plan: StepPlan
     tokens: list[int]
     broken_rows: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """One committed token of a live request."""
+
+    request_id: RequestId
+    token: int
+    sample_index: int
+    finish_reason: FinishReason | None
 
 
 class FakeDevice:
@@ -187,7 +197,8 @@ class Loop:
         step = self.in_flight.popleft()
         committed = self.batcher.commit(step.plan, step.tokens, step.broken_rows)
         self.batcher.check()
-        for emission in committed.emissions:
+        emissions = _emissions(committed)
+        for emission in emissions:
             self.outputs[emission.request_id].append(emission.token)
         for request_id, end in _ends(committed).items():
             request, output = self.live.pop(request_id), self.outputs[request_id]
@@ -195,7 +206,7 @@ class Loop:
             self.reasons[request_id] = end
         poisoned = [block for block in self.batcher.blocks.prefixes if self.device.has_nan(block)]
         assert not poisoned, f"others would read NaN: {poisoned}"
-        return committed.emissions
+        return emissions
 
     def cancel(self, request_id: RequestId) -> None:
         request = self.live.pop(request_id)
@@ -261,12 +272,20 @@ class Loop:
         return output, FinishReason.LENGTH
 
 
+def _emissions(committed: CommittedStep) -> list[Emission]:
+    columns = zip(committed.request_ids, committed.tokens, committed.sample_indices, strict=True)
+    assert committed.finished.keys() <= set(committed.request_ids)
+    return [
+        Emission(request_id, token, index, committed.finished.get(request_id))
+        for request_id, token, index in columns
+    ]
+
+
 def _ends(committed: CommittedStep) -> dict[RequestId, FinishReason | type[HearthError]]:
-    emissions, failures = committed.emissions, committed.failures
-    ends = [(one.request_id, one.finish_reason) for one in emissions if one.finish_reason is not None]
-    failed = [(one.request_id, type(one.error)) for one in failures]
-    assert len(dict(ends + failed)) == len(ends + failed), "a request ended twice"
-    return dict(ends + failed)
+    failed = {one.request_id: type(one.error) for one in committed.failures}
+    assert len(failed) == len(committed.failures), "a request failed twice"
+    assert not failed.keys() & committed.finished.keys(), "a request ended twice"
+    return committed.finished | failed
 
 
 def loop(
