@@ -71,6 +71,4 @@ def launch(kernel: Any, grid: Sequence[int], *args: object, **options: object) -
 @cache
 def can_overlap() -> bool:
     """Return True where a kernel may start while the one before it drains: on Hopper and later."""
-    if triton.knobs.runtime.interpret:
-        return False
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    return capability() >= 90 and not triton.knobs.runtime.interpret

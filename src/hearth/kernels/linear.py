@@ -54,7 +54,7 @@ def skinny_linear_triton(
     block_n: int = 2,
     block_k: int = 1024,
     num_warps: int = 4,
-    ahead: int = 16384,
+    ahead: int = 0,
     num_ahead: int = 1584,
 ) -> None:
     n, k = weight.shape

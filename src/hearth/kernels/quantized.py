@@ -59,7 +59,7 @@ def quantized_skinny_triton(
     block_n: int | None = None,
     block_k: int = 1024,
     num_warps: int = 2,
-    ahead: int = 8192,
+    ahead: int = 0,
     num_ahead: int = 1584,
 ) -> None:
     rows, (n, k) = x.shape[0], weight.shape
