@@ -79,4 +79,4 @@ def launch(kernel: Any, grid: Sequence[int], *args: object, **options: object) -
 @cache
 def can_overlap() -> bool:
     """Return True where a kernel may start while the one before it drains: on Hopper and later."""
-    return not triton.knobs.runtime.interpret and capability() >= 90
+    return capability() >= 90 and not triton.knobs.runtime.interpret
