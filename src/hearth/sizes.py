@@ -4,7 +4,7 @@ Whoever allocates a buffer takes its shape from here, and whoever promises memor
 
     workspace    `models/workspace.py` cuts it from bytes that all models of a worker have in common
     tables       the inputs of a step, sampler state, rotary table: each engine has its own, always
-    graphs       captured steps on a CUDA device, by the sizes that steps are padded to
+    graphs       captured steps, by the sizes that steps are padded to: on CUDA devices, beside the pool
     optional     the tables of penalties and of biases: in the pool, while a request needs one
     blocks       of KV, as many as a pool gives
 
