@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from hearth.config import EngineConfig
 from hearth.engine.engine import Engine
-from hearth.kernels.decode_attention import choose_splits
 from hearth.models.buffers import name_of, zeros
 from hearth.models.families import read_arch
 from hearth.models.workspace import Workspace
@@ -413,17 +412,15 @@ def test_the_largest_device_of_a_kind_is_what_an_unknown_one_is_counted_as(
     assert StepSize.of(limits, "cpu").num_programs == 1
 
 
-@given(DIMENSIONS, STEP_SIZES, st.integers(1, 300))
-def test_partial_results_of_split_attention_have_room(
-    dimensions: Dimensions, size: StepSize, num_rows: int
+@given(DIMENSIONS, STEP_SIZES)
+def test_each_program_of_decode_attention_has_room_for_two_parts(
+    dimensions: Dimensions, size: StepSize
 ) -> None:
-    """More than one split is used only where all programs leave a partial result."""
-    num_splits = choose_splits(num_rows, dimensions.num_kv_heads, size.num_programs)
-    if num_splits > 1:
-        left = num_rows * dimensions.num_heads * num_splits
-        buffers = workspace_buffers(dimensions, dimensions.layers, "bfloat16", size)
-        assert left * dimensions.head_dim <= buffers["partial"].shape[0]
-        assert left * 2 <= buffers["stats"].shape[0]
+    """A program's run of tiles begins inside of one head at most, and ends inside of one."""
+    buffers = workspace_buffers(dimensions, dimensions.layers, "bfloat16", size)
+    left = size.num_programs * 2 * (dimensions.num_heads // dimensions.num_kv_heads)
+    assert left * dimensions.head_dim <= buffers["partial"].shape[0]
+    assert left * 2 <= buffers["stats"].shape[0]
 
 
 @given(st.integers(1, 4096), st.integers(1, 64))

@@ -96,7 +96,7 @@ def assemble(
         sampler.tokens,
         uploads,
         memory.sink,
-        lambda _num_rows: prompt_tile_tokens(heads, dtype),
+        lambda num_rows: prompt_tile_tokens(heads, dtype, num_rows),
     )
     kv = _bind_kv(spec, config, memory.kv)
     decoder = Decoder(arch, weights, workspace, cos_sin)

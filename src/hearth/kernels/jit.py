@@ -6,6 +6,7 @@ Each kernel file has its own launcher beside its plain torch reference; all of t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ except ImportError:
 
         tl = None
 
-__all__ = ["HAS_TRITON", "launch", "runs_triton", "tl", "triton"]
+__all__ = ["HAS_TRITON", "capability", "launch", "num_processors", "runs_triton", "tl", "triton"]
 
 
 def runs_triton(x: torch.Tensor) -> bool:
@@ -36,6 +37,40 @@ def runs_triton(x: torch.Tensor) -> bool:
     return x.is_cuda and HAS_TRITON
 
 
+def capability() -> int:
+    """Return the compute capability that kernels are compiled for, as in 90 for 9.0; 0: no CUDA device."""
+    try:
+        target = triton.runtime.driver.active.get_current_target()
+    except (AttributeError, RuntimeError):  # no Triton, or no driver, as in its interpreter
+        return 0
+    return int(target.arch) if target.backend == "cuda" else 0
+
+
+@cache
+def num_processors() -> int:
+    """Return the number of multiprocessors of the current CUDA device; 1 where there is none."""
+    if not torch.cuda.is_available():
+        return 1
+    count: int = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return count
+
+
 def launch(kernel: Any, grid: Sequence[int], *args: object, **options: object) -> None:
-    """Queue a Triton kernel on the current stream. `options` are its constexprs and those of the compiler."""
+    """Queue a Triton kernel on the current stream. `options` are its constexprs and those of the compiler.
+
+    A kernel that takes `OVERLAPS` may start while the one before it drains, where the device can do that
+    (`overlap.py`); any other starts when the one before it has ended.
+    """
+    if "OVERLAPS" in kernel.arg_names:
+        options["OVERLAPS"] = can_overlap()
+        if options["OVERLAPS"]:
+            options["launch_pdl"] = True
     kernel[tuple(grid)](*args, **options)
+
+
+@cache
+def can_overlap() -> bool:
+    """Return True where a kernel may start while the one before it drains: on Hopper and later."""
+    if triton.knobs.runtime.interpret:
+        return False
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
