@@ -20,8 +20,8 @@ Work = Callable[[], None]
 class StepGraphs:
     """Captured parts of steps. Mutable; written only by the runner.
 
-    Work is given with each call and not kept: it belongs to the runner, which owns the graphs, and the two
-    would keep each other and all their memory alive.
+    Work is given with each call and kept only until it is captured: it belongs to the runner, which owns the
+    graphs, and the two would keep each other and all their memory alive.
     """
 
     def __init__(self) -> None:

@@ -121,6 +121,7 @@ class Runner:
             return
         for shape in self.sizes.all_shapes():
             if any(key not in self.graphs for key in shape.keys):
+                self.synchronize()  # for what is sent is written where that of the step before the last lies
                 self._inputs.park(shape)
                 self._run(shape, None)
                 self.graphs.capture_due()
