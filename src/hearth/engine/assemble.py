@@ -82,10 +82,29 @@ def assemble(
     In `memory` that was set aside KV has no blocks yet: `Engine.add_blocks` gives them. Without such memory
     the engine takes its own, and what is left on the device goes to KV, for good.
     """
-    arch, dtype = spec.arch, spec.dtype
     is_elastic = memory is not None
     memory = memory or _own_memory(spec, config, device)
-    workspace = Workspace.bind(arch, dtype, _step_size(config, device), memory.workspace)
+    runner = assemble_runner(spec, weights, config, memory, _step_size(config, device))
+    if (
+        config.graphs == "start" and not is_elastic
+    ):  # else there may be no weights yet: see `worker/hosted_model.py`
+        runner.capture_all()
+    limits = BatchLimits(config.max_batch_tokens, config.max_seqs, spec.max_context)
+    if is_elastic:
+        book = BlockBook(config.block_tokens, memory.floor_blocks)
+    else:
+        book = BlockBook.fixed(len(runner.kv), config.block_tokens)
+    vocab_size = spec.arch.vocab_size
+    guides = Guides(spec.tokenizer_json, vocab_size, spec.eos_ids)
+    return Engine(Batcher(limits, book), runner, guides, vocab_size, spec.eos_ids, max_step_s=config.max_step)
+
+
+def assemble_runner(
+    spec: ModelSpec, weights: Weights, config: EngineConfig, memory: Memory, size: StepSize
+) -> Runner:
+    """Return what runs the steps of an engine, on the device that the memory is on."""
+    arch, dtype, device = spec.arch, spec.dtype, memory.workspace.device
+    workspace = Workspace.bind(arch, dtype, size, memory.workspace)
     cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, spec.max_context, device)
     uploads = Uploads(device)
     sampler = Sampler(config.max_seqs, arch.vocab_size, uploads)
@@ -101,19 +120,8 @@ def assemble(
     kv = _bind_kv(spec, config, memory.kv)
     decoder = Decoder(arch, weights, workspace, cos_sin)
     sizes = _padded_sizes(config, device)
-    graphs = StepGraphs() if sizes.decode and config.graphs != "off" else None
-    runner = Runner(decoder, kv, inputs, sampler, uploads, sizes, graphs)
-    if (
-        config.graphs == "start" and not is_elastic
-    ):  # else there may be no weights yet: see `worker/hosted_model.py`
-        runner.capture_all()
-    limits = BatchLimits(config.max_batch_tokens, config.max_seqs, spec.max_context)
-    if is_elastic:
-        book = BlockBook(config.block_tokens, memory.floor_blocks)
-    else:
-        book = BlockBook.fixed(len(kv), config.block_tokens)
-    guides = Guides(spec.tokenizer_json, arch.vocab_size, spec.eos_ids)
-    return Engine(Batcher(limits, book), runner, guides, arch.vocab_size, spec.eos_ids)
+    is_captured = device.type == "cuda" and sizes.decode and config.graphs != "off"
+    return Runner(decoder, kv, inputs, sampler, uploads, sizes, StepGraphs() if is_captured else None)
 
 
 def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:
@@ -131,8 +139,11 @@ def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> to
 
 
 def _padded_sizes(config: EngineConfig, device: torch.device) -> PaddedSizes:
-    """The sizes that steps are padded to, captured or not: so both give the same bits."""
-    if device.type != "cuda":
+    """The sizes that steps are padded to, captured or not: so both give the same bits.
+
+    On the meta device there are dry runs, which have the shapes of CUDA.
+    """
+    if device.type == "cpu":
         return PaddedSizes()
     if not HAS_TRITON:
         log.warning(

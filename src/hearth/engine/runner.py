@@ -113,6 +113,11 @@ class Runner:
         """Return with how many rows a step of this plan is padded."""
         return self.sizes.shape_of(plan).num_rows - plan.num_tokens
 
+    @property
+    def is_gated(self) -> bool:
+        """True if the next step may have to wait for weights."""
+        return self._gate is not None
+
     @torch.inference_mode()
     def capture_all(self) -> None:
         """Capture a graph of every size that has none, between steps; none while weights are arriving."""
@@ -122,9 +127,14 @@ class Runner:
         for shape in self.sizes.all_shapes():
             if any(key not in self.graphs for key in shape.keys):
                 self.synchronize()  # for what is sent is written where that of the step before the last lies
-                self._inputs.park(shape)
-                self._run(shape, None)
+                self.run_padding(shape)
                 self.graphs.capture_due()
+
+    @torch.inference_mode()
+    def run_padding(self, shape: StepShape) -> None:
+        """Queue a step that is all padding, which touches nobody's KV."""
+        self._inputs.park(shape)
+        self._run(shape, None)
 
     def follow(self, gate: WeightGate | None) -> None:
         """Run steps layer by layer behind weights that are still arriving, until the gate is open.

@@ -149,7 +149,7 @@ def decode_attention_triton(
     )
 
 
-@triton.jit(do_not_specialize=["max_rows"])
+@triton.jit(do_not_specialize=["table_stride", "max_rows"])
 def _decode_attention_kernel(
     out,
     qkv,

@@ -80,7 +80,7 @@ def quantized_skinny_triton(
         BLOCK_K=block_k,
         EVEN_N=n % block_n == 0,
         EVEN_K=k % block_k == 0,
-        AS_MANTISSAS=x.is_cuda,  # the interpreter knows no assembly
+        AS_MANTISSAS=not x.is_cpu,  # the interpreter knows no assembly
         AHEAD=ahead,
         num_warps=num_warps,
     )
@@ -227,7 +227,7 @@ def quantized_tiled_triton(
         BLOCK_K=tile.block_k,
         EVEN_K=k % tile.block_k == 0,
         GROUP_N=GROUP_N,
-        AS_MANTISSAS=x.is_cuda,  # the interpreter knows no assembly
+        AS_MANTISSAS=not x.is_cpu,  # the interpreter knows no assembly
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

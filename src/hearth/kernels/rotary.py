@@ -124,7 +124,7 @@ def rotate_and_store_triton(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _rotate_and_store_kernel(
     qkv,
     positions,
