@@ -397,7 +397,7 @@ def test_graphs_and_tables_of_all_engines_that_a_worker_keeps_fit_beside_its_poo
 @given(DIMENSIONS, STEP_LIMITS)
 def test_graphs_take_more_with_every_layer_and_size(dimensions: Dimensions, limits: StepLimits) -> None:
     deeper = replace(dimensions, num_layers=dimensions.num_layers + 1)
-    larger = replace(limits, max_batch_tokens=2 * limits.max_batch_tokens + 32)
+    larger = replace(limits, max_batch_tokens=2 * limits.max_batch_tokens + 128)
 
     assert 0 < graph_bytes(dimensions, limits) < graph_bytes(deeper, limits)
     assert graph_bytes(dimensions, limits) < graph_bytes(dimensions, larger)

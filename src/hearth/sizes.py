@@ -269,8 +269,8 @@ def rotary_buffer(rope_dim: int, context: int) -> Buffer:
 
 # Graphs. A step is padded to the next of a few sizes, so that few graphs serve every step.
 
-#: Few rows are bound by reading weights, so more of them cost next to nothing. Larger products are computed by
-#: tiles of 64 to 256 rows, and what only fills a tile up is free. Each size costs a capture and its memory.
+#: Few rows are bound by reading weights, so more of them cost next to nothing. Larger products are computed
+#: by tiles of 64 to 256 rows, and what only fills a tile up is free. Each size costs a capture and memory.
 _DECODE_SIZES = (
     1,
     2,

@@ -25,7 +25,7 @@ class StepGraphs:
     """
 
     def __init__(self, *, captures_first: bool = True) -> None:
-        """Capture work before it has ever run, or behind its first run, which has loaded all of its kernels."""
+        """Capture work instead of running it first, or else behind its first run, which loads its kernels."""
         self._captures_first = captures_first
         self._captured: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         #: Work that has run, and is captured when its step is queued.
@@ -40,7 +40,7 @@ class StepGraphs:
         return len(self._captured)
 
     def run(self, key: GraphKey, work: Work) -> None:
-        """Replay a graph; where there is none yet, capture it, or run the work itself and capture it later."""
+        """Replay a graph. Where there is none yet, capture it, or run the work and capture it later."""
         if key not in self._captured:
             if not self._captures_first:
                 work()
@@ -72,8 +72,8 @@ class StepGraphs:
         with _CAPTURE, torch.cuda.stream(stream):
             # cuBLAS takes its workspace of a stream with the first product: not from the memory of a graph.
             torch.mm(*torch.zeros(2, 8, 8, device="cuda"))
-            # Other threads go on using the device meanwhile, such as a second model's step thread. This one may
-            # do what could end a capture in any other mode, for libraries load kernels when they first launch.
+            # Other threads go on using the device meanwhile, such as a second model's step thread. This one
+            # may load kernels, as libraries do at the first launch, which other modes would not let pass.
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:
                 work()
