@@ -31,7 +31,17 @@ except ImportError:
 
         tl = None
 
-__all__ = ["HAS_TRITON", "capability", "launch", "num_processors", "runs_triton", "tl", "triton"]
+__all__ = [
+    "HAS_TRITON",
+    "capability",
+    "cdiv",
+    "launch",
+    "next_power_of_2",
+    "num_processors",
+    "runs_triton",
+    "tl",
+    "triton",
+]
 
 
 def runs_triton(x: torch.Tensor) -> bool:
@@ -42,9 +52,14 @@ def runs_triton(x: torch.Tensor) -> bool:
 def capability() -> int:
     """Return the compute capability that kernels are compiled for, as in 90 for 9.0; 0: no CUDA device."""
     try:
-        target = triton.runtime.driver.active.get_current_target()
+        return _capability_of(triton.runtime.driver.active)
     except (AttributeError, RuntimeError):  # no Triton, or no driver, as in its interpreter
         return 0
+
+
+@cache
+def _capability_of(driver: Any) -> int:
+    target = driver.get_current_target()
     return int(target.arch) if target.backend == "cuda" else 0
 
 
@@ -55,6 +70,16 @@ def num_processors() -> int:
         return 1
     count: int = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     return count
+
+
+def cdiv(count: int, size: int) -> int:
+    """Return `count / size`, rounded up. Triton's own, which also serves kernels, takes 4 us."""
+    return -(-count // size)
+
+
+def next_power_of_2(count: int) -> int:
+    """Return the least power of 2 that is not below `count`. Triton's own takes 5 us."""
+    return 1 << (count - 1).bit_length()
 
 
 def launch(kernel: Any, grid: Sequence[int], *args: object, **options: object) -> None:
