@@ -61,12 +61,13 @@ class Shape:
 
 
 SHAPES = [
-    Shape(Heads(32, 8, 128)),
-    Shape(Heads(32, 32, 128)),
-    Shape(Heads(32, 8, 128), 1024),
-    Shape(Heads(32, 8, 64)),
-    Shape(Heads(14, 2, 64)),
     Shape(Heads(16, 16, 256)),
+    Shape(Heads(32, 8, 64)),
+    Shape(Heads(32, 8, 128), 1024),
+    Shape(Heads(32, 32, 128)),
+    Shape(Heads(32, 8, 128)),
+    Shape(Heads(14, 2, 64)),
+    Shape(Heads(32, 32, 80)),
 ]
 
 
@@ -113,25 +114,20 @@ def candidates(heads: Heads) -> Iterator[Candidate]:
     is_even = heads.num_q // heads.num_kv % 2 == 0
     if hopper_obstacle(heads, torch.bfloat16) is None:
         yield Candidate("hopper", hopper_tile_tokens(heads))
-        if is_even and heads.num_kv > 2:
-            yield Candidate("hopper, one head", 128)
-        if heads == Heads(32, 8, 128):
-            yield Candidate("hopper, 2 stages", 64, num_stages=2)
+        if heads.dim == 64:
+            yield Candidate("hopper, 3 stages", hopper_tile_tokens(heads), num_stages=3)
     if heads.dim > 128:
-        yield Candidate("triton 64x64, 8 warps", 64, TileShape(1, 64, 8, 2))
-        yield Candidate("triton 64x64, 4 warps", 64, TileShape(1, 64, 4, 2))
-        yield Candidate("triton 128x64, 8 warps", 128, TileShape(1, 64, 8, 2))
+        yield Candidate("triton 64x64", 64, TileShape(1, 64, 8, 2))
+        yield Candidate("triton 128x64", 128, TileShape(1, 64, 8, 2))
+        yield Candidate("triton 128x32", 128, TileShape(1, 32, 8, 3))
         return
     yield Candidate("triton 64x64", 64, TileShape(1, 64, 4, 3))
-    yield Candidate("triton 128x128", 128, TileShape(1, 128, 8, 3))
+    yield Candidate("triton 128x64", 128, TileShape(1, 64, 8, 3))
     if is_even:
         yield Candidate("triton 2 heads x 64 x 128", 64, TileShape(2, 128, 8, 3))
-    if heads.dim == 128:
-        num_processors = torch.cuda.get_device_properties(0).multi_processor_count
-        yield Candidate(
-            "triton 128x128, persistent", 128, TileShape(1, 128, 8, 3), max_programs=num_processors
-        )
-        yield Candidate("triton 128x64", 128, TileShape(1, 64, 8, 3))
+        yield Candidate("triton 2 heads x 64 x 64", 64, TileShape(2, 64, 8, 3))
+    else:
+        yield Candidate("triton 128x128", 128, TileShape(1, 128, 8, 3))
 
 
 @dataclass(frozen=True, slots=True)
