@@ -23,7 +23,7 @@ from hearth.kernels.prefill_attention import (
     prompt_kernel,
     prompt_tile_tokens,
 )
-from hearth.kernels.prefill_hopper import hopper_obstacle, hopper_tile_tokens, prefill_attention_hopper
+from hearth.kernels.prefill_hopper import hopper_tile_tokens, prefill_attention_hopper
 from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles
 
 DEVICE = "cuda"
@@ -112,7 +112,7 @@ def served(heads: Heads, num_rows: int) -> Candidate:
 def candidates(heads: Heads) -> Iterator[Candidate]:
     """Yield all that might be served."""
     is_even = heads.num_q // heads.num_kv % 2 == 0
-    if hopper_obstacle(heads, torch.bfloat16) is None:
+    if prompt_kernel(heads, torch.bfloat16).name == "hopper":
         yield Candidate("hopper", hopper_tile_tokens(heads))
         if heads.dim == 64:
             yield Candidate("hopper, 3 stages", hopper_tile_tokens(heads), num_stages=3)

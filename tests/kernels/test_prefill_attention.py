@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
 
 from hearth.kernels import prefill_attention, prefill_hopper
 from hearth.kernels.paged import Heads
@@ -128,21 +129,26 @@ def test_a_kernel_that_is_not_the_fastest_says_why(monkeypatch: pytest.MonkeyPat
     _pretend_to_be(90, monkeypatch)
 
     assert prompt_kernel(heads, half) == PromptKernel("hopper", None)
-    assert prompt_kernel(heads, torch.float32).reason == (
+    assert prompt_kernel(heads, torch.float32).slow_reason == (
         "the kernel for Hopper takes bfloat16 and float16, given: float32"
     )
-    assert prompt_kernel(Heads(32, 32, 80), half).reason == (
+    assert prompt_kernel(Heads(32, 32, 80), half).slow_reason == (
         "the kernel for Hopper takes heads of 64, 128, 256, given: 80"
     )
-    assert prompt_kernel(heads, half, block_tokens=12).reason == (
-        "the kernel for Hopper takes blocks of 8, 16, 32 or 64 tokens, given: 12"
+    assert prompt_kernel(heads, half, block_tokens=12).slow_reason == (
+        "the kernel for Hopper takes blocks of 8, 16, 32, 64 tokens, given: 12"
+    )
+
+    monkeypatch.setattr(prefill_hopper, "HAS_GLUON", False)
+
+    assert prompt_kernel(heads, half) == PromptKernel(
+        "triton",
+        f"the kernel for Hopper needs Gluon as of Triton 3.6 to 3.9, given: {triton.__version__}",
     )
 
     _pretend_to_be(80, monkeypatch)
 
-    assert prompt_kernel(heads, half) == PromptKernel(
-        "triton", "the kernel for Hopper needs compute capability 9, given: 8.0"
-    )
+    assert prompt_kernel(heads, half) == PromptKernel("triton", None), "there is none that is faster"
 
 
 def _pretend_to_be(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:

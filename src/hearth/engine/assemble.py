@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from hearth.engine.upload import Uploads
 from hearth.errors import DeviceError
 from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.paged import Heads
-from hearth.kernels.prefill_attention import prompt_tile_tokens
+from hearth.kernels.prefill_attention import PromptKernel, prompt_kernel, prompt_tile_tokens
 from hearth.models.arch import Arch
 from hearth.models.buffers import name_of
 from hearth.models.decoder import Decoder
@@ -69,6 +70,19 @@ def block_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     return _block(spec, config).num_bytes
 
 
+def prompt_kernel_of(spec: ModelSpec, block_tokens: int) -> PromptKernel:
+    """Say which kernel attends over the model's prompts on the current CUDA device."""
+    arch = spec.arch
+    heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
+    return prompt_kernel(heads, spec.dtype, block_tokens)
+
+
+@cache
+def _tell_if_slow(kernel: PromptKernel) -> None:
+    if kernel.slow_reason is not None:
+        log.warning("fallback prompt_attention=%s reason=`%s`", kernel.name, kernel.slow_reason)
+
+
 def assemble(
     spec: ModelSpec,
     weights: Weights,
@@ -90,6 +104,8 @@ def assemble(
     sampler = Sampler(config.max_seqs, arch.vocab_size, uploads)
     heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
     tile_tokens = prompt_tile_tokens(heads, dtype, config.max_batch_tokens)
+    if device.type == "cuda":
+        _tell_if_slow(prompt_kernel_of(spec, config.block_tokens))
     inputs = InputBuffers(
         config.step_limits, spec.max_context, sampler.tokens, uploads, memory.sink, tile_tokens
     )

@@ -15,7 +15,12 @@ import torch.nn.functional as F
 
 from hearth.kernels.jit import capability, launch, num_processors, runs_triton, tl, triton
 from hearth.kernels.paged import Heads, PagedRows
-from hearth.kernels.prefill_hopper import hopper_obstacle, hopper_tile_tokens, prefill_attention_hopper
+from hearth.kernels.prefill_hopper import (
+    hopper_obstacle,
+    hopper_tile_tokens,
+    is_hopper,
+    prefill_attention_hopper,
+)
 from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles
 
 _LOG2E = 1.4426950408889634
@@ -52,11 +57,13 @@ class PromptKernel:
     """Which of the CUDA kernels attends over prompts."""
 
     name: Literal["hopper", "triton"]
-    reason: str | None  #: why it is not the fastest there is; None: it is
+    slow_reason: str | None  #: why it is not the fastest for this device; None: it is
 
 
 def prompt_kernel(heads: Heads, dtype: torch.dtype, block_tokens: int = 16) -> PromptKernel:
     """Say which kernel attends over prompts with such heads on the current CUDA device."""
+    if not is_hopper():
+        return PromptKernel("triton", None)
     obstacle = hopper_obstacle(heads, dtype, block_tokens)
     return PromptKernel("hopper" if obstacle is None else "triton", obstacle)
 
