@@ -18,7 +18,7 @@ from bench.engine.timing import microseconds
 from bench.report import tell
 from hearth.kernels.paged import Heads, PagedRows
 from hearth.kernels.prefill_attention import (
-    TileShape,
+    PromptTileShape,
     prefill_attention_triton,
     prompt_kernel,
     prompt_tile_tokens,
@@ -77,7 +77,7 @@ class Candidate:
 
     name: str
     tile_tokens: int
-    tile: TileShape | None = None  #: of the Triton kernel; None: the kernel for Hopper
+    tile: PromptTileShape | None = None  #: of the Triton kernel; None: the kernel for Hopper
     num_stages: int | None = None  #: of the kernel for Hopper
     max_programs: int | None = None
 
@@ -106,7 +106,7 @@ def served(heads: Heads, num_rows: int) -> Candidate:
     tile_tokens = prompt_tile_tokens(heads, torch.bfloat16, num_rows)
     if prompt_kernel(heads, torch.bfloat16).name == "hopper":
         return Candidate("hopper, served", tile_tokens)
-    return Candidate("triton, served", tile_tokens, TileShape.of(heads, tile_tokens, num_rows))
+    return Candidate("triton, served", tile_tokens, PromptTileShape.of(heads, tile_tokens, num_rows))
 
 
 def candidates(heads: Heads) -> Iterator[Candidate]:
@@ -117,17 +117,17 @@ def candidates(heads: Heads) -> Iterator[Candidate]:
         if heads.dim == 64:
             yield Candidate("hopper, 3 stages", hopper_tile_tokens(heads), num_stages=3)
     if heads.dim > 128:
-        yield Candidate("triton 64x64", 64, TileShape(1, 64, 8, 2))
-        yield Candidate("triton 128x64", 128, TileShape(1, 64, 8, 2))
-        yield Candidate("triton 128x32", 128, TileShape(1, 32, 8, 3))
+        yield Candidate("triton 64x64", 64, PromptTileShape(1, 64, 8, 2))
+        yield Candidate("triton 128x64", 128, PromptTileShape(1, 64, 8, 2))
+        yield Candidate("triton 128x32", 128, PromptTileShape(1, 32, 8, 3))
         return
-    yield Candidate("triton 64x64", 64, TileShape(1, 64, 4, 3))
-    yield Candidate("triton 128x64", 128, TileShape(1, 64, 8, 3))
+    yield Candidate("triton 64x64", 64, PromptTileShape(1, 64, 4, 3))
+    yield Candidate("triton 128x64", 128, PromptTileShape(1, 64, 8, 3))
     if is_even:
-        yield Candidate("triton 2 heads x 64 x 128", 64, TileShape(2, 128, 8, 3))
-        yield Candidate("triton 2 heads x 64 x 64", 64, TileShape(2, 64, 8, 3))
+        yield Candidate("triton 2 heads x 64 x 128", 64, PromptTileShape(2, 128, 8, 3))
+        yield Candidate("triton 2 heads x 64 x 64", 64, PromptTileShape(2, 64, 8, 3))
     else:
-        yield Candidate("triton 128x128", 128, TileShape(1, 128, 8, 3))
+        yield Candidate("triton 128x128", 128, PromptTileShape(1, 128, 8, 3))
 
 
 @dataclass(frozen=True, slots=True)

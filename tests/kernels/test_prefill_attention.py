@@ -8,7 +8,7 @@ from hearth.kernels import prefill_attention, prefill_hopper
 from hearth.kernels.paged import Heads
 from hearth.kernels.prefill_attention import (
     PromptKernel,
-    TileShape,
+    PromptTileShape,
     prefill_attention_triton,
     prompt_kernel,
     prompt_tile_tokens,
@@ -56,7 +56,7 @@ def test_few_programs_work_off_all_tiles_of_packed_heads(
     device: str, dtype: torch.dtype, window: int | None, block_tokens: int
 ) -> None:
     step = PromptStep.build(CHUNKS, Heads(8, 2, 32), device, dtype, block_tokens)
-    shape = TileShape(num_packed=2, num_keys=32, num_warps=4, num_stages=2)
+    shape = PromptTileShape(num_packed=2, num_keys=32, num_warps=4, num_stages=2)
     tiles = step.tiles(tile_tokens=32, capacity=40)
 
     out = step.attended(prefill_attention_triton, tiles, window=window, shape=shape, max_programs=7)

@@ -118,7 +118,7 @@ def _num_packed(heads: Heads) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class TileShape:
+class PromptTileShape:
     """How a program of the Triton kernel computes one tile."""
 
     num_packed: int  #: heads of a group that a tile's tokens are attended with together
@@ -127,16 +127,16 @@ class TileShape:
     num_stages: int
 
     @staticmethod
-    def of(heads: Heads, tile_tokens: int, num_rows: int) -> TileShape:
+    def of(heads: Heads, tile_tokens: int, num_rows: int) -> PromptTileShape:
         if tile_tokens == 32:
-            return TileShape(1, 32, 4, 1)
+            return PromptTileShape(1, 32, 4, 1)
         if heads.dim > 128:
-            return TileShape(1, 64, 8, 2)
+            return PromptTileShape(1, 64, 8, 2)
         if not _has_room():
-            return TileShape(1, 64, 4, 2)
+            return PromptTileShape(1, 64, 4, 2)
         if tile_tokens == 64 and num_rows <= _SMALL_STEP_ROWS:
-            return TileShape(1, 64, 4, 3)
-        return TileShape(_num_packed(heads) if tile_tokens == 64 else 1, 128, 8, 3)
+            return PromptTileShape(1, 64, 4, 3)
+        return PromptTileShape(_num_packed(heads) if tile_tokens == 64 else 1, 128, 8, 3)
 
 
 #: The Triton kernel has at most so many programs for each multiprocessor, which take turns if there is more.
@@ -152,12 +152,12 @@ def prefill_attention_triton(
     *,
     window: int | None,
     out: torch.Tensor,
-    shape: TileShape | None = None,
+    shape: PromptTileShape | None = None,
     max_programs: int | None = None,
 ) -> None:
     """Run the kernel that is right for every shape; `shape` and `max_programs` are for those who measure."""
     if shape is None:
-        shape = TileShape.of(heads, tiles.tile_tokens, len(qkv))
+        shape = PromptTileShape.of(heads, tiles.tile_tokens, len(qkv))
     num_items = len(tiles.items) * (heads.num_q // shape.num_packed)
     if max_programs is None:
         max_programs = _PROGRAMS_PER_PROCESSOR * num_processors()

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 from hearth.engine.assemble import prompt_kernel_of
+from hearth.kernels.compilations import COMPILATIONS
 from hearth.memory.pool import Holding
 from hearth.messages import DeviceResidency, ModelUse, Pong
 from hearth.types import Hold, ModelId
@@ -61,6 +62,8 @@ class Reports:
             fallbacks={
                 **usage.fallbacks,
                 "tables": self._reclaimer.num_spilled_tables,
+                "kernels_compiled_while_serving": COMPILATIONS.num_while_serving,
+                "kernels_loaded_while_serving": COMPILATIONS.num_loads_while_serving,
                 "prompt_attention": sum(map(_attends_slowly, self._hosted.values())),
             },
             models=tuple(self._uses(usage.holdings)),
