@@ -14,6 +14,8 @@ one while the groups finish the one before.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -114,21 +116,20 @@ def prefill_attention_hopper(
     max_programs: int | None = None,
 ) -> None:
     """Run the kernel; `num_stages` and `max_programs` are for those who measure."""
-    num_packed = _TILE_ROWS // tiles.tile_tokens
+    num_packed, dtype = _TILE_ROWS // tiles.tile_tokens, qkv.dtype
     block_n, usual_stages = _CONTEXT_TILES[heads.dim]
     block_tokens, kv_row = kv.shape[2], heads.num_kv * heads.dim
     # One layer's KV as a matrix of rows of all heads of a token: blocks are so many rows apart.
     block_rows = kv.stride(0) // kv_row
-    num_kv_rows = (len(kv) - 1) * block_rows + 2 * block_tokens
-    layout = gl.NVMMASharedLayout(128, 16, 2)
-    q_shape = [len(qkv), heads.num_q * heads.dim]
+    num_kv_rows = (kv.shape[0] - 1) * block_rows + 2 * block_tokens
+    q_width = heads.num_q * heads.dim
     num_items = len(tiles.items) * (heads.num_q // num_packed)
     launch(
         _prefill_hopper_kernel,
         (min(num_items, max_programs or num_processors()),),
         out,
-        TensorDescriptor(qkv, q_shape, [qkv.stride(0), 1], [_GROUP_ROWS, heads.dim], layout),
-        TensorDescriptor(kv, [num_kv_rows, kv_row], [kv_row, 1], [block_tokens, _BOX_COLUMNS], layout),
+        _boxes(qkv.data_ptr(), dtype, qkv.shape[0], q_width, qkv.stride(0), _GROUP_ROWS, heads.dim),
+        _boxes(kv.data_ptr(), dtype, num_kv_rows, kv_row, kv_row, block_tokens, _BOX_COLUMNS),
         tiles.items,
         tiles.count,
         rows.slots,
@@ -149,6 +150,33 @@ def prefill_attention_hopper(
         ROWS=_GROUP_ROWS,
         num_warps=4,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """A tensor's memory without the tensor, so that whoever keeps the address does not keep the memory."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@lru_cache(maxsize=4096)  # a matrix of each layer and size of step; making one takes as long as a launch
+def _boxes(
+    address: int,
+    dtype: torch.dtype,
+    num_rows: int,
+    num_columns: int,
+    stride: int,
+    box_rows: int,
+    box_columns: int,
+) -> TensorDescriptor:
+    """Describe a matrix of 16-bit numbers from which boxes are copied. Outside of it there are zeros."""
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    shape, strides, box = [num_rows, num_columns], [stride, 1], [box_rows, box_columns]
+    return TensorDescriptor(_Address(address, dtype), shape, strides, box, layout)
 
 
 @gluon.jit(
