@@ -28,7 +28,8 @@ from tests.models.zoo import build, pack_directory
 #: DESIGN of "the same tokens": where the reference's two best logits are closer than this, either is right.
 TIE = 1e-4
 
-ROOMY = EngineConfig(max_batch_tokens=256, max_seqs=8, block_tokens=4, kv_bytes=64 << 20)
+#: Without a limit by time: plans are the same in every run.
+ROOMY = EngineConfig(max_batch_tokens=256, max_seqs=8, max_step=-1, block_tokens=4, kv_bytes=64 << 20)
 
 
 @dataclass(slots=True)
@@ -114,8 +115,8 @@ def admissions_of(engine: Engine) -> list[Admission]:
     admissions: list[Admission] = []
     plan = engine.batcher.plan
 
-    def watched_plan() -> StepPlan | None:
-        made = plan()
+    def watched_plan(max_prompt_tokens: int | None = None) -> StepPlan | None:
+        made = plan(max_prompt_tokens)
         admissions.extend(made.admissions if made else ())
         return made
 

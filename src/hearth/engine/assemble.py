@@ -96,7 +96,7 @@ def assemble(
         book = BlockBook.fixed(len(runner.kv), config.block_tokens)
     vocab_size = spec.arch.vocab_size
     guides = Guides(spec.tokenizer_json, vocab_size, spec.eos_ids)
-    return Engine(Batcher(limits, book), runner, guides, vocab_size, spec.eos_ids)
+    return Engine(Batcher(limits, book), runner, guides, vocab_size, spec.eos_ids, max_step_s=config.max_step)
 
 
 def assemble_runner(

@@ -13,10 +13,12 @@ from hearth.engine.guide import Guides
 from hearth.engine.logit_bias import is_biased
 from hearth.engine.penalties import is_penalised
 from hearth.engine.runner import PendingStep, Runner, StepResult
+from hearth.engine.step_timer import StepTimer
 from hearth.errors import BadPrompt, BadSampling
 from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.elastic import Elastic, KvUse
 from hearth.policy.batch.plan import Admission, CommittedStep, EngineRequest, Guide, RequestFailed, StepPlan
+from hearth.policy.batch.prompt_allowance import PromptAllowance
 from hearth.sizes import bias_buffers, bytes_of, penalty_buffers
 from hearth.types import FinishReason, GuideSpec, RequestId, SamplingParams, SamplingTable, TokenLogprobs
 
@@ -79,6 +81,7 @@ class _LaunchedStep:
 
     plan: StepPlan
     pending: PendingStep
+    timer: StepTimer | None  #: None: it may have waited for weights, and says nothing about others
 
 
 class Intake:
@@ -132,14 +135,22 @@ class Engine:
     """One model's batcher and runner, stepped together. Mutable; one thread calls it."""
 
     def __init__(
-        self, batcher: Batcher, runner: Runner, guides: Guides, vocab_size: int, eos_ids: frozenset[int]
+        self,
+        batcher: Batcher,
+        runner: Runner,
+        guides: Guides,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        max_step_s: float,
     ) -> None:
+        """`max_step_s`: how long prompts may make a step that others run in, as in `PromptAllowance`."""
         self.batcher = batcher
         self.runner = runner
         self.elastic = Elastic(batcher.blocks.block_tokens)
         self.intake = Intake(batcher, guides, vocab_size, eos_ids)
         self.request = self.intake.request
         self._flight: _LaunchedStep | None = None
+        self.allowance = PromptAllowance(max_step_s)
         self._vocab_size = vocab_size
         #: Live requests that need a table of the sampler, which is there from the first one's step at latest.
         self._users_by_table: dict[SamplingTable, set[RequestId]] = {table: set() for table in SamplingTable}
@@ -224,7 +235,7 @@ class Engine:
 
         No step runs where there is work but an elastic KV has fewer blocks than it is promised.
         """
-        plan = self.batcher.plan()
+        plan = self.batcher.plan(self.allowance.num_tokens(self.batcher.waiting_prompt_tokens()))
         launched = None if plan is None else self._launch(plan)
         previous, self._flight = self._flight, launched
         blocks = self.batcher.blocks
@@ -247,6 +258,9 @@ class Engine:
         outputs, committed = StepOutputs(), CommittedStep()
         if previous is not None:
             result = previous.pending.wait()
+            if previous.timer is not None:
+                plan, seconds = previous.plan, previous.timer.seconds()
+                self.allowance.measured(plan.num_decode_rows, plan.num_prompt_tokens, seconds)
             committed = self.batcher.commit(previous.plan, result.tokens, result.broken_rows)
             outputs = self._outputs(committed, result)
         return StepOutcome(
@@ -266,7 +280,11 @@ class Engine:
         # One touch of unmapped memory would kill the context, and with it every model in the worker.
         written = [block for write in plan.table_writes for block in write.blocks]
         assert self.batcher.blocks.has_all(written), f"blocks that are not there: {plan.table_writes}"
-        return _LaunchedStep(plan, self.runner.launch(plan))
+        timer = None if self.runner.is_gated else StepTimer(self.runner.kv.device)
+        pending = self.runner.launch(plan)
+        if timer is not None:
+            timer.stop()
+        return _LaunchedStep(plan, pending, timer)
 
     def _outputs(self, committed: CommittedStep, result: StepResult) -> StepOutputs:
         """Return a step's tokens with their logprobs, and let go of the tables of requests that ended."""

@@ -113,6 +113,11 @@ class Runner:
         """Return with how many rows a step of this plan is padded."""
         return self.sizes.shape_of(plan).num_rows - plan.num_tokens
 
+    @property
+    def is_gated(self) -> bool:
+        """True if the next step may have to wait for weights."""
+        return self._gate is not None
+
     @torch.inference_mode()
     def capture_all(self) -> None:
         """Capture a graph of every size that has none, between steps, all of whose weights must be there."""

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from hearth.engine.engine import StepOutcome
+from hearth.engine.engine import StepOutcome, StepOutputs
 from hearth.errors import DeviceError
 from hearth.messages import HostModel, ModelLoaded, PrepareModel
 from hearth.policy.batch.step_sharing import BusyModel, StepReadiness
@@ -223,7 +223,7 @@ class HostedModels:
 
         Returns what came of the step that was under way.
         """
-        outcome = StepOutcome((), (), (), has_run=False)
+        outcome = StepOutcome(StepOutputs(), (), (), has_run=False)
         if (served := hosted.served) is not None and hosted.takes_requests:
             outcome = served.engine.flush()
             self.reclaimer.after_step(hosted.model, served, outcome)

@@ -18,6 +18,7 @@ from hearth.errors import GuideStuck, HearthError, LogitsNotFinite
 from hearth.policy.batch.batcher import Batcher, BatchLimits
 from hearth.policy.batch.blocks import BlockBook, BlockMove
 from hearth.policy.batch.plan import CommittedStep, EngineRequest, Row, StepPlan
+from hearth.policy.batch.sequence import LiveSequence
 from hearth.types import FinishReason, RequestId, SamplingParams
 
 VOCABULARY = 11
@@ -160,6 +161,7 @@ class Loop:
 
     def __init__(self, limits: BatchLimits, book: BlockBook) -> None:
         self.limits = limits
+        self.max_prompt_tokens: int | None = None  #: beside those that decode, for all plans from now on
         self.batcher = Batcher(limits, book)
         self.device = FakeDevice(book)
         self.in_flight: deque[StepInFlight] = deque()
@@ -176,7 +178,8 @@ class Loop:
         self.batcher.check()
 
     def launch(self) -> StepPlan | None:
-        plan = self.batcher.plan()
+        midway = self.batcher._sequences.midway()
+        plan = self.batcher.plan(self.max_prompt_tokens)
         self.batcher.check()
         if plan is None:
             return None
@@ -190,8 +193,21 @@ class Loop:
         is_decode = [row.tokens is None for row in plan.rows]
         assert is_decode == sorted(is_decode, reverse=True)
         assert all(row.samples for row in plan.rows[:-1])
+        self._check_prompts(plan, midway)
         self.in_flight.append(self.device.run(plan))
         return plan
+
+    def _check_prompts(self, plan: StepPlan, midway: LiveSequence | None) -> None:
+        """Prompts keep their limit beside those that decode, advance in order and are cut at blocks."""
+        block_tokens = self.batcher.blocks.block_tokens
+        tokens_left = self.limits.max_batch_tokens - plan.num_decode_rows
+        if plan.num_decode_rows and self.max_prompt_tokens is not None:
+            assert plan.num_prompt_tokens <= max(self.max_prompt_tokens, block_tokens)
+        if midway is not None and midway.slot is not None and tokens_left:
+            assert plan.prompts[0].request_id == midway.request_id, "who has begun goes on"
+        assert all(row.samples or row.end % block_tokens == 0 for row in plan.prompts) or (
+            tokens_left < block_tokens
+        )
 
     def commit(self) -> list[Emission]:
         step = self.in_flight.popleft()
@@ -357,6 +373,10 @@ class Driven(RuleBasedStateMachine):
         guide = guide and guide.afresh()
         self.engine.add(EngineRequest(RequestId(str(self.num_added)), prompt, sampling, salt, guide=guide))
         self.num_added += 1
+
+    @rule(max_prompt_tokens=st.none() | st.integers(1, 12))
+    def limit_prompts(self, max_prompt_tokens: int | None) -> None:
+        self.engine.max_prompt_tokens = max_prompt_tokens
 
     @precondition(lambda self: len(self.engine.in_flight) < 2)
     @rule()

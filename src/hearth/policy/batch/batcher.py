@@ -153,11 +153,18 @@ class Batcher:
         self._end(self._sequences[request_id])
         return True
 
-    def plan(self) -> StepPlan | None:
-        """Decide the next step; None if nothing can be computed before a commit or an arrival."""
+    def plan(self, max_prompt_tokens: int | None = None) -> StepPlan | None:
+        """Decide the next step; None if nothing can be computed before a commit or an arrival.
+
+        `max_prompt_tokens`: of prompts beside requests that decode, though a block at least; None: what fits.
+        """
         assert len(self._flights) < MAX_IN_FLIGHT, f"commit first: {len(self._flights)} steps in flight"
-        draft = PlanDraft(self.limits.max_batch_tokens)
-        self._advance_running(draft)
+        draft = PlanDraft(self.blocks.block_tokens)
+        has_decoding = self._add_decode_rows(draft)
+        draft.allow_prompts(
+            self.limits.max_batch_tokens - len(draft.slots), max_prompt_tokens if has_decoding else None
+        )
+        self._continue_prompt(draft)
         if not draft.has_preempted:
             self._admit_waiting(draft)
         if not draft.sequences:
@@ -199,6 +206,12 @@ class Batcher:
             tokens_left -= num_tokens - num_hits * self.blocks.block_tokens
             num_wanted += self._num_blocks(num_tokens) - num_hits
         return num_wanted
+
+    def waiting_prompt_tokens(self) -> int:
+        """Return the length of all prompts that are computed now or could be: a measure of who waits."""
+        midway = self._sequences.midway()
+        num_tokens = 0 if midway is None else midway.num_prefill
+        return num_tokens + sum(len(one.tokens) for one in self._sequences.next_in_line(self._num_committed))
 
     def cached_to_spare(self) -> int:
         """Return how many cached blocks the next plan could hand out: not what those who wait would read."""
@@ -363,11 +376,11 @@ class Batcher:
         """Return the oldest that waits, if it has a slot and could be admitted now."""
         return next(self._sequences.next_in_line(self._num_committed), None)
 
-    def _advance_running(self, draft: PlanDraft) -> None:
-        """Add decode rows, oldest first, then the rest of a prompt."""
-        midway, max_rows = self._sequences.midway(), self.limits.max_batch_tokens
+    def _add_decode_rows(self, draft: PlanDraft) -> bool:
+        """Add decode rows, oldest first; return whether anybody decodes, in this step or in the next."""
+        decoding, max_rows = self._sequences.decoding(), self.limits.max_batch_tokens
         request_ids, slots, positions = draft.request_ids, draft.slots, draft.positions
-        for sequence in self._sequences.decoding():
+        for sequence in decoding:
             slot, position = sequence.slot, sequence.num_planned
             if len(slots) == max_rows:
                 break
@@ -382,9 +395,13 @@ class Batcher:
             slots.append(slot)
             positions.append(position)
             draft.sequences.append(sequence)
-        draft.tokens_left -= len(slots)
-        if midway is not None and midway.slot is not None and draft.tokens_left:
-            num_tokens = min(midway.num_prefill - midway.num_planned, draft.tokens_left)
+        # A guided one that sits out this step waits for its end as those do that have a row.
+        return bool(slots) or any(one.guide is not None and one.slot is not None for one in decoding)
+
+    def _continue_prompt(self, draft: PlanDraft) -> None:
+        """Go on with the prompt that is in the midst, if there is one."""
+        if draft.tokens_left and (midway := self._sequences.midway()) is not None:
+            num_tokens = draft.chunk_tokens(midway.num_planned, midway.num_prefill)
             if self._make_room(midway, num_tokens, draft):
                 draft.add_prompt(midway, num_tokens)
 
@@ -399,7 +416,7 @@ class Batcher:
             draft.has_preempted = True
             if youngest is sequence:
                 return False
-        draft.assign(sequence, blocks, self.blocks.block_tokens)
+        draft.assign(sequence, blocks)
         return True
 
     def _admit_waiting(self, draft: PlanDraft) -> None:
@@ -412,10 +429,12 @@ class Batcher:
         request, num_tokens = sequence.request, len(sequence.tokens)
         hits = self._known_prefix(sequence).blocks
         num_cached = len(hits) * self.blocks.block_tokens
-        num_first = min(num_tokens - num_cached, draft.tokens_left)
+        num_first = draft.chunk_tokens(num_cached, num_tokens)
         # Room for all of it, though only the first chunk takes its blocks now: one that starts without would
         # preempt itself at a later chunk and compute the first ones again and again.
-        if not self.blocks.can_allocate(self._num_blocks(num_tokens) - len(hits), beside=hits):
+        if not num_first or not self.blocks.can_allocate(
+            self._num_blocks(num_tokens) - len(hits), beside=hits
+        ):
             return False
         self.blocks.take(hits)
         blocks = self.blocks.allocate(self._num_blocks(num_cached + num_first) - len(hits))
@@ -434,7 +453,7 @@ class Batcher:
                 sampling=request.sampling,
             )
         )
-        draft.assign(sequence, hits + blocks, self.blocks.block_tokens)
+        draft.assign(sequence, hits + blocks)
         draft.add_prompt(sequence, num_first)
         return True
 
