@@ -28,7 +28,7 @@ _LOG2E = 1.4426950408889634
 class SplitScratch:
     """Memory in which programs leave parts of results. Counters are zero between launches."""
 
-    num_programs: int  #: of a launch
+    num_programs: int  #: of a launch; twice as many where each q head has its own kv head
     partial: torch.Tensor  #: float32, flat: [program][first, last][q head of the group][dim]
     stats: torch.Tensor  #: float32, flat: [program][first, last][q head of the group][maximum, sum]
     counters: torch.Tensor  #: int32, flat: [row][kv head]
@@ -84,15 +84,14 @@ class TileShape:
     block_n: int
     num_warps: int
     num_stages: int
-    uses_dot: bool = True
     max_registers: int | None = None
 
 
 def tile_shape(heads: Heads, dtype: torch.dtype) -> TileShape:
-    """Return the tile for heads and numbers like these; four programs fit on a multiprocessor."""
+    """Return the tile for heads and numbers like these, such that all programs of a launch run at once."""
     block_n = 32 if heads.dim > 128 or dtype == torch.float32 else 64
     if heads.num_q == heads.num_kv:
-        return TileShape(min(block_n, 32), num_warps=2, num_stages=1, uses_dot=False, max_registers=128)
+        return TileShape(block_n // 2, num_warps=2, num_stages=1, max_registers=128)
     return TileShape(block_n, num_warps=4, num_stages=2)
 
 
@@ -116,9 +115,11 @@ def decode_attention_triton(
 ) -> None:
     group = heads.num_q // heads.num_kv
     shape = tile_shape(heads, qkv.dtype) if shape is None else shape
+    # Without a group programs multiply element by element and are half as large.
+    num_programs = scratch.num_programs * (2 if group == 1 else 1)
     launch(
         _decode_attention_kernel,
-        (scratch.num_programs,),
+        (num_programs,),
         out,
         qkv,
         qkv.stride(0),
@@ -137,7 +138,7 @@ def decode_attention_triton(
         WINDOW=window or 0,
         NUM_KV=heads.num_kv,
         GROUP=group,
-        GROUP_PAD=max(16, next_power_of_2(group)) if group > 1 or shape.uses_dot else 1,
+        GROUP_PAD=max(16, next_power_of_2(group)) if group > 1 else 1,
         DIM=heads.dim,
         DIM_PAD=max(16, next_power_of_2(heads.dim)),
         BLOCK_TOKENS=kv.shape[2],
@@ -242,7 +243,7 @@ def _decode_attention_kernel(
             v = tl.load(k_at + BLOCK_TOKENS * NUM_KV * DIM, in_tile, other=0.0)
             token += BLOCK_N
             page = tl.load(row_table + token // BLOCK_TOKENS, token < last, other=0)
-            if GROUP_PAD == 1:
+            if GROUP == 1:
                 score = tl.sum(k.to(tl.float32) * q.to(tl.float32), 1)[None, :] * scale
             else:
                 score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -252,7 +253,7 @@ def _decode_attention_kernel(
             p = tl.exp2(score - new_best[:, None])
             total_p = total_p * shrink + tl.sum(p, 1)
             acc = acc * shrink[:, None]
-            if GROUP_PAD == 1:
+            if GROUP == 1:
                 acc += tl.sum(tl.trans(p) * v.to(tl.float32), 0)[None, :]
             else:
                 acc += tl.dot(p.to(v.dtype), v, input_precision="ieee")

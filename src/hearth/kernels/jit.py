@@ -101,7 +101,6 @@ def launch(kernel: Any, grid: Sequence[int], *args: object, **options: object) -
         kernel[tuple(grid)](*args, **options)
 
 
-@cache
 def can_overlap() -> bool:
     """Return True where a kernel may start while the one before it drains: on Hopper and later."""
     return capability() >= 90 and not triton.knobs.runtime.interpret
