@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from hearth.kernels.jit import launch, runs_triton, tl, triton
+from hearth.kernels.jit import launch, next_power_of_2, runs_triton, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
 from hearth.kernels.paged import Heads, PagedRows
 
@@ -135,9 +135,9 @@ def decode_attention_triton(
         WINDOW=window or 0,
         NUM_KV=heads.num_kv,
         GROUP=group,
-        GROUP_PAD=max(16, triton.next_power_of_2(group)) if group > 1 else 1,
+        GROUP_PAD=max(16, next_power_of_2(group)) if group > 1 else 1,
         DIM=heads.dim,
-        DIM_PAD=max(16, triton.next_power_of_2(heads.dim)),
+        DIM_PAD=max(16, next_power_of_2(heads.dim)),
         BLOCK_TOKENS=kv.shape[2],
         BLOCK_N=shape.block_n,
         BLOCK_ROWS=_BLOCK_ROWS,

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hearth.kernels.launch_cache import LaunchCache, launch_key
+
 try:
     import triton
     import triton.language as tl
@@ -31,7 +33,27 @@ except ImportError:
 
         tl = None
 
-__all__ = ["HAS_TRITON", "capability", "launch", "num_processors", "runs_triton", "tl", "triton"]
+__all__ = [
+    "HAS_TRITON",
+    "capability",
+    "cdiv",
+    "launch",
+    "next_power_of_2",
+    "num_processors",
+    "runs_triton",
+    "tl",
+    "triton",
+]
+
+
+def cdiv(count: int, size: int) -> int:
+    """Return how many parts of a size hold `count`. Triton's own takes microseconds on the host."""
+    return -(-count // size)
+
+
+def next_power_of_2(count: int) -> int:
+    """Return the smallest power of two that is at least `count`. Triton's own is as slow."""
+    return 1 << (count - 1).bit_length()
 
 
 def runs_triton(x: torch.Tensor) -> bool:
@@ -64,16 +86,24 @@ def launch(kernel: Any, grid: Sequence[int], *args: object, **options: object) -
     (`overlap.py`); any other starts when the one before it has ended. The first argument is a tensor. If it
     is a meta tensor the kernel is compiled and not run.
     """
-    if "OVERLAPS" in kernel.arg_names:
-        options["OVERLAPS"] = can_overlap()
-        if options["OVERLAPS"]:
-            options["launch_pdl"] = True
-    out = args[0]
+    out, launches, overlaps = args[0], _launches(), can_overlap()
     assert isinstance(out, torch.Tensor), f"{type(out)=}"
+    key = launch_key(kernel, args, options, overlaps)
+    if launches.launch(key, grid, args):
+        return
+    if "OVERLAPS" in kernel.arg_names:
+        options["OVERLAPS"] = overlaps
+        if overlaps:
+            options["launch_pdl"] = True
     if out.is_meta:
         kernel.warmup(*args, grid=tuple(grid), **options)
     else:
-        kernel[tuple(grid)](*args, **options)
+        launches.remember(key, kernel, kernel[tuple(grid)](*args, **options), len(args), options)
+
+
+@cache
+def _launches() -> LaunchCache:
+    return LaunchCache(triton)
 
 
 @cache

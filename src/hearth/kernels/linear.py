@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hearth.kernels.jit import launch, runs_triton, tl, triton
+from hearth.kernels.jit import cdiv, launch, runs_triton, tl, triton
 from hearth.kernels.overlap import prefetch, wait_for_inputs
 
 
@@ -59,7 +59,7 @@ def skinny_linear_triton(
     n, k = weight.shape
     launch(
         _skinny_linear_kernel,
-        (triton.cdiv(n, block_n), x.shape[0]),
+        (cdiv(n, block_n), x.shape[0]),
         out,
         x,
         weight,

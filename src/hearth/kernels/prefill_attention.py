@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from hearth.kernels.jit import capability, launch, num_processors, runs_triton, tl, triton
+from hearth.kernels.jit import capability, launch, next_power_of_2, num_processors, runs_triton, tl, triton
 from hearth.kernels.paged import Heads, PagedRows
 from hearth.kernels.prefill_hopper import hopper_obstacle, hopper_tile_tokens, prefill_attention_hopper
 from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles
@@ -173,7 +173,7 @@ def prefill_attention_triton(
         NUM_Q=heads.num_q,
         NUM_KV=heads.num_kv,
         DIM=heads.dim,
-        DIM_PAD=max(16, triton.next_power_of_2(heads.dim)),
+        DIM_PAD=max(16, next_power_of_2(heads.dim)),
         BLOCK_TOKENS=kv.shape[2],
         TILE_TOKENS=tiles.tile_tokens,
         PACKED=shape.num_packed,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hearth.kernels.jit import launch, runs_triton, tl, triton
+from hearth.kernels.jit import cdiv, launch, runs_triton, tl, triton
 from hearth.kernels.overlap import prefetch, wait_for_inputs
 
 #: Up to so many rows a program for each row beats tensor cores.
@@ -66,7 +66,7 @@ def quantized_skinny_triton(
         block_n = 2 if weight.dtype == torch.int8 else 1  # measured: 64.7 against 66.8 us, 62.6 against 64.7
     launch(
         _skinny_kernel,
-        (rows * triton.cdiv(n, block_n),),
+        (rows * cdiv(n, block_n),),
         out,
         x,
         weight,
@@ -212,7 +212,7 @@ def quantized_tiled_triton(
     tile = tile_for(rows, x.dtype) if tile is None else tile
     launch(
         _tiled_kernel,
-        (triton.cdiv(rows, tile.block_m) * triton.cdiv(n, tile.block_n),),
+        (cdiv(rows, tile.block_m) * cdiv(n, tile.block_n),),
         out,
         x,
         weight,
