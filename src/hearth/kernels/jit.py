@@ -64,9 +64,15 @@ def runs_triton(x: torch.Tensor) -> bool:
 def capability() -> int:
     """Return the compute capability that kernels are compiled for, as in 90 for 9.0; 0: no CUDA device."""
     try:
-        target = triton.runtime.driver.active.get_current_target()
+        return _capability_of(triton.runtime.driver.active)
     except (AttributeError, RuntimeError):  # no Triton, or no driver, as in its interpreter
         return 0
+
+
+@cache
+def _capability_of(driver: Any) -> int:
+    """Return the capability that one of Triton's drivers compiles for; launches ask for it all the time."""
+    target = driver.get_current_target()
     return int(target.arch) if target.backend == "cuda" else 0
 
 
