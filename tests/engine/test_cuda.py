@@ -185,9 +185,9 @@ def test_a_step_is_captured_behind_its_first_run_and_not_before_all_weights_are_
     gate.is_shut = False
 
     assert ask(engine, asked, greedy()) == answers
-    assert len(graphs) == len(
-        {GraphKey(StepPart.MIXED, 16), GraphKey(StepPart.TAIL, 2), GraphKey(StepPart.DECODE, 2)}
-    )
+    for key in (GraphKey(StepPart.MIXED, 64), GraphKey(StepPart.TAIL, 8), GraphKey(StepPart.DECODE, 2)):
+        assert key in graphs
+    assert len(graphs) == 3
 
 
 def test_a_prompt_beside_many_decode_rows_and_beyond_the_smallest_sizes_is_captured_too() -> None:

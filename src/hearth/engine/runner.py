@@ -120,11 +120,13 @@ class Runner:
 
     @torch.inference_mode()
     def capture_all(self) -> None:
-        """Capture a graph of every size that has none, between steps, all of whose weights must be there."""
-        if self.graphs is None:
+        """Capture a graph of every size that has none, between steps; none while weights are arriving."""
+        self._drop_open_gate()
+        if self.graphs is None or self._gate is not None:
             return
         for shape in self.sizes.all_shapes():
             if any(key not in self.graphs for key in shape.keys):
+                self.synchronize()  # for what is sent is written where that of the step before the last lies
                 self.run_padding(shape)
                 self.graphs.capture_due()
 
@@ -181,8 +183,7 @@ class Runner:
         """Queue a step on the device and return without waiting for it."""
         self._uploads.next_step()
         self._sampler.admit(plan.admissions)
-        if self._gate is not None and self._gate.is_open():
-            self._gate = None
+        self._drop_open_gate()
         shape = self.sizes.shape_of(plan)
         self._inputs.fill(plan, shape)
         self._run(shape, plan)
@@ -190,6 +191,11 @@ class Runner:
         if self.graphs is not None:
             self.graphs.capture_due()
         return pending
+
+    def _drop_open_gate(self) -> None:
+        """Wait at a gate no longer once all weights are there."""
+        if self._gate is not None and self._gate.is_open():
+            self._gate = None
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> PendingStep:
         rows = _sample_rows(plan)

@@ -15,7 +15,12 @@ import torch.nn.functional as F
 
 from hearth.kernels.jit import capability, launch, next_power_of_2, num_processors, runs_triton, tl, triton
 from hearth.kernels.paged import Heads, PagedRows
-from hearth.kernels.prefill_hopper import hopper_obstacle, hopper_tile_tokens, prefill_attention_hopper
+from hearth.kernels.prefill_hopper import (
+    hopper_obstacle,
+    hopper_tile_tokens,
+    is_hopper,
+    prefill_attention_hopper,
+)
 from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles
 
 _LOG2E = 1.4426950408889634
@@ -52,11 +57,13 @@ class PromptKernel:
     """Which of the CUDA kernels attends over prompts."""
 
     name: Literal["hopper", "triton"]
-    reason: str | None  #: why it is not the fastest there is; None: it is
+    slow_reason: str | None  #: why it is not the fastest for this device; None: it is
 
 
 def prompt_kernel(heads: Heads, dtype: torch.dtype, block_tokens: int = 16) -> PromptKernel:
     """Say which kernel attends over prompts with such heads on the current CUDA device."""
+    if not is_hopper():
+        return PromptKernel("triton", None)
     obstacle = hopper_obstacle(heads, dtype, block_tokens)
     return PromptKernel("hopper" if obstacle is None else "triton", obstacle)
 
@@ -218,7 +225,8 @@ def _prefill_attention_kernel(
     in_dim = dim < DIM
     num_items = tl.load(num_tiles) * GROUPS
     num_rounds = tl.cdiv(num_items, num_programs)
-    for turn in range(0, num_rounds):
+    # What is the same in every turn is computed in every turn: kept, it would take registers.
+    for turn in tl.range(0, num_rounds, disable_licm=True):
         # There and back like a snake: who had the longest of one round has the shortest of the next.
         item = turn * num_programs + tl.where(turn % 2 == 0, program, num_programs - 1 - program)
         if item < num_items:
@@ -249,23 +257,21 @@ def _prefill_attention_kernel(
                 seen_by_all = tl.minimum(tl.maximum(seen_by_all, first), tl.maximum(unmasked_end, first))
                 unmasked_end = tl.maximum(unmasked_end, seen_by_all)
 
-            token = first + tl.arange(0, BLOCK_N)
-            page = tl.load(row_table + token // BLOCK_TOKENS, token < end, other=0)
             best = tl.full([BLOCK_M], -float("inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
             if HAS_WINDOW:
-                page, best, total, acc = _attend(
-                    first, seen_by_all, page, best, total, acc, q, position, end, row_table, kv, kv_stride,
+                best, total, acc = _attend(
+                    first, seen_by_all, best, total, acc, q, position, end, row_table, kv, kv_stride,
                     kv_head, scale, window, True, HAS_WINDOW, NUM_KV, DIM, DIM_PAD, BLOCK_TOKENS, BLOCK_N,
                 )  # fmt: skip
                 first = seen_by_all
-            page, best, total, acc = _attend(
-                first, unmasked_end, page, best, total, acc, q, position, end, row_table, kv, kv_stride,
+            best, total, acc = _attend(
+                first, unmasked_end, best, total, acc, q, position, end, row_table, kv, kv_stride,
                 kv_head, scale, window, False, HAS_WINDOW, NUM_KV, DIM, DIM_PAD, BLOCK_TOKENS, BLOCK_N,
             )  # fmt: skip
-            page, best, total, acc = _attend(
-                unmasked_end, end, page, best, total, acc, q, position, end, row_table, kv, kv_stride,
+            best, total, acc = _attend(
+                unmasked_end, end, best, total, acc, q, position, end, row_table, kv, kv_stride,
                 kv_head, scale, window, True, HAS_WINDOW, NUM_KV, DIM, DIM_PAD, BLOCK_TOKENS, BLOCK_N,
             )  # fmt: skip
             out_at = out + row[:, None] * (NUM_Q * DIM) + head[:, None] * DIM + dim[None, :]
@@ -276,7 +282,6 @@ def _prefill_attention_kernel(
 def _attend(
     first,
     last,
-    page,
     best,
     total,
     acc,
@@ -299,10 +304,11 @@ def _attend(
 ):
     """Attend to the tokens from `first` to `last`.
 
-    `page` has the blocks of the tokens that come next: they are loaded one iteration ahead, so that k and v
-    never wait for the table.
+    The blocks of tokens are looked up one iteration ahead, so that k and v never wait for the table.
     """
     dim = tl.arange(0, DIM_PAD)
+    token = first + tl.arange(0, BLOCK_N)
+    page = tl.load(row_table + token // BLOCK_TOKENS, token < end, other=0)
     for at in range(first, last, BLOCK_N):
         token = at + tl.arange(0, BLOCK_N)
         unit = page.to(tl.int64) * kv_stride + (token % BLOCK_TOKENS) * (NUM_KV * DIM) + kv_head * DIM
@@ -337,4 +343,4 @@ def _attend(
         total = total * shrink + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         best = new_best
-    return page, best, total, acc
+    return best, total, acc

@@ -59,7 +59,8 @@ def quantized_skinny_triton(
     block_n: int | None = None,
     block_k: int = 1024,
     num_warps: int = 2,
-    ahead: int = 4096,
+    ahead: int = 0,
+    num_ahead: int = 1584,
 ) -> None:
     rows, (n, k) = x.shape[0], weight.shape
     if block_n is None:
@@ -81,7 +82,9 @@ def quantized_skinny_triton(
         EVEN_N=n % block_n == 0,
         EVEN_K=k % block_k == 0,
         AS_MANTISSAS=not x.is_cpu,  # the interpreter knows no assembly
-        AHEAD=ahead,
+        AHEAD=ahead if k % 16 == 0 else 0,
+        NUM_AHEAD=num_ahead,
+        NUM_THREADS=32 * num_warps,
         num_warps=num_warps,
     )
 
@@ -103,6 +106,8 @@ def _skinny_kernel(
     EVEN_K: tl.constexpr,
     AS_MANTISSAS: tl.constexpr,
     AHEAD: tl.constexpr,
+    NUM_AHEAD: tl.constexpr,
+    NUM_THREADS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     # Programs that run together share their weights.
@@ -110,9 +115,11 @@ def _skinny_kernel(
     outputs = tl.program_id(0) // rows * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = outputs < n
     weight_at = weight + outputs.to(tl.int64)[:, None] * k
-    if AHEAD > 0:
-        lines = tl.arange(0, AHEAD // 128)[None, :] * 128
-        prefetch(weight_at + lines, in_n[:, None] & (lines < k), OVERLAPS)
+    if OVERLAPS and AHEAD > 0:
+        first = tl.program_id(0) // rows * BLOCK_N
+        if tl.program_id(0) < NUM_AHEAD:
+            num_bytes = tl.minimum(n - first, BLOCK_N) * k
+            prefetch(weight + tl.cast(first, tl.int64) * k, num_bytes, AHEAD, NUM_THREADS)
     wait_for_inputs(OVERLAPS)
     # Each thread loads 16 weights at a time and adds up their products alone. To have the same 16 of x,
     # and not through shared memory, x must be loaded in the shape of the weights.
