@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from hearth.config import EngineConfig
-from hearth.engine.assemble import ModelSpec, assemble
+from hearth.engine.assemble import ModelSpec, assemble, own_limits
 from hearth.engine.engine import Engine
 from hearth.models.families import arch_from_config
 from hearth.models.layout import layout_of
@@ -38,6 +38,7 @@ LAYOUT = layout_of(ARCH, "bfloat16")
 def new_engine(config: EngineConfig, *, seed: int | None) -> Engine:
     """Return an engine over random weights; without a seed they are whatever the memory holds."""
     device = torch.device("cuda")
+    limits = own_limits(config, ARCH, torch.bfloat16, device)  # before anything is taken of the memory
     base = torch.empty(LAYOUT.num_bytes, dtype=torch.uint8, device=device)
     if seed is not None:
         generator = torch.Generator(device).manual_seed(seed)
@@ -48,7 +49,7 @@ def new_engine(config: EngineConfig, *, seed: int | None) -> Engine:
             else:
                 tensor.normal_(std=0.02, generator=generator)
     weights = bind(ARCH, LAYOUT, contiguous_places(LAYOUT, base))
-    model = ModelSpec(ARCH, torch.bfloat16, ARCH.max_positions, frozenset())
+    model = ModelSpec(ARCH, torch.bfloat16, ARCH.max_positions, limits, frozenset())
     return assemble(model, weights, config, device)
 
 

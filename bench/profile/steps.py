@@ -11,13 +11,13 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 from random import Random
 from statistics import median
 
 import torch
 
 from bench.profile.scale import Scale, Shape
+from hearth.config import EngineConfig
 from hearth.engine.assemble import ModelSpec, assemble
 from hearth.engine.engine import Engine
 from hearth.models.dtypes import DTYPES
@@ -99,7 +99,7 @@ class EngineRig:
     def time_prompts_beside_rows(self, num_tokens: int) -> MeasuredStep:
         """Time steps that compute a prompt and one token of each row, some of them in a row."""
         num_rows = len(self._contexts)
-        num_tokens = min(num_tokens, self._scale.engine.max_batch_tokens - num_rows)
+        num_tokens = min(num_tokens, self._scale.limits.max_batch_tokens - num_rows)
         times, contexts = [], []
         for _ in range(self._scale.num_steps):
             alone = self._time_decode(num_steps=2)
@@ -165,12 +165,12 @@ class EngineRig:
 def _new_rig(shape: Shape, scale: Scale, device: torch.device) -> EngineRig:
     """Return an engine over random weights."""
     kv_bytes = min(scale.max_kv_bytes, 2 * scale.max_prefill_tokens * shape.kv_bytes_per_token)
-    config = replace(scale.engine, kv_bytes=kv_bytes)
+    config, limits = EngineConfig(kv_bytes=kv_bytes), scale.limits
     layout = layout_of(shape.arch, shape.dtype)
     base = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
     base.view(DTYPES[shape.dtype]).normal_(std=0.02, generator=torch.Generator(device).manual_seed(1))
     weights = bind(shape.arch, layout, contiguous_places(layout, base))
-    spec = ModelSpec(shape.arch, DTYPES[shape.dtype], scale.max_context, frozenset())
+    spec = ModelSpec(shape.arch, DTYPES[shape.dtype], scale.max_context, limits, frozenset())
     # Each row may have begun a block, and the sink is nobody's.
-    live_tokens = kv_bytes // shape.kv_bytes_per_token - 2 * config.block_tokens * config.max_seqs
+    live_tokens = kv_bytes // shape.kv_bytes_per_token - 2 * limits.block_tokens * limits.max_seqs
     return EngineRig(assemble(spec, weights, config, device), scale, shape.arch.vocab_size, live_tokens)

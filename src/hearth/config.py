@@ -21,7 +21,7 @@ from types import NoneType
 from typing import Annotated, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from hearth.errors import ConfigError
-from hearth.sizes import StepLimits
+from hearth.sizes import WantedLimits
 
 T = TypeVar("T")
 
@@ -54,8 +54,9 @@ _PAUSE_LIMITS = Limits(0.1, 3600.0)
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    max_batch_tokens: Annotated[int, Limits(1)] = 4096  #: token budget of one step
-    max_seqs: Annotated[int, Limits(1)] = 256  #: sequences that run at the same time
+    #: Token budget of one step; None: derived from device, model and memory, as is the next one.
+    max_batch_tokens: Annotated[int | None, Limits(1)] = None
+    max_seqs: Annotated[int | None, Limits(1)] = None  #: sequences of a model that run at the same time
     block_tokens: Annotated[int, Limits(1, 1024)] = 16  #: tokens per block of KV
     kv_bytes: Annotated[int | None, Limits(1)] = None  #: KV memory; None: derived from the device's memory
     memory_fraction: Annotated[float, Limits(0.05, 1.0)] = 0.9  #: share of the device's memory to use
@@ -65,9 +66,9 @@ class EngineConfig:
         _check_section(self, "engine")
 
     @property
-    def step_limits(self) -> StepLimits:
-        """The limits that the size of an engine's memory follows from."""
-        return StepLimits(self.max_batch_tokens, self.max_seqs, self.block_tokens)
+    def wanted_limits(self) -> WantedLimits:
+        """The limits of a step as far as they are set."""
+        return WantedLimits(self.max_batch_tokens, self.max_seqs, self.block_tokens)
 
 
 #: The most of `store.host_bytes` that a CPU uses. It holds models in `service.memory_bytes`, in the memory of

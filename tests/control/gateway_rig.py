@@ -62,7 +62,7 @@ class GatewayRig:
         catalog = Catalog(self.registry, configs, config.engine, config.service.keep_alive)
         metrics, pools = Metrics(), PoolReports()
         observer = Observer(metrics, takes_turns=takes_turns)
-        self.driver = Driver(Fleet(brain), self.journal, observer, pools, catalog.host_order, 4)
+        self.driver = Driver(Fleet(brain), self.journal, observer, pools, catalog.host_order)
         nobody = KeeperSetup("", "cpu", "", None, 1 << 24, "info")
         self.supervisor = Supervisor(lambda *_: NotImplemented, nobody, 1, Vigilance(1.0, 1.0, 1), None)
         keeper = KeeperClient(Path("/nowhere"))
