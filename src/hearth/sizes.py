@@ -21,6 +21,8 @@ ITEM_BYTES = {"bool": 1, "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, 
 WORKSPACE_ALIGNMENT_BYTES = 256
 #: Programs of a decode attention launch for each multiprocessor, of which at most so many are used.
 _PROGRAMS_PER_PROCESSOR, _MAX_PROCESSORS = 4, 192
+#: Logits that the sampler works on at a time where it needs several temporaries of each.
+_LOGITS_AT_ONCE = 1 << 25
 #: Rows of an optional table at least, where there are as many slots.
 _MIN_TABLE_ROWS = 8
 #: Prompts are cut into tiles of at least so many tokens, each of which the device has this many numbers of.
@@ -207,6 +209,12 @@ def input_buffers(limits: StepLimits, context: int) -> Mapping[str, Buffer]:
 def sampler_buffers(max_seqs: int) -> Mapping[str, Buffer]:
     """The state that a sampler has of every slot (`engine/sampler.py`)."""
     return {"tokens": Buffer((max_seqs + 1,), "int64"), "knobs": Buffer((max_seqs, 4), "float32")}
+
+
+def sampled_pieces(num_rows: int, vocab_size: int) -> list[slice]:
+    """Rows of logits that the sampler works on one after the other, so that its temporaries stay small."""
+    num_at_once = max(1, _LOGITS_AT_ONCE // vocab_size)
+    return [slice(begin, begin + num_at_once) for begin in range(0, max(1, num_rows), num_at_once)]
 
 
 def counter_buffer(dimensions: Dimensions, max_samples: int) -> Buffer:

@@ -90,6 +90,10 @@ def assemble(
     the engine takes its own, and what is left on the device goes to KV, for good.
     """
     arch, dtype, limits = spec.arch, spec.dtype, spec.limits
+    log.info(
+        "engine_assembled max_batch_tokens=%d max_seqs=%d max_context=%d",
+        *(limits.max_batch_tokens, limits.max_seqs, spec.max_context),
+    )
     is_elastic = memory is not None
     memory = memory or _own_memory(spec, config, device)
     workspace = Workspace.bind(arch, dtype, _step_size(limits, device), memory.workspace)
@@ -149,7 +153,8 @@ def _step_size(limits: StepLimits, device: torch.device) -> StepSize:
 
 def _own_memory(spec: ModelSpec, config: EngineConfig, device: torch.device) -> Memory:
     num_bytes = workspace_bytes(spec, device)
-    workspace = allocate(num_bytes, device, "the workspace", "lower `engine.max_batch_tokens`")
+    remedy = "lower `engine.max_batch_tokens` or `engine.max_seqs`"
+    workspace = allocate(num_bytes, device, "the workspace", remedy)
     num_blocks = _num_blocks(spec, config.kv_bytes or _spare_bytes(config, device))
     kv_bytes = num_blocks * block_bytes(spec)
     kv = allocate(kv_bytes, device, "KV", "lower `engine.kv_bytes`")

@@ -12,7 +12,7 @@ import torch
 from hearth.engine.upload import Uploads
 from hearth.models.buffers import zeroed
 from hearth.policy.batch.plan import Admission
-from hearth.sizes import penalty_buffers
+from hearth.sizes import penalty_buffers, sampled_pieces
 from hearth.types import SamplingParams
 
 
@@ -63,6 +63,11 @@ class Penalties:
 
     def apply(self, logits: torch.Tensor, rows: torch.Tensor, table_rows: torch.Tensor) -> None:
         """Penalise `logits[rows]` in place by the counts of `table_rows`."""
+        for piece in sampled_pieces(len(rows), self._vocab_size):
+            self._apply(logits, rows[piece], table_rows[piece])
+
+    def _apply(self, logits: torch.Tensor, rows: torch.Tensor, table_rows: torch.Tensor) -> None:
+        """Penalise rows of which all temporaries may be there at a time."""
         repetition, presence, frequency = self._weights[table_rows].unsqueeze(-1).unbind(1)
         num_sampled = self._num_sampled[table_rows]
         is_sampled = num_sampled > 0

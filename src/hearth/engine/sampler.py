@@ -23,7 +23,7 @@ from hearth.engine.top_k_top_p import rank_cutoff
 from hearth.engine.upload import Uploads
 from hearth.models.buffers import zeros
 from hearth.policy.batch.plan import Admission
-from hearth.sizes import bias_buffers, bytes_of, penalty_buffers, sampler_buffers
+from hearth.sizes import bias_buffers, bytes_of, penalty_buffers, sampled_pieces, sampler_buffers
 from hearth.types import MAX_LOGPROBS, RequestId, SamplingTable
 
 #: Beyond these a temperature is as good as greedy or uniform, and float32 quotients would not stay finite.
@@ -109,7 +109,10 @@ class Sampler:
             lambda num_rows, memory: LogitBias(num_rows, vocab_size, uploads, memory),
             *(bytes_of(bias_buffers(1, vocab_size)), num_slots),
         )
-        self._tables = {SamplingTable.PENALTIES: self._penalties, SamplingTable.BIAS: self._bias}
+        self._tables: dict[SamplingTable, OptionalTable[Penalties] | OptionalTable[LogitBias]] = {
+            SamplingTable.PENALTIES: self._penalties,
+            SamplingTable.BIAS: self._bias,
+        }
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Give each slot to a request, forgetting the one before. Greedy requests alone cost no copy.
@@ -229,7 +232,11 @@ class Sampler:
             cutoff = cutoff.index_copy(0, at, torch.maximum(cutoff[at], ranked))
         if work.top_ks or work.has_min_p:
             scaled.masked_fill_(scaled < cutoff, -math.inf)
-        return scaled.add_(gumbel(work.keys, self._vocab_size)).max(-1).indices
+        drawn = [
+            scaled[piece].add_(gumbel(work.keys[piece], self._vocab_size)).max(-1).indices
+            for piece in sampled_pieces(*scaled.shape)
+        ]
+        return torch.cat(drawn)
 
 
 def _rules(admission: Admission, vocab_size: int) -> _Rules:

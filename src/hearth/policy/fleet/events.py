@@ -411,6 +411,7 @@ class Resident:
     num_running: int
     expires_s: float | None  #: when a warm one becomes retained; None: busy, pinned or retained
     is_pin_refused: bool = False  #: it should be pinned, and those beside it would have no room
+    max_seqs: int = 1  #: requests that it runs at a time
 
 
 @dataclass(frozen=True, slots=True)

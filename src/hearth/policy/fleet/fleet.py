@@ -301,6 +301,7 @@ def _describe_resident(replica: Replica, now_s: float) -> Resident:
         num_running=len(replica.running),
         expires_s=replica.expires_s if state is State.WARM else None,
         is_pin_refused=replica.is_pin_refused,
+        max_seqs=replica.max_seqs,
     )
 
 
