@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from hearth.config import EngineConfig
 from hearth.engine.engine import Engine
-from hearth.kernels.decode_attention import choose_splits
 from hearth.models.buffers import name_of, zeros
 from hearth.models.families import read_arch
 from hearth.models.workspace import Workspace
@@ -317,10 +316,10 @@ def test_stages_of_a_model_have_all_of_its_kv_and_no_more_workspace_each(
 @pytest.mark.parametrize(
     ("name", "dtype", "without_rows"),
     [
-        ("llama-gqa", "bfloat16", {"embedded", "mlp_out", "head_in"}),
-        ("llama-gqa", "float32", {"embedded", "mlp_out", "head_in", "head_out"}),
+        ("llama-gqa", "bfloat16", {"embedded", "mlp_out", "kept_normed", "head_in"}),
+        ("llama-gqa", "float32", {"embedded", "mlp_out", "kept_normed", "head_in", "head_out"}),
         ("neox-parallel", "bfloat16", {"embedded", "head_in"}),
-        ("opt-350m", "bfloat16", {"mlp_out"}),
+        ("opt-350m", "bfloat16", {"mlp_out", "kept_normed"}),
     ],
 )
 def test_a_buffer_that_nothing_is_written_to_has_no_rows(
@@ -339,7 +338,7 @@ def test_only_the_ends_of_a_model_embed_and_sample() -> None:
         return {name for name, buffer in buffers.items() if buffer.num_bytes == 0}
 
     at_whole = without_rows(range(3))
-    samples = {"kept_residual", "kept_normed", "kept_attended", "head_in", "head_out", "logits"}
+    samples = {"kept_residual", "kept_attended", "head_in", "head_out", "logits"}
     assert without_rows(range(2)) - at_whole == samples
     assert without_rows(range(1, 2)) - at_whole == {"embedded", *samples}
     assert without_rows(range(1, 3)) - at_whole == {"embedded"}
@@ -371,17 +370,15 @@ def test_the_largest_device_of_a_kind_is_what_an_unknown_one_is_counted_as(
     assert StepSize.of(limits, "cpu").num_programs == 1
 
 
-@given(DIMENSIONS, STEP_SIZES, st.integers(1, 300))
-def test_partial_results_of_split_attention_have_room(
-    dimensions: Dimensions, size: StepSize, num_rows: int
+@given(DIMENSIONS, STEP_SIZES)
+def test_each_program_of_decode_attention_has_room_for_two_parts(
+    dimensions: Dimensions, size: StepSize
 ) -> None:
-    """More than one split is used only where all programs leave a partial result."""
-    num_splits = choose_splits(num_rows, dimensions.num_kv_heads, size.num_programs)
-    if num_splits > 1:
-        left = num_rows * dimensions.num_heads * num_splits
-        buffers = workspace_buffers(dimensions, dimensions.layers, "bfloat16", size)
-        assert left * dimensions.head_dim <= buffers["partial"].shape[0]
-        assert left * 2 <= buffers["stats"].shape[0]
+    """A program's run of tiles begins inside of one head at most, and ends inside of one."""
+    buffers = workspace_buffers(dimensions, dimensions.layers, "bfloat16", size)
+    left = size.num_programs * 2 * (dimensions.num_heads // dimensions.num_kv_heads)
+    assert left * dimensions.head_dim <= buffers["partial"].shape[0]
+    assert left * 2 <= buffers["stats"].shape[0]
 
 
 @given(st.integers(1, 4096), st.integers(1, 64))

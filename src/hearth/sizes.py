@@ -4,6 +4,7 @@ Whoever allocates a buffer takes its shape from here, and whoever promises memor
 
     workspace    `models/workspace.py` cuts it from bytes that all models of a worker have in common
     tables       the inputs of a step, sampler state, rotary table: each engine has its own, always
+    graphs       captured steps on a CUDA device, by the sizes that steps are padded to
     optional     the tables of penalties and of biases: in the pool, while a request needs one
     blocks       of KV, as many as a pool gives
 
@@ -12,7 +13,8 @@ Workspace and blocks are those of a range of layers, for an engine need not run 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -142,8 +144,8 @@ def workspace_buffers(
     embedded = tokens if layers.start == 0 and is_projected else 0
     # The head writes float32 logits in their place, others beside it, to be widened.
     narrow = 0 if dtype == "float32" else samples
-    # More than one split is used only while rows * kv heads * splits stay within num_programs.
-    partials = size.num_programs * (dimensions.num_heads // dimensions.num_kv_heads)
+    # Each program of decode attention leaves at most two parts of results, for each q head of a group.
+    partials = 2 * size.num_programs * (dimensions.num_heads // dimensions.num_kv_heads)
     return {
         "embedded": Buffer((embedded, dimensions.embed_size), dtype),
         "residual": Buffer((tokens, hidden), dtype),
@@ -155,7 +157,7 @@ def workspace_buffers(
         "up": Buffer((tokens, dimensions.up_size), dtype),
         "activated": Buffer((tokens, dimensions.intermediate_size), dtype),
         "kept_residual": Buffer((samples, hidden), dtype),
-        "kept_normed": Buffer((samples, hidden), dtype),
+        "kept_normed": Buffer((samples if dimensions.is_parallel else 0, hidden), dtype),
         "kept_attended": Buffer((samples, dimensions.q_size), dtype),
         "head_in": Buffer((samples if is_projected else 0, dimensions.embed_size), dtype),
         "head_out": Buffer((narrow, dimensions.vocab_size), dtype),
@@ -189,19 +191,76 @@ def table_buffers(dimensions: Dimensions, limits: StepLimits, context: int) -> M
     return {f"{part}.{name}": buffer for part, buffers in parts.items() for name, buffer in buffers.items()}
 
 
-def max_tiles(limits: StepLimits) -> int:
-    """The most tiles that the prompts of a step are cut into."""
-    max_spans = min(limits.max_seqs, limits.max_batch_tokens)
-    return limits.max_batch_tokens // MIN_TILE_TOKENS + max_spans
+def max_tiles(num_tokens: int, max_seqs: int) -> int:
+    """The most tiles that the prompts of a step of so many tokens are cut into."""
+    return num_tokens // MIN_TILE_TOKENS + min(max_seqs, num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInputs:
+    """Where the inputs of a step of so many rows lie in one int32 array. What a step does not need is behind.
+
+        | counts | logit rows | slots | positions | tokens | tiles |
+
+    Counts and logit rows lie at the same place whatever the number of rows. Each part begins at a multiple of
+    16 bytes, for kernels are compiled once more for addresses that do not.
+    """
+
+    num_rows: int
+    max_seqs: int
+
+    @property
+    def counts(self) -> slice:
+        """The number of decode rows and that of tiles."""
+        return slice(0, 2)
+
+    @property
+    def logit_rows(self) -> slice:
+        return slice(_COUNT_WORDS, _COUNT_WORDS + self.max_seqs)
+
+    @property
+    def slots(self) -> slice:
+        return self._rows(0)
+
+    @property
+    def positions(self) -> slice:
+        return self._rows(1)
+
+    @property
+    def tokens(self) -> slice:
+        return self._rows(2)
+
+    @property
+    def tiles(self) -> slice:
+        begin = self._begin(3)
+        return slice(begin, begin + TILE_FIELDS * max_tiles(self.num_rows, self.max_seqs))
+
+    def num_words(self, num_tiles: int) -> int:
+        """How much of the array a step with so many tiles needs."""
+        return self._begin(3) + TILE_FIELDS * num_tiles
+
+    def _rows(self, field: int) -> slice:
+        return slice(self._begin(field), self._begin(field) + self.num_rows)
+
+    def _begin(self, field: int) -> int:
+        return _COUNT_WORDS + _aligned(self.max_seqs) + field * _aligned(self.num_rows)
+
+
+#: Room for the two counts, so that what follows is aligned.
+_COUNT_WORDS = 4
+
+
+def _aligned(num_words: int) -> int:
+    """The next multiple of 16 bytes, in words."""
+    return -(-num_words // 4) * 4
 
 
 def input_buffers(limits: StepLimits, context: int) -> Mapping[str, Buffer]:
     """The inputs of a step (`engine/inputs.py`)."""
     max_tokens, max_seqs = limits.max_batch_tokens, limits.max_seqs
     return {
-        "packed": Buffer((2 + 3 * max_tokens + max_seqs + TILE_FIELDS * max_tiles(limits),), "int32"),
-        "tokens": Buffer((max_tokens,), "int64"),
-        "logit_rows": Buffer((max_seqs,), "int64"),
+        "packed": Buffer((PackedInputs(max_tokens, max_seqs).tiles.stop,), "int32"),
+        "tokens": Buffer((max_tokens,), "int32"),
         "block_table": Buffer((max_seqs + 1, limits.num_blocks(context)), "int32"),
     }
 
@@ -225,6 +284,51 @@ def counter_buffer(dimensions: Dimensions, max_samples: int) -> Buffer:
 def rotary_buffer(rope_dim: int, context: int) -> Buffer:
     """The table of rotary cosines and sines (`models/rope.py`)."""
     return Buffer((context, 2, rope_dim // 2), "float32")
+
+
+# Graphs. A step is padded to the next of a few sizes, so that few graphs serve every step.
+
+#: Up to the first number sizes are the second apart, and behind the last twice as far. Decode rows each have
+#: logits and sampling behind them. With prompts, products dominate: libraries compute them by tiles of 64 or
+#: 128 rows, and what only fills a tile up is free.
+_DECODE_STEPS = ((2, 1), (4, 2), (8, 4), (256, 8), (512, 32), (1024, 64))
+_MIXED_STEPS = ((32, 16), (64, 32), (512, 64), (4096, 128), (8192, 256))
+#: Launches of a layer, and around all layers, at most; and device memory for each when it is captured.
+_LAYER_NODES, _OTHER_NODES, _NODE_BYTES = 12, 16, 2400
+
+
+def decode_sizes(limits: StepLimits) -> tuple[int, ...]:
+    """Rows that steps of decode rows alone are padded to, and the samples of all other steps."""
+    return _sizes(_DECODE_STEPS, min(limits.max_seqs, limits.max_batch_tokens))
+
+
+def mixed_sizes(limits: StepLimits) -> tuple[int, ...]:
+    """Tokens that steps with prompts are padded to."""
+    return _sizes(_MIXED_STEPS, limits.max_batch_tokens)
+
+
+def padded_size(sizes: Sequence[int], count: int) -> int:
+    """Return the smallest size that holds `count`."""
+    assert 0 < count <= sizes[-1], f"{count=} {sizes[-1]=}"
+    return sizes[bisect_left(sizes, count)]
+
+
+def graph_bytes(dimensions: Dimensions, limits: StepLimits) -> int:
+    """An estimate, rather too high, of the device memory that graphs of all sizes take once captured."""
+    num_decode, num_mixed = len(decode_sizes(limits)), len(mixed_sizes(limits))
+    body_nodes = _LAYER_NODES * dimensions.num_layers + _OTHER_NODES
+    tail_nodes = _LAYER_NODES + _OTHER_NODES
+    return ((num_decode + num_mixed) * body_nodes + num_decode * tail_nodes) * _NODE_BYTES
+
+
+def _sizes(steps: Sequence[tuple[int, int]], most: int) -> tuple[int, ...]:
+    """Sizes by `steps` below `most`, and `most` itself, for that is what full load runs."""
+    sizes, size = [], 0
+    while size < most:
+        apart = next((apart for end, apart in steps if size < end), 2 * steps[-1][1])
+        size = min(size + apart, most)
+        sizes.append(size)
+    return tuple(sizes)
 
 
 # Optional tables. The buffers of one may lie behind each other without a gap, so larger items come first.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
 from hearth.control.registry import Deployed, Registry
 from hearth.errors import ConfigError
+from hearth.messages import PrepareModel
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.events import LoadModel, Promise
 from hearth.policy.fleet.footprint import fixed_bytes_of
@@ -168,3 +170,12 @@ def test_a_ceiling_that_is_fine_before_a_worker_is_there_is_fine_afterwards(
     unknown.fit(budget_gib << 30)
     after = unknown.find(BIG).limits
     assert (after.max_batch_tokens, after.max_seqs) <= (before.max_batch_tokens, before.max_seqs)
+
+
+def test_workers_prepare_once_for_all_models_of_a_shape(registry: Registry) -> None:
+    registry.add(Deployed("tuned", "hf:a/c", "/models/c", "/models/c", "other", LARGE, 2.0))
+    small = replace(LARGE, quant="int8")
+    registry.add(Deployed("small", "hf:a/d", "/models/d", "/models/d", "third", small, 3.0))
+    orders = catalog(registry).prepare_orders()
+    assert len(orders) == 2
+    assert PrepareModel(ModelId("small"), "/models/d", LIMITS) in orders

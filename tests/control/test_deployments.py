@@ -71,7 +71,9 @@ class DeploymentsRig:
         self.journal = Journal(data_dir.journal_path(), brain, 1 << 30)
         catalog = Catalog(self.registry, models, config.engine, config.service.keep_alive)
         observer, pools = Observer(Metrics()), PoolReports()
-        self.driver = Driver(Fleet(brain), self.journal, observer, pools, catalog.host_order)
+        self.driver = Driver(
+            *(Fleet(brain), self.journal, observer, pools, catalog.host_order, catalog.prepare_orders)
+        )
         self.deployments = Deployments(self.registry, catalog, self.driver, self.keeper, data_dir)
 
     def brain_knows(self) -> set[str]:

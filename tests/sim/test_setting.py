@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from hearth.config import EngineConfig
 from hearth.errors import ConfigError
 from hearth.sim.report import Percentiles
 from hearth.sim.setting import KIND, SimulationSetting, parse_models
@@ -35,6 +36,11 @@ def test_a_larger_machine_has_larger_limits_as_a_service_has() -> None:
     small, large = (SimulationSetting({}, num_gib << 30).limits for num_gib in (24, 120))
     assert (small.max_batch_tokens, small.max_seqs) == (4096, 256)
     assert (large.max_batch_tokens, large.max_seqs) == (16384, 1024)
+
+
+def test_engines_are_simulated_as_they_are_configured_by_default() -> None:
+    setting, config = SimulationSetting({}, 0), EngineConfig()
+    assert (setting.wanted_limits, setting.max_step_s) == (config.wanted_limits, config.max_step)
 
 
 def test_percentiles_are_values_that_so_many_percent_do_not_exceed() -> None:

@@ -31,6 +31,8 @@ LETTERS, LAST, SHARED, NOBODY = ascii_letters + digits, "?", "*", " "
 #: What each fallback of a pool means, for people.
 FALLBACKS = {
     "address": "at another address than planned",
+    "kernels_compiled_while_serving": "that all models of the worker waited for",
+    "kernels_loaded_while_serving": "from disk when a step asked for them",
     "tables": "of penalties or biases outside of the pool",
 }
 

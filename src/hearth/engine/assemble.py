@@ -11,11 +11,12 @@ import torch
 
 from hearth.config import EngineConfig
 from hearth.engine.engine import Engine
-from hearth.engine.graphs import GRAPH_SIZES
+from hearth.engine.graphs import StepGraphs
 from hearth.engine.guide import Guides
 from hearth.engine.inputs import InputBuffers
 from hearth.engine.runner import Runner
 from hearth.engine.sampler import Sampler
+from hearth.engine.step_shape import PaddedSizes
 from hearth.engine.upload import Uploads
 from hearth.errors import DeviceError
 from hearth.kernels.jit import HAS_TRITON
@@ -89,23 +90,14 @@ def assemble(
     In `memory` that was set aside KV has no blocks yet: `Engine.add_blocks` gives them. Without such memory
     the engine takes its own, and what is left on the device goes to KV, for good.
     """
-    arch, dtype, limits = spec.arch, spec.dtype, spec.limits
+    limits = spec.limits
     log.info(
         "engine_assembled max_batch_tokens=%d max_seqs=%d max_context=%d",
         *(limits.max_batch_tokens, limits.max_seqs, spec.max_context),
     )
     is_elastic = memory is not None
     memory = memory or _own_memory(spec, config, device)
-    workspace = Workspace.bind(arch, dtype, _step_size(limits, device), memory.workspace)
-    cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, spec.max_context, device)
-    uploads = Uploads(device)
-    sampler = Sampler(limits.max_seqs, arch.vocab_size, uploads)
-    heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
-    tile_tokens = prompt_tile_tokens(heads, dtype)
-    inputs = InputBuffers(limits, spec.max_context, sampler.tokens, uploads, memory.sink, tile_tokens)
-    kv = _bind_kv(spec, memory.kv)
-    decoder = Decoder(arch, weights, workspace, cos_sin)
-    runner = Runner(decoder, kv, inputs, sampler, uploads, _max_graph_size(config, limits, device))
+    runner = assemble_runner(spec, weights, config, memory, _step_size(limits, device))
     if (
         config.graphs == "start" and not is_elastic
     ):  # else there may be no weights yet: see `worker/hosted_model.py`
@@ -113,10 +105,36 @@ def assemble(
     if is_elastic:
         book = BlockBook(limits.block_tokens, memory.floor_blocks)
     else:
-        book = BlockBook.fixed(len(kv), limits.block_tokens)
+        book = BlockBook.fixed(len(runner.kv), limits.block_tokens)
     batcher = Batcher(BatchLimits(limits.max_batch_tokens, limits.max_seqs, spec.max_context), book)
-    guides = Guides(spec.tokenizer_json, arch.vocab_size, spec.eos_ids)
-    return Engine(batcher, runner, guides, arch.vocab_size, spec.eos_ids)
+    vocab_size = spec.arch.vocab_size
+    guides = Guides(spec.tokenizer_json, vocab_size, spec.eos_ids)
+    return Engine(batcher, runner, guides, vocab_size, spec.eos_ids, max_step_s=config.max_step)
+
+
+def assemble_runner(
+    spec: ModelSpec, weights: Weights, config: EngineConfig, memory: Memory, size: StepSize
+) -> Runner:
+    """Return what runs the steps of an engine, on the device that the memory is on."""
+    arch, dtype, device, limits = spec.arch, spec.dtype, memory.workspace.device, spec.limits
+    workspace = Workspace.bind(arch, dtype, size, memory.workspace)
+    cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, spec.max_context, device)
+    uploads = Uploads(device)
+    sampler = Sampler(limits.max_seqs, arch.vocab_size, uploads)
+    heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
+    inputs = InputBuffers(
+        limits,
+        spec.max_context,
+        sampler.tokens,
+        uploads,
+        memory.sink,
+        lambda num_rows: prompt_tile_tokens(heads, dtype, num_rows),
+    )
+    kv = _bind_kv(spec, memory.kv)
+    decoder = Decoder(arch, weights, workspace, cos_sin)
+    sizes = _padded_sizes(limits, device)
+    is_captured = device.type == "cuda" and sizes.decode and config.graphs != "off"
+    return Runner(decoder, kv, inputs, sampler, uploads, sizes, StepGraphs() if is_captured else None)
 
 
 def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:
@@ -133,15 +151,19 @@ def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> to
         ) from error
 
 
-def _max_graph_size(config: EngineConfig, limits: StepLimits, device: torch.device) -> int:
-    if device.type != "cuda" or config.graphs == "off":
-        return 0
+def _padded_sizes(limits: StepLimits, device: torch.device) -> PaddedSizes:
+    """The sizes that steps are padded to, captured or not: so both give the same bits.
+
+    On the meta device there are dry runs, which have the shapes of CUDA.
+    """
+    if device.type == "cpu":
+        return PaddedSizes()
     if not HAS_TRITON:
         log.warning(
             "fallback kernels=torch graphs=off reason=triton_missing remedy=`pip install hearth[gpu]`"
         )
-        return 0
-    return min(limits.max_seqs, limits.max_batch_tokens, GRAPH_SIZES[-1])
+        return PaddedSizes()
+    return PaddedSizes.of(limits)
 
 
 def _step_size(limits: StepLimits, device: torch.device) -> StepSize:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from hearth.kernels.jit import launch, runs_triton, tl, triton
+from hearth.kernels.overlap import wait_for_inputs
 
 #: False: small numbers travel as copies, like everything else.
 READS_HOST = True
@@ -47,7 +48,8 @@ def read_host_triton(out: torch.Tensor, pinned: torch.Tensor) -> None:
 
 
 @triton.jit(do_not_specialize=["num_words"])
-def _read_host_kernel(out, pinned, num_words, BLOCK: tl.constexpr):
+def _read_host_kernel(out, pinned, num_words, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    wait_for_inputs(OVERLAPS)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_words
     tl.store(out + at, tl.load(pinned + at, inside, other=0), inside)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hearth.kernels.jit import launch, runs_triton, tl, triton
+from hearth.kernels.overlap import prefetch, wait_for_inputs
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor) -> None:
@@ -53,6 +54,7 @@ def skinny_linear_triton(
     block_n: int = 2,
     block_k: int = 1024,
     num_warps: int = 4,
+    ahead: int = 4096,
 ) -> None:
     n, k = weight.shape
     launch(
@@ -68,6 +70,7 @@ def skinny_linear_triton(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         EVEN_K=k % block_k == 0,
+        AHEAD=ahead,
         num_warps=num_warps,
         num_stages=3,
     )
@@ -85,11 +88,17 @@ def _skinny_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
+    AHEAD: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = outputs < n
     weight_at = weight + outputs.to(tl.int64)[:, None] * k
+    if AHEAD > 0:
+        lines = tl.arange(0, AHEAD // 64)[None, :] * 64
+        prefetch(weight_at + lines, in_n[:, None] & (lines < k), OVERLAPS)
+    wait_for_inputs(OVERLAPS)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for at in range(0, k, BLOCK_K):
         inputs = at + tl.arange(0, BLOCK_K)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from hearth.kernels.jit import launch, runs_triton, tl, triton
+from hearth.kernels.overlap import wait_for_inputs
 
 
 def add_norm(
@@ -96,7 +97,9 @@ def _add_norm_kernel(
     IS_RMS: tl.constexpr,
     IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64) * hidden
     cols = tl.arange(0, BLOCK)
     inside = cols < hidden

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from hearth.kernels.jit import launch, runs_triton, tl, triton
+from hearth.kernels.overlap import prefetch, wait_for_inputs
 
 #: Up to so many rows a program for each row beats tensor cores.
 MAX_SKINNY_ROWS = 1
@@ -58,6 +59,7 @@ def quantized_skinny_triton(
     block_n: int | None = None,
     block_k: int = 1024,
     num_warps: int = 2,
+    ahead: int = 4096,
 ) -> None:
     rows, (n, k) = x.shape[0], weight.shape
     if block_n is None:
@@ -78,12 +80,13 @@ def quantized_skinny_triton(
         BLOCK_K=block_k,
         EVEN_N=n % block_n == 0,
         EVEN_K=k % block_k == 0,
-        AS_MANTISSAS=x.is_cuda,  # the interpreter knows no assembly
+        AS_MANTISSAS=not x.is_cpu,  # the interpreter knows no assembly
+        AHEAD=ahead,
         num_warps=num_warps,
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _skinny_kernel(
     out,
     x,
@@ -99,12 +102,18 @@ def _skinny_kernel(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     AS_MANTISSAS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     # Programs that run together share their weights.
     row = (tl.program_id(0) % rows).to(tl.int64)
     outputs = tl.program_id(0) // rows * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = outputs < n
     weight_at = weight + outputs.to(tl.int64)[:, None] * k
+    if AHEAD > 0:
+        lines = tl.arange(0, AHEAD // 128)[None, :] * 128
+        prefetch(weight_at + lines, in_n[:, None] & (lines < k), OVERLAPS)
+    wait_for_inputs(OVERLAPS)
     # Each thread loads 16 weights at a time and adds up their products alone. To have the same 16 of x,
     # and not through shared memory, x must be loaded in the shape of the weights.
     acc = tl.zeros([BLOCK_N, BLOCK_K // 16], tl.float32)
@@ -218,13 +227,13 @@ def quantized_tiled_triton(
         BLOCK_K=tile.block_k,
         EVEN_K=k % tile.block_k == 0,
         GROUP_N=GROUP_N,
-        AS_MANTISSAS=x.is_cuda,  # the interpreter knows no assembly
+        AS_MANTISSAS=not x.is_cpu,  # the interpreter knows no assembly
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _tiled_kernel(
     out,
     x,
@@ -241,7 +250,9 @@ def _tiled_kernel(
     EVEN_K: tl.constexpr,
     GROUP_N: tl.constexpr,
     AS_MANTISSAS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     # Programs that run together share a group of weight tiles and differ in their rows.
     per_group = GROUP_N * tl.cdiv(rows, BLOCK_M)
     first_n = tl.program_id(0) // per_group * GROUP_N

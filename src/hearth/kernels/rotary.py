@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hearth.kernels.jit import launch, runs_triton, tl, triton
+from hearth.kernels.overlap import wait_for_inputs
 from hearth.kernels.paged import Heads, PagedRows, RotaryFactors
 
 
@@ -123,7 +124,7 @@ def rotate_and_store_triton(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _rotate_and_store_kernel(
     qkv,
     positions,
@@ -146,7 +147,9 @@ def _rotate_and_store_kernel(
     BLOCK_TOKENS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
     HEADS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     token = tl.program_id(0)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_head = head < NUM_Q + 2 * NUM_KV

@@ -41,6 +41,8 @@ TYPICAL = Dimensions(
 TYPICAL_DTYPE = "bfloat16"
 #: The kind of all simulated devices: memory is mapped by pages, and one workspace serves all models.
 KIND = "cuda"
+#: As `EngineConfig` has it.
+DEFAULT_MAX_STEP_S = 0.06
 _MODELS = re.compile(r"([^*,\s]+)(?:\*([1-9]\d*))?")
 
 
@@ -70,6 +72,7 @@ class SimulationSetting:
     policy: Policy = Policy.TURNS
     context: int = 2048
     wanted_limits: WantedLimits = field(default_factory=lambda: WantedLimits(None, None, block_tokens=16))
+    max_step_s: float = DEFAULT_MAX_STEP_S  #: as `PromptAllowance` has it
     pace: Pace = field(default_factory=Pace)  #: of all requests
     rules: TurnRules = field(default_factory=TurnRules)
     on_time: OnTime = field(default_factory=OnTime)

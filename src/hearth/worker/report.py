@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from hearth.kernels.compilations import COMPILATIONS
 from hearth.memory.pool import Holding
 from hearth.messages import DeviceResidency, ModelUse, Pong
 from hearth.types import Hold, ModelId
@@ -57,7 +58,12 @@ class Reports:
             workspace_bytes=usage.workspace_bytes,
             lost_bytes=usage.lost_bytes,
             moved_bytes=usage.moved_bytes,
-            fallbacks={**usage.fallbacks, "tables": self._reclaimer.num_spilled_tables},
+            fallbacks={
+                **usage.fallbacks,
+                "tables": self._reclaimer.num_spilled_tables,
+                "kernels_compiled_while_serving": COMPILATIONS.num_while_serving,
+                "kernels_loaded_while_serving": COMPILATIONS.num_loads_while_serving,
+            },
             models=tuple(self._uses(usage.holdings)),
         )
 
