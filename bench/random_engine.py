@@ -10,7 +10,7 @@ import torch
 from bench.random_model import tokenizer_json
 from bench.shape import Shape
 from hearth.config import EngineConfig
-from hearth.engine.assemble import ModelSpec, assemble
+from hearth.engine.assemble import ModelSpec, assemble, own_limits
 from hearth.engine.engine import Engine
 from hearth.models.dtypes import DTYPES, STORED_DTYPES
 from hearth.models.layout import TensorSpec
@@ -30,9 +30,9 @@ def new_engine(
     max_context: int | None = None,
 ) -> Engine:
     """Return an engine over random weights; without a seed they are whatever the memory holds."""
-    spec = ModelSpec(
-        shape.arch, DTYPES[shape.dtype], max_context or shape.arch.max_positions, eos_ids=frozenset()
-    )
+    arch, dtype = shape.arch, DTYPES[shape.dtype]
+    limits = own_limits(config, arch, dtype, device)  # before anything is taken of the memory
+    spec = ModelSpec(arch, dtype, max_context or arch.max_positions, limits, eos_ids=frozenset())
     return assemble(spec, random_weights(shape, device, seed), config, device)
 
 

@@ -17,6 +17,7 @@ import torch
 
 from bench.llama7b import new_engine
 from hearth.config import EngineConfig
+from hearth.engine.assemble import own_limits
 from hearth.engine.engine import Engine
 from hearth.engine.runner import Runner
 from hearth.engine.step_shape import PaddedSizes
@@ -162,12 +163,13 @@ def capture_all(engine: Engine) -> dict[str, object]:
     engine.runner.capture_all()
     torch.cuda.synchronize()
     used_bytes = free_bytes - torch.cuda.mem_get_info()[0]
+    arch, device = engine.runner.decoder.arch, engine.runner.kv.device
     return {
         "step": "all sizes",
         "graphs": len(graphs),
         "capture_s": time.perf_counter() - began_s,
         "used_bytes": used_bytes,
-        "estimated_bytes": graph_bytes(engine.runner.decoder.arch.dimensions, CONFIG.step_limits),
+        "estimated_bytes": graph_bytes(arch.dimensions, own_limits(CONFIG, arch, torch.bfloat16, device)),
     }
 
 

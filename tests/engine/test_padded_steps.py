@@ -16,6 +16,7 @@ from hearth.config import EngineConfig
 from hearth.engine.engine import Engine
 from hearth.engine.graphs import Work
 from hearth.engine.step_shape import GraphKey, PaddedSizes, StepPart
+from hearth.sizes import StepLimits
 from tests.engine.harness import ROOMY, ask, assert_greedy, engine_for, greedy, prompts_for
 from tests.models.zoo import build
 
@@ -46,7 +47,9 @@ class FirstWork:
 def padded(name: str, config: EngineConfig, graphs: FirstWork | None = None) -> Engine:
     """An engine that pads its steps. Its memory is full of NaN."""
     engine = engine_for(name, config)
-    engine.runner.sizes = PaddedSizes.of(config.step_limits)
+    limits = engine.batcher.limits
+    sizes = StepLimits(limits.max_batch_tokens, limits.max_seqs, config.block_tokens)
+    engine.runner.sizes = PaddedSizes.of(sizes)
     engine.runner.graphs = graphs  # type: ignore[assignment] # CUDA graphs cannot be had here
     engine.runner.kv.fill_(torch.nan)
     engine.runner.decoder._workspace.residual.untyped_storage().fill_(0xFF)

@@ -181,7 +181,7 @@ def test_requests_of_a_lost_worker_go_on_elsewhere(requests: list[TracedRequest]
     service = SimulatedService(replace(SETTING, num_workers=2), MACHINE)
     service.ask(requests)
     service.schedule(WorkerLost(lost_s, WorkerId("worker-0")))
-    service.schedule(WorkerJoined(lost_s + 1.0, WorkerId("worker-2"), KIND, MEMORY_BYTES, 256))
+    service.schedule(WorkerJoined(lost_s + 1.0, WorkerId("worker-2"), KIND, MEMORY_BYTES))
     service.run()
     service.check()
     assert all(answer.is_whole for answer in service.answers.values())

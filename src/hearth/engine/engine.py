@@ -19,7 +19,7 @@ from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.elastic import Elastic, KvUse
 from hearth.policy.batch.plan import Admission, CommittedStep, EngineRequest, Guide, RequestFailed, StepPlan
 from hearth.policy.batch.prompt_allowance import PromptAllowance
-from hearth.sizes import bias_buffers, bytes_of, penalty_buffers
+from hearth.sizes import bias_buffers, bytes_of, penalty_buffers, table_rows
 from hearth.types import FinishReason, GuideSpec, RequestId, SamplingParams, SamplingTable, TokenLogprobs
 
 _TABLE_BUFFERS = {SamplingTable.PENALTIES: penalty_buffers, SamplingTable.BIAS: bias_buffers}
@@ -169,12 +169,13 @@ class Engine:
     def needed_tables(self) -> dict[SamplingTable, int]:
         """Return the bytes of each table that a request which is here needs, be it running or waiting.
 
-        A table that nobody has placed is allocated, outside of any pool, by the step that admits the first of
-        them; it goes with the last. So whoever keeps books of the device asks before each step, and after.
+        A table that nobody has placed, or that has become too small, is allocated outside of any pool by the
+        step that admits them; it goes with the last. So whoever keeps books of the device asks before each
+        step, and after.
         """
         max_seqs = self.batcher.limits.max_seqs
         return {
-            table: bytes_of(_TABLE_BUFFERS[table](max_seqs, self._vocab_size))
+            table: bytes_of(_TABLE_BUFFERS[table](table_rows(len(users), max_seqs), self._vocab_size))
             for table, users in self._users_by_table.items()
             if users
         }
@@ -302,7 +303,9 @@ class Engine:
         for table, users in self._users_by_table.items():
             if request_id in users:
                 users.remove(request_id)
-                if not users:
+                if users:
+                    self.runner.free_row(table, request_id)
+                else:
                     self.runner.drop_table(table)
 
 

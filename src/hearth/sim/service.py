@@ -115,8 +115,7 @@ class SimulatedService:
             in_host = {Rung.HOST: known.num_bytes, Rung.DISK: known.num_bytes}
             self._tell(ResidencyReported(0.0, model, in_host))
         for number in range(setting.num_workers):
-            name, max_seqs = WorkerId(f"worker-{number}"), setting.limits.max_seqs
-            self._tell(WorkerJoined(0.0, name, KIND, setting.memory_bytes, max_seqs))
+            self._tell(WorkerJoined(0.0, WorkerId(f"worker-{number}"), KIND, setting.memory_bytes))
 
     def ask(self, requests: Iterable[TracedRequest]) -> None:
         """Have requests arrive at their times, each for the model that its tenant names.

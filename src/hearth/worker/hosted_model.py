@@ -156,10 +156,11 @@ class HostedModel:
 
     def is_same(self, order: HostModel) -> bool:
         """True if an order asks for just what this model's engine was made for."""
-        mine = self.order
-        return (mine.digest, mine.max_context, mine.kv_floor_bytes, mine.max_kv_bytes, mine.eos_ids) == (
-            *(order.digest, order.max_context, order.kv_floor_bytes, order.max_kv_bytes, order.eos_ids),
+        made, wanted = (
+            (one.digest, one.max_context, one.limits, one.kv_floor_bytes, one.max_kv_bytes, one.eos_ids)
+            for one in (self.order, order)
         )
+        return made == wanted
 
     def _wrong(self, what: str) -> AssertionError:
         return AssertionError(f"`{self.model}` {what} while it is {type(self.state).__name__}")
@@ -203,7 +204,7 @@ class HostedModel:
 
         def look_up() -> None:
             borrowed = borrow(resources.borrower, order, is_given_up)
-            spec = hosting_spec(order, borrowed, resources.device, resources.config)
+            spec = hosting_spec(order, borrowed, resources.device)
             post(order.hosting, ModelFound(spec, borrowed))
 
         start_thread(look_up, resources.device, lambda news: post(order.hosting, news))

@@ -129,7 +129,7 @@ class ModelLoad:
         spec, space, resources = self._spec, self._space, self._resources
         # Kernels on disk come first: on their way to the device they would queue behind the weights, too.
         kernels = resources.kernels
-        are_kernels_ready = kernels is None or kernels.load(spec.manifest)
+        are_kernels_ready = kernels is None or kernels.load(spec.manifest, spec.model.limits)
         if space.gaps and borrowed is None:
             borrowed = borrow(resources.borrower, self._order, lambda: self._is_cancelled)
         if engine is None and not self._is_cancelled:
@@ -148,9 +148,8 @@ class ModelLoad:
                 if (gate := self._watched.gate()) is not None:
                     engine.runner.follow(gate)
         if kernels is not None and not are_kernels_ready:
-            kernels.compile(
-                spec.manifest
-            )  # beside the weights; this model's first step waits, and no other's
+            # Beside the weights; this model's first step waits, and no other's.
+            kernels.compile(spec.manifest, spec.model.limits)
         if not space.gaps and self._map_ahead is not None:
             self._map_ahead.wait()  # all of it is there, in other hands, and has to be mapped only
         self._post(EngineReady(engine, is_whole=not space.gaps))

@@ -212,6 +212,8 @@ class Reclaimer:
                 assert_never(order)
 
     def _place_table(self, model: ModelId, table: SamplingTable, num_bytes: int) -> int:
+        if table in self._served(model).pooled_tables:  # too small by now
+            self._lift_table(model, table)
         memory = self.pool.place_table(model, table, num_bytes)
         self._follow_moves()
         if memory is None:
@@ -222,12 +224,16 @@ class Reclaimer:
         return num_bytes
 
     def _spill_table(self, model: ModelId, table: SamplingTable) -> int:
-        served = self._served(model)
-        with _blaming(model):
-            served.engine.place_table(table, None)
         self.num_spilled_tables += 1
         if self.num_spilled_tables == 1:
             log.warning("fallback tables=torch model=%s table=%s reason=no_room", model, table)
+        return self._lift_table(model, table)
+
+    def _lift_table(self, model: ModelId, table: SamplingTable) -> int:
+        """Have a table lie outside of the pool; return how many bytes came free there."""
+        served = self._served(model)
+        with _blaming(model):
+            served.engine.place_table(table, None)
         num_bytes = served.pooled_tables.pop(table, 0)
         if num_bytes:
             self.pool.drop_table(model, table)

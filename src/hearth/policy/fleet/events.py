@@ -32,6 +32,7 @@ class Footprint:
     workspace_bytes: int = 0  #: of `fixed_bytes`, what all models of a worker see, one after the other
     tables_bytes: int = 0  #: of `fixed_bytes`, what its engine has besides, always
     sink_bytes: int = 0  #: of `min_kv_bytes`, what its engine never gives up
+    max_seqs: int = 1  #: requests that it runs at a time, for which its memory is sized
 
     @property
     def weights_bytes(self) -> int:
@@ -99,7 +100,6 @@ class WorkerJoined:
     worker: WorkerId
     kind: str
     budget_bytes: int
-    max_seqs: int  #: requests that one model runs at a time
     shares_workspace: bool = True  #: its pool is sure to need one workspace for all models
 
 
@@ -411,6 +411,7 @@ class Resident:
     num_running: int
     expires_s: float | None  #: when a warm one becomes retained; None: busy, pinned or retained
     is_pin_refused: bool = False  #: it should be pinned, and those beside it would have no room
+    max_seqs: int = 1  #: requests that it runs at a time
 
 
 @dataclass(frozen=True, slots=True)
