@@ -19,7 +19,7 @@ from hearth.config import EngineConfig, StoreConfig
 from hearth.cpus import log_if_threads_spin, num_usable_cores
 from hearth.engine.assemble import ModelSpec, allocate, assemble
 from hearth.engine.engine import Engine
-from hearth.errors import DeviceError, ModelError
+from hearth.errors import DeviceError, ModelError, StoreError
 from hearth.models.arch import Arch
 from hearth.models.dtypes import DTYPES
 from hearth.models.layout import Layout, layout_of
@@ -163,9 +163,10 @@ class _ConvertedModel:
             self._load.cancel()
         self._close_tiers()
 
-    def _ended(self, record: LoadRecord) -> None:
-        self._tiers.loaded(record)
-        self._close_tiers()
+    def _ended(self, outcome: LoadRecord | StoreError) -> None:
+        if isinstance(outcome, LoadRecord):
+            self._tiers.loaded(outcome)
+            self._close_tiers()
 
     def _close_tiers(self) -> None:
         if self._owns_tiers:
