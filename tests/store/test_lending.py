@@ -726,6 +726,9 @@ def test_a_load_of_a_model_that_is_another_by_now_says_so(model: Path, tmp_path:
         borrowed = borrower.open(place)
     shutil.rmtree(place)
     convert(build("opt-pre").directory, place, chunk_bytes=CELL_BYTES)
-    with lending(tmp_path / "new", path), closing(borrower):
-        with pytest.raises(StoreError, match="is another model by now"):
-            borrower.fetch(borrowed, [0])
+    with (
+        lending(tmp_path / "new", path),
+        closing(borrower),
+        pytest.raises(StoreError, match="is another model by now"),
+    ):
+        borrower.fetch(borrowed, [0])

@@ -146,8 +146,8 @@ class Pool(Protocol):
 
     def take_weights(self, num_bytes: int, most: Hold, below_s_per_byte: float = math.inf) -> int:
         """Take at least so many bytes of weights from models held at most so, cheapest first; returns how
-        many came free, which is less only where there are no more. No step begins with any of them; one may be
-        in flight, as the terms say.
+        many came free, which is less only where there are no more. No step begins with any of them; one may
+        be in flight, as the terms say.
 
         `below_s_per_byte`: only those whose reload cost is less.
         """

@@ -311,7 +311,7 @@ class Loan:
     @property
     def is_finished(self) -> bool:
         """True if no more chunks come and all that came were given back."""
-        # Without the lock, which is held when the borrower takes its own: once it is over, no more is yielded.
+        # Without the lock, which is held when the borrower takes its own: once over, no more is yielded.
         return self._is_over and self._num_released == self._num_yielded
 
     def __iter__(self) -> Iterator[HostChunk]:

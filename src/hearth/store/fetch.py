@@ -327,7 +327,7 @@ class Fetch:
             self.release(*taken)
 
     def batches(self) -> Iterator[list[HostChunk]]:
-        """Yield the chunks in order, all that are ready at once: while readers are busy the lock is not cheap.
+        """Yield the chunks in order, all that are ready at once: beside busy readers the lock is not cheap.
 
         Raises StoreError if one cannot be had, LoadCancelled after `cancel`.
         """

@@ -26,7 +26,7 @@ class LenderLine:
         send(self._connection, *messages)
 
     def read(self) -> Message | None:
-        """Return the next message; None: the lender is gone, or the line closed. Raises StoreError as `parse`."""
+        """Return the next message; None: the lender is gone, or the line closed. Raises as `parse`."""
         try:
             line = self._lines.readline()
         except (OSError, ValueError):  # ValueError: closed by another thread

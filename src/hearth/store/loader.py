@@ -77,7 +77,7 @@ class _Copied:
 
     @property
     def has_passed(self) -> bool:
-        return self.event is None or self.event.query()
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call] # as below
 
 
 class Loader:
@@ -304,7 +304,7 @@ class Load:
         return event
 
     def _pieces_before(self, begin: int, end: int) -> Iterator[LoadPiece]:
-        """Yield the pieces that may have bytes from `begin` to `end`; none is asked for bytes before them again.
+        """Yield the pieces that may have bytes from `begin` to `end`; nobody asks for earlier ones again.
 
         A model of which pages are missing here and there has hundreds of pieces.
         """

@@ -396,19 +396,20 @@ class WorkerLoop:
         finished = {
             int(one.request_id): one.finish_reason for one in outputs if one.finish_reason is not None
         }
-        self._turns.sent(model, [one.request_id for one in outputs])
+        request_ids = [one.request_id for one in outputs]
+        self._turns.sent(model, request_ids)
         for run in finished:
             del self._runs[run]
             self._turns.ended(model, run)
         if outputs or admitted or preempted:
-            has_logprobs = any(one.logprobs is not None for one in outputs)
+            logprobs = [one.logprobs for one in outputs]
             self._send(
                 StepDone(
                     model=model,
-                    runs=[int(one.request_id) for one in outputs],
+                    runs=list(map(int, request_ids)),
                     tokens=[one.token for one in outputs],
                     finished=finished,
-                    logprobs=[one.logprobs for one in outputs] if has_logprobs else None,
+                    logprobs=None if logprobs.count(None) == len(logprobs) else logprobs,
                     admitted=admitted,
                     preempted=preempted,
                     step_s=step_s,
