@@ -190,7 +190,7 @@ class Setting:
     def worker_pool(
         self, budget_bytes: int, *, is_mapped: bool = False
     ) -> Iterator[Callable[[EvictionTermsOf], Pool]]:
-        """Open what makes a pool as a worker on such a device does; with `is_mapped` one of pages anywhere."""
+        """Open what makes a pool as a worker on such a device does; `is_mapped`: of pages on any device."""
         if self.device.type != "cuda" and not is_mapped:
             yield partial(ArenaPool, self.device, budget_bytes)
             return
