@@ -75,6 +75,8 @@ def test_a_whole_number_serves_as_a_fraction(write: Callable[[str], Path]) -> No
         ("[engine]\nmax_seqs = true\n", "`engine.max_seqs` must be of type int, given: True of type bool"),
         ("[engine]\nmax_seqs = 8.0\n", "`engine.max_seqs` must be of type int, given: 8.0 of type float"),
         ("[engine]\ngraphs = true\n", "`engine.graphs` must be one of 'lazy', 'start', 'off', given: True"),
+        ("[engine]\nmax_step = 0\n", "`engine.max_step` must be at least 0.001 s, given: 0; -1 is for ever"),
+        ('[engine]\nmax_step = "soon"\n', "`engine.max_step`: a duration is seconds, or numbers with ms, s"),
         ("[engine]\nmax_seqs = 0\n", "`engine.max_seqs` must be at least 1, given: 0"),
         ("[engine]\nkv_bytes = -1\n", "`engine.kv_bytes` must be at least 1B, given: -1"),
         ("[store]\nhost_bytes = 1000\n", "`store.host_bytes` must be at least 16MiB, given: 1000"),
@@ -164,6 +166,7 @@ def test_plain_configuration_says_for_ever_in_a_number() -> None:
     st.builds(
         EngineConfig,
         max_seqs=st.integers(1, 10**6),
+        max_step=st.just(math.inf) | st.floats(0.001, 1e9),
         kv_bytes=st.none() | st.integers(1, 2**50),
         memory_fraction=st.floats(0.05, 1.0),
         graphs=st.sampled_from(["lazy", "start", "off"]),

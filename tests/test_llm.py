@@ -24,7 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from hearth import LLM, Completion, SamplingParams
 from hearth.config import EngineConfig
-from hearth.engine.engine import StepOutcome
+from hearth.engine.engine import StepOutcome, StepOutputs
 from hearth.errors import (
     BadCheckpoint,
     BadPrompt,
@@ -577,7 +577,7 @@ def asked_and_closed(
 
     def step() -> StepOutcome:
         stepping.set()
-        return StepOutcome((), (), ())
+        return StepOutcome(StepOutputs(), (), ())
 
     monkeypatch.setattr(llm.engine, "step", step)
     with ThreadPoolExecutor(1) as pool:

@@ -44,6 +44,8 @@ class Limits:
 class _Spoken:
     """Marks seconds that are given as `parse_duration` reads them."""
 
+    low_s: float = 0.0
+
 
 #: Longer waits than a day are mistakes.
 _Wait = Annotated[float, Limits(0.0, 86400.0)]
@@ -56,10 +58,12 @@ _PAUSE_LIMITS = Limits(0.1, 3600.0)
 class EngineConfig:
     max_batch_tokens: Annotated[int, Limits(1)] = 4096  #: token budget of one step
     max_seqs: Annotated[int, Limits(1)] = 256  #: sequences that run at the same time
+    #: the longest that a step with running requests should take because of prompts; infinite: any time
+    max_step: Annotated[float, _Spoken(low_s=0.001)] = 0.06
     block_tokens: Annotated[int, Limits(1, 1024)] = 16  #: tokens per block of KV
     kv_bytes: Annotated[int | None, Limits(1)] = None  #: KV memory; None: derived from the device's memory
     memory_fraction: Annotated[float, Limits(0.05, 1.0)] = 0.9  #: share of the device's memory to use
-    graphs: Literal["lazy", "start", "off"] = "lazy"  #: when decode steps are captured as CUDA graphs
+    graphs: Literal["lazy", "start", "off"] = "lazy"  #: when steps are captured as CUDA graphs
 
     def __post_init__(self) -> None:
         _check_section(self, "engine")
@@ -350,7 +354,7 @@ def _checked(key: str, hint: object, value: object) -> object:
         hint, note = get_args(hint)
     choices = get_args(hint)  # of a Literal: values; of a union: types
     if isinstance(note, _Spoken):
-        return None if value is None and NoneType in choices else _duration(key, value)
+        return None if value is None and NoneType in choices else _duration(key, value, note.low_s)
     if get_origin(hint) is tuple:
         return _texts(key, value)
     if get_origin(hint) is Literal:
@@ -385,11 +389,14 @@ def _size(key: str, size: str) -> int:
         raise ConfigError(f"`{key}`: {error}") from None
 
 
-def _duration(key: str, value: object) -> float:
+def _duration(key: str, value: object, low_s: float) -> float:
     try:
-        return parse_duration(value)
+        seconds = parse_duration(value)
     except ConfigError as error:
         raise ConfigError(f"`{key}`: {error}") from None
+    if seconds < low_s:
+        raise ConfigError(f"`{key}` must be at least {low_s:g} s, given: {value!r}; -1 is for ever")
+    return seconds
 
 
 def _texts(key: str, value: object) -> tuple[str, ...]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from hearth.config import EngineConfig
 from hearth.engine.assemble import Memory, ModelSpec, assemble
 from hearth.engine.engine import Engine
+from hearth.engine.sampler import SampleRows
 from hearth.errors import HearthError
 from hearth.models.dtypes import DTYPES
 from hearth.models.families import read_arch
@@ -26,7 +28,8 @@ from tests.models.zoo import build, pack_directory
 #: DESIGN of "the same tokens": where the reference's two best logits are closer than this, either is right.
 TIE = 1e-4
 
-ROOMY = EngineConfig(max_batch_tokens=256, max_seqs=8, block_tokens=4, kv_bytes=64 << 20)
+#: Without a limit by time: plans are the same in every run.
+ROOMY = EngineConfig(max_batch_tokens=256, max_seqs=8, max_step=-1, block_tokens=4, kv_bytes=64 << 20)
 
 
 @dataclass(slots=True)
@@ -58,10 +61,11 @@ def engine_over(
     dtype: str = "float32",
     tokenizer_json: Path | None = None,
     memory: Callable[[ModelSpec], Memory] | None = None,
+    quant: str = "none",
 ) -> Engine:
     """Of the checkpoint that is saved there."""
     arch = read_arch(directory)
-    layout = layout_of(arch, dtype)
+    layout = layout_of(arch, dtype, quant)
     base = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
     pack_directory(directory, arch, layout, base)
     weights = bind(arch, layout, contiguous_places(layout, base))
@@ -111,8 +115,8 @@ def admissions_of(engine: Engine) -> list[Admission]:
     admissions: list[Admission] = []
     plan = engine.batcher.plan
 
-    def watched_plan() -> StepPlan | None:
-        made = plan()
+    def watched_plan(max_prompt_tokens: int | None = None) -> StepPlan | None:
+        made = plan(max_prompt_tokens)
         admissions.extend(made.admissions if made else ())
         return made
 
@@ -122,6 +126,13 @@ def admissions_of(engine: Engine) -> list[Admission]:
 
 def greedy(max_tokens: int = 12) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def sample_rows(
+    slots: Sequence[int], positions: int | Sequence[int], masks: Mapping[int, bytes] | None = None
+) -> SampleRows:
+    """Rows of these slots, at one position or each at its own."""
+    return SampleRows(np.array(slots, np.int64), np.broadcast_to(positions, len(slots)), masks or {})
 
 
 @lru_cache(maxsize=512)

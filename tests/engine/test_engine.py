@@ -11,7 +11,9 @@ import torch
 
 from hearth.config import EngineConfig
 from hearth.engine.engine import Engine, Usage
+from hearth.engine.runner import PendingStep
 from hearth.errors import BadPrompt, BadSampling, LogitsNotFinite, PromptTooLong
+from hearth.policy.batch.plan import StepPlan
 from hearth.types import FinishReason, RequestId, SamplingParams
 from tests.engine.harness import (
     ROOMY,
@@ -60,6 +62,57 @@ def test_mixed_batches_and_chunked_prefill_give_the_best_tokens(name: str, budge
     for prompt, answer in zip(asked, answers, strict=True):
         assert_greedy(name, prompt, answer.tokens)
         assert len(answer.tokens) == 12
+
+
+def test_a_prompt_has_as_many_tokens_of_each_step_as_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the answer of a short one, and from the first step that anybody decodes in."""
+    asked = prompts("llama-gqa", [5, 40])
+    engine = engine_for("llama-gqa", replace(ROOMY, max_batch_tokens=16, max_step=0.06))
+    monkeypatch.setattr(engine.allowance, "num_tokens", lambda num_waiting_tokens: 4)
+    plans, launch = list[StepPlan](), engine.runner.launch
+
+    def watched_launch(plan: StepPlan) -> PendingStep:
+        plans.append(plan)
+        return launch(plan)
+
+    monkeypatch.setattr(engine.runner, "launch", watched_launch)
+    answers = ask(engine, asked, greedy())
+
+    assert [plan.num_prompt_tokens for plan in plans][:9] == [5 + 8, *[4] * 8]
+    for prompt, answer in zip(asked, answers, strict=True):
+        assert_greedy("llama-gqa", prompt, answer.tokens)
+
+
+def test_steps_are_measured() -> None:
+    engine = engine_for("llama-gqa", replace(ROOMY, max_step=0.06))
+    assert engine.allowance.predicted_s(1) is None
+    ask(engine, prompts("llama-gqa", [5]), greedy())
+    predicted_s = engine.allowance.predicted_s(1)
+    assert predicted_s is not None
+    assert predicted_s > 0
+
+
+class ShutGate:
+    """A gate whose weights are always there, and never all."""
+
+    def is_open(self) -> bool:
+        return False
+
+    def embed(self) -> None:
+        pass
+
+    def layer(self, layer: int) -> None:
+        pass
+
+    def head(self) -> None:
+        pass
+
+
+def test_steps_that_may_have_waited_for_weights_are_not_measured() -> None:
+    engine = engine_for("llama-gqa", replace(ROOMY, max_step=0.06))
+    engine.runner.follow(ShutGate())
+    ask(engine, prompts("llama-gqa", [5]), greedy())
+    assert engine.allowance.predicted_s(1) is None
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -292,7 +345,7 @@ def test_a_prompt_that_breaks_fails_at_the_chunk_where_it_does() -> None:
     """Before anything of that chunk could be a prefix of others, and before the rest is computed."""
     (asked,) = prompts("llama-gqa", [30])
     asked[9] = NAN_TOKEN
-    engine = with_nan_embedding(replace(ROOMY, max_batch_tokens=7))
+    engine = with_nan_embedding(replace(ROOMY, max_batch_tokens=8))
     engine.add(engine.request(RequestId("a"), asked, greedy()))
 
     outcomes = [engine.step() for _ in range(3)]

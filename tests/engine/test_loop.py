@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hearth.engine import loop as loop_module
-from hearth.engine.engine import Engine, Output, StepOutcome
+from hearth.engine.engine import Engine, Output, StepOutcome, StepOutputs
 from hearth.engine.loop import Failed, Outbox, StepLoop
 from hearth.errors import DeviceError, EngineFailed, LogitsNotFinite
 from hearth.policy.batch.plan import EngineRequest, RequestFailed
@@ -207,7 +207,7 @@ def test_when_a_step_raises_every_live_request_fails_and_later_ones_too(
 def test_an_engine_that_is_stuck_fails_its_requests_instead_of_spinning(
     engine: Engine, loop: StepLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.batcher, "plan", lambda: None)
+    monkeypatch.setattr(engine.batcher, "plan", lambda max_prompt_tokens: None)
     outbox: Outbox = SimpleQueue()
     loop.add(request(engine, "a"), outbox)
 
@@ -232,7 +232,7 @@ def test_a_broken_loop_closes_and_says_so_to_whoever_comes_after(
 
 
 def test_closing_fails_what_is_live(engine: Engine, loop: StepLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "step", lambda: StepOutcome((), (), ()))  # never gets anywhere
+    monkeypatch.setattr(engine, "step", lambda: StepOutcome(StepOutputs(), (), ()))  # never gets anywhere
     outboxes: list[Outbox] = [SimpleQueue() for _ in range(3)]
     for number, outbox in enumerate(outboxes):
         loop.add(request(engine, str(number)), outbox)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from hearth.config import EngineConfig
 from hearth.errors import ConfigError
 from hearth.sim.report import Percentiles
 from hearth.sim.setting import KIND, TABLES_BYTES, SimulationSetting, parse_models
@@ -28,6 +29,11 @@ def test_a_model_is_promised_one_context_and_keeps_its_tables_and_its_sink() -> 
     assert profile.num_bytes == shape.weights_bytes <= footprint.weights_bytes
     assert footprint.min_kv_bytes >= 5 * 16 * shape.kv_bytes_per_token
     assert footprint.promise.standing_bytes == TABLES_BYTES + footprint.sink_bytes
+
+
+def test_engines_are_simulated_as_they_are_configured_by_default() -> None:
+    setting, config = SimulationSetting({}, 0), EngineConfig()
+    assert (setting.limits, setting.max_step_s) == (config.step_limits, config.max_step)
 
 
 def test_percentiles_are_values_that_so_many_percent_do_not_exceed() -> None:

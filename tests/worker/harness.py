@@ -46,7 +46,7 @@ F = TypeVar("F", bound=Fact)
 
 #: How long a test waits for a process before it says that none will answer.
 PATIENCE_S = 120.0
-CONFIG = EngineConfig(max_batch_tokens=64, max_seqs=8, block_tokens=4, kv_bytes=1 << 20)
+CONFIG = EngineConfig(max_batch_tokens=64, max_seqs=8, max_step=-1, block_tokens=4, kv_bytes=1 << 20)
 SECRET = b"a secret of tests"
 KV_BYTES = 1 << 20
 BUDGET_BYTES = 64 << 20
@@ -251,6 +251,7 @@ def working(keeper_socket: str, **changes: object) -> Iterator[Rig]:
             num_sharing=1,
             budget_bytes=BUDGET_BYTES,
             keeper_socket=keeper_socket,
+            kernels_path="",
             engine=asdict(CONFIG),
             num_threads=1,
             log_level="warning",

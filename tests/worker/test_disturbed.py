@@ -35,7 +35,7 @@ from tests.worker.in_process import Answer, LoopGateway, NewPool, working_in_pro
 
 PlaceTable = Callable[[ModelId, SamplingTable, int], torch.Tensor | None]
 CONTEXT = 64
-CONFIG = EngineConfig(max_batch_tokens=32, max_seqs=12, block_tokens=4)
+CONFIG = EngineConfig(max_batch_tokens=32, max_seqs=12, max_step=-1, block_tokens=4)
 VOCABULARY = 160
 TWIN = "-twin"
 #: Penalties and biases that have a table and leave all logits as they are.

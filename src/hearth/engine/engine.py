@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import repeat
 
 import torch
 
@@ -12,10 +13,12 @@ from hearth.engine.guide import Guides
 from hearth.engine.logit_bias import is_biased
 from hearth.engine.penalties import is_penalised
 from hearth.engine.runner import PendingStep, Runner, StepResult
+from hearth.engine.step_timer import StepTimer
 from hearth.errors import BadPrompt, BadSampling
 from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.elastic import Elastic, KvUse
 from hearth.policy.batch.plan import Admission, CommittedStep, EngineRequest, Guide, RequestFailed, StepPlan
+from hearth.policy.batch.prompt_allowance import PromptAllowance
 from hearth.sizes import bias_buffers, bytes_of, penalty_buffers
 from hearth.types import FinishReason, GuideSpec, RequestId, SamplingParams, SamplingTable, TokenLogprobs
 
@@ -33,10 +36,28 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """Tokens of one step, in columns of equal length: there may be a thousand of them in every step."""
+
+    request_ids: Sequence[RequestId] = ()
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs | None] | None = None  #: None: nobody asked for any
+    finished: Mapping[RequestId, FinishReason] = field(default_factory=dict)  #: requests that ended by it
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __iter__(self) -> Iterator[Output]:
+        logprobs = self.logprobs or repeat(None)
+        for request_id, token, own in zip(self.request_ids, self.tokens, logprobs, strict=False):
+            yield Output(request_id, token, own, self.finished.get(request_id))
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutcome:
     """The result of one call of `Engine.step` or `Engine.flush`."""
 
-    outputs: Sequence[Output]  #: tokens of the step that was taken in
+    outputs: StepOutputs  #: tokens of the step that was taken in
     admitted: Sequence[Admission]  #: requests that the launched step admits, for the first time or again
     preempted: Sequence[RequestId]  #: requests that made room for that step; they will be admitted again
     has_run: bool = True  #: a step was launched or taken in; False: KV is short of all that is wanted
@@ -60,6 +81,7 @@ class _LaunchedStep:
 
     plan: StepPlan
     pending: PendingStep
+    timer: StepTimer | None  #: None: it may have waited for weights, and says nothing about others
 
 
 class Intake:
@@ -113,14 +135,22 @@ class Engine:
     """One model's batcher and runner, stepped together. Mutable; one thread calls it."""
 
     def __init__(
-        self, batcher: Batcher, runner: Runner, guides: Guides, vocab_size: int, eos_ids: frozenset[int]
+        self,
+        batcher: Batcher,
+        runner: Runner,
+        guides: Guides,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        max_step_s: float,
     ) -> None:
+        """`max_step_s`: how long prompts may make a step that others run in, as in `PromptAllowance`."""
         self.batcher = batcher
         self.runner = runner
         self.elastic = Elastic(batcher.blocks.block_tokens)
         self.intake = Intake(batcher, guides, vocab_size, eos_ids)
         self.request = self.intake.request
         self._flight: _LaunchedStep | None = None
+        self.allowance = PromptAllowance(max_step_s)
         self._vocab_size = vocab_size
         #: Live requests that need a table of the sampler, which is there from the first one's step at latest.
         self._users_by_table: dict[SamplingTable, set[RequestId]] = {table: set() for table in SamplingTable}
@@ -210,7 +240,7 @@ class Engine:
 
         No step runs where there is work but an elastic KV has fewer blocks than it is promised.
         """
-        plan = self.batcher.plan()
+        plan = self.batcher.plan(self.allowance.num_tokens(self.batcher.waiting_prompt_tokens()))
         launched = None if plan is None else self._launch(plan)
         previous, self._flight = self._flight, launched
         blocks = self.batcher.blocks
@@ -230,9 +260,12 @@ class Engine:
 
     def _take_in(self, previous: _LaunchedStep | None, launched: _LaunchedStep | None) -> StepOutcome:
         """Wait for a step, and return what came of it beside one that was launched meanwhile."""
-        outputs, committed = list[Output](), CommittedStep()
+        outputs, committed = StepOutputs(), CommittedStep()
         if previous is not None:
             result = previous.pending.wait()
+            if previous.timer is not None:
+                plan, seconds = previous.plan, previous.timer.seconds()
+                self.allowance.measured(plan.num_decode_rows, plan.num_prompt_tokens, seconds)
             committed = self.batcher.commit(previous.plan, result.tokens, result.broken_rows)
             outputs = self._outputs(committed, result)
         return StepOutcome(
@@ -252,19 +285,22 @@ class Engine:
         # One touch of unmapped memory would kill the context, and with it every model in the worker.
         written = [block for write in plan.table_writes for block in write.blocks]
         assert self.batcher.blocks.has_all(written), f"blocks that are not there: {plan.table_writes}"
-        return _LaunchedStep(plan, self.runner.launch(plan))
+        timer = None if self.runner.is_gated else StepTimer(self.runner.kv.device)
+        pending = self.runner.launch(plan)
+        if timer is not None:
+            timer.stop()
+        return _LaunchedStep(plan, pending, timer)
 
-    def _outputs(self, committed: CommittedStep, result: StepResult) -> list[Output]:
+    def _outputs(self, committed: CommittedStep, result: StepResult) -> StepOutputs:
         """Return a step's tokens with their logprobs, and let go of the tables of requests that ended."""
-        outputs = []
-        for emission in committed.emissions:
-            logprobs = result.logprobs[emission.sample_index]
-            outputs.append(Output(emission.request_id, emission.token, logprobs, emission.finish_reason))
-            if emission.finish_reason is not None:
-                self._needs_no_tables(emission.request_id)
+        for request_id in committed.finished:
+            self._needs_no_tables(request_id)
         for failure in committed.failures:
             self._needs_no_tables(failure.request_id)
-        return outputs
+        logprobs = None
+        if result.logprobs is not None:
+            logprobs = [result.logprobs[index] for index in committed.sample_indices]
+        return StepOutputs(committed.request_ids, committed.tokens, logprobs, committed.finished)
 
     def _needs_no_tables(self, request_id: RequestId) -> None:
         """Let go of tables that only a request which has ended needed: no plan has a row of it any more."""

@@ -6,7 +6,7 @@ What `worker/reclaimer.py` and a pool of mapped pages are on a live worker.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
 from hearth.policy.fleet.footprint import PAGE_BYTES
@@ -135,11 +135,11 @@ class SimulatedReclaimer:
             self.policy.after_step(model, engine.elastic, use, has_work=has_work, has_let_go=has_let_go)
         )
 
-    def skip(self, model: ModelId, num_steps: int, flight_end_s: float) -> None:
+    def skip(self, model: ModelId, steps_s: Sequence[float], flight_end_s: float) -> None:
         """Have steps of a model be over that only decode, with the free memory that they take."""
         engine = self._hosted[model].engine
         before_bytes = engine.kv_bytes
-        engine.skip(num_steps, self.device.free_bytes, flight_end_s)
+        engine.skip(steps_s, self.device.free_bytes, flight_end_s)
         self.device.resize_other(model, engine.kv_bytes - before_bytes)
 
     # What the policy reads.

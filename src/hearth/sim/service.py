@@ -242,7 +242,7 @@ class SimulatedService:
                 self._profiles[profile.model] = profile
             case WorkerJoined(_, name, _, budget_bytes):
                 self.workers[name] = SteppedWorker(
-                    *(name, budget_bytes, self.profile, self.setting.limits),
+                    *(name, budget_bytes, self.profile, self.setting.limits, self.setting.max_step_s),
                     rules=self.setting.rules if self.fleet.config.takes_turns else None,
                 )
             case WorkerLost(_, name):

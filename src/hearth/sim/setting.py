@@ -21,6 +21,7 @@ WORKSPACE_BYTES, TABLES_BYTES = 544 << 20, 16 << 20
 KIND = "cuda"
 #: As `EngineConfig` has them.
 DEFAULT_LIMITS = StepLimits(max_batch_tokens=4096, max_seqs=256, block_tokens=16)
+DEFAULT_MAX_STEP_S = 0.06
 _MODELS = re.compile(r"([^*,\s]+)(?:\*([1-9]\d*))?")
 
 
@@ -50,6 +51,7 @@ class SimulationSetting:
     policy: Policy = Policy.TURNS
     context: int = 2048
     limits: StepLimits = DEFAULT_LIMITS
+    max_step_s: float = DEFAULT_MAX_STEP_S  #: as `PromptAllowance` has it
     pace: Pace = field(default_factory=Pace)  #: of all requests
     rules: TurnRules = field(default_factory=TurnRules)
     on_time: OnTime = field(default_factory=OnTime)

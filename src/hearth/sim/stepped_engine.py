@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hearth.policy.batch.batcher import Batcher, BatchLimits, DecodeRun
 from hearth.policy.batch.blocks import BlockBook
 from hearth.policy.batch.elastic import Elastic
 from hearth.policy.batch.plan import CommittedStep, EngineRequest, StepPlan
+from hearth.policy.batch.prompt_allowance import PromptAllowance
 from hearth.policy.memory.kv_range import KvRange
 from hearth.sim.profile import ShapeProfile
 from hearth.types import RequestId, SamplingParams
@@ -21,6 +23,7 @@ class Flight:
     """A step that was launched and not taken in."""
 
     plan: StepPlan
+    step_s: float  #: that the device takes for it
     end_s: float
 
 
@@ -36,11 +39,18 @@ class SteppedEngine:
     """One model's batcher and the pages of its KV. Mutable; written only by its worker."""
 
     def __init__(
-        self, shape: ShapeProfile, limits: BatchLimits, kv: KvRange, block_tokens: int, floor_blocks: int
+        self,
+        shape: ShapeProfile,
+        limits: BatchLimits,
+        kv: KvRange,
+        block_tokens: int,
+        floor_blocks: int,
+        max_step_s: float,
     ) -> None:
         self.shape, self.kv = shape, kv
         self.batcher = Batcher(limits, BlockBook(block_tokens, floor_blocks))
         self.elastic = Elastic(block_tokens)
+        self._allowance = PromptAllowance(max_step_s)
         #: As the pages of a mapped pool are: those of the sink come first and are given back last.
         self._num_kv_pages = self._num_kv_blocks = 0
         self.flight: Flight | None = None
@@ -119,11 +129,11 @@ class SteppedEngine:
 
         A step begins no sooner than `begin_s`.
         """
-        awaited, plan, self.flight = self.flight, self.batcher.plan(), None
+        awaited, self.flight = self.flight, None
+        plan = self.batcher.plan(self._allowance.num_tokens(self.batcher.waiting_prompt_tokens()))
         if plan is not None:
-            context_tokens = sum(row.start + row.num_tokens for row in plan.rows)
-            step_s = self.shape.step_s(plan.num_tokens, len(plan.rows), context_tokens)
-            self.flight = Flight(plan, begin_s + step_s)
+            step_s = self.shape.step_s(plan.num_tokens, plan.num_rows, plan.context_tokens)
+            self.flight = Flight(plan, step_s, begin_s + step_s)
         return StepCall(awaited, self.flight)
 
     def flush(self) -> Flight | None:
@@ -133,18 +143,27 @@ class SteppedEngine:
 
     def take_in(self, awaited: Flight) -> CommittedStep:
         """Commit the step that was waited for."""
-        return self.batcher.commit(awaited.plan, [_TOKEN] * sum(row.samples for row in awaited.plan.rows))
+        plan = awaited.plan
+        self._allowance.measured(plan.num_decode_rows, plan.num_prompt_tokens, awaited.step_s)
+        return self.batcher.commit(awaited.plan, [_TOKEN] * awaited.plan.num_samples)
 
     def decode_run(self, free_bytes: int) -> DecodeRun:
         """Return the next steps that need nobody's decision, if the KV may take so many free bytes."""
         most_blocks = self.kv.num_blocks(self._num_kv_pages + free_bytes // self.kv.page_bytes)
         return self.batcher.decode_run(self.elastic.num_steps_left, most_blocks - self._num_kv_blocks)
 
-    def skip(self, num_steps: int, free_bytes: int, flight_end_s: float) -> None:
-        """Have so many steps of `decode_run` be launched and waited for, the last one is over then."""
+    def skip(self, steps_s: Sequence[float], free_bytes: int, flight_end_s: float) -> None:
+        """Have steps of `decode_run` be launched that take so long, the last one until then.
+
+        All but the last are waited for, and so is the one that was in flight.
+        """
+        assert self.flight is not None, "only a step that is in flight can be followed by a jump"
+        num_rows, num_steps = self.batcher.num_running, len(steps_s)
+        for step_s in (self.flight.step_s, *steps_s[:-1]):
+            self._allowance.measured(num_rows, 0, step_s)
         use = replace(self.batcher.kv_use(), num_wanted=self.batcher.blocks_wanted_by(num_steps))
         self.grow(self.elastic.growth(use).now_blocks, free_bytes)
         plan = self.batcher.skip(num_steps, _TOKEN)
-        assert plan is not None, "only a step that is in flight can be followed by a jump"
-        self.flight = Flight(plan, flight_end_s)
+        assert plan is not None, f"{self.flight=}"
+        self.flight = Flight(plan, steps_s[-1], flight_end_s)
         self.elastic.skip(num_steps, self.batcher.kv_use())

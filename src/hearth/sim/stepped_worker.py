@@ -85,6 +85,7 @@ class SteppedWorker:
         budget_bytes: int,
         profile: Profile,
         limits: StepLimits,
+        max_step_s: float,
         rules: TurnRules | None,
     ) -> None:
         """`rules`: None if no turns are taken."""
@@ -96,7 +97,7 @@ class SteppedWorker:
         self.bus_s = 0.0  #: time in which bytes were on their way
         self.step_s = 0.0  #: time in which steps ran
         self.num_loads = self.num_steps = self.num_preempted = 0
-        self._profile, self._limits = profile, limits
+        self._profile, self._limits, self._max_step_s = profile, limits, max_step_s
         self._readiness, self._sharing = StepReadiness(), StepSharing()
         #: Engines of evicted models that wait for their return.
         self._retired: dict[ModelId, SteppedEngine] = {}
@@ -207,7 +208,7 @@ class SteppedWorker:
         limits = BatchLimits(self._limits.max_batch_tokens, self._limits.max_seqs, order.max_context)
         kv = KvRange(block_bytes, PAGE_BYTES, max(2, load.max_kv_bytes // block_bytes))
         floor_blocks = max(1, load.kv_floor_bytes // block_bytes - 1)
-        return SteppedEngine(order.shape, limits, kv, block_tokens, floor_blocks)
+        return SteppedEngine(order.shape, limits, kv, block_tokens, floor_blocks, self._max_step_s)
 
     def _evict(self, order: Evict) -> None:
         model = order.model
@@ -404,10 +405,11 @@ class SteppedWorker:
     def _take_in(self, model: ModelId, awaited: Flight | None) -> None:
         """Send the tokens of a step that was waited for, and end requests."""
         hosted = self.hosted[model]
-        emissions = [] if awaited is None else hosted.engine.take_in(awaited).emissions
+        ended = list[RequestId]()
         if awaited is not None:
-            self._send(model, [max(self._now_s, awaited.end_s)], tuple(one.request_id for one in emissions))
-        ended = [one.request_id for one in emissions if one.finish_reason is not None]
+            committed = hosted.engine.take_in(awaited)
+            ended += committed.finished
+            self._send(model, [max(self._now_s, awaited.end_s)], tuple(committed.request_ids))
         for request_id in ended:
             start = hosted.requests.pop(request_id)
             if self.turns is not None:
@@ -423,7 +425,7 @@ class SteppedWorker:
             self._note_step(call.flight_end_s, call.step_s)
             calls_by_model.setdefault(call.model, []).append(call)
         for model, calls in calls_by_model.items():
-            self.reclaimer.skip(model, len(calls), calls[-1].flight_end_s)
+            self.reclaimer.skip(model, [call.step_s for call in calls], calls[-1].flight_end_s)
             self._send(model, [call.end_s for call in calls], calls[-1].request_ids)
 
     def _note_step(self, end_s: float, step_s: float) -> None:

@@ -137,6 +137,10 @@ class ModelLoad:
     def _run(self, engine: Engine | None) -> None:
         """Put the engine together, where there is none, and start to load what is missing."""
         spec, space, resources = self._spec, self._space, self._resources
+        # Kernels on disk come first: on their way to the device they would queue behind the weights, too.
+        # A model that has its engine has had them; to ask again would stand between a turn and its bytes.
+        kernels = resources.kernels if engine is None else None
+        are_kernels_ready = kernels is None or kernels.load(spec.manifest)
         if engine is None and not self._is_cancelled:
             # Not under the lock: it takes its time, and touches none of the space.
             weights = bind(spec.model.arch, spec.layout, space.places)
@@ -155,6 +159,9 @@ class ModelLoad:
                 self._watched = WatchedLoad(self._borrowed, loan, to, resources.loader, self._post)
                 if (gate := self._watched.gate()) is not None:
                     engine.runner.follow(gate)
+        if kernels is not None and not are_kernels_ready:
+            # Beside the weights: this model's first step waits, and no other's.
+            kernels.compile(spec.manifest)
         if not space.gaps and self._map_ahead is not None:
             self._map_ahead.wait()  # all of it is there, in other hands, and has to be mapped only
         self._post(EngineReady(engine, is_whole=not space.gaps))

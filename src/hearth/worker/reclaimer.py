@@ -131,7 +131,7 @@ class Reclaimer:
     def after_step(self, model: ModelId, served: ServedModel, outcome: StepOutcome) -> None:
         """Take back the KV that a model has not used for long, or does not use now that it is idle."""
         engine = served.engine
-        has_ended = bool(outcome.failures) or any(one.finish_reason for one in outcome.outputs)
+        has_ended = bool(outcome.failures or outcome.outputs.finished)
         orders = self.policy.after_step(
             *(model, engine.elastic, engine.kv_use()),
             has_work=engine.has_work,

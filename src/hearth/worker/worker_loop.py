@@ -29,6 +29,7 @@ from hearth.messages import (
     ModelTurn,
     Order,
     Ping,
+    PrepareModel,
     RetireModel,
     RunFailed,
     Shutdown,
@@ -210,6 +211,8 @@ class WorkerLoop:
 
     def _handle(self, message: Message) -> None:
         match message:
+            case PrepareModel():
+                self._models.prepare(message)
             case HostModel(model):
                 self._try(model, lambda: self._models.host(message))
             case RetireModel(model):
@@ -393,23 +396,19 @@ class WorkerLoop:
             Admitted(run := int(one.request_id), one.num_cached_tokens, began_s - self._runs[run].since_s)
             for one in outcome.admitted
         ]
-        finished = {
-            int(one.request_id): one.finish_reason for one in outputs if one.finish_reason is not None
-        }
-        request_ids = [one.request_id for one in outputs]
-        self._turns.sent(model, request_ids)
+        finished = {int(request_id): reason for request_id, reason in outputs.finished.items()}
+        self._turns.sent(model, outputs.request_ids)
         for run in finished:
             del self._runs[run]
             self._turns.ended(model, run)
         if outputs or admitted or preempted:
-            logprobs = [one.logprobs for one in outputs]
             self._send(
                 StepDone(
                     model=model,
-                    runs=list(map(int, request_ids)),
-                    tokens=[one.token for one in outputs],
+                    runs=list(map(int, outputs.request_ids)),
+                    tokens=list(outputs.tokens),
                     finished=finished,
-                    logprobs=None if logprobs.count(None) == len(logprobs) else logprobs,
+                    logprobs=None if outputs.logprobs is None else list(outputs.logprobs),
                     admitted=admitted,
                     preempted=preempted,
                     step_s=step_s,

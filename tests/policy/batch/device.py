@@ -17,7 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from hearth.errors import GuideStuck, HearthError, LogitsNotFinite
 from hearth.policy.batch.batcher import Batcher, BatchLimits
 from hearth.policy.batch.blocks import BlockBook, BlockMove
-from hearth.policy.batch.plan import CommittedStep, Emission, EngineRequest, Row, StepPlan
+from hearth.policy.batch.plan import CommittedStep, EngineRequest, Row, StepPlan
+from hearth.policy.batch.sequence import LiveSequence
 from hearth.types import FinishReason, RequestId, SamplingParams
 
 VOCABULARY = 11
@@ -74,6 +75,16 @@ class StepInFlight:
     plan: StepPlan
     tokens: list[int]
     broken_rows: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """One committed token of a live request."""
+
+    request_id: RequestId
+    token: int
+    sample_index: int
+    finish_reason: FinishReason | None
 
 
 class FakeDevice:
@@ -150,6 +161,7 @@ class Loop:
 
     def __init__(self, limits: BatchLimits, book: BlockBook) -> None:
         self.limits = limits
+        self.max_prompt_tokens: int | None = None  #: beside those that decode, for all plans from now on
         self.batcher = Batcher(limits, book)
         self.device = FakeDevice(book)
         self.in_flight: deque[StepInFlight] = deque()
@@ -166,7 +178,8 @@ class Loop:
         self.batcher.check()
 
     def launch(self) -> StepPlan | None:
-        plan = self.batcher.plan()
+        midway = self.batcher._sequences.midway()
+        plan = self.batcher.plan(self.max_prompt_tokens)
         self.batcher.check()
         if plan is None:
             return None
@@ -180,14 +193,28 @@ class Loop:
         is_decode = [row.tokens is None for row in plan.rows]
         assert is_decode == sorted(is_decode, reverse=True)
         assert all(row.samples for row in plan.rows[:-1])
+        self._check_prompts(plan, midway)
         self.in_flight.append(self.device.run(plan))
         return plan
+
+    def _check_prompts(self, plan: StepPlan, midway: LiveSequence | None) -> None:
+        """Prompts keep their limit beside those that decode, advance in order and are cut at blocks."""
+        block_tokens = self.batcher.blocks.block_tokens
+        tokens_left = self.limits.max_batch_tokens - plan.num_decode_rows
+        if plan.num_decode_rows and self.max_prompt_tokens is not None:
+            assert plan.num_prompt_tokens <= max(self.max_prompt_tokens, block_tokens)
+        if midway is not None and midway.slot is not None and tokens_left:
+            assert plan.prompts[0].request_id == midway.request_id, "who has begun goes on"
+        assert all(row.samples or row.end % block_tokens == 0 for row in plan.prompts) or (
+            tokens_left < block_tokens
+        )
 
     def commit(self) -> list[Emission]:
         step = self.in_flight.popleft()
         committed = self.batcher.commit(step.plan, step.tokens, step.broken_rows)
         self.batcher.check()
-        for emission in committed.emissions:
+        emissions = _emissions(committed)
+        for emission in emissions:
             self.outputs[emission.request_id].append(emission.token)
         for request_id, end in _ends(committed).items():
             request, output = self.live.pop(request_id), self.outputs[request_id]
@@ -195,7 +222,7 @@ class Loop:
             self.reasons[request_id] = end
         poisoned = [block for block in self.batcher.blocks.prefixes if self.device.has_nan(block)]
         assert not poisoned, f"others would read NaN: {poisoned}"
-        return committed.emissions
+        return emissions
 
     def cancel(self, request_id: RequestId) -> None:
         request = self.live.pop(request_id)
@@ -261,12 +288,20 @@ class Loop:
         return output, FinishReason.LENGTH
 
 
+def _emissions(committed: CommittedStep) -> list[Emission]:
+    columns = zip(committed.request_ids, committed.tokens, committed.sample_indices, strict=True)
+    assert committed.finished.keys() <= set(committed.request_ids)
+    return [
+        Emission(request_id, token, index, committed.finished.get(request_id))
+        for request_id, token, index in columns
+    ]
+
+
 def _ends(committed: CommittedStep) -> dict[RequestId, FinishReason | type[HearthError]]:
-    emissions, failures = committed.emissions, committed.failures
-    ends = [(one.request_id, one.finish_reason) for one in emissions if one.finish_reason is not None]
-    failed = [(one.request_id, type(one.error)) for one in failures]
-    assert len(dict(ends + failed)) == len(ends + failed), "a request ended twice"
-    return dict(ends + failed)
+    failed = {one.request_id: type(one.error) for one in committed.failures}
+    assert len(failed) == len(committed.failures), "a request failed twice"
+    assert not failed.keys() & committed.finished.keys(), "a request ended twice"
+    return committed.finished | failed
 
 
 def loop(
@@ -338,6 +373,10 @@ class Driven(RuleBasedStateMachine):
         guide = guide and guide.afresh()
         self.engine.add(EngineRequest(RequestId(str(self.num_added)), prompt, sampling, salt, guide=guide))
         self.num_added += 1
+
+    @rule(max_prompt_tokens=st.none() | st.integers(1, 12))
+    def limit_prompts(self, max_prompt_tokens: int | None) -> None:
+        self.engine.max_prompt_tokens = max_prompt_tokens
 
     @precondition(lambda self: len(self.engine.in_flight) < 2)
     @rule()

@@ -155,6 +155,97 @@ def test_a_budget_below_the_number_of_sequences_serves_the_oldest_first() -> Non
     assert [names(plan) for plan in plans] == [["a", "b"], ["a", "b"], ["c"], ["c"]]
 
 
+# --- prompts beside those that decode ---
+
+
+def decoding(**limits: int) -> Loop:
+    """One request decodes, and a token of it is in flight."""
+    engine = loop(block_tokens=4, **limits)
+    engine.add(request("running", [1, 2, 3], max_tokens=40))
+    launched(engine)
+    return engine
+
+
+def prompt_tokens(engine: Loop, max_prompt_tokens: int | None) -> list[int]:
+    """How many tokens of each prompt the next step has."""
+    engine.max_prompt_tokens = max_prompt_tokens
+    engine.step()
+    plan = engine.in_flight[-1].plan
+    assert names(plan)[0] == "running"
+    return [row.num_tokens for row in plan.prompts]
+
+
+def test_a_prompt_takes_no_more_of_a_step_than_it_may_beside_those_that_decode() -> None:
+    engine = decoding()
+    engine.add(request("long", range(40)))
+    assert [prompt_tokens(engine, 16) for _ in range(4)] == [[12], [12], [16], []]
+
+
+def test_a_prompt_has_the_whole_budget_where_nobody_decodes() -> None:
+    engine = loop()
+    engine.max_prompt_tokens = 8
+    engine.add(request("long", range(40)))
+    assert launched(engine).num_tokens == 40
+
+
+def test_a_guided_request_that_sits_out_a_step_counts_as_one_that_decodes() -> None:
+    engine = loop()
+    engine.max_prompt_tokens = 16
+    engine.add(guided("guided", [1, 2]))
+    launched(engine)
+    engine.add(request("long", range(40)))
+    plan = launched(engine)
+    assert (plan.num_decode_rows, plan.num_prompt_tokens) == (0, 12)
+
+
+def test_a_prompt_gets_a_block_of_every_step_however_little_is_allowed() -> None:
+    engine = decoding()
+    engine.add(request("long", range(10)))
+    assert [prompt_tokens(engine, 1) for _ in range(3)] == [[4], [4], [2]]
+
+
+def test_prompts_that_fit_are_not_cut() -> None:
+    engine = decoding()
+    engine.add(request("a", [5] * 7))
+    engine.add(request("b", [6] * 9))
+    assert prompt_tokens(engine, 16) == [7, 9]
+
+
+def test_a_prompt_is_not_begun_for_a_sliver_behind_others() -> None:
+    engine = decoding()
+    engine.add(request("a", [5] * 28))
+    engine.add(request("b", [6] * 30))
+    assert prompt_tokens(engine, 32) == [28]
+    assert prompt_tokens(engine, 32) == [30]
+
+
+def test_a_prompt_is_begun_behind_others_for_a_good_part_of_the_step() -> None:
+    engine = decoding()
+    engine.add(request("a", [5] * 8))
+    engine.add(request("b", [6] * 40))
+    assert prompt_tokens(engine, 32) == [8, 20]
+
+
+def test_nobody_is_admitted_behind_a_prompt_that_was_cut() -> None:
+    """Only the youngest may be in the midst of its prompt, or age would not decide."""
+    engine = decoding()
+    engine.add(request("long", range(40)))
+    engine.add(request("short", [6]))
+    assert prompt_tokens(engine, 16) == [12]
+    assert engine.batcher.num_waiting == 1
+
+
+def test_all_prompts_that_could_be_computed_now_count_as_waiting() -> None:
+    engine = decoding(max_seqs=3)
+    assert engine.batcher.waiting_prompt_tokens() == 0
+    engine.add(request("long", range(40)))
+    engine.add(request("short", [6]))
+    engine.add(request("without a slot", [7]))
+    assert engine.batcher.waiting_prompt_tokens() == 41
+    prompt_tokens(engine, 16)
+    assert engine.batcher.waiting_prompt_tokens() == 41, "one that was begun counts until it is done"
+
+
 # --- one ahead ---
 
 

@@ -42,7 +42,7 @@ class Stepper:
         plan = self.batcher.plan()
         committed, self._flight = (self._flight, plan) if self._is_ahead else (plan, None)
         if committed is not None:
-            self.batcher.commit(committed, [TOKEN] * sum(row.samples for row in committed.rows))
+            self.batcher.commit(committed, [TOKEN] * committed.num_samples)
         return plan
 
     def skip(self, num_steps: int) -> None:

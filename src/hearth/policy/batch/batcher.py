@@ -14,8 +14,8 @@ Steps run one ahead: step n+1 is planned before the tokens of step n are known.
 
     plan n    plan n+1    commit n    plan n+2    commit n+1    ...
 
-What a sampled token is does not matter for planning, only that there is one: `num_pending` counts the
-tokens that the device knows and the host does not. Only a stop token or a failure comes as a surprise, one
+What a sampled token is does not matter for planning, only that there is one: `num_pending` says how many
+tokens the device knows and the host does not. Only a stop token or a failure comes as a surprise, one
 row too late; that row's token is dropped. A guided sequence is the exception: what may come next depends on
 its last token, so it sits out the step in between. Blocks and slots are reused at once, because the device
 runs steps in order: whatever a late row writes, the next owner overwrites before reading.
@@ -39,10 +39,9 @@ from hearth.policy.batch.elastic import KvUse
 from hearth.policy.batch.plan import (
     Admission,
     CommittedStep,
-    Emission,
+    DecodeRows,
     EngineRequest,
     RequestFailed,
-    Row,
     StepPlan,
 )
 from hearth.policy.batch.plan_draft import PlanDraft, PlannedStep
@@ -109,7 +108,7 @@ class Batcher:
     @property
     def has_newcomer(self) -> bool:
         """True if a request that runs, or could, waits for its first token."""
-        if next(self._sequences.next_in_line(), None) is not None:
+        if self._next_in_line() is not None:
             return True
         return self.num_running > 0 and not self._sequences.youngest().num_output
 
@@ -154,17 +153,23 @@ class Batcher:
         self._end(self._sequences[request_id])
         return True
 
-    def plan(self) -> StepPlan | None:
-        """Decide the next step; None if nothing can be computed before a commit or an arrival."""
+    def plan(self, max_prompt_tokens: int | None = None) -> StepPlan | None:
+        """Decide the next step; None if nothing can be computed before a commit or an arrival.
+
+        `max_prompt_tokens`: of prompts beside requests that decode, though a block at least; None: what fits.
+        """
         assert len(self._flights) < MAX_IN_FLIGHT, f"commit first: {len(self._flights)} steps in flight"
-        draft = PlanDraft(self.limits.max_batch_tokens)
-        self._advance_running(draft)
+        draft = PlanDraft(self.blocks.block_tokens)
+        has_decoding = self._add_decode_rows(draft)
+        draft.allow_prompts(
+            self.limits.max_batch_tokens - len(draft.slots), max_prompt_tokens if has_decoding else None
+        )
+        self._continue_prompt(draft)
         if not draft.has_preempted:
             self._admit_waiting(draft)
-        if not draft.rows:
+        if not draft.sequences:
             return None
-        writes = (*self._sequences.take_table_writes(), *draft.table_writes)
-        plan = StepPlan(self._num_steps, tuple(draft.admissions), writes, tuple(draft.rows))
+        plan = draft.step_plan(self._num_steps, self._sequences.take_table_writes())
         self._num_steps += 1
         self._flights.append(PlannedStep(plan, draft.sequences))
         return plan
@@ -180,33 +185,38 @@ class Batcher:
         )
 
     def wanted_blocks(self) -> int:
-        """Return how many blocks the next plan would hand out if there were enough of them for everybody.
+        """Return the most blocks that the next plan would hand out if there were enough for everybody.
 
-        Whoever is admitted counts with all of its prompt, for it is not admitted without room for that.
+        A prompt counts with all that is left of it, for it is not admitted without room for that.
         """
         tokens_left, num_wanted = self.limits.max_batch_tokens, 0
-        block_tokens = self.blocks.block_tokens
-        for sequence in self._sequences.running():
-            if tokens_left == 0:
-                return num_wanted
-            num_tokens = min(sequence.num_unplanned, tokens_left)
-            tokens_left -= num_tokens
-            beyond_tokens = sequence.num_planned + num_tokens - len(sequence.blocks) * block_tokens
-            if beyond_tokens > 0:
-                num_wanted += self._num_blocks(beyond_tokens)
-        for sequence in self._sequences.next_in_line():
-            if tokens_left == 0:
+        for sequence in self._sequences.decoding():
+            num_planned = sequence.num_planned
+            if num_planned < sequence.max_planned:
+                tokens_left -= 1
+                num_wanted += num_planned == sequence.room_tokens
+        if (midway := self._sequences.midway()) is not None:
+            tokens_left -= midway.num_prefill - midway.num_planned
+            num_wanted += self._num_blocks(midway.num_prefill) - len(midway.blocks)
+        for sequence in self._sequences.next_in_line(self._num_committed):
+            if tokens_left <= 0:
                 break
             num_hits = len(self._known_prefix(sequence))
             num_tokens = len(sequence.tokens)
-            tokens_left -= min(num_tokens - num_hits * block_tokens, tokens_left)
+            tokens_left -= num_tokens - num_hits * self.blocks.block_tokens
             num_wanted += self._num_blocks(num_tokens) - num_hits
         return num_wanted
+
+    def waiting_prompt_tokens(self) -> int:
+        """Return the length of all prompts that are computed now or could be: a measure of who waits."""
+        midway = self._sequences.midway()
+        num_tokens = 0 if midway is None else midway.num_prefill
+        return num_tokens + sum(len(one.tokens) for one in self._sequences.next_in_line(self._num_committed))
 
     def cached_to_spare(self) -> int:
         """Return how many cached blocks the next plan could hand out: not what those who wait would read."""
         hits: set[int] = set()
-        for sequence in self._sequences.next_in_line():
+        for sequence in self._sequences.next_in_line(self._num_committed):
             self._known_prefix(sequence).collect(hits)
         return self.blocks.num_cached - len(self.blocks.cached_among(hits))
 
@@ -252,24 +262,30 @@ class Batcher:
         """
         flight = self._flights.popleft()
         assert flight.plan is plan, f"{plan.step_id=} committed before {flight.plan.step_id=}"
-        num_samples = sum(row.samples for row in plan.rows)
+        num_samples = plan.num_samples
         assert len(tokens) == num_samples, f"{len(tokens)} tokens for {num_samples} samples, {plan.step_id=}"
-        committed = CommittedStep()
-        sample_index = 0
-        for index, (row, sequence) in enumerate(zip(plan.rows, flight.sequences, strict=True)):
-            sequence.num_in_flight -= 1
-            if sequence.is_ended:
-                pass
-            elif index in broken_rows:
-                self.blocks.withdraw(sequence.blocks)
-                self._fail(sequence, _not_finite(sequence), committed)
-            else:
-                if sequence.slot is not None:
-                    self._publish(sequence, row.start + row.num_tokens)
-                if row.samples:
-                    self._append(sequence, tokens[sample_index], sample_index, committed)
-            sample_index += row.samples
-        return committed
+        committed, block_tokens, lost = CommittedStep(), self.blocks.block_tokens, set[int]()
+        ends = [*(position + 1 for position in plan.decode.positions), *(row.end for row in plan.prompts)]
+        for index, (sequence, end) in enumerate(zip(flight.sequences, ends, strict=True)):
+            if sequence.is_ended or index in broken_rows:
+                lost.add(index)
+                self._lose(sequence, committed)
+                continue
+            if end // block_tokens > sequence.num_published:
+                self._publish(sequence, end)
+            if index == num_samples:  # only the last row may be one that does not sample
+                break
+            token, own_tokens = tokens[index], sequence.tokens
+            own_tokens.append(token)
+            if (
+                token in sequence.stop_ids
+                or len(own_tokens) == sequence.max_length
+                or sequence.guide is not None
+            ):
+                self._go_on_or_end(sequence, token, committed)
+        committed.request_ids = [*plan.decode.request_ids, *(r.request_id for r in plan.prompts if r.samples)]
+        committed.tokens, committed.sample_indices = list(tokens), list(range(num_samples))
+        return committed.without(lost) if lost else committed
 
     def decode_run(self, max_steps: int, more_blocks: int = 0) -> DecodeRun:
         """Return the next steps in which nothing happens but that every running sequence gets a token.
@@ -279,16 +295,14 @@ class Batcher:
         does anything else.
         """
         running = self._sequences.running()
-        request_ids = tuple(s.request.request_id for s in running)
+        request_ids = tuple(s.request_id for s in running)
         run = DecodeRun(0, request_ids, sum(s.num_planned + 1 for s in running))
         num_flights = len(self._flights)
         assert num_flights < MAX_IN_FLIGHT, f"commit first: {num_flights} steps in flight"
-        if len(running) > self.limits.max_batch_tokens or next(self._sequences.next_in_line(), None):
+        if len(running) > self.limits.max_batch_tokens or self._next_in_line() is not None:
             return run
         is_decoding = all(
-            s.num_planned - num_flights >= s.num_prefill
-            and s.num_pending == num_flights
-            and not s.request.guide
+            s.num_planned - num_flights >= s.num_prefill and s.num_pending == num_flights and s.guide is None
             for s in running
         )
         if not is_decoding or any(flight.sequences != running for flight in self._flights):
@@ -333,16 +347,14 @@ class Batcher:
                 blocks = self.blocks.allocate(1)
                 assert blocks is not None, f"{num_steps=} {self.blocks.num_available=}"
                 sequence.blocks += blocks
+                sequence.room_tokens += block_tokens
         self._sequences.take_table_writes()
         self._num_steps += num_steps
         if not num_flights:
             return None
-        rows = tuple(
-            Row(s.request.request_id, slot, s.num_planned - 1, 1, None, samples=True)
-            for s in running
-            if (slot := s.slot) is not None
-        )
-        plan = StepPlan(self._num_steps - 1, (), (), rows)
+        slots = [s.slot for s in running if s.slot is not None]
+        decode = DecodeRows(list(run.request_ids), slots, [s.num_planned - 1 for s in running])
+        plan = StepPlan(self._num_steps - 1, (), (), decode, ())
         self._flights[0] = PlannedStep(plan, running)
         return plan
 
@@ -352,19 +364,46 @@ class Batcher:
 
     def check(self) -> None:
         """Raise if the books disagree with each other. Tests call it after every change."""
-        self._sequences.check([flight.sequences for flight in self._flights])
+        flights = [flight.sequences for flight in self._flights]
+        self._sequences.check(flights, self._num_committed, self.blocks.block_tokens)
         self.blocks.check(Counter(block for s in self._sequences.running() for block in s.blocks))
 
-    def _advance_running(self, draft: PlanDraft) -> None:
-        """Add decode rows, oldest first; the rest of a prompt comes last, since it is the youngest's."""
-        for sequence in self._sequences.running():
-            if draft.tokens_left == 0:
-                return
-            if sequence.slot is None:
-                continue  # preempted a moment ago
-            num_tokens = min(sequence.num_unplanned, draft.tokens_left)
-            if num_tokens and self._make_room(sequence, num_tokens, draft):
-                draft.add_row(sequence, num_tokens)
+    @property
+    def _num_committed(self) -> int:
+        return self._num_steps - len(self._flights)
+
+    def _next_in_line(self) -> LiveSequence | None:
+        """Return the oldest that waits, if it has a slot and could be admitted now."""
+        return next(self._sequences.next_in_line(self._num_committed), None)
+
+    def _add_decode_rows(self, draft: PlanDraft) -> bool:
+        """Add decode rows, oldest first; return whether anybody decodes, in this step or in the next."""
+        decoding, max_rows = self._sequences.decoding(), self.limits.max_batch_tokens
+        request_ids, slots, positions = draft.request_ids, draft.slots, draft.positions
+        for sequence in decoding:
+            slot, position = sequence.slot, sequence.num_planned
+            if len(slots) == max_rows:
+                break
+            if slot is None or position == sequence.max_planned:
+                continue  # preempted a moment ago, or nothing is to be computed before a commit
+            if position == sequence.room_tokens and not self._make_room(sequence, 1, draft):
+                continue
+            if sequence.guide is not None:
+                draft.masks[len(slots)] = sequence.guide.mask
+            sequence.num_planned = position + 1
+            request_ids.append(sequence.request_id)
+            slots.append(slot)
+            positions.append(position)
+            draft.sequences.append(sequence)
+        # A guided one that sits out this step waits for its end as those do that have a row.
+        return bool(slots) or any(one.guide is not None and one.slot is not None for one in decoding)
+
+    def _continue_prompt(self, draft: PlanDraft) -> None:
+        """Go on with the prompt that is in the midst, if there is one."""
+        if draft.tokens_left and (midway := self._sequences.midway()) is not None:
+            num_tokens = draft.chunk_tokens(midway.num_planned, midway.num_prefill)
+            if self._make_room(midway, num_tokens, draft):
+                draft.add_prompt(midway, num_tokens)
 
     def _make_room(self, sequence: LiveSequence, num_tokens: int, draft: PlanDraft) -> bool:
         """Give a sequence blocks for its next tokens, preempting the youngest; False if that was itself."""
@@ -381,7 +420,7 @@ class Batcher:
         return True
 
     def _admit_waiting(self, draft: PlanDraft) -> None:
-        while draft.tokens_left and (oldest := next(self._sequences.next_in_line(), None)) is not None:
+        while draft.tokens_left and (oldest := self._next_in_line()) is not None:
             if not self._admit(oldest, draft):
                 return
 
@@ -390,17 +429,18 @@ class Batcher:
         request, num_tokens = sequence.request, len(sequence.tokens)
         hits = self._known_prefix(sequence).blocks
         num_cached = len(hits) * self.blocks.block_tokens
-        num_first = min(num_tokens - num_cached, draft.tokens_left)
+        num_first = draft.chunk_tokens(num_cached, num_tokens)
         # Room for all of it, though only the first chunk takes its blocks now: one that starts without would
         # preempt itself at a later chunk and compute the first ones again and again.
-        if not self.blocks.can_allocate(self._num_blocks(num_tokens) - len(hits), beside=hits):
+        if not num_first or not self.blocks.can_allocate(
+            self._num_blocks(num_tokens) - len(hits), beside=hits
+        ):
             return False
         self.blocks.take(hits)
         blocks = self.blocks.allocate(self._num_blocks(num_cached + num_first) - len(hits))
         assert blocks is not None, f"{num_tokens=} {self.blocks.num_available=}"
 
         slot = self._sequences.start(sequence)
-        sequence.num_prefill = num_tokens
         sequence.num_planned = num_cached
         sequence.num_published = len(hits)
         draft.admissions.append(
@@ -414,7 +454,7 @@ class Batcher:
             )
         )
         draft.assign(sequence, hits + blocks)
-        draft.add_row(sequence, num_first)
+        draft.add_prompt(sequence, num_first)
         return True
 
     def _known_prefix(self, sequence: LiveSequence) -> KnownPrefix:
@@ -432,45 +472,47 @@ class Batcher:
 
     def _publish(self, sequence: LiveSequence, num_computed: int) -> None:
         """Offer the blocks that are full of computed and known tokens to the prefix cache."""
+        if sequence.slot is None:
+            return  # preempted, and its blocks with it
         num_full = num_computed // self.blocks.block_tokens
-        if num_full <= sequence.num_published:
-            return
         extend_digests(sequence.digests, sequence.tokens, sequence.request.salt, self.blocks.block_tokens)
         for index in range(sequence.num_published, num_full):
             self.blocks.publish(sequence.blocks[index], sequence.digests[index])
         sequence.num_published = num_full
 
-    def _append(
-        self, sequence: LiveSequence, token: int, sample_index: int, committed: CommittedStep
-    ) -> None:
-        """Add a sampled token, and end the sequence if it was the last."""
-        request = sequence.request
-        num_before = len(sequence.tokens) - len(request.prompt)
-        sequence.tokens.append(token)
-        sequence.num_pending -= 1
+    def _lose(self, sequence: LiveSequence, committed: CommittedStep) -> None:
+        """Have the row of a sequence count for nothing: it has ended, or it fails now for its logits."""
+        if not sequence.is_ended:
+            self.blocks.withdraw(sequence.blocks)
+            self._fail(sequence, _not_finite(sequence), committed)
+
+    def _go_on_or_end(self, sequence: LiveSequence, token: int, committed: CommittedStep) -> None:
+        """End a sequence if the token that it has just got was its last."""
         reason, stuck = None, None
-        if _stops(request, token, num_before):
+        if _stops(sequence.request, token, sequence.num_output - 1):
             reason = FinishReason.STOP
-        elif request.guide is not None:
+        elif sequence.guide is not None:
             try:
-                reason = request.guide.take(token)
+                reason = sequence.guide.take(token)
             except GuideStuck as error:
                 stuck = error.with_traceback(None)  # its frames would hold on to all of this
         if reason is None and len(sequence.tokens) == sequence.max_length:
             reason = FinishReason.LENGTH
-        committed.emissions.append(Emission(request.request_id, token, sample_index, reason))
         if reason is not None:
+            committed.finished[sequence.request_id] = reason
             self._end(sequence)
         elif stuck is not None:
             self._fail(sequence, stuck, committed)
+        else:
+            sequence.allow_next()
 
     def _fail(self, sequence: LiveSequence, error: HearthError, committed: CommittedStep) -> None:
         self._end(sequence)
-        committed.failures.append(RequestFailed(sequence.request.request_id, error))
+        committed.failures.append(RequestFailed(sequence.request_id, error))
 
     def _preempt(self, sequence: LiveSequence) -> None:
         """Have a sequence wait at the head: the youngest that ran is older than all that wait."""
-        self.blocks.release(self._sequences.preempt(sequence))
+        self.blocks.release(self._sequences.preempt(sequence, self._num_steps))
 
     def _end(self, sequence: LiveSequence) -> None:
         self.blocks.release(self._sequences.end(sequence))

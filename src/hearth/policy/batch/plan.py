@@ -6,7 +6,8 @@ parameters and the token it sampled last, so a decode row needs no token from th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from hearth.errors import HearthError
@@ -75,34 +76,73 @@ class Row:
     samples: bool  #: a token is sampled after the last one
     mask: bytes | None = None  #: the tokens that may be sampled, as in `Guide`; None: all
 
+    @property
+    def end(self) -> int:
+        """The position behind the last token."""
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Rows of one token each: what the slot sampled last. Every one of them samples.
+
+    There may be a thousand of them in every step, so they are columns of equal length rather than `Row`s.
+    """
+
+    request_ids: Sequence[RequestId] = ()
+    slots: Sequence[int] = ()
+    positions: Sequence[int] = ()  #: of the token in its sequence
+    masks: Mapping[int, bytes] = field(default_factory=dict)  #: of guided rows, by index, as in `Guide`
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One engine step."""
+    """One engine step; it has at least one row. Decode rows come first, then prompts."""
 
     step_id: int
     admissions: tuple[Admission, ...]
     table_writes: tuple[TableWrite, ...]
-    #: Decode rows first, then prefill rows; never empty. Only the last may be one that does not sample.
-    rows: tuple[Row, ...]
+    decode: DecodeRows
+    prompts: tuple[Row, ...]  #: only the last may be one that does not sample
 
     @property
-    def num_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.rows)
+    def rows(self) -> tuple[Row, ...]:
+        """All rows one by one. Made anew by every call, so not for a step in a hurry."""
+        columns = zip(self.decode.request_ids, self.decode.slots, self.decode.positions, strict=True)
+        decode = [
+            Row(request_id, slot, position, 1, None, samples=True, mask=self.decode.masks.get(index))
+            for index, (request_id, slot, position) in enumerate(columns)
+        ]
+        return (*decode, *self.prompts)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.decode) + len(self.prompts)
 
     @property
     def num_decode_rows(self) -> int:
-        return sum(row.tokens is None for row in self.rows)
+        return len(self.decode)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.prompts)
 
-@dataclass(frozen=True, slots=True)
-class Emission:
-    """One committed token of a live request."""
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode) + self.num_prompt_tokens
 
-    request_id: RequestId
-    token: int
-    sample_index: int  #: which of the step's samples it was
-    finish_reason: FinishReason | None
+    @property
+    def num_samples(self) -> int:
+        return len(self.decode) + sum(row.samples for row in self.prompts)
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens that the rows look back on, their own included."""
+        decode_tokens = sum(self.decode.positions) + len(self.decode)
+        return decode_tokens + sum(row.end for row in self.prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +153,24 @@ class RequestFailed:
     error: HearthError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CommittedStep:
-    """The result of one commit. Its lists are written by `Batcher.commit` alone."""
+    """Tokens that live requests got by one step, in columns of equal length. Written by `Batcher.commit`."""
 
-    emissions: list[Emission] = field(default_factory=list)
-    failures: list[RequestFailed] = field(default_factory=list)
+    request_ids: list[RequestId] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    sample_indices: list[int] = field(default_factory=list)  #: which of the step's samples each one was
+    finished: dict[RequestId, FinishReason] = field(
+        default_factory=dict
+    )  #: requests that ended by their token
+    failures: list[RequestFailed] = field(default_factory=list)  #: requests that ended, behind their tokens
+
+    def without(self, lost: Collection[int]) -> CommittedStep:
+        """Return the step less the tokens of some samples."""
+        kept = [index for index in self.sample_indices if index not in lost]
+        return replace(
+            self,
+            request_ids=[self.request_ids[index] for index in kept],
+            tokens=[self.tokens[index] for index in kept],
+            sample_indices=kept,
+        )

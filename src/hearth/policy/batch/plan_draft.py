@@ -5,10 +5,12 @@ The sequences of a plan go with it: by the time of the commit an id could have a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hearth.policy.batch.plan import Admission, Row, StepPlan, TableWrite
+from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrite
 from hearth.policy.batch.sequence import LiveSequence
+from hearth.types import RequestId
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,33 +25,75 @@ class PlannedStep:
 class PlanDraft:
     """A step plan in the making. Mutable; lives for one call of `Batcher.plan`, its only writer."""
 
-    tokens_left: int
+    block_tokens: int
+    prompt_tokens: int = 0  #: that the step may have of prompts
+    tokens_left: int = (
+        0  #: of those; 0 once a prompt was cut, for only the youngest can be in the midst of its own
+    )
+    margin_tokens: int = 0  #: of those, kept from prompts that are cut
     admissions: list[Admission] = field(default_factory=list)
     table_writes: list[TableWrite] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    #: The columns of decode rows, as in `DecodeRows`.
+    request_ids: list[RequestId] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    masks: dict[int, bytes] = field(default_factory=dict)
+    prompts: list[Row] = field(default_factory=list)
     sequences: list[LiveSequence] = field(default_factory=list)  #: one for each row
     has_preempted: bool = False
+
+    def allow_prompts(self, budget_tokens: int, max_prompt_tokens: int | None) -> None:
+        """Have room for prompts: what the budget leaves, and no more than `max_prompt_tokens` or one block.
+
+        That limit is an estimate. Only prompts that fit use it up: pieces of longer ones leave an eighth of
+        it for what the estimate misses.
+        """
+        self.prompt_tokens, self.margin_tokens = budget_tokens, 0
+        if max_prompt_tokens is not None and max_prompt_tokens < budget_tokens:
+            self.prompt_tokens = min(budget_tokens, max(max_prompt_tokens, self.block_tokens))
+            self.margin_tokens = self.prompt_tokens // 8
+        self.tokens_left = self.prompt_tokens
+
+    def chunk_tokens(self, start: int, end: int) -> int:
+        """Return how many tokens of a prompt, from `start` on, the step should have; 0: it should wait.
+
+        A prompt that does not fit is cut where a block ends. Behind others it is not begun for a sliver: less
+        than a quarter of what the step may have is not worth a cut.
+        """
+        if end - start <= self.tokens_left:
+            return end - start
+        num_most = self.tokens_left - self.margin_tokens
+        if self.prompts and num_most < max(self.prompt_tokens // 4, self.block_tokens):
+            return 0
+        num_whole = max(start + num_most, start + self.block_tokens) // self.block_tokens * self.block_tokens
+        return min(num_whole - start, self.tokens_left)
 
     def assign(self, sequence: LiveSequence, blocks: list[int]) -> None:
         """Give a sequence blocks that follow those which it has."""
         assert sequence.slot is not None, f"{sequence.arrival=}"
         self.table_writes.append(TableWrite(sequence.slot, len(sequence.blocks), tuple(blocks)))
-        sequence.blocks.extend(blocks)
+        sequence.blocks += blocks
+        sequence.room_tokens += len(blocks) * self.block_tokens
 
-    def add_row(self, sequence: LiveSequence, num_tokens: int) -> None:
-        """Have the next tokens of a sequence computed, for which it has blocks."""
+    def add_prompt(self, sequence: LiveSequence, num_tokens: int) -> None:
+        """Have the next tokens of a prompt computed, for which the sequence has blocks."""
         assert sequence.slot is not None, f"{sequence.arrival=}"
         start = sequence.num_planned
         end = start + num_tokens
-        tokens = tuple(sequence.tokens[start:end]) if start < sequence.num_prefill else None
-        samples = end >= sequence.num_prefill
-        guide = sequence.request.guide if samples else None
-        mask = None if guide is None else guide.mask
-        self.rows.append(
-            Row(sequence.request.request_id, sequence.slot, start, num_tokens, tokens, samples, mask)
-        )
+        samples = end == sequence.num_prefill
+        mask = sequence.guide.mask if samples and sequence.guide is not None else None
+        tokens = tuple(sequence.tokens[start:end])
+        self.prompts.append(Row(sequence.request_id, sequence.slot, start, num_tokens, tokens, samples, mask))
         self.sequences.append(sequence)
-        self.tokens_left -= num_tokens
+        self.tokens_left = self.tokens_left - num_tokens if samples else 0
         sequence.num_planned = end
-        sequence.num_pending += samples
-        sequence.num_in_flight += 1
+
+    def step_plan(self, step_id: int, writes_before: Sequence[TableWrite]) -> StepPlan:
+        """Return the plan; `writes_before` come before the draft's own."""
+        return StepPlan(
+            step_id,
+            tuple(self.admissions),
+            (*writes_before, *self.table_writes),
+            DecodeRows(self.request_ids, self.slots, self.positions, self.masks),
+            tuple(self.prompts),
+        )

@@ -12,35 +12,46 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from hearth.policy.batch.blocks import BlockMove
-from hearth.policy.batch.plan import EngineRequest, TableWrite
+from hearth.policy.batch.plan import EngineRequest, Guide, TableWrite
 from hearth.policy.batch.prefix import KnownPrefix
 from hearth.types import RequestId
 
 
 @dataclass(slots=True, eq=False)
 class LiveSequence:
-    """One request that has not ended. Mutable; written only by the `Batcher` and its `Sequences`."""
+    """One request that has not ended. Mutable; written only by the `Batcher` and its `Sequences`.
+
+    Steps of a thousand sequences read these fields, so what they need often is a field and not computed.
+    """
 
     request: EngineRequest
     arrival: int
     tokens: list[int]  #: prompt and committed output
     max_length: int  #: of prompt and output
+    #: The same as in `request`.
+    request_id: RequestId = field(init=False)
+    guide: Guide | None = field(init=False)
+    stop_ids: frozenset[int] = field(init=False)
     #: Digests of the full blocks of `tokens`, as far as needed so far.
     digests: list[bytes] = field(default_factory=list)
     prefix: KnownPrefix = field(default_factory=KnownPrefix)  #: of what it waits with
-    #: Sampled on the device in a step that is not committed; they follow `tokens`.
-    num_pending: int = 0
-    #: Rows in steps that are not committed. Not admitted again before this is 0, so that every such row
-    #: of a sequence with a slot belongs to its present stay in that slot.
-    num_in_flight: int = 0
+    #: Preempted, it is not admitted again before so many steps are committed: none of them has a row of it
+    #: left in flight, so that every such row of a sequence with a slot belongs to its present stay there.
+    waits_for_steps: int = 0
     is_ended: bool = False
 
     #: None while waiting; what follows is meaningful only while running.
     slot: int | None = None
     blocks: list[int] = field(default_factory=list)
+    room_tokens: int = 0  #: that fit into the blocks
     num_prefill: int = 0  #: length of `tokens` on admission; what comes later is decoded
     num_planned: int = 0  #: tokens whose KV is computed by the steps planned so far
+    max_planned: int = 0  #: what `num_planned` may become before the next commit
     num_published: int = 0  #: leading blocks that were offered to the prefix cache
+
+    def __post_init__(self) -> None:
+        self.request_id, self.guide = self.request.request_id, self.request.guide
+        self.stop_ids = frozenset(self.request.sampling.stop_ids)
 
     @property
     def num_output(self) -> int:
@@ -48,13 +59,22 @@ class LiveSequence:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
-    def num_unplanned(self) -> int:
-        """Tokens that could be computed next; 0 if the last one that may be sampled is in flight."""
-        if self.num_planned < self.num_prefill:
-            return self.num_prefill - self.num_planned
-        if self.request.guide is not None and self.num_pending:
-            return 0  # what its guide allows is not known yet
-        return 1 if len(self.tokens) + self.num_pending < self.max_length else 0
+    def num_pending(self) -> int:
+        """Tokens that were sampled on the device in steps not committed; they follow `tokens`."""
+        return self.num_planned + 1 - len(self.tokens) if self.num_planned >= self.num_prefill else 0
+
+    @property
+    def is_in_prompt(self) -> bool:
+        """True if a part of its prompt is not planned yet."""
+        return self.num_planned < self.num_prefill
+
+    def allow_next(self) -> None:
+        """Set how far steps may be planned, now that all of `tokens` is known.
+
+        What a guide allows next is known only behind the last token; without one, only the end is a limit:
+        the last token that may be sampled is not computed.
+        """
+        self.max_planned = len(self.tokens) if self.guide is not None else self.max_length - 1
 
 
 class Sequences:
@@ -98,14 +118,24 @@ class Sequences:
         """Return the running sequences, oldest first."""
         return list(self._running.values())
 
+    def midway(self) -> LiveSequence | None:
+        """Return who is in the midst of its prompt: the youngest, or nobody."""
+        youngest = next(reversed(self._running.values()), None)
+        return youngest if youngest is not None and youngest.is_in_prompt else None
+
+    def decoding(self) -> list[LiveSequence]:
+        """Return the running sequences whose prompt is planned, oldest first."""
+        running = self.running()
+        return running if self.midway() is None else running[:-1]
+
     def youngest(self) -> LiveSequence:
         """Return the running sequence that came last."""
         return next(reversed(self._running.values()))
 
-    def next_in_line(self) -> Iterator[LiveSequence]:
-        """Yield the waiting sequences that have a slot and could be admitted now, oldest first."""
+    def next_in_line(self, num_committed: int) -> Iterator[LiveSequence]:
+        """Yield who has a slot and could be admitted, once so many steps are committed, oldest first."""
         for sequence in islice(self._waiting, len(self._free_slots)):
-            if sequence.num_in_flight:
+            if sequence.waits_for_steps > num_committed:
                 return
             yield sequence
 
@@ -121,21 +151,24 @@ class Sequences:
         """Have the oldest that waits run; return its slot."""
         oldest = self._waiting.popleft()
         assert oldest is sequence, f"{sequence.arrival=} starts before {oldest.arrival=}"
-        self._running[sequence.request.request_id] = sequence
+        self._running[sequence.request_id] = sequence
         sequence.slot = slot = heapq.heappop(self._free_slots)
+        sequence.num_prefill = len(sequence.tokens)
+        sequence.allow_next()
         return slot
 
-    def preempt(self, sequence: LiveSequence) -> list[int]:
+    def preempt(self, sequence: LiveSequence, num_planned_steps: int) -> list[int]:
         """Have the youngest that runs wait, as the oldest of those; return the blocks that it had."""
         blocks = self._stop(sequence)
+        sequence.waits_for_steps = num_planned_steps
         self._waiting.appendleft(sequence)
-        self._preempted.append(sequence.request.request_id)
+        self._preempted.append(sequence.request_id)
         return blocks
 
     def end(self, sequence: LiveSequence) -> list[int]:
         """End a sequence; return the blocks that it had."""
         sequence.is_ended = True
-        request_id = sequence.request.request_id
+        request_id = sequence.request_id
         del self._live[request_id]
         self._preempted = [one for one in self._preempted if one != request_id]
         if sequence.slot is not None:
@@ -169,30 +202,35 @@ class Sequences:
         self._moved_indices.clear()
         return writes
 
-    def check(self, flights: Sequence[Sequence[LiveSequence]]) -> None:
+    def check(self, flights: Sequence[Sequence[LiveSequence]], num_committed: int, block_tokens: int) -> None:
         """Raise if the books disagree with each other; `flights` are the sequences of each step in flight."""
         running, waiting = self.running(), list(self._waiting)
         order = [sequence.arrival for sequence in running + waiting]
         assert order == sorted(set(order)), f"running, then waiting, must be in order of arrival: {order}"
-        assert {s.request.request_id for s in running + waiting} == self._live.keys(), f"{self._live.keys()=}"
+        assert {s.request_id for s in running + waiting} == self._live.keys(), f"{self._live.keys()=}"
         slots = sorted([s.slot for s in running if s.slot is not None] + self._free_slots)
         assert slots == list(range(self._max_seqs)), f"slots lost or given twice: {slots}"
         holding = [s.arrival for s in waiting if s.slot is not None or s.blocks]
         assert not holding, f"waiting with a slot or blocks: {holding}"
-        midway = [s.arrival for s in running[:-1] if s.num_planned < s.num_prefill]
+        midway = [s.arrival for s in running[:-1] if s.is_in_prompt]
         assert not midway, f"in the midst of the prompt and not the youngest: {midway}"
         moved = self._moved_indices.keys()
         assert moved <= self._running.keys(), f"{moved=} {self._running.keys()=}"
         in_flight = Counter(s.arrival for flight in flights for s in flight)
-        for s in running + waiting:
-            assert s.num_in_flight == in_flight[s.arrival], f"{s.arrival=} {s.num_in_flight=} {in_flight=}"
-            assert s.num_pending <= s.num_in_flight, f"{s.arrival=} {s.num_pending=} {s.num_in_flight=}"
+        for s in running:
+            num_pending, num_in_flight = s.num_pending, in_flight[s.arrival]
+            assert 0 <= num_pending <= num_in_flight, f"{s.arrival=} {num_pending=} {num_in_flight=}"
+            assert s.room_tokens == len(s.blocks) * block_tokens, f"{s.arrival=} {s.room_tokens=}"
+            assert s.num_planned <= min(s.room_tokens, s.max_planned), f"{s.arrival=} {s.num_planned=}"
+        early = [s.arrival for s in waiting if in_flight[s.arrival] and s.waits_for_steps <= num_committed]
+        assert not early, f"could be admitted with a row in flight: {early}"
 
     def _stop(self, sequence: LiveSequence) -> list[int]:
         assert sequence.slot is not None, f"{sequence.arrival=}"
-        request_id = sequence.request.request_id
+        request_id = sequence.request_id
         del self._running[request_id]
         self._moved_indices.pop(request_id, None)
         heapq.heappush(self._free_slots, sequence.slot)
-        blocks, sequence.blocks, sequence.slot = sequence.blocks, [], None
+        blocks, sequence.blocks = sequence.blocks, []
+        sequence.slot, sequence.room_tokens = None, 0
         return blocks

@@ -1,0 +1,82 @@
+"""How many tokens of prompts a step may have beside requests that decode, whose next token waits for its end.
+
+Measures nothing and plans nothing: it is told how long steps took, and says how many tokens fit into one.
+
+    seconds = rows_s + token_s * tokens of prompts
+
+`rows_s` is what the rows that decode take, with the weights that every step reads. It follows the load, for
+their number and their context change little from one step to the next. `token_s` is the price of a token of a
+prompt. Each measured step corrects both by a part of its error, each by its share in the step: one without
+prompts says nothing about `token_s`, and one with a few tokens of them next to nothing. That is as well, for
+where the device waits for weights a few are nearly free.
+"""
+
+from __future__ import annotations
+
+import math
+
+#: The part of an error that is corrected at once: a few steps tell a new load, one alone may be an accident.
+GAIN = 0.25
+#: Tokens of prompts beside requests that decode, before any step was measured.
+FIRST_TOKENS = 256
+#: Time that prompts may have in any step, for each second that the rows take which decode. With less than 1
+#: these get their tokens at more than half the pace that they would have alone.
+FAIR_SHARE = 0.75
+#: Prompts that wait may have as much time as spreads them over so many steps.
+SPREAD_STEPS = 10
+#: Less than anything takes.
+_LEAST_S = 1e-9
+
+
+class PromptAllowance:
+    """Mutable; whoever steps an engine tells it of each step that was measured."""
+
+    def __init__(self, max_step_s: float) -> None:
+        """`max_step_s` is the longest that a step should take because of prompts; infinite: any time."""
+        assert max_step_s > 0, f"{max_step_s=}"
+        self._max_step_s = max_step_s
+        #: As above, both positive; None: nothing of the kind was measured.
+        self._rows_s: float | None = None
+        self._token_s: float | None = None
+
+    def num_tokens(self, num_waiting_tokens: int) -> int | None:
+        """Return how many tokens of prompts the next step may have, of so many that wait; None: any number.
+
+        Prompts always have their fair share. Where more wait than a few such steps compute they have more, as
+        far as `max_step` leaves time.
+        """
+        if math.isinf(self._max_step_s):
+            return None
+        if self._token_s is None:
+            return FIRST_TOKENS
+        rows_s = self._rows_s or 0.0
+        wanted_s = self._token_s * num_waiting_tokens / SPREAD_STEPS
+        prompts_s = max(FAIR_SHARE * rows_s, min(wanted_s, self._max_step_s - rows_s))
+        return max(1, int(prompts_s / self._token_s))
+
+    def predicted_s(self, num_prompt_tokens: int) -> float | None:
+        """Return how long the next step takes with so many tokens of prompts; None: nobody knows yet."""
+        if self._rows_s is None or self._token_s is None:
+            return None
+        return self._rows_s + self._token_s * num_prompt_tokens
+
+    def measured(self, num_decode_rows: int, num_prompt_tokens: int, seconds: float) -> None:
+        """Learn from a step that took so long."""
+        seconds = max(seconds, _LEAST_S)
+        if not num_decode_rows:
+            # It also read the weights, so that a token costs no more than that.
+            most_s = seconds / num_prompt_tokens
+            self._token_s = most_s if self._token_s is None else min(self._token_s, most_s)
+            return
+        if num_prompt_tokens and self._token_s is None:
+            self._token_s = seconds / 2 / num_prompt_tokens
+        prompts_s = (self._token_s or 0.0) * num_prompt_tokens
+        if self._rows_s is None:
+            self._rows_s = max(seconds - prompts_s, seconds / 2)
+        rows_s = self._rows_s
+        # A step that takes much longer than it should may be an accident: memory was mapped, a kernel loaded.
+        error_s = min(seconds - rows_s - prompts_s, rows_s + prompts_s)
+        correction = GAIN * error_s / (rows_s**2 + prompts_s**2)
+        self._rows_s = max(_LEAST_S, rows_s * (1 + correction * rows_s))
+        if self._token_s is not None:
+            self._token_s = max(_LEAST_S, self._token_s * (1 + correction * prompts_s))
