@@ -310,6 +310,7 @@ class ModelLoaded(Struct, frozen=True, tag=True):
     first_layer_s: float  #: these two from the start of the load, which came then
     total_s: float
     is_widened: bool = False  #: to float32, because the device is slow in what was stored
+    ahead_bytes: int = 0  #: of those of the rungs, that came before this load, ahead of the model's turn
 
 
 class HostingFailed(Struct, frozen=True, tag=True):

@@ -79,11 +79,11 @@ def block_bytes(spec: ModelSpec) -> int:
     return _block(spec).num_bytes
 
 
-def prompt_kernel_of(spec: ModelSpec, block_tokens: int) -> PromptKernel:
+def prompt_kernel_of(spec: ModelSpec) -> PromptKernel:
     """Say which kernel attends over the model's prompts on the current CUDA device."""
     arch = spec.arch
     heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
-    return prompt_kernel(heads, spec.dtype, block_tokens)
+    return prompt_kernel(heads, spec.dtype, spec.limits.block_tokens)
 
 
 @cache
@@ -112,7 +112,7 @@ def assemble(
     is_elastic = memory is not None
     memory = memory or _own_memory(spec, config, device)
     if device.type == "cuda":
-        _tell_if_slow(prompt_kernel_of(spec, config.block_tokens))
+        _tell_if_slow(prompt_kernel_of(spec))
     runner = assemble_runner(spec, weights, config, memory, _step_size(limits, device))
     if (
         config.graphs == "start" and not is_elastic

@@ -160,6 +160,11 @@ class Engine:
         return self.batcher.has_work
 
     @property
+    def is_computing(self) -> bool:
+        """True if a step was launched and not taken in."""
+        return self._flight is not None
+
+    @property
     def usage(self) -> Usage:
         batcher, blocks = self.batcher, self.batcher.blocks
         return Usage(
