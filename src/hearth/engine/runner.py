@@ -113,10 +113,11 @@ class Runner:
         """Return with how many rows a step of this plan is padded."""
         return self.sizes.shape_of(plan).num_rows - plan.num_tokens
 
-    @property
-    def is_gated(self) -> bool:
-        """True if the next step may have to wait for weights."""
-        return self._gate is not None
+    def is_warm(self, plan: StepPlan) -> bool:
+        """True if a step of this plan has neither to wait for weights nor to be captured first."""
+        if self._gate is not None:
+            return False
+        return self.graphs is None or all(key in self.graphs for key in self.sizes.shape_of(plan).keys)
 
     @torch.inference_mode()
     def capture_all(self) -> None:
