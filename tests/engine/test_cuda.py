@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal

@@ -9,7 +9,7 @@ import secrets
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from hearth.config import CPU_HOST_BYTES, EngineConfig, HearthConfig, ServiceConfig
@@ -216,7 +216,7 @@ def _worker_setups(
             num_sharing=-(-devices.num_workers // len(devices.indices)),
             budget_bytes=config.service.memory_bytes,
             keeper_socket=str(socket),
-            engine=asdict(config.engine),
+            engine=config.engine.plain(),
             num_threads=devices.threads_per_worker,
             log_level=config.log.level,
             turns=config.service.turns,
