@@ -46,12 +46,21 @@ def arguments(description: str | None) -> ArgumentParser:
 
 def emit(name: str, result: Mapping[str, object], *, save: bool) -> None:
     """Print the result and where it was measured; with `save` write the same to bench/results/<name>.json."""
-    text = json.dumps({"name": name, "environment": environment(), **result}, indent=2)
-    print(text)
+    print(json.dumps({"name": name, "environment": environment(), **result}, indent=2))
     if save:
-        path = HERE / "results" / f"{name}.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text + "\n")
+        keep(name, result)
+
+
+def keep(name: str, result: Mapping[str, object]) -> None:
+    """Write the result and where it was measured to bench/results/<name>.json."""
+    text = json.dumps({"name": name, "environment": environment(), **result}, indent=2)
+    path = result_path(name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text + "\n")
+
+
+def result_path(name: str) -> Path:
+    return HERE / "results" / f"{name}.json"
 
 
 def environment() -> dict[str, object]:

@@ -232,6 +232,7 @@ def test_doctor_json_names_versions_devices_and_kernels(hearth: Hearth) -> None:
     assert report["torch"] == torch.__version__
     assert report["devices"][0]["total_bytes"] > 0
     assert report["kernels"] in ("triton", "torch reference")
+    assert all(Path(cache["path"]).name == "kernels" for cache in report["kernel_caches"])
     assert len(report["devices"]) == 1 + torch.cuda.device_count()
 
 

@@ -257,6 +257,29 @@ def test_a_table_compares_with_the_bound_and_the_best_peer(repository: Path) -> 
     ]
 
 
+def test_a_table_may_show_only_rows_with_some_texts_and_leaves_notes_to_the_whole_one(
+    repository: Path,
+) -> None:
+    names = ["7B at once", "7B one by one", "8B at once, again"]
+    keep_results(repository, *({"measure": name, "unit": "s", "value": 2.0} for name in names))
+    (repository / "bench" / "peers.json").write_text(json.dumps({"engine": {"source": "a friend"}}))
+    readme = repository / "README.md"
+    readme.write_text("<!-- table: engine: one by, 8B at -->\nold\n<!-- end -->\n")
+
+    tables("--root", str(repository))
+
+    assert readme.read_text().splitlines()[1:-1] == [
+        "| measure | Hearth |",
+        "| --- | ---: |",
+        "| 7B one by one (s) | 2 |",
+        "| 8B at once, again (s) | 2 |",
+        "",
+        "Measured on a toaster, torch 9.9.",
+    ]
+    readme.write_text("<!-- table: engine: 9B -->\nold\n<!-- end -->\n")
+    assert "has no row with one of these texts: 9B" in tables("--root", str(repository)).stderr
+
+
 def test_results_of_another_shape_are_refused_by_name(repository: Path) -> None:
     keep_results(repository, {"measure": "rate"})
     refused = tables("--root", str(repository))

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from hearth.config import EngineConfig
 from hearth.engine.engine import Engine
-from hearth.kernels.decode_attention import choose_splits
 from hearth.models.buffers import name_of, zeros
 from hearth.models.families import read_arch
 from hearth.models.workspace import Workspace
@@ -27,12 +26,15 @@ from hearth.sizes import (
     StepSize,
     block_buffer,
     bytes_of,
+    graph_bytes,
     input_buffers,
     table_buffers,
     workspace_buffers,
     workspace_bytes,
 )
 from hearth.types import RequestId, SamplingParams, SamplingTable
+from hearth.worker.hosted_models import MAX_RETIRED
+from hearth.worker.runtime import UNBOOKED_BYTES, UNBOOKED_SHARE
 from tests.engine.harness import ask, engine_for, greedy
 from tests.models.zoo import VARIANTS, build
 
@@ -317,10 +319,10 @@ def test_stages_of_a_model_have_all_of_its_kv_and_no_more_workspace_each(
 @pytest.mark.parametrize(
     ("name", "dtype", "without_rows"),
     [
-        ("llama-gqa", "bfloat16", {"embedded", "mlp_out", "head_in"}),
-        ("llama-gqa", "float32", {"embedded", "mlp_out", "head_in", "head_out"}),
+        ("llama-gqa", "bfloat16", {"embedded", "mlp_out", "kept_normed", "head_in"}),
+        ("llama-gqa", "float32", {"embedded", "mlp_out", "kept_normed", "head_in", "head_out"}),
         ("neox-parallel", "bfloat16", {"embedded", "head_in"}),
-        ("opt-350m", "bfloat16", {"mlp_out"}),
+        ("opt-350m", "bfloat16", {"mlp_out", "kept_normed"}),
     ],
 )
 def test_a_buffer_that_nothing_is_written_to_has_no_rows(
@@ -339,7 +341,7 @@ def test_only_the_ends_of_a_model_embed_and_sample() -> None:
         return {name for name, buffer in buffers.items() if buffer.num_bytes == 0}
 
     at_whole = without_rows(range(3))
-    samples = {"kept_residual", "kept_normed", "kept_attended", "head_in", "head_out", "logits"}
+    samples = {"kept_residual", "kept_attended", "head_in", "head_out", "logits"}
     assert without_rows(range(2)) - at_whole == samples
     assert without_rows(range(1, 2)) - at_whole == {"embedded", *samples}
     assert without_rows(range(1, 3)) - at_whole == {"embedded"}
@@ -362,6 +364,45 @@ def test_a_larger_limit_never_takes_less(
     assert told(limits, context)[1] <= told(limits, context + 1)[1]
 
 
+LLAMA_2_7B = Dimensions(
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    hidden_size=4096,
+    embed_size=4096,
+    intermediate_size=11008,
+    vocab_size=32000,
+    rope_dim=128,
+    is_gated=True,
+    is_parallel=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("limits", "budget_bytes"),
+    [(StepLimits(4096, 256, 16), 0), (StepLimits(8192, 1024, 16), 40 << 30)],
+    ids=["small device", "large device"],
+)
+def test_graphs_and_tables_of_all_engines_that_a_worker_keeps_fit_beside_its_pool(
+    limits: StepLimits, budget_bytes: int
+) -> None:
+    """Each as large as Llama-2-7B; 30% of what is not booked is left to the sampler and to libraries."""
+    each_bytes = graph_bytes(LLAMA_2_7B, limits) + bytes_of(table_buffers(LLAMA_2_7B, limits, 4096))
+
+    unbooked_bytes = UNBOOKED_BYTES + UNBOOKED_SHARE * budget_bytes
+    assert (MAX_RETIRED + 1) * each_bytes < 0.7 * unbooked_bytes
+
+
+@given(DIMENSIONS, STEP_LIMITS)
+def test_graphs_take_more_with_every_layer_and_size(dimensions: Dimensions, limits: StepLimits) -> None:
+    deeper = replace(dimensions, num_layers=dimensions.num_layers + 1)
+    larger = replace(limits, max_batch_tokens=2 * limits.max_batch_tokens + 128)
+
+    assert 0 < graph_bytes(dimensions, limits) < graph_bytes(deeper, limits)
+    assert graph_bytes(dimensions, limits) < graph_bytes(dimensions, larger)
+
+
 @given(STEP_LIMITS, st.integers(1, 1000))
 def test_the_largest_device_of_a_kind_is_what_an_unknown_one_is_counted_as(
     limits: StepLimits, num_processors: int
@@ -371,17 +412,15 @@ def test_the_largest_device_of_a_kind_is_what_an_unknown_one_is_counted_as(
     assert StepSize.of(limits, "cpu").num_programs == 1
 
 
-@given(DIMENSIONS, STEP_SIZES, st.integers(1, 300))
-def test_partial_results_of_split_attention_have_room(
-    dimensions: Dimensions, size: StepSize, num_rows: int
+@given(DIMENSIONS, STEP_SIZES)
+def test_each_program_of_decode_attention_has_room_for_two_parts(
+    dimensions: Dimensions, size: StepSize
 ) -> None:
-    """More than one split is used only where all programs leave a partial result."""
-    num_splits = choose_splits(num_rows, dimensions.num_kv_heads, size.num_programs)
-    if num_splits > 1:
-        left = num_rows * dimensions.num_heads * num_splits
-        buffers = workspace_buffers(dimensions, dimensions.layers, "bfloat16", size)
-        assert left * dimensions.head_dim <= buffers["partial"].shape[0]
-        assert left * 2 <= buffers["stats"].shape[0]
+    """A program's run of tiles begins inside of one head at most, and ends inside of one."""
+    buffers = workspace_buffers(dimensions, dimensions.layers, "bfloat16", size)
+    left = size.num_programs * 2 * (dimensions.num_heads // dimensions.num_kv_heads)
+    assert left * dimensions.head_dim <= buffers["partial"].shape[0]
+    assert left * 2 <= buffers["stats"].shape[0]
 
 
 @given(st.integers(1, 4096), st.integers(1, 64))

@@ -1,6 +1,6 @@
 """Does each kernel of ours beat the library, and how near is it to the device's limit? Llama-2-7B, bf16.
 
-python -m bench.engine.kernels [--save]
+python -m bench.engine.kernels [--only decode|element_wise|prefill|products] [--candidates] [--save]
 
 Every time is of one launch inside a CUDA graph of many, over data that does not fit the cache.
 """
@@ -12,38 +12,18 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from bench.engine.prefill_kernels import prefill
+from bench.engine.timing import microseconds
 from bench.report import arguments, emit
-from hearth.kernels import activation, decode_attention, linear, norm, prefill_attention, rotary
+from hearth.kernels import activation, decode_attention, linear, norm, rotary
 from hearth.kernels.decode_attention import SplitScratch
 from hearth.kernels.paged import Heads, PagedRows
-from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 INT32 = {"device": "cuda", "dtype": torch.int32}
 HIDDEN, INTERMEDIATE, VOCAB, LAYERS = 4096, 11008, 32000, 32
 MULTI_HEAD, GROUPED = Heads(32, 32, 128), Heads(32, 8, 128)
 NUM_PROGRAMS = 4 * 132
-
-
-def microseconds(launches: list[Callable[[], object]]) -> float:
-    """Return the median over replays of the time per launch."""
-    for launch in launches[:2]:
-        launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    graph.replay()
-    times = []
-    for _ in range(7):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * begin.elapsed_time(end) / len(launches))
-    return sorted(times)[3]
 
 
 def one_row_products() -> list[dict[str, object]]:
@@ -106,27 +86,6 @@ def decode(heads: Heads, batch: int, context: int) -> dict[str, object]:
     }
 
 
-def prefill(counts: list[int], heads: Heads = MULTI_HEAD) -> dict[str, object]:
-    kv, table = _paged(counts, heads, 1)
-    begins = [sum(counts[:at]) for at in range(len(counts) + 1)]
-    spans = [PrefillSpan(begin, count, 0) for begin, count in zip(begins, counts, strict=False)]
-    slots = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(**INT32)
-    positions = torch.cat([torch.arange(count) for count in counts]).to(**INT32)
-    rows = PagedRows(positions, slots, table)
-    qkv = torch.randn(sum(counts), (heads.num_q + 2 * heads.num_kv) * heads.dim, **BF16)
-    out = torch.empty(sum(counts), heads.num_q * heads.dim, **BF16)
-    tiles = PromptTiles.of(spans, prefill_attention.prompt_tile_tokens(heads, qkv.dtype), "cuda")
-
-    def ours() -> None:
-        prefill_attention.prefill_attention_triton(qkv, heads, rows, tiles, kv[:, 0], window=None, out=out)
-
-    return {
-        "prompts": len(counts),
-        "tokens": counts[0],
-        "us": microseconds([ours] * 6),
-    }
-
-
 def element_wise(tokens: int) -> list[dict[str, object]]:
     """Time kernels that move each byte once, beside the same in torch."""
     x, delta, weight = (
@@ -171,31 +130,33 @@ def element_wise(tokens: int) -> list[dict[str, object]]:
     ]
 
 
+def decodes() -> list[dict[str, object]]:
+    return [
+        decode(heads, batch, context)
+        for heads, batch, context in [
+            (MULTI_HEAD, 1, 192),
+            (MULTI_HEAD, 1, 4096),
+            (MULTI_HEAD, 64, 192),
+            (MULTI_HEAD, 256, 192),
+            (GROUPED, 1, 8192),
+            (GROUPED, 64, 2048),
+        ]
+    ]
+
+
 def main() -> None:
-    options = arguments(__doc__).parse_args()
-    result = {
-        "one_row_products": one_row_products(),
-        "decode_attention": [
-            decode(heads, batch, context)
-            for heads, batch, context in [
-                (MULTI_HEAD, 1, 192),
-                (MULTI_HEAD, 1, 4096),
-                (MULTI_HEAD, 64, 192),
-                (MULTI_HEAD, 256, 192),
-                (GROUPED, 1, 8192),
-                (GROUPED, 64, 2048),
-            ]
-        ],
-        "prefill_attention": [
-            prefill([2048]),
-            prefill([4096]),
-            prefill([1024] * 2),
-            prefill([512] * 4),
-            prefill([128] * 32),
-        ],
-        "element_wise": [row for tokens in (1, 64, 2048) for row in element_wise(tokens)],
+    parser = arguments(__doc__)
+    parser.add_argument("--only", choices=["decode", "element_wise", "prefill", "products"])
+    parser.add_argument("--candidates", action="store_true", help="also what is not served (prefill)")
+    options = parser.parse_args()
+    parts: dict[str, Callable[[], object]] = {
+        "products": one_row_products,
+        "decode": decodes,
+        "prefill": lambda: prefill(tries_all=options.candidates),
+        "element_wise": lambda: [row for tokens in (1, 64, 2048) for row in element_wise(tokens)],
     }
-    emit("kernels", result, save=options.save)
+    measured = {name: run() for name, run in parts.items() if options.only in (None, name)}
+    emit("kernels", measured, save=options.save)
 
 
 if __name__ == "__main__":

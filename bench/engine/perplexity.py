@@ -96,7 +96,8 @@ def _losses(decoder: Decoder, kv: torch.Tensor, prompts: Sequence[list[int]]) ->
         tiles=None,
         logit_rows=None,
     )
-    logits = decoder.logits(decoder.run(decoder.embed(step), step, kv))
+    decoder.body(decoder.embed(step), step, kv)
+    logits = decoder.tail(step)
     for begin, prompt in zip(begins, prompts, strict=False):
         predicted = logits[begin : begin + len(prompt) - 1]
         yield torch.nn.functional.cross_entropy(predicted, torch.tensor(prompt[1:]), reduction="none")

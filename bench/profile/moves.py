@@ -22,7 +22,7 @@ from statistics import median
 import torch
 
 from bench.load.raw_readers import Caches
-from bench.profile.scale import Scale, Shape
+from bench.profile.scale import Scale
 from bench.random_model import write_random
 from bench.report import step, tell
 from bench.reuse.parts import device_pages, host_pages
@@ -30,6 +30,7 @@ from bench.reuse.replay import synchronize
 from bench.reuse.setting import Scale as ReuseScale
 from bench.reuse.setting import Setting
 from bench.reuse.worker import WorkerClient, working
+from bench.shape import Shape
 from hearth.config import StoreConfig
 from hearth.engine.assemble import ModelSpec, workspace_bytes
 from hearth.memory.cuda_pages import PAGE_BYTES

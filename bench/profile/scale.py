@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from bench.elastic.cpu import SHAPE as SMOLLM2
-from bench.hosting import config_of
 from bench.random_model import TINY as TINY_CONFIG
+from bench.shape import Shape, llama_shape
 from hearth.config import EngineConfig
-from hearth.models.arch import Arch
-from hearth.models.families import arch_from_config
-from hearth.models.layout import layout_of
-from hearth.sizes import block_buffer
 from hearth.store.manifest import CHUNK_BYTES
 
 MIB, GIB = 1 << 20, 1 << 30
-
-
-@dataclass(frozen=True)  # no slots: what is derived is kept
-class Shape:
-    """A model of random weights."""
-
-    name: str  #: in the profile
-    model: str  #: whose shape it has
-    config: Mapping[str, object]
-    dtype: str
-
-    @cached_property
-    def arch(self) -> Arch:
-        return arch_from_config(dict(self.config))
-
-    @property
-    def weights_bytes(self) -> int:
-        return layout_of(self.arch, self.dtype).num_bytes
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        sizes = self.arch.dimensions
-        return block_buffer(sizes, sizes.layers, self.dtype, 1).num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,23 +59,12 @@ class Scale:
         return 16 * self.num_steps * len(self.prompts)
 
 
-def _shape(name: str, model: str, max_positions: int) -> Shape:
-    config = {
-        **config_of(model, max_positions),
-        "architectures": ["LlamaForCausalLM"],
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "rope_theta": 10000.0,
-    }
-    return Shape(name, model, config, "bfloat16")
-
-
 #: A GPU of 80 GB or more, within four minutes.
 GPU = Scale(
     shapes=(
-        _shape("1B", "Llama-3.2-1B", 16384),
-        _shape("3B", "Llama-3.2-3B", 16384),
-        _shape("7B", "Llama-2-7B", 16384),
+        llama_shape("1B", "Llama-3.2-1B", 16384),
+        llama_shape("3B", "Llama-3.2-3B", 16384),
+        llama_shape("7B", "Llama-2-7B", 16384),
     ),
     engine=EngineConfig(),
     max_kv_bytes=56 * GIB,

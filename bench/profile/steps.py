@@ -17,12 +17,10 @@ from statistics import median
 
 import torch
 
-from bench.profile.scale import Scale, Shape
-from hearth.engine.assemble import ModelSpec, assemble
+from bench.profile.scale import Scale
+from bench.random_engine import new_engine
+from bench.shape import Shape
 from hearth.engine.engine import Engine
-from hearth.models.dtypes import DTYPES
-from hearth.models.layout import layout_of
-from hearth.models.weights import bind, contiguous_places
 from hearth.sim.step_times import MeasuredStep
 from hearth.types import RequestId, SamplingParams
 
@@ -166,11 +164,7 @@ def _new_rig(shape: Shape, scale: Scale, device: torch.device) -> EngineRig:
     """Return an engine over random weights."""
     kv_bytes = min(scale.max_kv_bytes, 2 * scale.max_prefill_tokens * shape.kv_bytes_per_token)
     config = replace(scale.engine, kv_bytes=kv_bytes)
-    layout = layout_of(shape.arch, shape.dtype)
-    base = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
-    base.view(DTYPES[shape.dtype]).normal_(std=0.02, generator=torch.Generator(device).manual_seed(1))
-    weights = bind(shape.arch, layout, contiguous_places(layout, base))
-    spec = ModelSpec(shape.arch, DTYPES[shape.dtype], scale.max_context, frozenset())
+    engine = new_engine(shape, config, device, seed=1, max_context=scale.max_context)
     # Each row may have begun a block, and the sink is nobody's.
     live_tokens = kv_bytes // shape.kv_bytes_per_token - 2 * config.block_tokens * config.max_seqs
-    return EngineRig(assemble(spec, weights, config, device), scale, shape.arch.vocab_size, live_tokens)
+    return EngineRig(engine, scale, shape.arch.vocab_size, live_tokens)

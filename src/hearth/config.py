@@ -63,7 +63,7 @@ class EngineConfig:
     block_tokens: Annotated[int, Limits(1, 1024)] = 16  #: tokens per block of KV
     kv_bytes: Annotated[int | None, Limits(1)] = None  #: KV memory; None: derived from the device's memory
     memory_fraction: Annotated[float, Limits(0.05, 1.0)] = 0.9  #: share of the device's memory to use
-    graphs: Literal["lazy", "start", "off"] = "lazy"  #: when decode steps are captured as CUDA graphs
+    graphs: Literal["lazy", "start", "off"] = "lazy"  #: when steps are captured as CUDA graphs
 
     def __post_init__(self) -> None:
         _check_section(self, "engine")

@@ -16,6 +16,8 @@ import torch
 from hearth.config import CPU_HOST_BYTES, StoreConfig
 from hearth.cpus import num_usable_cores, queued_s, wait_policy
 from hearth.kernels.jit import HAS_TRITON
+from hearth.kernels.kernel_cache import CacheUsage, KernelCache, usage_of
+from hearth.kernels.prefill_hopper import gluon_obstacle, is_hopper
 from hearth.store.read_hashed import is_native
 
 #: Open files that a service should be allowed; with fewer, one that has many streams would run out of them.
@@ -54,6 +56,7 @@ class Report:
     max_open_files: int  #: files that one process may open; every connection takes one
     store: StoreReport  #: of models that are named by path or URL
     service_store: StoreReport  #: of deployed models, in the data directory
+    kernel_caches: tuple[CacheUsage, ...]  #: compiled kernels of both, where they are kept apart
     devices: tuple[DeviceReport, ...]
     notes: tuple[str, ...]  #: each says what is missing, and the remedy
 
@@ -77,6 +80,8 @@ def examine(store: StoreConfig, data_dir: Path) -> Report:
             )
     elif not HAS_TRITON:
         notes.append("no Triton: kernels fall back to plain torch; install `hearth[gpu]`")
+    elif is_hopper() and (obstacle := gluon_obstacle()) is not None:
+        notes.append(f"{obstacle}: long prompts are read more slowly; install `hearth[gpu]`")
     found, of_service = _store(store), _store(replace(store, path=str(data_dir)))
     for one in (found, of_service):
         if not one.has_direct_reads:
@@ -110,6 +115,7 @@ def examine(store: StoreConfig, data_dir: Path) -> Report:
     return Report(
         store=found,
         service_store=of_service,
+        kernel_caches=_kernel_caches(Path(found.path), data_dir),
         max_open_files=max_open_files,
         python=platform.python_version(),
         platform=platform.platform(),
@@ -132,6 +138,11 @@ def _store(config: StoreConfig) -> StoreReport:
         has_direct_reads=_has_direct_reads(existing),
         locked_bytes=None if soft_limit == resource.RLIM_INFINITY else soft_limit,
     )
+
+
+def _kernel_caches(*places: Path) -> tuple[CacheUsage, ...]:
+    paths = dict.fromkeys(KernelCache.directory(place / "kernels") for place in places)
+    return tuple(usage_of(path) for path in paths)
 
 
 def _has_direct_reads(directory: Path) -> bool:

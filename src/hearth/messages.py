@@ -3,8 +3,8 @@
     worker                                    gateway
     (connects)                                Challenge
     WorkerHello, with a proof of the secret   Welcome, with the gateway's own proof; or the connection ends
-    StepDone, one per step, ...               HostModel, RetireModel, DropModel, HoldModel, StartRequest,
-                                              CancelRequest, Ping, Shutdown
+    StepDone, one per step, ...               PrepareModel, HostModel, RetireModel, DropModel, HoldModel,
+                                              StartRequest, CancelRequest, Ping, Shutdown
 
 Both directions keep their order, and that is part of the contract: a worker carries out orders one after
 the other, so a model that is retired before another is hosted may be taken from by then. The gateway sees to
@@ -33,7 +33,7 @@ from hearth.types import (
 )
 
 #: The version that gateway and worker must share. Raise it with every change of this file.
-VERSION = 5
+VERSION = 6
 
 
 # What a process is told on its standard input, as one line of JSON, when it is started.
@@ -51,6 +51,7 @@ class WorkerSetup(Struct, frozen=True):
     num_sharing: int  #: workers on that device; on CPUs, all of them
     budget_bytes: int | None  #: None: derived from the device
     keeper_socket: str
+    kernels_path: str  #: where compiled kernels are kept
     engine: dict[str, int | float | str | None]  #: the fields of EngineConfig
     num_threads: int | None  #: that torch may use; None: its own choice
     log_level: str
@@ -158,6 +159,13 @@ _SHARED = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "max_tokens", "min_tokens", "ignore_eos", "logprobs"),
 )
+
+
+class PrepareModel(Struct, frozen=True, tag=True):
+    """Have the kernels of a deployed model ready, beside all other work: it may be hosted some day."""
+
+    model: ModelId
+    directory: str  #: which has its manifest
 
 
 class HostModel(Struct, frozen=True, tag=True):
@@ -356,12 +364,21 @@ class Pong(Struct, frozen=True, tag=True):
     workspace_bytes: int
     lost_bytes: int  #: to rounding and fragments
     moved_bytes: int  #: since the worker started, to make place
-    fallbacks: dict[str, int]  #: of the pool, by name
+    fallbacks: dict[str, int]  #: of the pool and of kernels, by name
     models: tuple[ModelUse, ...]
 
 
 Order = (
-    Welcome | HostModel | RetireModel | DropModel | HoldModel | StartRequest | CancelRequest | Ping | Shutdown
+    Welcome
+    | PrepareModel
+    | HostModel
+    | RetireModel
+    | DropModel
+    | HoldModel
+    | StartRequest
+    | CancelRequest
+    | Ping
+    | Shutdown
 )
 Fact = (
     WorkerHello

@@ -9,6 +9,8 @@ Answers no requests: that is `llm.py`.
 from __future__ import annotations
 
 import tempfile
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -18,9 +20,15 @@ import torch
 from hearth.config import EngineConfig, StoreConfig
 from hearth.cpus import log_if_threads_spin, num_usable_cores
 from hearth.engine.assemble import ModelSpec, allocate, assemble
+from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.engine import Engine
+from hearth.engine.kernel_warmup import KernelWarmup
 from hearth.errors import DeviceError, ModelError
+from hearth.kernels.compilations import COMPILATIONS
+from hearth.kernels.jit import HAS_TRITON
+from hearth.kernels.kernel_cache import KernelCache
 from hearth.models.arch import Arch
+from hearth.models.buffers import name_of
 from hearth.models.dtypes import DTYPES
 from hearth.models.layout import Layout, layout_of
 from hearth.models.pack import checkpoint_dtype, pack
@@ -72,7 +80,7 @@ def open_model(path: str | Path, options: ModelOptions, store: StoreConfig | Tie
         _keep_to_usable_cores()
     if "://" in str(path) or (Path(path) / MANIFEST).is_file():
         return _ConvertedModel(path, options, store, device)
-    return _PackedModel(Path(path), options, device)
+    return _PackedModel(Path(path), options, _kernels_path(store), device)
 
 
 def _keep_to_usable_cores() -> None:
@@ -84,8 +92,8 @@ def _keep_to_usable_cores() -> None:
 class _PackedModel:
     """A checkpoint that is not converted, and is packed straight into device memory."""
 
-    def __init__(self, path: Path, options: ModelOptions, device: torch.device) -> None:
-        self._path, self._config, self._device = path, options.engine, device
+    def __init__(self, path: Path, options: ModelOptions, kernels: Path, device: torch.device) -> None:
+        self._path, self._config, self._kernels, self._device = path, options.engine, kernels, device
         with open_source(path) as source:
             self.tokenizer = None if options.skip_tokenizer else _tokenizer_of(source)
             self._layout = layout_of(source.arch, _packed_dtype(options.dtype, source, device))
@@ -93,10 +101,12 @@ class _PackedModel:
 
     def build(self) -> Engine:
         spec, layout = self._spec, self._layout
+        wait_for_kernels = _start_kernels(spec, "none", self._config, self._kernels, self._device)
         base = _allocate_weights(layout, self._device)
         with open_source(self._path) as source:
             pack(source.checkpoint, spec.arch, layout, base)
         weights = bind(spec.arch, layout, contiguous_places(layout, base))
+        wait_for_kernels()
         return assemble(spec, weights, self._config, self._device)
 
     def wait(self) -> None:
@@ -112,7 +122,7 @@ class _ConvertedModel:
     def __init__(
         self, path: str | Path, options: ModelOptions, store: StoreConfig | Tiers, device: torch.device
     ) -> None:
-        self._config, self._device = options.engine, device
+        self._config, self._kernels, self._device = options.engine, _kernels_path(store), device
         self._owns_tiers = isinstance(store, StoreConfig)
         if isinstance(store, StoreConfig):
             is_cuda = device.type == "cuda"
@@ -132,8 +142,11 @@ class _ConvertedModel:
     def build(self) -> Engine:
         manifest, spec = self._model.manifest, self._spec
         layout = served_layout(manifest, self._dtype)
+        wait_for_kernels = _start_kernels(spec, manifest.quant, self._config, self._kernels, self._device)
         base = _allocate_weights(layout, self._device)
         weights = bind(spec.arch, layout, contiguous_places(layout, base))
+        if self._config.graphs == "start":
+            wait_for_kernels()
         engine = assemble(spec, weights, self._config, self._device)
         # Only now: whatever else goes to the device would have to queue behind the weights.
         load = self._start(stored_part(base, manifest))
@@ -142,6 +155,7 @@ class _ConvertedModel:
         else:
             load.wait()
             widen(base, manifest, layout)
+        wait_for_kernels()
         return engine
 
     def _start(self, base: torch.Tensor) -> Load:
@@ -171,6 +185,29 @@ class _ConvertedModel:
         if self._owns_tiers:
             self._owns_tiers = False
             self._tiers.close()
+
+
+def _kernels_path(store: StoreConfig | Tiers) -> Path:
+    return (Path(store.path).expanduser() if isinstance(store, StoreConfig) else store.disk.root) / "kernels"
+
+
+def _start_kernels(
+    spec: ModelSpec, quant: str, config: EngineConfig, path: Path, device: torch.device
+) -> Callable[[], None]:
+    """Have the model's kernels loaded, or start to compile those that are missing.
+
+    The function that is returned waits for the rest.
+    """
+    if device.type != "cuda" or not HAS_TRITON:
+        return lambda: None
+    COMPILATIONS.watch()
+    warmup = KernelWarmup(KernelCache.open(path))
+    needs = KernelNeeds.on(device, spec.arch, name_of(spec.dtype), quant, config.step_limits)
+    if warmup.load(needs):
+        return lambda: None
+    compiling = threading.Thread(target=lambda: warmup.compile(needs), name="hearth-kernels", daemon=True)
+    compiling.start()
+    return compiling.join
 
 
 def _tokenizer_of(source: ModelSource) -> Tokenizer:

@@ -4,6 +4,7 @@ Whoever allocates a buffer takes its shape from here, and whoever promises memor
 
     workspace    `models/workspace.py` cuts it from bytes that all models of a worker have in common
     tables       the inputs of a step, sampler state, rotary table: each engine has its own, always
+    graphs       captured steps, by the sizes that steps are padded to: on CUDA devices, beside the pool
     optional     the tables of penalties and of biases: in the pool, while a request needs one
     blocks       of KV, as many as a pool gives
 
@@ -12,7 +13,8 @@ Workspace and blocks are those of a range of layers, for an engine need not run 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -129,8 +131,8 @@ def workspace_buffers(
     embedded = tokens if layers.start == 0 and is_projected else 0
     # The head writes float32 logits in their place, others beside it, to be widened.
     narrow = 0 if dtype == "float32" else samples
-    # More than one split is used only while rows * kv heads * splits stay within num_programs.
-    partials = size.num_programs * (dimensions.num_heads // dimensions.num_kv_heads)
+    # Each program of decode attention leaves at most two parts of results, for each q head of a group.
+    partials = 2 * size.num_programs * (dimensions.num_heads // dimensions.num_kv_heads)
     return {
         "embedded": Buffer((embedded, dimensions.embed_size), dtype),
         "residual": Buffer((tokens, hidden), dtype),
@@ -142,7 +144,7 @@ def workspace_buffers(
         "up": Buffer((tokens, dimensions.up_size), dtype),
         "activated": Buffer((tokens, dimensions.intermediate_size), dtype),
         "kept_residual": Buffer((samples, hidden), dtype),
-        "kept_normed": Buffer((samples, hidden), dtype),
+        "kept_normed": Buffer((samples if dimensions.is_parallel else 0, hidden), dtype),
         "kept_attended": Buffer((samples, dimensions.q_size), dtype),
         "head_in": Buffer((samples if is_projected else 0, dimensions.embed_size), dtype),
         "head_out": Buffer((narrow, dimensions.vocab_size), dtype),
@@ -176,19 +178,76 @@ def table_buffers(dimensions: Dimensions, limits: StepLimits, context: int) -> M
     return {f"{part}.{name}": buffer for part, buffers in parts.items() for name, buffer in buffers.items()}
 
 
-def max_tiles(limits: StepLimits) -> int:
-    """The most tiles that the prompts of a step are cut into."""
-    max_spans = min(limits.max_seqs, limits.max_batch_tokens)
-    return limits.max_batch_tokens // MIN_TILE_TOKENS + max_spans
+def max_tiles(num_tokens: int, max_seqs: int) -> int:
+    """The most tiles that the prompts of a step of so many tokens are cut into."""
+    return num_tokens // MIN_TILE_TOKENS + min(max_seqs, num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInputs:
+    """Where the inputs of a step of so many rows lie in one int32 array. What a step does not need is behind.
+
+        | counts | logit rows | slots | positions | tokens | tiles |
+
+    Counts and logit rows lie at the same place whatever the number of rows. Each part begins at a multiple of
+    16 bytes, for kernels are compiled once more for addresses that do not.
+    """
+
+    num_rows: int
+    max_seqs: int
+
+    @property
+    def counts(self) -> slice:
+        """The number of decode rows and that of tiles."""
+        return slice(0, 2)
+
+    @property
+    def logit_rows(self) -> slice:
+        return slice(_COUNT_WORDS, _COUNT_WORDS + self.max_seqs)
+
+    @property
+    def slots(self) -> slice:
+        return self._rows(0)
+
+    @property
+    def positions(self) -> slice:
+        return self._rows(1)
+
+    @property
+    def tokens(self) -> slice:
+        return self._rows(2)
+
+    @property
+    def tiles(self) -> slice:
+        begin = self._begin(3)
+        return slice(begin, begin + TILE_FIELDS * max_tiles(self.num_rows, self.max_seqs))
+
+    def num_words(self, num_tiles: int) -> int:
+        """How much of the array a step with so many tiles needs."""
+        return self._begin(3) + TILE_FIELDS * num_tiles
+
+    def _rows(self, field: int) -> slice:
+        return slice(self._begin(field), self._begin(field) + self.num_rows)
+
+    def _begin(self, field: int) -> int:
+        return _COUNT_WORDS + _aligned(self.max_seqs) + field * _aligned(self.num_rows)
+
+
+#: Room for the two counts, so that what follows is aligned.
+_COUNT_WORDS = 4
+
+
+def _aligned(num_words: int) -> int:
+    """The next multiple of 16 bytes, in words."""
+    return -(-num_words // 4) * 4
 
 
 def input_buffers(limits: StepLimits, context: int) -> Mapping[str, Buffer]:
     """The inputs of a step (`engine/inputs.py`)."""
     max_tokens, max_seqs = limits.max_batch_tokens, limits.max_seqs
     return {
-        "packed": Buffer((2 + 3 * max_tokens + max_seqs + TILE_FIELDS * max_tiles(limits),), "int32"),
-        "tokens": Buffer((max_tokens,), "int64"),
-        "logit_rows": Buffer((max_seqs,), "int64"),
+        "packed": Buffer((PackedInputs(max_tokens, max_seqs).tiles.stop,), "int32"),
+        "tokens": Buffer((max_tokens,), "int32"),
         "block_table": Buffer((max_seqs + 1, limits.num_blocks(context)), "int32"),
     }
 
@@ -206,6 +265,62 @@ def counter_buffer(dimensions: Dimensions, max_samples: int) -> Buffer:
 def rotary_buffer(rope_dim: int, context: int) -> Buffer:
     """The table of rotary cosines and sines (`models/rope.py`)."""
     return Buffer((context, 2, rope_dim // 2), "float32")
+
+
+# Graphs. A step is padded to the next of a few sizes, so that few graphs serve every step.
+
+#: Few rows are bound by reading weights, so more of them cost next to nothing. Larger products are computed
+#: by tiles of 64 to 256 rows, and what only fills a tile up is free. Each size costs a capture and memory.
+_DECODE_SIZES = (
+    1,
+    2,
+    4,
+    *range(8, 32, 8),
+    *range(32, 128, 16),
+    *range(128, 256, 32),
+    256,
+    320,
+    384,
+    448,
+    512,
+)
+_SAMPLE_SIZES = (1, 8, *range(64, 256, 64), *range(256, 513, 128))
+_MIXED_SIZES = (*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 4097, 256))
+#: Launches of a layer, and around all layers, at most; and device memory for each when it is captured.
+_LAYER_NODES, _OTHER_NODES, _NODE_BYTES = 12, 16, 2700
+
+
+def decode_sizes(limits: StepLimits) -> tuple[int, ...]:
+    """Rows that steps of decode rows alone are padded to."""
+    return _up_to(_DECODE_SIZES, 128, min(limits.max_seqs, limits.max_batch_tokens))
+
+
+def sample_sizes(limits: StepLimits) -> tuple[int, ...]:
+    """Rows of logits that steps with prompts are padded to."""
+    return _up_to(_SAMPLE_SIZES, 256, min(limits.max_seqs, limits.max_batch_tokens))
+
+
+def mixed_sizes(limits: StepLimits) -> tuple[int, ...]:
+    """Tokens that steps with prompts are padded to."""
+    return _up_to(_MIXED_SIZES, 512, limits.max_batch_tokens)
+
+
+def padded_size(sizes: Sequence[int], count: int) -> int:
+    """Return the smallest size that holds `count`."""
+    assert 0 < count <= sizes[-1], f"{count=} {sizes[-1]=}"
+    return sizes[bisect_left(sizes, count)]
+
+
+def graph_bytes(dimensions: Dimensions, limits: StepLimits) -> int:
+    """An estimate, rather too high, of the device memory that graphs of all sizes take once captured."""
+    num_whole, num_samples = len(decode_sizes(limits)) + len(mixed_sizes(limits)), len(sample_sizes(limits))
+    whole_nodes = _LAYER_NODES * dimensions.num_layers + _OTHER_NODES
+    return (num_whole * whole_nodes + num_samples * (_LAYER_NODES + _OTHER_NODES)) * _NODE_BYTES
+
+
+def _up_to(sizes: Sequence[int], apart: int, most: int) -> tuple[int, ...]:
+    """Sizes below `most`, behind the last of them so far apart, and `most` itself: full load runs that."""
+    return (*(size for size in (*sizes, *range(sizes[-1] + apart, most, apart)) if size < most), most)
 
 
 # Optional tables. The buffers of one may lie behind each other without a gap, so larger items come first.

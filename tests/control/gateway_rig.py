@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Literal
 
 from hearth.config import HearthConfig, ModelConfig
 from hearth.control.catalog import Catalog
@@ -62,7 +63,10 @@ class GatewayRig:
         catalog = Catalog(self.registry, configs, config.engine, config.service.keep_alive)
         metrics, pools = Metrics(), PoolReports()
         observer = Observer(metrics, takes_turns=takes_turns)
-        self.driver = Driver(Fleet(brain), self.journal, observer, pools, catalog.host_order, 4)
+        self.driver = Driver(
+            *(Fleet(brain), self.journal, observer, pools, catalog.host_order, catalog.prepare_orders),
+            max_seqs=4,
+        )
         nobody = KeeperSetup("", "cpu", "", None, 1 << 24, "info")
         self.supervisor = Supervisor(lambda *_: NotImplemented, nobody, 1, Vigilance(1.0, 1.0, 1), None)
         keeper = KeeperClient(Path("/nowhere"))
@@ -75,9 +79,9 @@ class GatewayRig:
             kind="cpu",
         )
 
-    def join(self, budget_bytes: int = 1 << 40) -> RecordingLink:
+    def join(self, budget_bytes: int = 1 << 40, kind: Literal["cpu", "cuda"] = "cpu") -> RecordingLink:
         link = RecordingLink()
-        self.driver.joined(link, WorkerHello(1, WORKER, b"", b"", 1, "cpu", "a CPU", budget_bytes, False))  # type: ignore[arg-type] # as much of a link as is needed
+        self.driver.joined(link, WorkerHello(1, WORKER, b"", b"", 1, kind, "a device", budget_bytes, False))  # type: ignore[arg-type] # as much of a link as is needed
         return link
 
     def receive(self, link: RecordingLink, fact: Fact | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
 from hearth.control.registry import Deployed, Registry
 from hearth.errors import ConfigError
+from hearth.messages import PrepareModel
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.events import LoadModel, Promise
 from hearth.policy.fleet.footprint import fixed_bytes_of
@@ -131,3 +133,12 @@ def test_a_ceiling_that_only_another_kind_of_device_could_not_keep_is_fine(regis
     """The model would be widened on a CPU alone, where it would take twice as much."""
     entry = catalog(registry, memory_ceiling_bytes=TIGHT_BYTES).find(BIG)
     assert entry.profile.footprints.keys() == {"cuda"}
+
+
+def test_workers_prepare_once_for_all_models_of_a_shape(registry: Registry) -> None:
+    registry.add(Deployed("tuned", "hf:a/c", "/models/c", "/models/c", "other", LARGE, 2.0))
+    small = replace(LARGE, quant="int8")
+    registry.add(Deployed("small", "hf:a/d", "/models/d", "/models/d", "third", small, 3.0))
+    orders = catalog(registry).prepare_orders()
+    assert len(orders) == 2
+    assert PrepareModel(ModelId("small"), "/models/d") in orders

@@ -71,7 +71,10 @@ class DeploymentsRig:
         self.journal = Journal(data_dir.journal_path(), brain, 1 << 30)
         catalog = Catalog(self.registry, models, config.engine, config.service.keep_alive)
         observer, pools = Observer(Metrics()), PoolReports()
-        self.driver = Driver(Fleet(brain), self.journal, observer, pools, catalog.host_order, 4)
+        self.driver = Driver(
+            *(Fleet(brain), self.journal, observer, pools, catalog.host_order, catalog.prepare_orders),
+            max_seqs=4,
+        )
         self.deployments = Deployments(self.registry, catalog, self.driver, self.keeper, data_dir)
 
     def brain_knows(self) -> set[str]:

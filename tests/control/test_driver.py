@@ -27,6 +27,7 @@ from hearth.messages import (
     ModelUse,
     Ping,
     Pong,
+    PrepareModel,
     RetireModel,
     RunFailed,
     RungBytes,
@@ -76,6 +77,27 @@ def test_a_model_is_hosted_with_its_floor_and_its_most_of_kv(data_dir: DataDir, 
         (order,) = host_orders(link)
         assert 0 < order.kv_floor_bytes <= order.max_kv_bytes
         rig.gateway.end_all()
+
+    with_rig(data_dir, scene)
+
+
+def test_workers_with_kernels_to_compile_are_told_of_deployed_models(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join(kind="cuda")
+        assert link.orders == [PrepareModel(TINY, deployed.directory)]
+        rig.driver.prepare(other := PrepareModel(ModelId("other"), "/elsewhere"))
+        assert link.orders[1:] == [other]
+
+    with_rig(data_dir, scene)
+
+
+def test_a_cpu_is_told_of_no_kernels(data_dir: DataDir, deployed: Deployed) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        rig.driver.prepare(PrepareModel(TINY, deployed.directory))
+        assert link.orders == []
 
     with_rig(data_dir, scene)
 

@@ -58,6 +58,17 @@ def test_counters_never_go_back_when_a_worker_is_replaced() -> None:
     assert 'hearth_pool_fallbacks_total{name="other"} 1.0' in lines
 
 
+def test_kernels_that_were_compiled_while_serving_have_a_counter_of_their_own() -> None:
+    pools = PoolReports()
+    assert "hearth_kernels_compiled_while_serving_total 0.0" in metrics_of(pools)
+    pools.received(W0, pong(fallbacks={"kernels_compiled_while_serving": 2}), 1.0)
+    pools.lost(W0)
+    pools.received(WorkerId("w0.1"), pong(fallbacks={"kernels_compiled_while_serving": 1}), 2.0)
+    lines = metrics_of(pools)
+    assert "hearth_kernels_compiled_while_serving_total 3.0" in lines
+    assert not any("hearth_pool_fallbacks_total{" in line for line in lines)
+
+
 def test_a_view_says_how_old_it_is() -> None:
     pools = PoolReports()
     assert pools.view(W0, 1.0) is None

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from hearth.config import EngineConfig
 from hearth.engine.assemble import Memory, ModelSpec, assemble
 from hearth.engine.engine import Engine
+from hearth.engine.sampler import SampleRows
 from hearth.errors import HearthError
 from hearth.models.dtypes import DTYPES
 from hearth.models.families import read_arch
@@ -59,10 +61,11 @@ def engine_over(
     dtype: str = "float32",
     tokenizer_json: Path | None = None,
     memory: Callable[[ModelSpec], Memory] | None = None,
+    quant: str = "none",
 ) -> Engine:
     """Of the checkpoint that is saved there."""
     arch = read_arch(directory)
-    layout = layout_of(arch, dtype)
+    layout = layout_of(arch, dtype, quant)
     base = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
     pack_directory(directory, arch, layout, base)
     weights = bind(arch, layout, contiguous_places(layout, base))
@@ -123,6 +126,13 @@ def admissions_of(engine: Engine) -> list[Admission]:
 
 def greedy(max_tokens: int = 12) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def sample_rows(
+    slots: Sequence[int], positions: int | Sequence[int], masks: Mapping[int, bytes] | None = None
+) -> SampleRows:
+    """Rows of these slots, at one position or each at its own."""
+    return SampleRows(np.array(slots, np.int64), np.broadcast_to(positions, len(slots)), masks or {})
 
 
 @lru_cache(maxsize=512)

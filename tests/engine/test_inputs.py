@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from hearth.engine.inputs import InputBuffers
+from hearth.engine.step_shape import PaddedSizes, StepShape
 from hearth.engine.upload import Uploads
 from hearth.kernels.prompt_tiles import PrefillSpan
+from hearth.models.step_inputs import StepInputs
 from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrite
 from hearth.sizes import StepLimits
 from hearth.types import RequestId, SamplingParams
@@ -14,14 +16,14 @@ MAX_TOKENS, MAX_SEQS, MAX_BLOCKS = 12, 4, 3
 LIMITS = StepLimits(MAX_TOKENS, MAX_SEQS, block_tokens=4)
 DUMMY = MAX_SEQS
 SINK = 77
+EXACT, PADDED = PaddedSizes(), PaddedSizes(decode=(1, 2, 4), mixed=(8, 12), samples=(1, 4))
 
 
 def buffers() -> InputBuffers:
     """Slot s has sampled 100 + s last."""
     last_tokens = torch.arange(100, 100 + MAX_SEQS + 1)
-    return InputBuffers(
-        LIMITS, 4 * MAX_BLOCKS, last_tokens, Uploads(torch.device("cpu")), SINK, tile_tokens=32
-    )
+    uploads = Uploads(torch.device("cpu"))
+    return InputBuffers(LIMITS, 4 * MAX_BLOCKS, last_tokens, uploads, SINK, lambda _num_rows: 32)
 
 
 def decode(slot: int, start: int) -> Row:
@@ -40,11 +42,17 @@ def plan(*rows: Row, writes: tuple[TableWrite, ...] = ()) -> StepPlan:
     return StepPlan(0, (), writes, columns, rows[len(decode) :])
 
 
-def filled(inputs: InputBuffers, step: StepPlan) -> list[list[int]]:
+def view_of(inputs: InputBuffers, step: StepPlan, sizes: PaddedSizes = EXACT) -> StepInputs:
+    """The step as the decoder sees it."""
+    shape = sizes.shape_of(step)
+    inputs.fill(step, shape)
+    inputs.gather_tokens(shape)
+    return inputs.view(step, shape)
+
+
+def filled(inputs: InputBuffers, step: StepPlan, sizes: PaddedSizes = EXACT) -> list[list[int]]:
     """Tokens, positions and slots as the decoder sees them."""
-    inputs.fill(step)
-    inputs.gather_tokens(step.num_decode_rows, step.num_tokens)
-    view = inputs.view(step)
+    view = view_of(inputs, step, sizes)
     return [view.tokens.tolist(), view.rows.positions.tolist(), view.rows.slots.tolist()]
 
 
@@ -60,10 +68,7 @@ def test_decode_rows_take_what_their_slot_sampled_and_prefill_rows_what_the_plan
 
 
 def test_spans_say_the_same_on_the_host_and_on_the_device() -> None:
-    inputs = buffers()
-    inputs.fill(MIXED)
-
-    view = inputs.view(MIXED)
+    view = view_of(buffers(), MIXED)
 
     assert len(view.decode_rows.positions) == 2
     assert view.spans == (PrefillSpan(2, 3, 5), PrefillSpan(5, 2, 0))
@@ -73,46 +78,58 @@ def test_spans_say_the_same_on_the_host_and_on_the_device() -> None:
 
 
 def test_logit_rows_are_the_last_tokens_of_all_rows_whether_they_sample_or_not() -> None:
-    inputs = buffers()
-    inputs.fill(MIXED)
-
-    logit_rows = inputs.view(MIXED).logit_rows
+    logit_rows = view_of(buffers(), MIXED).logit_rows
 
     assert logit_rows is not None
-    assert (logit_rows.tolist(), logit_rows.dtype) == ([0, 1, 4, 6], torch.int64)
+    assert logit_rows.tolist() == [0, 1, 4, 6]
 
 
 def test_padded_rows_go_to_the_dummy_slot_and_so_to_the_sink_block() -> None:
     inputs = buffers()
     writes = tuple(TableWrite(slot, 0, (7 + slot,)) for slot in range(MAX_SEQS))
     filled(inputs, plan(prefill(1, 3, 5, 5, 5, 5), writes=writes))
-    inputs.fill(plan(decode(1, 7)), num_padded_rows=3)
-    inputs.gather_tokens(4, 4)
 
-    view = inputs.decode_view(4)
+    view = view_of(inputs, plan(decode(1, 7), decode(0, 3), decode(2, 1)), PADDED)
 
-    assert view.rows.slots.tolist() == [1, DUMMY, DUMMY, DUMMY]
-    assert view.rows.positions.tolist() == [7, 0, 0, 0]
-    assert view.tokens.tolist() == [101] + [100 + DUMMY] * 3
-    assert view.rows.block_table[view.rows.slots[1:].long()].tolist() == [[SINK] * MAX_BLOCKS] * 3
-    assert (len(view.decode_rows.positions), view.spans, view.logit_rows) == (4, (), None)
+    assert view.rows.slots.tolist() == [1, 0, 2, DUMMY]
+    assert view.rows.positions.tolist() == [7, 3, 1, 0]
+    assert view.tokens.tolist() == [101, 100, 102, 0]
+    assert view.rows.block_table[DUMMY].tolist() == [SINK] * MAX_BLOCKS
+    assert (len(view.decode_rows.positions), view.spans, view.logit_rows) == (3, (), None)
 
 
-def test_parked_rows_go_to_the_dummy_slot_too() -> None:
+def test_padding_stands_behind_the_prompts_and_its_logits_behind_theirs() -> None:
+    view = view_of(buffers(), MIXED, PADDED)
+
+    assert view.tokens.tolist() == [102, 100, 41, 42, 43, 51, 52, 0]
+    assert view.rows.positions.tolist() == [9, 4, 5, 6, 7, 0, 1, 0]
+    assert view.rows.slots.tolist() == [2, 0, 3, 3, 3, 1, 1, DUMMY]
+    assert view.spans == (PrefillSpan(2, 3, 5), PrefillSpan(5, 2, 0))
+    three = view_of(buffers(), plan(*MIXED.rows[:3]), PADDED).logit_rows
+    assert three is not None
+    assert three.tolist() == [0, 1, 4, 0]
+
+
+@pytest.mark.parametrize("shape", PADDED.all_shapes(), ids=str)
+def test_a_parked_step_is_all_padding(shape: StepShape) -> None:
     inputs = buffers()
-    filled(inputs, MIXED)
+    filled(inputs, plan(*(prefill(slot, 2, 9, 9, 9) for slot in range(MAX_SEQS))))
 
-    inputs.park(3)
+    inputs.park(shape)
+    inputs.gather_tokens(shape)
 
-    view = inputs.decode_view(4)
-    assert view.rows.slots.tolist() == [DUMMY, DUMMY, DUMMY, 3]
-    assert view.rows.positions.tolist()[:3] == [0, 0, 0]
+    view = inputs.view(None, shape)
+    assert view.rows.slots.tolist() == [DUMMY] * shape.num_rows
+    assert view.rows.positions.tolist() == view.tokens.tolist() == [0] * shape.num_rows
+    assert (len(view.decode_rows.positions), view.spans) == (0, ())
+    if view.tiles is not None:
+        assert view.tiles.count.tolist() == [0]
 
 
 def test_table_writes_change_their_cells_and_no_others() -> None:
     inputs = buffers()
-    inputs.fill(plan(decode(0, 0), writes=(TableWrite(0, 0, (5,)), TableWrite(3, 2, (9,)))))
-    inputs.fill(plan(decode(0, 1), writes=(TableWrite(0, 1, (6,)), TableWrite(3, 2, (8,)))))
+    view_of(inputs, plan(decode(0, 0), writes=(TableWrite(0, 0, (5,)), TableWrite(3, 2, (9,)))))
+    view_of(inputs, plan(decode(0, 1), writes=(TableWrite(0, 1, (6,)), TableWrite(3, 2, (8,)))))
 
     none = [SINK] * 3
     assert inputs.block_table.tolist() == [[5, 6, SINK], none, none, [SINK, SINK, 8], none]
@@ -122,10 +139,10 @@ def test_table_writes_change_their_cells_and_no_others() -> None:
 def test_the_row_of_a_slot_with_a_new_owner_names_no_block_of_the_old_one() -> None:
     """Which may be gone, and kernels without masks read past the end of shorter rows."""
     inputs = buffers()
-    inputs.fill(plan(decode(1, 9), writes=(TableWrite(1, 0, (5, 6)), TableWrite(1, 2, (7,)))))
+    view_of(inputs, plan(decode(1, 9), writes=(TableWrite(1, 0, (5, 6)), TableWrite(1, 2, (7,)))))
     admission = Admission(RequestId("new"), 1, (3,), 1, 0, SamplingParams())
 
-    inputs.fill(StepPlan(1, (admission,), (TableWrite(1, 0, (9,)),), DecodeRows(), (prefill(1, 0, 3),)))
+    view_of(inputs, StepPlan(1, (admission,), (TableWrite(1, 0, (9,)),), DecodeRows(), (prefill(1, 0, 3),)))
 
     assert inputs.block_table[1].tolist() == [9, SINK, SINK]
 
@@ -138,15 +155,36 @@ def test_a_short_step_sees_nothing_of_the_longer_ones_before_it() -> None:
     assert filled(inputs, plan(decode(3, 2))) == [[103], [2], [3]]
 
 
-def test_every_step_uses_the_same_addresses() -> None:
-    inputs, addresses = buffers(), set()
-    for step in (MIXED, plan(decode(3, 2)), MIXED):
-        inputs.fill(step)
-        view = inputs.view(step)
-        tensors = (view.tokens, view.rows.positions, view.rows.slots, view.rows.block_table)
-        addresses.add(tuple(tensor.data_ptr() for tensor in tensors))
+@pytest.mark.parametrize("sizes", [EXACT, PADDED])
+def test_every_step_of_a_shape_uses_the_same_addresses(sizes: PaddedSizes) -> None:
+    """And the tail of a step, which a graph replays by its logits alone, whatever the shape."""
+    inputs = buffers()
+    addresses: dict[StepShape, set[tuple[int, ...]]] = {}
+    tails = set()
+    other = plan(decode(3, 2), *MIXED.rows[2:])
+    for step in (MIXED, plan(decode(3, 2)), other, MIXED, plan(decode(1, 1))):
+        view = view_of(inputs, step, sizes)
+        tensors = [view.tokens, view.rows.positions, view.rows.slots, view.rows.block_table]
+        if view.logit_rows is not None:
+            tails.add(view.logit_rows.data_ptr())
+        if view.tiles is not None:
+            tensors += [view.tiles.items, view.tiles.count]
+        shape = sizes.shape_of(step)
+        addresses.setdefault(shape, set()).add(tuple(tensor.data_ptr() for tensor in tensors))
 
-    assert len(addresses) == 1
+    assert [len(found) for found in addresses.values()] == [1] * len(addresses)
+    assert len(tails) == 1
+
+
+@pytest.mark.parametrize("num_rows", range(1, MAX_TOKENS + 1))
+def test_every_part_of_the_inputs_begins_at_a_multiple_of_16_bytes(num_rows: int) -> None:
+    """Else a kernel would be compiled a second time."""
+    view = view_of(buffers(), plan(prefill(1, 0, *range(num_rows))))
+    assert view.tiles is not None
+    assert view.logit_rows is not None
+
+    parts = (view.rows.positions, view.rows.slots, view.tokens, view.tiles.items, view.logit_rows)
+    assert [part.data_ptr() % 16 for part in parts] == [0] * len(parts)
 
 
 def test_the_largest_step_fits() -> None:
@@ -161,4 +199,4 @@ def test_the_largest_step_fits() -> None:
 
 def test_a_decode_row_behind_a_prefill_row_is_refused() -> None:
     with pytest.raises(AssertionError, match="decode row behind prefill rows"):
-        buffers().fill(plan(prefill(0, 0, 1, 2), decode(1, 3)))
+        view_of(buffers(), plan(prefill(0, 0, 1, 2), decode(1, 3)))

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hearth.engine.runner import PendingStep, StepResult
-from hearth.engine.sampler import Sampler, SampleRow, Samples
+from hearth.engine.sampler import Sampler, Samples
 from hearth.engine.upload import Uploads
 from hearth.policy.batch.plan import Admission
-from hearth.types import RequestId, SamplingParams
+from hearth.types import RequestId, SamplingParams, TokenLogprobs
+from tests.engine.harness import sample_rows
 
 Floats = npt.NDArray[np.float64]
 CPU = torch.device("cpu")
@@ -43,7 +44,7 @@ def sampler_with(*samplings: SamplingParams, vocab_size: int = VOCAB) -> Sampler
 
 def draw(sampler: Sampler, logits: torch.Tensor, positions: Sequence[int], slot: int = 0) -> list[int]:
     """The same row of logits at every position, in one call."""
-    rows = [SampleRow(slot, position) for position in positions]
+    rows = sample_rows([slot] * len(positions), positions)
     tokens: list[int] = sampler.sample(logits.repeat(len(rows), 1), rows).tokens.tolist()
     return tokens
 
@@ -125,7 +126,9 @@ def test_every_rule_in_its_order_matches_the_oracle(
     for step in range(3):
         logits = random_logits(len(params), seed=logits_seed + step)
         oracle = [logits[i].double().numpy() for i in range(len(params))]
-        samples = sampler.sample(logits.clone(), [SampleRow(r.slot, len(r.tokens)) for r in requests])
+        samples = sampler.sample(
+            logits.clone(), sample_rows([r.slot for r in requests], [len(r.tokens) for r in requests])
+        )
         for i, request in enumerate(requests):
             _check_row(samples, i, request, expected_logits(oracle[i], request, len(request.tokens)))
         requests = [
@@ -211,7 +214,7 @@ def test_a_draw_does_not_depend_on_batch_slot_or_order(
     sampler = Sampler(10, VOCAB, Uploads(CPU))
     sampler.admit([admission(9 - i, params[i]) for i in order])
 
-    together = sampler.sample(logits[order], [SampleRow(9 - i, 3) for i in order]).tokens
+    together = sampler.sample(logits[order], sample_rows([9 - i for i in order], 3)).tokens
 
     assert together.tolist() == [alone[i] for i in order]
 
@@ -232,7 +235,7 @@ def test_greedy_rows_take_the_best_logit_whatever_shares_the_batch() -> None:
     logits = random_logits(4)
 
     for position in range(50):
-        samples = sampler.sample(logits.clone(), [SampleRow(slot, position) for slot in range(4)])
+        samples = sampler.sample(logits.clone(), sample_rows(range(4), position))
         assert samples.tokens[[0, 2, 3]].tolist() == logits.argmax(-1)[[0, 2, 3]].tolist()
 
 
@@ -240,7 +243,7 @@ def test_greedy_ties_go_to_the_lowest_id_on_the_cpu() -> None:
     logits = torch.randint(0, 3, (64, 999), generator=torch.Generator().manual_seed(0)).float()
     sampler = sampler_with(SamplingParams(temperature=0.0), vocab_size=999)
 
-    tokens = sampler.sample(logits.clone(), [SampleRow(0, 3)] * 64).tokens.tolist()
+    tokens = sampler.sample(logits.clone(), sample_rows([0] * 64, 3)).tokens.tolist()
 
     assert tokens == [row.index(max(row)) for row in logits.tolist()]
 
@@ -276,7 +279,7 @@ def test_extreme_temperatures_respect_the_mask(temperature: float) -> None:
 
 def test_logprobs_are_given_only_if_a_row_asks() -> None:
     logits = random_logits(2)
-    rows = [SampleRow(0, 3), SampleRow(1, 3)]
+    rows = sample_rows([0, 1], 3)
     plain, chosen, best = (SamplingParams(seed=1, temperature=0.5, logprobs=n) for n in (None, 0, 3))
 
     none, zero, three = (sampler_with(plain, p).sample(logits.clone(), rows) for p in (plain, chosen, best))
@@ -296,14 +299,19 @@ def test_the_token_of_each_slot_is_kept_at_a_fixed_address() -> None:
     address = sampler.tokens.data_ptr()
     logits = torch.eye(VOCAB)[[9, 5]].clone()
 
-    sampler.sample(logits, [SampleRow(2, 3), SampleRow(0, 3)])
+    sampler.sample(logits, sample_rows([2, 0], 3))
 
     assert sampler.tokens.tolist() == [5, 0, 9, 0]
     assert sampler.tokens.data_ptr() == address
 
 
 def test_no_rows_give_no_samples() -> None:
-    assert sampler_with(SamplingParams(seed=1)).sample(torch.empty(0, VOCAB), []).tokens.tolist() == []
+    assert (
+        sampler_with(SamplingParams(seed=1))
+        .sample(torch.empty(0, VOCAB), sample_rows([], []))
+        .tokens.tolist()
+        == []
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -317,7 +325,7 @@ def test_a_reused_slot_remembers_nothing_of_its_last_request(
     used.admit([admission(0, new)])
 
     for position in range(3, 6):
-        logits, rows = random_logits(1, seed=position), [SampleRow(0, position)]
+        logits, rows = random_logits(1, seed=position), sample_rows([0], position)
         after, clean = used.sample(logits.clone(), rows), fresh.sample(logits.clone(), rows)
         assert after.tokens.tolist() == clean.tokens.tolist()
         torch.testing.assert_close(after.top_logprobs, clean.top_logprobs, rtol=0, atol=0)
@@ -369,7 +377,7 @@ def test_a_mixed_batch_draws_the_same_tokens_on_the_gpu_without_waiting_for_it()
             torch.cuda.set_sync_debug_mode("error")
             sampler.admit(admissions)
             drawn[device.type] = [
-                sampler.sample(logits, [SampleRow(slot, 3 + step) for slot in range(16)]).tokens
+                sampler.sample(logits, sample_rows(range(16), 3 + step)).tokens
                 for step, logits in enumerate(steps)
             ]
         finally:
@@ -382,8 +390,13 @@ def test_a_mixed_batch_draws_the_same_tokens_on_the_gpu_without_waiting_for_it()
 
 
 def result(sampler: Sampler, logits: torch.Tensor, slots: Sequence[int]) -> StepResult:
-    samples = sampler.sample(logits.clone(), [SampleRow(slot, 3) for slot in slots])
+    samples = sampler.sample(logits.clone(), sample_rows(slots, 3))
     return PendingStep(samples, samples.best_logits).wait()
+
+
+def logprobs_of(one: StepResult) -> list[TokenLogprobs | None]:
+    """The logprobs of each row, whether anybody asked for some or not."""
+    return one.logprobs or [None] * len(one.tokens)
 
 
 @settings(max_examples=60, deadline=None)
@@ -404,9 +417,9 @@ def test_each_request_gets_the_logprobs_it_asked_for_whoever_shares_the_batch(
     together = result(sampler, logits, range(len(wishes)))
 
     for slot, wish in enumerate(wishes):
-        own = together.logprobs[slot]
+        own = logprobs_of(together)[slot]
         assert (None if own is None else len(own.top)) == wish
-        assert result(sampler, logits[slot : slot + 1], [slot]).logprobs == [own]
+        assert logprobs_of(result(sampler, logits[slot : slot + 1], [slot])) == [own]
 
 
 @settings(max_examples=60, deadline=None)
@@ -427,5 +440,5 @@ def test_a_row_that_is_not_finite_is_named_and_changes_no_other(
 
     assert (undisturbed.broken_rows, disturbed.broken_rows) == ([], [0])
     assert disturbed.tokens[1:] == undisturbed.tokens[1:]
-    assert disturbed.logprobs[1:] == undisturbed.logprobs[1:]
+    assert logprobs_of(disturbed)[1:] == logprobs_of(undisturbed)[1:]
     assert 0 <= disturbed.tokens[0] < VOCAB, "the next step reads it before anybody knows"

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
 from hearth.kernels.decode_attention import (
     SplitScratch,
-    choose_splits,
     decode_attention_reference,
     decode_attention_triton,
 )
@@ -26,58 +27,151 @@ HEADS = [
     Heads(4, 4, 128),
     Heads(9, 3, 20),
     Heads(20, 1, 64),
+    Heads(14, 2, 64),
 ]
 LENGTHS = [1, 15, 16, 17, 100, 205]
-#: A window, and into how many parts the past is split.
-SPLITS = [(None, 1), (None, 3), (None, 8), (40, 1), (130, 2)]
+#: A window, and how many programs share the work: from one for all tiles to more than there are tiles.
+PROGRAMS = [(None, 1), (None, 3), (None, 64), (40, 5), (130, 2)]
 
 
-def scratch_for(rows: int, heads: Heads, device: str, max_splits: int = 8) -> SplitScratch:
+def scratch_for(heads: Heads, device: str, num_programs: int, num_rows: int) -> SplitScratch:
+    num_parts = 2 * num_programs * heads.num_q // heads.num_kv
     return SplitScratch(
-        rows * heads.num_kv * max_splits,
-        torch.full((rows * heads.num_q * max_splits * heads.dim,), float("nan"), device=device),
-        torch.full((rows * heads.num_q * max_splits * 2,), float("nan"), device=device),
-        torch.zeros(rows * heads.num_kv, dtype=torch.int32, device=device),
+        num_programs,
+        torch.full((num_parts * heads.dim,), float("nan"), device=device),
+        torch.full((num_parts * 2,), float("nan"), device=device),
+        torch.zeros(num_rows * heads.num_kv, dtype=torch.int32, device=device),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Sequences of some lengths in recycled memory, with a query for each."""
+
+    heads: Heads
+    cache: Paged
+    rows: PagedRows
+    qkv: torch.Tensor
+
+    @staticmethod
+    def build(lengths: list[int], heads: Heads, device: str, dtype: torch.dtype) -> Case:
+        cache = Paged.build(lengths, heads, device, dtype)
+        cache.fill(lengths)
+        positions = torch.tensor(lengths, dtype=torch.int32, device=device) - 1
+        width = (heads.num_q + 2 * heads.num_kv) * heads.dim
+        qkv = random(len(lengths), width, device=device, dtype=dtype)
+        return Case(heads, cache, cache.rows(positions), qkv)
+
+    def expected(self, window: int | None) -> torch.Tensor:
+        out = torch.empty(len(self.qkv), self.heads.num_q * self.heads.dim, device=self.qkv.device)
+        decode_attention_reference(
+            self.qkv.float(), self.heads, self.rows, self.cache.kv.float(), window=window, out=out
+        )
+        return out
+
+    def run(
+        self,
+        num_programs: int,
+        *,
+        window: int | None = None,
+        num_rows: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        heads, device = self.heads, str(self.qkv.device)
+        if out is None:
+            shape = len(self.qkv), heads.num_q * heads.dim
+            out = torch.full(shape, float("nan"), dtype=self.qkv.dtype, device=device)
+        scratch = scratch_for(heads, device, num_programs, len(self.qkv))
+        decode_attention_triton(
+            self.qkv, heads, self.rows, self.cache.kv,
+            window=window, scratch=scratch, out=out, num_rows=num_rows,
+        )  # fmt: skip
+        assert not scratch.counters.any(), "counters must be zero between launches"
+        return out
 
 
 @pytest.mark.parametrize(
-    ("window", "num_splits", "device", "dtype"), crossed(SPLITS, halves_on_cpu=[(None, 3), (130, 2)])
+    ("window", "num_programs", "device", "dtype"), crossed(PROGRAMS, halves_on_cpu=[(None, 3), (130, 2)])
 )
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_kernel_equals_reference_in_recycled_memory(
-    device: str, dtype: torch.dtype, heads: Heads, window: int | None, num_splits: int
+    device: str, dtype: torch.dtype, heads: Heads, window: int | None, num_programs: int
 ) -> None:
-    cache = Paged.build(LENGTHS, heads, device, dtype)
-    cache.fill(LENGTHS)
-    positions = torch.tensor(LENGTHS, dtype=torch.int32, device=device) - 1
-    width = (heads.num_q + 2 * heads.num_kv) * heads.dim
-    qkv = random(len(LENGTHS), width, device=device, dtype=dtype)
-    expected = torch.empty(len(LENGTHS), heads.num_q * heads.dim, device=device)
-    decode_attention_reference(
-        qkv.float(),
+    case = Case.build(LENGTHS, heads, device, dtype)
+
+    assert_close(case.run(num_programs, window=window), case.expected(window))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "heads",
+    [
+        Heads(7, 7, 64),
+        Heads(3, 3, 256),
+        Heads(15, 3, 80),
+        Heads(8, 1, 256),
+        Heads(64, 8, 128),
+        Heads(6, 3, 112),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("window", "num_programs"), [(None, 528), (100, 7), (None, 1)])
+def test_kernel_equals_reference_for_odd_heads(heads: Heads, window: int | None, num_programs: int) -> None:
+    case = Case.build([1, 64, 65, 700, 3, 2049], heads, "cuda", torch.bfloat16)
+
+    assert_close(case.run(num_programs, window=window), case.expected(window))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_programs", [1, 7])
+@pytest.mark.parametrize("num_rows", [0, 1, 3])
+def test_rows_that_are_not_there_are_left_alone(device: str, num_rows: int, num_programs: int) -> None:
+    case = Case.build([70, 1, 130, 64, 20], Heads(4, 2, 64), device, torch.float32)
+    count = torch.tensor([num_rows], dtype=torch.int32, device=device)
+
+    out = case.run(num_programs, num_rows=count, out=torch.full((5, 256), 7.0, device=device))
+
+    assert (out[num_rows:] == 7.0).all()
+    if num_rows:
+        assert_close(out[:num_rows], case.expected(None)[:num_rows])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_might_be_there_change_no_bit(device: str) -> None:
+    """A captured step has more rows than mostly decode."""
+    lengths, heads = [70, 1, 130], Heads(4, 2, 64)
+    case = Case.build(lengths, heads, device, torch.float32)
+    padding = torch.zeros(4, dtype=torch.int32, device=device)
+    padded = Case(
         heads,
-        cache.rows(positions),
-        cache.kv.float(),
-        window=window,
-        out=expected,
+        case.cache,
+        PagedRows(
+            torch.cat([case.rows.positions, padding]),
+            torch.cat([case.rows.slots, padding + len(lengths)]),
+            case.rows.block_table,
+        ),
+        torch.cat([case.qkv, case.qkv.new_zeros(4, case.qkv.shape[1])]),
     )
-    out = torch.full_like(expected, float("nan"), dtype=dtype)
-    scratch = scratch_for(len(LENGTHS), heads, device)
+    count = torch.tensor([len(lengths)], dtype=torch.int32, device=device)
 
-    decode_attention_triton(
-        qkv, heads, cache.rows(positions), cache.kv,
-        window=window, scratch=scratch, out=out, num_splits=num_splits,
-    )  # fmt: skip
-
-    assert_close(out, expected)
-    assert not scratch.counters.any(), "counters must be zero between launches"
+    assert torch.equal(padded.run(5, num_rows=count)[:3], case.run(5))
 
 
-def test_splits_fill_the_device_and_no_more() -> None:
-    assert choose_splits(1, 32, 528) == 16
-    assert choose_splits(4, 32, 528) == 4
-    assert choose_splits(64, 32, 528) == 1
+@pytest.mark.parametrize(
+    ("device", "num_rows"), [("cpu", 257), pytest.param("cuda", 1030, marks=pytest.mark.gpu)]
+)
+def test_many_rows_are_found_by_every_program(device: str, num_rows: int) -> None:
+    lengths = [1 + 7 * row % 40 for row in range(num_rows)]
+    case = Case.build(lengths, Heads(1, 1, 16), device, torch.float32)
+
+    assert_close(case.run(3), case.expected(None))
+
+
+@pytest.mark.gpu
+def test_a_long_context_among_short_ones_is_shared_by_many_programs() -> None:
+    case = Case.build([40_000, *[30] * 63], Heads(4, 2, 64), "cuda", torch.float16)
+
+    assert_close(case.run(528), case.expected(None))
 
 
 @pytest.mark.gpu
@@ -98,11 +192,11 @@ def test_blocks_past_the_32_bit_offset_are_written_and_read(heads: Heads) -> Non
         qkv.float(), heads, rows, [PrefillSpan(0, 41, 0)], layer.float(), window=None, out=expected
     )
     chunk, last = (torch.full_like(expected, float("nan"), dtype=torch.bfloat16) for _ in range(2))
-    tiles = PromptTiles.of([PrefillSpan(0, 41, 0)], prompt_tile_tokens(heads, qkv.dtype), "cuda")
+    tiles = PromptTiles.of([PrefillSpan(0, 41, 0)], prompt_tile_tokens(heads, qkv.dtype, len(qkv)), "cuda")
     prefill_attention_triton(qkv, heads, rows, tiles, layer, window=None, out=chunk)
     decode_attention_triton(
         qkv, heads, rows, layer,
-        window=None, scratch=scratch_for(41, heads, "cuda"), out=last,
+        window=None, scratch=scratch_for(heads, "cuda", 528, 41), out=last,
     )  # fmt: skip
 
     assert int((~layer.isnan()).sum()) == 41 * 2 * heads.num_kv * heads.dim
@@ -111,23 +205,12 @@ def test_blocks_past_the_32_bit_offset_are_written_and_read(heads: Heads) -> Non
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_same_bits_whichever_split_finishes_last(device: str) -> None:
-    heads = Heads(8, 4, 64)
-    # The interpreter takes its time, and one split after the other: a second launch shows that the first has
-    # left everything as it was, and a third would show nothing more.
+def test_same_bits_whichever_program_finishes_last(device: str) -> None:
+    # The interpreter takes its time, and one program after the other: a second launch shows that the first
+    # has left everything as it was, and a third would show nothing more.
     lengths, num_launches = ([700, 650, 1, 64], 3) if device == "cuda" else ([150, 130, 1, 64], 2)
-    cache = Paged.build(lengths, heads, device, torch.float16)
-    cache.fill(lengths)
-    positions = torch.tensor(lengths, dtype=torch.int32, device=device) - 1
-    qkv = random(4, 16 * 64, device=device, dtype=torch.float16)
-    scratch = scratch_for(4, heads, device)
-    outs = []
-    for _ in range(num_launches):
-        out = torch.empty(4, 8 * 64, device=device, dtype=torch.float16)
-        decode_attention_triton(
-            qkv, heads, cache.rows(positions), cache.kv,
-            window=None, scratch=scratch, out=out, num_splits=8,
-        )  # fmt: skip
-        outs.append(out)
+    case = Case.build(lengths, Heads(8, 4, 64), device, torch.float16)
+
+    outs = [case.run(17) for _ in range(num_launches)]
 
     assert all(torch.equal(outs[0], out) for out in outs[1:])

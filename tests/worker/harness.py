@@ -251,6 +251,7 @@ def working(keeper_socket: str, **changes: object) -> Iterator[Rig]:
             num_sharing=1,
             budget_bytes=BUDGET_BYTES,
             keeper_socket=keeper_socket,
+            kernels_path="",
             engine=CONFIG.plain(),
             num_threads=1,
             log_level="warning",

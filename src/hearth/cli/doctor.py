@@ -65,13 +65,18 @@ def doctor(
         typer.echo(json.dumps({**asdict(report), "service": asdict(service)}))
         return
     facts = asdict(report)
-    del facts["devices"], facts["notes"], facts["store"], facts["service_store"]
+    for name in ("devices", "notes", "store", "service_store", "kernel_caches"):
+        del facts[name]
     facts["store"] = _disk(report.store)
     for number, device in enumerate(report.devices):
         facts[f"device {number}"] = (
             f"{device.name}, {device.free_bytes / 2**30:.1f} of {device.total_bytes / 2**30:.1f} GiB free"
         )
     facts["data directory"] = _disk(report.service_store)
+    for number, cache in enumerate(report.kernel_caches if report.kernels == "triton" else ()):
+        facts[f"kernel cache {number}"] = (
+            f"{cache.path}, {cache.num_entries} kernels, {size(cache.num_bytes)}"
+        )
     facts["models"] = "unknown" if models.num_models is None else f"{models.num_models} deployed"
     facts["service"] = service.status if service.url is None else f"{service.status}, {service.url}"
     for number, worker in enumerate(service.workers):

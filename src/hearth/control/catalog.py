@@ -11,7 +11,7 @@ from hearth.config import EngineConfig, ModelConfig
 from hearth.control.registry import Deployed, Names, Registry
 from hearth.control.views import ModelView
 from hearth.errors import ConfigError
-from hearth.messages import HostModel
+from hearth.messages import HostModel, PrepareModel
 from hearth.policy.fleet.events import LoadModel, ModelProfile
 from hearth.policy.fleet.footprint import context_of, fitted_context, footprint
 from hearth.types import ModelId, Pace
@@ -39,6 +39,11 @@ class CatalogEntry:
     def is_cut(self) -> bool:
         """True if the context is shorter than the model was made for, and nobody has asked for that."""
         return self.config.context is None and self.max_context < self.deployed.facts.max_positions
+
+    @property
+    def prepare_order(self) -> PrepareModel:
+        """The order to have the model's kernels ready."""
+        return PrepareModel(self.profile.model, self.deployed.directory)
 
 
 class Catalog:
@@ -144,6 +149,12 @@ class Catalog:
             workspace_bytes=order.promise.workspace_bytes,
             standing_bytes=order.promise.standing_bytes,
         )
+
+    def prepare_orders(self) -> list[PrepareModel]:
+        """Return orders to have the kernels of all models ready, one for all models of a shape."""
+        all_facts = ((entry, entry.deployed.facts) for entry in self._entries.values())
+        alike = {(facts.dimensions, facts.dtype, facts.quant): entry for entry, facts in all_facts}
+        return [entry.prepare_order for entry in alike.values()]
 
     def view(self, entry: CatalogEntry) -> ModelView:
         deployed, facts, keep_alive_s = entry.deployed, entry.deployed.facts, entry.profile.keep_alive_s

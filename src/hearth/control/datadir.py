@@ -7,6 +7,7 @@ models/ chunks/     the store's: converted models, chunks from object storage
 hashes/             the store's: what this machine found of files that it has checked
 upgrade/            the way back to the format before, until the first model is deployed or removed
 downloads/          checkpoints on their way to models/
+kernels/            compiled kernels (`kernels/kernel_cache.py`)
 logs/               of the service, its processes and its events
 run/lock            held by the running service; a dead one holds nothing
 run/deploying       held by deployments under way
@@ -132,6 +133,10 @@ class DataDir:
     @property
     def downloads_path(self) -> Path:
         return self.path / "downloads"
+
+    @property
+    def kernels_path(self) -> Path:
+        return self.path / "kernels"
 
     @property
     def logs_path(self) -> Path:

@@ -154,9 +154,10 @@ class Deployments:
         profiles = self._profiles()
         for model in known.keys() - profiles.keys():
             self._driver.post(events.ModelRemoved(self._driver.now_s, model))
-        for model, profile in profiles.items():
-            if known.get(model) != profile:
-                self._driver.post(events.ModelDeployed(self._driver.now_s, profile))
+        for entry in self._catalog.entries():
+            if known.get(entry.profile.model) != entry.profile:
+                self._driver.post(events.ModelDeployed(self._driver.now_s, entry.profile))
+                self._driver.prepare(entry.prepare_order)
 
     async def _clear(self, location: ModelLocation) -> None:
         """Delete a model's files; whoever asked may leave, and it is finished without them."""

@@ -39,6 +39,8 @@ _ERRORS: dict[RejectReason, type[HearthError]] = {
 
 #: Makes the order to host a model: of the brain's order and a number of this stay.
 HostOrder = Callable[[events.LoadModel, int], messages.HostModel]
+#: Returns what a worker that joins has to prepare for.
+PrepareOrders = Callable[[], list[messages.PrepareModel]]
 #: Is handed every event with the actions that followed, before they are carried out.
 Sink = Callable[[Event, Sequence[Action]], None]
 
@@ -53,12 +55,13 @@ class Driver:
         observer: Observer,
         pools: PoolReports,
         host_order: HostOrder,
+        prepare_orders: PrepareOrders,
         max_seqs: int,
     ) -> None:
         self.fleet = fleet
         self.requests = ActiveRequests()
         self._journal, self._observer, self._pools = journal, observer, pools
-        self._host_order, self._max_seqs = host_order, max_seqs
+        self._host_order, self._prepare_orders, self._max_seqs = host_order, prepare_orders, max_seqs
         self._sinks: list[Sink] = [observer.observe]
         self._links: dict[WorkerId, WorkerLink] = {}
         #: The number of each stay of a model on a worker, by which facts of an earlier one are told apart.
@@ -195,6 +198,15 @@ class Driver:
 
     # Workers.
 
+    def prepare(self, order: messages.PrepareModel) -> None:
+        """Have all workers prepare for a model that was deployed just now."""
+        for worker in self._links:
+            self._send_prepare(worker, order)
+
+    def _send_prepare(self, worker: WorkerId, order: messages.PrepareModel) -> None:
+        if self.fleet.workers[worker].kind == "cuda":  # a CPU runs no kernels that are compiled
+            self._send(worker, order)
+
     def joined(self, link: WorkerLink, hello: messages.WorkerHello) -> None:
         self._links[hello.worker] = link
         self._pools.joined(hello.worker, link)
@@ -204,6 +216,8 @@ class Driver:
                 hello.shares_workspace,
             )
         )
+        for order in self._prepare_orders():
+            self._send_prepare(hello.worker, order)
 
     def receive(self, decoded: DecodedFact) -> None:
         """Take a worker's next fact or the end of its connection, in the order in which they were sent."""

@@ -120,6 +120,11 @@ class PoolReports:
         counted = Counter(self._past_fallbacks)
         for pong in pongs:
             counted.update(pong.fallbacks)
+        yield CounterMetricFamily(
+            "hearth_kernels_compiled_while_serving",
+            "Kernels that were compiled when a step asked for them, while all models of the worker waited.",
+            value=counted.pop("kernels_compiled_while_serving", 0),
+        )
         for name, count in sorted(counted.items()):
             fallbacks.add_metric([name], count)
         yield fallbacks

@@ -75,7 +75,10 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         stack.callback(journal.close)
         metrics = Metrics()
         observer, pools = Observer(metrics, takes_turns=service.turns), PoolReports()
-        driver = Driver(*(Fleet(brain), journal, observer, pools, catalog.host_order, config.engine.max_seqs))
+        driver = Driver(
+            *(Fleet(brain), journal, observer, pools, catalog.host_order, catalog.prepare_orders),
+            max_seqs=config.engine.max_seqs,
+        )
         stack.callback(driver.close)
         decoder = FactDecoder(asyncio.get_running_loop(), driver.requests.by_run, driver.receive)
         stack.callback(decoder.close)
@@ -90,7 +93,7 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         port: int = server.sockets[0].getsockname()[1]
         log_file = stack.enter_context(data_dir.log_path.open("ab"))
         supervisor = Supervisor(
-            setup_of=_worker_setups(config, devices, receiver.secret, port, socket),
+            setup_of=_worker_setups(config, devices, receiver.secret, port, socket, data_dir),
             keeper=KeeperSetup(
                 socket=str(socket),
                 kind=devices.kind,
@@ -203,7 +206,7 @@ def _keeper_socket(data_dir: DataDir, stack: AsyncExitStack) -> Path:
 
 
 def _worker_setups(
-    config: HearthConfig, devices: Devices, secret: bytes, port: int, socket: Path
+    config: HearthConfig, devices: Devices, secret: bytes, port: int, socket: Path, data_dir: DataDir
 ) -> Callable[[int, WorkerId], WorkerSetup]:
     def setup(index: int, worker: WorkerId) -> WorkerSetup:
         return WorkerSetup(
@@ -216,6 +219,7 @@ def _worker_setups(
             num_sharing=-(-devices.num_workers // len(devices.indices)),
             budget_bytes=config.service.memory_bytes,
             keeper_socket=str(socket),
+            kernels_path=str(data_dir.kernels_path),
             engine=config.engine.plain(),
             num_threads=devices.threads_per_worker,
             log_level=config.log.level,

@@ -5,22 +5,24 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 
 from hearth.config import EngineConfig
 from hearth.engine.engine import Engine
-from hearth.engine.graphs import GRAPH_SIZES
+from hearth.engine.graphs import StepGraphs
 from hearth.engine.guide import Guides
 from hearth.engine.inputs import InputBuffers
 from hearth.engine.runner import Runner
 from hearth.engine.sampler import Sampler
+from hearth.engine.step_shape import PaddedSizes
 from hearth.engine.upload import Uploads
 from hearth.errors import DeviceError
 from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.paged import Heads
-from hearth.kernels.prefill_attention import prompt_tile_tokens
+from hearth.kernels.prefill_attention import PromptKernel, prompt_kernel, prompt_tile_tokens
 from hearth.models.arch import Arch
 from hearth.models.buffers import name_of
 from hearth.models.decoder import Decoder
@@ -69,6 +71,19 @@ def block_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     return _block(spec, config).num_bytes
 
 
+def prompt_kernel_of(spec: ModelSpec, block_tokens: int) -> PromptKernel:
+    """Say which kernel attends over the model's prompts on the current CUDA device."""
+    arch = spec.arch
+    heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
+    return prompt_kernel(heads, spec.dtype, block_tokens)
+
+
+@cache
+def _tell_if_slow(kernel: PromptKernel) -> None:
+    if kernel.slow_reason is not None:
+        log.warning("fallback prompt_attention=%s reason=`%s`", kernel.name, kernel.slow_reason)
+
+
 def assemble(
     spec: ModelSpec,
     weights: Weights,
@@ -81,21 +96,11 @@ def assemble(
     In `memory` that was set aside KV has no blocks yet: `Engine.add_blocks` gives them. Without such memory
     the engine takes its own, and what is left on the device goes to KV, for good.
     """
-    arch, dtype = spec.arch, spec.dtype
     is_elastic = memory is not None
     memory = memory or _own_memory(spec, config, device)
-    workspace = Workspace.bind(arch, dtype, _step_size(config, device), memory.workspace)
-    cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, spec.max_context, device)
-    uploads = Uploads(device)
-    sampler = Sampler(config.max_seqs, arch.vocab_size, uploads)
-    heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
-    tile_tokens = prompt_tile_tokens(heads, dtype)
-    inputs = InputBuffers(
-        config.step_limits, spec.max_context, sampler.tokens, uploads, memory.sink, tile_tokens
-    )
-    kv = _bind_kv(spec, config, memory.kv)
-    decoder = Decoder(arch, weights, workspace, cos_sin)
-    runner = Runner(decoder, kv, inputs, sampler, uploads, _max_graph_size(config, device))
+    if device.type == "cuda":
+        _tell_if_slow(prompt_kernel_of(spec, config.block_tokens))
+    runner = assemble_runner(spec, weights, config, memory, _step_size(config, device))
     if (
         config.graphs == "start" and not is_elastic
     ):  # else there may be no weights yet: see `worker/hosted_model.py`
@@ -104,11 +109,35 @@ def assemble(
     if is_elastic:
         book = BlockBook(config.block_tokens, memory.floor_blocks)
     else:
-        book = BlockBook.fixed(len(kv), config.block_tokens)
-    guides = Guides(spec.tokenizer_json, arch.vocab_size, spec.eos_ids)
-    return Engine(
-        Batcher(limits, book), runner, guides, arch.vocab_size, spec.eos_ids, max_step_s=config.max_step
+        book = BlockBook.fixed(len(runner.kv), config.block_tokens)
+    vocab_size = spec.arch.vocab_size
+    guides = Guides(spec.tokenizer_json, vocab_size, spec.eos_ids)
+    return Engine(Batcher(limits, book), runner, guides, vocab_size, spec.eos_ids, max_step_s=config.max_step)
+
+
+def assemble_runner(
+    spec: ModelSpec, weights: Weights, config: EngineConfig, memory: Memory, size: StepSize
+) -> Runner:
+    """Return what runs the steps of an engine, on the device that the memory is on."""
+    arch, dtype, device = spec.arch, spec.dtype, memory.workspace.device
+    workspace = Workspace.bind(arch, dtype, size, memory.workspace)
+    cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, spec.max_context, device)
+    uploads = Uploads(device)
+    sampler = Sampler(config.max_seqs, arch.vocab_size, uploads)
+    heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
+    inputs = InputBuffers(
+        config.step_limits,
+        spec.max_context,
+        sampler.tokens,
+        uploads,
+        memory.sink,
+        lambda num_rows: prompt_tile_tokens(heads, dtype, num_rows),
     )
+    kv = _bind_kv(spec, config, memory.kv)
+    decoder = Decoder(arch, weights, workspace, cos_sin)
+    sizes = _padded_sizes(config, device)
+    is_captured = device.type == "cuda" and sizes.decode and config.graphs != "off"
+    return Runner(decoder, kv, inputs, sampler, uploads, sizes, StepGraphs() if is_captured else None)
 
 
 def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:
@@ -125,15 +154,19 @@ def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> to
         ) from error
 
 
-def _max_graph_size(config: EngineConfig, device: torch.device) -> int:
-    if device.type != "cuda" or config.graphs == "off":
-        return 0
+def _padded_sizes(config: EngineConfig, device: torch.device) -> PaddedSizes:
+    """The sizes that steps are padded to, captured or not: so both give the same bits.
+
+    On the meta device there are dry runs, which have the shapes of CUDA.
+    """
+    if device.type == "cpu":
+        return PaddedSizes()
     if not HAS_TRITON:
         log.warning(
             "fallback kernels=torch graphs=off reason=triton_missing remedy=`pip install hearth[gpu]`"
         )
-        return 0
-    return min(config.max_seqs, config.max_batch_tokens, GRAPH_SIZES[-1])
+        return PaddedSizes()
+    return PaddedSizes.of(config.step_limits)
 
 
 def _step_size(config: EngineConfig, device: torch.device) -> StepSize:

@@ -293,7 +293,7 @@ class Engine:
         for failure in committed.failures:
             self._needs_no_tables(failure.request_id)
         logprobs = None
-        if any(one is not None for one in result.logprobs):
+        if result.logprobs is not None:
             logprobs = [result.logprobs[index] for index in committed.sample_indices]
         return StepOutputs(committed.request_ids, committed.tokens, logprobs, committed.finished)
 

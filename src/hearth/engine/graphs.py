@@ -1,71 +1,91 @@
-"""Decode steps captured as CUDA graphs, one per padded batch size. Fills no inputs and samples nothing."""
+"""Parts of steps captured as CUDA graphs, by part and padded size. Fills no inputs and samples nothing."""
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
-#: 1, 2, 4, 8, then every 8 up to 256: 35 sizes.
-GRAPH_SIZES: tuple[int, ...] = (1, 2, 4, *range(8, 257, 8))
+from hearth.engine.step_shape import GraphKey
 
 #: torch allows one capture at a time in a process, whichever thread asks.
 _CAPTURE = threading.Lock()
 
+#: Queues a part of a step on the current stream. All that it reads and writes lies at fixed addresses.
+Work = Callable[[], None]
 
-#: A function that runs a decode step of so many rows on static buffers and returns its logits.
-Forward = Callable[[int], torch.Tensor]
 
+class StepGraphs:
+    """Captured parts of steps. Mutable; written only by the runner.
 
-class DecodeGraphs:
-    """Captured decode steps by batch size. Mutable; written only by the runner.
-
-    All graphs share one memory pool, for they run one after the other. `Forward` is given with each call and
-    not kept: it belongs to the runner, which owns the graphs, and the two would keep each other and all their
-    memory alive.
+    Work is given with each call and kept only until it is captured: it belongs to the runner, which owns the
+    graphs, and the two would keep each other and all their memory alive.
     """
 
-    def __init__(self, max_size: int) -> None:
-        #: The sizes; `max_size` itself is one of them, for that many rows are what full load runs.
-        self.sizes = (*(size for size in GRAPH_SIZES if size < max_size), max_size)
-        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+    def __init__(self, *, captures_first: bool = True) -> None:
+        """Capture work instead of running it first, or else behind its first run, which loads its kernels."""
+        self._captures_first = captures_first
+        self._captured: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        #: Work that has run, and is captured when its step is queued.
+        self._due: dict[GraphKey, Work] = {}
+        #: Memory for what libraries allocate while they are captured; one for all graphs, as they take turns.
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch leaves it untyped
 
-    def size_for(self, num_rows: int) -> int | None:
-        """Return the smallest size that holds so many rows; None if there is none."""
-        at = bisect_left(self.sizes, num_rows)
-        return self.sizes[at] if at < len(self.sizes) else None
+    def __contains__(self, key: GraphKey) -> bool:
+        return key in self._captured
 
-    def replay(self, size: int, forward: Forward) -> torch.Tensor:
-        """Run the step whose inputs are in place; the first time, capture it."""
-        if size not in self._captured:
-            self.capture(size, forward)
-        graph, logits = self._captured[size]
-        graph.replay()
-        return logits
+    def __len__(self) -> int:
+        return len(self._captured)
 
-    def capture(self, size: int, forward: Forward) -> None:
-        """Capture a size. The inputs in place are run once before, which compiles missing kernels."""
-        forward(size)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads go on using the device meanwhile, such as a second model's step thread.
-        with (
-            _CAPTURE,
-            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-        ):
-            logits = forward(size)
-        self._captured[size] = (graph, logits)
+    def run(self, key: GraphKey, work: Work) -> None:
+        """Replay a graph. Where there is none yet, capture it, or run the work and capture it later."""
+        if key not in self._captured:
+            if not self._captures_first:
+                work()
+                self._due[key] = work
+                return
+            self._captured[key] = self._capture(work)
+        self.replay(key)
 
-    def capture_all(self, forward: Forward) -> None:
-        for size in reversed(self.sizes):
-            if size not in self._captured:
-                self.capture(size, forward)
+    def replay(self, key: GraphKey) -> None:
+        """Queue what was captured, on the inputs that are in place."""
+        self._captured[key].replay()
+
+    def capture_due(self) -> None:
+        """Capture what has run for the first time; the device may still compute it."""
+        while self._due:
+            key, work = self._due.popitem()
+            self._captured[key] = self._capture(work)
 
     def forget(self) -> None:
         """Drop every graph, because what they point at has moved."""
         self._captured.clear()
+        self._due.clear()
         # The old pool may outlive its graphs, and torch refuses to fill such a one again.
         self._pool = torch.cuda.graph_pool_handle()
+
+    def _capture(self, work: Work) -> torch.cuda.CUDAGraph:
+        graph, stream = torch.cuda.CUDAGraph(), _capture_stream(torch.cuda.current_device())
+        # Recording waits for nothing. `torch.cuda.graph` would wait for the device, and empty torch's cache.
+        with _CAPTURE, torch.cuda.stream(stream):
+            # cuBLAS takes its workspace of a stream with the first product: not from the memory of a graph.
+            torch.mm(*torch.zeros(2, 8, 8, device="cuda"))
+            # Other threads go on using the device meanwhile, such as a second model's step thread. This one
+            # may load kernels, as libraries do at the first launch, which other modes would not let pass.
+            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        return graph
+
+
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """The stream of all captures on a device, and so the owner of one cuBLAS workspace for all graphs.
+
+    They may share it, for they are all replayed on one stream, the default one.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch leaves it untyped

@@ -1,44 +1,27 @@
 """The step's inputs at fixed device addresses, filled from a plan in one go. Plans nothing, runs nothing.
 
-One packed int32 array per step, written on the host and sent whole:
-
-    | counts | tokens | positions | slots | logit rows | tiles |
-
-There are two host copies, because that of the step in flight may still be read by the device.
+They lie in one packed array (`PackedInputs`), which is written on the host; a step sends as much of it as it
+needs. There are two host copies, because that of the step in flight may still be read by the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
+from hearth.engine.step_shape import StepShape
 from hearth.engine.upload import Uploads
 from hearth.kernels.host_read import read_host
+from hearth.kernels.jit import runs_triton
 from hearth.kernels.paged import PagedRows
 from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles, cut_tiles
+from hearth.kernels.step_tokens import gather_tokens
 from hearth.models.buffers import filled, zeros
 from hearth.models.step_inputs import StepInputs
-from hearth.policy.batch.plan import Row, StepPlan, TableWrite
-from hearth.sizes import TILE_FIELDS, StepLimits, input_buffers, max_tiles
-
-
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """The packed array seen as its parts, on the host or on the device."""
-
-    counts: torch.Tensor  #: of decode rows, of tiles
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    logit_rows: torch.Tensor
-    tiles: torch.Tensor
-
-    @staticmethod
-    def of(packed: torch.Tensor, limits: StepLimits) -> _Fields:
-        max_tokens, num_tile_fields = limits.max_batch_tokens, TILE_FIELDS * max_tiles(limits)
-        return _Fields(*packed.split_with_sizes([2, *[max_tokens] * 3, limits.max_seqs, num_tile_fields]))
+from hearth.policy.batch.plan import DecodeRows, Row, StepPlan, TableWrite
+from hearth.sizes import TILE_FIELDS, PackedInputs, StepLimits, input_buffers
 
 
 class InputBuffers:
@@ -51,27 +34,23 @@ class InputBuffers:
         last_tokens: torch.Tensor,
         uploads: Uploads,
         sink: int,
-        tile_tokens: int,
+        tile_tokens_of: Callable[[int], int],
     ) -> None:
         """Allocate the buffers. `last_tokens`, int64 [slots + 1], holds each slot's last sample and a dummy.
 
-        `sink` is a block that is always there and that nobody reads. Prompts are cut by `tile_tokens`.
+        `sink` is a block that is always there and that nobody reads. `tile_tokens_of` says by how many tokens
+        the prompts of a step of so many rows are cut.
         """
         max_seqs, device = limits.max_seqs, uploads.device
         buffers = input_buffers(limits, context)
         self._uploads = uploads
         self._packed = zeros(buffers["packed"], device)
-        self._device = _Fields.of(self._packed, limits)
         is_cuda = device.type == "cuda"
         self._hosts = [torch.zeros_like(self._packed, device="cpu", pin_memory=is_cuda) for _ in range(2)]
-        self._next_host = 0
-        self._limits, self._tile_tokens = limits, tile_tokens
+        self._max_seqs, self._tile_tokens_of = max_seqs, tile_tokens_of
         self._dummy_slot = max_seqs
         self._last_tokens = last_tokens
-        items = self._device.tiles.view(-1, TILE_FIELDS)
-        self._tiles = PromptTiles(items, self._device.counts[1:], tile_tokens)
         self._tokens = zeros(buffers["tokens"], device)
-        self._logit_rows = zeros(buffers["logit_rows"], device)
         self.sink = sink
         #: The row of a slot holds its blocks in order, and behind them the sink, for blocks that somebody had
         #: before may be gone. The dummy slot's row names the sink alone.
@@ -79,69 +58,79 @@ class InputBuffers:
         #: For each slot, how many leading entries of its row may name blocks.
         self._num_written = [0] * max_seqs
 
-    def fill(self, plan: StepPlan, num_padded_rows: int = 0) -> None:
-        """Send a plan to the device, with padding rows behind its own if it has decode rows only."""
+    def fill(self, plan: StepPlan, shape: StepShape) -> None:
+        """Send a plan to the device, with padding behind its rows and behind its rows of logits.
+
+        The step before the last must be done: its inputs are overwritten on the host.
+        """
         self._write_table([admission.slot for admission in plan.admissions], plan.table_writes)
-        host = self._hosts[self._next_host]
-        self._next_host = 1 - self._next_host
-        fields = _Fields.of(host, self._limits)
-        num_decode = plan.num_decode_rows
-        decode, prefill = plan.rows[:num_decode], plan.rows[num_decode:]
-        _write(fields.positions, 0, [row.start for row in decode] + [0] * num_padded_rows)
-        _write(fields.slots, 0, [row.slot for row in decode] + [self._dummy_slot] * num_padded_rows)
-        begins = _begins(num_decode, prefill)
-        for begin, row in zip(begins, prefill, strict=False):
+        self._fill(plan.decode, plan.prompts, shape)
+
+    def park(self, shape: StepShape) -> None:
+        """Send a step that is all padding, so that running it touches nobody's KV."""
+        self._fill(DecodeRows(), (), shape)
+
+    def _fill(self, decode: DecodeRows, prompts: Sequence[Row], shape: StepShape) -> None:
+        parts, host = PackedInputs(shape.num_rows, self._max_seqs), self._hosts[0]
+        self._hosts.reverse()
+        packed = host.numpy()
+        slots, positions, tokens = packed[parts.slots], packed[parts.positions], packed[parts.tokens]
+        num_decode, num_rows = len(decode), len(decode) + len(prompts)
+        slots[:num_decode], positions[:num_decode] = decode.slots, decode.positions
+        spans = _spans(num_decode, prompts)
+        for span, row in zip(spans, prompts, strict=True):
             assert row.tokens is not None, f"decode row behind prefill rows: {row}"
-            end = begin + row.num_tokens
-            _write(fields.tokens, begin, row.tokens)
-            torch.arange(row.start, row.start + row.num_tokens, out=fields.positions[begin:end])
-            fields.slots[begin:end] = row.slot
-        tiles = cut_tiles(_spans(begins, prefill), self._tile_tokens)
-        _write(fields.tiles, 0, tiles)
-        _write(fields.counts, 0, [num_decode, len(tiles) // TILE_FIELDS])
-        ends = [*range(1, num_decode + 1), *begins[1:]]
-        # Also of a row that does not sample: whether its KV is sound shows in the logits of its last token.
-        _write(fields.logit_rows, 0, [end - 1 for end in ends])
-        read_host(self._packed, host)
+            slots[span.rows] = row.slot
+            positions[span.rows] = np.arange(row.start, row.start + row.num_tokens)
+            tokens[span.rows] = row.tokens
+        end = spans[-1].rows.stop if spans else num_decode
+        slots[end:], positions[end:], tokens[end:] = self._dummy_slot, 0, 0
+        if shape.has_prompts:
+            # Also of a row that does not sample: whether its KV is sound shows in the logits behind it.
+            logit_rows = packed[parts.logit_rows]
+            logit_rows[:num_decode] = np.arange(num_decode)
+            logit_rows[num_decode:num_rows] = [span.rows.stop - 1 for span in spans]
+            logit_rows[num_rows : shape.num_logits] = 0
+        tiles = cut_tiles(spans, self._tile_tokens_of(shape.num_rows))
+        packed[parts.tiles][: len(tiles)] = tiles
+        num_tiles = len(tiles) // TILE_FIELDS
+        packed[parts.counts] = num_decode, num_tiles
+        num_words = parts.num_words(num_tiles)
+        read_host(self._packed[:num_words], host[:num_words])
 
-    def park(self, num_rows: int) -> None:
-        """Point so many rows at the dummy slot, so that running them touches nobody's KV."""
-        self._device.positions[:num_rows] = 0
-        self._device.slots[:num_rows] = self._dummy_slot
-
-    def gather_tokens(self, num_decode_rows: int, num_rows: int) -> None:
+    def gather_tokens(self, shape: StepShape) -> None:
         """Gather on the device the last samples of decode rows and the sent tokens of the others."""
-        decode, rest = slice(num_decode_rows), slice(num_decode_rows, num_rows)
-        slots, tokens = self._device.slots[decode], self._tokens[decode]
-        torch.index_select(self._last_tokens, 0, slots, out=tokens)
-        if num_rows > num_decode_rows:
-            self._tokens[rest].copy_(self._device.tokens[rest])
+        parts = PackedInputs(shape.num_rows, self._max_seqs)
+        gather_tokens(
+            self._packed[parts.tokens],
+            self._packed[parts.slots],
+            self._packed[parts.counts][:1],
+            self._last_tokens,
+            out=self._tokens[: shape.num_rows],
+        )
 
-    def decode_view(self, num_rows: int) -> StepInputs:
-        """Return the inputs of a step of decode rows only, which all sample."""
-        return self._view(num_rows, num_rows, (), None)
+    def view(self, plan: StepPlan | None, shape: StepShape) -> StepInputs:
+        """Return the inputs of the step that was filled in last; None: of one that is all padding.
 
-    def view(self, plan: StepPlan) -> StepInputs:
-        """Return the inputs of the step that was filled in last, of any rows."""
-        num_decode = plan.num_decode_rows
-        prefill = plan.rows[num_decode:]
-        spans = _spans(_begins(num_decode, prefill), prefill)
-        logit_rows = self._logit_rows[: len(plan.rows)]
-        logit_rows.copy_(self._device.logit_rows[: len(plan.rows)])
-        return self._view(plan.num_tokens, num_decode, spans, logit_rows)
-
-    def _view(
-        self, num_rows: int, num_decode: int, spans: tuple[PrefillSpan, ...], logit_rows: torch.Tensor | None
-    ) -> StepInputs:
-        rows = PagedRows(self._device.positions[:num_rows], self._device.slots[:num_rows], self.block_table)
+        Where kernels read on the device which rows there are, all steps of a shape have the same inputs.
+        """
+        num_decode, prompts = (0, ()) if plan is None else (plan.num_decode_rows, plan.prompts)
+        parts = PackedInputs(shape.num_rows, self._max_seqs)
+        counts = self._packed[parts.counts]
+        paged = PagedRows(self._packed[parts.positions], self._packed[parts.slots], self.block_table)
+        reads_counts = runs_triton(self._packed)
+        tiles = PromptTiles(
+            self._packed[parts.tiles].view(-1, TILE_FIELDS), counts[1:], self._tile_tokens_of(shape.num_rows)
+        )
+        num_rows = min(shape.num_rows, self._max_seqs) if reads_counts else num_decode
         return StepInputs(
-            tokens=self._tokens[:num_rows],
-            rows=rows,
-            decode_rows=rows if num_decode == num_rows else rows.first(num_decode),
-            num_decode=None,
-            spans=spans,
-            tiles=self._tiles if spans else None,
-            logit_rows=logit_rows,
+            tokens=self._tokens[: shape.num_rows],
+            rows=paged,
+            decode_rows=paged if num_rows == shape.num_rows else paged.first(num_rows),
+            num_decode=counts[:1] if reads_counts else None,
+            spans=_spans(num_decode, prompts),
+            tiles=tiles if shape.has_prompts else None,
+            logit_rows=self._packed[parts.logit_rows][: shape.num_logits] if shape.has_prompts else None,
         )
 
     def _write_table(self, admitted: Sequence[int], writes: Sequence[TableWrite]) -> None:
@@ -162,21 +151,10 @@ class InputBuffers:
             self.block_table.view(-1).index_copy_(0, at, blocks.int())
 
 
-def _begins(first: int, rows: Sequence[Row]) -> list[int]:
-    """Return where each row's tokens begin, and behind the last where they end."""
-    begins = [first]
+def _spans(begin: int, rows: Sequence[Row]) -> tuple[PrefillSpan, ...]:
+    """Return where prompts lie among the rows of a step, of which the first is at `begin`."""
+    spans = []
     for row in rows:
-        begins.append(begins[-1] + row.num_tokens)
-    return begins
-
-
-def _spans(begins: Sequence[int], rows: Sequence[Row]) -> tuple[PrefillSpan, ...]:
-    """Return where prompts lie among the rows of a step, given `_begins` of them."""
-    return tuple(
-        PrefillSpan(begin, row.num_tokens, row.start) for begin, row in zip(begins, rows, strict=False)
-    )
-
-
-def _write(field: torch.Tensor, at: int, values: Sequence[int]) -> None:
-    if values:
-        field[at : at + len(values)] = torch.tensor(values, dtype=torch.int32)
+        spans.append(PrefillSpan(begin, row.num_tokens, row.start))
+        begin += row.num_tokens
+    return tuple(spans)

@@ -6,16 +6,22 @@ request draws the same noise in any batch, in any slot, on any device and after 
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK64 = (1 << 64) - 1
 
 
 def noise_key(seed: int, position: int) -> int:
     """Return a signed 64-bit key for the token at `position`; neighbouring keys share nothing."""
-    key = _mix64(_mix64(seed + _GOLDEN) + position * _GOLDEN)
-    return key - (1 << 64) if key >> 63 else key
+    return int(noise_keys(np.array([seed & _MASK64], np.uint64), np.array([position]))[0])
+
+
+def noise_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the key of each pair of a seed, modulo 2^64, and a position."""
+    return _mix64(_mix64(seeds + _GOLDEN) + positions.astype(np.uint64) * _GOLDEN).view(np.int64)
 
 
 def gumbel(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -31,12 +37,11 @@ def gumbel(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return minus_v.log1p_().neg_().log_().neg_()
 
 
-def _mix64(x: int) -> int:
-    """Return the finaliser of splitmix64."""
-    x &= _MASK64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return x ^ (x >> 31)
+def _mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return the finaliser of splitmix64. Products wrap."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def _mix32_(x: torch.Tensor) -> torch.Tensor:

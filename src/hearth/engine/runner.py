@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
 
-from hearth.engine.graphs import DecodeGraphs
+from hearth.engine.graphs import StepGraphs
 from hearth.engine.inputs import InputBuffers
-from hearth.engine.sampler import Sampler, SampleRow, Samples
+from hearth.engine.sampler import Sampler, SampleRows, Samples
+from hearth.engine.step_shape import PaddedSizes, StepPart, StepShape
 from hearth.engine.upload import Uploads
 from hearth.models.decoder import Decoder
-from hearth.models.step_inputs import StepInputs
 from hearth.models.weights import WeightGate, Weights
 from hearth.policy.batch.blocks import BlockMove
 from hearth.policy.batch.plan import StepPlan
@@ -28,7 +29,7 @@ class StepResult:
     """The tokens that a step has sampled: one entry per sampling row of the plan, in order."""
 
     tokens: list[int]
-    logprobs: list[TokenLogprobs | None]  #: as many as the row asked for; None: it asked for none
+    logprobs: list[TokenLogprobs | None] | None  #: as many as each row asked for; None: nobody asked
     broken_rows: list[int]  #: indices of rows of the plan, also of those that do not sample: see `commit`
 
 
@@ -51,13 +52,13 @@ class PendingStep:
     def wait(self) -> StepResult:
         if self._event is not None:
             self._event.synchronize()
-        broken_rows = [row for row, best in enumerate(self._best_logits.tolist()) if not math.isfinite(best)]
-        return StepResult(self._tokens.tolist(), self._asked_logprobs(), broken_rows)
+        is_broken = ~np.isfinite(self._best_logits.numpy())
+        return StepResult(self._tokens.tolist(), self._asked_logprobs(), np.flatnonzero(is_broken).tolist())
 
-    def _asked_logprobs(self) -> list[TokenLogprobs | None]:
+    def _asked_logprobs(self) -> list[TokenLogprobs | None] | None:
         """Return to each row what it asked for, whatever was computed because others asked for more."""
         if self._logprobs is None:
-            return [None] * len(self._num_logprobs)
+            return None
         tops = (self._top_ids, self._top_logprobs)
         top_ids, top_logprobs = ([[]] * len(self._logprobs) if top is None else top.tolist() for top in tops)
         rows = zip(self._num_logprobs, self._logprobs.tolist(), top_ids, top_logprobs, strict=True)
@@ -75,7 +76,11 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Runner:
-    """Runs step plans on one device. Mutable through its buffers; one thread calls it, in step order."""
+    """Runs step plans on one device. Mutable through its buffers; one thread calls it, in step order.
+
+    A step is its body, its tail and sampling. Each part of the first two is one function over inputs at fixed
+    addresses, be it run as it stands or replayed from a graph that was captured of it.
+    """
 
     def __init__(
         self,
@@ -84,9 +89,10 @@ class Runner:
         inputs: InputBuffers,
         sampler: Sampler,
         uploads: Uploads,
-        max_graph_size: int,
+        sizes: PaddedSizes,
+        graphs: StepGraphs | None,
     ) -> None:
-        """Take `kv` as in `Decoder.run`; with a `max_graph_size` of 0 every step runs eagerly.
+        """Take `kv` as in `Decoder.body`, and the sizes that steps are padded to; without graphs run eagerly.
 
         Only blocks that a plan names, and the sink, are ever touched: there may be no memory behind others.
         """
@@ -96,11 +102,16 @@ class Runner:
         self._inputs = inputs
         self._sampler = sampler
         self._uploads = uploads
-        self.graphs = DecodeGraphs(max_graph_size) if max_graph_size else None
+        self.sizes = sizes
+        self.graphs = graphs
 
     @property
     def sink(self) -> int:
         return self._inputs.sink
+
+    def num_padded_tokens(self, plan: StepPlan) -> int:
+        """Return with how many rows a step of this plan is padded."""
+        return self.sizes.shape_of(plan).num_rows - plan.num_tokens
 
     @property
     def is_gated(self) -> bool:
@@ -109,10 +120,21 @@ class Runner:
 
     @torch.inference_mode()
     def capture_all(self) -> None:
-        """Capture a graph of every size, between steps."""
-        if self.graphs is not None:
-            self._inputs.park(self.graphs.sizes[-1])
-            self.graphs.capture_all(self.decode)
+        """Capture a graph of every size that has none, between steps; none while weights are arriving."""
+        self._drop_open_gate()
+        if self.graphs is None or self._gate is not None:
+            return
+        for shape in self.sizes.all_shapes():
+            if any(key not in self.graphs for key in shape.keys):
+                self.synchronize()  # for what is sent is written where that of the step before the last lies
+                self.run_padding(shape)
+                self.graphs.capture_due()
+
+    @torch.inference_mode()
+    def run_padding(self, shape: StepShape) -> None:
+        """Queue a step that is all padding, which touches nobody's KV."""
+        self._inputs.park(shape)
+        self._run(shape, None)
 
     def follow(self, gate: WeightGate | None) -> None:
         """Run steps layer by layer behind weights that are still arriving, until the gate is open.
@@ -161,40 +183,58 @@ class Runner:
         """Queue a step on the device and return without waiting for it."""
         self._uploads.next_step()
         self._sampler.admit(plan.admissions)
-        logits = self._forward(plan)
-        rows = [SampleRow(row.slot, row.start + row.num_tokens, row.mask) for row in plan.rows if row.samples]
-        samples = self._sampler.sample(logits[: len(rows)], rows)
-        best_logits = samples.best_logits
-        if not plan.rows[-1].samples:
-            best_logits = torch.cat((best_logits, logits[len(rows) : len(plan.rows)].amax(-1)))
-        assert len(best_logits) == len(plan.rows), f"not only the last row samples nothing: {plan.rows}"
-        return PendingStep(samples, best_logits)
+        self._drop_open_gate()
+        shape = self.sizes.shape_of(plan)
+        self._inputs.fill(plan, shape)
+        self._run(shape, plan)
+        pending = self._sample(plan, self.decoder.logits[: plan.num_rows])
+        if self.graphs is not None:
+            self.graphs.capture_due()
+        return pending
 
-    def _forward(self, plan: StepPlan) -> torch.Tensor:
-        num_decode = plan.num_decode_rows
+    def _drop_open_gate(self) -> None:
+        """Wait at a gate no longer once all weights are there."""
         if self._gate is not None and self._gate.is_open():
             self._gate = None
-        # A graph reads all weights, so it has to wait for the last of them.
-        if self.graphs is not None and self._gate is None and num_decode == len(plan.rows):
-            size = self.graphs.size_for(num_decode)
-            if size is not None:
-                self._inputs.fill(plan, num_padded_rows=size - num_decode)
-                return self.graphs.replay(size, self.decode)
-        self._inputs.fill(plan)
-        self._inputs.gather_tokens(num_decode, plan.num_tokens)
-        return self._forward_eagerly(self._inputs.view(plan))
 
-    def _forward_eagerly(self, step: StepInputs) -> torch.Tensor:
-        gate = self._gate
-        if gate is not None:
-            gate.embed()
-        hidden = self.decoder.run(self.decoder.embed(step), step, self.kv, gate)
-        if gate is not None:
-            gate.head()
-        return self.decoder.logits(hidden)
+    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> PendingStep:
+        rows = _sample_rows(plan)
+        samples = self._sampler.sample(logits[: len(rows)], rows)
+        best_logits = samples.best_logits
+        if len(rows) < len(logits):
+            best_logits = torch.cat((best_logits, logits[len(rows) :].amax(-1)))
+        return PendingStep(samples, best_logits)
 
-    def decode(self, num_rows: int) -> torch.Tensor:
-        """A step of decode rows only, as it is captured."""
-        self._inputs.gather_tokens(num_rows, num_rows)
-        step = self._inputs.decode_view(num_rows)
-        return self.decoder.logits(self.decoder.run(self.decoder.embed(step), step, self.kv))
+    def _run(self, shape: StepShape, plan: StepPlan | None) -> None:
+        """Queue the step whose inputs are in place, which leaves its logits with the decoder."""
+        for key in shape.keys:
+            work = partial(self._run_part, key.part, shape, plan)
+            # A graph reads all of its weights, so it has to wait for the last of them.
+            if self.graphs is None or self._gate is not None:
+                work()
+            else:
+                self.graphs.run(key, work)
+
+    def _run_part(self, part: StepPart, shape: StepShape, plan: StepPlan | None) -> None:
+        step = self._inputs.view(plan, shape)
+        if part is not StepPart.TAIL:
+            self._inputs.gather_tokens(shape)
+            if self._gate is not None:
+                self._gate.embed()
+            self.decoder.body(self.decoder.embed(step), step, self.kv, self._gate)
+        if part is not StepPart.MIXED:
+            self.decoder.tail(step, self._gate)
+
+
+def _sample_rows(plan: StepPlan) -> SampleRows:
+    """Each row samples the token behind its last, but for a chunk that does not end its prompt."""
+    decode, prompts = plan.decode, plan.prompts
+    if prompts and not prompts[-1].samples:
+        prompts = prompts[:-1]
+    assert all(row.samples for row in prompts), f"not only the last row samples nothing: {plan.prompts}"
+    masks = {len(decode) + at: row.mask for at, row in enumerate(prompts) if row.mask is not None}
+    return SampleRows(
+        slots=np.array([*decode.slots, *(row.slot for row in prompts)], np.int64),
+        positions=np.array([*decode.positions, *(row.end - 1 for row in prompts)], np.int64) + 1,
+        masks={**decode.masks, **masks},
+    )

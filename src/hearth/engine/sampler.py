@@ -10,13 +10,16 @@ what the host knows of each slot, so the host never waits for the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntFlag
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from hearth.engine.logit_bias import LogitBias, is_biased
-from hearth.engine.noise import gumbel, noise_key
+from hearth.engine.noise import gumbel, noise_keys
 from hearth.engine.penalties import Penalties, is_penalised
 from hearth.engine.top_k_top_p import rank_cutoff
 from hearth.engine.upload import Uploads
@@ -30,12 +33,15 @@ _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class SampleRow:
-    """A row of logits, and the token that is to be sampled from it."""
+class SampleRows:
+    """Rows of logits, and the tokens that are to be sampled from them."""
 
-    slot: int
-    position: int  #: index in the sequence of the token to be sampled
-    mask: bytes | None = None  #: the tokens that its guide allows, as in `plan.Guide`; None: no guide
+    slots: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]  #: index in its sequence of each token to be sampled
+    masks: Mapping[int, bytes]  #: by row, the tokens that its guide allows, as in `plan.Guide`
+
+    def __len__(self) -> int:
+        return len(self.slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +58,47 @@ class Samples:
     num_logprobs: tuple[int | None, ...]  #: how many of the k each row asked for; None: no logprobs at all
 
 
+class _Part(IntFlag):
+    """A part of sampling that a request may need. One of which no part is asked takes its highest logit."""
+
+    PENALTIES = 1
+    BIAS = 2
+    BAN = 4  #: of stop tokens, at first
+    LOGPROBS = 8
+    DRAW = 16
+    TOP = 32  #: top-k or top-p
+    MIN_P = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _RowParts:
+    """The parts that each row of a step needs."""
+
+    by_row: npt.NDArray[np.uint8]
+    needed: _Part  #: by any of them
+
+    @staticmethod
+    def of(by_row: npt.NDArray[np.uint8]) -> _RowParts:
+        return _RowParts(by_row, _Part(int(np.bitwise_or.reduce(by_row, initial=0))))
+
+    def rows(self, part: _Part) -> npt.NDArray[np.int64]:
+        """Return the rows that need a part."""
+        return np.flatnonzero(self.by_row & part.value) if self.needed & part else _NO_ROWS
+
+
+_NO_ROWS = np.zeros(0, np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class _Rules:
     """The rules of sampling for the request in a slot, as the host keeps them."""
 
-    is_penalised: bool
-    is_biased: bool
+    parts: _Part
     banned: tuple[int, ...]  #: stop ids, forbidden at positions before `banned_before`
     banned_before: int
     num_logprobs: int | None
-    is_random: bool
     seed: int
     top_k: int  #: the vocabulary size where it is off
-    has_top: bool  #: top-k or top-p
-    has_min_p: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +130,9 @@ class Sampler:
         #: The token that each slot sampled last, at a fixed address. The last row is a dummy for padding.
         self.tokens = zeros(buffers["tokens"], uploads.device)
         self._rules_by_slot: dict[int, _Rules] = {}
+        #: The parts that the request in each slot needs, and its seed modulo 2^64.
+        self._parts = np.zeros(num_slots, np.uint8)
+        self._seeds = np.zeros(num_slots, np.uint64)
         #: Temperature, top-k, top-p, log of min-p; meaningful in slots with a random request.
         self._knobs = zeros(buffers["knobs"], uploads.device)
         #: Tables of [slots, vocabulary], so they wait for a request that needs them.
@@ -109,8 +145,11 @@ class Sampler:
         A table that one of them needs, and that nobody has placed, is placed where torch finds memory.
         """
         rules = [_rules(admission, self._vocab_size) for admission in admissions]
-        self._rules_by_slot.update((a.slot, r) for a, r in zip(admissions, rules, strict=True))
-        if random := [a for a, r in zip(admissions, rules, strict=True) if r.is_random]:
+        for admission, rule in zip(admissions, rules, strict=True):
+            self._rules_by_slot[admission.slot] = rule
+            self._parts[admission.slot] = rule.parts
+            self._seeds[admission.slot] = rule.seed % (1 << 64)
+        if random := [a for a, r in zip(admissions, rules, strict=True) if r.parts & _Part.DRAW]:
             (slots,) = self._uploads.ints([a.slot for a in random])
             knobs = [knob for a in random for knob in _knobs(a, self._vocab_size)]
             self._knobs.index_copy_(0, slots, self._uploads.floats(knobs).view(-1, 4))
@@ -162,7 +201,7 @@ class Sampler:
             self._bias.copy(before)
         return self._bias
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Samples:
+    def sample(self, logits: torch.Tensor, rows: SampleRows) -> Samples:
         """Choose a token for each row of float32 `logits`, which are overwritten, and note it in `tokens`."""
         assert logits.shape == (len(rows), self._vocab_size), f"{logits.shape=} {len(rows)=}"
         assert logits.dtype == torch.float32, f"{logits.dtype=}"
@@ -184,34 +223,40 @@ class Sampler:
             self._penalties.record(work.slots[work.penalised], tokens[work.penalised])
         return _with_logprobs(tokens, best, logits, work.num_logprobs)
 
-    def _sort_out(self, rows: Sequence[SampleRow]) -> _Work:
+    def _sort_out(self, rows: SampleRows) -> _Work:
         """Find which rows need which part, and send that to the device in one piece."""
-        rules = [self._rules_by_slot[row.slot] for row in rows]
-        random = [i for i, rule in enumerate(rules) if rule.is_random]
-        topped = [i for i, row in enumerate(random) if rules[row].has_top]
-        masks = [row.mask for row in rows if row.mask is not None]
-        banned = [
-            i * self._vocab_size + token
-            for i, (row, rule) in enumerate(zip(rows, rules, strict=True))
-            if row.position < rule.banned_before
-            for token in rule.banned
-        ]
+        parts = _RowParts.of(self._parts[rows.slots])
+        random = parts.rows(_Part.DRAW)
+        topped = np.flatnonzero(parts.by_row[random] & _Part.TOP.value) if len(random) else random
+        keys = noise_keys(self._seeds[rows.slots[random]], rows.positions[random]) if len(random) else random
+        num_logprobs: tuple[int | None, ...] = (None,) * len(rows)
+        if parts.needed & _Part.LOGPROBS:
+            num_logprobs = tuple(self._rules_by_slot[slot].num_logprobs for slot in rows.slots.tolist())
         return _Work(
-            tuple(rule.num_logprobs for rule in rules),
-            any(rules[i].has_min_p for i in random),
-            [rules[random[i]].top_k for i in topped],
-            self._uploads.words(masks) if masks else None,
+            num_logprobs,
+            bool(parts.needed & _Part.MIN_P),
+            [self._rules_by_slot[slot].top_k for slot in rows.slots[random[topped]].tolist()],
+            self._uploads.words(list(rows.masks.values())) if rows.masks else None,
             *self._uploads.ints(
-                [row.slot for row in rows],
-                [i for i, rule in enumerate(rules) if rule.is_penalised],
-                [i for i, rule in enumerate(rules) if rule.is_biased],
-                banned,
+                rows.slots,
+                parts.rows(_Part.PENALTIES),
+                parts.rows(_Part.BIAS),
+                self._banned(rows, parts.rows(_Part.BAN)),
                 random,
-                [noise_key(rules[i].seed, rows[i].position) for i in random],
+                keys,
                 topped,
-                [i for i, row in enumerate(rows) if row.mask is not None],
+                list(rows.masks),
             ),
         )
+
+    def _banned(self, rows: SampleRows, early: npt.NDArray[np.int64]) -> list[int]:
+        """Return the flat indices of logits that are forbidden because a stop token would come too early."""
+        banned = []
+        for row in early.tolist():
+            rule = self._rules_by_slot[int(rows.slots[row])]
+            if rows.positions[row] < rule.banned_before:
+                banned += [row * self._vocab_size + token for token in rule.banned]
+        return banned
 
     def _process(self, logits: torch.Tensor, work: _Work) -> None:
         """Apply every rule that shapes the distribution before temperature, in place.
@@ -256,17 +301,22 @@ def _rules(admission: Admission, vocab_size: int) -> _Rules:
     stop_ids = {token for token in sampling.stop_ids if 0 <= token < vocab_size}
     allowed = sampling.allowed_token_ids or range(vocab_size)
     can_ban = sampling.min_tokens > 0 and not all(token in stop_ids for token in allowed)
+    needs = {
+        _Part.PENALTIES: is_penalised(sampling),
+        _Part.BIAS: is_biased(sampling),
+        _Part.BAN: can_ban and bool(stop_ids),
+        _Part.LOGPROBS: sampling.logprobs is not None,
+        _Part.DRAW: is_random,
+        _Part.TOP: is_random and (top_k < vocab_size or sampling.top_p < 1.0),
+        _Part.MIN_P: is_random and sampling.min_p > 0.0,
+    }
     return _Rules(
-        is_penalised=is_penalised(sampling),
-        is_biased=is_biased(sampling),
-        banned=tuple(stop_ids) if can_ban else (),
+        parts=_Part(sum(part for part, is_needed in needs.items() if is_needed)),
+        banned=tuple(stop_ids),
         banned_before=admission.num_prompt_tokens + sampling.min_tokens,
         num_logprobs=sampling.logprobs,
-        is_random=is_random,
         seed=sampling.seed or 0,
         top_k=top_k,
-        has_top=top_k < vocab_size or sampling.top_p < 1.0,
-        has_min_p=sampling.min_p > 0.0,
     )
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import chain
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from hearth.kernels.host_read import read_host
+
+#: A column of numbers to be sent.
+Ints = Sequence[int] | npt.NDArray[np.int64]
 
 
 class Uploads:
@@ -36,11 +40,12 @@ class Uploads:
         while self._kept and self._kept[0][0].query():  # type: ignore[no-untyped-call] # likewise
             self._kept.popleft()
 
-    def ints(self, *columns: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    def ints(self, *columns: Ints) -> tuple[torch.Tensor, ...]:
         """Return each column as an int64 tensor on the device; all of them travel together."""
-        values = list(chain.from_iterable(columns))
-        packed = self._send(torch.tensor(values, dtype=torch.int64, pin_memory=self._is_cuda))
-        return packed.split_with_sizes([len(column) for column in columns])
+        lengths = [len(column) for column in columns]
+        host = torch.empty(sum(lengths), dtype=torch.int64, pin_memory=self._is_cuda)
+        np.concatenate([np.asarray(column, np.int64) for column in columns], out=host.numpy())
+        return self._send(host).split_with_sizes(lengths)
 
     def floats(self, values: Sequence[float]) -> torch.Tensor:
         return self._send(torch.tensor(values, dtype=torch.float32, pin_memory=self._is_cuda))

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from hearth.kernels.jit import launch, runs_triton, tl, triton
+from hearth.kernels.jit import cdiv, launch, runs_triton, tl, triton
+from hearth.kernels.overlap import wait_for_inputs
 
 #: Activations by the values of `models.arch.Activation`.
 _TORCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -37,7 +38,7 @@ def activate_triton(x: torch.Tensor, kind: str, *, gated: bool, out: torch.Tenso
     block = 1024
     launch(
         _activate_kernel,
-        (rows, triton.cdiv(size, block)),
+        (rows, cdiv(size, block)),
         x,
         out,
         size,
@@ -49,7 +50,16 @@ def activate_triton(x: torch.Tensor, kind: str, *, gated: bool, out: torch.Tenso
 
 
 @triton.jit
-def _activate_kernel(x, out, size, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+def _activate_kernel(
+    x,
+    out,
+    size,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    wait_for_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < size

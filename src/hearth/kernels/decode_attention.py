@@ -1,9 +1,13 @@
 """Attention of one query token per sequence over its paged KV (decode). Knows shapes and pointers only.
 
-The context of a sequence is cut into up to `num_splits` runs, each attended by its own program; the
-program that finishes last merges the partial results, in a fixed order, so the result does not depend
-on which one that was. How many splits are used follows from the length on the device, so one captured
-launch serves every length.
+    tiles of KV:   | row 0, head 0 | row 0, head 1 | ... | row 1, head 0 | ...      a tile: BLOCK_N tokens
+    programs:      |   0   |   1   |   2   |   3   |   4   | ...                    as many tiles each
+
+A program attends to a run of tiles, wherever heads and rows begin and end in it, so long and short contexts
+share the device evenly. Where a head's tiles are of more than one program, each leaves a part of the result,
+and the one that finishes last merges the parts, in the order of the tiles: the result does not depend on
+which one that was. How many rows there are and how long is read on the device, so one captured launch serves
+them all, and a launch without rows costs next to nothing.
 """
 
 from __future__ import annotations
@@ -13,19 +17,20 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from hearth.kernels.jit import launch, runs_triton, tl, triton
-from hearth.kernels.paged import Heads, PagedRows, load_tile
+from hearth.kernels.jit import launch, next_power_of_2, runs_triton, tl, triton
+from hearth.kernels.overlap import wait_for_inputs
+from hearth.kernels.paged import Heads, PagedRows
 
 _LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
 class SplitScratch:
-    """Memory in which splits leave partial results. Counters are zero between launches."""
+    """Memory in which programs leave parts of results. Counters are zero between launches."""
 
-    num_programs: int  #: splits are added until this many programs run
-    partial: torch.Tensor  #: float32, flat: [row][q head][split][dim]
-    stats: torch.Tensor  #: float32, flat: [row][q head][split][maximum, sum]
+    num_programs: int  #: of a launch
+    partial: torch.Tensor  #: float32, flat: [program][first, last][q head of the group][dim]
+    stats: torch.Tensor  #: float32, flat: [program][first, last][q head of the group][maximum, sum]
     counters: torch.Tensor  #: int32, flat: [row][kv head]
 
 
@@ -72,13 +77,29 @@ def decode_attention_reference(
     out.view(q.shape).copy_(F.scaled_dot_product_attention(q, k, v, context.seen))
 
 
-def choose_splits(num_rows: int, num_kv_heads: int, num_programs: int) -> int:
-    """Return the most splits such that rows * kv heads * splits is within `num_programs`; at least one."""
-    return max(1, min(_MAX_SPLITS, num_programs // (num_rows * num_kv_heads)))
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """How many tokens a program reads at a time, and with what."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    uses_dot: bool = True
+    max_registers: int | None = None
 
 
-_MAX_SPLITS = 16
-_BLOCK_N = 64  #: tokens per tile, and the fewest of a split
+def tile_shape(heads: Heads, dtype: torch.dtype) -> TileShape:
+    """Return the tile for heads and numbers like these; four programs fit on a multiprocessor."""
+    block_n = 32 if heads.dim > 128 or dtype == torch.float32 else 64
+    if heads.num_q == heads.num_kv:
+        return TileShape(min(block_n, 32), num_warps=2, num_stages=1, uses_dot=False, max_registers=128)
+    return TileShape(block_n, num_warps=4, num_stages=2)
+
+
+#: A head's tiles are cut into at most so many parts, more or less, for one program merges them.
+_MAX_PARTS = 64
+#: Rows whose lengths a program reads at a time.
+_BLOCK_ROWS = 256
 
 
 def decode_attention_triton(
@@ -91,14 +112,13 @@ def decode_attention_triton(
     scratch: SplitScratch,
     out: torch.Tensor,
     num_rows: torch.Tensor | None = None,
-    num_splits: int | None = None,
+    shape: TileShape | None = None,
 ) -> None:
     group = heads.num_q // heads.num_kv
-    if num_splits is None:
-        num_splits = choose_splits(len(qkv), heads.num_kv, scratch.num_programs)
+    shape = tile_shape(heads, qkv.dtype) if shape is None else shape
     launch(
         _decode_attention_kernel,
-        (len(qkv), heads.num_kv, num_splits),
+        (scratch.num_programs,),
         out,
         qkv,
         qkv.stride(0),
@@ -112,23 +132,27 @@ def decode_attention_triton(
         scratch.stats,
         scratch.counters,
         num_rows,
+        len(qkv),
         heads.dim**-0.5 * _LOG2E,
         WINDOW=window or 0,
         NUM_KV=heads.num_kv,
         GROUP=group,
-        GROUP_PAD=max(16, triton.next_power_of_2(group)) if group > 1 else 1,
+        GROUP_PAD=max(16, next_power_of_2(group)) if group > 1 or shape.uses_dot else 1,
         DIM=heads.dim,
-        DIM_PAD=max(16, triton.next_power_of_2(heads.dim)),
+        DIM_PAD=max(16, next_power_of_2(heads.dim)),
         BLOCK_TOKENS=kv.shape[2],
-        BLOCK_N=_BLOCK_N,
-        SPLITS=num_splits,
+        BLOCK_N=shape.block_n,
+        BLOCK_ROWS=_BLOCK_ROWS,
+        MAX_PARTS=_MAX_PARTS,
+        STAGES=shape.num_stages,
         COUNTS_ROWS=num_rows is not None,
-        num_warps=2 if group == 1 else 4,
-        num_stages=3,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+        maxnreg=shape.max_registers,
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "max_rows"])
 def _decode_attention_kernel(
     out,
     qkv,
@@ -143,6 +167,7 @@ def _decode_attention_kernel(
     stats,
     counters,
     num_rows,
+    max_rows,
     scale,
     WINDOW: tl.constexpr,
     NUM_KV: tl.constexpr,
@@ -152,85 +177,132 @@ def _decode_attention_kernel(
     DIM_PAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
     COUNTS_ROWS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    if COUNTS_ROWS:  # noqa: SIM102 - a constexpr, so that nothing is loaded without
-        if row >= tl.load(num_rows):
-            return
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    end = tl.load(positions + row) + 1
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(end - WINDOW, 0)
-    length = end - begin
-    chunk = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_N) * BLOCK_N
-    num_active = tl.cdiv(length, chunk)
-    if split >= num_active:
-        return
-    first = begin + split * chunk
-    last = tl.minimum(first + chunk, end)
+    wait_for_inputs(OVERLAPS)
+    if COUNTS_ROWS:
+        max_rows = tl.minimum(max_rows, tl.load(num_rows))
+    total, longest = 0, 1
+    for at in range(0, max_rows, BLOCK_ROWS):
+        num_tiles = _tiles_of(positions, at + tl.arange(0, BLOCK_ROWS), max_rows, WINDOW, BLOCK_N)
+        total += tl.sum(num_tiles, 0)
+        longest = tl.maximum(longest, tl.max(num_tiles, 0))
+    total *= NUM_KV
+    share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), tl.cdiv(longest, MAX_PARTS))
+    tile = tl.program_id(0) * share
+    last_tile = tl.minimum(tile + share, total)
+    # The row that the first tile is of, and how many tiles lie before that row.
+    row, before, passed = 0, 0, 0
+    if tile < last_tile:
+        for at in range(0, max_rows, BLOCK_ROWS):
+            num_tiles = (
+                _tiles_of(positions, at + tl.arange(0, BLOCK_ROWS), max_rows, WINDOW, BLOCK_N) * NUM_KV
+            )
+            is_before = (num_tiles > 0) & (passed + tl.cumsum(num_tiles, 0) <= tile)
+            row += tl.sum(is_before.to(tl.int32), 0)
+            before += tl.sum(tl.where(is_before, num_tiles, 0), 0)
+            passed += tl.sum(num_tiles, 0)
 
     member = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, DIM_PAD)
-    in_dim = dim < DIM
-    q_head = kv_head * GROUP + member
-    in_q = (member[:, None] < GROUP) & in_dim[None, :]
-    q_at = qkv + row.to(tl.int64) * qkv_stride + q_head[:, None] * DIM + dim[None, :]
-    q = tl.load(q_at, in_q, other=0.0)
-    row_table = table + tl.load(slots + row).to(tl.int64) * table_stride
-
-    best = tl.full([GROUP_PAD], -float("inf"), tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
-    acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-    for at in range(first, last, BLOCK_N):
-        token = at + tl.arange(0, BLOCK_N)
-        k, v = load_tile(kv, kv_stride, row_table, token, last, kv_head, dim, NUM_KV, DIM, BLOCK_TOKENS)
-        if GROUP == 1:
-            score = tl.sum(k.to(tl.float32) * q.to(tl.float32), 1)[None, :] * scale
-        else:
-            score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        score = tl.where((token < last)[None, :], score, -float("inf"))
-        new_best = tl.maximum(best, tl.max(score, 1))
-        shrink = tl.exp2(best - new_best)
-        p = tl.exp2(score - new_best[:, None])
-        total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None]
-        if GROUP == 1:
-            acc += tl.sum(tl.trans(p) * v.to(tl.float32), 0)[None, :]
-        else:
-            acc += tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        best = new_best
-
-    out_at = out + row.to(tl.int64) * (NUM_KV * GROUP * DIM) + q_head[:, None] * DIM + dim[None, :]
-    if num_active == 1:
-        tl.store(out_at, (acc / total[:, None]).to(q.dtype), in_q)
-        return
-    # [row][q head][split]: leave the partial result, and merge if every other split has left its own.
-    place = (row.to(tl.int64) * (NUM_KV * GROUP) + q_head) * SPLITS
     in_group = member < GROUP
-    tl.store(partial + (place + split)[:, None] * DIM + dim[None, :], acc, in_q)
-    tl.store(stats + (place + split) * 2, best, in_group)
-    tl.store(stats + (place + split) * 2 + 1, total, in_group)
-    tl.debug_barrier()
-    counter = counters + row * NUM_KV + kv_head
-    if tl.atomic_add(counter, 1, sem="acq_rel") != num_active - 1:
-        return
-    tl.debug_barrier()
-    best = tl.full([GROUP_PAD], -float("inf"), tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
-    acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-    for other in range(0, num_active):
-        its_best = tl.load(stats + (place + other) * 2, in_group, other=0.0, cache_modifier=".cg")
-        its_total = tl.load(stats + (place + other) * 2 + 1, in_group, other=1.0, cache_modifier=".cg")
-        its_acc_at = partial + (place + other)[:, None] * DIM + dim[None, :]
-        its_acc = tl.load(its_acc_at, in_q, other=0.0, cache_modifier=".cg")
-        new_best = tl.maximum(best, its_best)
-        shrink, its_shrink = tl.exp2(best - new_best), tl.exp2(its_best - new_best)
-        total = total * shrink + its_total * its_shrink
-        acc = acc * shrink[:, None] + its_acc * its_shrink[:, None]
-        best = new_best
-    tl.store(out_at, (acc / total[:, None]).to(q.dtype), in_q)
-    tl.store(counter, 0)
+    in_q = in_group[:, None] & (dim < DIM)[None, :]
+    while tile < last_tile:
+        end = tl.load(positions + row) + 1
+        begin = 0
+        if WINDOW > 0:
+            begin = tl.maximum(end - WINDOW, 0)
+        num_tiles = tl.cdiv(end - begin, BLOCK_N)
+        kv_head = (tile - before) // num_tiles
+        first = (tile - before) % num_tiles
+        stop = tl.minimum(first + last_tile - tile, num_tiles)
+        q_head = kv_head * GROUP + member
+        q_at = qkv + tl.cast(row, tl.int64) * qkv_stride + q_head[:, None] * DIM + dim[None, :]
+        q = tl.load(q_at, in_q, other=0.0)
+        row_table = table + tl.load(slots + row).to(tl.int64) * table_stride
+
+        best = tl.full([GROUP_PAD], -float("inf"), tl.float32)
+        total_p = tl.zeros([GROUP_PAD], tl.float32)
+        acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+        last = tl.minimum(begin + stop * BLOCK_N, end)
+        token = begin + first * BLOCK_N + tl.arange(0, BLOCK_N)
+        # Pages are looked up one tile ahead, for what they hold cannot be asked for before.
+        page = tl.load(row_table + token // BLOCK_TOKENS, token < last, other=0)
+        for _ in tl.range(first, stop, num_stages=STAGES):
+            in_context = token < last
+            # Recycled memory may hold NaN, and 0 times NaN is NaN: zeros where there are no tokens.
+            in_tile = in_context[:, None] & (dim < DIM)[None, :]
+            unit = page.to(tl.int64) * kv_stride + (token % BLOCK_TOKENS) * (NUM_KV * DIM) + kv_head * DIM
+            k_at = kv + unit[:, None] + dim[None, :]
+            k = tl.load(k_at, in_tile, other=0.0)
+            v = tl.load(k_at + BLOCK_TOKENS * NUM_KV * DIM, in_tile, other=0.0)
+            token += BLOCK_N
+            page = tl.load(row_table + token // BLOCK_TOKENS, token < last, other=0)
+            if GROUP_PAD == 1:
+                score = tl.sum(k.to(tl.float32) * q.to(tl.float32), 1)[None, :] * scale
+            else:
+                score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            score = tl.where(in_context[None, :], score, -float("inf"))
+            new_best = tl.maximum(best, tl.max(score, 1))
+            shrink = tl.exp2(best - new_best)
+            p = tl.exp2(score - new_best[:, None])
+            total_p = total_p * shrink + tl.sum(p, 1)
+            acc = acc * shrink[:, None]
+            if GROUP_PAD == 1:
+                acc += tl.sum(tl.trans(p) * v.to(tl.float32), 0)[None, :]
+            else:
+                acc += tl.dot(p.to(v.dtype), v, input_precision="ieee")
+            best = new_best
+
+        is_done = True
+        if stop - first < num_tiles:
+            # Leave this part, and merge if every other program has left its own. The head begins in the
+            # program `opens`, as the last of its parts; in all others the part is the first.
+            opens = (tile - first) // share
+            num_parts = (tile - first + num_tiles - 1) // share - opens + 1
+            place = (tl.program_id(0) * 2 + tl.where(first == 0, 1, 0)) * GROUP + member
+            tl.store(partial + place[:, None] * DIM + dim[None, :], acc, in_q)
+            tl.store(stats + place * 2, best, in_group)
+            tl.store(stats + place * 2 + 1, total_p, in_group)
+            tl.debug_barrier()
+            counter = counters + row * NUM_KV + kv_head
+            is_done = tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1
+            tl.debug_barrier()
+            if is_done:
+                best = tl.full([GROUP_PAD], -float("inf"), tl.float32)
+                total_p = tl.zeros([GROUP_PAD], tl.float32)
+                acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+                for part in tl.range(0, num_parts, loop_unroll_factor=4):
+                    place = ((opens + part) * 2 + tl.where(part == 0, 1, 0)) * GROUP + member
+                    its_best = tl.load(stats + place * 2, in_group, other=0.0, cache_modifier=".cg")
+                    its_total = tl.load(stats + place * 2 + 1, in_group, other=1.0, cache_modifier=".cg")
+                    its_acc_at = partial + place[:, None] * DIM + dim[None, :]
+                    its_acc = tl.load(its_acc_at, in_q, other=0.0, cache_modifier=".cg")
+                    new_best = tl.maximum(best, its_best)
+                    shrink, its_shrink = tl.exp2(best - new_best), tl.exp2(its_best - new_best)
+                    total_p = total_p * shrink + its_total * its_shrink
+                    acc = acc * shrink[:, None] + its_acc * its_shrink[:, None]
+                    best = new_best
+                tl.store(counter, 0)
+        if is_done:
+            out_at = (
+                out + tl.cast(row, tl.int64) * (NUM_KV * GROUP * DIM) + q_head[:, None] * DIM + dim[None, :]
+            )
+            tl.store(out_at, (acc / total_p[:, None]).to(q.dtype), in_q)
+        tile += stop - first
+        if tile - before == num_tiles * NUM_KV:
+            row += 1
+            before = tile
+
+
+@triton.jit
+def _tiles_of(positions, rows, num_rows, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """How many tiles each row has for a head; none from `num_rows` on."""
+    length = tl.load(positions + rows, rows < num_rows, other=-1) + 1
+    if WINDOW > 0:
+        length = tl.minimum(length, WINDOW)
+    return tl.cdiv(length, BLOCK_N)

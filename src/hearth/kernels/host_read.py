@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from hearth.kernels.jit import launch, runs_triton, tl, triton
+from hearth.kernels.jit import cdiv, launch, runs_triton, tl, triton
+from hearth.kernels.overlap import wait_for_inputs
 
 #: False: small numbers travel as copies, like everything else.
 READS_HOST = True
@@ -37,7 +38,7 @@ def read_host_triton(out: torch.Tensor, pinned: torch.Tensor) -> None:
     if num_words:
         launch(
             _read_host_kernel,
-            (triton.cdiv(num_words, block),),
+            (cdiv(num_words, block),),
             target,
             source,
             num_words,
@@ -47,7 +48,8 @@ def read_host_triton(out: torch.Tensor, pinned: torch.Tensor) -> None:
 
 
 @triton.jit(do_not_specialize=["num_words"])
-def _read_host_kernel(out, pinned, num_words, BLOCK: tl.constexpr):
+def _read_host_kernel(out, pinned, num_words, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    wait_for_inputs(OVERLAPS)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_words
     tl.store(out + at, tl.load(pinned + at, inside, other=0), inside)

@@ -1,11 +1,14 @@
 """Triton where it is installed, a stand-in where it is not, so that every kernel file imports everywhere.
 
-Each kernel file has its own launcher beside its plain torch reference; all of them launch by `launch`.
+Each kernel file has its own launcher beside its plain torch reference; all of them launch by `launch`. Over
+meta tensors, which have shapes and no memory, a launch compiles its kernel and runs nothing: so a dry run of
+the code that serves names every variant that it will launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,14 +31,77 @@ except ImportError:
 
         tl = None
 
-__all__ = ["HAS_TRITON", "launch", "runs_triton", "tl", "triton"]
+__all__ = [
+    "HAS_TRITON",
+    "capability",
+    "cdiv",
+    "launch",
+    "next_power_of_2",
+    "num_processors",
+    "runs_triton",
+    "tl",
+    "triton",
+]
 
 
 def runs_triton(x: torch.Tensor) -> bool:
-    """Return True for CUDA tensors, which take the Triton kernels; all others take the torch references."""
-    return x.is_cuda and HAS_TRITON
+    """Return True for CUDA and meta tensors, which take the Triton kernels; others take the references."""
+    return (x.is_cuda or x.is_meta) and HAS_TRITON
+
+
+def capability() -> int:
+    """Return the compute capability that kernels are compiled for, as in 90 for 9.0; 0: no CUDA device."""
+    try:
+        return _capability_of(triton.runtime.driver.active)
+    except (AttributeError, RuntimeError):  # no Triton, or no driver, as in its interpreter
+        return 0
+
+
+@cache
+def _capability_of(driver: Any) -> int:
+    target = driver.get_current_target()
+    return int(target.arch) if target.backend == "cuda" else 0
+
+
+@cache
+def num_processors() -> int:
+    """Return the number of multiprocessors of the current CUDA device; 1 where there is none."""
+    if not torch.cuda.is_available():
+        return 1
+    count: int = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return count
+
+
+def cdiv(count: int, size: int) -> int:
+    """Return `count / size`, rounded up. Triton's own, which also serves kernels, takes 4 us."""
+    return -(-count // size)
+
+
+def next_power_of_2(count: int) -> int:
+    """Return the least power of 2 that is not below `count`. Triton's own takes 5 us."""
+    return 1 << (count - 1).bit_length()
 
 
 def launch(kernel: Any, grid: Sequence[int], *args: object, **options: object) -> None:
-    """Queue a Triton kernel on the current stream. `options` are its constexprs and those of the compiler."""
-    kernel[tuple(grid)](*args, **options)
+    """Queue a Triton kernel on the current stream. `options` are its constexprs and those of the compiler.
+
+    A kernel that takes `OVERLAPS` may start while the one before it drains, where the device can do that
+    (`overlap.py`); any other starts when the one before it has ended. The first argument is a tensor. If it
+    is a meta tensor the kernel is compiled and not run.
+    """
+    if "OVERLAPS" in kernel.arg_names:
+        options["OVERLAPS"] = can_overlap()
+        if options["OVERLAPS"]:
+            options["launch_pdl"] = True
+    out = args[0]
+    assert isinstance(out, torch.Tensor), f"{type(out)=}"
+    if out.is_meta:
+        kernel.warmup(*args, grid=tuple(grid), **options)
+    else:
+        kernel[tuple(grid)](*args, **options)
+
+
+@cache
+def can_overlap() -> bool:
+    """Return True where a kernel may start while the one before it drains: on Hopper and later."""
+    return capability() >= 90 and not triton.knobs.runtime.interpret

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from hearth.kernels.jit import launch, runs_triton, tl, triton
+from hearth.kernels.jit import launch, next_power_of_2, runs_triton, tl, triton
+from hearth.kernels.overlap import wait_for_inputs
 
 
 def add_norm(
@@ -60,7 +61,7 @@ def add_norm_triton(
     out: torch.Tensor,
 ) -> None:
     rows, hidden = residual.shape
-    block = triton.next_power_of_2(hidden)
+    block = next_power_of_2(hidden)
     launch(
         _add_norm_kernel,
         (rows,),
@@ -96,7 +97,9 @@ def _add_norm_kernel(
     IS_RMS: tl.constexpr,
     IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64) * hidden
     cols = tl.arange(0, BLOCK)
     inside = cols < hidden

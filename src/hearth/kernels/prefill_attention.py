@@ -7,12 +7,20 @@ same blocks, so a first chunk, a later chunk and a prefix hit are one case. Know
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
-from hearth.kernels.jit import launch, runs_triton, tl, triton
-from hearth.kernels.paged import Heads, PagedRows, load_tile
+from hearth.kernels.jit import capability, launch, next_power_of_2, num_processors, runs_triton, tl, triton
+from hearth.kernels.paged import Heads, PagedRows
+from hearth.kernels.prefill_hopper import (
+    hopper_obstacle,
+    hopper_tile_tokens,
+    is_hopper,
+    prefill_attention_hopper,
+)
 from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles
 
 _LOG2E = 1.4426950408889634
@@ -34,11 +42,30 @@ def prefill_attention(
     `tiles` say on the device what `spans` say on the host, which only the torch reference reads. Rows outside
     of all spans are left alone.
     """
-    if runs_triton(qkv):
-        assert tiles is not None, "the CUDA path needs tiles"
-        prefill_attention_triton(qkv, heads, rows, tiles, kv, window=window, out=out)
-    else:
+    if not runs_triton(qkv):
         prefill_attention_reference(qkv, heads, rows, spans, kv, window=window, out=out)
+        return
+    assert tiles is not None, "the CUDA path needs tiles"
+    if prompt_kernel(heads, qkv.dtype, kv.shape[2]).name == "hopper":
+        prefill_attention_hopper(qkv, heads, rows, tiles, kv, window=window, out=out)
+    else:
+        prefill_attention_triton(qkv, heads, rows, tiles, kv, window=window, out=out)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptKernel:
+    """Which of the CUDA kernels attends over prompts."""
+
+    name: Literal["hopper", "triton"]
+    slow_reason: str | None  #: why it is not the fastest for this device; None: it is
+
+
+def prompt_kernel(heads: Heads, dtype: torch.dtype, block_tokens: int = 16) -> PromptKernel:
+    """Say which kernel attends over prompts with such heads on the current CUDA device."""
+    if not is_hopper():
+        return PromptKernel("triton", None)
+    obstacle = hopper_obstacle(heads, dtype, block_tokens)
+    return PromptKernel("hopper" if obstacle is None else "triton", obstacle)
 
 
 def prefill_attention_reference(
@@ -66,9 +93,54 @@ def prefill_attention_reference(
         out[span.rows] = attended[0].transpose(0, 1).flatten(1)
 
 
-def prompt_tile_tokens(heads: Heads, dtype: torch.dtype) -> int:
-    """Return how many query tokens a tile has for heads and numbers like these."""
-    return 32 if heads.dim > 128 or dtype == torch.float32 else 64
+def prompt_tile_tokens(heads: Heads, dtype: torch.dtype, num_rows: int) -> int:
+    """Return by how many query tokens the prompts of a step of `num_rows` rows, with padding, are cut."""
+    if prompt_kernel(heads, dtype).name == "hopper":
+        return hopper_tile_tokens(heads)
+    if heads.dim > 128 or dtype == torch.float32:
+        return 64 if dtype.itemsize == 2 and _has_room() else 32
+    return 128 if _num_packed(heads) == 1 and num_rows > _SMALL_STEP_ROWS and _has_room() else 64
+
+
+#: A step of at most so many rows has too few large tiles to occupy a device.
+_SMALL_STEP_ROWS = 1024
+#: Compute capabilities with less than 160 KiB of shared memory, which large tiles take.
+_SMALL_DEVICES = {70, 72, 75, 86, 89, 120, 121}
+
+
+def _has_room() -> bool:
+    return capability() not in _SMALL_DEVICES
+
+
+def _num_packed(heads: Heads) -> int:
+    """Return how many heads of a group may share a tile, and so each load of k and v."""
+    return 2 if heads.num_q // heads.num_kv % 2 == 0 else 1
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTileShape:
+    """How a program of the Triton kernel computes one tile."""
+
+    num_packed: int  #: heads of a group that a tile's tokens are attended with together
+    num_keys: int  #: tokens of the context that are looked at together
+    num_warps: int
+    num_stages: int
+
+    @staticmethod
+    def of(heads: Heads, tile_tokens: int, num_rows: int) -> PromptTileShape:
+        if tile_tokens == 32:
+            return PromptTileShape(1, 32, 4, 1)
+        if heads.dim > 128:
+            return PromptTileShape(1, 64, 8, 2)
+        if not _has_room():
+            return PromptTileShape(1, 64, 4, 2)
+        if tile_tokens == 64 and num_rows <= _SMALL_STEP_ROWS:
+            return PromptTileShape(1, 64, 4, 3)
+        return PromptTileShape(_num_packed(heads) if tile_tokens == 64 else 1, 128, 8, 3)
+
+
+#: The Triton kernel has at most so many programs for each multiprocessor, which take turns if there is more.
+_PROGRAMS_PER_PROCESSOR = 16
 
 
 def prefill_attention_triton(
@@ -80,13 +152,18 @@ def prefill_attention_triton(
     *,
     window: int | None,
     out: torch.Tensor,
+    shape: PromptTileShape | None = None,
+    max_programs: int | None = None,
 ) -> None:
-    dim_pad = max(16, triton.next_power_of_2(heads.dim))
-    is_wide = dim_pad > 128 or qkv.dtype == torch.float32
-    block_m, block_n = tiles.tile_tokens, 32 if is_wide else 64
+    """Run the kernel that is right for every shape; `shape` and `max_programs` are for those who measure."""
+    if shape is None:
+        shape = PromptTileShape.of(heads, tiles.tile_tokens, len(qkv))
+    num_items = len(tiles.items) * (heads.num_q // shape.num_packed)
+    if max_programs is None:
+        max_programs = _PROGRAMS_PER_PROCESSOR * num_processors()
     launch(
         _prefill_attention_kernel,
-        (heads.num_q, len(tiles.items)),
+        (min(num_items, max_programs),),
         out,
         qkv,
         qkv.stride(0),
@@ -98,20 +175,25 @@ def prefill_attention_triton(
         kv,
         kv.stride(0),
         heads.dim**-0.5 * _LOG2E,
-        WINDOW=window or 0,
+        window or 0,
+        HAS_WINDOW=window is not None,
         NUM_Q=heads.num_q,
         NUM_KV=heads.num_kv,
         DIM=heads.dim,
-        DIM_PAD=dim_pad,
+        DIM_PAD=max(16, next_power_of_2(heads.dim)),
         BLOCK_TOKENS=kv.shape[2],
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        num_warps=4,
-        num_stages=1 if is_wide else 3,
+        TILE_TOKENS=tiles.tile_tokens,
+        PACKED=shape.num_packed,
+        BLOCK_N=shape.num_keys,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
     )
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride", "window"],
+    do_not_specialize_on_alignment=["tiles", "num_tiles", "slots", "table"],
+)
 def _prefill_attention_kernel(
     out,
     qkv,
@@ -124,56 +206,141 @@ def _prefill_attention_kernel(
     kv,
     kv_stride,
     scale,
-    WINDOW: tl.constexpr,
+    window,
+    HAS_WINDOW: tl.constexpr,
     NUM_Q: tl.constexpr,
     NUM_KV: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    PACKED: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    head = tl.program_id(0)
-    kv_head = head // (NUM_Q // NUM_KV)
-    if tl.program_id(1) >= tl.load(num_tiles):
-        return
-    fields = tiles + tl.program_id(1) * 4
-    begin = tl.load(fields)
-    num_tokens = tl.load(fields + 1)
-    start = tl.load(fields + 2)
-    tile = tl.load(fields + 3)
-    row_table = table + tl.load(slots + begin).to(tl.int64) * table_stride
-
-    index = tile + tl.arange(0, BLOCK_M)
-    position = start + index
+    BLOCK_M: tl.constexpr = TILE_TOKENS * PACKED
+    GROUPS: tl.constexpr = NUM_Q // PACKED
+    program = tl.program_id(0)
+    num_programs = tl.num_programs(0)
     dim = tl.arange(0, DIM_PAD)
     in_dim = dim < DIM
-    in_q = (index[:, None] < num_tokens) & in_dim[None, :]
-    row = (begin + index).to(tl.int64)
-    q = tl.load(qkv + row[:, None] * qkv_stride + head * DIM + dim[None, :], in_q, other=0.0)
+    num_items = tl.load(num_tiles) * GROUPS
+    num_rounds = tl.cdiv(num_items, num_programs)
+    # What is the same in every turn is computed in every turn: kept, it would take registers.
+    for turn in tl.range(0, num_rounds, disable_licm=True):
+        # There and back like a snake: who had the longest of one round has the shortest of the next.
+        item = turn * num_programs + tl.where(turn % 2 == 0, program, num_programs - 1 - program)
+        if item < num_items:
+            fields = tiles + item // GROUPS * 4
+            begin = tl.load(fields)
+            num_tokens = tl.load(fields + 1)
+            start = tl.load(fields + 2)
+            tile = tl.load(fields + 3)
+            row_table = table + tl.load(slots + begin).to(tl.int64) * table_stride
 
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(start + tile - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-    end = tl.minimum(start + tile + BLOCK_M, start + num_tokens)
-    best = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
-    for at in range(first, end, BLOCK_N):
+            # A row of the tile is a token and a head: all tokens with one head, then with the next.
+            member = tl.arange(0, BLOCK_M)
+            index = tile + member % TILE_TOKENS
+            head = item % GROUPS * PACKED + member // TILE_TOKENS
+            kv_head = item % GROUPS * PACKED // (NUM_Q // NUM_KV)
+            position = start + index
+            in_q = (index[:, None] < num_tokens) & in_dim[None, :]
+            row = (begin + index).to(tl.int64)
+            q = tl.load(qkv + row[:, None] * qkv_stride + head[:, None] * DIM + dim[None, :], in_q, other=0.0)
+
+            end = start + tl.minimum(tile + TILE_TOKENS, num_tokens)
+            first = 0
+            # From `seen_by_all` on, and up to `unmasked_end`, every row sees every token.
+            unmasked_end = (start + tile + 1) // BLOCK_N * BLOCK_N
+            if HAS_WINDOW:
+                first = tl.maximum(start + tile - window + 1, 0) // BLOCK_N * BLOCK_N
+                seen_by_all = tl.cdiv(tl.maximum(end - window, 0), BLOCK_N) * BLOCK_N
+                seen_by_all = tl.minimum(tl.maximum(seen_by_all, first), tl.maximum(unmasked_end, first))
+                unmasked_end = tl.maximum(unmasked_end, seen_by_all)
+
+            best = tl.full([BLOCK_M], -float("inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
+            if HAS_WINDOW:
+                best, total, acc = _attend(
+                    first, seen_by_all, best, total, acc, q, position, end, row_table, kv, kv_stride,
+                    kv_head, scale, window, True, HAS_WINDOW, NUM_KV, DIM, DIM_PAD, BLOCK_TOKENS, BLOCK_N,
+                )  # fmt: skip
+                first = seen_by_all
+            best, total, acc = _attend(
+                first, unmasked_end, best, total, acc, q, position, end, row_table, kv, kv_stride,
+                kv_head, scale, window, False, HAS_WINDOW, NUM_KV, DIM, DIM_PAD, BLOCK_TOKENS, BLOCK_N,
+            )  # fmt: skip
+            best, total, acc = _attend(
+                unmasked_end, end, best, total, acc, q, position, end, row_table, kv, kv_stride,
+                kv_head, scale, window, True, HAS_WINDOW, NUM_KV, DIM, DIM_PAD, BLOCK_TOKENS, BLOCK_N,
+            )  # fmt: skip
+            out_at = out + row[:, None] * (NUM_Q * DIM) + head[:, None] * DIM + dim[None, :]
+            tl.store(out_at, (acc / total[:, None]).to(q.dtype), in_q)
+
+
+@triton.jit
+def _attend(
+    first,
+    last,
+    best,
+    total,
+    acc,
+    q,
+    position,
+    end,
+    row_table,
+    kv,
+    kv_stride,
+    kv_head,
+    scale,
+    window,
+    MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Attend to the tokens from `first` to `last`.
+
+    The blocks of tokens are looked up one iteration ahead, so that k and v never wait for the table.
+    """
+    dim = tl.arange(0, DIM_PAD)
+    token = first + tl.arange(0, BLOCK_N)
+    page = tl.load(row_table + token // BLOCK_TOKENS, token < end, other=0)
+    for at in range(first, last, BLOCK_N):
         token = at + tl.arange(0, BLOCK_N)
-        k, v = load_tile(kv, kv_stride, row_table, token, end, kv_head, dim, NUM_KV, DIM, BLOCK_TOKENS)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        seen = token[None, :] <= position[:, None]
-        if WINDOW > 0:
-            seen = seen & (token[None, :] > position[:, None] - WINDOW)
-        score = tl.where(seen, score, -float("inf"))
-        new_best = tl.maximum(best, tl.max(score, 1))
-        # A tile wholly outside the window leaves the maximum at -inf; 0 keeps the differences finite.
-        pivot = tl.where(new_best == -float("inf"), 0.0, new_best)
+        unit = page.to(tl.int64) * kv_stride + (token % BLOCK_TOKENS) * (NUM_KV * DIM) + kv_head * DIM
+        k_at = kv + unit[:, None] + dim[None, :]
+        v_at = k_at + BLOCK_TOKENS * NUM_KV * DIM
+        following = token + BLOCK_N
+        page = tl.load(row_table + following // BLOCK_TOKENS, following < end, other=0)
+        # Behind the end memory may hold NaN, and 0 times NaN is NaN.
+        if MASKED:
+            in_tile = (token < end)[:, None] & (dim < DIM)[None, :]
+            k = tl.load(k_at, in_tile, other=0.0)
+            v = tl.load(v_at, in_tile, other=0.0)
+        elif DIM < DIM_PAD:
+            k = tl.load(k_at, (dim < DIM)[None, :], other=0.0)
+            v = tl.load(v_at, (dim < DIM)[None, :], other=0.0)
+        else:
+            k = tl.load(k_at)
+            v = tl.load(v_at)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            seen = token[None, :] <= position[:, None]
+            if HAS_WINDOW:
+                seen = seen & (token[None, :] > position[:, None] - window)
+            score = tl.where(seen, score, -float("inf"))
+        new_best = tl.maximum(best, tl.max(score, 1) * scale)
+        pivot = new_best
+        if HAS_WINDOW:
+            # A row that has seen nothing yet leaves the maximum at -inf; 0 keeps the differences finite.
+            pivot = tl.where(new_best == -float("inf"), 0.0, new_best)
         shrink = tl.exp2(best - pivot)
-        p = tl.exp2(score - pivot[:, None])
+        p = tl.exp2(score * scale - pivot[:, None])
         total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         best = new_best
-    out_at = out + row[:, None] * (NUM_Q * DIM) + head * DIM + dim[None, :]
-    tl.store(out_at, (acc / total[:, None]).to(q.dtype), in_q)
+    return best, total, acc

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from hearth.sizes import TILE_FIELDS
@@ -42,17 +45,22 @@ class PromptTiles:
     @staticmethod
     def of(spans: Sequence[PrefillSpan], tile_tokens: int, device: torch.device | str) -> PromptTiles:
         """Tiles with memory of their own, just as many as there are."""
-        items = torch.tensor(cut_tiles(spans, tile_tokens), dtype=torch.int32, device=device)
-        items = items.view(-1, TILE_FIELDS)
+        items = torch.from_numpy(cut_tiles(spans, tile_tokens)).to(device).view(-1, TILE_FIELDS)
         return PromptTiles(items, torch.tensor([len(items)], dtype=torch.int32, device=device), tile_tokens)
 
 
-def cut_tiles(spans: Sequence[PrefillSpan], tile_tokens: int) -> list[int]:
+def cut_tiles(spans: Sequence[PrefillSpan], tile_tokens: int) -> npt.NDArray[np.int32]:
     """Return the fields of all tiles behind each other, those that attend to the longest context first."""
-    tiles = [
-        (span.start + min(first + tile_tokens, span.num_tokens), span, first)
-        for span in spans
-        for first in range(0, span.num_tokens, tile_tokens)
-    ]
-    tiles.sort(key=lambda tile: -tile[0])
-    return [field for _, span, first in tiles for field in (span.begin, span.num_tokens, span.start, first)]
+    tiles = []  # each behind the length of its context
+    for span in spans:
+        begin, num_tokens, start = span.begin, span.num_tokens, span.start
+        last = (num_tokens - 1) // tile_tokens * tile_tokens
+        tiles += [
+            (start + first + tile_tokens, begin, num_tokens, start, first)
+            for first in range(0, last, tile_tokens)
+        ]
+        tiles.append((start + num_tokens, begin, num_tokens, start, last))
+    tiles.sort(reverse=True)
+    width = 1 + TILE_FIELDS
+    fields = np.fromiter(chain.from_iterable(tiles), np.int32, width * len(tiles))
+    return fields.reshape(-1, width)[:, 1:].ravel()

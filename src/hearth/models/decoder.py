@@ -4,7 +4,10 @@ Hidden states travel as a residual stream and the delta that is not yet added to
 the next normalisation are one kernel. Between layer ranges only their sum is handed on.
 
 `project`, `attend` and `absorb` are the three parts of a layer: q, k and v leave the first, the attention's
-output enters the last, and what lies between may run elsewhere. No batching, no sampling.
+output enters the last, and what lies between may run elsewhere.
+
+A step is `body`, up to and with the last attention, and `tail`, which runs only for rows whose logits are
+wanted. Between the two everything lies in the workspace. No batching, no sampling.
 """
 
 from __future__ import annotations
@@ -40,6 +43,9 @@ class Decoder:
     ) -> None:
         self.arch = arch
         self.layers = range(arch.num_layers) if layers is None else layers
+        self._workspace = workspace
+        #: The rows of logits that `tail` writes, of which a step uses the first.
+        self.logits = workspace.logits
         # Kept, because all layers of a step ask for the same.
         self._cut = lru_cache(maxsize=4)(workspace.cut)
         self._cos_sin = cos_sin
@@ -68,24 +74,49 @@ class Decoder:
     def run(
         self, hidden: torch.Tensor, step: StepInputs, kv: torch.Tensor, gate: WeightGate | None = None
     ) -> torch.Tensor:
-        """Return the hidden states after the layers, given those before, which are overwritten.
+        """Return the hidden states after the layers, given those before. Arguments are as in `body`."""
+        self.body(hidden, step, kv, gate)
+        ws = self._cut(hidden.shape[0])
+        delta = self.absorb(self.weights.layers[-1], ws.residual, ws.normed, ws.attended)
+        return ws.residual if delta is None else ws.residual.add_(delta)
+
+    def body(
+        self, hidden: torch.Tensor, step: StepInputs, kv: torch.Tensor, gate: WeightGate | None = None
+    ) -> None:
+        """Run the layers up to and with the last attention, which leaves in the workspace what `tail` reads.
 
         `kv` is [blocks, layers, 2, block_tokens, kv_heads, head_dim] over this decoder's layers only.
-        Behind the model's last layer there are just the rows of `step.logit_rows`, in that order.
         Each layer waits at `gate` for its weights.
         """
-        residual, delta = hidden, None
-        for local, layer in enumerate(self.layers):
+        # Where `embed` left them there is nothing to copy.
+        residual, delta = self._cut(hidden.shape[0]).residual.copy_(hidden), None
+        for layer, weights, layer_kv in zip(self.layers, self.weights.layers, kv.unbind(1), strict=True):
             if gate is not None:
                 gate.layer(layer)
-            weights = self.weights.layers[local]
             normed = self._enter(weights, residual, delta)
             qkv = self.project(weights, normed)
-            attended = self.attend(layer, weights, qkv, step, kv[:, local])
-            if layer == self.arch.num_layers - 1 and step.logit_rows is not None:
-                residual, normed, attended = self._keep(step.logit_rows, residual, normed, attended)
-            delta = self.absorb(weights, residual, normed, attended)
-        return residual if delta is None else residual.add_(delta)
+            attended = self.attend(layer, weights, qkv, step, layer_kv)
+            if layer != self.layers[-1]:
+                delta = self.absorb(weights, residual, normed, attended)
+
+    def tail(self, step: StepInputs, gate: WeightGate | None = None) -> torch.Tensor:
+        """Return float32 logits of `step.logit_rows`, in that order, behind the `body` of the last layers."""
+        weights = self.weights
+        assert weights.head is not None, f"no head behind layer {self.layers.stop - 1}"
+        residual, normed, attended = self._keep(step)
+        ws = self._cut(residual.shape[0])
+        delta = self.absorb(weights.layers[-1], residual, normed, attended)
+        if gate is not None:
+            gate.head()
+        if weights.final_norm is not None:
+            hidden = self._norm(weights.final_norm, delta, residual)
+        else:
+            hidden = residual if delta is None else residual.add_(delta)
+        if weights.embed_out is not None:
+            hidden = _linear(hidden, weights.embed_out, ws.head_in)
+        out = ws.logits if hidden.dtype == torch.float32 else ws.head_out
+        _linear(hidden, weights.head, out)
+        return out if out is ws.logits else ws.logits.copy_(out)
 
     def project(self, weights: LayerWeights, normed: torch.Tensor) -> torch.Tensor:
         """Return fused q, k and v, as the projections leave them."""
@@ -101,14 +132,15 @@ class Decoder:
         rotate_and_store(qkv, heads, step.rows, kv, cos_sin=self._cos_sin, norms=norms)
         out, rows = ws.attended, step.decode_rows
         if num_decode := rows.positions.shape[0]:
+            are_all = num_decode == qkv.shape[0]
             decode_attention(
-                qkv[:num_decode],
+                qkv if are_all else qkv[:num_decode],
                 heads,
                 rows,
                 kv,
                 window=window,
                 scratch=ws.scratch,
-                out=out[:num_decode],
+                out=out if are_all else out[:num_decode],
                 num_rows=step.num_decode,
             )
         if step.spans or step.tiles is not None:
@@ -133,18 +165,6 @@ class Decoder:
                 self._norm(weights.mlp_norm, delta, residual, out=residual)
                 return None
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits of each row, given the hidden states behind the last layer."""
-        weights, ws = self.weights, self._cut(hidden.shape[0])
-        assert weights.head is not None, f"no head behind layer {self.layers.stop - 1}"
-        if weights.final_norm is not None:
-            hidden = self._norm(weights.final_norm, None, hidden)
-        if weights.embed_out is not None:
-            hidden = _linear(hidden, weights.embed_out, ws.head_in)
-        out = ws.logits if hidden.dtype == torch.float32 else ws.head_out
-        _linear(hidden, weights.head, out)
-        return out if out is ws.logits else ws.logits.copy_(out)
-
     def _enter(
         self, weights: LayerWeights, residual: torch.Tensor, delta: torch.Tensor | None
     ) -> torch.Tensor:
@@ -152,16 +172,19 @@ class Decoder:
             return residual
         return self._norm(weights.attn_norm, delta, residual)
 
-    def _keep(
-        self, rows: torch.Tensor, residual: torch.Tensor, normed: torch.Tensor, attended: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _keep(self, step: StepInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Keep only the rows whose logits are wanted: behind the last attention nobody reads the others."""
-        ws = self._cut(rows.shape[0])
-        return (
-            torch.index_select(residual, 0, rows, out=ws.kept_residual),
-            torch.index_select(normed, 0, rows, out=ws.kept_normed),
-            torch.index_select(attended, 0, rows, out=ws.kept_attended),
-        )
+        rows = step.logit_rows
+        if rows is None:
+            ws = self._cut(step.tokens.shape[0])
+            return ws.residual, ws.normed, ws.attended
+        # From all rows that a step may have, so that one captured tail serves steps of every size.
+        source, kept = self._workspace, self._cut(rows.shape[0])
+        torch.index_select(source.residual, 0, rows, out=kept.kept_residual)
+        torch.index_select(source.attended, 0, rows, out=kept.kept_attended)
+        if self.arch.shares_norm:
+            torch.index_select(source.normed, 0, rows, out=kept.kept_normed)
+        return kept.kept_residual, kept.kept_normed, kept.kept_attended
 
     def _mlp(self, weights: LayerWeights, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         ws = self._cut(x.shape[0])

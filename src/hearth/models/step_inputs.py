@@ -19,11 +19,11 @@ from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles
 class StepInputs:
     """The inputs of one step, as the decoder reads them."""
 
-    tokens: torch.Tensor  #: int64 [rows]
+    tokens: torch.Tensor  #: int32 or int64 [rows]
     rows: PagedRows
     #: The first of `rows`, of which all may decode; a captured step has more of them than mostly do.
     decode_rows: PagedRows
     num_decode: torch.Tensor | None  #: int32 [1], on the device: how many of them do; None: all of them
     spans: tuple[PrefillSpan, ...]  #: for the torch references
     tiles: PromptTiles | None  #: the same on the device, for the kernels; None: no prompts
-    logit_rows: torch.Tensor | None  #: int64: the rows whose logits are wanted; None: all of them
+    logit_rows: torch.Tensor | None  #: the rows whose logits are wanted; None: all of them

@@ -31,7 +31,7 @@ class Workspace:
     up: torch.Tensor
     activated: torch.Tensor  #: [tokens, intermediate]
     kept_residual: torch.Tensor  #: [samples, hidden]: rows kept behind the last attention
-    kept_normed: torch.Tensor
+    kept_normed: torch.Tensor  #: only where attention and MLP run in parallel, and may share a norm
     kept_attended: torch.Tensor
     head_in: torch.Tensor  #: [samples, embed]
     head_out: torch.Tensor  #: [samples, vocab] in the model's dtype

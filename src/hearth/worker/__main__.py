@@ -17,12 +17,16 @@ import msgspec
 
 from hearth.config import EngineConfig
 from hearth.errors import HearthError
+from hearth.kernels.compilations import COMPILATIONS
+from hearth.kernels.jit import HAS_TRITON
+from hearth.kernels.kernel_cache import KernelCache
 from hearth.messages import WorkerSetup
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.borrower import Borrower
 from hearth.store.die_with_parent import die_with_parent
 from hearth.store.loader import Loader
 from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
+from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.runtime import HostingResources, Runtime, start
 from hearth.worker.worker_loop import Inbox, WorkerLoop
 
@@ -59,12 +63,20 @@ def _serve(setup: WorkerSetup) -> None:
     borrower = Borrower(Path(setup.keeper_socket), is_pinned=runtime.device.type == "cuda")
     resources = HostingResources(
         *(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device)),
+        kernels=_kernels(setup, runtime, config),
         turns=TurnRules() if setup.turns else None,
     )
     link = greet(connect(setup.host, setup.port), _introduction(setup, runtime), bytes.fromhex(setup.secret))
     inbox: Inbox = SimpleQueue()
     threading.Thread(target=_read, args=(link, inbox), name="hearth-reader", daemon=True).start()
     WorkerLoop(resources, inbox, link.send).run()
+
+
+def _kernels(setup: WorkerSetup, runtime: Runtime, config: EngineConfig) -> ModelKernels | None:
+    if runtime.device.type != "cuda" or not HAS_TRITON:
+        return None
+    COMPILATIONS.watch()
+    return ModelKernels(KernelCache.open(Path(setup.kernels_path)), runtime.device, config)
 
 
 def _introduction(setup: WorkerSetup, runtime: Runtime) -> Introduction:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from hearth.engine.engine import StepOutcome, StepOutputs
 from hearth.errors import DeviceError
-from hearth.messages import HostModel, ModelLoaded
+from hearth.messages import HostModel, ModelLoaded, PrepareModel
 from hearth.policy.batch.step_sharing import BusyModel, StepReadiness
 from hearth.types import Hold, ModelId
 from hearth.worker.failure import ModelBroke
@@ -48,6 +48,11 @@ class HostedModels:
         self._readiness = StepReadiness()
 
     # Coming and going.
+
+    def prepare(self, order: PrepareModel) -> None:
+        """Have the kernels of a model ready that may be hosted some day."""
+        if self._resources.kernels is not None:
+            self._resources.kernels.prepare(order)
 
     def host(self, order: HostModel) -> ModelLoaded | None:
         """Take a model in; a retired one comes back with its engine, if that is still of use."""

@@ -127,6 +127,9 @@ class ModelLoad:
     def _run(self, engine: Engine | None, borrowed: BorrowedModel | None) -> None:
         """Put the engine together, where there is none, and start to load what is missing."""
         spec, space, resources = self._spec, self._space, self._resources
+        # Kernels on disk come first: on their way to the device they would queue behind the weights, too.
+        kernels = resources.kernels
+        are_kernels_ready = kernels is None or kernels.load(spec.manifest)
         if space.gaps and borrowed is None:
             borrowed = borrow(resources.borrower, self._order, lambda: self._is_cancelled)
         if engine is None and not self._is_cancelled:
@@ -144,6 +147,10 @@ class ModelLoad:
                 self._watched = WatchedLoad(borrowed, to, resources.borrower, resources.loader, self._post)
                 if (gate := self._watched.gate()) is not None:
                     engine.runner.follow(gate)
+        if kernels is not None and not are_kernels_ready:
+            kernels.compile(
+                spec.manifest
+            )  # beside the weights; this model's first step waits, and no other's
         if not space.gaps and self._map_ahead is not None:
             self._map_ahead.wait()  # all of it is there, in other hands, and has to be mapped only
         self._post(EngineReady(engine, is_whole=not space.gaps))

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from hearth.engine.assemble import prompt_kernel_of
+from hearth.kernels.compilations import COMPILATIONS
 from hearth.memory.pool import Holding
 from hearth.messages import DeviceResidency, ModelUse, Pong
 from hearth.types import Hold, ModelId
@@ -57,7 +59,13 @@ class Reports:
             workspace_bytes=usage.workspace_bytes,
             lost_bytes=usage.lost_bytes,
             moved_bytes=usage.moved_bytes,
-            fallbacks={**usage.fallbacks, "tables": self._reclaimer.num_spilled_tables},
+            fallbacks={
+                **usage.fallbacks,
+                "tables": self._reclaimer.num_spilled_tables,
+                "kernels_compiled_while_serving": COMPILATIONS.num_while_serving,
+                "kernels_loaded_while_serving": COMPILATIONS.num_loads_while_serving,
+                "prompt_attention": sum(map(_attends_slowly, self._hosted.values())),
+            },
             models=tuple(self._uses(usage.holdings)),
         )
 
@@ -91,6 +99,14 @@ class Reports:
             block_bytes=served.spec.shape.block_bytes,
             tables_bytes=holding.tables_bytes,
         )
+
+
+def _attends_slowly(hosted: HostedModel) -> bool:
+    """Return True if another kernel than the fastest attends over the model's prompts."""
+    if (served := hosted.served) is None:
+        return False
+    block_tokens = served.engine.batcher.blocks.block_tokens
+    return prompt_kernel_of(served.spec.model, block_tokens).slow_reason is not None
 
 
 def _coming_bytes(holding: Holding, hosted: HostedModel) -> int:

@@ -26,6 +26,7 @@ from hearth.models.layout import ALIGNMENT_BYTES
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.borrower import Borrower
 from hearth.store.loader import Loader
+from hearth.worker.model_kernels import ModelKernels
 
 #: Memory on a device besides the pool: graphs, inputs and tables of engines, the sampler's temporaries,
 #: workspaces of libraries. torch may take this much, and a share of the budget.
@@ -57,6 +58,7 @@ class HostingResources:
     borrower: Borrower
     loader: Loader
     turns: TurnRules | None = None  #: by which models that do not fit together take turns; None: they do not
+    kernels: ModelKernels | None = None  #: None: the device runs none that have to be compiled
 
 
 def start(setup: WorkerSetup, config: EngineConfig) -> Runtime:

@@ -29,6 +29,7 @@ from hearth.messages import (
     ModelTurn,
     Order,
     Ping,
+    PrepareModel,
     RetireModel,
     RunFailed,
     Shutdown,
@@ -198,6 +199,8 @@ class WorkerLoop:
 
     def _handle(self, message: Message) -> None:
         match message:
+            case PrepareModel():
+                self._models.prepare(message)
             case HostModel(model):
                 self._try(model, lambda: self._models.host(message))
             case RetireModel(model):

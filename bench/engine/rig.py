@@ -1,0 +1,119 @@
+"""An engine over random weights that benchmarks ask, all of it on one device. Judges nothing."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from bench.engine.scale import Scale, Work
+from bench.engine.step_watch import StepWatch
+from bench.random_engine import new_engine, new_tokenizer
+from bench.report import step
+from bench.shape import Shape
+from hearth import LLM, SamplingParams
+from hearth.engine.engine import Engine
+
+
+class Prompts:
+    """Random token ids, never the same prompt twice, so that no prefix is ever found. Mutable."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._generator = torch.Generator().manual_seed(0)
+
+    def take(self, count: int, length: int) -> list[list[int]]:
+        return torch.randint(0, self._vocab_size, (count, length), generator=self._generator).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One time through some work."""
+
+    seconds: float
+    tokens_per_s: float
+    steps: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """A shape that is open for questions. Mutable in what it remembers; one thread asks."""
+
+    shape: Shape
+    scale: Scale
+    engine: Engine
+    llm: LLM
+    watch: StepWatch
+    prompts: Prompts
+    device: torch.device
+    passes: dict[str, Pass]  #: the last one through each work, by its text
+    opened_s: float  #: that opening took: weights, buffers, graphs where they are captured at start
+
+    def run(self, work: Work, temperature: float = 0.0) -> Pass:
+        """Submit all requests at once and time their answers, text included; 0 is greedy."""
+        prompts = [self.prompts.take(1, one.prompt)[0] for one in work.requests]
+        top_p = 0.95 if temperature else 1.0
+        params = [
+            SamplingParams(temperature=temperature, top_p=top_p, max_tokens=one.new, ignore_eos=True)
+            for one in work.requests
+        ]
+        self.watch.take()
+        began_s = time.perf_counter()
+        completions = self.llm.generate(prompts, params)
+        seconds = time.perf_counter() - began_s
+        assert [len(c.token_ids) for c in completions] == [one.new for one in work.requests]
+        self.passes[work.text] = Pass(seconds, work.num_tokens / seconds, self.watch.take())
+        return self.passes[work.text]
+
+    def describe(self) -> dict[str, object]:
+        """Return what the engine was opened with."""
+        limits = self.engine.batcher.limits
+        return {
+            "opened_s": self.opened_s,
+            "max_batch_tokens": limits.max_batch_tokens,
+            "max_seqs": limits.max_seqs,
+            "kv_blocks": self.engine.usage.kv_blocks,
+        }
+
+    def first_tokens_ms(self, length: int, num_runs: int) -> list[float]:
+        """Time one prompt after the other to its first token, after two that warm up."""
+        times = []
+        for asked in self.prompts.take(num_runs + 2, length):
+            began_s = time.perf_counter()
+            next(iter(self.llm.stream(asked, SamplingParams(temperature=0.0, max_tokens=1))))
+            times.append(1e3 * (time.perf_counter() - began_s))
+        return times[2:]
+
+    def rates(self, work: Work, num_runs: int, temperature: float = 0.0) -> list[float]:
+        """Return the tokens per second of some passes, after one that warms up."""
+        return [self.run(work, temperature).tokens_per_s for _ in range(num_runs + 1)][1:]
+
+
+@contextmanager
+def opened(shape: Shape, scale: Scale, device: torch.device) -> Iterator[Rig]:
+    """Make weights and open an engine over them; the memory of one before, which is gone, is given back."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    began_s = time.perf_counter()
+    with step(f"opening {shape.name}"):
+        engine = new_engine(shape, scale.engine, device, seed=1)
+        watch = StepWatch(engine)
+        llm = LLM.over(engine, new_tokenizer(shape.arch.vocab_size))
+    try:
+        prompts, opened_s = Prompts(shape.arch.vocab_size), time.perf_counter() - began_s
+        yield Rig(shape, scale, engine, llm, watch, prompts, device, {}, opened_s)
+    finally:
+        llm.close()
+
+
+def fill_cache(rig: Rig) -> None:
+    """Have all kernels compiled that the benchmark needs, so that a later process finds them on disk."""
+    for work in rig.scale.fill:
+        rig.run(work)
+    for length in rig.scale.prompts:
+        rig.first_tokens_ms(length, num_runs=1)

@@ -1,0 +1,66 @@
+"""Engines over random weights that are made on the device, in a moment. Their answers mean nothing."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from bench.random_model import tokenizer_json
+from bench.shape import Shape
+from hearth.config import EngineConfig
+from hearth.engine.assemble import ModelSpec, assemble
+from hearth.engine.engine import Engine
+from hearth.models.dtypes import DTYPES, STORED_DTYPES
+from hearth.models.layout import TensorSpec
+from hearth.models.weights import Weights, bind, contiguous_places
+from hearth.text.tokenizer import Tokenizer
+
+#: The spread of weights, and that of what a quantised one is stored as.
+_SPREAD, _STORED_SPREAD = 0.02, 32.0
+
+
+def new_engine(
+    shape: Shape,
+    config: EngineConfig,
+    device: torch.device,
+    *,
+    seed: int | None,
+    max_context: int | None = None,
+) -> Engine:
+    """Return an engine over random weights; without a seed they are whatever the memory holds."""
+    spec = ModelSpec(
+        shape.arch, DTYPES[shape.dtype], max_context or shape.arch.max_positions, eos_ids=frozenset()
+    )
+    return assemble(spec, random_weights(shape, device, seed), config, device)
+
+
+def random_weights(shape: Shape, device: torch.device, seed: int | None) -> Weights:
+    layout = shape.layout
+    base = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+    if seed is not None:
+        generator = torch.Generator(device).manual_seed(seed)
+        for spec in layout.tensors:
+            _fill(base[spec.offset : spec.offset + spec.nbytes], spec, generator)
+    return bind(shape.arch, layout, contiguous_places(layout, base))
+
+
+def new_tokenizer(vocab_size: int) -> Tokenizer:
+    """Return a tokenizer of so many entries: detokenising costs what it costs with a real one."""
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "tokenizer.json").write_text(tokenizer_json(vocab_size))
+        return Tokenizer.load(Path(directory))
+
+
+def _fill(stored: torch.Tensor, spec: TensorSpec, generator: torch.Generator) -> None:
+    tensor = stored.view(STORED_DTYPES[spec.dtype])
+    if "norm" in spec.name:
+        tensor.fill_(1.0)
+    elif spec.name.endswith(".scale"):
+        tensor.fill_(_SPREAD / _STORED_SPREAD)
+    elif tensor.itemsize == 1:  # torch draws no such numbers
+        wide = torch.empty(tensor.shape, dtype=torch.bfloat16, device=tensor.device)
+        tensor.copy_(wide.normal_(std=_STORED_SPREAD, generator=generator).clamp_(-127, 127))
+    else:
+        tensor.normal_(std=_SPREAD, generator=generator)

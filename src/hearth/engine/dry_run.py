@@ -1,0 +1,85 @@
+"""Steps over tensors without memory, which ask for every kernel variant that a model can ever need.
+
+The very code that serves is run, on torch's meta device: shapes are computed, kernels are compiled or just
+written down, nothing is launched. So no list of variants has to be kept beside the code. Compiles nothing
+by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from hearth.config import EngineConfig
+from hearth.engine.assemble import Memory, ModelSpec, assemble_runner, block_bytes
+from hearth.engine.runner import Runner
+from hearth.models.arch import Arch
+from hearth.models.dtypes import DTYPES
+from hearth.models.layout import layout_of
+from hearth.models.weights import bind, contiguous_places
+from hearth.models.workspace import Workspace
+from hearth.policy.batch.blocks import SINK_BLOCK
+from hearth.sizes import StepLimits, StepSize
+
+
+@dataclass(frozen=True, slots=True)
+class KernelNeeds:
+    """All that decides which kernel variants a model needs. Becomes JSON."""
+
+    arch: Arch  #: with few layers: most are alike
+    dtype: str
+    quant: str  #: one of models.layout.QUANTS
+    limits: StepLimits
+    num_processors: int  #: of the device
+    capability: int  #: of the device, as in 90 for 9.0
+
+    @staticmethod
+    def on(device: torch.device, arch: Arch, dtype: str, quant: str, limits: StepLimits) -> KernelNeeds:
+        """Return the needs of a model on a CUDA device."""
+        found = torch.cuda.get_device_properties(device)
+        capability = 10 * found.major + found.minor
+        return KernelNeeds.of(arch, dtype, quant, limits, found.multi_processor_count, capability)
+
+    @staticmethod
+    def of(
+        arch: Arch, dtype: str, quant: str, limits: StepLimits, num_processors: int, capability: int
+    ) -> KernelNeeds:
+        """Return the needs of a model on a device of some kind."""
+        return KernelNeeds(_few_layers(arch), dtype, quant, limits, num_processors, capability)
+
+
+def dry_run(needs: KernelNeeds) -> None:
+    """Run a step of every shape that the model may have."""
+    runner = dry_runner(needs)
+    for shape in runner.sizes.all_shapes():
+        runner.run_padding(shape)
+
+
+def dry_runner(needs: KernelNeeds) -> Runner:
+    """Return a runner over tensors without memory."""
+    arch, limits, meta = needs.arch, needs.limits, torch.device("meta")
+    config = EngineConfig(**asdict(limits))
+    # No variant depends on the context, see `do_not_specialize` of the kernels.
+    spec = ModelSpec(arch, DTYPES[needs.dtype], arch.max_positions, frozenset())
+    layout = layout_of(arch, needs.dtype, needs.quant)
+    weights = bind(arch, layout, contiguous_places(layout, _bytes(layout.num_bytes, meta)))
+    size = StepSize.of(limits, "cuda", needs.num_processors)
+    memory = Memory(
+        _bytes(Workspace.num_bytes(arch, spec.dtype, size), meta),
+        _bytes(2 * block_bytes(spec, config), meta),
+        *(SINK_BLOCK, 1),
+    )
+    return assemble_runner(spec, weights, config, memory, size)
+
+
+def _bytes(count: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.uint8, device=device)
+
+
+def _few_layers(arch: Arch) -> Arch:
+    """Return the architecture with just the layers that differ: first, second, last, one of each window."""
+    last = arch.num_layers - 1
+    of_windows = (arch.windows.index(window) for window in set(arch.windows))
+    layers = sorted({0, min(1, last), last, *of_windows})
+    return replace(arch, num_layers=len(layers), windows=tuple(arch.windows[layer] for layer in layers))

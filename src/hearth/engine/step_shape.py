@@ -1,0 +1,82 @@
+"""The shape of a step: what must agree for two steps to be served by one CUDA graph. Runs nothing.
+
+Steps are padded to the next of the sizes in `hearth/sizes.py`, wherever kernels can tell padding from rows
+that are there; elsewhere a step has just the rows of its plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from hearth.policy.batch.plan import StepPlan
+from hearth.sizes import StepLimits, decode_sizes, mixed_sizes, padded_size, sample_sizes
+
+
+class StepPart(Enum):
+    """A part of a step that is captured on its own."""
+
+    DECODE = "decode"  #: all of a step of decode rows alone, by their number
+    MIXED = "mixed"  #: a step with prompts up to its last attention, by its tokens
+    TAIL = "tail"  #: the rest of such a step, by its rows of logits
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """A part of a step, and the number of rows that it was captured with."""
+
+    part: StepPart
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The numbers of rows that a step runs with, padding included."""
+
+    has_prompts: bool
+    num_rows: int  #: a token each
+    num_logits: int  #: rows whose logits are computed; without prompts that is every row
+
+    @staticmethod
+    def decode(num_rows: int) -> StepShape:
+        return StepShape(has_prompts=False, num_rows=num_rows, num_logits=num_rows)
+
+    @property
+    def keys(self) -> tuple[GraphKey, ...]:
+        """The parts of such a step, in the order in which they run."""
+        if not self.has_prompts:
+            return (GraphKey(StepPart.DECODE, self.num_rows),)
+        return (GraphKey(StepPart.MIXED, self.num_rows), GraphKey(StepPart.TAIL, self.num_logits))
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedSizes:
+    """The sizes that steps are padded to; where there are none, they stay as they are."""
+
+    decode: tuple[int, ...] = ()  #: rows of steps without prompts
+    mixed: tuple[int, ...] = ()  #: rows of steps with prompts
+    samples: tuple[int, ...] = ()  #: rows of logits of these
+
+    @staticmethod
+    def of(limits: StepLimits) -> PaddedSizes:
+        return PaddedSizes(decode_sizes(limits), mixed_sizes(limits), sample_sizes(limits))
+
+    def all_shapes(self) -> list[StepShape]:
+        """Return shapes that have every key between them, the largest first."""
+        decode, mixed, samples = (sizes[::-1] for sizes in (self.decode, self.mixed, self.samples))
+        return [
+            *(StepShape.decode(size) for size in decode),
+            *(StepShape(has_prompts=True, num_rows=size, num_logits=samples[-1]) for size in mixed),
+            *(StepShape(has_prompts=True, num_rows=mixed[-1], num_logits=size) for size in samples[:-1]),
+        ]
+
+    def shape_of(self, plan: StepPlan) -> StepShape:
+        """Return the smallest shape that holds the rows of a plan."""
+        num_rows, num_logits, has_prompts = plan.num_tokens, plan.num_rows, bool(plan.prompts)
+        if not self.decode:
+            return StepShape(has_prompts, num_rows, num_logits)
+        if not has_prompts:
+            return StepShape.decode(padded_size(self.decode, num_rows))
+        return StepShape(
+            has_prompts, padded_size(self.mixed, num_rows), padded_size(self.samples, num_logits)
+        )

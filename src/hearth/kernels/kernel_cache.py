@@ -1,0 +1,215 @@
+"""The directory of compiled kernels that restarts and other processes share. Compiles nothing.
+
+    ENTRY/...           Triton's: a compiled variant, or the C code that launches it
+    lists/KEY.json      the variants of one model under one configuration, once all of them are compiled
+    lists/KEY.lock      held by whoever compiles them
+
+Entries are code that this process will run, so nobody else may write here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hearth.errors import DeviceError
+from hearth.kernels.compilations import COMPILATIONS
+from hearth.kernels.jit import HAS_TRITON, triton
+from hearth.kernels.variants import Variant
+
+#: Where Triton would look by itself; whoever sets it knows why.
+_TRITONS_VARIABLE = "TRITON_CACHE_DIR"
+_LISTS = "lists"
+#: Entries that nobody has loaded for so long are removed.
+MAX_IDLE_S = 30 * 86400.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedVariant:
+    """A variant and the directory that Triton keeps it in."""
+
+    variant: Variant
+    entry: str
+
+    @staticmethod
+    def of(variant: Variant, compiled: Any) -> CachedVariant:
+        """Note where a variant is that was compiled just now."""
+        return CachedVariant(variant, Path(next(iter(compiled.metadata_group.values()))).parent.name)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUsage:
+    """The place that a kernel cache takes."""
+
+    path: str
+    num_entries: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCache:
+    """A directory of compiled kernels."""
+
+    path: Path
+
+    @staticmethod
+    def directory(wanted: Path) -> Path:
+        """Return where kernels are kept: the wanted place, unless the user has told Triton of another."""
+        return Path(os.environ.get(_TRITONS_VARIABLE) or wanted).expanduser().absolute()
+
+    @staticmethod
+    def open(wanted: Path) -> KernelCache:
+        """Have Triton keep all kernels of this process in the directory, which is made where there is none.
+
+        Raises:
+            DeviceError: the directory cannot be used, or belongs to somebody else.
+        """
+        path = KernelCache.directory(wanted)
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (path / _LISTS).mkdir(mode=0o700, exist_ok=True)
+            found = path.stat()
+            if found.st_uid != os.geteuid():
+                raise DeviceError(
+                    f"the kernel cache `{path}` belongs to user {found.st_uid}, this process is user "
+                    f"{os.geteuid()}, and kernels are code: remove it, or set {_TRITONS_VARIABLE} to another"
+                )
+            if stat.S_IMODE(found.st_mode) & 0o022:
+                path.chmod(0o700)
+        except OSError as error:
+            raise DeviceError(
+                f"the kernel cache `{path}` cannot be used: {error}; set {_TRITONS_VARIABLE} to another place"
+            ) from error
+        if HAS_TRITON:
+            _set_up_triton(path)
+        return KernelCache(path)
+
+    def find(self, key: str) -> list[CachedVariant] | None:
+        """Return the variants of a list whose entries are all there; None: they have to be compiled."""
+        try:
+            raw = json.loads(self._list_path(key).read_bytes())
+            found = [CachedVariant(Variant(**one["variant"]), one["entry"]) for one in raw]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("kernel_list_broken key=%s reason=%r", key, error)
+            return None
+        return found if all((self.path / one.entry).is_dir() for one in found) else None
+
+    def load(self, key: str) -> int | None:
+        """Bring the variants of a list onto the current device, so that launches find them there.
+
+        Returns how many there are; None: they have to be compiled.
+        """
+        found = self.find(key)
+        if found is None:
+            return None
+        try:
+            with COMPILATIONS.ahead():
+                for one in found:
+                    _bring_to_device(one.variant)
+        except ValueError as error:
+            log.warning("kernel_list_broken key=%s reason=%s", key, error)
+            return None
+        for path in (self._list_path(key), *(self.path / one.entry for one in found)):
+            with suppress(OSError):  # nobody will miss it who has it in memory
+                os.utime(path)
+        return len(found)
+
+    def save(self, key: str, variants: Sequence[CachedVariant]) -> None:
+        """Write a list, all of whose variants are compiled."""
+        path = self._list_path(key)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        try:
+            temporary.write_text(json.dumps([asdict(one) for one in variants]), encoding="utf-8")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @contextmanager
+    def compiling(self, key: str) -> Iterator[None]:
+        """Hold a list alone, waiting while another process compiles its variants."""
+        lock = os.open(
+            self._list_path(key).with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
+
+    def prune(self, now_s: float | None = None) -> int:
+        """Remove what nobody has used for `MAX_IDLE_S`, and return how much; others may use the rest.
+
+        A directory that the user has chosen may be shared with other programs, and is left as it is.
+        """
+        if os.environ.get(_TRITONS_VARIABLE):
+            return 0
+        idle_since_s = (time.time() if now_s is None else now_s) - MAX_IDLE_S
+        num_removed = 0
+        for path in (*self.path.iterdir(), *(self.path / _LISTS).iterdir()):
+            if path.name == _LISTS:
+                continue
+            with suppress(OSError):  # another process removes it as well
+                if _last_used_s(path) < idle_since_s:
+                    # Renamed first: whoever looks finds all of an entry or nothing.
+                    doomed = path.rename(self.path / f".stale.{secrets.token_hex(8)}")
+                    shutil.rmtree(doomed) if doomed.is_dir() else doomed.unlink()
+                    num_removed += 1
+        return num_removed
+
+    def _list_path(self, key: str) -> Path:
+        return self.path / _LISTS / f"{key}.json"
+
+
+def _bring_to_device(variant: Variant) -> None:
+    """Load a variant; if the device cannot run it, whoever launches it is told, and the others run."""
+    compiled = variant.compiled()
+    try:
+        compiled._init_handles()  # has no public name in Triton 3.6 to 3.9; does nothing a second time
+    except triton.errors.TritonError as error:
+        log.warning("kernel_not_loaded kernel=%s reason=`%s`", variant.kernel, error)
+
+
+def _set_up_triton(path: Path) -> None:
+    knobs = triton.knobs
+    # Not into the environment as well: there nobody could tell it from the user's own.
+    before, knobs.propagate_env = knobs.propagate_env, False
+    try:
+        knobs.cache.dir = str(path)
+        # The other stages are for people who debug a compiler, and take longer to load than the kernel.
+        knobs.compilation.store_binary_only = True
+    finally:
+        knobs.propagate_env = before
+
+
+def usage_of(path: Path) -> CacheUsage:
+    """Count the entries and bytes of a directory of kernels, which need not be there."""
+    num_entries = num_bytes = 0
+    for directory, _, names in os.walk(path):
+        num_entries += Path(directory).parent == path and Path(directory).name != _LISTS
+        for name in names:
+            with suppress(OSError):
+                num_bytes += (Path(directory) / name).stat().st_size
+    return CacheUsage(str(path), num_entries, num_bytes)
+
+
+def _last_used_s(path: Path) -> float:
+    """Return when an entry or a list was last written, read or loaded, as far as the file system notes it."""
+    if path.is_file():
+        found = path.stat()
+        return max(found.st_mtime, found.st_atime)
+    return max((path.stat().st_mtime, *map(_last_used_s, path.iterdir())))

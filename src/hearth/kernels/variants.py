@@ -1,0 +1,88 @@
+"""Variants of kernels: what Triton compiles one of our kernels for, by name and on paper. Launches nothing.
+
+A kernel is compiled once for each combination of its arguments' types and alignments, of its constants and of
+the compiler's options. Triton can write such a combination down, and compile or load it later from that text,
+without any argument at hand.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from hearth.kernels.jit import triton
+
+#: Kernels are named by module, and only those of this package are ever imported for it.
+_PACKAGE = "hearth.kernels."
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A kernel, and what it is compiled for."""
+
+    module: str
+    kernel: str
+    specialization: str  #: as Triton writes it down
+
+    def compiled(self) -> Any:
+        """Return Triton's compiled kernel, from its cache if it is there; launches will find it from now on.
+
+        Raises:
+            ValueError: there is no such kernel, or it is not for this device.
+        """
+        if not self.module.startswith(_PACKAGE):
+            raise ValueError(f"`{self.module}` is not in {_PACKAGE}")
+        try:
+            function = getattr(importlib.import_module(self.module), self.kernel)
+            # One that this process has stays the one: graphs may have captured it.
+            kernels, *_ = function.device_caches[triton.runtime.driver.active.get_current_device()]
+            key = json.loads(self.specialization)["key"]
+            return kernels.get(key) or function.preload(self.specialization)
+        except (ImportError, AttributeError, KeyError, RuntimeError) as error:
+            raise ValueError(f"`{self.module}.{self.kernel}` cannot be had as recorded: {error!r}") from error
+
+
+@contextmanager
+def recording() -> Iterator[set[Variant]]:
+    """Collect the variants that launches over meta tensors ask for, and compile none of them.
+
+    Those that this process has compiled or loaded before are not among them.
+    """
+    found: set[Variant] = set()
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: object) -> bool:
+        found.add(Variant(fn.module, fn.name, compile["specialization_data"]))
+        return True  # do not compile
+
+    runtime = triton.knobs.runtime
+    before, runtime.jit_cache_hook = runtime.jit_cache_hook, note
+    try:
+        yield found
+    finally:
+        runtime.jit_cache_hook = before
+
+
+class TargetDriver:
+    """Stands in for Triton's driver where kernels are compiled for a device that is not used."""
+
+    def __init__(self, capability: int) -> None:
+        """Take a compute capability as in 90 for 9.0."""
+        self._capability = capability
+
+    def activate(self) -> None:
+        triton.runtime.driver.set_active(self)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> object:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._capability, warp_size=32)

@@ -1,0 +1,60 @@
+"""The kernels of the models that a worker hosts or may host some day, made ready beside its steps."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from hearth.config import EngineConfig
+from hearth.engine.dry_run import KernelNeeds
+from hearth.engine.kernel_warmup import KernelWarmup
+from hearth.errors import HearthError
+from hearth.kernels.kernel_cache import KernelCache
+from hearth.messages import PrepareModel
+from hearth.store.manifest import Manifest, read_manifest
+
+log = logging.getLogger(__name__)
+
+
+class ModelKernels:
+    """Kernels on a worker's CUDA device. Any thread calls it; one of its own prepares for other models."""
+
+    def __init__(self, cache: KernelCache, device: torch.device, config: EngineConfig) -> None:
+        self._warmup, self._device, self._config = KernelWarmup(cache), device, config
+        self._thread = ThreadPoolExecutor(1, "hearth-kernels", lambda: torch.cuda.set_device(device))
+        self._thread.submit(_prune, cache)
+
+    def load(self, manifest: Manifest) -> bool:
+        """Bring a model's kernels onto the device if they are compiled; False: some are not."""
+        return self._warmup.load(self._needs(manifest))
+
+    def compile(self, manifest: Manifest) -> None:
+        """Have a model's kernels compiled and bring them onto the device, which takes seconds."""
+        self._warmup.compile(self._needs(manifest))
+
+    def prepare(self, order: PrepareModel) -> None:
+        """Do the same on a thread for a model that nobody waits for."""
+        self._thread.submit(self._prepare, order)
+
+    def _prepare(self, order: PrepareModel) -> None:
+        try:
+            self.compile(read_manifest(Path(order.directory)))
+        except (HearthError, OSError) as error:  # whoever asks for the model is told
+            log.warning("model_not_prepared model=%s reason=%s", order.model, error)
+        except Exception:  # the thread's top: the next model may do better
+            log.exception("model_not_prepared model=%s", order.model)
+
+    def _needs(self, manifest: Manifest) -> KernelNeeds:
+        limits = self._config.step_limits
+        return KernelNeeds.on(self._device, manifest.arch, manifest.dtype, manifest.quant, limits)
+
+
+def _prune(cache: KernelCache) -> None:
+    try:
+        if num_removed := cache.prune():
+            log.info("kernels_pruned entries=%d", num_removed)
+    except OSError as error:
+        log.warning("kernels_not_pruned reason=%s", error)

@@ -1,0 +1,171 @@
+"""The benchmark of the engine runs on a CPU with tiny models, so that it works when a GPU is at hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.engine import bounds, process
+from bench.engine.__main__ import Job, jobs
+from bench.engine.arrivals import Stream, poisson, serve
+from bench.engine.finding import Arm, Finding, Found, document, found_by
+from bench.engine.process import PARTS, findings, relayed
+from bench.engine.rig import Rig, opened
+from bench.engine.scale import GPU, LLAMA_2_7B, LLAMA_3_8B, TINY, even
+from bench.report import Row, peers
+from bench.sharegpt import Lengths, conversations
+from hearth.types import RequestId, SamplingParams
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_arm_of_a_part_answers_with_rows_for_the_table(part: str) -> None:
+    shape = TINY.shapes_by_part[part][0]
+
+    found = list(findings(TINY, CPU, [shape.name], [part]))
+
+    assert [finding.error for finding in found] == [None] * len(found)
+    rows = [row for finding in found for row in finding.rows]
+    assert rows
+    assert all(row["value"] > 0 for row in rows)  # type: ignore[operator] # JSON
+    assert len({row["measure"] for row in rows}) == len(rows)
+    assert all(Finding.of_line(finding.line).name == finding.name for finding in found)
+
+
+def test_a_pass_tells_of_its_steps_and_finds_no_prefix() -> None:
+    with opened(TINY.shapes["tiny"], TINY, CPU) as rig:
+        passes = [rig.run(even(4, 8, 4)).steps for _ in range(2)]
+
+    # Four prompts in one step, then three times a token of each: the second pass computes all of it again.
+    assert [steps["steps"] for steps in passes] == [4, 4]
+    assert [steps["tokens_per_step"] for steps in passes] == [(4 * 8 + 3 * 4) / 4] * 2
+    assert [steps["share_with_prompts"] for steps in passes] == [0.25] * 2
+
+
+def test_requests_get_their_tokens_while_they_arrive_and_end_with_the_run() -> None:
+    with opened(TINY.shapes["tiny"], TINY, CPU) as rig:
+        params = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
+        streams = [
+            Stream(due_s, rig.engine.request(RequestId(str(due_s)), rig.prompts.take(1, 8)[0], params))
+            for due_s in (0.1, 0.0)
+        ]
+        serve(rig.engine, streams, end_s=0.2, patience_s=60.0)
+
+        assert not rig.engine.has_work
+        assert rig.engine.usage.kv_used_blocks == 0
+    assert all(stream.first_token_s > 0.0 for stream in streams)
+    assert all(before < after for stream in streams for before, after in pairwise(stream.tokens_s))
+
+
+def test_gaps_count_where_they_begin_within_the_window() -> None:
+    stream = Stream(0.0, None, tokens_s=[1.0, 2.0, 4.0, 7.0])  # type: ignore[arg-type] # not looked at
+
+    assert stream.gaps_s(2.0, 4.0) == [2.0]
+    assert stream.gaps_s(0.0, 9.0) == [1.0, 2.0, 3.0]
+
+
+def test_arrivals_come_at_the_rate_that_is_asked_for_and_the_same_in_every_run() -> None:
+    times = list(poisson(20.0, 1.0, 501.0))
+
+    assert times == list(poisson(20.0, 1.0, 501.0))
+    assert 9_500 < len(times) < 10_500
+    assert all(1.0 < before < after < 501.0 for before, after in pairwise(times))
+
+
+def test_the_conversations_are_those_that_peers_were_asked() -> None:
+    first = conversations()[:600]
+
+    assert first[:3] == (Lengths(25, 318), Lengths(137, 550), Lengths(55, 900))
+    assert (sum(one.prompt for one in first), sum(one.new for one in first)) == (154_827, 193_425)
+    assert list(GPU.traffic["sharegpt"].requests) == list(first)
+
+
+def test_bounds_are_those_of_the_device() -> None:
+    assert round(1 / bounds.decode_s(LLAMA_2_7B, num_rows=1, context=0)) == 318
+    # The linears alone take 40.2 ms, attention the rest.
+    assert 1e3 * bounds.prompts_s(LLAMA_2_7B, num_prompts=1, length=2048) == pytest.approx(41.9, abs=0.1)
+    # 64 rows read the weights once and KV each.
+    kv_s = 64 * 1000 * LLAMA_3_8B.kv_bytes_per_token / bounds.BYTES_PER_S
+    read_s = bounds.decode_s(LLAMA_3_8B, 64, 1000) - bounds.decode_s(LLAMA_3_8B, 64, 0)
+    assert read_s == pytest.approx(kv_s)
+
+
+def test_every_figure_of_a_peer_belongs_to_a_row() -> None:
+    figures = peers()["traffic"]["peers"]  # type: ignore[index] # JSON
+    asked = {*GPU.traffic, "one_request", *(f"prompt_{length}" for length in GPU.prompts)}
+
+    for by_shape in figures.values():
+        assert set(by_shape) <= {shape.name for shape in GPU.shapes_by_part["traffic"]}
+        assert all(set(keys) <= asked for keys in by_shape.values())
+
+
+def test_shapes_with_traffic_have_a_process_each_and_others_share_one() -> None:
+    assert list(jobs(GPU, ["traffic", "arrivals", "shapes"], [])) == [
+        Job(("7B",), ("traffic", "arrivals")),
+        Job(("8B",), ("traffic", "arrivals")),
+        Job(("0.5B", "1B", "70B", "256k", "falcon"), ("shapes",)),
+    ]
+    assert list(jobs(GPU, ["engine", "traffic", "shapes"], ["8B"])) == [Job(("8B",), ("traffic",))]
+
+
+def test_traffic_comes_first_in_its_process_for_nothing_may_warm_up_before() -> None:
+    assert next(jobs(GPU, list(PARTS), [])) == Job(("7B",), ("traffic", "arrivals", "engine"))
+
+
+def fails() -> Found:
+    raise ValueError("too hot")
+
+
+def test_an_arm_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def arms(rig: Rig) -> Mapping[str, Arm]:
+        return {"bad": fails, "good": lambda: Found([Row("a", "s", 1.0)], {})}
+
+    monkeypatch.setattr(process, "PARTS", {"traffic": arms})
+
+    bad, good = findings(TINY, CPU, ["tiny"], ["traffic"])
+
+    assert (bad.name, bad.error) == ("tiny bad", "ValueError: too hot")
+    assert (good.name, good.error, len(good.rows)) == ("tiny good", None, 1)
+
+
+def test_a_shape_that_cannot_be_opened_costs_no_other() -> None:
+    found = list(findings(TINY, CPU, ["nobody's", "wide"], ["shapes"], ["one_request"]))
+
+    assert [(one.name, one.error is None) for one in found] == [
+        ("nobody's opening", False),
+        ("wide one_request", True),
+    ]
+
+
+def test_a_process_that_dies_keeps_its_answers_and_is_told_of() -> None:
+    answer = found_by("traffic", "7B even", lambda: Found([Row("a", "s", 1.0)], {"n": 1}))
+    code = f"print('noise'); print({answer.line!r}); raise SystemExit(3)"
+
+    kept, told = relayed([sys.executable, "-c", code], "traffic", "7B")
+
+    assert kept == Finding.of_line(answer.line)
+    assert (told.name, told.error) == ("7B process", "RuntimeError: it ended with status 3")
+
+
+def test_a_result_keeps_what_was_not_asked_again(tmp_path: Path) -> None:
+    def found(value: float) -> Callable[[], Found]:
+        return lambda: Found([Row("a", "s", value)], {})
+
+    earlier = tmp_path / "traffic.json"
+    names = {"7B even": 1.0, "8B even": 2.0}
+    old = document([found_by("traffic", name, found(value)) for name, value in names.items()], earlier)
+    earlier.write_text(json.dumps(old))
+
+    new = document([found_by("traffic", "8B even", found(3.0)), found_by("traffic", "x", fails)], earlier)
+
+    assert [row["value"] for row in new["rows"]] == [1.0, 3.0]  # type: ignore[attr-defined] # JSON
+    results = new["results"]
+    assert isinstance(results, dict)
+    assert all("environment" in result for result in results.values())

@@ -1,0 +1,141 @@
+"""Steps padded to few sizes, as CUDA devices run them, on a CPU: nothing of the padding shows.
+
+Where nothing can be captured, `FirstWork` stands in for graphs: for every step of a shape it runs again the
+work of the first one. Whatever that work took from the plan instead of from device memory would be wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from hearth.config import EngineConfig
+from hearth.engine.engine import Engine
+from hearth.engine.graphs import Work
+from hearth.engine.step_shape import GraphKey, PaddedSizes, StepPart
+from tests.engine.harness import ROOMY, ask, assert_greedy, engine_for, greedy, prompts_for
+from tests.models.zoo import build
+
+CHUNKED = replace(ROOMY, max_batch_tokens=16)
+
+
+@dataclass(slots=True)
+class FirstWork:
+    """What was run first for each key; run again for all that follow."""
+
+    work_by_key: dict[GraphKey, Work] = field(default_factory=dict)
+    num_replayed: int = 0
+
+    def __contains__(self, key: GraphKey) -> bool:
+        return key in self.work_by_key
+
+    def run(self, key: GraphKey, work: Work) -> None:
+        self.num_replayed += key in self.work_by_key
+        self.work_by_key.setdefault(key, work)()
+
+    def capture_due(self) -> None:
+        """Do nothing: all that was run is kept at once."""
+
+    def forget(self) -> None:
+        self.work_by_key.clear()
+
+
+def padded(name: str, config: EngineConfig, graphs: FirstWork | None = None) -> Engine:
+    """An engine that pads its steps. Its memory is full of NaN."""
+    engine = engine_for(name, config)
+    engine.runner.sizes = PaddedSizes.of(config.step_limits)
+    engine.runner.graphs = graphs  # type: ignore[assignment] # CUDA graphs cannot be had here
+    engine.runner.kv.fill_(torch.nan)
+    engine.runner.decoder._workspace.residual.untyped_storage().fill_(0xFF)
+    return engine
+
+
+def prompts(name: str, lengths: list[int]) -> list[list[int]]:
+    return prompts_for(build(name).model.config.vocab_size, lengths)
+
+
+@pytest.mark.parametrize("config", [ROOMY, CHUNKED], ids=["whole", "chunked"])
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "opt-350m", "neox-parallel", "falcon-7b"])
+def test_padding_changes_no_token(name: str, config: EngineConfig) -> None:
+    engine, asked = padded(name, config), prompts(name, [1, 3, 5, 17, 30])
+    for _ in ("first", "again, on the prefixes that the first has left"):
+        for prompt, answer in zip(asked, ask(engine, asked, greedy(6)), strict=True):
+            assert_greedy(name, prompt, answer.tokens)
+            assert len(answer.tokens) == 6
+
+
+@pytest.fixture
+def _triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the kernels of CUDA devices, which read on the device what rows there are, by the interpreter."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("hearth.") and hasattr(module, "runs_triton"):
+            monkeypatch.setattr(module, "runs_triton", lambda _x: True)
+
+
+@pytest.mark.usefixtures("_triton_everywhere")
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+def test_the_work_of_the_first_step_of_a_shape_does_for_all_others() -> None:
+    """With prompts alone, among decode rows and in chunks."""
+    graphs, name = FirstWork(), "mistral-window"
+    config = replace(ROOMY, max_batch_tokens=8, max_seqs=2)
+    engine, asked = padded(name, config, graphs), prompts(name, [3, 11, 2])
+
+    for prompt, answer in zip(asked, ask(engine, asked, greedy(3)), strict=True):
+        assert_greedy(name, prompt, answer.tokens)
+        assert len(answer.tokens) == 3
+    assert {key.part for key in graphs.work_by_key} == set(StepPart)
+    assert graphs.num_replayed >= 5
+
+
+@dataclass(slots=True)
+class Gate:
+    """Weights of which nothing is known until they are there."""
+
+    is_shut: bool = True
+    passed: list[str] = field(default_factory=list)
+
+    def is_open(self) -> bool:
+        return not self.is_shut
+
+    def embed(self) -> None:
+        self.passed.append("embed")
+
+    def layer(self, index: int) -> None:
+        self.passed.append(f"layer {index}")
+
+    def head(self) -> None:
+        self.passed.append("head")
+
+
+def test_no_graph_is_captured_or_replayed_while_weights_arrive() -> None:
+    graphs, gate = FirstWork(), Gate()
+    engine = padded("llama-gqa", ROOMY, graphs)
+    engine.runner.follow(gate)
+
+    (asked,) = prompts("llama-gqa", [5])
+    answers = ask(engine, [asked], greedy(2))
+    assert (len(graphs.work_by_key), gate.passed[:2], gate.passed[-1]) == (0, ["embed", "layer 0"], "head")
+    gate.is_shut = False
+
+    assert ask(engine, [asked], greedy(2)) == answers
+    assert {key.part for key in graphs.work_by_key} == set(StepPart)
+
+
+def test_every_size_is_captured_at_start_and_only_once() -> None:
+    graphs = FirstWork()
+    engine = padded("llama-gqa", ROOMY, graphs)
+    engine.runner.follow(Gate(is_shut=False))
+
+    engine.runner.capture_all()
+
+    keys = set(graphs.work_by_key)
+    expected = {StepPart.DECODE: (1, 2, 4, 8), StepPart.MIXED: (64, 128, 192, 256), StepPart.TAIL: (1, 8)}
+    assert keys == {GraphKey(part, size) for part, sizes in expected.items() for size in sizes}
+    num_replayed = graphs.num_replayed
+    engine.runner.capture_all()
+    assert graphs.num_replayed == num_replayed, "a graph that is there is left alone"
+    others = [block for block in range(len(engine.runner.kv)) if block != engine.runner.sink]
+    assert bool(engine.runner.kv[others].isnan().all())

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hearth.engine.step_shape import GraphKey, PaddedSizes, StepPart, StepShape
+from hearth.policy.batch.plan import DecodeRows, Row, StepPlan
+from hearth.sizes import StepLimits
+from hearth.types import RequestId
+
+LIMITS = st.builds(StepLimits, st.integers(1, 20_000), st.integers(1, 2_000), st.just(16))
+
+
+def plan(num_decode: int, prompts: list[int]) -> StepPlan:
+    decode = DecodeRows([RequestId("d")] * num_decode, [0] * num_decode, [7] * num_decode)
+    rows = [Row(RequestId("p"), 0, 0, length, (1,) * length, samples=True) for length in prompts]
+    return StepPlan(0, (), (), decode, tuple(rows))
+
+
+@given(LIMITS, st.data())
+def test_a_shape_holds_its_plan_within_the_limits(limits: StepLimits, data: st.DataObject) -> None:
+    most = min(limits.max_seqs, limits.max_batch_tokens)
+    num_decode = data.draw(st.integers(0, min(most, 50)))
+    room = min(limits.max_batch_tokens - num_decode, 300)
+    lengths = st.lists(st.integers(1, max(1, room // 4)), max_size=min(4, room, most - num_decode))
+    prompts = data.draw(lengths)
+    if not num_decode and not prompts:
+        return
+    sizes, step = PaddedSizes.of(limits), plan(num_decode, prompts)
+
+    shape = sizes.shape_of(step)
+
+    assert step.num_tokens <= shape.num_rows <= limits.max_batch_tokens
+    assert step.num_rows <= shape.num_logits <= most
+    assert shape.has_prompts == bool(prompts)
+    known = {key for one in sizes.all_shapes() for key in one.keys}
+    assert set(shape.keys) <= known
+
+
+@given(LIMITS)
+def test_sizes_grow_up_to_the_limit(limits: StepLimits) -> None:
+    sizes = PaddedSizes.of(limits)
+    most = min(limits.max_seqs, limits.max_batch_tokens)
+
+    for some, last in ((sizes.decode, most), (sizes.samples, most), (sizes.mixed, limits.max_batch_tokens)):
+        assert some[-1] == last
+        assert all(low < high for low, high in pairwise(some))
+    assert all(high - low <= max(64, low / 2) for low, high in pairwise(sizes.mixed))
+    assert all(high - low <= max(128, low / 4) for low, high in pairwise(sizes.mixed))
+
+
+def test_a_full_batch_has_a_size_of_its_own() -> None:
+    sizes = PaddedSizes.of(StepLimits(max_batch_tokens=100, max_seqs=6, block_tokens=16))
+
+    assert sizes == PaddedSizes(decode=(1, 2, 4, 6), mixed=(64, 100), samples=(1, 6))
+
+
+def test_few_sizes_serve_the_largest_batches() -> None:
+    sizes = PaddedSizes.of(StepLimits(max_batch_tokens=8192, max_seqs=1024, block_tokens=16))
+
+    assert (len(sizes.decode), len(sizes.mixed), len(sizes.samples)) == (25, 32, 10)
+
+
+def test_a_step_is_one_graph_or_two() -> None:
+    sizes = PaddedSizes.of(StepLimits(max_batch_tokens=512, max_seqs=64, block_tokens=16))
+
+    assert sizes.shape_of(plan(5, [])).keys == (GraphKey(StepPart.DECODE, 8),)
+    mixed = (GraphKey(StepPart.MIXED, 128), GraphKey(StepPart.TAIL, 8))
+    assert sizes.shape_of(plan(5, [70, 1])).keys == mixed
+
+
+def test_without_sizes_a_step_stays_as_it_is() -> None:
+    assert PaddedSizes().shape_of(plan(5, [70, 1])) == StepShape(True, 76, 7)
+    assert PaddedSizes().shape_of(plan(5, [])) == StepShape.decode(5)

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from hearth.kernels import jit
+from hearth.kernels.activation import activate_triton
+from hearth.kernels.decode_attention import decode_attention_triton
+from hearth.kernels.linear import skinny_linear_triton
+from hearth.kernels.norm import add_norm_triton
+from hearth.kernels.paged import Heads
+from hearth.kernels.quantized import quantized_skinny_triton
+from hearth.kernels.rotary import rotate_and_store_triton
+from tests.kernels.cases import Paged, random
+from tests.kernels.test_decode_attention import scratch_for
+
+FOLDER = Path(jit.__file__).parent
+TOUCHES_MEMORY = ("tl.load", "tl.store", "tl.atomic_")
+
+
+def overlapping_kernels() -> list[ast.FunctionDef]:
+    found = []
+    for path in sorted(FOLDER.glob("*.py")):
+        if path.name == "overlap.py":
+            continue
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and "OVERLAPS" in [arg.arg for arg in node.args.args]:
+                found.append(node)
+    return found
+
+
+@pytest.mark.parametrize("kernel", overlapping_kernels(), ids=lambda kernel: kernel.name)
+def test_every_program_waits_before_it_touches_memory(kernel: ast.FunctionDef) -> None:
+    for statement in kernel.body:
+        text = ast.unparse(statement)
+        if text == "wait_for_inputs(OVERLAPS)":
+            return
+        assert not any(touch in text for touch in TOUCHES_MEMORY), f"in front of the wait: {text}"
+        assert not any(isinstance(node, ast.Return) for node in ast.walk(statement)), f"not all wait: {text}"
+    pytest.fail("never waits")
+
+
+def test_kernels_that_overlap_are_found() -> None:
+    assert len(overlapping_kernels()) >= 7
+
+
+class Chain:
+    """Layers whose every kernel reads what the one before wrote, and overwrites what that one read."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.heads = Heads(4, 2, 64)
+        lengths = [300]
+        self.cache = Paged.build(lengths, self.heads, "cuda", torch.bfloat16)
+        self.cache.fill(lengths)
+        self.rows = self.cache.rows(torch.tensor(lengths, dtype=torch.int32, device="cuda") - 1)
+        self.cos_sin = random(300, 2, 32, device="cuda")
+        self.scratch = scratch_for(self.heads, "cuda", 528, 1)
+        shapes = [(512, 256), (256, 256), (1400, 256), (256, 700)]
+        self.layers = [
+            [
+                random(n, k, device="cuda", dtype=torch.bfloat16, seed=10 * layer + at) / k**0.5
+                for at, (n, k) in enumerate(shapes)
+            ]
+            for layer in range(num_layers)
+        ]
+        self.eight_bit = (127 * random(256, 256, device="cuda").clamp(-1, 1)).to(torch.int8)
+        self.scale = torch.full((256,), 0.002, device="cuda")
+        self.x = random(1, 256, device="cuda", dtype=torch.bfloat16)
+        sizes = {
+            "residual": 256,
+            "normed": 256,
+            "qkv": 512,
+            "attended": 256,
+            "delta": 256,
+            "up": 1400,
+            "act": 700,
+        }
+        self.buffers = {
+            name: torch.zeros(1, size, device="cuda", dtype=torch.bfloat16) for name, size in sizes.items()
+        }
+
+    def run(self) -> None:
+        b = self.buffers
+        b["residual"].copy_(self.x)
+        b["delta"].zero_()
+        for qkv, o, up, down in self.layers:
+            add_norm_triton(b["delta"], b["residual"], None, None, 1e-5, is_rms=True, out=b["normed"])
+            skinny_linear_triton(b["normed"], qkv, None, out=b["qkv"])
+            rotate_and_store_triton(
+                b["qkv"], self.heads, self.rows, self.cache.kv, cos_sin=self.cos_sin, norms=None
+            )
+            decode_attention_triton(
+                b["qkv"], self.heads, self.rows, self.cache.kv,
+                window=None, scratch=self.scratch, out=b["attended"],
+            )  # fmt: skip
+            skinny_linear_triton(b["attended"], o, None, out=b["delta"])
+            quantized_skinny_triton(b["delta"], self.eight_bit, self.scale, None, out=b["normed"])
+            skinny_linear_triton(b["normed"], up, None, out=b["up"])
+            activate_triton(b["up"], "silu", gated=True, out=b["act"])
+            skinny_linear_triton(b["act"], down, None, out=b["delta"])
+
+
+@pytest.mark.gpu
+def test_overlapping_kernels_give_the_same_bits_eagerly_and_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = Chain(num_layers=12)
+    with monkeypatch.context() as patch:
+        patch.setattr(jit, "can_overlap", lambda: False)
+        chain.run()
+    expected = chain.buffers["delta"].clone()
+    assert expected.isfinite().all()
+    assert expected.any()
+    for _ in range(20):
+        chain.run()
+        assert torch.equal(chain.buffers["delta"], expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain.run()
+    for _ in range(50):
+        chain.buffers["delta"].fill_(7.0)
+        graph.replay()
+        assert torch.equal(chain.buffers["delta"], expected)

@@ -1,0 +1,78 @@
+"""Kernels of models that a worker hosts: who waits for them, and who does not."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from hearth.memory.arena import ArenaPool
+from hearth.messages import PrepareModel
+from hearth.store.manifest import Manifest, read_manifest
+from hearth.types import ModelId
+from tests.store.stored import PATIENCE_S, converted, tiers_at
+from tests.worker.harness import BUDGET_BYTES, greedy
+from tests.worker.in_process import working_in_process
+
+PROMPT = (3, 14, 15, 92)
+
+
+class SlowKernels:
+    """Stands in for a device whose kernels are compiled for all models but one."""
+
+    def __init__(self, missing_digest: str) -> None:
+        self._missing_digest = missing_digest
+        self.is_compiling, self.may_end = threading.Event(), threading.Event()
+        self.prepared: list[PrepareModel] = []
+
+    def load(self, manifest: Manifest) -> bool:
+        return manifest.digest != self._missing_digest
+
+    def compile(self, manifest: Manifest) -> None:
+        assert manifest.digest == self._missing_digest, "others are there already"
+        self.is_compiling.set()
+        assert self.may_end.wait(PATIENCE_S)
+
+    def prepare(self, order: PrepareModel) -> None:
+        self.prepared.append(order)
+
+
+def test_only_the_model_whose_kernels_are_compiled_waits_for_them(tmp_path: Path) -> None:
+    ready, slow = converted("llama-gqa"), converted("qwen3")
+    kernels = SlowKernels(read_manifest(slow).digest)
+    new_pool = partial(ArenaPool, torch.device("cpu"), BUDGET_BYTES)
+    with (
+        tiers_at(tmp_path) as tiers,
+        working_in_process(tiers, new_pool, kernels=kernels) as gateway,  # type: ignore[arg-type] # as said
+    ):
+        gateway.host("slow", slow)
+        waiting = gateway.start("slow", PROMPT, greedy(3))
+        assert kernels.is_compiling.wait(PATIENCE_S)
+        gateway.host("ready", ready)
+        assert len(gateway.ask("ready", PROMPT, greedy(5)).tokens) == 5
+        assert gateway.answers[waiting].tokens == [], "it has stepped without its kernels"
+        kernels.may_end.set()
+        (answer,) = gateway.until_ended(waiting)
+        assert len(answer.tokens) == 3
+
+
+def test_a_worker_prepares_for_models_that_nobody_has_asked_for(tmp_path: Path) -> None:
+    kernels = SlowKernels("")
+    new_pool = partial(ArenaPool, torch.device("cpu"), BUDGET_BYTES)
+    order = PrepareModel(ModelId("a"), "/somewhere")
+    with (
+        tiers_at(tmp_path) as tiers,
+        working_in_process(tiers, new_pool, kernels=kernels) as gateway,  # type: ignore[arg-type] # as said
+    ):
+        gateway.inbox.put(order)
+        gateway.ping()
+    assert kernels.prepared == [order]
+
+
+def test_a_worker_without_kernels_to_compile_has_nothing_to_prepare(tmp_path: Path) -> None:
+    new_pool = partial(ArenaPool, torch.device("cpu"), BUDGET_BYTES)
+    with tiers_at(tmp_path) as tiers, working_in_process(tiers, new_pool) as gateway:
+        gateway.inbox.put(PrepareModel(ModelId("a"), "/nowhere"))
+        assert gateway.ping().fallbacks["kernels_compiled_while_serving"] == 0
