@@ -69,6 +69,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_section(self, "engine")
 
+    def plain(self) -> dict[str, int | float | str | None]:
+        """Return the fields as JSON can hold them; infinity, which JSON lacks, is -1, as in `load`."""
+        return asdict(self) | {"max_step": -1 if math.isinf(self.max_step) else self.max_step}
+
     @property
     def wanted_limits(self) -> WantedLimits:
         """The limits of a step as far as they are set."""
