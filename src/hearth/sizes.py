@@ -288,21 +288,9 @@ def rotary_buffer(rope_dim: int, context: int) -> Buffer:
 
 # Graphs. A step is padded to the next of a few sizes, so that few graphs serve every step.
 
-#: Few rows are bound by reading weights, so more of them cost next to nothing. Larger products are computed
-#: by tiles of 64 to 256 rows, and what only fills a tile up is free. Each size costs a capture and memory.
-_DECODE_SIZES = (
-    1,
-    2,
-    4,
-    *range(8, 32, 8),
-    *range(32, 128, 16),
-    *range(128, 256, 32),
-    256,
-    320,
-    384,
-    448,
-    512,
-)
+#: Few rows are bound by reading weights, so more of them cost little. Larger products are computed by tiles,
+#: and what only fills a tile up is free; what is beyond costs its share. Each size takes time and memory.
+_DECODE_SIZES = (1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, 256, 32), *range(256, 513, 64))
 _SAMPLE_SIZES = (1, 8, *range(64, 256, 64), *range(256, 513, 128))
 _MIXED_SIZES = (*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 4097, 256))
 #: Launches of a layer, and around all layers, at most; and device memory for each when it is captured.
