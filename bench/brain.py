@@ -106,12 +106,12 @@ class Workload:
         """Yield models of random sizes, then workers."""
         for number in range(self.num_models):
             num_bytes = self.chooser.randrange(*MODEL_BYTES)
-            footprint = Footprint(num_bytes + 10**9, 10**9, num_bytes // 4 + 10**9)
+            footprint = Footprint(num_bytes + 10**9, 10**9, num_bytes // 4 + 10**9, max_seqs=MAX_SEQS)
             keep_alive_s = self.chooser.choice((5.0, 60.0, 300.0))
             profile = ModelProfile(_model(number), num_bytes, {"cuda": footprint}, keep_alive_s)
             yield ModelDeployed(0.0, profile)
         for number in range(NUM_WORKERS):
-            yield WorkerJoined(0.0, _worker(number), "cuda", WORKER_BYTES, MAX_SEQS)
+            yield WorkerJoined(0.0, _worker(number), "cuda", WORKER_BYTES)
 
     def arrive(self) -> Iterator[Event]:
         """Yield requests for ever."""
@@ -130,7 +130,7 @@ class Workload:
             at = self.chooser.randrange(len(names))
             yield WorkerLost(now_s, names[at])
             names[at] = _worker(number)
-            yield WorkerJoined(now_s, names[at], "cuda", WORKER_BYTES, MAX_SEQS)
+            yield WorkerJoined(now_s, names[at], "cuda", WORKER_BYTES)
 
 
 def _model(number: int) -> ModelId:

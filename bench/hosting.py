@@ -15,6 +15,7 @@ from bench.report import arguments, emit
 from hearth.config import EngineConfig
 from hearth.models.families import arch_from_config
 from hearth.models.layout import layout_of
+from hearth.policy.batch.step_limits import step_limits
 from hearth.policy.fleet.events import Footprint
 from hearth.policy.fleet.footprint import Facts, footprint
 from hearth.sizes import bias_buffers, bytes_of, penalty_buffers
@@ -73,10 +74,12 @@ def hosted(taken: Footprint, optional_bytes: int, budget_bytes: int) -> Mapping[
 
 
 def measure(budget_bytes: int, context: int) -> list[Mapping[str, object]]:
-    limits, rows = EngineConfig().step_limits, list[Mapping[str, object]]()
+    rows = list[Mapping[str, object]]()
     for name in SHAPES:
         for quant in ("none", "int8"):
             facts = facts_of(name, quant, context)
+            wanted = EngineConfig().wanted_limits
+            limits = step_limits(wanted, facts.dimensions, facts.dtype, "cuda", budget_bytes)
             taken = footprint(facts, "cuda", limits, context)
             sizes = (limits.max_seqs, facts.dimensions.vocab_size)
             optional_bytes = bytes_of(penalty_buffers(*sizes)) + bytes_of(bias_buffers(*sizes))
@@ -85,6 +88,7 @@ def measure(budget_bytes: int, context: int) -> list[Mapping[str, object]]:
                 {
                     "model": name,
                     "quant": quant,
+                    "limits": asdict(limits),
                     **parts,
                     "optional_table_bytes": optional_bytes,
                     "num_hosted": hosted(taken, optional_bytes, budget_bytes),
@@ -102,7 +106,6 @@ def main() -> None:
     result = {
         "budget_bytes": budget_bytes,
         "context": options.context,
-        "engine": asdict(EngineConfig()),
         "models": measure(budget_bytes, options.context),
     }
     emit("hosting", result, save=options.save)

@@ -154,6 +154,12 @@ def test_a_flag_for_models_that_names_none_is_refused(key: str) -> None:
         load(None, {key: True})
 
 
+@pytest.mark.parametrize("max_step", [0.05, math.inf])
+def test_a_worker_is_told_the_engine_s_section_in_json(max_step: float) -> None:
+    config = EngineConfig(max_step=max_step)
+    assert EngineConfig(**json.loads(json.dumps(config.plain(), allow_nan=False))) == config
+
+
 def test_plain_configuration_says_for_ever_in_a_number() -> None:
     config = HearthConfig(service=ServiceConfig(keep_alive=math.inf), models={"x": ModelConfig()})
     sections = json.loads(json.dumps(plain(config), allow_nan=False))

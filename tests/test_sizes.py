@@ -40,7 +40,7 @@ from tests.models.zoo import VARIANTS, build
 
 CPU = torch.device("cpu")
 CONFIG = EngineConfig(max_batch_tokens=48, max_seqs=3, block_tokens=8, kv_bytes=1 << 20)
-LIMITS = CONFIG.step_limits
+LIMITS = StepLimits(max_batch_tokens=48, max_seqs=3, block_tokens=8)
 
 
 def dimensions_of(name: str) -> Dimensions:
@@ -148,7 +148,7 @@ def needed_tables_bytes(engine: Engine) -> int:
 def held_tables_bytes(engine: Engine) -> int:
     """Tables that the sampler of an engine has now; a step in flight has tensors besides."""
     sampler = engine.runner._sampler
-    tables = [vars(table) for table in (sampler._penalties, sampler._bias) if table is not None]
+    tables = [vars(one.table) for one in (sampler._penalties, sampler._bias) if one.is_there]
     tensors = [value for table in tables for value in table.values() if isinstance(value, torch.Tensor)]
     return sum(tensor.nbytes for tensor in tensors)
 

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 
 from hearth.config import EngineConfig
-from hearth.engine.assemble import Memory, ModelSpec, assemble, block_bytes, workspace_bytes
+from hearth.engine.assemble import Memory, ModelSpec, assemble, block_bytes, own_limits, workspace_bytes
 from hearth.engine.engine import Engine, StepOutcome
 from hearth.memory.pool import EvictionTermsOf, Pool, Shape, Space
 from hearth.messages import HostModel
@@ -51,7 +51,9 @@ class Body:
 
     @cached_property
     def spec(self) -> ModelSpec:
-        return ModelSpec(self.arch, DTYPES[self.dtype], self.max_context, frozenset())
+        dtype = DTYPES[self.dtype]
+        limits = own_limits(self.config, self.arch, dtype, self.device)
+        return ModelSpec(self.arch, dtype, self.max_context, limits, frozenset())
 
     @cached_property
     def layout(self) -> Layout:
@@ -59,11 +61,11 @@ class Body:
 
     @cached_property
     def block_bytes(self) -> int:
-        return block_bytes(self.spec, self.config)
+        return block_bytes(self.spec)
 
     @cached_property
     def workspace_bytes(self) -> int:
-        return workspace_bytes(self.spec, self.config, self.device)
+        return workspace_bytes(self.spec, self.device)
 
     @property
     def margin_bytes(self) -> int:
@@ -228,7 +230,8 @@ class Stage:
     def _pinned(self, model: ModelId) -> HostedModel:
         """Return a hosted model whose weights are never taken. How one gets there needs a keeper."""
         plan = self.body.plan
-        order = HostModel(model, 0, "", plan.manifest.digest, 1.0, plan.model.max_context, 0, 0, ())
+        sizes = plan.model.max_context, plan.model.limits, 0, 0
+        order = HostModel(model, 0, "", plan.manifest.digest, 1.0, *sizes, ())
         hosted = HostedModel(order, None, self.pool, lambda *_: None)  # type: ignore[arg-type] # loads nothing
         hosted.hold = Hold.PINNED
         return hosted

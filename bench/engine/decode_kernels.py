@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from bench.engine import split_decode
 from bench.engine.kernels import BF16, INT32, _paged
 from bench.engine.timing import microseconds
 from hearth.kernels import jit
@@ -64,8 +65,8 @@ def set_overlap(is_on: bool) -> None:
     jit.can_overlap = lambda: is_on
 
 
-def scratch_for(heads: Heads, num_rows: int, per_processor: int = 4) -> SplitScratch:
-    num_programs = per_processor * torch.cuda.get_device_properties(0).multi_processor_count
+def scratch_for(heads: Heads, num_rows: int, per_processor: float = 4) -> SplitScratch:
+    num_programs = int(per_processor * torch.cuda.get_device_properties(0).multi_processor_count)
     partials = 2 * num_programs * max(2, heads.num_q // heads.num_kv)
     return SplitScratch(
         num_programs,
@@ -223,7 +224,7 @@ class Attention:
         self.out = torch.empty(self.num_rows, heads.num_q * heads.dim, **BF16)
 
     def microseconds(
-        self, shape: TileShape | None = None, per_processor: int = 4, there: int | None = None
+        self, shape: TileShape | None = None, per_processor: float = 4, there: int | None = None
     ) -> float:
         """Time a launch, of which so many rows are there; None: all of them."""
         scratch = scratch_for(self.heads, self.num_rows, per_processor)
@@ -244,18 +245,33 @@ class Attention:
 
         return microseconds([lambda layer=layer: launch(layer) for layer in range(self.num_layers)])
 
+    def old_microseconds(self) -> float:
+        """Time a launch with a program for each row, head and split of the context."""
+        scratch = scratch_for(self.heads, self.num_rows)
+
+        def launch(layer: int) -> None:
+            split_decode.decode_attention_triton(
+                self.qkv, self.heads, self.rows, self.kv[:, layer], window=None, scratch=scratch, out=self.out
+            )
+
+        return microseconds([lambda layer=layer: launch(layer) for layer in range(self.num_layers)])
+
 
 #: Tiles beside the one that is used, each with as many programs per multiprocessor as fit; where every q head
 #: has its own kv head, half of them.
 TILES = {
     1: [
+        ((64, 2, 1, 168), 3),
+        ((64, 2, 1), 2.5),
         ((32, 2, 1, 128), 3),
+        ((32, 2, 1, 128), 8),
         ((16, 2, 1, 128), 4),
         ((16, 2, 1, 96), 5),
-        ((64, 2, 1), 2),
-        ((64, 2, 1, 168), 3),
+        ((64, 4, 2, None, True), 2),
+        ((32, 2, 2, None, True), 3),
+        ((64, 2, 2, None, True), 2),
     ],
-    4: [((32, 2, 2), 6), ((64, 2, 2), 4), ((32, 4, 2), 4), ((32, 4, 2, 80), 6), ((64, 4, 2), 3)],
+    4: [((32, 2, 2), 6), ((64, 2, 2), 4), ((32, 4, 2), 4)],
 }
 LENGTHS = {
     "1 x 192": [192],
@@ -272,11 +288,11 @@ LENGTHS = {
 def attention() -> None:
     """Time decode attention over lengths and heads, with the tile that is used and with others."""
     set_overlap(True)
-    for heads in (Heads(32, 32, 128), Heads(32, 8, 128), Heads(14, 2, 64), Heads(8, 1, 256)):
+    for heads in (Heads(32, 32, 128), Heads(32, 8, 128)):
         for name, lengths in LENGTHS.items():
             it = Attention(heads, lengths)
             us = it.microseconds()
-            tried = {}
+            tried: dict[str, object] = {"old": round(it.old_microseconds(), 1)}
             for shape, per_processor in TILES.get(heads.num_q // heads.num_kv, []):
                 try:
                     tried[str((*shape, per_processor))] = round(

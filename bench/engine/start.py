@@ -34,6 +34,7 @@ from hearth.engine.compile import CompileTask, compile_all  # noqa: E402
 from hearth.engine.dry_run import KernelNeeds  # noqa: E402
 from hearth.kernels.compilations import COMPILATIONS  # noqa: E402
 from hearth.models.families import arch_from_config  # noqa: E402
+from hearth.policy.batch.step_limits import step_limits  # noqa: E402
 
 MODEL: Mapping[str, object] = {
     **LLAMA_7B,
@@ -104,9 +105,9 @@ def sampling(rng: random.Random) -> SamplingParams:
 def compilation(name: str, cache: Path) -> dict[str, object]:
     """Time this process up to the end of compiling a model's kernels."""
     config, quant = MODELS[name]
-    needs = KernelNeeds.of(
-        arch_from_config(dict(config)), "bfloat16", quant, EngineConfig().step_limits, 132, 90
-    )
+    arch = arch_from_config(dict(config))
+    limits = step_limits(EngineConfig().wanted_limits, arch.dimensions, "bfloat16", "cuda", 125 << 30)
+    needs = KernelNeeds.of(arch, "bfloat16", quant, limits, 132, 90)
     began_s = time.time()
     num_compiled = compile_all(CompileTask(str(cache), needs))
     return {

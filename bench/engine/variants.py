@@ -14,6 +14,7 @@ from hearth.config import EngineConfig
 from hearth.engine.dry_run import KernelNeeds, dry_run
 from hearth.kernels.variants import TargetDriver, recording
 from hearth.models.families import arch_from_config
+from hearth.policy.batch.step_limits import step_limits
 
 LLAMA_8B = {
     **LLAMA_7B,
@@ -38,13 +39,13 @@ MODELS: Mapping[str, tuple[Mapping[str, object], str]] = {
     "Mistral-7B": (MISTRAL, "none"),
     "Qwen2.5-0.5B int8": (QWEN_HALF, "int8"),
 }
-NUM_PROCESSORS, CAPABILITY = 132, 90  # an H200
+NUM_PROCESSORS, CAPABILITY, MEMORY_BYTES = 132, 90, 125 << 30  # an H200
 
 
 def count(config: Mapping[str, object], quant: str) -> Counter[str]:
     """Return how many variants of each kernel a model needs."""
     arch = arch_from_config(dict(config))
-    limits = EngineConfig().step_limits
+    limits = step_limits(EngineConfig().wanted_limits, arch.dimensions, "bfloat16", "cuda", MEMORY_BYTES)
     with recording() as variants:
         dry_run(KernelNeeds.of(arch, "bfloat16", quant, limits, NUM_PROCESSORS, CAPABILITY))
     return Counter(variant.kernel.strip("_").removesuffix("_kernel") for variant in variants)

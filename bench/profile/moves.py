@@ -129,7 +129,7 @@ def measure_worker(scale: Scale, device: torch.device) -> WorkerTimes:
         with step("worker: writing models"):
             orders = _orders(scale, device, Path(place))
         setting = Setting(
-            ReuseScale(engine=scale.engine, host_bytes=scale.host_bytes, chunk_bytes=scale.page_bytes),
+            ReuseScale(host_bytes=scale.host_bytes, chunk_bytes=scale.page_bytes),
             device,
             Loader(device),
             device_pages if device.type == "cuda" else host_pages,
@@ -263,6 +263,7 @@ def _orders(scale: Scale, device: torch.device, place: Path) -> dict[ModelId, Ho
             digest=read_manifest(directory).digest,
             weight=1.0,
             max_context=_context(scale),
+            limits=scale.limits,
             kv_floor_bytes=kv_bytes,
             max_kv_bytes=kv_bytes,
             eos_ids=(),
@@ -278,8 +279,8 @@ def _budget_bytes(scale: Scale, device: torch.device) -> int:
 
     most = 0
     for shape in scale.shapes:
-        spec = ModelSpec(shape.arch, DTYPES[shape.dtype], _context(scale), frozenset())
-        workspace = workspace_bytes(spec, scale.engine, device)
+        spec = ModelSpec(shape.arch, DTYPES[shape.dtype], _context(scale), scale.limits, frozenset())
+        workspace = workspace_bytes(spec, device)
         most = max(
             most, sum(pages(size) for size in (shape.weights_bytes, workspace, _kv_bytes(scale, shape)))
         )
@@ -292,7 +293,7 @@ def _context(scale: Scale) -> int:
 
 def _kv_bytes(scale: Scale, shape: Shape) -> int:
     """Return the KV of one context, the sink and a block that is begun."""
-    return (_context(scale) + 3 * scale.engine.block_tokens) * shape.kv_bytes_per_token
+    return (_context(scale) + 3 * scale.limits.block_tokens) * shape.kv_bytes_per_token
 
 
 def _shown(switch: _Switch) -> dict[str, object]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from bench.elastic.cpu import SHAPE as SMOLLM2
 from bench.random_model import TINY as TINY_CONFIG
 from bench.shape import Shape, llama_shape
-from hearth.config import EngineConfig
+from hearth.sizes import StepLimits
 from hearth.store.manifest import CHUNK_BYTES
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -17,7 +17,7 @@ MIB, GIB = 1 << 20, 1 << 30
 @dataclass(frozen=True, slots=True)
 class Scale:
     shapes: tuple[Shape, ...]
-    engine: EngineConfig
+    limits: StepLimits
     max_kv_bytes: int  #: of an engine whose steps are measured
     max_prefill_tokens: int  #: computed to bring sequences to a context
     batches: tuple[int, ...]  #: rows of decode steps
@@ -50,7 +50,7 @@ class Scale:
     @property
     def num_decode_tokens(self) -> int:
         """Tokens that a row says at most while decode steps are measured, and others still have prompts."""
-        num_prefills = -(-self.max_prefill_tokens // self.engine.max_batch_tokens)
+        num_prefills = -(-self.max_prefill_tokens // self.limits.max_batch_tokens)
         return 2 * num_prefills + (self.num_steps + 8) * (len(self.batches) + 1)
 
     @property
@@ -66,7 +66,7 @@ GPU = Scale(
         llama_shape("3B", "Llama-3.2-3B", 16384),
         llama_shape("7B", "Llama-2-7B", 16384),
     ),
-    engine=EngineConfig(),
+    limits=StepLimits(max_batch_tokens=4096, max_seqs=256, block_tokens=16),
     max_kv_bytes=56 * GIB,
     max_prefill_tokens=1 << 18,
     batches=(1, 2, 4, 8, 16, 32, 64, 128, 256),
@@ -102,7 +102,7 @@ TINY_GPU = replace(
 #: A CPU of a few cores, within some minutes.
 CPU = Scale(
     shapes=(Shape("135M", "SmolLM2-135M", SMOLLM2, "float32"),),
-    engine=EngineConfig(max_batch_tokens=512, max_seqs=16),
+    limits=StepLimits(max_batch_tokens=512, max_seqs=16, block_tokens=16),
     max_kv_bytes=GIB,
     max_prefill_tokens=1 << 12,
     batches=(1, 2, 4, 8, 16),
@@ -127,7 +127,7 @@ TINY_CPU = Scale(
         Shape("tiny", "tiny", TINY_CONFIG, "float32"),
         Shape("small", "small", {**TINY_CONFIG, "num_hidden_layers": 3}, "float32"),
     ),
-    engine=EngineConfig(max_batch_tokens=64, max_seqs=4, block_tokens=4),
+    limits=StepLimits(max_batch_tokens=64, max_seqs=4, block_tokens=4),
     max_kv_bytes=4 * MIB,
     max_prefill_tokens=1024,
     batches=(1, 2, 4),

@@ -11,7 +11,7 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict
 from random import Random
 from statistics import median
 
@@ -20,6 +20,7 @@ import torch
 from bench.profile.scale import Scale
 from bench.random_engine import new_engine
 from bench.shape import Shape
+from hearth.config import EngineConfig
 from hearth.engine.engine import Engine
 from hearth.sim.step_times import MeasuredStep
 from hearth.types import RequestId, SamplingParams
@@ -97,7 +98,7 @@ class EngineRig:
     def time_prompts_beside_rows(self, num_tokens: int) -> MeasuredStep:
         """Time steps that compute a prompt and one token of each row, some of them in a row."""
         num_rows = len(self._contexts)
-        num_tokens = min(num_tokens, self._scale.engine.max_batch_tokens - num_rows)
+        num_tokens = min(num_tokens, self._scale.limits.max_batch_tokens - num_rows)
         times, contexts = [], []
         for _ in range(self._scale.num_steps):
             alone = self._time_decode(num_steps=2)
@@ -163,8 +164,9 @@ class EngineRig:
 def _new_rig(shape: Shape, scale: Scale, device: torch.device) -> EngineRig:
     """Return an engine over random weights."""
     kv_bytes = min(scale.max_kv_bytes, 2 * scale.max_prefill_tokens * shape.kv_bytes_per_token)
-    config = replace(scale.engine, kv_bytes=kv_bytes)
+    limits = scale.limits
+    config = EngineConfig(**asdict(limits), kv_bytes=kv_bytes)
     engine = new_engine(shape, config, device, seed=1, max_context=scale.max_context)
     # Each row may have begun a block, and the sink is nobody's.
-    live_tokens = kv_bytes // shape.kv_bytes_per_token - 2 * config.block_tokens * config.max_seqs
+    live_tokens = kv_bytes // shape.kv_bytes_per_token - 2 * limits.block_tokens * limits.max_seqs
     return EngineRig(engine, scale, shape.arch.vocab_size, live_tokens)

@@ -22,7 +22,7 @@ from bench.random_model import write_random
 from bench.report import Row, percentiles, step
 from bench.reuse.setting import Aim, Part, Setting
 from bench.reuse.worker import WorkerClient, working
-from hearth.engine.assemble import ModelSpec, workspace_bytes
+from hearth.engine.assemble import ModelSpec, own_limits, workspace_bytes
 from hearth.messages import DropModel, HostModel, ModelLoaded, RetireModel, StepDone
 from hearth.models.dtypes import DTYPES
 from hearth.store.manifest import read_manifest
@@ -68,13 +68,15 @@ def _orders(setting: Setting, place: Path) -> dict[ModelId, HostModel]:
     for seed, (model, num_layers) in enumerate(depths.items()):
         config = {**scale.whole_config, **({"num_hidden_layers": num_layers} if num_layers else {})}
         directory = write_random(place / model, config, scale.dtype, seed, setting.device)
+        manifest = read_manifest(directory)
         orders[model] = HostModel(
             model=model,
             hosting=0,
             where=str(directory),
-            digest=read_manifest(directory).digest,
+            digest=manifest.digest,
             weight=1.0,
             max_context=scale.max_context,
+            limits=own_limits(scale.engine, manifest.arch, DTYPES[scale.dtype], setting.device),
             kv_floor_bytes=scale.max_kv_bytes if model == MODEL else 1,
             max_kv_bytes=scale.max_kv_bytes,
             eos_ids=(),
@@ -89,8 +91,9 @@ def _budget_bytes(setting: Setting, orders: Mapping[ModelId, HostModel]) -> int:
     pages = {model: -(-manifest.num_bytes // page_bytes) for model, manifest in manifests.items()}
     fillers = sum(count for model, count in pages.items() if model != MODEL)
     kv_pages = -(-scale.max_kv_bytes // page_bytes)
-    spec = ModelSpec(manifests[MODEL].arch, DTYPES[scale.dtype], scale.max_context, frozenset())
-    shared_pages = -(-workspace_bytes(spec, scale.engine, setting.device) // page_bytes)
+    arch, dtype, limits = manifests[MODEL].arch, DTYPES[scale.dtype], orders[MODEL].limits
+    spec = ModelSpec(arch, dtype, scale.max_context, limits, frozenset())
+    shared_pages = -(-workspace_bytes(spec, setting.device) // page_bytes)
     num_pages = max(fillers, pages[MODEL] + kv_pages) + shared_pages + SPARE_PAGES
     return num_pages * page_bytes
 

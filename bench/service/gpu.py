@@ -46,7 +46,7 @@ from hearth.sizes import StepLimits
 from hearth.store.manifest import CHUNK_BYTES
 
 MODELS = ("m1", "m2", "m3")
-LIMITS = StepLimits(max_batch_tokens=4096, max_seqs=256, block_tokens=16)  #: an engine's own
+LIMITS = StepLimits(max_batch_tokens=4096, max_seqs=256, block_tokens=16)
 AIM_BESIDE = 1.1
 WIDTH = 100  #: of waterfalls, in characters
 GIB = 1 << 30
@@ -231,7 +231,9 @@ def budget_bytes(data_dir: Path, kind: str) -> int:
 def flags(data_dir: Path, scale: Scale, model_bytes: int) -> list[str]:
     host_bytes = len(MODELS) * (model_bytes + CHUNK_BYTES) + GIB
     sizes = ["--memory", str(budget_bytes(data_dir, scale.kind)), "--host-memory", str(host_bytes)]
-    return ["--device", scale.kind, "--workers", "1", *sizes]
+    limits = [("max_batch_tokens", LIMITS.max_batch_tokens), ("max_seqs", LIMITS.max_seqs)]
+    settings = [part for key, value in limits for part in ("--set", f"engine.{key}={value}")]
+    return ["--device", scale.kind, "--workers", "1", *sizes, *settings]
 
 
 def row(measure: str, unit: str, value: float, bound: float | None) -> dict[str, object]:

@@ -23,7 +23,10 @@ from hearth.cli import local_models
 from hearth.config import EngineConfig
 from hearth.control.datadir import DataDir
 from hearth.control.registry import Registry
-from hearth.policy.fleet.footprint import footprint
+from hearth.policy.batch.step_limits import step_limits
+from hearth.policy.fleet.events import Footprint
+from hearth.policy.fleet.footprint import Facts, footprint
+from hearth.sizes import computed_dtype
 from hearth.store.manifest import CHUNK_BYTES, MANIFEST, WEIGHTS
 
 _AT_ONCE = 4  #: deployments; each has threads of its own
@@ -76,12 +79,17 @@ class Library:
         """Return the device memory of the setting, or room for all models but the weights of one."""
         if self.setting.memory_bytes is not None:
             return self.setting.memory_bytes
-        limits = EngineConfig(**(self.setting.engine or {})).step_limits
         with Registry.open(DataDir.open(self.data_dir)) as registry:
-            sizes = [footprint(deployed.facts, self.setting.kind, limits) for deployed in registry.all()]
+            sizes = [self._footprint(deployed.facts) for deployed in registry.all()]
         own_bytes = sum(size.promise.own_bytes for size in sizes)
         workspace_bytes = max(size.workspace_bytes for size in sizes)
         return own_bytes + workspace_bytes - max(size.weights_bytes for size in sizes)
+
+    def _footprint(self, facts: Facts) -> Footprint:
+        """Return what a model takes with the least limits, which are those where memory is short."""
+        wanted, kind = EngineConfig(**(self.setting.engine or {})).wanted_limits, self.setting.kind
+        limits = step_limits(wanted, facts.dimensions, computed_dtype(facts.dtype, kind), kind, None)
+        return footprint(facts, kind, limits)
 
     def _write(self) -> None:
         setting = self.setting

@@ -21,7 +21,7 @@ from types import NoneType
 from typing import Annotated, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from hearth.errors import ConfigError
-from hearth.sizes import StepLimits
+from hearth.sizes import WantedLimits
 
 T = TypeVar("T")
 
@@ -56,8 +56,9 @@ _PAUSE_LIMITS = Limits(0.1, 3600.0)
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    max_batch_tokens: Annotated[int, Limits(1)] = 4096  #: token budget of one step
-    max_seqs: Annotated[int, Limits(1)] = 256  #: sequences that run at the same time
+    #: Token budget of one step; None: derived from device, model and memory, as is the next one.
+    max_batch_tokens: Annotated[int | None, Limits(1)] = None
+    max_seqs: Annotated[int | None, Limits(1)] = None  #: sequences of a model that run at the same time
     #: the longest that a step with running requests should take because of prompts; infinite: any time
     max_step: Annotated[float, _Spoken(low_s=0.001)] = 0.06
     block_tokens: Annotated[int, Limits(1, 1024)] = 16  #: tokens per block of KV
@@ -68,10 +69,14 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_section(self, "engine")
 
+    def plain(self) -> dict[str, int | float | str | None]:
+        """Return the fields as JSON can hold them; infinity, which JSON lacks, is -1, as in `load`."""
+        return asdict(self) | {"max_step": -1 if math.isinf(self.max_step) else self.max_step}
+
     @property
-    def step_limits(self) -> StepLimits:
-        """The limits that the size of an engine's memory follows from."""
-        return StepLimits(self.max_batch_tokens, self.max_seqs, self.block_tokens)
+    def wanted_limits(self) -> WantedLimits:
+        """The limits of a step as far as they are set."""
+        return WantedLimits(self.max_batch_tokens, self.max_seqs, self.block_tokens)
 
 
 #: The most of `store.host_bytes` that a CPU uses. It holds models in `service.memory_bytes`, in the memory of

@@ -20,6 +20,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from hearth.sizes import StepLimits
 from hearth.types import (
     FinishReason,
     Hold,
@@ -33,7 +34,7 @@ from hearth.types import (
 )
 
 #: The version that gateway and worker must share. Raise it with every change of this file.
-VERSION = 6
+VERSION = 7
 
 
 # What a process is told on its standard input, as one line of JSON, when it is started.
@@ -166,6 +167,7 @@ class PrepareModel(Struct, frozen=True, tag=True):
 
     model: ModelId
     directory: str  #: which has its manifest
+    limits: StepLimits  #: of the steps that it would have
 
 
 class HostModel(Struct, frozen=True, tag=True):
@@ -180,6 +182,7 @@ class HostModel(Struct, frozen=True, tag=True):
     digest: str  #: of the manifest; another one there means that the model was changed
     weight: float  #: how much a second of its start matters; see the reload cost
     max_context: int
+    limits: StepLimits  #: that its memory was promised for
     kv_floor_bytes: int  #: of KV that it is promised, however much others want
     max_kv_bytes: int  #: it never gets more
     eos_ids: tuple[int, ...]
@@ -307,6 +310,7 @@ class ModelLoaded(Struct, frozen=True, tag=True):
     first_layer_s: float  #: these two from the start of the load, which came then
     total_s: float
     is_widened: bool = False  #: to float32, because the device is slow in what was stored
+    ahead_bytes: int = 0  #: of those of the rungs, that came before this load, ahead of the model's turn
 
 
 class HostingFailed(Struct, frozen=True, tag=True):

@@ -19,11 +19,11 @@ import torch
 
 from hearth.config import EngineConfig, StoreConfig
 from hearth.cpus import log_if_threads_spin, num_usable_cores
-from hearth.engine.assemble import ModelSpec, allocate, assemble
+from hearth.engine.assemble import ModelSpec, allocate, assemble, own_limits
 from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.engine import Engine
 from hearth.engine.kernel_warmup import KernelWarmup
-from hearth.errors import DeviceError, ModelError
+from hearth.errors import DeviceError, ModelError, StoreError
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.kernel_cache import KernelCache
@@ -97,7 +97,8 @@ class _PackedModel:
         with open_source(path) as source:
             self.tokenizer = None if options.skip_tokenizer else _tokenizer_of(source)
             self._layout = layout_of(source.arch, _packed_dtype(options.dtype, source, device))
-            self._spec = _spec_of(source.arch, self._layout.tensors[0].dtype, options, self.tokenizer)
+            dtype = self._layout.tensors[0].dtype
+            self._spec = _spec_of(source.arch, dtype, options, device, self.tokenizer)
 
     def build(self) -> Engine:
         spec, layout = self._spec, self._layout
@@ -134,7 +135,7 @@ class _ConvertedModel:
             manifest = self._model.manifest
             self.tokenizer = None if options.skip_tokenizer else Tokenizer.load(self._model.directory)
             self._dtype = _stored_dtype(options.dtype, manifest, device)
-            self._spec = _spec_of(manifest.arch, self._dtype, options, self.tokenizer)
+            self._spec = _spec_of(manifest.arch, self._dtype, options, device, self.tokenizer)
         except BaseException:
             self.close()
             raise
@@ -177,9 +178,10 @@ class _ConvertedModel:
             self._load.cancel()
         self._close_tiers()
 
-    def _ended(self, record: LoadRecord) -> None:
-        self._tiers.loaded(record)
-        self._close_tiers()
+    def _ended(self, outcome: LoadRecord | StoreError) -> None:
+        if isinstance(outcome, LoadRecord):
+            self._tiers.loaded(outcome)
+            self._close_tiers()
 
     def _close_tiers(self) -> None:
         if self._owns_tiers:
@@ -202,7 +204,7 @@ def _start_kernels(
         return lambda: None
     COMPILATIONS.watch()
     warmup = KernelWarmup(KernelCache.open(path))
-    needs = KernelNeeds.on(device, spec.arch, name_of(spec.dtype), quant, config.step_limits)
+    needs = KernelNeeds.on(device, spec.arch, name_of(spec.dtype), quant, spec.limits)
     if warmup.load(needs):
         return lambda: None
     compiling = threading.Thread(target=lambda: warmup.compile(needs), name="hearth-kernels", daemon=True)
@@ -221,11 +223,14 @@ def _allocate_weights(layout: Layout, device: torch.device) -> torch.Tensor:
     return allocate(layout.num_bytes, device, "weights", "use a smaller model or a narrower dtype")
 
 
-def _spec_of(arch: Arch, dtype: str, options: ModelOptions, tokenizer: Tokenizer | None) -> ModelSpec:
+def _spec_of(
+    arch: Arch, dtype: str, options: ModelOptions, device: torch.device, tokenizer: Tokenizer | None
+) -> ModelSpec:
     return ModelSpec(
         arch=arch,
         dtype=DTYPES[dtype],
         max_context=_context(options.max_context, arch.max_positions),
+        limits=own_limits(options.engine, arch, DTYPES[dtype], device),
         eos_ids=frozenset() if tokenizer is None else tokenizer.eos_ids,
     )
 

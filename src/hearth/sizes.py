@@ -23,6 +23,10 @@ ITEM_BYTES = {"bool": 1, "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, 
 WORKSPACE_ALIGNMENT_BYTES = 256
 #: Programs of a decode attention launch for each multiprocessor, of which at most so many are used.
 _PROGRAMS_PER_PROCESSOR, _MAX_PROCESSORS = 4, 192
+#: Logits that the sampler works on at a time where it needs several temporaries of each.
+_LOGITS_AT_ONCE = 1 << 25
+#: Rows of an optional table at least, where there are as many slots.
+_MIN_TABLE_ROWS = 8
 #: Prompts are cut into tiles of at least so many tokens, each of which the device has this many numbers of.
 MIN_TILE_TOKENS, TILE_FIELDS = 32, 4
 
@@ -88,6 +92,15 @@ class StepLimits:
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks of KV that so many tokens of one sequence take."""
         return -(-num_tokens // self.block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class WantedLimits:
+    """The limits that a user has set; `policy/batch/step_limits.py` finds the others."""
+
+    max_batch_tokens: int | None  #: None: not set, as with the next one
+    max_seqs: int | None
+    block_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +271,12 @@ def sampler_buffers(max_seqs: int) -> Mapping[str, Buffer]:
     return {"tokens": Buffer((max_seqs + 1,), "int64"), "knobs": Buffer((max_seqs, 4), "float32")}
 
 
+def sampled_pieces(num_rows: int, vocab_size: int) -> list[slice]:
+    """Rows of logits that the sampler works on one after the other, so that its temporaries stay small."""
+    num_at_once = max(1, _LOGITS_AT_ONCE // vocab_size)
+    return [slice(begin, begin + num_at_once) for begin in range(0, max(1, num_rows), num_at_once)]
+
+
 def counter_buffer(dimensions: Dimensions, max_samples: int) -> Buffer:
     """Counters of split attention, which mean something between steps."""
     return Buffer((max_samples * dimensions.num_kv_heads,), "int32")
@@ -270,21 +289,9 @@ def rotary_buffer(rope_dim: int, context: int) -> Buffer:
 
 # Graphs. A step is padded to the next of a few sizes, so that few graphs serve every step.
 
-#: Few rows are bound by reading weights, so more of them cost next to nothing. Larger products are computed
-#: by tiles of 64 to 256 rows, and what only fills a tile up is free. Each size costs a capture and memory.
-_DECODE_SIZES = (
-    1,
-    2,
-    4,
-    *range(8, 32, 8),
-    *range(32, 128, 16),
-    *range(128, 256, 32),
-    256,
-    320,
-    384,
-    448,
-    512,
-)
+#: Few rows are bound by reading weights, so more of them cost little. Larger products are computed by tiles,
+#: and what only fills a tile up is free; what is beyond costs its share. Each size takes time and memory.
+_DECODE_SIZES = (1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, 256, 32), *range(256, 513, 64))
 _SAMPLE_SIZES = (1, 8, *range(64, 256, 64), *range(256, 513, 128))
 _MIXED_SIZES = (*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 4097, 256))
 #: Launches of a layer, and around all layers, at most; and device memory for each when it is captured.
@@ -327,18 +334,23 @@ def _up_to(sizes: Sequence[int], apart: int, most: int) -> tuple[int, ...]:
 # Optional tables. The buffers of one may lie behind each other without a gap, so larger items come first.
 
 
-def penalty_buffers(max_seqs: int, vocab_size: int) -> Mapping[str, Buffer]:
+def table_rows(num_requests: int, max_seqs: int) -> int:
+    """Rows of a table that so many requests need: a power of two, for to grow is to copy, or one per slot."""
+    return min(max_seqs, max(_MIN_TABLE_ROWS, 1 << (num_requests - 1).bit_length()))
+
+
+def penalty_buffers(num_rows: int, vocab_size: int) -> Mapping[str, Buffer]:
     """The counts that penalties go by (`engine/penalties.py`)."""
     return {
-        "num_sampled": Buffer((max_seqs, vocab_size), "int32"),
-        "weights": Buffer((max_seqs, 3), "float32"),
-        "in_prompt": Buffer((max_seqs, vocab_size), "bool"),
+        "num_sampled": Buffer((num_rows, vocab_size), "int32"),
+        "weights": Buffer((num_rows, 3), "float32"),
+        "in_prompt": Buffer((num_rows, vocab_size), "bool"),
     }
 
 
-def bias_buffers(max_seqs: int, vocab_size: int) -> Mapping[str, Buffer]:
+def bias_buffers(num_rows: int, vocab_size: int) -> Mapping[str, Buffer]:
     """The rows that are added to logits (`engine/logit_bias.py`)."""
-    return {"bias": Buffer((max_seqs, vocab_size), "float32")}
+    return {"bias": Buffer((num_rows, vocab_size), "float32")}
 
 
 # KV.

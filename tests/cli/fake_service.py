@@ -75,6 +75,7 @@ PROCESSES = ProcessView(
             kv_blocks=100,
             is_in_turn=True,
             due_in_s=0.25,
+            max_seqs=256,
         ),
     ),
     num_waiting=2,

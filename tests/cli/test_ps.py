@@ -56,10 +56,10 @@ def test_ps_shows_workers_models_and_the_queue(hearth: Hearth, recorded: FakeSer
         "  █ weights 538 MiB  ░ retained 3.0 GiB  ▒ KV 100 MiB  ≈ workspace 100 MiB",
         "  · free 4.3 GiB",
         "",
-        "MODEL  KEY  WORKER  STATE     WEIGHTS             SHARED  KV BLOCKS              RUNNING  TURN  "
+        "MODEL  KEY  WORKER  STATE     WEIGHTS             SHARED  KV BLOCKS              RUNNING   TURN  "
         "TIME LEFT",
-        "qwen   a    w0      retained  3.0 GiB of 4.0 GiB  -       -                      0        -     -",
-        "smol   b    w0      busy      538 MiB of 538 MiB  -       30+10 of 100, 100 MiB  1        now   -",
+        "qwen   a    w0      retained  3.0 GiB of 4.0 GiB  -       -                      0         -     -",
+        "smol   b    w0      busy      538 MiB of 538 MiB  -       30+10 of 100, 100 MiB  1 of 256  now   -",
         "",
         "host memory: 1.5 GiB of 4.0 GiB",
         "",

@@ -64,8 +64,7 @@ class GatewayRig:
         metrics, pools = Metrics(), PoolReports()
         observer = Observer(metrics, takes_turns=takes_turns)
         self.driver = Driver(
-            *(Fleet(brain), self.journal, observer, pools, catalog.host_order, catalog.prepare_orders),
-            max_seqs=4,
+            *(Fleet(brain), self.journal, observer, pools, catalog.host_order, catalog.prepare_orders)
         )
         nobody = KeeperSetup("", "cpu", "", None, 1 << 24, "info")
         self.supervisor = Supervisor(lambda *_: NotImplemented, nobody, 1, Vigilance(1.0, 1.0, 1), None)

@@ -18,13 +18,15 @@ from hearth.messages import PrepareModel
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.events import LoadModel, Promise
 from hearth.policy.fleet.footprint import fixed_bytes_of
+from hearth.sizes import StepLimits, StepSize, workspace_bytes
 from hearth.types import Hold, ModelId, WorkerId
 from tests.policy.fleet.test_footprint import LARGE
 
 BIG = "big"
-ENGINE = EngineConfig()
+ENGINE = EngineConfig(max_batch_tokens=4096, max_seqs=256)
+LIMITS = StepLimits(max_batch_tokens=4096, max_seqs=256, block_tokens=16)
 FITTING_BYTES = 40 << 30  #: for all of its context on a GPU, which takes a gibibyte of KV
-TIGHT_BYTES = fixed_bytes_of(LARGE, "cuda", ENGINE.step_limits, LARGE.max_positions) + (600 << 20)
+TIGHT_BYTES = fixed_bytes_of(LARGE, "cuda", LIMITS, LARGE.max_positions) + (600 << 20)
 
 
 @pytest.fixture
@@ -34,9 +36,11 @@ def registry(tmp_path: Path) -> Iterator[Registry]:
         yield registry
 
 
-def catalog(registry: Registry, budget_bytes: int | None = None, **config: int) -> Catalog:
+def catalog(
+    registry: Registry, budget_bytes: int | None = None, engine: EngineConfig = ENGINE, **config: int
+) -> Catalog:
     configs = {BIG: ModelConfig(**config)} if config else {}
-    return Catalog(registry, configs, ENGINE, 300.0, kind="cuda", budget_bytes=budget_bytes)
+    return Catalog(registry, configs, engine, 300.0, kind="cuda", budget_bytes=budget_bytes)
 
 
 def cuts(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -135,10 +139,43 @@ def test_a_ceiling_that_only_another_kind_of_device_could_not_keep_is_fine(regis
     assert entry.profile.footprints.keys() == {"cuda"}
 
 
+@pytest.mark.parametrize("num_gib", [24, 48, 80, 141])
+@pytest.mark.parametrize("engine", [EngineConfig(), EngineConfig(max_seqs=7), ENGINE])
+def test_brain_and_worker_have_the_same_limits_of_a_model(
+    registry: Registry, engine: EngineConfig, num_gib: int
+) -> None:
+    served = catalog(registry, num_gib << 30, engine)
+    footprint = served.find(BIG).profile.footprints["cuda"]
+    order = served.host_order(LoadModel(ModelId(BIG), WorkerId("w"), 1, 2), 1)
+    assert footprint.max_seqs == order.limits.max_seqs
+    sizes, size = LARGE.dimensions, StepSize.of(order.limits, "cuda", num_processors=132)
+    assert workspace_bytes(sizes, sizes.layers, LARGE.dtype, size) <= footprint.workspace_bytes
+
+
+def test_the_first_worker_tells_how_large_steps_may_be_where_nobody_has_set_it(registry: Registry) -> None:
+    unknown = catalog(registry, engine=EngineConfig())
+    assert unknown.find(BIG).limits == StepLimits(2048, 256, 16)
+    (changed,) = unknown.fit(125 << 30)
+    assert changed.limits == StepLimits(16384, 1024, 16)
+    assert changed.profile.footprints["cuda"].max_seqs == 1024
+
+
+@pytest.mark.parametrize("ceiling_gib", [16, 20, 40, 80])
+@pytest.mark.parametrize("budget_gib", [24, 48, 80, 141])
+def test_a_ceiling_that_is_fine_before_a_worker_is_there_is_fine_afterwards(
+    registry: Registry, ceiling_gib: int, budget_gib: int
+) -> None:
+    unknown = catalog(registry, engine=EngineConfig(), memory_ceiling_bytes=ceiling_gib << 30)
+    before = unknown.find(BIG).limits
+    unknown.fit(budget_gib << 30)
+    after = unknown.find(BIG).limits
+    assert (after.max_batch_tokens, after.max_seqs) <= (before.max_batch_tokens, before.max_seqs)
+
+
 def test_workers_prepare_once_for_all_models_of_a_shape(registry: Registry) -> None:
     registry.add(Deployed("tuned", "hf:a/c", "/models/c", "/models/c", "other", LARGE, 2.0))
     small = replace(LARGE, quant="int8")
     registry.add(Deployed("small", "hf:a/d", "/models/d", "/models/d", "third", small, 3.0))
     orders = catalog(registry).prepare_orders()
     assert len(orders) == 2
-    assert PrepareModel(ModelId("small"), "/models/d") in orders
+    assert PrepareModel(ModelId("small"), "/models/d", LIMITS) in orders

@@ -72,8 +72,7 @@ class DeploymentsRig:
         catalog = Catalog(self.registry, models, config.engine, config.service.keep_alive)
         observer, pools = Observer(Metrics()), PoolReports()
         self.driver = Driver(
-            *(Fleet(brain), self.journal, observer, pools, catalog.host_order, catalog.prepare_orders),
-            max_seqs=4,
+            *(Fleet(brain), self.journal, observer, pools, catalog.host_order, catalog.prepare_orders)
         )
         self.deployments = Deployments(self.registry, catalog, self.driver, self.keeper, data_dir)
 

@@ -35,11 +35,14 @@ from hearth.messages import (
     StepDone,
 )
 from hearth.policy.fleet.events import ResidencyReported
+from hearth.sizes import StepLimits
 from hearth.types import Hold, ModelId, Pace, Rung, TurnEnd
 from tests.control.gateway_rig import GatewayRig, RecordingLink, ask, emit, with_rig
 
 TINY = ModelId("tiny")
 BYTES = 1000
+#: Of a model that nobody has set limits of, in a service that knows of no GPU.
+LIMITS = StepLimits(max_batch_tokens=512, max_seqs=256, block_tokens=16)
 
 
 def host_orders(link: RecordingLink) -> list[HostModel]:
@@ -86,8 +89,8 @@ def test_workers_with_kernels_to_compile_are_told_of_deployed_models(
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join(kind="cuda")
-        assert link.orders == [PrepareModel(TINY, deployed.directory)]
-        rig.driver.prepare(other := PrepareModel(ModelId("other"), "/elsewhere"))
+        assert link.orders == [PrepareModel(TINY, deployed.directory, LIMITS)]
+        rig.driver.prepare(other := PrepareModel(ModelId("other"), "/elsewhere", LIMITS))
         assert link.orders[1:] == [other]
 
     with_rig(data_dir, scene)
@@ -96,7 +99,7 @@ def test_workers_with_kernels_to_compile_are_told_of_deployed_models(
 def test_a_cpu_is_told_of_no_kernels(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        rig.driver.prepare(PrepareModel(TINY, deployed.directory))
+        rig.driver.prepare(PrepareModel(TINY, deployed.directory, LIMITS))
         assert link.orders == []
 
     with_rig(data_dir, scene)

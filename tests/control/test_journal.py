@@ -140,8 +140,8 @@ def test_the_event_that_breaks_the_brain_is_recorded(tmp_path: Path) -> None:
 async def _break_the_brain(path: Path) -> None:
     with Journal(path, BrainConfig(), PLENTY) as journal:
         observer, pools = Observer(Metrics()), PoolReports()
-        driver = Driver(Fleet(BrainConfig()), journal, observer, pools, _no_order, list, max_seqs=1)
-        joined = WorkerJoined(1.0, WorkerId("w"), "cpu", 100, 1)
+        driver = Driver(Fleet(BrainConfig()), journal, observer, pools, _no_order, list)
+        joined = WorkerJoined(1.0, WorkerId("w"), "cpu", 100)
         driver.post(joined)
         with pytest.raises(AssertionError, match="joined twice"):
             driver.post(joined)

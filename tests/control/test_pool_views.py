@@ -153,8 +153,9 @@ def test_a_retired_model_of_which_nothing_is_left_is_not_shown() -> None:
 
 
 def test_a_worker_that_has_not_told_yet_is_shown_as_the_brain_sees_it() -> None:
-    (view,) = resident_views([resident(A, State.BUSY, num_running=2)], {}, now_s=10.0)
+    (view,) = resident_views([resident(A, State.BUSY, num_running=2, max_seqs=7)], {}, now_s=10.0)
     assert (view.state, view.num_bytes, view.num_running, view.kv_blocks) == ("busy", 500, 2, 0)
+    assert view.max_seqs == 7
 
 
 def test_a_model_that_loads_shows_how_far_it_is() -> None:

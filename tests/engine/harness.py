@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from hearth.config import EngineConfig
-from hearth.engine.assemble import Memory, ModelSpec, assemble
+from hearth.engine.assemble import Memory, ModelSpec, assemble, own_limits
 from hearth.engine.engine import Engine
 from hearth.engine.sampler import SampleRows
 from hearth.errors import HearthError
@@ -69,7 +69,8 @@ def engine_over(
     base = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
     pack_directory(directory, arch, layout, base)
     weights = bind(arch, layout, contiguous_places(layout, base))
-    spec = ModelSpec(arch, DTYPES[dtype], arch.max_positions, eos_ids, tokenizer_json)
+    limits = own_limits(config, arch, DTYPES[dtype], torch.device(device))
+    spec = ModelSpec(arch, DTYPES[dtype], arch.max_positions, limits, eos_ids, tokenizer_json)
     return assemble(spec, weights, config, torch.device(device), memory and memory(spec))
 
 

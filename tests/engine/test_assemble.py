@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hearth.config import EngineConfig
 from hearth.errors import DeviceError
 from hearth.types import RequestId
 from tests.engine.harness import ROOMY, ask, engine_for, greedy
@@ -38,6 +39,12 @@ def test_kv_is_no_larger_than_sequences_can_fill() -> None:
     engine = engine_for("llama-gqa", replace(ROOMY, max_seqs=3, kv_bytes=1 << 40))
 
     assert len(engine.runner.kv) == 1 + 3 * CONTEXT_BLOCKS
+
+
+def test_limits_that_nobody_set_are_those_of_the_device_and_the_others_stay() -> None:
+    config = EngineConfig(max_seqs=3, block_tokens=4, kv_bytes=1 << 20)
+    limits = engine_for("llama-gqa", config).batcher.limits
+    assert (limits.max_batch_tokens, limits.max_seqs) == (512, 3)
 
 
 def test_without_a_size_kv_comes_from_the_memory_of_the_machine() -> None:

@@ -32,7 +32,7 @@ def elastic_engine(
     name: str, config: EngineConfig = ROOMY, floor_blocks: int = 32, device: str = "cpu"
 ) -> Engine:
     def memory(spec: ModelSpec) -> Memory:
-        sizes = workspace_bytes(spec, config, torch.device(device)), NUM_BLOCKS * block_bytes(spec, config)
+        sizes = workspace_bytes(spec, torch.device(device)), NUM_BLOCKS * block_bytes(spec)
         workspace, kv = (torch.full((size,), 0xFF, dtype=torch.uint8, device=device) for size in sizes)
         return Memory(workspace, kv, SINK, floor_blocks)
 

@@ -24,6 +24,7 @@ from hearth.models.layout import layout_of
 from hearth.models.pack import pack
 from hearth.models.weights import bind, contiguous_places
 from hearth.policy.batch.plan import EngineRequest
+from hearth.sizes import StepLimits
 from hearth.store.convert import open_source
 from hearth.store.source import ModelSource
 from hearth.text.tokenizer import Tokenizer
@@ -400,8 +401,11 @@ def test_smollm2_answers_in_its_schema(smollm2: ModelSource, parts: Parts) -> No
     base = torch.empty(layout.num_bytes, dtype=torch.uint8)
     pack(smollm2.checkpoint, smollm2.arch, layout, base)
     weights = bind(smollm2.arch, layout, contiguous_places(layout, base))
-    spec = ModelSpec(smollm2.arch, torch.float32, 1024, parts.tokenizer.eos_ids, parts.tokenizer_json)
-    engine = assemble(spec, weights, EngineConfig(max_seqs=8, kv_bytes=256 << 20), torch.device("cpu"))
+    config, limits = EngineConfig(kv_bytes=256 << 20), StepLimits(512, 8, 16)
+    spec = ModelSpec(
+        *(smollm2.arch, torch.float32, 1024, limits), parts.tokenizer.eos_ids, parts.tokenizer_json
+    )
+    engine = assemble(spec, weights, config, torch.device("cpu"))
     question = [{"role": "user", "content": "Describe a cat as JSON with name, kind, legs, tags, place."}]
     prompt = parts.tokenizer.chat_prompt(question)
     wishes = [SamplingParams(temperature=t, seed=1, max_tokens=200) for t in (0.0, 0.7, 1.0)]

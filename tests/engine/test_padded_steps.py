@@ -16,6 +16,9 @@ from hearth.config import EngineConfig
 from hearth.engine.engine import Engine
 from hearth.engine.graphs import Work
 from hearth.engine.step_shape import GraphKey, PaddedSizes, StepPart
+from hearth.policy.batch.plan import DecodeRows, Row, StepPlan
+from hearth.sizes import StepLimits
+from hearth.types import RequestId
 from tests.engine.harness import ROOMY, ask, assert_greedy, engine_for, greedy, prompts_for
 from tests.models.zoo import build
 
@@ -46,7 +49,9 @@ class FirstWork:
 def padded(name: str, config: EngineConfig, graphs: FirstWork | None = None) -> Engine:
     """An engine that pads its steps. Its memory is full of NaN."""
     engine = engine_for(name, config)
-    engine.runner.sizes = PaddedSizes.of(config.step_limits)
+    limits = engine.batcher.limits
+    sizes = StepLimits(limits.max_batch_tokens, limits.max_seqs, config.block_tokens)
+    engine.runner.sizes = PaddedSizes.of(sizes)
     engine.runner.graphs = graphs  # type: ignore[assignment] # CUDA graphs cannot be had here
     engine.runner.kv.fill_(torch.nan)
     engine.runner.decoder._workspace.residual.untyped_storage().fill_(0xFF)
@@ -122,6 +127,20 @@ def test_no_graph_is_captured_or_replayed_while_weights_arrive() -> None:
 
     assert ask(engine, [asked], greedy(2)) == answers
     assert {key.part for key in graphs.work_by_key} == set(StepPart)
+
+
+def test_a_step_is_warm_once_its_weights_and_its_graphs_are_there() -> None:
+    """Steps that are not tell nothing about how long others take."""
+    graphs, gate = FirstWork(), Gate()
+    engine = padded("llama-gqa", ROOMY, graphs)
+    row = Row(RequestId("a"), 0, 0, 5, (5, 6, 7, 8, 9), samples=True)
+    prompt, alike = (StepPlan(0, (), (), DecodeRows(), (one,)) for one in (row, replace(row, start=8)))
+
+    assert not engine.runner.is_warm(prompt)
+    engine.runner.run_padding(engine.runner.sizes.shape_of(prompt))
+    assert engine.runner.is_warm(alike)
+    engine.runner.follow(gate)
+    assert not engine.runner.is_warm(alike)
 
 
 def test_every_size_is_captured_at_start_and_only_once() -> None:

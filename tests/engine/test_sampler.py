@@ -386,6 +386,38 @@ def test_a_mixed_batch_draws_the_same_tokens_on_the_gpu_without_waiting_for_it()
     assert torch.stack(drawn["cuda"]).tolist() == torch.stack(drawn["cpu"]).tolist()
 
 
+def test_many_rows_are_sampled_some_at_a_time_and_draw_what_they_draw_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kinds = [
+        SamplingParams(seed=1, temperature=0.8, top_p=0.7),
+        SamplingParams(seed=2, top_k=4, repetition_penalty=1.4, frequency_penalty=0.5),
+        SamplingParams(temperature=0.0, presence_penalty=0.7),
+        SamplingParams(seed=3, min_p=0.05, top_k=3, top_p=0.9),
+    ]
+    logits, drawn = random_logits(11), []
+    for num_at_once in (11, 3):
+        monkeypatch.setattr("hearth.sizes._LOGITS_AT_ONCE", num_at_once * VOCAB)
+        sampler = sampler_with(*(kinds[slot % 4] for slot in range(11)))
+        for position in range(3, 8):
+            rows = sample_rows(range(11), position)
+            drawn.append(sampler.sample(logits.clone(), rows).tokens.tolist())
+    assert drawn[:5] == drawn[5:]
+
+
+@pytest.mark.gpu
+def test_a_thousand_rows_of_a_large_vocabulary_are_sampled_within_four_gigabytes() -> None:
+    device, vocab_size, num_rows = torch.device("cuda"), 128_256, 1024
+    sampler = Sampler(num_rows, vocab_size, Uploads(device))
+    sampling = SamplingParams(seed=1, top_p=0.9, frequency_penalty=0.1)
+    sampler.admit([admission(slot, sampling) for slot in range(num_rows)])
+    logits = torch.randn(num_rows, vocab_size, device=device)
+    torch.cuda.reset_peak_memory_stats()
+    before_bytes = torch.cuda.memory_allocated()
+    sampler.sample(logits, sample_rows(range(num_rows), 3))
+    assert torch.cuda.max_memory_allocated() - before_bytes < 4 << 30
+
+
 # --- who shares the batch ---
 
 

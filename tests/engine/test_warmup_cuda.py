@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hearth.engine.assemble import own_limits
 from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.kernel_warmup import KernelWarmup
 from hearth.kernels.compilations import COMPILATIONS
@@ -39,7 +40,8 @@ def test_random_traffic_finds_every_kernel_ready(name: str, tmp_path: Path) -> N
     arch = read_arch(build(name).directory)
     COMPILATIONS.watch()
     warmup = KernelWarmup(KernelCache.open(tmp_path / "kernels"))
-    needs = KernelNeeds.on(torch.device("cuda"), arch, "bfloat16", "none", ROOMY.step_limits)
+    limits = own_limits(ROOMY, arch, torch.bfloat16, torch.device("cuda"))
+    needs = KernelNeeds.on(torch.device("cuda"), arch, "bfloat16", "none", limits)
     assert not warmup.load(needs), "an empty cache has nothing to load"
     warmup.compile(needs)
     assert warmup.load(needs)

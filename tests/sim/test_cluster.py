@@ -48,8 +48,8 @@ def begun() -> tuple[Script, SimulatedCluster]:
     cluster = SimulatedCluster(script)
     for event in (
         ModelDeployed(0.0, profile(A)),
-        WorkerJoined(0.0, W0, "cuda", 100, 2),
-        WorkerJoined(0.0, W1, "cuda", 100, 2),
+        WorkerJoined(0.0, W0, "cuda", 100),
+        WorkerJoined(0.0, W1, "cuda", 100),
         RequestArrived(0.0, R, A, 10, None),
     ):
         cluster.tell(event)

@@ -5,8 +5,8 @@ import pytest
 from hearth.config import EngineConfig
 from hearth.errors import ConfigError
 from hearth.sim.report import Percentiles
-from hearth.sim.setting import KIND, TABLES_BYTES, SimulationSetting, parse_models
-from hearth.sizes import StepLimits
+from hearth.sim.setting import KIND, SimulationSetting, parse_models
+from hearth.sizes import WantedLimits
 from hearth.types import ModelId
 from tests.sim.small_machine import MACHINE
 
@@ -22,18 +22,25 @@ def test_what_is_no_list_of_shapes_is_refused(text: str) -> None:
 
 
 def test_a_model_is_promised_one_context_and_keeps_its_tables_and_its_sink() -> None:
-    setting = SimulationSetting({}, 0, context=64, limits=StepLimits(256, 8, 16))
+    setting = SimulationSetting({}, 0, context=64, wanted_limits=WantedLimits(256, 8, 16))
     shape = MACHINE.shape("3B")
     profile = setting.model_profile(ModelId("a"), shape)
     footprint = profile.footprints[KIND]
     assert profile.num_bytes == shape.weights_bytes <= footprint.weights_bytes
     assert footprint.min_kv_bytes >= 5 * 16 * shape.kv_bytes_per_token
-    assert footprint.promise.standing_bytes == TABLES_BYTES + footprint.sink_bytes
+    assert footprint.promise.standing_bytes == footprint.tables_bytes + footprint.sink_bytes
+    assert footprint.max_seqs == 8
+
+
+def test_a_larger_machine_has_larger_limits_as_a_service_has() -> None:
+    small, large = (SimulationSetting({}, num_gib << 30).limits for num_gib in (24, 120))
+    assert (small.max_batch_tokens, small.max_seqs) == (4096, 256)
+    assert (large.max_batch_tokens, large.max_seqs) == (16384, 1024)
 
 
 def test_engines_are_simulated_as_they_are_configured_by_default() -> None:
     setting, config = SimulationSetting({}, 0), EngineConfig()
-    assert (setting.limits, setting.max_step_s) == (config.step_limits, config.max_step)
+    assert (setting.wanted_limits, setting.max_step_s) == (config.wanted_limits, config.max_step)
 
 
 def test_percentiles_are_values_that_so_many_percent_do_not_exceed() -> None:

@@ -71,12 +71,12 @@ def simulate(
 
 
 def deployed(name: str, num_bytes: int = 30) -> ModelDeployed:
-    footprints = {"cuda": Footprint(num_bytes, 5, 10)}
+    footprints = {"cuda": Footprint(num_bytes, 5, 10, max_seqs=2)}
     return ModelDeployed(0.0, ModelProfile(ModelId(name), num_bytes, footprints, keep_alive_s=5.0))
 
 
 def joined(name: str, now_s: float = 0.0) -> WorkerJoined:
-    return WorkerJoined(now_s, WorkerId(name), "cuda", 100, 2)
+    return WorkerJoined(now_s, WorkerId(name), "cuda", 100)
 
 
 def asked(request: str, model: str, now_s: float) -> RequestArrived:

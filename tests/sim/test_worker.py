@@ -15,12 +15,14 @@ R = RequestId("r")
 
 
 def new_worker() -> SimulatedWorker:
-    return SimulatedWorker(WorkerId("w"), "cuda", budget_bytes=100, max_seqs=2)
+    return SimulatedWorker(WorkerId("w"), "cuda", budget_bytes=100)
 
 
 def load(worker: SimulatedWorker, model: ModelId, num_bytes: int = 30, now_s: float = 0.0) -> int:
     """Load a model of so many bytes, 5 of KV and none of workspace; return how many were missing."""
-    profile = ModelProfile(model, num_bytes, {"cuda": Footprint(num_bytes, 5, 10)}, keep_alive_s=10.0)
+    profile = ModelProfile(
+        model, num_bytes, {"cuda": Footprint(num_bytes, 5, 10, max_seqs=2)}, keep_alive_s=10.0
+    )
     missing_bytes = worker.load(LoadModel(model, worker.name, 5, 10), profile, 1, now_s).missing_bytes
     worker.finish_load(model, [RungUse(Rung.HOST, missing_bytes, 1.0)])
     worker.check()
@@ -105,7 +107,7 @@ def test_a_hosted_model_that_lost_weights_loads_them_for_its_next_request() -> N
 
 def test_a_load_that_is_evicted_leaves_what_was_there_before() -> None:
     worker = new_worker()
-    profile = ModelProfile(A, 30, {"cuda": Footprint(30, 5, 10)}, keep_alive_s=10.0)
+    profile = ModelProfile(A, 30, {"cuda": Footprint(30, 5, 10, max_seqs=2)}, keep_alive_s=10.0)
     worker.load(LoadModel(A, worker.name, 5, 10), profile, 1, now_s=0.0)
     assert worker.count_device_bytes() == {}
     evict(worker, A)
@@ -120,7 +122,7 @@ def test_weights_that_are_loading_are_not_taken_however_idle_their_model_is() ->
     worker = new_worker()
     load(worker, C, 30)
     evict(worker, C)
-    profile = ModelProfile(A, 40, {"cuda": Footprint(40, 5, 10)}, keep_alive_s=10.0)
+    profile = ModelProfile(A, 40, {"cuda": Footprint(40, 5, 10, max_seqs=2)}, keep_alive_s=10.0)
     worker.load(LoadModel(A, worker.name, 5, 10), profile, 1, now_s=0.0)
     worker.set_hold(SetHold(A, worker.name, Hold.RETAINED))
     load(worker, B, 40)

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -39,6 +39,7 @@ from hearth.messages import (
     WorkerHello,
     WorkerSetup,
 )
+from hearth.sizes import StepLimits
 from hearth.store.manifest import read_manifest
 from hearth.types import FinishReason, ModelId, SamplingParams, WorkerId
 
@@ -175,11 +176,19 @@ def host_order(name: str, where: Path | str, **changes: object) -> HostModel:
         digest="" if manifest is None else manifest.digest,
         weight=1.0,
         max_context=64 if manifest is None else min(64, manifest.arch.max_positions),
+        limits=limits_of(CONFIG),
         kv_floor_bytes=KV_BYTES,
         max_kv_bytes=KV_BYTES,
         eos_ids=(),
     )
     return msgspec.structs.replace(order, **changes)
+
+
+def limits_of(config: EngineConfig) -> StepLimits:
+    """The limits of a configuration that leaves none open."""
+    assert config.max_batch_tokens is not None
+    assert config.max_seqs is not None
+    return StepLimits(config.max_batch_tokens, config.max_seqs, config.block_tokens)
 
 
 def greedy(max_tokens: int, **changes: object) -> Sampling:
@@ -252,7 +261,7 @@ def working(keeper_socket: str, **changes: object) -> Iterator[Rig]:
             budget_bytes=BUDGET_BYTES,
             keeper_socket=keeper_socket,
             kernels_path="",
-            engine=asdict(CONFIG),
+            engine=CONFIG.plain(),
             num_threads=1,
             log_level="warning",
         )

@@ -36,6 +36,7 @@ from hearth.messages import (
     StepDone,
 )
 from hearth.policy.turns.turn_policy import TurnRules
+from hearth.sizes import StepLimits
 from hearth.store.borrower import Borrower
 from hearth.store.lender import Lender
 from hearth.store.loader import Loader
@@ -45,7 +46,7 @@ from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.runtime import HostingResources
 from hearth.worker.worker_loop import DeviceLost, Inbox, WorkerLoop
 from tests.store.stored import PATIENCE_S
-from tests.worker.harness import CONFIG, folder, host_order
+from tests.worker.harness import CONFIG, folder, host_order, limits_of
 
 F = TypeVar("F", bound=Fact)
 NewPool = Callable[[EvictionTermsOf], Pool]
@@ -67,6 +68,7 @@ class LoopGateway:
 
     inbox: Inbox
     facts: Queue[Fact]
+    limits: StepLimits  #: of all models
     device_lost: Future[DeviceLost] = field(default_factory=Future)
     answers: dict[int, Answer] = field(default_factory=dict)
     loads: list[ModelLoaded] = field(default_factory=list)
@@ -114,7 +116,7 @@ class LoopGateway:
         return self.until(Pong)
 
     def host(self, name: str, where: Path, **changes: object) -> None:
-        self.inbox.put(host_order(name, where, **changes))
+        self.inbox.put(host_order(name, where, **{"limits": self.limits, **changes}))
 
     def load(self, name: str, where: Path, **changes: object) -> ModelLoaded:
         self.host(name, where, **changes)
@@ -163,7 +165,7 @@ def working_in_process(
     """With `max_facts`, the worker waits when so many lie there untaken."""
     device = device or torch.device("cpu")
     with folder() as place, closing(Lender(tiers, place / "s")), closing(Borrower(place / "s")) as borrower:
-        gateway = LoopGateway(SimpleQueue(), Queue(max_facts))
+        gateway = LoopGateway(SimpleQueue(), Queue(max_facts), limits_of(config))
 
         def kept_pool(eviction_terms: EvictionTermsOf) -> Pool:
             gateway.pool = new_pool(eviction_terms)

@@ -23,6 +23,7 @@ from hearth.memory.arena import ArenaPool
 from hearth.memory.cuda_pages import CudaPages
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
+from hearth.messages import StepDone
 from hearth.policy.fleet.events import Promise
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.manifest import read_manifest
@@ -30,12 +31,13 @@ from hearth.types import Hold, ModelId, SamplingTable
 from tests.engine.harness import assert_greedy, prompts_for
 from tests.models.zoo import WIDE
 from tests.store.stored import converted, tiers_at
-from tests.worker.harness import greedy
+from tests.worker.harness import greedy, limits_of
 from tests.worker.in_process import Answer, LoopGateway, NewPool, working_in_process
 
 PlaceTable = Callable[[ModelId, SamplingTable, int], torch.Tensor | None]
 CONTEXT = 64
 CONFIG = EngineConfig(max_batch_tokens=32, max_seqs=12, max_step=-1, block_tokens=4)
+LIMITS = limits_of(CONFIG)
 VOCABULARY = 160
 TWIN = "-twin"
 #: Penalties and biases that have a table and leave all logits as they are.
@@ -67,10 +69,10 @@ class Setting:
         return converted(source(name), chunk_bytes=self.page_bytes)
 
     def spec(self, name: str) -> ModelSpec:
-        return ModelSpec(read_manifest(self.where(name)).arch, torch.float32, CONTEXT, frozenset())
+        return ModelSpec(read_manifest(self.where(name)).arch, torch.float32, CONTEXT, LIMITS, frozenset())
 
     def block_bytes(self, name: str) -> int:
-        return block_bytes(self.spec(name), CONFIG)
+        return block_bytes(self.spec(name))
 
     def floor_bytes(self, name: str) -> int:
         """One full context, and the sink."""
@@ -88,7 +90,7 @@ class Setting:
         own_bytes += 16 * self.block_bytes(name) if self.new_pool is arena else 0
         return Promise(
             own_bytes,
-            workspace_bytes=self._rounded(workspace_bytes(self.spec(name), CONFIG, self.device)),
+            workspace_bytes=self._rounded(workspace_bytes(self.spec(name), self.device)),
             standing_bytes=self._rounded(self.block_bytes(name)),
         )
 
@@ -306,6 +308,38 @@ def test_the_same_plans_give_the_same_bits_whatever_happens_to_the_memory(kind: 
     assert reused[1] > 0, "nothing was ever left of a retired model"
     assert [one.tokens for one in disturbed] == [one.tokens for one in undisturbed]
     assert [one.logprobs for one in disturbed] == [one.logprobs for one in undisturbed]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tables_grow_in_the_pool_with_those_who_need_them_and_keep_what_they_hold(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = SETTINGS[kind]
+    name = setting.names[0]
+    prompts = prompts_for(VOCABULARY, [4] * 10, seed=4)
+    with playing(kind, 3 * setting.promise_bytes(name), tmp_path, seed=0) as player:
+        gateway = player.gateway
+        player.host(name)
+        alone = [gateway.ask(name, prompt, PENALISED_AND_BIASED) for prompt in prompts]
+        pool, placed_bytes = gateway.pool, dict[SamplingTable, list[int]]()
+        assert pool is not None
+
+        def watched(place: PlaceTable, model: ModelId, table: SamplingTable, num_bytes: int) -> object:
+            placed_bytes.setdefault(table, []).append(num_bytes)
+            return place(model, table, num_bytes)
+
+        monkeypatch.setattr(pool, "place_table", partial(watched, pool.place_table))
+        runs = [gateway.start(name, prompts[0], PENALISED_AND_BIASED)]
+        gateway.until(StepDone)
+        runs += [gateway.start(name, prompt, PENALISED_AND_BIASED) for prompt in prompts[1:]]
+        together = gateway.until_ended(*runs)
+
+        assert [one.tokens for one in together] == [one.tokens for one in alone]
+        assert placed_bytes.keys() == set(SamplingTable)
+        for few_bytes, *_, many_bytes in placed_bytes.values():
+            assert few_bytes < many_bytes
+        told = gateway.ping()
+        assert (told.models[0].tables_bytes, told.fallbacks["tables"]) == (0, 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

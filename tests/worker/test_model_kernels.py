@@ -10,13 +10,15 @@ import torch
 
 from hearth.memory.arena import ArenaPool
 from hearth.messages import PrepareModel
+from hearth.sizes import StepLimits
 from hearth.store.manifest import Manifest, read_manifest
 from hearth.types import ModelId
 from tests.store.stored import PATIENCE_S, converted, tiers_at
-from tests.worker.harness import BUDGET_BYTES, greedy
+from tests.worker.harness import BUDGET_BYTES, CONFIG, greedy, limits_of
 from tests.worker.in_process import working_in_process
 
 PROMPT = (3, 14, 15, 92)
+LIMITS = limits_of(CONFIG)
 
 
 class SlowKernels:
@@ -27,10 +29,11 @@ class SlowKernels:
         self.is_compiling, self.may_end = threading.Event(), threading.Event()
         self.prepared: list[PrepareModel] = []
 
-    def load(self, manifest: Manifest) -> bool:
+    def load(self, manifest: Manifest, limits: StepLimits) -> bool:
         return manifest.digest != self._missing_digest
 
-    def compile(self, manifest: Manifest) -> None:
+    def compile(self, manifest: Manifest, limits: StepLimits) -> None:
+        assert limits == LIMITS, "they are compiled for other steps"
         assert manifest.digest == self._missing_digest, "others are there already"
         self.is_compiling.set()
         assert self.may_end.wait(PATIENCE_S)
@@ -61,7 +64,7 @@ def test_only_the_model_whose_kernels_are_compiled_waits_for_them(tmp_path: Path
 def test_a_worker_prepares_for_models_that_nobody_has_asked_for(tmp_path: Path) -> None:
     kernels = SlowKernels("")
     new_pool = partial(ArenaPool, torch.device("cpu"), BUDGET_BYTES)
-    order = PrepareModel(ModelId("a"), "/somewhere")
+    order = PrepareModel(ModelId("a"), "/somewhere", LIMITS)
     with (
         tiers_at(tmp_path) as tiers,
         working_in_process(tiers, new_pool, kernels=kernels) as gateway,  # type: ignore[arg-type] # as said
@@ -74,5 +77,5 @@ def test_a_worker_prepares_for_models_that_nobody_has_asked_for(tmp_path: Path) 
 def test_a_worker_without_kernels_to_compile_has_nothing_to_prepare(tmp_path: Path) -> None:
     new_pool = partial(ArenaPool, torch.device("cpu"), BUDGET_BYTES)
     with tiers_at(tmp_path) as tiers, working_in_process(tiers, new_pool) as gateway:
-        gateway.inbox.put(PrepareModel(ModelId("a"), "/nowhere"))
+        gateway.inbox.put(PrepareModel(ModelId("a"), "/nowhere", LIMITS))
         assert gateway.ping().fallbacks["kernels_compiled_while_serving"] == 0

@@ -27,11 +27,13 @@ from hearth.messages import (
     ModelLoaded,
     Ping,
     Pong,
+    RetireModel,
     Sampling,
     Shutdown,
     StartRequest,
     StepDone,
 )
+from hearth.sizes import StepLimits
 from hearth.store.borrower import Borrower
 from hearth.store.convert import convert
 from hearth.store.loader import Loader
@@ -243,6 +245,19 @@ def test_all_tokens_of_a_step_come_in_one_message(gateway: Gateway, model: Path)
     gateway.until_ended(*runs)
 
     assert max(len(fact.runs) for fact in gateway.facts if isinstance(fact, StepDone)) == 4
+
+
+def test_a_model_runs_as_many_requests_at_a_time_as_its_order_says_also_when_it_comes_back(
+    gateway: Gateway, model: Path
+) -> None:
+    for max_seqs in (2, 5):
+        limits = StepLimits(max_batch_tokens=64, max_seqs=max_seqs, block_tokens=4)
+        gateway.send(host_order("a", model, limits=limits))
+        gateway.facts.clear()
+        gateway.until_ended(*(gateway.start("a", PROMPT, greedy(10)) for _ in range(6)))
+        steps = [len(fact.runs) for fact in gateway.facts if isinstance(fact, StepDone)]
+        assert max(steps) == max_seqs
+        gateway.send(RetireModel(ModelId("a")))
 
 
 def test_the_model_s_end_tokens_end_its_answers(gateway: Gateway, model: Path) -> None:

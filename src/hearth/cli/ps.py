@@ -152,7 +152,7 @@ def _print_processes(view: ProcessView) -> None:
             f"{size(model.loaded_bytes)} of {size(model.total_bytes)}",
             size(model.shared_bytes) if model.shared_bytes else "-",
             _kv(model),
-            *(str(model.num_running), _turn(model), _left(model)),
+            *(_running(model), _turn(model), _left(model)),
         ]
         for model in view.models
     ]
@@ -166,6 +166,11 @@ def _print_processes(view: ProcessView) -> None:
     if view.host is not None:
         typer.echo(f"\nhost memory: {size(view.host.used_bytes)} of {size(view.host.budget_bytes)}")
     typer.echo(f"\nrequests: {view.num_running} running, {view.num_waiting} waiting")
+
+
+def _running(model: ResidentView) -> str:
+    most = "" if model.max_seqs is None else f" of {model.max_seqs}"
+    return f"{model.num_running}{most}"
 
 
 def _kv(model: ResidentView) -> str:

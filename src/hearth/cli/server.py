@@ -22,7 +22,7 @@ from hearth.config import HearthConfig, ServiceConfig
 from hearth.control.datadir import DataDir, ServiceFile
 from hearth.control.devices import Devices, resolve
 from hearth.control.gateway import Gateway
-from hearth.control.service import keys_of, running, suited
+from hearth.control.service import keys_of, log_unused_memory, running
 from hearth.errors import ConfigError
 
 #: The most connections that wait to be accepted.
@@ -42,7 +42,7 @@ def run_service(config: HearthConfig, on_ready: Callable[[str, Gateway], None] =
         HearthError: a port that is taken, a data directory in use, a device that is not there, ...
     """
     devices = resolve(config.service)
-    config = suited(config, devices)
+    log_unused_memory(config, devices)
     service = config.service
     with (
         DataDir.hold(service.data_dir, may_be_old=True) as data_dir,

@@ -12,8 +12,10 @@ from hearth.control.registry import Deployed, Names, Registry
 from hearth.control.views import ModelView
 from hearth.errors import ConfigError
 from hearth.messages import HostModel, PrepareModel
+from hearth.policy.batch.step_limits import step_limits
 from hearth.policy.fleet.events import LoadModel, ModelProfile
-from hearth.policy.fleet.footprint import context_of, fitted_context, footprint
+from hearth.policy.fleet.footprint import Facts, context_of, fitted_context, footprint
+from hearth.sizes import StepLimits, computed_dtype
 from hearth.types import ModelId, Pace
 
 log = logging.getLogger(__name__)
@@ -31,6 +33,7 @@ class CatalogEntry:
 
     deployed: Deployed
     config: ModelConfig
+    limits: StepLimits
     max_context: int
     profile: ModelProfile
     pace: Pace
@@ -43,15 +46,16 @@ class CatalogEntry:
     @property
     def prepare_order(self) -> PrepareModel:
         """The order to have the model's kernels ready."""
-        return PrepareModel(self.profile.model, self.deployed.directory)
+        return PrepareModel(self.profile.model, self.deployed.directory, self.limits)
 
 
 class Catalog:
     """Mutable; used on the event loop alone.
 
     Models whose context nobody has named are served with as much of theirs as a worker can hold, where models
-    take turns beside others that wait. How much a worker can hold is known from the configuration, or else
-    from the first one that is there.
+    take turns beside others that wait. Their steps are as large as its memory suggests, unless somebody has
+    set limits. How much a worker can hold is known from the configuration, or else from the first one that is
+    there.
     """
 
     def __init__(
@@ -75,7 +79,7 @@ class Catalog:
             ConfigError: the configuration of a model contradicts the model.
         """
         self._registry, self._configs = registry, configs
-        self._limits = engine.step_limits
+        self._wanted_limits = engine.wanted_limits
         self._keep_alive_s, self._kind, self._budget_bytes = keep_alive_s, kind, budget_bytes
         self._pace, self._takes_turns = pace or Pace(), takes_turns
         #: Contexts that were cut, by model, as they have been logged.
@@ -142,6 +146,7 @@ class Catalog:
             digest=deployed.digest,
             weight=entry.config.latency_weight,
             max_context=entry.max_context,
+            limits=entry.limits,
             kv_floor_bytes=order.kv_floor_bytes,
             max_kv_bytes=order.max_kv_bytes,
             eos_ids=tuple(deployed.facts.eos_ids),
@@ -152,8 +157,8 @@ class Catalog:
 
     def prepare_orders(self) -> list[PrepareModel]:
         """Return orders to have the kernels of all models ready, one for all models of a shape."""
-        all_facts = ((entry, entry.deployed.facts) for entry in self._entries.values())
-        alike = {(facts.dimensions, facts.dtype, facts.quant): entry for entry, facts in all_facts}
+        pairs = ((one, one.deployed.facts) for one in self._entries.values())
+        alike = {(facts.dimensions, facts.dtype, facts.quant, one.limits): one for one, facts in pairs}
         return [entry.prepare_order for entry in alike.values()]
 
     def view(self, entry: CatalogEntry) -> ModelView:
@@ -177,14 +182,15 @@ class Catalog:
 
     def _entry(self, deployed: Deployed) -> CatalogEntry:
         config, facts = self._configs.get(deployed.name, ModelConfig()), deployed.facts
-        max_context = self._context(deployed, config)
+        limits = self._limits(facts, config)
+        max_context = self._context(facts, config, limits)
         keep_alive_s = self._keep_alive_s if config.keep_alive is None else config.keep_alive
         profile = ModelProfile(
             model=ModelId(deployed.name),
             num_bytes=facts.num_bytes,
             footprints={
                 self._kind: footprint(
-                    *(facts, self._kind, self._limits, max_context),
+                    *(facts, self._kind, limits, max_context),
                     floor_bytes=config.memory_floor_bytes,
                     ceiling_bytes=config.memory_ceiling_bytes,
                 )
@@ -194,7 +200,7 @@ class Catalog:
             weight=config.latency_weight,
             digest=deployed.digest,
         )
-        return CatalogEntry(deployed, config, max_context, profile, self._pace_of(config))
+        return CatalogEntry(deployed, config, limits, max_context, profile, self._pace_of(config))
 
     def _pace_of(self, config: ModelConfig) -> Pace:
         usual, target_s, max_pause_s = self._pace, config.first_token_target, config.max_pause
@@ -204,11 +210,21 @@ class Catalog:
             max_pause_s=usual.max_pause_s if max_pause_s is None else max_pause_s,
         )
 
-    def _context(self, deployed: Deployed, config: ModelConfig) -> int:
+    def _limits(self, facts: Facts, config: ModelConfig) -> StepLimits:
+        """Return the limits of a model by the memory that it may have.
+
+        Under a ceiling the budget, once it is known, never raises them: so a ceiling that has room for them
+        before has room afterwards.
+        """
+        bounds = [bound for bound in (self._budget_bytes, config.memory_ceiling_bytes) if bound is not None]
+        dtype, budget_bytes = computed_dtype(facts.dtype, self._kind), min(bounds, default=None)
+        return step_limits(self._wanted_limits, facts.dimensions, dtype, self._kind, budget_bytes)
+
+    def _context(self, facts: Facts, config: ModelConfig, limits: StepLimits) -> int:
         budget_bytes = self._budget_bytes
         if budget_bytes is not None and self._takes_turns:
             budget_bytes = int(budget_bytes * TURN_SHARE)
-        limits = [limit for limit in (budget_bytes, config.memory_ceiling_bytes) if limit is not None]
-        if config.context is not None or not limits:
-            return context_of(deployed.facts, config.context)
-        return fitted_context(deployed.facts, self._kind, self._limits, min(limits))
+        bounds = [bound for bound in (budget_bytes, config.memory_ceiling_bytes) if bound is not None]
+        if config.context is not None or not bounds:
+            return context_of(facts, config.context)
+        return fitted_context(facts, self._kind, limits, min(bounds))

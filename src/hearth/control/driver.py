@@ -56,12 +56,11 @@ class Driver:
         pools: PoolReports,
         host_order: HostOrder,
         prepare_orders: PrepareOrders,
-        max_seqs: int,
     ) -> None:
         self.fleet = fleet
         self.requests = ActiveRequests()
         self._journal, self._observer, self._pools = journal, observer, pools
-        self._host_order, self._prepare_orders, self._max_seqs = host_order, prepare_orders, max_seqs
+        self._host_order, self._prepare_orders = host_order, prepare_orders
         self._sinks: list[Sink] = [observer.observe]
         self._links: dict[WorkerId, WorkerLink] = {}
         #: The number of each stay of a model on a worker, by which facts of an earlier one are told apart.
@@ -212,8 +211,7 @@ class Driver:
         self._pools.joined(hello.worker, link)
         self.post(
             events.WorkerJoined(
-                *(self.now_s, hello.worker, hello.kind, hello.budget_bytes, self._max_seqs),
-                hello.shares_workspace,
+                *(self.now_s, hello.worker, hello.kind, hello.budget_bytes), hello.shares_workspace
             )
         )
         for order in self._prepare_orders():
@@ -308,7 +306,7 @@ class Driver:
                 self._failures.pop(model, None)
                 self._observer.load_ended(now_s, worker, fact)
                 rungs = tuple(events.RungUse(use.rung, use.num_bytes, use.seconds) for use in fact.rungs)
-                self.post(events.ModelReady(now_s, worker, model, rungs, fact.total_s))
+                self.post(events.ModelReady(now_s, worker, model, rungs, fact.total_s, fact.ahead_bytes))
             case messages.HostingFailed(model):
                 self._failures[model] = fact.label
                 del self._hostings[worker, model]

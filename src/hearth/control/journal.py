@@ -31,7 +31,7 @@ from hearth.policy.fleet.fleet import Fleet
 log = logging.getLogger(__name__)
 
 #: Raise it when events, actions or decisions change, so that an old recording is not taken for a wrong one.
-VERSION = 4
+VERSION = 5
 
 _EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 _ENCODER = msgspec.json.Encoder()

@@ -105,6 +105,7 @@ def _used_view(worker: WorkerId, use: ModelUse, one: Resident | None, now_s: flo
         is_in_turn=use.is_in_turn,
         due_in_s=use.due_s,
         is_pin_refused=one is not None and one.is_pin_refused,
+        max_seqs=None if one is None else one.max_seqs,
     )
 
 
@@ -119,6 +120,7 @@ def _promised_view(one: Resident, now_s: float) -> ResidentView:
         num_running=one.num_running,
         expires_in_s=_expires_in_s(one, now_s),
         is_pin_refused=one.is_pin_refused,
+        max_seqs=one.max_seqs,
     )
 
 

@@ -9,10 +9,9 @@ import secrets
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, replace
 from pathlib import Path
 
-from hearth.config import CPU_HOST_BYTES, EngineConfig, HearthConfig, ServiceConfig
+from hearth.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
 from hearth.control.demand_reports import DemandReports
@@ -40,8 +39,6 @@ from hearth.policy.fleet.fleet import Fleet
 from hearth.store.keeper_client import KeeperClient
 from hearth.types import Pace, WorkerId
 
-#: The most tokens of a step on a CPU, where nothing else is configured.
-CPU_BATCH_TOKENS = 512
 #: Longer paths do not fit the address of a Unix socket.
 MAX_SOCKET_PATH_BYTES = 100
 
@@ -75,10 +72,7 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         stack.callback(journal.close)
         metrics = Metrics()
         observer, pools = Observer(metrics, takes_turns=service.turns), PoolReports()
-        driver = Driver(
-            *(Fleet(brain), journal, observer, pools, catalog.host_order, catalog.prepare_orders),
-            max_seqs=config.engine.max_seqs,
-        )
+        driver = Driver(*(Fleet(brain), journal, observer, pools, catalog.host_order, catalog.prepare_orders))
         stack.callback(driver.close)
         decoder = FactDecoder(asyncio.get_running_loop(), driver.requests.by_run, driver.receive)
         stack.callback(decoder.close)
@@ -128,23 +122,14 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         observer.close()
 
 
-def suited(config: HearthConfig, devices: Devices) -> HearthConfig:
-    """Return a configuration that suits the devices.
-
-    A CPU takes seconds for as many tokens as a GPU computes in a step; whoever runs beside would wait.
-    """
-    engine = config.engine
-    if devices.kind != "cpu":
-        return config
-    if config.store.unused_host_bytes:
+def log_unused_memory(config: HearthConfig, devices: Devices) -> None:
+    """Warn of host memory for chunks that is asked for and that the devices do not use."""
+    if devices.kind == "cpu" and config.store.unused_host_bytes:
         log.warning(
             "fallback host_bytes=%d reason=`a CPU holds models in its own memory alone, given: %d` "
             "remedy=`raise service.memory_bytes instead`",
             *(CPU_HOST_BYTES, config.store.host_bytes),
         )
-    if engine.max_batch_tokens != EngineConfig().max_batch_tokens:
-        return config
-    return replace(config, engine=replace(engine, max_batch_tokens=CPU_BATCH_TOKENS))
 
 
 def keys_of(service: ServiceConfig, data_dir: DataDir) -> ApiKeys:
@@ -220,7 +205,7 @@ def _worker_setups(
             budget_bytes=config.service.memory_bytes,
             keeper_socket=str(socket),
             kernels_path=str(data_dir.kernels_path),
-            engine=asdict(config.engine),
+            engine=config.engine.plain(),
             num_threads=devices.threads_per_worker,
             log_level=config.log.level,
             turns=config.service.turns,

@@ -101,6 +101,7 @@ class ResidentView:
     is_in_turn: bool = False  #: where models that do not fit together take turns
     due_in_s: float | None = None  #: until its next token is due; negative: overdue; None: no requests
     is_pin_refused: bool = False  #: it should be pinned, and others would have no room then
+    max_seqs: int | None = None  #: requests that it runs at a time; None: it is not hosted
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,8 @@ from hearth.models.weights import Weights
 from hearth.models.workspace import Workspace
 from hearth.policy.batch.batcher import Batcher, BatchLimits
 from hearth.policy.batch.blocks import SINK_BLOCK, BlockBook
-from hearth.sizes import Buffer, StepSize, block_buffer
+from hearth.policy.batch.step_limits import step_limits
+from hearth.sizes import Buffer, StepLimits, StepSize, block_buffer
 
 #: The KV of a CPU engine takes at most this share of the machine's memory; what is not written costs nothing.
 _CPU_SHARE = 0.25
@@ -46,6 +47,7 @@ class ModelSpec:
     arch: Arch
     dtype: torch.dtype
     max_context: int
+    limits: StepLimits
     eos_ids: frozenset[int]
     tokenizer_json: Path | None = None  #: what guides go by; None: outputs cannot be guided
 
@@ -62,20 +64,26 @@ class Memory:
     floor_blocks: int  #: that it is promised: no request ever needs more
 
 
-def workspace_bytes(spec: ModelSpec, config: EngineConfig, device: torch.device) -> int:
-    return Workspace.num_bytes(spec.arch, spec.dtype, _step_size(config, device))
+def own_limits(config: EngineConfig, arch: Arch, dtype: torch.dtype, device: torch.device) -> StepLimits:
+    """Return the limits of an engine that has the free memory of a device to itself, weights included."""
+    budget_bytes = _spare_bytes(config, device)
+    return step_limits(config.wanted_limits, arch.dimensions, name_of(dtype), device.type, budget_bytes)
 
 
-def block_bytes(spec: ModelSpec, config: EngineConfig) -> int:
+def workspace_bytes(spec: ModelSpec, device: torch.device) -> int:
+    return Workspace.num_bytes(spec.arch, spec.dtype, _step_size(spec.limits, device))
+
+
+def block_bytes(spec: ModelSpec) -> int:
     """The bytes of one block of KV, all layers of it."""
-    return _block(spec, config).num_bytes
+    return _block(spec).num_bytes
 
 
-def prompt_kernel_of(spec: ModelSpec, block_tokens: int) -> PromptKernel:
+def prompt_kernel_of(spec: ModelSpec) -> PromptKernel:
     """Say which kernel attends over the model's prompts on the current CUDA device."""
     arch = spec.arch
     heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
-    return prompt_kernel(heads, spec.dtype, block_tokens)
+    return prompt_kernel(heads, spec.dtype, spec.limits.block_tokens)
 
 
 @cache
@@ -96,46 +104,51 @@ def assemble(
     In `memory` that was set aside KV has no blocks yet: `Engine.add_blocks` gives them. Without such memory
     the engine takes its own, and what is left on the device goes to KV, for good.
     """
+    limits = spec.limits
+    log.info(
+        "engine_assembled max_batch_tokens=%d max_seqs=%d max_context=%d",
+        *(limits.max_batch_tokens, limits.max_seqs, spec.max_context),
+    )
     is_elastic = memory is not None
     memory = memory or _own_memory(spec, config, device)
     if device.type == "cuda":
-        _tell_if_slow(prompt_kernel_of(spec, config.block_tokens))
-    runner = assemble_runner(spec, weights, config, memory, _step_size(config, device))
+        _tell_if_slow(prompt_kernel_of(spec))
+    runner = assemble_runner(spec, weights, config, memory, _step_size(limits, device))
     if (
         config.graphs == "start" and not is_elastic
     ):  # else there may be no weights yet: see `worker/hosted_model.py`
         runner.capture_all()
-    limits = BatchLimits(config.max_batch_tokens, config.max_seqs, spec.max_context)
     if is_elastic:
-        book = BlockBook(config.block_tokens, memory.floor_blocks)
+        book = BlockBook(limits.block_tokens, memory.floor_blocks)
     else:
-        book = BlockBook.fixed(len(runner.kv), config.block_tokens)
+        book = BlockBook.fixed(len(runner.kv), limits.block_tokens)
+    batcher = Batcher(BatchLimits(limits.max_batch_tokens, limits.max_seqs, spec.max_context), book)
     vocab_size = spec.arch.vocab_size
     guides = Guides(spec.tokenizer_json, vocab_size, spec.eos_ids)
-    return Engine(Batcher(limits, book), runner, guides, vocab_size, spec.eos_ids, max_step_s=config.max_step)
+    return Engine(batcher, runner, guides, vocab_size, spec.eos_ids, max_step_s=config.max_step)
 
 
 def assemble_runner(
     spec: ModelSpec, weights: Weights, config: EngineConfig, memory: Memory, size: StepSize
 ) -> Runner:
     """Return what runs the steps of an engine, on the device that the memory is on."""
-    arch, dtype, device = spec.arch, spec.dtype, memory.workspace.device
+    arch, dtype, device, limits = spec.arch, spec.dtype, memory.workspace.device, spec.limits
     workspace = Workspace.bind(arch, dtype, size, memory.workspace)
     cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, spec.max_context, device)
     uploads = Uploads(device)
-    sampler = Sampler(config.max_seqs, arch.vocab_size, uploads)
+    sampler = Sampler(limits.max_seqs, arch.vocab_size, uploads)
     heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
     inputs = InputBuffers(
-        config.step_limits,
+        limits,
         spec.max_context,
         sampler.tokens,
         uploads,
         memory.sink,
         lambda num_rows: prompt_tile_tokens(heads, dtype, num_rows),
     )
-    kv = _bind_kv(spec, config, memory.kv)
+    kv = _bind_kv(spec, memory.kv)
     decoder = Decoder(arch, weights, workspace, cos_sin)
-    sizes = _padded_sizes(config, device)
+    sizes = _padded_sizes(limits, device)
     is_captured = device.type == "cuda" and sizes.decode and config.graphs != "off"
     return Runner(decoder, kv, inputs, sampler, uploads, sizes, StepGraphs() if is_captured else None)
 
@@ -154,7 +167,7 @@ def allocate(num_bytes: int, device: torch.device, what: str, remedy: str) -> to
         ) from error
 
 
-def _padded_sizes(config: EngineConfig, device: torch.device) -> PaddedSizes:
+def _padded_sizes(limits: StepLimits, device: torch.device) -> PaddedSizes:
     """The sizes that steps are padded to, captured or not: so both give the same bits.
 
     On the meta device there are dry runs, which have the shapes of CUDA.
@@ -166,30 +179,31 @@ def _padded_sizes(config: EngineConfig, device: torch.device) -> PaddedSizes:
             "fallback kernels=torch graphs=off reason=triton_missing remedy=`pip install hearth[gpu]`"
         )
         return PaddedSizes()
-    return PaddedSizes.of(config.step_limits)
+    return PaddedSizes.of(limits)
 
 
-def _step_size(config: EngineConfig, device: torch.device) -> StepSize:
+def _step_size(limits: StepLimits, device: torch.device) -> StepSize:
     if device.type != "cuda":
-        return StepSize.of(config.step_limits, device.type)
+        return StepSize.of(limits, device.type)
     num_processors: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return StepSize.of(config.step_limits, device.type, num_processors)
+    return StepSize.of(limits, device.type, num_processors)
 
 
 def _own_memory(spec: ModelSpec, config: EngineConfig, device: torch.device) -> Memory:
-    num_bytes = workspace_bytes(spec, config, device)
-    workspace = allocate(num_bytes, device, "the workspace", "lower `engine.max_batch_tokens`")
-    num_blocks = _num_blocks(spec, config, config.kv_bytes or _spare_bytes(config, device))
-    kv_bytes = num_blocks * block_bytes(spec, config)
+    num_bytes = workspace_bytes(spec, device)
+    remedy = "lower `engine.max_batch_tokens` or `engine.max_seqs`"
+    workspace = allocate(num_bytes, device, "the workspace", remedy)
+    num_blocks = _num_blocks(spec, config.kv_bytes or _spare_bytes(config, device))
+    kv_bytes = num_blocks * block_bytes(spec)
     kv = allocate(kv_bytes, device, "KV", "lower `engine.kv_bytes`")
     return Memory(workspace, kv, SINK_BLOCK, floor_blocks=num_blocks - 1)
 
 
-def _num_blocks(spec: ModelSpec, config: EngineConfig, limit_bytes: int) -> int:
+def _num_blocks(spec: ModelSpec, limit_bytes: int) -> int:
     """As many blocks as the limit allows and running sequences can fill, the sink among them."""
-    size_bytes = block_bytes(spec, config)
-    blocks_per_seq = config.step_limits.num_blocks(spec.max_context)
-    num_blocks = min(limit_bytes // size_bytes, 1 + config.max_seqs * blocks_per_seq)
+    size_bytes = block_bytes(spec)
+    blocks_per_seq = spec.limits.num_blocks(spec.max_context)
+    num_blocks = min(limit_bytes // size_bytes, 1 + spec.limits.max_seqs * blocks_per_seq)
     if num_blocks < 2:
         raise DeviceError(
             f"KV memory of {limit_bytes} bytes holds {num_blocks} blocks of {size_bytes} bytes, at least 2 "
@@ -198,20 +212,20 @@ def _num_blocks(spec: ModelSpec, config: EngineConfig, limit_bytes: int) -> int:
     return num_blocks
 
 
-def _bind_kv(spec: ModelSpec, config: EngineConfig, base: torch.Tensor) -> torch.Tensor:
+def _bind_kv(spec: ModelSpec, base: torch.Tensor) -> torch.Tensor:
     """`base` (uint8) as blocks; what is left over at its end is not used."""
-    block = _block(spec, config)
+    block = _block(spec)
     num_bytes = len(base) // block.num_bytes * block.num_bytes
     return base[:num_bytes].view(spec.dtype).view(-1, *block.shape)
 
 
-def _block(spec: ModelSpec, config: EngineConfig) -> Buffer:
+def _block(spec: ModelSpec) -> Buffer:
     sizes = spec.arch.dimensions
-    return block_buffer(sizes, sizes.layers, name_of(spec.dtype), config.block_tokens)
+    return block_buffer(sizes, sizes.layers, name_of(spec.dtype), spec.limits.block_tokens)
 
 
 def _spare_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Read once: from here on the engine's own books count."""
+    """Return the device's memory that nothing takes yet, less what is to be left to others."""
     if device.type != "cuda":
         return int(machine_bytes() * _CPU_SHARE)
     free, total = torch.cuda.mem_get_info(device)

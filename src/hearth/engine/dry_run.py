@@ -7,7 +7,7 @@ by itself.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -59,18 +59,17 @@ def dry_run(needs: KernelNeeds) -> None:
 def dry_runner(needs: KernelNeeds) -> Runner:
     """Return a runner over tensors without memory."""
     arch, limits, meta = needs.arch, needs.limits, torch.device("meta")
-    config = EngineConfig(**asdict(limits))
     # No variant depends on the context, see `do_not_specialize` of the kernels.
-    spec = ModelSpec(arch, DTYPES[needs.dtype], arch.max_positions, frozenset())
+    spec = ModelSpec(arch, DTYPES[needs.dtype], arch.max_positions, limits, frozenset())
     layout = layout_of(arch, needs.dtype, needs.quant)
     weights = bind(arch, layout, contiguous_places(layout, _bytes(layout.num_bytes, meta)))
     size = StepSize.of(limits, "cuda", needs.num_processors)
     memory = Memory(
         _bytes(Workspace.num_bytes(arch, spec.dtype, size), meta),
-        _bytes(2 * block_bytes(spec, config), meta),
+        _bytes(2 * block_bytes(spec), meta),
         *(SINK_BLOCK, 1),
     )
-    return assemble_runner(spec, weights, config, memory, size)
+    return assemble_runner(spec, weights, EngineConfig(), memory, size)
 
 
 def _bytes(count: int, device: torch.device) -> torch.Tensor:

@@ -19,7 +19,7 @@ from hearth.policy.batch.batcher import Batcher
 from hearth.policy.batch.elastic import Elastic, KvUse
 from hearth.policy.batch.plan import Admission, CommittedStep, EngineRequest, Guide, RequestFailed, StepPlan
 from hearth.policy.batch.prompt_allowance import PromptAllowance
-from hearth.sizes import bias_buffers, bytes_of, penalty_buffers
+from hearth.sizes import bias_buffers, bytes_of, penalty_buffers, table_rows
 from hearth.types import FinishReason, GuideSpec, RequestId, SamplingParams, SamplingTable, TokenLogprobs
 
 _TABLE_BUFFERS = {SamplingTable.PENALTIES: penalty_buffers, SamplingTable.BIAS: bias_buffers}
@@ -81,7 +81,7 @@ class _LaunchedStep:
 
     plan: StepPlan
     pending: PendingStep
-    timer: StepTimer | None  #: None: it may have waited for weights, and says nothing about others
+    timer: StepTimer | None  #: None: it had to wait for more than the device, and says nothing about others
 
 
 class Intake:
@@ -160,6 +160,11 @@ class Engine:
         return self.batcher.has_work
 
     @property
+    def is_computing(self) -> bool:
+        """True if a step was launched and not taken in."""
+        return self._flight is not None
+
+    @property
     def usage(self) -> Usage:
         batcher, blocks = self.batcher, self.batcher.blocks
         return Usage(
@@ -169,12 +174,13 @@ class Engine:
     def needed_tables(self) -> dict[SamplingTable, int]:
         """Return the bytes of each table that a request which is here needs, be it running or waiting.
 
-        A table that nobody has placed is allocated, outside of any pool, by the step that admits the first of
-        them; it goes with the last. So whoever keeps books of the device asks before each step, and after.
+        A table that nobody has placed, or that has become too small, is allocated outside of any pool by the
+        step that admits them; it goes with the last. So whoever keeps books of the device asks before each
+        step, and after.
         """
         max_seqs = self.batcher.limits.max_seqs
         return {
-            table: bytes_of(_TABLE_BUFFERS[table](max_seqs, self._vocab_size))
+            table: bytes_of(_TABLE_BUFFERS[table](table_rows(len(users), max_seqs), self._vocab_size))
             for table, users in self._users_by_table.items()
             if users
         }
@@ -280,7 +286,7 @@ class Engine:
         # One touch of unmapped memory would kill the context, and with it every model in the worker.
         written = [block for write in plan.table_writes for block in write.blocks]
         assert self.batcher.blocks.has_all(written), f"blocks that are not there: {plan.table_writes}"
-        timer = None if self.runner.is_gated else StepTimer(self.runner.kv.device)
+        timer = StepTimer(self.runner.kv.device) if self.runner.is_warm(plan) else None
         pending = self.runner.launch(plan)
         if timer is not None:
             timer.stop()
@@ -302,7 +308,9 @@ class Engine:
         for table, users in self._users_by_table.items():
             if request_id in users:
                 users.remove(request_id)
-                if not users:
+                if users:
+                    self.runner.free_row(table, request_id)
+                else:
                     self.runner.drop_table(table)
 
 

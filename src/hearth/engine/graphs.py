@@ -71,7 +71,8 @@ class StepGraphs:
         # Recording waits for nothing. `torch.cuda.graph` would wait for the device, and empty torch's cache.
         with _CAPTURE, torch.cuda.stream(stream):
             # cuBLAS takes its workspace of a stream with the first product: not from the memory of a graph.
-            torch.mm(*torch.zeros(2, 8, 8, device="cuda"))
+            # A worker has run one like this when it started, so no kernel has to be loaded for it.
+            torch.mm(*torch.zeros(2, 128, 128, dtype=torch.bfloat16, device="cuda"))
             # Other threads go on using the device meanwhile, such as a second model's step thread. This one
             # may load kernels, as libraries do at the first launch, which other modes would not let pass.
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")

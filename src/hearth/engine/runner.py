@@ -18,7 +18,7 @@ from hearth.models.decoder import Decoder
 from hearth.models.weights import WeightGate, Weights
 from hearth.policy.batch.blocks import BlockMove
 from hearth.policy.batch.plan import StepPlan
-from hearth.types import SamplingTable, TokenLogprob, TokenLogprobs
+from hearth.types import RequestId, SamplingTable, TokenLogprob, TokenLogprobs
 
 #: Blocks that move are copied in pieces of at most this, or one by one: the copy takes memory of its own.
 _COPY_BYTES = 16 << 20
@@ -113,10 +113,11 @@ class Runner:
         """Return with how many rows a step of this plan is padded."""
         return self.sizes.shape_of(plan).num_rows - plan.num_tokens
 
-    @property
-    def is_gated(self) -> bool:
-        """True if the next step may have to wait for weights."""
-        return self._gate is not None
+    def is_warm(self, plan: StepPlan) -> bool:
+        """True if a step of this plan has neither to wait for weights nor to be captured first."""
+        if self._gate is not None:
+            return False
+        return self.graphs is None or all(key in self.graphs for key in self.sizes.shape_of(plan).keys)
 
     @torch.inference_mode()
     def capture_all(self) -> None:
@@ -154,6 +155,10 @@ class Runner:
     def drop_table(self, table: SamplingTable) -> None:
         """Let go of a sampling table, because no plan from now on has a row that needs it."""
         self._sampler.drop_table(table)
+
+    def free_row(self, table: SamplingTable, request_id: RequestId) -> None:
+        """Let others have the row of a request in a sampling table, because no plan has a row of it."""
+        self._sampler.free_row(table, request_id)
 
     def synchronize(self) -> None:
         """Wait for all steps that were launched."""

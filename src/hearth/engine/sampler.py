@@ -20,13 +20,14 @@ import torch
 
 from hearth.engine.logit_bias import LogitBias, is_biased
 from hearth.engine.noise import gumbel, noise_keys
+from hearth.engine.optional_table import OptionalTable
 from hearth.engine.penalties import Penalties, is_penalised
 from hearth.engine.top_k_top_p import rank_cutoff
 from hearth.engine.upload import Uploads
 from hearth.models.buffers import zeros
 from hearth.policy.batch.plan import Admission
-from hearth.sizes import sampler_buffers
-from hearth.types import MAX_LOGPROBS, SamplingTable
+from hearth.sizes import bias_buffers, bytes_of, penalty_buffers, sampled_pieces, sampler_buffers
+from hearth.types import MAX_LOGPROBS, RequestId, SamplingTable
 
 #: Beyond these a temperature is as good as greedy or uniform, and float32 quotients would not stay finite.
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
@@ -111,7 +112,9 @@ class _Work:
     masks: torch.Tensor | None  #: of the guided rows, int32 [rows, words]
     slots: torch.Tensor  #: of every row
     penalised: torch.Tensor  #: rows
+    penalty_rows: torch.Tensor  #: of the penalised rows, in their table
     biased: torch.Tensor  #: rows
+    bias_rows: torch.Tensor  #: of the biased rows, in their table
     banned: torch.Tensor  #: row * vocabulary size + token
     random: torch.Tensor  #: rows
     keys: torch.Tensor  #: of the random rows
@@ -123,7 +126,6 @@ class Sampler:
     """Samples the tokens of one engine. Mutable; one thread calls it, in the order of the steps."""
 
     def __init__(self, num_slots: int, vocab_size: int, uploads: Uploads) -> None:
-        self._num_slots = num_slots
         self._vocab_size = vocab_size
         self._uploads = uploads
         buffers = sampler_buffers(num_slots)
@@ -135,14 +137,24 @@ class Sampler:
         self._seeds = np.zeros(num_slots, np.uint64)
         #: Temperature, top-k, top-p, log of min-p; meaningful in slots with a random request.
         self._knobs = zeros(buffers["knobs"], uploads.device)
-        #: Tables of [slots, vocabulary], so they wait for a request that needs them.
-        self._penalties: Penalties | None = None
-        self._bias: LogitBias | None = None
+        self._penalties = OptionalTable(
+            lambda num_rows, memory: Penalties(num_rows, vocab_size, uploads, memory),
+            *(bytes_of(penalty_buffers(1, vocab_size)), num_slots),
+        )
+        self._bias = OptionalTable(
+            lambda num_rows, memory: LogitBias(num_rows, vocab_size, uploads, memory),
+            *(bytes_of(bias_buffers(1, vocab_size)), num_slots),
+        )
+        self._tables: dict[SamplingTable, OptionalTable[Penalties] | OptionalTable[LogitBias]] = {
+            SamplingTable.PENALTIES: self._penalties,
+            SamplingTable.BIAS: self._bias,
+        }
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Give each slot to a request, forgetting the one before. Greedy requests alone cost no copy.
 
-        A table that one of them needs, and that nobody has placed, is placed where torch finds memory.
+        A table that one of them needs, and that nobody has placed, is placed where torch finds memory; and so
+        is one that has too few rows.
         """
         rules = [_rules(admission, self._vocab_size) for admission in admissions]
         for admission, rule in zip(admissions, rules, strict=True):
@@ -153,53 +165,29 @@ class Sampler:
             (slots,) = self._uploads.ints([a.slot for a in random])
             knobs = [knob for a in random for knob in _knobs(a, self._vocab_size)]
             self._knobs.index_copy_(0, slots, self._uploads.floats(knobs).view(-1, 4))
-        if penalised := [a for a in admissions if is_penalised(a.sampling)]:
-            (self._penalties or self._place_penalties(None)).admit(penalised)
-        if biased := [a for a in admissions if is_biased(a.sampling)]:
-            (self._bias or self._place_bias(None)).admit(biased)
+        self._penalties.admit([a for a in admissions if is_penalised(a.sampling)])
+        self._bias.admit([a for a in admissions if is_biased(a.sampling)])
 
     def has_table(self, table: SamplingTable) -> bool:
-        match table:
-            case SamplingTable.PENALTIES:
-                return self._penalties is not None
-            case SamplingTable.BIAS:
-                return self._bias is not None
+        return self._tables[table].is_there
 
     def place_table(self, table: SamplingTable, memory: torch.Tensor | None) -> None:
         """Have a table lie in `memory`, with what it holds if it is there; None: where torch finds some.
 
         Steps in flight may still read it where it was.
         """
-        match table:
-            case SamplingTable.PENALTIES:
-                self._place_penalties(memory)
-            case SamplingTable.BIAS:
-                self._place_bias(memory)
+        self._tables[table].place(memory)
 
     def drop_table(self, table: SamplingTable) -> None:
-        """Let go of a table, which takes some hundreds of MB: no row that needs it will be sampled.
+        """Let go of a table, which may take some hundreds of MB: no row that needs it will be sampled.
 
         Steps in flight may still read it: whoever gets its memory next is queued behind those.
         """
-        match table:
-            case SamplingTable.PENALTIES:
-                self._penalties = None
-            case SamplingTable.BIAS:
-                self._bias = None
+        self._tables[table].drop()
 
-    def _place_penalties(self, memory: torch.Tensor | None) -> Penalties:
-        before = self._penalties
-        self._penalties = Penalties(self._num_slots, self._vocab_size, self._uploads, memory)
-        if before is not None:
-            self._penalties.copy(before)
-        return self._penalties
-
-    def _place_bias(self, memory: torch.Tensor | None) -> LogitBias:
-        before = self._bias
-        self._bias = LogitBias(self._num_slots, self._vocab_size, self._uploads, memory)
-        if before is not None:
-            self._bias.copy(before)
-        return self._bias
+    def free_row(self, table: SamplingTable, request_id: RequestId) -> None:
+        """Give the row that a request had in a table to others: no row of the request will be sampled."""
+        self._tables[table].free_row(request_id)
 
     def sample(self, logits: torch.Tensor, rows: SampleRows) -> Samples:
         """Choose a token for each row of float32 `logits`, which are overwritten, and note it in `tokens`."""
@@ -219,8 +207,7 @@ class Sampler:
                 tokens.index_copy_(0, work.random, drawn)
         self.tokens.index_copy_(0, work.slots, tokens)
         if len(work.penalised):
-            assert self._penalties is not None
-            self._penalties.record(work.slots[work.penalised], tokens[work.penalised])
+            self._penalties.table.record(work.penalty_rows, tokens[work.penalised])
         return _with_logprobs(tokens, best, logits, work.num_logprobs)
 
     def _sort_out(self, rows: SampleRows) -> _Work:
@@ -229,6 +216,7 @@ class Sampler:
         random = parts.rows(_Part.DRAW)
         topped = np.flatnonzero(parts.by_row[random] & _Part.TOP.value) if len(random) else random
         keys = noise_keys(self._seeds[rows.slots[random]], rows.positions[random]) if len(random) else random
+        penalised, biased = parts.rows(_Part.PENALTIES), parts.rows(_Part.BIAS)
         num_logprobs: tuple[int | None, ...] = (None,) * len(rows)
         if parts.needed & _Part.LOGPROBS:
             num_logprobs = tuple(self._rules_by_slot[slot].num_logprobs for slot in rows.slots.tolist())
@@ -239,8 +227,10 @@ class Sampler:
             self._uploads.words(list(rows.masks.values())) if rows.masks else None,
             *self._uploads.ints(
                 rows.slots,
-                parts.rows(_Part.PENALTIES),
-                parts.rows(_Part.BIAS),
+                penalised,
+                [self._penalties.row(slot) for slot in rows.slots[penalised].tolist()],
+                biased,
+                [self._bias.row(slot) for slot in rows.slots[biased].tolist()],
                 self._banned(rows, parts.rows(_Part.BAN)),
                 random,
                 keys,
@@ -264,11 +254,9 @@ class Sampler:
         What is forbidden has minus infinity added rather than set, so that NaN and infinity stay to be seen.
         """
         if len(work.penalised):
-            assert self._penalties is not None
-            self._penalties.apply(logits, work.penalised, work.slots[work.penalised])
+            self._penalties.table.apply(logits, work.penalised, work.penalty_rows)
         if len(work.biased):
-            assert self._bias is not None
-            self._bias.apply(logits, work.biased, work.slots[work.biased])
+            self._bias.table.apply(logits, work.biased, work.bias_rows)
         if work.masks is not None:
             apply_masks(logits, work.guided, work.masks)
         if len(work.banned):
@@ -288,7 +276,11 @@ class Sampler:
             cutoff = cutoff.index_copy(0, at, torch.maximum(cutoff[at], ranked))
         if work.top_ks or work.has_min_p:
             scaled.masked_fill_(scaled < cutoff, -math.inf)
-        return scaled.add_(gumbel(work.keys, self._vocab_size)).max(-1).indices
+        drawn = [
+            scaled[piece].add_(gumbel(work.keys[piece], self._vocab_size)).max(-1).indices
+            for piece in sampled_pieces(*scaled.shape)
+        ]
+        return torch.cat(drawn)
 
 
 def _rules(admission: Admission, vocab_size: int) -> _Rules:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from hearth.sizes import sampled_pieces
+
 #: How many logits to rank at first where a look at the result costs nothing. A nucleus seldom holds more.
 _FIRST_WIDTHS = (1024, 8192)
 
@@ -20,6 +22,18 @@ def rank_cutoff(
     `top_k` and `top_p` are [n, 1], the vocabulary size and infinity where they are off; `top_ks` is what
     the host knows of `top_k`.
     """
+    return torch.cat(
+        [
+            _rank(logits[piece], top_k[piece], top_p[piece], top_ks[piece])
+            for piece in sampled_pieces(*logits.shape)
+        ]
+    )
+
+
+def _rank(
+    logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, top_ks: Sequence[int]
+) -> torch.Tensor:
+    """Return the cutoffs of rows of which all temporaries may be there at a time."""
     vocab_size = logits.shape[-1]
     log_sum = logits.logsumexp(-1, keepdim=True) if max(top_ks) == vocab_size else None
     widths = _widths(top_ks, vocab_size, logits.device)

@@ -85,6 +85,7 @@ class TileShape:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
+    uses_dot: bool = False
 
 
 def tile_shape(heads: Heads, dtype: torch.dtype) -> TileShape:
@@ -138,7 +139,7 @@ def decode_attention_triton(
         WINDOW=window or 0,
         NUM_KV=heads.num_kv,
         GROUP=group,
-        GROUP_PAD=max(16, next_power_of_2(group)) if group > 1 else 1,
+        GROUP_PAD=max(16, next_power_of_2(group)) if group > 1 or shape.uses_dot else 1,
         DIM=heads.dim,
         DIM_PAD=max(16, next_power_of_2(heads.dim)),
         BLOCK_TOKENS=kv.shape[2],
@@ -243,7 +244,7 @@ def _decode_attention_kernel(
             v = tl.load(k_at + BLOCK_TOKENS * NUM_KV * DIM, in_tile, other=0.0)
             token += BLOCK_N
             page = tl.load(row_table + token // BLOCK_TOKENS, token < last, other=0)
-            if GROUP == 1:
+            if GROUP_PAD == 1:
                 score = tl.sum(k.to(tl.float32) * q.to(tl.float32), 1)[None, :] * scale
             else:
                 score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -253,7 +254,7 @@ def _decode_attention_kernel(
             p = tl.exp2(score - new_best[:, None])
             total_p = total_p * shrink + tl.sum(p, 1)
             acc = acc * shrink[:, None]
-            if GROUP == 1:
+            if GROUP_PAD == 1:
                 acc += tl.sum(tl.trans(p) * v.to(tl.float32), 0)[None, :]
             else:
                 acc += tl.dot(p.to(v.dtype), v, input_precision="ieee")

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hearth.kernels.launch_cache import LaunchCache, launch_key
+
 try:
     import triton
     import triton.language as tl
@@ -59,6 +61,7 @@ def capability() -> int:
 
 @cache
 def _capability_of(driver: Any) -> int:
+    """Return the capability that one of Triton's drivers compiles for; launches ask for it all the time."""
     target = driver.get_current_target()
     return int(target.arch) if target.backend == "cuda" else 0
 
@@ -89,16 +92,24 @@ def launch(kernel: Any, grid: Sequence[int], *args: object, **options: object) -
     (`overlap.py`); any other starts when the one before it has ended. The first argument is a tensor. If it
     is a meta tensor the kernel is compiled and not run.
     """
-    if "OVERLAPS" in kernel.arg_names:
-        options["OVERLAPS"] = can_overlap()
-        if options["OVERLAPS"]:
-            options["launch_pdl"] = True
-    out = args[0]
+    out, launches, overlaps = args[0], _launches(), can_overlap()
     assert isinstance(out, torch.Tensor), f"{type(out)=}"
+    key = launch_key(kernel, args, options, overlaps)
+    if launches.launch(key, grid, args):
+        return
+    if "OVERLAPS" in kernel.arg_names:
+        options["OVERLAPS"] = overlaps
+        if overlaps:
+            options["launch_pdl"] = True
     if out.is_meta:
         kernel.warmup(*args, grid=tuple(grid), **options)
     else:
-        kernel[tuple(grid)](*args, **options)
+        launches.remember(key, kernel, kernel[tuple(grid)](*args, **options), len(args), options)
+
+
+@cache
+def _launches() -> LaunchCache:
+    return LaunchCache(triton)
 
 
 def can_overlap() -> bool:

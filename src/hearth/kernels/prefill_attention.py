@@ -21,7 +21,7 @@ from hearth.kernels.prefill_hopper import (
     is_hopper,
     prefill_attention_hopper,
 )
-from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles
+from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles, num_packed
 
 _LOG2E = 1.4426950408889634
 
@@ -99,7 +99,7 @@ def prompt_tile_tokens(heads: Heads, dtype: torch.dtype, num_rows: int) -> int:
         return hopper_tile_tokens(heads)
     if heads.dim > 128 or dtype == torch.float32:
         return 64 if dtype.itemsize == 2 and _has_room() else 32
-    return 128 if _num_packed(heads) == 1 and num_rows > _SMALL_STEP_ROWS and _has_room() else 64
+    return 128 if num_packed(heads) == 1 and num_rows > _SMALL_STEP_ROWS and _has_room() else 64
 
 
 #: A step of at most so many rows has too few large tiles to occupy a device.
@@ -110,11 +110,6 @@ _SMALL_DEVICES = {70, 72, 75, 86, 89, 120, 121}
 
 def _has_room() -> bool:
     return capability() not in _SMALL_DEVICES
-
-
-def _num_packed(heads: Heads) -> int:
-    """Return how many heads of a group may share a tile, and so each load of k and v."""
-    return 2 if heads.num_q // heads.num_kv % 2 == 0 else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +131,9 @@ class PromptTileShape:
             return PromptTileShape(1, 64, 4, 2)
         if tile_tokens == 64 and num_rows <= _SMALL_STEP_ROWS:
             return PromptTileShape(1, 64, 4, 3)
-        return PromptTileShape(_num_packed(heads) if tile_tokens == 64 else 1, 128, 8, 3)
+        if tile_tokens == 64 and num_packed(heads) == 2:
+            return PromptTileShape(2, 128, 8, 3)
+        return PromptTileShape(1, 64, 8, 3)
 
 
 #: The Triton kernel has at most so many programs for each multiprocessor, which take turns if there is more.

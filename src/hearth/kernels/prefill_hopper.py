@@ -22,7 +22,7 @@ import torch
 
 from hearth.kernels.jit import HAS_TRITON, capability, launch, num_processors, triton
 from hearth.kernels.paged import Heads, PagedRows
-from hearth.kernels.prompt_tiles import PromptTiles
+from hearth.kernels.prompt_tiles import PromptTiles, num_packed
 
 try:
     from triton.experimental import gluon
@@ -96,11 +96,7 @@ def hopper_obstacle(heads: Heads, dtype: torch.dtype, block_tokens: int) -> str 
 
 def hopper_tile_tokens(heads: Heads) -> int:
     """Return by how many query tokens prompts are cut for this kernel."""
-    return _TILE_ROWS // _num_packed(heads)
-
-
-def _num_packed(heads: Heads) -> int:
-    return 2 if heads.num_q // heads.num_kv % 2 == 0 else 1
+    return _TILE_ROWS // num_packed(heads)
 
 
 def prefill_attention_hopper(
@@ -116,14 +112,14 @@ def prefill_attention_hopper(
     max_programs: int | None = None,
 ) -> None:
     """Run the kernel; `num_stages` and `max_programs` are for those who measure."""
-    num_packed, dtype = _TILE_ROWS // tiles.tile_tokens, qkv.dtype
+    packed, dtype = _TILE_ROWS // tiles.tile_tokens, qkv.dtype
     block_n, usual_stages = _CONTEXT_TILES[heads.dim]
     block_tokens, kv_row = kv.shape[2], heads.num_kv * heads.dim
     # One layer's KV as a matrix of rows of all heads of a token: blocks are so many rows apart.
     block_rows = kv.stride(0) // kv_row
     num_kv_rows = (kv.shape[0] - 1) * block_rows + 2 * block_tokens
     q_width = heads.num_q * heads.dim
-    num_items = len(tiles.items) * (heads.num_q // num_packed)
+    num_items = len(tiles.items) * (heads.num_q // packed)
     launch(
         _prefill_hopper_kernel,
         (min(num_items, max_programs or num_processors()),),
@@ -146,7 +142,7 @@ def prefill_attention_hopper(
         BLOCK_TOKENS=block_tokens,
         BLOCK_N=block_n,
         STAGES=num_stages or usual_stages,
-        PACKED=num_packed,
+        PACKED=packed,
         ROWS=_GROUP_ROWS,
         num_warps=4,
     )

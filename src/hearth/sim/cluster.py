@@ -105,9 +105,9 @@ class SimulatedCluster:
                 self._deploy(profile)
             case ModelRemoved(_, model):
                 self.profiles.pop(model, None)
-            case WorkerJoined(_, name, kind, budget_bytes, max_seqs, shares_workspace):
+            case WorkerJoined(_, name, kind, budget_bytes, shares_workspace):
                 self.workers[name] = SimulatedWorker(
-                    *(name, kind, budget_bytes, max_seqs),
+                    *(name, kind, budget_bytes),
                     shares_workspace=shares_workspace,
                     takes_turns=self._takes_turns,
                 )

@@ -8,19 +8,40 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from hearth.errors import ConfigError
+from hearth.policy.batch.step_limits import step_limits
 from hearth.policy.fleet.events import Footprint, ModelProfile
 from hearth.policy.fleet.footprint import PAGE_BYTES
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.sim.profile import ShapeProfile
-from hearth.sizes import StepLimits
+from hearth.sizes import (
+    Dimensions,
+    StepLimits,
+    StepSize,
+    WantedLimits,
+    bytes_of,
+    table_buffers,
+    workspace_bytes,
+)
 from hearth.types import ModelId, Pace
 
-#: What every engine takes beside weights and KV, in whole pages: about that of 1 to 8 billion parameters.
-WORKSPACE_BYTES, TABLES_BYTES = 544 << 20, 16 << 20
+#: Limits, workspace and tables of every engine are those of this model, Llama-3.2-3B.
+TYPICAL = Dimensions(
+    num_layers=28,
+    num_heads=24,
+    num_kv_heads=8,
+    head_dim=128,
+    hidden_size=3072,
+    embed_size=3072,
+    intermediate_size=8192,
+    vocab_size=128256,
+    rope_dim=128,
+    is_gated=True,
+    is_parallel=False,
+)
+TYPICAL_DTYPE = "bfloat16"
 #: The kind of all simulated devices: memory is mapped by pages, and one workspace serves all models.
 KIND = "cuda"
-#: As `EngineConfig` has them.
-DEFAULT_LIMITS = StepLimits(max_batch_tokens=4096, max_seqs=256, block_tokens=16)
+#: As `EngineConfig` has it.
 DEFAULT_MAX_STEP_S = 0.06
 _MODELS = re.compile(r"([^*,\s]+)(?:\*([1-9]\d*))?")
 
@@ -50,7 +71,7 @@ class SimulationSetting:
     num_workers: int = 1
     policy: Policy = Policy.TURNS
     context: int = 2048
-    limits: StepLimits = DEFAULT_LIMITS
+    wanted_limits: WantedLimits = field(default_factory=lambda: WantedLimits(None, None, block_tokens=16))
     max_step_s: float = DEFAULT_MAX_STEP_S  #: as `PromptAllowance` has it
     pace: Pace = field(default_factory=Pace)  #: of all requests
     rules: TurnRules = field(default_factory=TurnRules)
@@ -58,17 +79,27 @@ class SimulationSetting:
     max_queue: int = 512
     keep_alive_s: float = 300.0
 
+    @property
+    def limits(self) -> StepLimits:
+        """The limits of every engine."""
+        return step_limits(self.wanted_limits, TYPICAL, TYPICAL_DTYPE, KIND, self.memory_bytes)
+
     def model_profile(self, model: ModelId, shape: ShapeProfile) -> ModelProfile:
         """Return what the brain knows of a model of such a shape."""
-        block_bytes = shape.kv_bytes_per_token * self.limits.block_tokens
-        context_blocks = self.limits.num_blocks(self.context)
+        limits = self.limits
+        size = StepSize.of(limits, KIND)
+        shared_bytes = _in_pages(workspace_bytes(TYPICAL, TYPICAL.layers, TYPICAL_DTYPE, size))
+        tables_bytes = _in_pages(bytes_of(table_buffers(TYPICAL, limits, self.context)))
+        block_bytes = shape.kv_bytes_per_token * limits.block_tokens
+        context_blocks = limits.num_blocks(self.context)
         footprint = Footprint(
-            fixed_bytes=_in_pages(shape.weights_bytes) + WORKSPACE_BYTES + TABLES_BYTES,
+            fixed_bytes=_in_pages(shape.weights_bytes) + shared_bytes + tables_bytes,
             min_kv_bytes=_in_pages((1 + context_blocks) * block_bytes),
-            max_kv_bytes=_in_pages((1 + self.limits.max_seqs * context_blocks) * block_bytes),
-            workspace_bytes=WORKSPACE_BYTES,
-            tables_bytes=TABLES_BYTES,
+            max_kv_bytes=_in_pages((1 + limits.max_seqs * context_blocks) * block_bytes),
+            workspace_bytes=shared_bytes,
+            tables_bytes=tables_bytes,
             sink_bytes=_in_pages(block_bytes),
+            max_seqs=limits.max_seqs,
         )
         return ModelProfile(
             model, shape.weights_bytes, {KIND: footprint}, self.keep_alive_s, digest=str(model)

@@ -96,14 +96,12 @@ class SimulatedWorker:
         name: WorkerId,
         kind: str,
         budget_bytes: int,
-        max_seqs: int,
         *,
         shares_workspace: bool = True,
         takes_turns: bool = False,
     ) -> None:
         self.name, self.shares_workspace, self.takes_turns = name, shares_workspace, takes_turns
         self.kind = kind
-        self.max_seqs = max_seqs
         self.device = DeviceMemory(budget_bytes)
         self.replicas: dict[ModelId, SimulatedReplica] = {}
         self._costs = DeviceReloadCosts()
@@ -199,7 +197,8 @@ class SimulatedWorker:
     def run(self, request_id: RequestId, model: ModelId, now_s: float) -> SimulatedReplica:
         """Give a request a slot; if others took weights of its model, load them again."""
         replica = self.replicas[model]
-        assert len(replica.running) < self.max_seqs, f"no slot: {request_id=} {model=}"
+        max_seqs = replica.profile.footprints[self.kind].max_seqs
+        assert len(replica.running) < max_seqs, f"no slot: {request_id=} {model=}"
         replica.running[request_id] = None
         if replica.hold is Hold.RETAINED:
             replica.hold = Hold.WARM

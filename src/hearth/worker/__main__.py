@@ -63,7 +63,7 @@ def _serve(setup: WorkerSetup) -> None:
     borrower = Borrower(Path(setup.keeper_socket), is_pinned=runtime.device.type == "cuda")
     resources = HostingResources(
         *(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device)),
-        kernels=_kernels(setup, runtime, config),
+        kernels=_kernels(setup, runtime),
         turns=TurnRules() if setup.turns else None,
     )
     link = greet(connect(setup.host, setup.port), _introduction(setup, runtime), bytes.fromhex(setup.secret))
@@ -72,11 +72,11 @@ def _serve(setup: WorkerSetup) -> None:
     WorkerLoop(resources, inbox, link.send).run()
 
 
-def _kernels(setup: WorkerSetup, runtime: Runtime, config: EngineConfig) -> ModelKernels | None:
+def _kernels(setup: WorkerSetup, runtime: Runtime) -> ModelKernels | None:
     if runtime.device.type != "cuda" or not HAS_TRITON:
         return None
     COMPILATIONS.watch()
-    return ModelKernels(KernelCache.open(Path(setup.kernels_path)), runtime.device, config)
+    return ModelKernels(KernelCache.open(Path(setup.kernels_path)), runtime.device)
 
 
 def _introduction(setup: WorkerSetup, runtime: Runtime) -> Introduction:

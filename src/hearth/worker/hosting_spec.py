@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from hearth.config import EngineConfig
 from hearth.engine.assemble import ModelSpec, block_bytes, workspace_bytes
 from hearth.errors import ChunkCorrupt, ModelError
 from hearth.memory.pool import Shape
@@ -38,9 +37,7 @@ class HostingSpec:
         return sum(spec.nbytes for spec in self.manifest.tensors)
 
 
-def hosting_spec(
-    order: HostModel, model: BorrowedModel, device: torch.device, config: EngineConfig
-) -> HostingSpec:
+def hosting_spec(order: HostModel, model: BorrowedModel, device: torch.device) -> HostingSpec:
     """Return how a model is hosted as an order asks for it.
 
     Raises:
@@ -53,17 +50,18 @@ def hosting_spec(
         arch=manifest.arch,
         dtype=DTYPES[dtype],
         max_context=_context(order, manifest),
+        limits=order.limits,
         eos_ids=frozenset(order.eos_ids),
         tokenizer_json=_tokenizer(model),
     )
-    num_bytes = block_bytes(spec, config)
+    num_bytes = block_bytes(spec)
     shape = Shape(
         digest=manifest.digest,
         stored=manifest.layout,
         served=layout,
         chunk_bytes=manifest.chunk_bytes,
         chunks=manifest.chunk_ids,
-        workspace_bytes=workspace_bytes(spec, config, device),
+        workspace_bytes=workspace_bytes(spec, device),
         block_bytes=num_bytes,
         max_blocks=max(2, order.max_kv_bytes // num_bytes),
     )

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from hearth.config import EngineConfig
 from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.kernel_warmup import KernelWarmup
 from hearth.errors import HearthError
 from hearth.kernels.kernel_cache import KernelCache
 from hearth.messages import PrepareModel
+from hearth.sizes import StepLimits
 from hearth.store.manifest import Manifest, read_manifest
 
 log = logging.getLogger(__name__)
@@ -22,18 +22,18 @@ log = logging.getLogger(__name__)
 class ModelKernels:
     """Kernels on a worker's CUDA device. Any thread calls it; one of its own prepares for other models."""
 
-    def __init__(self, cache: KernelCache, device: torch.device, config: EngineConfig) -> None:
-        self._warmup, self._device, self._config = KernelWarmup(cache), device, config
+    def __init__(self, cache: KernelCache, device: torch.device) -> None:
+        self._warmup, self._device = KernelWarmup(cache), device
         self._thread = ThreadPoolExecutor(1, "hearth-kernels", lambda: torch.cuda.set_device(device))
         self._thread.submit(_prune, cache)
 
-    def load(self, manifest: Manifest) -> bool:
+    def load(self, manifest: Manifest, limits: StepLimits) -> bool:
         """Bring a model's kernels onto the device if they are compiled; False: some are not."""
-        return self._warmup.load(self._needs(manifest))
+        return self._warmup.load(self._needs(manifest, limits))
 
-    def compile(self, manifest: Manifest) -> None:
+    def compile(self, manifest: Manifest, limits: StepLimits) -> None:
         """Have a model's kernels compiled and bring them onto the device, which takes seconds."""
-        self._warmup.compile(self._needs(manifest))
+        self._warmup.compile(self._needs(manifest, limits))
 
     def prepare(self, order: PrepareModel) -> None:
         """Do the same on a thread for a model that nobody waits for."""
@@ -41,14 +41,13 @@ class ModelKernels:
 
     def _prepare(self, order: PrepareModel) -> None:
         try:
-            self.compile(read_manifest(Path(order.directory)))
+            self.compile(read_manifest(Path(order.directory)), order.limits)
         except (HearthError, OSError) as error:  # whoever asks for the model is told
             log.warning("model_not_prepared model=%s reason=%s", order.model, error)
         except Exception:  # the thread's top: the next model may do better
             log.exception("model_not_prepared model=%s", order.model)
 
-    def _needs(self, manifest: Manifest) -> KernelNeeds:
-        limits = self._config.step_limits
+    def _needs(self, manifest: Manifest, limits: StepLimits) -> KernelNeeds:
         return KernelNeeds.on(self._device, manifest.arch, manifest.dtype, manifest.quant, limits)
 
 

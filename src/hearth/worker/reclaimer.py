@@ -63,16 +63,16 @@ class Reclaimer:
         The weights of a paused model are wanted for sure, so their cost falls with the time until then.
         """
         hosted = self._hosted.get(model)
-        hold, is_loading = Hold.RETAINED, False
+        hold, is_loading, is_computing = Hold.RETAINED, False, False
         if hosted is not None:
-            hold, is_loading = hosted.effective_hold, hosted.is_loading
+            hold, is_loading, is_computing = hosted.effective_hold, hosted.is_loading, hosted.is_computing
         if model == self.policy.placing:
             hold, is_loading = Hold.BUSY, False
         if hold is Hold.PAUSED:
             cost_s_per_byte = self.reload_costs.paused_cost_s_per_byte(model, self._due_in_s(model))
         else:
             cost_s_per_byte = self.reload_costs.cost_s_per_byte(model, time.monotonic())
-        return EvictionTerms(hold, cost_s_per_byte, is_loading)
+        return EvictionTerms(hold, cost_s_per_byte, is_loading, is_computing)
 
     # Weights.
 
@@ -212,6 +212,8 @@ class Reclaimer:
                 assert_never(order)
 
     def _place_table(self, model: ModelId, table: SamplingTable, num_bytes: int) -> int:
+        if table in self._served(model).pooled_tables:  # too small by now
+            self._lift_table(model, table)
         memory = self.pool.place_table(model, table, num_bytes)
         self._follow_moves()
         if memory is None:
@@ -222,12 +224,16 @@ class Reclaimer:
         return num_bytes
 
     def _spill_table(self, model: ModelId, table: SamplingTable) -> int:
-        served = self._served(model)
-        with _blaming(model):
-            served.engine.place_table(table, None)
         self.num_spilled_tables += 1
         if self.num_spilled_tables == 1:
             log.warning("fallback tables=torch model=%s table=%s reason=no_room", model, table)
+        return self._lift_table(model, table)
+
+    def _lift_table(self, model: ModelId, table: SamplingTable) -> int:
+        """Have a table lie outside of the pool; return how many bytes came free there."""
+        served = self._served(model)
+        with _blaming(model):
+            served.engine.place_table(table, None)
         num_bytes = served.pooled_tables.pop(table, 0)
         if num_bytes:
             self.pool.drop_table(model, table)

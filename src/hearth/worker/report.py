@@ -105,8 +105,7 @@ def _attends_slowly(hosted: HostedModel) -> bool:
     """Return True if another kernel than the fastest attends over the model's prompts."""
     if (served := hosted.served) is None:
         return False
-    block_tokens = served.engine.batcher.blocks.block_tokens
-    return prompt_kernel_of(served.spec.model, block_tokens).slow_reason is not None
+    return prompt_kernel_of(served.spec.model).slow_reason is not None
 
 
 def _coming_bytes(holding: Holding, hosted: HostedModel) -> int:

@@ -69,10 +69,8 @@ class Desk:
     def deploy(self, *profiles: ModelProfile) -> list[Action]:
         return self._step(*(ModelDeployed(self.now_s, profile) for profile in profiles))
 
-    def join(
-        self, worker: str, budget_bytes: int = 100, max_seqs: int = 2, kind: str = "cuda"
-    ) -> list[Action]:
-        return self._step(WorkerJoined(self.now_s, WorkerId(worker), kind, budget_bytes, max_seqs))
+    def join(self, worker: str, budget_bytes: int = 100, kind: str = "cuda") -> list[Action]:
+        return self._step(WorkerJoined(self.now_s, WorkerId(worker), kind, budget_bytes))
 
     def lose(self, worker: str) -> list[Action]:
         return self._step(WorkerLost(self.now_s, WorkerId(worker)))
@@ -734,10 +732,19 @@ def test_a_drain_ends_with_the_request_that_it_was_for() -> None:
     assert sent(desk.cancel("rc")) == {"later": "w1"}
 
 
+def test_each_model_on_a_worker_has_as_many_slots_as_its_own_memory_was_sized_for() -> None:
+    desk = Desk()
+    desk.deploy(profile("a", max_seqs=1), profile("b", max_seqs=3))
+    desk.join("w1")
+    for model in "ab":
+        actions = [action for number in range(4) for action in desk.ask(f"{model}{number}", model)]
+        assert len(sent(actions)) == {"a": 1, "b": 3}[model]
+
+
 def test_two_models_that_do_not_fit_side_by_side_take_turns() -> None:
     desk = Desk(BrainConfig(patience_s=2.0))
-    desk.deploy(profile("a", fixed_bytes=70), profile("b", fixed_bytes=70))
-    desk.join("w1", max_seqs=4)
+    desk.deploy(*(profile(name, fixed_bytes=70, max_seqs=4) for name in "ab"))
+    desk.join("w1")
     desk.ask("a1", "a")
     desk.ready("a", "w1")
     desk.ask("b1", "b")

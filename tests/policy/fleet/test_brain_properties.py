@@ -192,7 +192,7 @@ def test_of_equal_workers_the_one_with_most_bytes_of_a_model_gets_it(bytes_there
     step(fleet, ModelDeployed(0.0, profile(model, fixed_bytes=30)))
     for number, num_bytes in enumerate(bytes_there):
         worker = WorkerId(f"w{number}")
-        step(fleet, WorkerJoined(0.0, worker, "cuda", 100, 2))
+        step(fleet, WorkerJoined(0.0, worker, "cuda", 100))
         step(fleet, DeviceReported(0.0, worker, {model: num_bytes}))
     actions = step(fleet, RequestArrived(1.0, RequestId("r"), model, 10, None))
     (load,) = [action for action in actions if isinstance(action, LoadModel)]

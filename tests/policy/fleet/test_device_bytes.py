@@ -35,7 +35,7 @@ class Books:
     def __init__(self, hosts: set[tuple[str, ModelId]]) -> None:
         self.models = {name: Model(name, profile(name, TOTAL_BYTES)) for name in (A, B)}
         names = [WorkerId("w0"), WorkerId("w1")]
-        self.workers = {name: Worker(name, "cuda", 1, Promises(100)) for name in names}
+        self.workers = {name: Worker(name, "cuda", Promises(100)) for name in names}
         for worker_name, model_name in sorted(hosts):
             model, worker = self.models[model_name], self.workers[WorkerId(worker_name)]
             replica = Replica(model, worker, Promise(35, 0), TOTAL_BYTES, "", is_ready=True)

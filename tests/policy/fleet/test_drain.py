@@ -39,8 +39,8 @@ def test_a_drain_suffices_and_spares_pinned_models_loads_and_those_who_came_earl
 def test_a_model_is_drained_only_when_nobody_waits_for_it_who_came_earlier() -> None:
     fleet, a, b = Fleet(BrainConfig(patience_s=2.0)), ModelId("a"), ModelId("b")
     for model in (a, b):
-        step(fleet, ModelDeployed(0.0, profile(model, fixed_bytes=60)))
-    step(fleet, WorkerJoined(0.0, WorkerId("w"), "cuda", 100, max_seqs=1))
+        step(fleet, ModelDeployed(0.0, profile(model, fixed_bytes=60, max_seqs=1)))
+    step(fleet, WorkerJoined(0.0, WorkerId("w"), "cuda", 100))
     for number, model in enumerate((b, b, a)):
         step(fleet, RequestArrived(1.0, RequestId(f"r{number}"), model, 10, None))
     step(fleet, ModelReady(2.0, WorkerId("w"), b, (), 1.0))

@@ -19,7 +19,7 @@ REPLICAS = st.lists(st.tuples(st.integers(0, 60), st.sampled_from(Hold), st.inte
 def hosting(replicas: list[tuple[int, Hold, int]], spare_bytes: int) -> Worker:
     """A worker with so many bytes free beside replicas that are held so."""
     budget_bytes = spare_bytes + sum(num_bytes for num_bytes, _, _ in replicas)
-    worker = Worker(WorkerId("w"), "cuda", 1, Promises(budget_bytes))
+    worker = Worker(WorkerId("w"), "cuda", Promises(budget_bytes))
     for at, (num_bytes, hold, _) in enumerate(replicas):
         model = Model(ModelId(f"m{at}"), profile(f"m{at}", num_bytes))
         promise = Promise(num_bytes, 0)

@@ -22,7 +22,7 @@ CHANGES = st.lists(
 
 
 def some_replicas() -> list[Replica]:
-    worker = Worker(WorkerId("w"), "cuda", 1, Promises(100))
+    worker = Worker(WorkerId("w"), "cuda", Promises(100))
     models = [Model(ModelId(name), profile(name, keep_alive_s=KEEP_ALIVE_S)) for name in "abcd"]
     return [Replica(model, worker, Promise(10, 0), 10, "") for model in models]
 

@@ -23,7 +23,7 @@ CHANGES = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 50)), max_si
 def new_models() -> list[Model]:
     """Two models: one with a usable replica, which is full, and one with none."""
     models = [Model(ModelId(name), profile(name)) for name in "ab"]
-    worker = Worker(WorkerId("w"), "cuda", 1, Promises(100))
+    worker = Worker(WorkerId("w"), "cuda", Promises(100))
     models[0].usable[worker.name] = Replica(models[0], worker, Promise(10, 0), 10, "")
     return models
 

@@ -36,7 +36,7 @@ def test_a_request_would_go_to_the_cheapest_replica_with_a_free_slot(
     fleet = played(config, moves).fleet
     for model in fleet.models.values():
         chosen = choose_replica(fleet, model)
-        is_open = {n for n, one in model.usable.items() if len(one.running) < one.worker.max_seqs}
+        is_open = {n for n, one in model.usable.items() if len(one.running) < one.max_seqs}
         if chosen is None:
             assert not is_open
             continue

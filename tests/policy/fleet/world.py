@@ -65,10 +65,13 @@ def profile(
     digest: str = "",
     workspace_bytes: int = 0,
     sink_bytes: int = 0,
+    max_seqs: int = 2,
 ) -> ModelProfile:
     """A model of so many bytes of weights; `workspace_bytes` come on top."""
     all_bytes = fixed_bytes + workspace_bytes
-    footprint = Footprint(all_bytes, min_kv_bytes, max_kv_bytes, workspace_bytes, sink_bytes=sink_bytes)
+    footprint = Footprint(
+        *(all_bytes, min_kv_bytes, max_kv_bytes, workspace_bytes), sink_bytes=sink_bytes, max_seqs=max_seqs
+    )
     footprints = {"cuda": footprint, "cpu": footprint}
     return ModelProfile(ModelId(model), fixed_bytes, footprints, keep_alive_s, is_pinned, weight, digest)
 
@@ -149,6 +152,7 @@ class World:
             digest=digest,
             workspace_bytes=(0, 0, 8, 20)[number // 280 % 4],
             sink_bytes=number // 1120 % 5,
+            max_seqs=1 + number // 13 % 3,
         )
         self.tell(ModelDeployed(self.now_s, deployed))
 
@@ -163,7 +167,7 @@ class World:
             name = WorkerId(self.new_id("w"))
             kind = ("cuda", "cuda", "cpu")[number % 3]
             budget_bytes = (100, 100, 60)[number // 3 % 3]
-            self.tell(WorkerJoined(self.now_s, name, kind, budget_bytes, 1 + number // 9 % 3, kind == "cuda"))
+            self.tell(WorkerJoined(self.now_s, name, kind, budget_bytes, kind == "cuda"))
 
     def lose(self, number: int) -> None:
         if name := _pick(sorted(self.cluster.workers), number):

@@ -262,7 +262,7 @@ class SimulatedPool:
 
     def _place_table(self, one: SimulatedModel, table: SamplingTable, num_bytes: int) -> int:
         assert table in one.needed, f"nobody needs {table}: {one}"
-        assert table not in one.pooled, f"{table} is there already: {one}"
+        assert one.pooled.pop(table, 0) < num_bytes, f"{table} is there already: {one}"
         assert table not in one.spilled, f"{table} is there already: {one}"
         if self.num_useless and not self.keeps_addresses:
             self.num_useless -= 1

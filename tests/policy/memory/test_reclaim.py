@@ -356,6 +356,21 @@ def test_tables_come_out_of_free_memory_each_when_it_is_needed() -> None:
     assert pool.free_bytes == 3
 
 
+def test_a_table_that_has_become_too_small_gets_a_larger_place_for_which_its_own_counts() -> None:
+    one = needing(hosted(num_blocks=4, running=(2,)), bias=3)
+    pool = pool_of(free_bytes=6, a=one)
+    pool.before_step(A, num_wanted=0)
+
+    needing(one, bias=6)
+    pool.before_step(A, num_wanted=0)
+
+    assert pool.orders == [PlaceTable(A, BIAS, 6)]
+    assert (one.pooled, pool.free_bytes) == ({BIAS: 6}, 0)
+    needing(one, bias=3)
+    pool.before_step(A, num_wanted=0)
+    assert pool.orders == [], "it is not made smaller while somebody needs it"
+
+
 def test_a_table_that_nobody_needs_any_more_goes_back_at_once_and_others_look_again() -> None:
     one = needing(hosted(num_blocks=4, running=(2,)), bias=3, penalties=4)
     pool = pool_of(free_bytes=10, a=one)
@@ -530,7 +545,7 @@ class AnyEvents(RuleBasedStateMachine):
             return
         one = self.pool.models_by_id[model]
         one.num_waiting += num_requests
-        one.needed = {**tables, **one.needed}
+        one.needed |= {table: max(size, one.needed.get(table, 0)) for table, size in tables.items()}
         if one.there_bytes < one.weights_bytes:  # others took from it while it was idle
             assert self.pool.place(model) == 0
         num_before, num_preempted = one.num_blocks, self.pool.num_preempted
@@ -538,6 +553,7 @@ class AnyEvents(RuleBasedStateMachine):
         self.pool.before_step(model, num_wanted)
 
         assert one.needed.keys() == one.pooled.keys() | one.spilled, "a request waits for a table"
+        assert all(size >= one.needed[table] for table, size in one.pooled.items()), "one waits for a row"
         is_short = num_wanted > one.num_available
         assert not is_short or one.num_blocks >= one.floor_blocks, "what is promised was not had"
         assert one.num_blocks - num_before <= max(0, num_wanted) + 2 * EXTENT_BLOCKS, (

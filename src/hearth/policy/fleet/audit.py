@@ -56,7 +56,7 @@ def _check_worker(fleet: Fleet, worker: Worker) -> None:
         hold = replica.hold_at(fleet.now_s)
         assert replica.hold is hold, f"`{replica.model.name}` on `{worker.name}`: {replica.hold=} {hold=}"
         assert replica.model.replicas[worker.name] is replica, f"not its model's: `{replica.model.name}`"
-        assert len(replica.running) <= worker.max_seqs, f"{len(replica.running)=} {worker.max_seqs=}"
+        assert len(replica.running) <= replica.max_seqs, f"{len(replica.running)=} {replica.max_seqs=}"
         assert replica.drain is None or replica.drain is worker.drain, f"lost drain: `{replica.model.name}`"
         notified = replica.notified_hold
         told = (Hold.PAUSED, Hold.BUSY, notified)
@@ -107,7 +107,7 @@ def _check_model(fleet: Fleet, model: Model) -> None:
     assert model.loading.keys() == loading, f"`{name}`: {sorted(model.loading)=} {sorted(loading)=}"
     assert model.profile is not None or model.replicas, f"removed, but still here: `{name}`"
     assert model.profile is not None or not model.waiting, f"removed, but waited for: `{name}`"
-    is_open = {n: len(r.running) for n, r in usable.items() if len(r.running) < r.worker.max_seqs}
+    is_open = {n: len(r.running) for n, r in usable.items() if r.has_free_slot}
     ranks = {n: model.with_free_slot.rank(n) for n in model.with_free_slot}
     assert ranks == is_open, f"`{name}`: {ranks=} {is_open=}"
     assert list(model.waiting) == sorted(model.waiting), f"out of order: `{name}`: {list(model.waiting)}"

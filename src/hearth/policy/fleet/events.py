@@ -32,6 +32,7 @@ class Footprint:
     workspace_bytes: int = 0  #: of `fixed_bytes`, what all models of a worker see, one after the other
     tables_bytes: int = 0  #: of `fixed_bytes`, what its engine has besides, always
     sink_bytes: int = 0  #: of `min_kv_bytes`, what its engine never gives up
+    max_seqs: int = 1  #: requests that it runs at a time, for which its memory is sized
 
     @property
     def weights_bytes(self) -> int:
@@ -99,7 +100,6 @@ class WorkerJoined:
     worker: WorkerId
     kind: str
     budget_bytes: int
-    max_seqs: int  #: requests that one model runs at a time
     shares_workspace: bool = True  #: its pool is sure to need one workspace for all models
 
 
@@ -177,7 +177,8 @@ class ModelReady:
     worker: WorkerId
     model: ModelId
     rungs: tuple[RungUse, ...]
-    total_s: float
+    total_s: float  #: of the load that ended now
+    ahead_bytes: int = 0  #: of those of the rungs, that came before it, ahead of the model's turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,6 +412,7 @@ class Resident:
     num_running: int
     expires_s: float | None  #: when a warm one becomes retained; None: busy, pinned or retained
     is_pin_refused: bool = False  #: it should be pinned, and those beside it would have no room
+    max_seqs: int = 1  #: requests that it runs at a time
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class Fleet:
         """Enter a new worker, which has promised nothing yet."""
         assert event.worker not in self.workers, f"joined twice: worker `{event.worker}`"
         promises = Promises(event.budget_bytes, event.shares_workspace)
-        worker = Worker(event.worker, event.kind, event.max_seqs, promises)
+        worker = Worker(event.worker, event.kind, promises)
         self.workers[worker.name] = worker
         self._most_workers = max(self._most_workers, len(self.workers))
         self.capacity.put(worker.kind, worker.name, worker.promises)
@@ -189,7 +189,7 @@ class Fleet:
         _enter(worker.busy, model.name, replica, is_in=is_there and bool(replica.running))
         _enter(model.usable, worker.name, replica, is_in=is_usable)
         _enter(model.loading, worker.name, replica, is_in=is_usable and not replica.is_ready)
-        if is_usable and len(replica.running) < worker.max_seqs:
+        if is_usable and replica.has_free_slot:
             model.with_free_slot.put(worker.name, len(replica.running))
         else:
             model.with_free_slot.drop(worker.name)
@@ -224,7 +224,7 @@ class Fleet:
     def start(self, request: Request, replica: Replica) -> None:
         """Give a waiting request a slot of a replica."""
         model = request.model
-        assert len(replica.running) < replica.worker.max_seqs, f"no slot for `{request.request_id}`"
+        assert replica.has_free_slot, f"no slot for `{request.request_id}`"
         self.queues.dequeue(request)
         request.replica, request.started_s = replica, self.now_s
         self.queues.await_turn(request, is_waiting=not replica.is_in_turn)
@@ -301,6 +301,7 @@ def _describe_resident(replica: Replica, now_s: float) -> Resident:
         num_running=len(replica.running),
         expires_s=replica.expires_s if state is State.WARM else None,
         is_pin_refused=replica.is_pin_refused,
+        max_seqs=replica.max_seqs,
     )
 
 

@@ -106,6 +106,7 @@ def footprint(
         workspace_bytes=workspace_bytes_of(facts, kind, limits),
         tables_bytes=tables_bytes_of(facts, kind, limits, context),
         sink_bytes=_sink_bytes(facts, kind, limits),
+        max_seqs=limits.max_seqs,
     )
 
 

@@ -159,6 +159,7 @@ class Replica:
     promise: Promise
     total_bytes: int  #: of its weights
     digest: str  #: of its weights
+    max_seqs: int = 1  #: its slots: requests that it runs at a time
     reused_bytes: int = 0  #: of `total_bytes`, those that were taken to be there already
     loaded_bytes: int = 0  #: of `total_bytes`, those that are on the device now
     is_ready: bool = False
@@ -186,6 +187,11 @@ class Replica:
     notified_hold: Hold = Hold.WARM
     #: The time of the earliest entry for it in `Expiries`; infinite: none.
     expiry_entry_s: float = math.inf
+
+    @property
+    def has_free_slot(self) -> bool:
+        """True if one more request may run on the replica."""
+        return len(self.running) < self.max_seqs
 
     @property
     def booked_hold(self) -> Hold:
@@ -235,7 +241,6 @@ class Worker:
 
     name: WorkerId
     kind: str
-    max_seqs: int
     promises: Promises
     replicas: dict[ModelId, Replica] = field(default_factory=dict)
     #: Those of `replicas` with requests.

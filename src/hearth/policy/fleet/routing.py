@@ -292,7 +292,7 @@ def _estimate_queue_s(fleet: Fleet, model: Model, worker: Worker) -> float:
     estimates = fleet.estimates
     own_s = estimates.run_s(model.name)
     replica = worker.busy.get(model.name)
-    queue_s = 0.0 if replica is None else own_s * len(replica.running) / worker.max_seqs
+    queue_s = 0.0 if replica is None else own_s * len(replica.running) / replica.max_seqs
     for other in worker.busy:
         if other != model.name:
             queue_s += min(own_s, estimates.run_s(other))
@@ -320,8 +320,8 @@ def _explain_obstacle(model: Model, worker: Worker) -> str:
             return "holds an older version, which still runs"
         if replica.drain is not None:
             return f"makes room for `{replica.drain.model.name}`"
-        if len(replica.running) >= worker.max_seqs:
-            return f"all {worker.max_seqs} slots are in use"
+        if not replica.has_free_slot:
+            return f"all {replica.max_seqs} slots are in use"
         return "has more requests than others with a free slot"
     footprint = None if model.profile is None else model.profile.footprints.get(worker.kind)
     if footprint is None:

@@ -144,6 +144,7 @@ def _load(fleet: Fleet, model: Model, place: ReplicaPlace) -> list[Action]:
     reused_bytes = model.resident_bytes.get(worker.name, 0)
     replica = Replica(
         *(model, worker, footprint.promise, profile.num_bytes, profile.digest),
+        max_seqs=footprint.max_seqs,
         reused_bytes=reused_bytes,
         loaded_bytes=reused_bytes,
     )

@@ -61,7 +61,10 @@ class TakeWeights:
 
 @dataclass(frozen=True, slots=True)
 class PlaceTable:
-    """Give a model a table out of free memory. The outcome: its bytes, or 0 where that does not suffice."""
+    """Give a model a table out of free memory. The outcome: its bytes, or 0 where that does not suffice.
+
+    A table that lies in the pool and has become too small leaves it first, with what it holds.
+    """
 
     model: ModelId
     table: SamplingTable
@@ -341,7 +344,7 @@ class ReclaimPolicy:
         placed_bytes = 0
         tables = self._books.tables_of(model)
         for table, num_bytes in tables.needed.items():
-            if table in tables.pooled or table in tables.spilled:
+            if table in tables.spilled or tables.pooled.get(table, 0) >= num_bytes:
                 continue
             order = PlaceTable(model, table, num_bytes)
             got_bytes = yield order
