@@ -1,75 +1,17 @@
-"""Attention of one query token per sequence over its paged KV (decode). Knows shapes and pointers only.
+"""Decode attention as it was before runs of tiles: a program for each row, head and split of the context.
 
-The context of a sequence is cut into up to `num_splits` runs, each attended by its own program; the
-program that finishes last merges the partial results, in a fixed order, so the result does not depend
-on which one that was. How many splits are used follows from the length on the device, so one captured
-launch serves every length.
+Up to 16 splits, as long as rows x KV heads x splits stay within the programs of a launch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-import torch.nn.functional as F
 
-from hearth.kernels.jit import launch, runs_triton, tl, triton
-from hearth.kernels.paged import Heads, PagedRows, load_tile
+from hearth.kernels.decode_attention import SplitScratch
+from hearth.kernels.jit import launch, tl, triton
+from hearth.kernels.paged import Heads, PagedRows
 
 _LOG2E = 1.4426950408889634
-
-
-@dataclass(frozen=True, slots=True)
-class SplitScratch:
-    """Memory in which splits leave partial results. Counters are zero between launches."""
-
-    num_programs: int  #: splits are added until this many programs run
-    partial: torch.Tensor  #: float32, flat: [row][q head][split][dim]
-    stats: torch.Tensor  #: float32, flat: [row][q head][split][maximum, sum]
-    counters: torch.Tensor  #: int32, flat: [row][kv head]
-
-
-def decode_attention(
-    qkv: torch.Tensor,
-    heads: Heads,
-    rows: PagedRows,
-    kv: torch.Tensor,
-    *,
-    window: int | None,
-    scratch: SplitScratch | None,
-    out: torch.Tensor,
-    num_rows: torch.Tensor | None = None,
-) -> None:
-    """Attend from each row to its sequence up to itself, or to the last `window` tokens of that.
-
-    `num_rows` (int32 [1], on the device) is how many of the rows there are in this step; the others are left
-    alone. None: all of them are there. Only the CUDA path knows rows that are not there.
-
-    q is the head of each row of `qkv`; k and v are read from `kv` [blocks, 2, block_tokens, kv_heads, dim].
-    """
-    if runs_triton(qkv):
-        assert scratch is not None, "the CUDA path needs scratch"
-        decode_attention_triton(
-            qkv, heads, rows, kv, window=window, scratch=scratch, out=out, num_rows=num_rows
-        )
-    else:
-        decode_attention_reference(qkv, heads, rows, kv, window=window, out=out)
-
-
-def decode_attention_reference(
-    qkv: torch.Tensor,
-    heads: Heads,
-    rows: PagedRows,
-    kv: torch.Tensor,
-    *,
-    window: int | None,
-    out: torch.Tensor,
-) -> None:
-    context = rows.context(kv.shape[2], window)
-    # The q heads that share a k head are the rows of one query, so the library reads each k and v once.
-    q = qkv[:, : heads.num_q * heads.dim].view(len(qkv), heads.num_kv, -1, heads.dim)
-    k, v = map(context.read, kv.unbind(1))
-    out.view(q.shape).copy_(F.scaled_dot_product_attention(q, k, v, context.seen))
 
 
 def choose_splits(num_rows: int, num_kv_heads: int, num_programs: int) -> int:
@@ -234,3 +176,27 @@ def _decode_attention_kernel(
         best = new_best
     tl.store(out_at, (acc / total[:, None]).to(q.dtype), in_q)
     tl.store(counter, 0)
+
+
+@triton.jit
+def load_tile(
+    kv,
+    kv_stride,
+    row_table,
+    token,
+    end,
+    kv_head,
+    dim,
+    NUM_KV: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+):
+    """k and v of some tokens of a sequence, for one head; zeros from `end` on, where memory may hold NaN."""
+    in_context = token < end
+    in_tile = in_context[:, None] & (dim < DIM)[None, :]
+    block = tl.load(row_table + token // BLOCK_TOKENS, in_context, other=0).to(tl.int64)
+    unit = block * kv_stride + (token % BLOCK_TOKENS) * (NUM_KV * DIM) + kv_head * DIM
+    k = tl.load(kv + unit[:, None] + dim[None, :], in_tile, other=0.0)
+    v_unit = unit + BLOCK_TOKENS * NUM_KV * DIM
+    v = tl.load(kv + v_unit[:, None] + dim[None, :], in_tile, other=0.0)
+    return k, v

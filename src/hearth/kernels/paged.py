@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hearth.kernels.jit import tl, triton
-
 
 @dataclass(frozen=True, slots=True)
 class Heads:
@@ -108,27 +106,3 @@ class PagedRows:
             return Context(num_rows, num_tokens, blocks, None, None)
         unseen = seen.logical_not().flatten().nonzero().squeeze(-1)
         return Context(num_rows, num_tokens, blocks, seen[:, None, None, :num_tokens], unseen)
-
-
-@triton.jit
-def load_tile(
-    kv,
-    kv_stride,
-    row_table,
-    token,
-    end,
-    kv_head,
-    dim,
-    NUM_KV: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-):
-    """k and v of some tokens of a sequence, for one head; zeros from `end` on, where memory may hold NaN."""
-    in_context = token < end
-    in_tile = in_context[:, None] & (dim < DIM)[None, :]
-    block = tl.load(row_table + token // BLOCK_TOKENS, in_context, other=0).to(tl.int64)
-    unit = block * kv_stride + (token % BLOCK_TOKENS) * (NUM_KV * DIM) + kv_head * DIM
-    k = tl.load(kv + unit[:, None] + dim[None, :], in_tile, other=0.0)
-    v_unit = unit + BLOCK_TOKENS * NUM_KV * DIM
-    v = tl.load(kv + v_unit[:, None] + dim[None, :], in_tile, other=0.0)
-    return k, v
