@@ -65,9 +65,9 @@ def set_overlap(is_on: bool) -> None:
     jit.can_overlap = lambda: is_on
 
 
-def scratch_for(heads: Heads, num_rows: int, per_processor: float = 4) -> SplitScratch:
-    num_programs = int(per_processor * torch.cuda.get_device_properties(0).multi_processor_count)
-    partials = 2 * num_programs * max(2, heads.num_q // heads.num_kv)
+def scratch_for(heads: Heads, num_rows: int, per_processor: int = 4) -> SplitScratch:
+    num_programs = per_processor * torch.cuda.get_device_properties(0).multi_processor_count
+    partials = 2 * num_programs * heads.num_q // heads.num_kv
     return SplitScratch(
         num_programs,
         torch.empty(partials * heads.dim, device="cuda"),
@@ -224,7 +224,7 @@ class Attention:
         self.out = torch.empty(self.num_rows, heads.num_q * heads.dim, **BF16)
 
     def microseconds(
-        self, shape: TileShape | None = None, per_processor: float = 4, there: int | None = None
+        self, shape: TileShape | None = None, per_processor: int = 4, there: int | None = None
     ) -> float:
         """Time a launch, of which so many rows are there; None: all of them."""
         scratch = scratch_for(self.heads, self.num_rows, per_processor)
@@ -257,22 +257,8 @@ class Attention:
         return microseconds([lambda layer=layer: launch(layer) for layer in range(self.num_layers)])
 
 
-#: Tiles beside the one that is used, each with as many programs per multiprocessor as fit; where every q head
-#: has its own kv head, half of them.
-TILES = {
-    1: [
-        ((64, 2, 1, 168), 3),
-        ((64, 2, 1), 2.5),
-        ((32, 2, 1, 128), 3),
-        ((32, 2, 1, 128), 8),
-        ((16, 2, 1, 128), 4),
-        ((16, 2, 1, 96), 5),
-        ((64, 4, 2, None, True), 2),
-        ((32, 2, 2, None, True), 3),
-        ((64, 2, 2, None, True), 2),
-    ],
-    4: [((32, 2, 2), 6), ((64, 2, 2), 4), ((32, 4, 2), 4)],
-}
+#: Tiles beside the one that is used, each with as many programs per multiprocessor as fit.
+TILES = [((64, 4, 2, 128), 4), ((64, 4, 2), 4), ((32, 2, 2), 6), ((64, 2, 2), 4), ((32, 4, 2), 4)]
 LENGTHS = {
     "1 x 192": [192],
     "1 x 4096": [4096],
@@ -288,12 +274,12 @@ LENGTHS = {
 def attention() -> None:
     """Time decode attention over lengths and heads, with the tile that is used and with others."""
     set_overlap(True)
-    for heads in (Heads(32, 32, 128), Heads(32, 8, 128)):
+    for heads in (Heads(32, 32, 128), Heads(32, 8, 128), Heads(14, 2, 64), Heads(8, 1, 256)):
         for name, lengths in LENGTHS.items():
             it = Attention(heads, lengths)
             us = it.microseconds()
             tried: dict[str, object] = {"old": round(it.old_microseconds(), 1)}
-            for shape, per_processor in TILES.get(heads.num_q // heads.num_kv, []):
+            for shape, per_processor in TILES:
                 try:
                     tried[str((*shape, per_processor))] = round(
                         it.microseconds(TileShape(*shape), per_processor), 1

@@ -28,7 +28,7 @@ _LOG2E = 1.4426950408889634
 class SplitScratch:
     """Memory in which programs leave parts of results. Counters are zero between launches."""
 
-    num_programs: int  #: of a launch; twice as many where each q head has its own kv head
+    num_programs: int  #: of a launch
     partial: torch.Tensor  #: float32, flat: [program][first, last][q head of the group][dim]
     stats: torch.Tensor  #: float32, flat: [program][first, last][q head of the group][maximum, sum]
     counters: torch.Tensor  #: int32, flat: [row][kv head]
@@ -84,20 +84,16 @@ class TileShape:
     block_n: int
     num_warps: int
     num_stages: int
-    max_registers: int | None = None
-    uses_dot: bool = False
+    max_registers: int | None = None  #: of a thread; None: what the compiler takes
 
 
-def tile_shape(heads: Heads, dtype: torch.dtype) -> TileShape:
-    """Return the tile for heads and numbers like these, such that all programs of a launch run at once."""
+def tile_shape(heads: Heads, dtype: torch.dtype, window: int | None) -> TileShape:
+    """Return the tile for heads and numbers like these, such that four programs fit on a multiprocessor."""
     block_n = 32 if heads.dim > 128 or dtype == torch.float32 else 64
-    if heads.num_q == heads.num_kv:
-        return TileShape(block_n // 2, num_warps=2, num_stages=1, max_registers=128)
-    return TileShape(block_n, num_warps=4, num_stages=2)
+    takes_many = heads.dim > 128 or window is not None
+    return TileShape(block_n, num_warps=4, num_stages=2, max_registers=128 if takes_many else None)
 
 
-#: A head's tiles are cut into at most so many parts, more or less, for one program merges them.
-_MAX_PARTS = 64
 #: Rows whose lengths a program reads at a time.
 _BLOCK_ROWS = 256
 
@@ -115,12 +111,10 @@ def decode_attention_triton(
     shape: TileShape | None = None,
 ) -> None:
     group = heads.num_q // heads.num_kv
-    shape = tile_shape(heads, qkv.dtype) if shape is None else shape
-    # Without a group programs multiply element by element and are half as large.
-    num_programs = scratch.num_programs * (2 if group == 1 else 1)
+    shape = tile_shape(heads, qkv.dtype, window) if shape is None else shape
     launch(
         _decode_attention_kernel,
-        (num_programs,),
+        (scratch.num_programs,),
         out,
         qkv,
         qkv.stride(0),
@@ -139,13 +133,12 @@ def decode_attention_triton(
         WINDOW=window or 0,
         NUM_KV=heads.num_kv,
         GROUP=group,
-        GROUP_PAD=max(16, next_power_of_2(group)) if group > 1 or shape.uses_dot else 1,
+        GROUP_PAD=max(16, next_power_of_2(group)),  # what tensor cores take
         DIM=heads.dim,
         DIM_PAD=max(16, next_power_of_2(heads.dim)),
         BLOCK_TOKENS=kv.shape[2],
         BLOCK_N=shape.block_n,
         BLOCK_ROWS=_BLOCK_ROWS,
-        MAX_PARTS=_MAX_PARTS,
         STAGES=shape.num_stages,
         COUNTS_ROWS=num_rows is not None,
         num_warps=shape.num_warps,
@@ -180,7 +173,6 @@ def _decode_attention_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     COUNTS_ROWS: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -188,22 +180,24 @@ def _decode_attention_kernel(
     wait_for_inputs(OVERLAPS)
     if COUNTS_ROWS:
         max_rows = tl.minimum(max_rows, tl.load(num_rows))
-    total, longest = 0, 1
+    total = 0
     for at in range(0, max_rows, BLOCK_ROWS):
         num_tiles = _tiles_of(positions, at + tl.arange(0, BLOCK_ROWS), max_rows, WINDOW, BLOCK_N)
         total += tl.sum(num_tiles, 0)
-        longest = tl.maximum(longest, tl.max(num_tiles, 0))
+    # One program merges the parts of a head, so a mean length is cut into 64 of them at most, and into no
+    # more than 16 while they are of less than four tiles.
+    mean = tl.cdiv(total, tl.maximum(max_rows, 1))
+    least = tl.maximum(tl.minimum(tl.cdiv(mean, 16), 4), tl.cdiv(mean, 64))
     total *= NUM_KV
-    share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), tl.cdiv(longest, MAX_PARTS))
+    share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), tl.maximum(least, 1))
     tile = tl.program_id(0) * share
     last_tile = tl.minimum(tile + share, total)
     # The row that the first tile is of, and how many tiles lie before that row.
     row, before, passed = 0, 0, 0
-    if tile < last_tile:
+    if (tile < last_tile) & (max_rows > 1):
         for at in range(0, max_rows, BLOCK_ROWS):
-            num_tiles = (
-                _tiles_of(positions, at + tl.arange(0, BLOCK_ROWS), max_rows, WINDOW, BLOCK_N) * NUM_KV
-            )
+            num_tiles = _tiles_of(positions, at + tl.arange(0, BLOCK_ROWS), max_rows, WINDOW, BLOCK_N)
+            num_tiles *= NUM_KV
             is_before = (num_tiles > 0) & (passed + tl.cumsum(num_tiles, 0) <= tile)
             row += tl.sum(is_before.to(tl.int32), 0)
             before += tl.sum(tl.where(is_before, num_tiles, 0), 0)
@@ -244,20 +238,13 @@ def _decode_attention_kernel(
             v = tl.load(k_at + BLOCK_TOKENS * NUM_KV * DIM, in_tile, other=0.0)
             token += BLOCK_N
             page = tl.load(row_table + token // BLOCK_TOKENS, token < last, other=0)
-            if GROUP_PAD == 1:
-                score = tl.sum(k.to(tl.float32) * q.to(tl.float32), 1)[None, :] * scale
-            else:
-                score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             score = tl.where(in_context[None, :], score, -float("inf"))
             new_best = tl.maximum(best, tl.max(score, 1))
             shrink = tl.exp2(best - new_best)
             p = tl.exp2(score - new_best[:, None])
             total_p = total_p * shrink + tl.sum(p, 1)
-            acc = acc * shrink[:, None]
-            if GROUP_PAD == 1:
-                acc += tl.sum(tl.trans(p) * v.to(tl.float32), 0)[None, :]
-            else:
-                acc += tl.dot(p.to(v.dtype), v, input_precision="ieee")
+            acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
             best = new_best
 
         is_done = True
