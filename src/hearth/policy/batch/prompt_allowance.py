@@ -24,6 +24,8 @@ FIRST_TOKENS = 256
 FAIR_SHARE = 0.6
 #: Prompts that wait may have as much time as spreads them over so many steps.
 SPREAD_STEPS = 12
+#: Of the first step with prompts, what rows that decode take at least.
+_LEAST_SHARE = 0.05
 #: Less than anything takes.
 _LEAST_S = 1e-9
 
@@ -42,15 +44,17 @@ class PromptAllowance:
     def num_tokens(self, num_waiting_tokens: int) -> int | None:
         """Return how many tokens of prompts the next step may have, of so many that wait; None: any number.
 
-        Prompts always have their fair share. Where more wait than a few such steps compute they have more, as
-        far as `max_step` leaves time.
+        Prompts always have their fair share. Where more wait than some such steps compute they have more; and
+        in a crowd, of which a step of `max_step` could not compute all, whatever that leaves: most of those
+        who are spared long steps then would only wait for their first token instead.
         """
         if math.isinf(self._max_step_s):
             return None
         if self._token_s is None:
             return FIRST_TOKENS
         rows_s = self._rows_s or 0.0
-        wanted_s = self._token_s * num_waiting_tokens / SPREAD_STEPS
+        waiting_s = self._token_s * num_waiting_tokens
+        wanted_s = max(waiting_s / SPREAD_STEPS, waiting_s - self._max_step_s)
         prompts_s = max(FAIR_SHARE * rows_s, min(wanted_s, self._max_step_s - rows_s))
         return max(1, int(prompts_s / self._token_s))
 
@@ -72,7 +76,7 @@ class PromptAllowance:
             self._token_s = seconds / 2 / num_prompt_tokens
         prompts_s = (self._token_s or 0.0) * num_prompt_tokens
         if self._rows_s is None:
-            self._rows_s = max(seconds - prompts_s, seconds / 2)
+            self._rows_s = max(seconds - prompts_s, seconds * _LEAST_SHARE)
         rows_s = self._rows_s
         # A step that takes much longer than it should may be an accident: memory was mapped, a kernel loaded.
         error_s = min(seconds - rows_s - prompts_s, rows_s + prompts_s)
