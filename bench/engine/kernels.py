@@ -62,7 +62,7 @@ def decode(heads: Heads, batch: int, context: int) -> dict[str, object]:
     rows = PagedRows(positions, torch.arange(batch, **INT32), table)
     qkv = torch.randn(batch, (heads.num_q + 2 * heads.num_kv) * heads.dim, **BF16)
     out = torch.empty(batch, heads.num_q * heads.dim, **BF16)
-    partials = NUM_PROGRAMS * heads.num_q // heads.num_kv
+    partials = 2 * NUM_PROGRAMS * max(2, heads.num_q // heads.num_kv)
     scratch = SplitScratch(
         NUM_PROGRAMS,
         torch.empty(partials * heads.dim, device="cuda"),

@@ -144,8 +144,9 @@ def workspace_buffers(
     embedded = tokens if layers.start == 0 and is_projected else 0
     # The head writes float32 logits in their place, others beside it, to be widened.
     narrow = 0 if dtype == "float32" else samples
-    # Each program of decode attention leaves at most two parts of results, for each q head of a group.
-    partials = 2 * size.num_programs * (dimensions.num_heads // dimensions.num_kv_heads)
+    # Each program of decode attention leaves at most two parts of results, for each q head of a group. Where
+    # there are no groups it has twice as many programs.
+    partials = 2 * size.num_programs * max(2, dimensions.num_heads // dimensions.num_kv_heads)
     return {
         "embedded": Buffer((embedded, dimensions.embed_size), dtype),
         "residual": Buffer((tokens, hidden), dtype),

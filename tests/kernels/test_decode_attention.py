@@ -35,7 +35,7 @@ PROGRAMS = [(None, 1), (None, 3), (None, 64), (40, 5), (130, 2)]
 
 
 def scratch_for(heads: Heads, device: str, num_programs: int, num_rows: int) -> SplitScratch:
-    num_parts = 2 * num_programs * heads.num_q // heads.num_kv
+    num_parts = 2 * num_programs * max(2, heads.num_q // heads.num_kv)
     return SplitScratch(
         num_programs,
         torch.full((num_parts * heads.dim,), float("nan"), device=device),

@@ -28,7 +28,7 @@ _LOG2E = 1.4426950408889634
 class SplitScratch:
     """Memory in which programs leave parts of results. Counters are zero between launches."""
 
-    num_programs: int  #: of a launch
+    num_programs: int  #: of a launch; twice as many where each q head has its own kv head
     partial: torch.Tensor  #: float32, flat: [program][first, last][q head of the group][dim]
     stats: torch.Tensor  #: float32, flat: [program][first, last][q head of the group][maximum, sum]
     counters: torch.Tensor  #: int32, flat: [row][kv head]
@@ -84,15 +84,15 @@ class TileShape:
     block_n: int
     num_warps: int
     num_stages: int
-    uses_dot: bool = True
     max_registers: int | None = None
+    uses_dot: bool = False
 
 
 def tile_shape(heads: Heads, dtype: torch.dtype) -> TileShape:
-    """Return the tile for heads and numbers like these; four programs fit on a multiprocessor."""
+    """Return the tile for heads and numbers like these, such that all programs of a launch run at once."""
     block_n = 32 if heads.dim > 128 or dtype == torch.float32 else 64
     if heads.num_q == heads.num_kv:
-        return TileShape(min(block_n, 32), num_warps=2, num_stages=1, uses_dot=False, max_registers=128)
+        return TileShape(block_n // 2, num_warps=2, num_stages=1, max_registers=128)
     return TileShape(block_n, num_warps=4, num_stages=2)
 
 
@@ -116,9 +116,11 @@ def decode_attention_triton(
 ) -> None:
     group = heads.num_q // heads.num_kv
     shape = tile_shape(heads, qkv.dtype) if shape is None else shape
+    # Without a group programs multiply element by element and are half as large.
+    num_programs = scratch.num_programs * (2 if group == 1 else 1)
     launch(
         _decode_attention_kernel,
-        (scratch.num_programs,),
+        (num_programs,),
         out,
         qkv,
         qkv.stride(0),

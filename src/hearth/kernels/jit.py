@@ -112,7 +112,6 @@ def _launches() -> LaunchCache:
     return LaunchCache(triton)
 
 
-@cache
 def can_overlap() -> bool:
     """Return True where a kernel may start while the one before it drains: on Hopper and later."""
     return capability() >= 90 and not triton.knobs.runtime.interpret

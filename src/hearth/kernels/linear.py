@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hearth.kernels.jit import cdiv, launch, runs_triton, tl, triton
-from hearth.kernels.overlap import prefetch, wait_for_inputs
+from hearth.kernels.overlap import wait_for_inputs
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor) -> None:
@@ -54,8 +54,6 @@ def skinny_linear_triton(
     block_n: int = 2,
     block_k: int = 1024,
     num_warps: int = 4,
-    ahead: int = 0,
-    num_ahead: int = 1584,
 ) -> None:
     n, k = weight.shape
     launch(
@@ -71,9 +69,6 @@ def skinny_linear_triton(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         EVEN_K=k % block_k == 0,
-        AHEAD=ahead if k * weight.element_size() % 16 == 0 else 0,
-        NUM_AHEAD=num_ahead,
-        NUM_THREADS=32 * num_warps,
         num_warps=num_warps,
         num_stages=3,
     )
@@ -91,21 +86,13 @@ def _skinny_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
-    AHEAD: tl.constexpr,
-    NUM_AHEAD: tl.constexpr,
-    NUM_THREADS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     row = tl.program_id(1).to(tl.int64)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = outputs < n
     weight_at = weight + outputs.to(tl.int64)[:, None] * k
-    if OVERLAPS and AHEAD > 0:
-        first = tl.program_id(0) * BLOCK_N
-        if tl.program_id(0) < NUM_AHEAD:
-            num_bytes = tl.minimum(n - first, BLOCK_N) * k * 2
-            prefetch(weight + tl.cast(first, tl.int64) * k, num_bytes, AHEAD, NUM_THREADS)
-    wait_for_inputs(OVERLAPS)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for at in range(0, k, BLOCK_K):
         inputs = at + tl.arange(0, BLOCK_K)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from hearth.kernels.jit import cdiv, launch, runs_triton, tl, triton
-from hearth.kernels.overlap import prefetch, wait_for_inputs
+from hearth.kernels.overlap import wait_for_inputs
 
 #: Up to so many rows a program for each row beats tensor cores.
 MAX_SKINNY_ROWS = 1
@@ -59,8 +59,6 @@ def quantized_skinny_triton(
     block_n: int | None = None,
     block_k: int = 1024,
     num_warps: int = 2,
-    ahead: int = 0,
-    num_ahead: int = 1584,
 ) -> None:
     rows, (n, k) = x.shape[0], weight.shape
     if block_n is None:
@@ -82,9 +80,6 @@ def quantized_skinny_triton(
         EVEN_N=n % block_n == 0,
         EVEN_K=k % block_k == 0,
         AS_MANTISSAS=not x.is_cpu,  # the interpreter knows no assembly
-        AHEAD=ahead if k % 16 == 0 else 0,
-        NUM_AHEAD=num_ahead,
-        NUM_THREADS=32 * num_warps,
         num_warps=num_warps,
     )
 
@@ -105,22 +100,14 @@ def _skinny_kernel(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     AS_MANTISSAS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    NUM_AHEAD: tl.constexpr,
-    NUM_THREADS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     # Programs that run together share their weights.
     row = (tl.program_id(0) % rows).to(tl.int64)
     outputs = tl.program_id(0) // rows * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = outputs < n
     weight_at = weight + outputs.to(tl.int64)[:, None] * k
-    if OVERLAPS and AHEAD > 0:
-        first = tl.program_id(0) // rows * BLOCK_N
-        if tl.program_id(0) < NUM_AHEAD:
-            num_bytes = tl.minimum(n - first, BLOCK_N) * k
-            prefetch(weight + tl.cast(first, tl.int64) * k, num_bytes, AHEAD, NUM_THREADS)
-    wait_for_inputs(OVERLAPS)
     # Each thread loads 16 weights at a time and adds up their products alone. To have the same 16 of x,
     # and not through shared memory, x must be loaded in the shape of the weights.
     acc = tl.zeros([BLOCK_N, BLOCK_K // 16], tl.float32)
