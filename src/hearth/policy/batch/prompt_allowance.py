@@ -40,13 +40,14 @@ class PromptAllowance:
         #: As above, both positive; None: nothing of the kind was measured.
         self._rows_s: float | None = None
         self._token_s: float | None = None
+        self._is_crowded = False  #: until nobody waits
 
     def num_tokens(self, num_waiting_tokens: int) -> int | None:
         """Return how many tokens of prompts the next step may have, of so many that wait; None: any number.
 
-        Prompts always have their fair share. Where more wait than some such steps compute they have more; and
-        in a crowd, of which a step of `max_step` could not compute all, whatever that leaves: most of those
-        who are spared long steps then would only wait for their first token instead.
+        Prompts always have their fair share. Where more wait than some such steps compute they have more. And
+        a crowd, of which one step of `max_step` could not compute all, has whatever that leaves until nobody
+        waits: most of those who would be spared long steps are in the crowd themselves.
         """
         if math.isinf(self._max_step_s):
             return None
@@ -54,7 +55,8 @@ class PromptAllowance:
             return FIRST_TOKENS
         rows_s = self._rows_s or 0.0
         waiting_s = self._token_s * num_waiting_tokens
-        wanted_s = max(waiting_s / SPREAD_STEPS, waiting_s - self._max_step_s)
+        self._is_crowded = num_waiting_tokens > 0 and (self._is_crowded or waiting_s > self._max_step_s)
+        wanted_s = waiting_s if self._is_crowded else waiting_s / SPREAD_STEPS
         prompts_s = max(FAIR_SHARE * rows_s, min(wanted_s, self._max_step_s - rows_s))
         return max(1, int(prompts_s / self._token_s))
 
