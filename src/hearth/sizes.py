@@ -290,16 +290,16 @@ def rotary_buffer(rope_dim: int, context: int) -> Buffer:
 
 #: Few rows are bound by reading weights, so more of them cost little. Larger products are computed by tiles,
 #: and what only fills a tile up is free; what is beyond costs its share. Each size takes time and memory.
-_DECODE_SIZES = (1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, 256, 32), *range(256, 513, 64))
+_DECODE_SIZES = (1, 2, 4, *range(8, 32, 8), *range(32, 256, 16), *range(256, 513, 32))
 _SAMPLE_SIZES = (1, 8, *range(64, 256, 64), *range(256, 513, 128))
-_MIXED_SIZES = (*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 4097, 256))
+_MIXED_SIZES = (*range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, 4097, 256))
 #: Launches of a layer, and around all layers, at most; and device memory for each when it is captured.
 _LAYER_NODES, _OTHER_NODES, _NODE_BYTES = 12, 16, 2700
 
 
 def decode_sizes(limits: StepLimits) -> tuple[int, ...]:
     """Rows that steps of decode rows alone are padded to."""
-    return _up_to(_DECODE_SIZES, 128, min(limits.max_seqs, limits.max_batch_tokens))
+    return _up_to(_DECODE_SIZES, 64, min(limits.max_seqs, limits.max_batch_tokens))
 
 
 def sample_sizes(limits: StepLimits) -> tuple[int, ...]:

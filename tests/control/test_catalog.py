@@ -156,7 +156,7 @@ def test_the_first_worker_tells_how_large_steps_may_be_where_nobody_has_set_it(r
     unknown = catalog(registry, engine=EngineConfig())
     assert unknown.find(BIG).limits == StepLimits(2048, 256, 16)
     (changed,) = unknown.fit(125 << 30)
-    assert changed.limits == StepLimits(16384, 1024, 16)
+    assert changed.limits == StepLimits(8192, 1024, 16)
     assert changed.profile.footprints["cuda"].max_seqs == 1024
 
 

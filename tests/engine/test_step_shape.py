@@ -60,7 +60,7 @@ def test_a_full_batch_has_a_size_of_its_own() -> None:
 def test_few_sizes_serve_the_largest_batches() -> None:
     sizes = PaddedSizes.of(StepLimits(max_batch_tokens=8192, max_seqs=1024, block_tokens=16))
 
-    assert (len(sizes.decode), len(sizes.mixed), len(sizes.samples)) == (25, 32, 10)
+    assert (len(sizes.decode), len(sizes.mixed), len(sizes.samples)) == (37, 40, 10)
 
 
 def test_a_step_is_one_graph_or_two() -> None:

@@ -35,7 +35,7 @@ def test_a_model_is_promised_one_context_and_keeps_its_tables_and_its_sink() -> 
 def test_a_larger_machine_has_larger_limits_as_a_service_has() -> None:
     small, large = (SimulationSetting({}, num_gib << 30).limits for num_gib in (24, 120))
     assert (small.max_batch_tokens, small.max_seqs) == (4096, 256)
-    assert (large.max_batch_tokens, large.max_seqs) == (16384, 1024)
+    assert (large.max_batch_tokens, large.max_seqs) == (8192, 1024)
 
 
 def test_engines_are_simulated_as_they_are_configured_by_default() -> None:

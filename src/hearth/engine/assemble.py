@@ -122,7 +122,8 @@ def assemble(
         book = BlockBook(limits.block_tokens, memory.floor_blocks)
     else:
         book = BlockBook.fixed(len(runner.kv), limits.block_tokens)
-    batcher = Batcher(BatchLimits(limits.max_batch_tokens, limits.max_seqs, spec.max_context), book)
+    batch_limits = BatchLimits(limits.max_batch_tokens, limits.max_seqs, spec.max_context, runner.sizes.mixed)
+    batcher = Batcher(batch_limits, book)
     vocab_size = spec.arch.vocab_size
     guides = Guides(spec.tokenizer_json, vocab_size, spec.eos_ids)
     return Engine(batcher, runner, guides, vocab_size, spec.eos_ids, max_step_s=config.max_step)

@@ -32,6 +32,7 @@ class StepGraphs:
         self._due: dict[GraphKey, Work] = {}
         #: Memory for what libraries allocate while they are captured; one for all graphs, as they take turns.
         self._pool = torch.cuda.graph_pool_handle()
+        _capture_stream(torch.cuda.current_device())
 
     def __contains__(self, key: GraphKey) -> bool:
         return key in self._captured
@@ -71,8 +72,7 @@ class StepGraphs:
         # Recording waits for nothing. `torch.cuda.graph` would wait for the device, and empty torch's cache.
         with _CAPTURE, torch.cuda.stream(stream):
             # cuBLAS takes its workspace of a stream with the first product: not from the memory of a graph.
-            # A worker has run one like this when it started, so no kernel has to be loaded for it.
-            torch.mm(*torch.zeros(2, 128, 128, dtype=torch.bfloat16, device="cuda"))
+            _multiply()
             # Other threads go on using the device meanwhile, such as a second model's step thread. This one
             # may load kernels, as libraries do at the first launch, which other modes would not let pass.
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
@@ -89,4 +89,11 @@ def _capture_stream(device: int) -> torch.cuda.Stream:
 
     They may share it, for they are all replayed on one stream, the default one.
     """
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch leaves it untyped
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch leaves it untyped
+    with torch.cuda.stream(stream):
+        _multiply()  # the library comes up with the first product, which takes 0.1 s: not in front of a step
+    return stream
+
+
+def _multiply() -> None:
+    torch.mm(*torch.zeros(2, 128, 128, dtype=torch.bfloat16, device="cuda"))

@@ -38,7 +38,7 @@ from hearth.sim.profile import Profile
 from hearth.sim.reclaimer import SimulatedReclaimer
 from hearth.sim.stepped_engine import Flight, SteppedEngine
 from hearth.sim.stepped_model import HostOrder, LoadUnderWay, StartOrder, SteppedModel
-from hearth.sizes import StepLimits
+from hearth.sizes import StepLimits, mixed_sizes
 from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
 
 #: Engines of evicted models that are kept for their return, as on a live worker.
@@ -205,7 +205,9 @@ class SteppedWorker:
     def _new_engine(self, order: HostOrder) -> SteppedEngine:
         block_tokens, load = self._limits.block_tokens, order.load
         block_bytes = order.shape.kv_bytes_per_token * block_tokens
-        limits = BatchLimits(self._limits.max_batch_tokens, self._limits.max_seqs, order.max_context)
+        limits = BatchLimits(
+            self._limits.max_batch_tokens, self._limits.max_seqs, order.max_context, mixed_sizes(self._limits)
+        )
         kv = KvRange(block_bytes, PAGE_BYTES, max(2, load.max_kv_bytes // block_bytes))
         floor_blocks = max(1, load.kv_floor_bytes // block_bytes - 1)
         return SteppedEngine(order.shape, limits, kv, block_tokens, floor_blocks, self._max_step_s)

@@ -311,10 +311,10 @@ def loop(
     max_context: int = 64,
     num_blocks: int = 65,
     block_tokens: int = 4,
+    step_sizes: tuple[int, ...] = (),
 ) -> Loop:
-    return Loop(
-        BatchLimits(max_batch_tokens, max_seqs, max_context), BlockBook.fixed(num_blocks, block_tokens)
-    )
+    limits = BatchLimits(max_batch_tokens, max_seqs, max_context, step_sizes)
+    return Loop(limits, BlockBook.fixed(num_blocks, block_tokens))
 
 
 def request(name: str, prompt: Sequence[int], max_tokens: int | None = 4, salt: bytes = b"") -> EngineRequest:

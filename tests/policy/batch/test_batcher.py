@@ -158,9 +158,9 @@ def test_a_budget_below_the_number_of_sequences_serves_the_oldest_first() -> Non
 # --- prompts beside those that decode ---
 
 
-def decoding(**limits: int) -> Loop:
+def decoding(step_sizes: tuple[int, ...] = (), **limits: int) -> Loop:
     """One request decodes, and a token of it is in flight."""
-    engine = loop(block_tokens=4, **limits)
+    engine = loop(block_tokens=4, step_sizes=step_sizes, **limits)
     engine.add(request("running", [1, 2, 3], max_tokens=40))
     launched(engine)
     return engine
@@ -224,6 +224,13 @@ def test_a_prompt_is_begun_behind_others_for_a_good_part_of_the_step() -> None:
     engine.add(request("a", [5] * 8))
     engine.add(request("b", [6] * 40))
     assert prompt_tokens(engine, 32) == [8, 20]
+
+
+def test_a_prompt_is_cut_where_the_step_needs_no_padding() -> None:
+    engine = decoding(step_sizes=(8, 16, 24, 64))
+    engine.add(request("a", [5] * 7))
+    engine.add(request("b", [6] * 40))
+    assert prompt_tokens(engine, 32) == [7, 16], "and a decode row: 24 in all"
 
 
 def test_nobody_is_admitted_behind_a_prompt_that_was_cut() -> None:

@@ -57,7 +57,20 @@ def test_many_prompts_have_all_that_the_longest_step_leaves() -> None:
 
 def test_prompts_that_wait_are_spread_over_steps() -> None:
     allowance = learned(rows_s=0.001, token_s=20e-6, max_step_s=0.06)
-    assert allowed(allowance, num_waiting_tokens=8000) == 8000 // SPREAD_STEPS
+    assert allowed(allowance, num_waiting_tokens=2400) == 2400 // SPREAD_STEPS
+
+
+def test_a_crowd_of_prompts_has_all_that_the_longest_step_leaves() -> None:
+    allowance = learned(rows_s=0.001, token_s=20e-6, max_step_s=0.06)
+    assert allowed(allowance, num_waiting_tokens=8000) == pytest.approx(0.059 / 20e-6, rel=0.05)
+
+
+def test_the_first_step_with_prompts_is_not_taken_for_one_of_decode_rows() -> None:
+    """What its prompts take is known, so that the rows beside them take next to nothing."""
+    allowance = PromptAllowance(max_step_s=0.06)
+    allowance.measured(0, 8000, 0.16)
+    allowance.measured(2, 2000, 0.042)
+    assert allowed(allowance, num_waiting_tokens=100_000) > 2500
 
 
 def test_on_a_slow_device_prompts_still_have_their_share() -> None:

@@ -62,6 +62,8 @@ class BatchLimits:
     max_batch_tokens: int  #: computed by one step
     max_seqs: int  #: running at once, each in a slot
     max_context: int  #: prompt and output tokens of one sequence
+    #: Tokens that a step with prompts is padded to, so that prompts are best cut there; none: no padding.
+    step_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.max_batch_tokens, self.max_seqs, self.max_context) < 1:
@@ -162,7 +164,7 @@ class Batcher:
         `max_prompt_tokens`: of prompts beside requests that decode, though a block at least; None: what fits.
         """
         assert len(self._flights) < MAX_IN_FLIGHT, f"commit first: {len(self._flights)} steps in flight"
-        draft = PlanDraft(self.blocks.block_tokens)
+        draft = PlanDraft(self.blocks.block_tokens, self.limits.step_sizes)
         has_decoding = self._add_decode_rows(draft)
         draft.allow_prompts(
             self.limits.max_batch_tokens - len(draft.slots), max_prompt_tokens if has_decoding else None

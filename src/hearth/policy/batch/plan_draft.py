@@ -5,6 +5,7 @@ The sequences of a plan go with it: by the time of the commit an id could have a
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +27,7 @@ class PlanDraft:
     """A step plan in the making. Mutable; lives for one call of `Batcher.plan`, its only writer."""
 
     block_tokens: int
+    step_sizes: Sequence[int] = ()  #: tokens that a step with prompts is padded to; none: it is not padded
     prompt_tokens: int = 0  #: that the step may have of prompts
     #: Of those; none once a prompt was cut, for only the youngest can be in the midst of its own.
     tokens_left: int = 0
@@ -56,14 +58,19 @@ class PlanDraft:
     def chunk_tokens(self, start: int, end: int) -> int:
         """Return how many tokens of a prompt, from `start` on, the step should have; 0: it should wait.
 
-        A prompt that does not fit is cut where a block ends. Behind others it is not begun for a sliver: less
-        than a quarter of what the step may have is not worth a cut.
+        A prompt that does not fit is cut where the step needs no padding, or else where a block ends. Behind
+        others it is not begun for a sliver: less than a quarter of what the step may have is not worth a cut.
         """
         if end - start <= self.tokens_left:
             return end - start
         num_most = self.tokens_left - self.margin_tokens
         if self.prompts and num_most < max(self.prompt_tokens // 4, self.block_tokens):
             return 0
+        num_before = len(self.slots) + self.prompt_tokens - self.tokens_left
+        if at := bisect_right(self.step_sizes, num_before + num_most):
+            num_unpadded = self.step_sizes[at - 1] - num_before
+            if 2 * num_unpadded >= num_most:
+                return num_unpadded
         num_whole = max(start + num_most, start + self.block_tokens) // self.block_tokens * self.block_tokens
         return min(num_whole - start, self.tokens_left)
 

@@ -24,6 +24,8 @@ FIRST_TOKENS = 256
 FAIR_SHARE = 0.6
 #: Prompts that wait may have as much time as spreads them over so many steps.
 SPREAD_STEPS = 12
+#: Of the first step with prompts, what rows that decode take at least.
+_LEAST_SHARE = 0.05
 #: Less than anything takes.
 _LEAST_S = 1e-9
 
@@ -38,19 +40,23 @@ class PromptAllowance:
         #: As above, both positive; None: nothing of the kind was measured.
         self._rows_s: float | None = None
         self._token_s: float | None = None
+        self._is_crowded = False  #: until nobody waits
 
     def num_tokens(self, num_waiting_tokens: int) -> int | None:
         """Return how many tokens of prompts the next step may have, of so many that wait; None: any number.
 
-        Prompts always have their fair share. Where more wait than a few such steps compute they have more, as
-        far as `max_step` leaves time.
+        Prompts always have their fair share. Where more wait than some such steps compute they have more. And
+        a crowd, of which one step of `max_step` could not compute all, has whatever that leaves until nobody
+        waits: most of those who would be spared long steps are in the crowd themselves.
         """
         if math.isinf(self._max_step_s):
             return None
         if self._token_s is None:
             return FIRST_TOKENS
         rows_s = self._rows_s or 0.0
-        wanted_s = self._token_s * num_waiting_tokens / SPREAD_STEPS
+        waiting_s = self._token_s * num_waiting_tokens
+        self._is_crowded = num_waiting_tokens > 0 and (self._is_crowded or waiting_s > self._max_step_s)
+        wanted_s = waiting_s if self._is_crowded else waiting_s / SPREAD_STEPS
         prompts_s = max(FAIR_SHARE * rows_s, min(wanted_s, self._max_step_s - rows_s))
         return max(1, int(prompts_s / self._token_s))
 
@@ -72,7 +78,7 @@ class PromptAllowance:
             self._token_s = seconds / 2 / num_prompt_tokens
         prompts_s = (self._token_s or 0.0) * num_prompt_tokens
         if self._rows_s is None:
-            self._rows_s = max(seconds - prompts_s, seconds / 2)
+            self._rows_s = max(seconds - prompts_s, seconds * _LEAST_SHARE)
         rows_s = self._rows_s
         # A step that takes much longer than it should may be an accident: memory was mapped, a kernel loaded.
         error_s = min(seconds - rows_s - prompts_s, rows_s + prompts_s)

@@ -14,7 +14,7 @@ from hearth.sizes import Dimensions, StepLimits, StepSize, WantedLimits, workspa
 #: The most of a worker's memory for models that the workspace of one takes, where the limits follow from it.
 WORKSPACE_SHARE = 1 / 40
 #: Tokens of a step and sequences that run at a time, ascending in both.
-CUDA_LIMITS = ((2048, 256), (4096, 256), (4096, 512), (8192, 512), (8192, 1024), (16384, 1024))
+CUDA_LIMITS = ((2048, 256), (4096, 256), (4096, 512), (8192, 512), (8192, 1024))
 CPU_LIMITS = ((512, 256),)
 
 
