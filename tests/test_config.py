@@ -23,6 +23,7 @@ from hearth.config import (
     parse_bytes,
     parse_duration,
     plain,
+    plain_section,
     to_toml,
 )
 from hearth.errors import ConfigError
@@ -274,3 +275,9 @@ def test_what_is_no_duration_is_refused(value: object) -> None:
 def test_a_section_can_be_changed_and_is_checked_again() -> None:
     service = replace(ServiceConfig(keep_alive=math.inf), port=0)
     assert (service.keep_alive, service.port) == (math.inf, 0)
+
+
+def test_settings_of_an_engine_reach_a_worker_as_json_also_where_one_is_infinite() -> None:
+    engine = EngineConfig(max_step=-1, max_seqs=3)
+    sent = json.loads(json.dumps(plain_section(engine), allow_nan=False))
+    assert EngineConfig(**sent) == engine

@@ -53,7 +53,7 @@ class WorkerSetup(Struct, frozen=True):
     budget_bytes: int | None  #: None: derived from the device
     keeper_socket: str
     kernels_path: str  #: where compiled kernels are kept
-    engine: dict[str, int | float | str | None]  #: the fields of EngineConfig
+    engine: dict[str, object]  #: the fields of EngineConfig, as JSON can hold them
     num_threads: int | None  #: that torch may use; None: its own choice
     log_level: str
     turns: bool = False  #: models that do not fit together take turns

@@ -11,14 +11,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import msgspec
 
 from hearth import wire
-from hearth.config import EngineConfig
+from hearth.config import EngineConfig, plain_section
 from hearth.messages import (
     VERSION,
     Challenge,
@@ -261,7 +261,7 @@ def working(keeper_socket: str, **changes: object) -> Iterator[Rig]:
             budget_bytes=BUDGET_BYTES,
             keeper_socket=keeper_socket,
             kernels_path="",
-            engine=asdict(CONFIG),
+            engine=plain_section(CONFIG),
             num_threads=1,
             log_level="warning",
         )

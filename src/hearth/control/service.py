@@ -9,10 +9,9 @@ import secrets
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict
 from pathlib import Path
 
-from hearth.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig
+from hearth.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig, plain_section
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
 from hearth.control.demand_reports import DemandReports
@@ -206,7 +205,7 @@ def _worker_setups(
             budget_bytes=config.service.memory_bytes,
             keeper_socket=str(socket),
             kernels_path=str(data_dir.kernels_path),
-            engine=asdict(config.engine),
+            engine=plain_section(config.engine),
             num_threads=devices.threads_per_worker,
             log_level=config.log.level,
             turns=config.service.turns,
