@@ -9,9 +9,13 @@ import torch
 
 from bench.random_model import tokenizer_json
 from bench.shape import Shape
-from hearth.config import EngineConfig
+from hearth.config import EngineConfig, StoreConfig
 from hearth.engine.assemble import ModelSpec, assemble, own_limits
+from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.engine import Engine
+from hearth.engine.kernel_warmup import KernelWarmup
+from hearth.kernels.compilations import COMPILATIONS
+from hearth.kernels.kernel_cache import KernelCache
 from hearth.models.dtypes import DTYPES, STORED_DTYPES
 from hearth.models.layout import TensorSpec
 from hearth.models.weights import Weights, bind, contiguous_places
@@ -33,7 +37,15 @@ def new_engine(
     arch, dtype = shape.arch, DTYPES[shape.dtype]
     limits = own_limits(config, arch, dtype, device)  # before anything is taken of the memory
     spec = ModelSpec(arch, dtype, max_context or arch.max_positions, limits, eos_ids=frozenset())
+    if device.type == "cuda":
+        _make_kernels_ready(KernelNeeds.on(device, arch, shape.dtype, shape.quant, limits))
     return assemble(spec, random_weights(shape, device, seed), config, device)
+
+
+def _make_kernels_ready(needs: KernelNeeds) -> None:
+    """Have all kernels on the device before the first step, as whoever opens a model does."""
+    COMPILATIONS.watch()
+    KernelWarmup(KernelCache.open(Path(StoreConfig().path).expanduser() / "kernels")).compile(needs)
 
 
 def random_weights(shape: Shape, device: torch.device, seed: int | None) -> Weights:

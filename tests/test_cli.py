@@ -22,6 +22,7 @@ from hearth.cli import app
 from hearth.config import CPU_HOST_BYTES, EngineConfig, StoreConfig
 from hearth.cpus import WaitPolicy
 from hearth.errors import DeviceError
+from hearth.kernels import prefill_hopper
 from hearth.store.manifest import read_manifest
 from hearth.store.record import LoadRecord, RungTotals
 from hearth.types import FinishReason, Rung, SamplingParams
@@ -266,6 +267,17 @@ def test_doctor_says_what_falls_back(hearth: Hearth, monkeypatch: pytest.MonkeyP
     shown = hearth("doctor")
     assert "torch reference" in shown.out
     assert "note: no CUDA device" in shown.out
+
+
+def test_doctor_says_that_triton_cannot_compile_the_kernel_for_hopper(
+    hearth: Hearth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "is_hopper", lambda: True)
+    monkeypatch.setattr(prefill_hopper, "HAS_GLUON", False)
+    (note,) = [note for note in json.loads(hearth("doctor", "--json").out)["notes"] if "Gluon" in note]
+    assert note.startswith("the kernel for Hopper needs Gluon as of Triton 3.6 to 3.9, given: ")
+    assert note.endswith("long prompts are read more slowly; install `hearth[gpu]`")
 
 
 def test_doctor_says_which_host_memory_a_cpu_does_not_use(

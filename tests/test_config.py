@@ -23,7 +23,6 @@ from hearth.config import (
     parse_bytes,
     parse_duration,
     plain,
-    plain_section,
     to_toml,
 )
 from hearth.errors import ConfigError
@@ -155,6 +154,12 @@ def test_a_flag_for_models_that_names_none_is_refused(key: str) -> None:
         load(None, {key: True})
 
 
+@pytest.mark.parametrize("max_step", [0.05, math.inf])
+def test_a_worker_is_told_the_engine_s_section_in_json(max_step: float) -> None:
+    config = EngineConfig(max_step=max_step)
+    assert EngineConfig(**json.loads(json.dumps(config.plain(), allow_nan=False))) == config
+
+
 def test_plain_configuration_says_for_ever_in_a_number() -> None:
     config = HearthConfig(service=ServiceConfig(keep_alive=math.inf), models={"x": ModelConfig()})
     sections = json.loads(json.dumps(plain(config), allow_nan=False))
@@ -275,9 +280,3 @@ def test_what_is_no_duration_is_refused(value: object) -> None:
 def test_a_section_can_be_changed_and_is_checked_again() -> None:
     service = replace(ServiceConfig(keep_alive=math.inf), port=0)
     assert (service.keep_alive, service.port) == (math.inf, 0)
-
-
-def test_settings_of_an_engine_reach_a_worker_as_json_also_where_one_is_infinite() -> None:
-    engine = EngineConfig(max_step=-1, max_seqs=3)
-    sent = json.loads(json.dumps(plain_section(engine), allow_nan=False))
-    assert EngineConfig(**sent) == engine

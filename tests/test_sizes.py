@@ -26,12 +26,15 @@ from hearth.sizes import (
     StepSize,
     block_buffer,
     bytes_of,
+    graph_bytes,
     input_buffers,
     table_buffers,
     workspace_buffers,
     workspace_bytes,
 )
 from hearth.types import RequestId, SamplingParams, SamplingTable
+from hearth.worker.hosted_models import MAX_RETIRED
+from hearth.worker.runtime import UNBOOKED_BYTES, UNBOOKED_SHARE
 from tests.engine.harness import ask, engine_for, greedy
 from tests.models.zoo import VARIANTS, build
 
@@ -359,6 +362,45 @@ def test_a_larger_limit_never_takes_less(
     assert told(limits, context) <= told(larger, context)
     assert told(limits, context)[1] < told(larger, context)[1]
     assert told(limits, context)[1] <= told(limits, context + 1)[1]
+
+
+LLAMA_2_7B = Dimensions(
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    hidden_size=4096,
+    embed_size=4096,
+    intermediate_size=11008,
+    vocab_size=32000,
+    rope_dim=128,
+    is_gated=True,
+    is_parallel=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("limits", "budget_bytes"),
+    [(StepLimits(4096, 256, 16), 0), (StepLimits(8192, 1024, 16), 40 << 30)],
+    ids=["small device", "large device"],
+)
+def test_graphs_and_tables_of_all_engines_that_a_worker_keeps_fit_beside_its_pool(
+    limits: StepLimits, budget_bytes: int
+) -> None:
+    """Each as large as Llama-2-7B; 30% of what is not booked is left to the sampler and to libraries."""
+    each_bytes = graph_bytes(LLAMA_2_7B, limits) + bytes_of(table_buffers(LLAMA_2_7B, limits, 4096))
+
+    unbooked_bytes = UNBOOKED_BYTES + UNBOOKED_SHARE * budget_bytes
+    assert (MAX_RETIRED + 1) * each_bytes < 0.7 * unbooked_bytes
+
+
+@given(DIMENSIONS, STEP_LIMITS)
+def test_graphs_take_more_with_every_layer_and_size(dimensions: Dimensions, limits: StepLimits) -> None:
+    deeper = replace(dimensions, num_layers=dimensions.num_layers + 1)
+    larger = replace(limits, max_batch_tokens=2 * limits.max_batch_tokens + 128)
+
+    assert 0 < graph_bytes(dimensions, limits) < graph_bytes(deeper, limits)
+    assert graph_bytes(dimensions, limits) < graph_bytes(dimensions, larger)
 
 
 @given(STEP_LIMITS, st.integers(1, 1000))

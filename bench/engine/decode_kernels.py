@@ -24,7 +24,7 @@ from hearth.kernels.decode_attention import SplitScratch, TileShape, decode_atte
 from hearth.kernels.linear import linear, skinny_linear_triton
 from hearth.kernels.norm import add_norm
 from hearth.kernels.paged import Heads, PagedRows
-from hearth.kernels.quantized import quantized_linear
+from hearth.kernels.quantized import quantized_skinny_triton
 from hearth.kernels.rotary import rotate_and_store
 
 TB_PER_S = 4.2
@@ -85,7 +85,7 @@ class Chain:
     def __init__(
         self, shape: Shape, num_rows: int, context: int, dtype: torch.dtype = torch.bfloat16
     ) -> None:
-        self.shape, self.num_rows, self.context, self.dtype = shape, num_rows, context, dtype
+        self.shape, self.num_rows, self.context, self.dtype, self.ahead = shape, num_rows, context, dtype, 0
         heads, hidden, inter = shape.heads, shape.hidden, shape.intermediate
         q_size, qkv_size = heads.num_q * heads.dim, (heads.num_q + 2 * heads.num_kv) * heads.dim
         self.layers = [
@@ -134,7 +134,9 @@ class Chain:
             if self.dtype == torch.bfloat16:
                 product(x, weight, out)
             else:
-                quantized_linear(x, weight, self.scale[: weight.shape[0]], None, out=out)
+                quantized_skinny_triton(
+                    x, weight, self.scale[: weight.shape[0]], None, out=out, ahead=self.ahead
+                )
 
         b["residual"].copy_(self.x)
         delta = None
@@ -177,44 +179,56 @@ def skinny(**choice: int) -> Product:
     return product
 
 
+AHEADS = [
+    (0, 0),
+    (16384, 1584),
+    (16384, 1056),
+    (16384, 528),
+    (8192, 1584),
+    (4096, 1584),
+    (32768, 1056),
+    (8192, 2112),
+]
+CHOICES = [
+    {"block_n": 1},
+    {"block_n": 4},
+    {"block_k": 512},
+    {"block_k": 2048},
+    {"num_warps": 2},
+    {"num_warps": 8},
+    {"block_n": 1, "num_warps": 2},
+    {"block_n": 4, "num_warps": 8},
+]
+
+
 def chain() -> None:
     """Time one row through all layers, by how kernels overlap and how much of a weight they fetch ahead."""
-    for shape, num_aheads in ((LLAMA_7B, 5), (LLAMA_8B, 1)):
+    for shape in (LLAMA_7B, LLAMA_8B):
         it = Chain(shape, 1, 192)
-        set_overlap(False)
-        ms, expected = it.measure(product=skinny())
         bound = it.num_bytes / TB_PER_S / 1e9
-        say(
-            part="chain",
-            shape=shape.name,
-            overlaps=False,
-            ms=ms,
-            bound_ms=bound,
-            products_ms=microseconds([lambda: it.products(skinny())]) / 1e3,
-        )
-        set_overlap(True)
-        for ahead in (4096, 0, 1024, 2048, 8192)[:num_aheads]:
-            ms, logits = it.measure(product=skinny(ahead=ahead))
-            same = bool(torch.equal(logits, expected)) and not bool(logits.isnan().any())
-            say(
-                part="chain",
-                shape=shape.name,
-                overlaps=True,
-                ahead=ahead,
-                ms=ms,
-                of_bound=bound / ms,
-                same_bits=same,
-            )
-        if shape is LLAMA_7B:
-            for choice in (
-                {"block_n": 1}, {"block_n": 4}, {"block_n": 1, "block_k": 2048}, {"block_k": 512}, {"block_k": 2048},
-                {"num_warps": 2}, {"num_warps": 8}, {"block_n": 4, "num_warps": 8}, {"block_n": 1, "num_warps": 2},
-                {"block_k": 2048, "num_warps": 8}, {"block_n": 4, "block_k": 512},
-            ):  # fmt: skip
-                ms, _ = it.measure(product=skinny(**choice))
-                say(part="chain", shape=shape.name, overlaps=True, **choice, ms=ms)
-            ms, _ = it.measure(product=skinny(), attends=False)
-            say(part="chain", shape=shape.name, overlaps=True, attends=False, ms=ms)
+        expected = None
+        for is_on in (False, True):
+            set_overlap(is_on)
+            for ahead, num_ahead in AHEADS[: (8 if shape is LLAMA_7B else 3) if is_on else 1]:
+                product = skinny(ahead=ahead, num_ahead=num_ahead)
+                ms, logits = it.measure(product=product)
+                expected = logits if expected is None else expected
+                say(
+                    part="chain",
+                    shape=shape.name,
+                    overlaps=is_on,
+                    ahead=ahead,
+                    num_ahead=num_ahead,
+                    ms=ms,
+                    bound_ms=bound,
+                    same_bits=bool(torch.equal(logits, expected)),
+                )
+            ms, _ = it.measure(product=skinny(ahead=0), attends=False)
+            products_ms = microseconds([lambda it=it: it.products(skinny(ahead=0))]) / 1e3
+            say(part="chain", shape=shape.name, overlaps=is_on, attends=False, ms=ms, products_ms=products_ms)
+        for choice in CHOICES if shape is LLAMA_7B else []:
+            ms, _ = it.measure(product=skinny(ahead=0, **choice))
+            say(part="chain", shape=shape.name, overlaps=True, ahead=0, **choice, ms=ms)
         del it
         torch.cuda.empty_cache()
 
@@ -224,9 +238,11 @@ def eight_bit() -> None:
         it = Chain(replace(LLAMA_7B, num_layers=8), 1, 192, dtype)
         bound = it.num_bytes / TB_PER_S / 1e9
         for is_on in (False, True):
-            set_overlap(is_on)
-            ms, _ = it.measure()
-            say(part="eight_bit", dtype=str(dtype), overlaps=is_on, ms=ms, bound_ms=bound)
+            for ahead in (0, 8192)[: 2 if is_on else 1]:
+                set_overlap(is_on)
+                it.ahead = ahead
+                ms, _ = it.measure()
+                say(part="eight_bit", dtype=str(dtype), overlaps=is_on, ahead=ahead, ms=ms, bound_ms=bound)
 
 
 def attention_case(
@@ -242,14 +258,27 @@ def attention_case(
     out = torch.empty(num_rows, heads.num_q * heads.dim, **BF16)
 
     def measure(
-        shape: TileShape | None, per_processor: int, num_rows_there: torch.Tensor | None = None
+        shape: TileShape | None,
+        per_processor: int,
+        num_rows_there: torch.Tensor | None = None,
+        impl: object = None,
     ) -> dict[str, float]:
         scratch = scratch_for(heads, num_rows, per_processor)
+        attend = decode_attention_triton if impl is None else impl.decode_attention_triton
+        extra = {} if impl else {"shape": shape}
 
         def launch(layer: int) -> None:
-            decode_attention_triton(
-                qkv, heads, rows, kv[:, layer], window=window, scratch=scratch, out=out, shape=shape, num_rows=num_rows_there
-            )  # fmt: skip
+            attend(
+                qkv,
+                heads,
+                rows,
+                kv[:, layer],
+                window=window,
+                scratch=scratch,
+                out=out,
+                num_rows=num_rows_there,
+                **extra,
+            )
 
         us = microseconds([lambda layer=layer: launch(layer) for layer in range(layers)])
         return {"us": us, "tb_per_s": bytes_read / us / 1e6}
@@ -257,46 +286,59 @@ def attention_case(
     return measure
 
 
-MHA_SHAPES = [(64, 2, 1), (32, 2, 1), (32, 4, 1), (32, 2, 3), (64, 4, 1)]
-DOT_SHAPES = [(64, 4, 2), (64, 4, 3), (32, 4, 3), (64, 2, 2), (128, 4, 2)]
+MHA_SHAPES = [
+    ((32, 2, 1, False, 128), 8), ((16, 2, 1, False, 128), 8), ((64, 2, 1, False), 5), ((64, 4, 2), 4), ((32, 2, 2), 6),
+    ((64, 2, 2), 4), ((32, 4, 2), 4), ((32, 2, 1, False), 6),
+]  # fmt: skip
+DOT_SHAPES = [((64, 4, 2), 4), ((32, 2, 2), 6), ((64, 2, 2), 4), ((32, 4, 2), 4), ((16, 2, 3, True, 128), 8)]
 
 
 def attention() -> None:
+    from bench.engine import old_decode
+
     set_overlap(True)
-    everywhere = [(1, 192), (1, 4096), (16, 512), (64, 192), (256, 192), (256, 64), (64, 2048), (1024, 192)]
-    for heads, cases, shapes, programs in (
-        (Heads(32, 32, 128), everywhere, MHA_SHAPES, (4, 6, 8)),
-        (Heads(32, 8, 128), everywhere, DOT_SHAPES, (4, 2, 6)),
-        (Heads(14, 2, 64), [(1, 512), (64, 512), (256, 512)], [None], (4,)),
-        (Heads(8, 1, 256), [(1, 512), (64, 512), (256, 512)], [None], (4,)),
+    everywhere = [(1, 192), (1, 4096), (16, 512), (64, 192), (256, 192), (64, 2048)]
+    for heads, cases, shapes in (
+        (Heads(32, 32, 128), everywhere, MHA_SHAPES),
+        (Heads(32, 8, 128), everywhere, DOT_SHAPES),
+        (Heads(14, 2, 64), [(1, 512), (64, 512), (256, 512)], DOT_SHAPES),
+        (Heads(8, 1, 256), [(1, 512), (256, 512)], [((32, 4, 2), 4), ((16, 4, 2), 4), ((32, 8, 2), 4), ((32, 4, 2), 2)]),
     ):  # fmt: skip
         for num_rows, context in cases:
-            try:
-                measure = attention_case(heads, num_rows, context)
-            except torch.OutOfMemoryError:
-                say(part="attention", error="out of memory", rows=num_rows, context=context)
-                continue
-            for at, shape in enumerate(shapes):
-                for per_processor in programs if at == 0 else programs[:1]:
-                    try:
-                        found = measure(shape and TileShape(*shape), per_processor)
-                    except Exception as e:  # a shape that does not fit is a result
-                        found = {"error": str(e)[:100]}
-                    say(
-                        part="attention",
-                        heads=(heads.num_q, heads.num_kv, heads.dim),
-                        rows=num_rows,
-                        context=context,
-                        shape=shape,
-                        per_sm=per_processor,
-                        **found,
-                    )
+            measure = attention_case(heads, num_rows, context)
+            found = []
+            for shape, per_processor in [(None, 4), *shapes]:
+                try:
+                    us = measure(
+                        shape and TileShape(*shape), per_processor, impl=None if shape else old_decode
+                    )["us"]
+                    found.append([shape, per_processor, round(us, 1)])
+                except Exception as e:  # a shape that does not fit is a result
+                    found.append([shape, per_processor, str(e)[:100]])
+            say(
+                part="attention",
+                heads=(heads.num_q, heads.num_kv, heads.dim),
+                rows=num_rows,
+                context=context,
+                bound_us=4 * num_rows * context * heads.num_kv * heads.dim / 4.1e6,
+                found=found,
+            )
             del measure
             torch.cuda.empty_cache()
-    measure = attention_case(Heads(32, 32, 128), 1024, 16)
-    for there in (0, 1, 64):
-        count = torch.tensor([there], **INT32)
-        say(part="attention", rows=1024, context=16, there=there, **measure(None, 4, count))
+    measure = attention_case(Heads(32, 32, 128), 256, 16)
+    for is_on in (True, False):
+        set_overlap(is_on)
+        for there in (0, 1):
+            count = torch.tensor([there], **INT32)
+            found = [round(measure(TileShape(64, 4, 2), n, count)["us"], 2) for n in (1, 2, 4)]
+            say(
+                part="empty",
+                overlaps=is_on,
+                there=there,
+                by_programs=found,
+                old=measure(None, 4, count, impl=old_decode)["us"],
+            )
+    set_overlap(True)
     ragged()
 
 

@@ -139,16 +139,17 @@ def _step_ms(runner: Runner, plan: StepPlan) -> float:
 
 
 def sweep(engine: Engine) -> dict[str, object]:
-    """Time prompts of lengths around sizes, not padded: which of them cost the same anyway."""
+    """Time prompts of lengths around sizes, captured and not padded: which of them cost the same anyway."""
     runner = engine.runner
-    graphs, sizes, runner.graphs, runner.sizes = runner.graphs, runner.sizes, None, PaddedSizes()
+    sizes = runner.sizes
     lengths = (65, 96, 128, 192, 256, 257, 320, 384, 513, 576, 640, 704, 768, 1025, 1088, 1152, 1280)
     found = {}
     for length in (*lengths, 2049, 2112, 2176, 2304, 4033, 4096):
+        runner.sizes = PaddedSizes(decode=(1,), mixed=(length,), samples=(1,))
         first, plan = Case("", 0, 0, (length,)).plans()
         runner.launch(first).wait()
         found[str(length)] = round(_device_ms(lambda plan=plan: _run(runner, plan), 4), 2)
-    runner.graphs, runner.sizes = graphs, sizes
+    runner.sizes = sizes
     return {"step": "prompt, not padded: device ms by tokens", **found}
 
 

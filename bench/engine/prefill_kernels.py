@@ -23,7 +23,7 @@ from hearth.kernels.prefill_attention import (
     prompt_kernel,
     prompt_tile_tokens,
 )
-from hearth.kernels.prefill_hopper import hopper_obstacle, hopper_tile_tokens, prefill_attention_hopper
+from hearth.kernels.prefill_hopper import hopper_tile_tokens, prefill_attention_hopper
 from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles
 
 DEVICE = "cuda"
@@ -61,12 +61,13 @@ class Shape:
 
 
 SHAPES = [
-    Shape(Heads(32, 8, 128)),
-    Shape(Heads(32, 32, 128)),
-    Shape(Heads(32, 8, 128), 1024),
-    Shape(Heads(32, 8, 64)),
-    Shape(Heads(14, 2, 64)),
     Shape(Heads(16, 16, 256)),
+    Shape(Heads(32, 8, 64)),
+    Shape(Heads(32, 8, 128), 1024),
+    Shape(Heads(32, 32, 128)),
+    Shape(Heads(32, 8, 128)),
+    Shape(Heads(14, 2, 64)),
+    Shape(Heads(32, 32, 80)),
 ]
 
 
@@ -111,27 +112,22 @@ def served(heads: Heads, num_rows: int) -> Candidate:
 def candidates(heads: Heads) -> Iterator[Candidate]:
     """Yield all that might be served."""
     is_even = heads.num_q // heads.num_kv % 2 == 0
-    if hopper_obstacle(heads, torch.bfloat16) is None:
+    if prompt_kernel(heads, torch.bfloat16).name == "hopper":
         yield Candidate("hopper", hopper_tile_tokens(heads))
-        if is_even and heads.num_kv > 2:
-            yield Candidate("hopper, one head", 128)
-        if heads == Heads(32, 8, 128):
-            yield Candidate("hopper, 2 stages", 64, num_stages=2)
+        if heads.dim == 64:
+            yield Candidate("hopper, 3 stages", hopper_tile_tokens(heads), num_stages=3)
     if heads.dim > 128:
-        yield Candidate("triton 64x64, 8 warps", 64, PromptTileShape(1, 64, 8, 2))
-        yield Candidate("triton 64x64, 4 warps", 64, PromptTileShape(1, 64, 4, 2))
-        yield Candidate("triton 128x64, 8 warps", 128, PromptTileShape(1, 64, 8, 2))
+        yield Candidate("triton 64x64", 64, PromptTileShape(1, 64, 8, 2))
+        yield Candidate("triton 128x64", 128, PromptTileShape(1, 64, 8, 2))
+        yield Candidate("triton 128x32", 128, PromptTileShape(1, 32, 8, 3))
         return
     yield Candidate("triton 64x64", 64, PromptTileShape(1, 64, 4, 3))
-    yield Candidate("triton 128x128", 128, PromptTileShape(1, 128, 8, 3))
+    yield Candidate("triton 128x64", 128, PromptTileShape(1, 64, 8, 3))
     if is_even:
         yield Candidate("triton 2 heads x 64 x 128", 64, PromptTileShape(2, 128, 8, 3))
-    if heads.dim == 128:
-        num_processors = torch.cuda.get_device_properties(0).multi_processor_count
-        yield Candidate(
-            "triton 128x128, persistent", 128, PromptTileShape(1, 128, 8, 3), max_programs=num_processors
-        )
-        yield Candidate("triton 128x64", 128, PromptTileShape(1, 64, 8, 3))
+        yield Candidate("triton 2 heads x 64 x 64", 64, PromptTileShape(2, 64, 8, 3))
+    else:
+        yield Candidate("triton 128x128", 128, PromptTileShape(1, 128, 8, 3))
 
 
 @dataclass(frozen=True, slots=True)

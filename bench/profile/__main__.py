@@ -28,6 +28,7 @@ import msgspec
 import torch
 
 from bench.profile.moves import measure_disk, measure_mapping, measure_worker
+from bench.profile.requests import measure_request
 from bench.profile.scale import CPU, GPU, TINY_CPU, TINY_GPU, Scale
 from bench.profile.steps import measure_steps
 from bench.report import HERE, environment, step, tell
@@ -144,6 +145,8 @@ def main() -> None:
     command = ["--device", options.device, *(["--shapes", *options.shapes] if options.shapes else [])]
     draft = Draft(path, {"version": VERSION, "origin": origin(command, is_tiny=options.tiny)})
     measure(scale, device, draft)
+    with step("requests"):
+        draft.add(request_s=measure_request())
     tell_errors(Profile.load(path))
     print(json.dumps({name: part for name, part in json.loads(path.read_text()).items() if name != "shapes"}))
 

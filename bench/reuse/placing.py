@@ -19,7 +19,7 @@ from bench.reuse.replay import ReplayTerms, make_room, map_ahead_of, synchronize
 from bench.reuse.setting import Aim, Part, Setting
 from hearth.memory.pool import Pool, Space
 from hearth.models.layout import ByteRange
-from hearth.store.loader import LoadPiece, whole
+from hearth.store.loader import Loader, LoadPiece, whole
 from hearth.types import ModelId
 
 MAX_MAPPING = 1.02
@@ -95,7 +95,7 @@ def _take_turn(
     pieces = [LoadPiece(gap.part, gap.destination) for gap in space.gaps]
     terms.is_loading = True
     for times in (mapping.fresh_s, mapping.again_s):
-        begin = partial(_prepare, pool, model.id, space)
+        begin = partial(_prepare, pool, model.id, space, setting.loader)
         times.append(_load_s(setting, shelf, model, pieces, begin))
     terms.is_loading = False
     pool.load_ended(model.id, is_whole=True)
@@ -121,8 +121,8 @@ def _load_s(
     return time.perf_counter() - began_s
 
 
-def _prepare(pool: Pool, model: ModelId, space: Space) -> Callable[[ByteRange], None]:
-    return map_ahead_of(pool, model, space).wait_for
+def _prepare(pool: Pool, model: ModelId, space: Space, loader: Loader) -> Callable[[ByteRange], None]:
+    return map_ahead_of(pool, model, space, loader).wait_for
 
 
 def _nothing(part: ByteRange) -> None:

@@ -58,9 +58,9 @@ class Loaded:
     load_s: float  #: all of it
 
 
-def map_ahead_of(pool: Pool, model: ModelId, space: Space) -> MapAhead:
+def map_ahead_of(pool: Pool, model: ModelId, space: Space, loader: Loader) -> MapAhead:
     """Prepare memory as a worker has it done, ahead of the copies."""
-    return MapAhead(lambda part: pool.prepare(model, part), space.parts)
+    return MapAhead(lambda part: pool.prepare(model, part), space.parts, loader.threads)
 
 
 @dataclass(slots=True)
@@ -122,7 +122,7 @@ class Replay:
         if space.gaps:
             pieces = [LoadPiece(gap.part, gap.destination) for gap in space.gaps]
             self.terms.is_loading = True
-            map_ahead = map_ahead_of(self.pool, model.id, space)
+            map_ahead = map_ahead_of(self.pool, model.id, space, self.loader)
             self.loader.load(
                 model.id,
                 model.manifest,

@@ -187,9 +187,11 @@ class Setting:
         self._collect()
 
     @contextmanager
-    def worker_pool(self, budget_bytes: int) -> Iterator[Callable[[EvictionTermsOf], Pool]]:
-        """Open what makes a pool as a worker on such a device does."""
-        if self.device.type != "cuda":
+    def worker_pool(
+        self, budget_bytes: int, *, is_mapped: bool = False
+    ) -> Iterator[Callable[[EvictionTermsOf], Pool]]:
+        """Open what makes a pool as a worker on such a device does; `is_mapped`: of pages on any device."""
+        if self.device.type != "cuda" and not is_mapped:
             yield partial(ArenaPool, self.device, budget_bytes)
             return
         mapped: list[MappedPool] = []

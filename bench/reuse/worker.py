@@ -36,6 +36,7 @@ from hearth.messages import (
     StartRequest,
     StepDone,
 )
+from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.borrower import Borrower
 from hearth.store.lender import Lender
 from hearth.store.loader import Loader
@@ -115,19 +116,26 @@ class WorkerClient:
 
 @contextmanager
 def working(
-    setting: Setting, place: Path, orders: Mapping[ModelId, HostModel], budget_bytes: int
+    setting: Setting,
+    place: Path,
+    orders: Mapping[ModelId, HostModel],
+    budget_bytes: int,
+    turns: TurnRules | None = None,
 ) -> Iterator[WorkerClient]:
-    """Start a worker that can host these models; its files go to `place`."""
+    """Start a worker that can host these models; its files go to `place`.
+
+    `turns`: None if none are taken; else what comes ahead of them needs pages that are mapped.
+    """
     inbox: Inbox = SimpleQueue()
     facts: Queue[TimedFact | None] = Queue()
     interval_s = sys.getswitchinterval()
     with (
         _keeper(setting, place) as socket,
         closing(Borrower(socket)) as borrower,
-        setting.worker_pool(budget_bytes) as new_pool,
+        setting.worker_pool(budget_bytes, is_mapped=turns is not None) as new_pool,
     ):
         resources = HostingResources(
-            setting.device, setting.scale.engine, new_pool, borrower, Loader(setting.device)
+            setting.device, setting.scale.engine, new_pool, borrower, Loader(setting.device), turns
         )
         loop = WorkerLoop(resources, inbox, lambda fact: facts.put(TimedFact(time.perf_counter(), fact)))
         thread = threading.Thread(target=_run, args=(loop, facts), name="hearth-steps", daemon=True)

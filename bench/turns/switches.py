@@ -2,6 +2,11 @@
 
 It must take the missing bytes over the rate to the device, and the prefill of whoever waits. Models that stay
 in turn make their steps in between; that counts as time that it need not take. Reads no clock.
+
+    other's turn ends        load begins                last byte          first token
+    |------- start_s --------|-- bytes --|- load_s -----|-- prefill --|- step_s --|      the rest is bound_s
+
+A load begins before the other's last step has ended, so `start_s` may be negative.
 """
 
 from __future__ import annotations
@@ -9,7 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 
 from bench.report import percentiles
@@ -62,6 +67,15 @@ class SeenRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class SwitchParts:
+    """Where the time goes that a switch need not take, in seconds; see above."""
+
+    start_s: float
+    load_s: float
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Switch:
     """A turn that began because another had to end for it."""
 
@@ -70,6 +84,7 @@ class Switch:
     bound_s: float  #: what that takes at best
     missing_bytes: int
     num_prompt_tokens: int  #: of requests that had no token yet, all together
+    parts: SwitchParts | None  #: None: nothing was loaded
 
     @property
     def beyond_s(self) -> float:
@@ -91,7 +106,10 @@ def switches(journal: Sequence[Entry], seen: Sequence[SeenRequest], calibration:
                 if first_s <= turn.end_s:
                     num_tokens = sum(one.num_prompt_tokens for one in requests if one.waits_at(now_s))
                     bound_s = calibration.bound_s(requests[0].shape, turn.loaded_bytes, num_tokens)
-                    found.append(Switch(model, first_s - gave_way_s, bound_s, turn.loaded_bytes, num_tokens))
+                    prefill_s = calibration.bound_s(requests[0].shape, 0, num_tokens)
+                    parts = _parts(turn, gave_way_s, first_s, bound_s - prefill_s, prefill_s)
+                    switch = (model, first_s - gave_way_s, bound_s, turn.loaded_bytes, num_tokens, parts)
+                    found.append(Switch(*switch))
                 gave_way_s = None
     return found
 
@@ -99,19 +117,34 @@ def switches(journal: Sequence[Entry], seen: Sequence[SeenRequest], calibration:
 @dataclass(frozen=True, slots=True)
 class _Turn:
     end_s: float  #: infinite: it has not ended
-    loaded_bytes: int
+    loaded_bytes: int  #: in the turn, not ahead of it
+    load: events.ModelReady | None  #: the one by which all of it was there
 
 
 def _turn(rest: Sequence[Entry], model: ModelId) -> _Turn:
     """Return what came of a turn of a model, from when it began."""
-    loaded_bytes = 0
+    loaded_bytes, load = 0, None
     for entry in rest:
         match entry.event:
-            case events.ModelReady(model=ready, rungs=rungs) if ready == model:
-                loaded_bytes += sum(use.num_bytes for use in rungs)
+            case events.ModelReady(model=ready) as event if ready == model:
+                loaded_bytes += sum(use.num_bytes for use in event.rungs) - event.ahead_bytes
+                load = load or event
             case events.TurnEnded(now_s=now_s, model=ended) if ended == model:
-                return _Turn(now_s, loaded_bytes)
-    return _Turn(math.inf, loaded_bytes)
+                return _Turn(now_s, loaded_bytes, load)
+    return _Turn(math.inf, loaded_bytes, load)
+
+
+def _parts(
+    turn: _Turn, gave_way_s: float, first_s: float, bytes_s: float, prefill_s: float
+) -> SwitchParts | None:
+    load = turn.load
+    if load is None or not turn.loaded_bytes:
+        return None
+    return SwitchParts(
+        start_s=load.now_s - load.total_s - gave_way_s,
+        load_s=load.total_s - bytes_s,
+        step_s=first_s - load.now_s - prefill_s,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +156,7 @@ class Switching:
     beyond_s: Mapping[str, float]  #: the bytes and the prefill
     within_aim: float  #: the share of switches
     missing_bytes: float  #: in the mean
+    parts_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  #: of `beyond_s`, by name
 
 
 def summed_up(found: Sequence[Switch]) -> Switching | None:
@@ -135,4 +169,13 @@ def summed_up(found: Sequence[Switch]) -> Switching | None:
         beyond_s=percentiles([each.beyond_s for each in found]),
         within_aim=sum(each.beyond_s <= MAX_SWITCH_S for each in found) / len(found),
         missing_bytes=sum(each.missing_bytes for each in found) / len(found),
+        parts_s=_parts_s([each.parts for each in found if each.parts is not None]),
     )
+
+
+def _parts_s(parts: Sequence[SwitchParts]) -> dict[str, Mapping[str, float]]:
+    if not parts:
+        return {}
+    return {
+        each.name: percentiles([getattr(one, each.name) for one in parts]) for each in fields(SwitchParts)
+    }

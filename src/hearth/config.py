@@ -69,6 +69,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_section(self, "engine")
 
+    def plain(self) -> dict[str, int | float | str | None]:
+        """Return the fields as JSON can hold them; infinity, which JSON lacks, is -1, as in `load`."""
+        return asdict(self) | {"max_step": -1 if math.isinf(self.max_step) else self.max_step}
+
     @property
     def wanted_limits(self) -> WantedLimits:
         """The limits of a step as far as they are set."""
@@ -202,8 +206,8 @@ def load(path: Path | None = None, overrides: Mapping[str, object] | None = None
 
 def to_toml(config: HearthConfig) -> str:
     """`config` as a file that `load` reads back; a value of None has no TOML and becomes a comment."""
-    sections = {title: plain_section(section) for title, section in _sections(config).items()}
-    sections |= {f"models.{_quoted(name)}": plain_section(model) for name, model in config.models.items()}
+    sections = {title: _plain(section) for title, section in _sections(config).items()}
+    sections |= {f"models.{_quoted(name)}": _plain(model) for name, model in config.models.items()}
     lines: list[str] = []
     for title, values in sections.items():
         lines += ["", f"[{title}]"]
@@ -216,10 +220,8 @@ def to_toml(config: HearthConfig) -> str:
 
 def plain(config: HearthConfig) -> dict[str, object]:
     """Return a configuration as JSON can hold it; infinity, which JSON lacks, is -1, as in `load`."""
-    models = {name: plain_section(model) for name, model in config.models.items()}
-    return {title: plain_section(section) for title, section in _sections(config).items()} | {
-        "models": models
-    }
+    models = {name: _plain(model) for name, model in config.models.items()}
+    return {title: _plain(section) for title, section in _sections(config).items()} | {"models": models}
 
 
 def _sections(config: HearthConfig) -> dict[str, Section]:
@@ -231,8 +233,7 @@ def _sections(config: HearthConfig) -> dict[str, Section]:
     }
 
 
-def plain_section(section: Section) -> dict[str, object]:
-    """Return a section as JSON can hold it, and as its class takes it again; infinity is -1."""
+def _plain(section: Section) -> dict[str, object]:
     return {key: -1 if value == math.inf else value for key, value in asdict(section).items()}
 
 

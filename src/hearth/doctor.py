@@ -17,6 +17,8 @@ from hearth.config import CPU_HOST_BYTES, StoreConfig
 from hearth.cpus import num_usable_cores, queued_s, wait_policy
 from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.kernel_cache import CacheUsage, KernelCache, usage_of
+from hearth.kernels.launch_cache import launch_obstacle
+from hearth.kernels.prefill_hopper import gluon_obstacle, is_hopper
 from hearth.store.read_hashed import is_native
 
 #: Open files that a service should be allowed; with fewer, one that has many streams would run out of them.
@@ -79,6 +81,11 @@ def examine(store: StoreConfig, data_dir: Path) -> Report:
             )
     elif not HAS_TRITON:
         notes.append("no Triton: kernels fall back to plain torch; install `hearth[gpu]`")
+    else:
+        if (obstacle := launch_obstacle(metadata.version("triton"))) is not None:
+            notes.append(f"slow launches of kernels: {obstacle}; install `hearth[gpu]`")
+        if is_hopper() and (obstacle := gluon_obstacle()) is not None:
+            notes.append(f"{obstacle}: long prompts are read more slowly; install `hearth[gpu]`")
     found, of_service = _store(store), _store(replace(store, path=str(data_dir)))
     for one in (found, of_service):
         if not one.has_direct_reads:

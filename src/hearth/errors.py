@@ -29,6 +29,7 @@
     │   └── Unreached         no service runs on the data directory, or answers at the URL
     └── StoreError            a rung of the store cannot deliver or take what it should
         ├── LenderGone        the process that lends host memory is not there
+        ├── ModelNotOpen      it is there, and was started anew or told to forget the model
         ├── ChunkCorrupt      bytes were read, but they are not those that were stored
         ├── ChunkMissing      a file or object ends early, is gone, or cannot be read
         ├── Unreachable       object storage gave no usable answer, retries included
@@ -183,6 +184,10 @@ class UpstreamChanged(StoreError):
 
 class LenderGone(StoreError):
     label = "lender_gone"
+
+
+class ModelNotOpen(StoreError):
+    label = "model_not_open"
 
 
 class StoreFull(StoreError):

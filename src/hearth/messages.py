@@ -53,7 +53,7 @@ class WorkerSetup(Struct, frozen=True):
     budget_bytes: int | None  #: None: derived from the device
     keeper_socket: str
     kernels_path: str  #: where compiled kernels are kept
-    engine: dict[str, object]  #: the fields of EngineConfig, as JSON can hold them
+    engine: dict[str, int | float | str | None]  #: the fields of EngineConfig
     num_threads: int | None  #: that torch may use; None: its own choice
     log_level: str
     turns: bool = False  #: models that do not fit together take turns
@@ -310,6 +310,7 @@ class ModelLoaded(Struct, frozen=True, tag=True):
     first_layer_s: float  #: these two from the start of the load, which came then
     total_s: float
     is_widened: bool = False  #: to float32, because the device is slow in what was stored
+    ahead_bytes: int = 0  #: of those of the rungs, that came before this load, ahead of the model's turn
 
 
 class HostingFailed(Struct, frozen=True, tag=True):

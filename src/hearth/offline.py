@@ -23,7 +23,7 @@ from hearth.engine.assemble import ModelSpec, allocate, assemble, own_limits
 from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.engine import Engine
 from hearth.engine.kernel_warmup import KernelWarmup
-from hearth.errors import DeviceError, ModelError
+from hearth.errors import DeviceError, ModelError, StoreError
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.kernel_cache import KernelCache
@@ -178,9 +178,10 @@ class _ConvertedModel:
             self._load.cancel()
         self._close_tiers()
 
-    def _ended(self, record: LoadRecord) -> None:
-        self._tiers.loaded(record)
-        self._close_tiers()
+    def _ended(self, outcome: LoadRecord | StoreError) -> None:
+        if isinstance(outcome, LoadRecord):
+            self._tiers.loaded(outcome)
+            self._close_tiers()
 
     def _close_tiers(self) -> None:
         if self._owns_tiers:

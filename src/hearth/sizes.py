@@ -4,7 +4,7 @@ Whoever allocates a buffer takes its shape from here, and whoever promises memor
 
     workspace    `models/workspace.py` cuts it from bytes that all models of a worker have in common
     tables       the inputs of a step, sampler state, rotary table: each engine has its own, always
-    graphs       captured steps on a CUDA device, by the sizes that steps are padded to
+    graphs       captured steps, by the sizes that steps are padded to: on CUDA devices, beside the pool
     optional     the tables of penalties and of biases: in the pool, while a request needs one
     blocks       of KV, as many as a pool gives
 
@@ -288,23 +288,28 @@ def rotary_buffer(rope_dim: int, context: int) -> Buffer:
 
 # Graphs. A step is padded to the next of a few sizes, so that few graphs serve every step.
 
-#: Up to the first number sizes are the second apart, and behind the last twice as far. Decode rows each have
-#: logits and sampling behind them. With prompts, products dominate: libraries compute them by tiles of 64 or
-#: 128 rows, and what only fills a tile up is free.
-_DECODE_STEPS = ((2, 1), (4, 2), (8, 4), (256, 8), (512, 32), (1024, 64))
-_MIXED_STEPS = ((32, 16), (64, 32), (512, 64), (4096, 128), (8192, 256))
+#: Few rows are bound by reading weights, so more of them cost little. Larger products are computed by tiles,
+#: and what only fills a tile up is free; what is beyond costs its share. Each size takes time and memory.
+_DECODE_SIZES = (1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, 256, 32), *range(256, 513, 64))
+_SAMPLE_SIZES = (1, 8, *range(64, 256, 64), *range(256, 513, 128))
+_MIXED_SIZES = (*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 4097, 256))
 #: Launches of a layer, and around all layers, at most; and device memory for each when it is captured.
-_LAYER_NODES, _OTHER_NODES, _NODE_BYTES = 12, 16, 2400
+_LAYER_NODES, _OTHER_NODES, _NODE_BYTES = 12, 16, 2700
 
 
 def decode_sizes(limits: StepLimits) -> tuple[int, ...]:
-    """Rows that steps of decode rows alone are padded to, and the samples of all other steps."""
-    return _sizes(_DECODE_STEPS, min(limits.max_seqs, limits.max_batch_tokens))
+    """Rows that steps of decode rows alone are padded to."""
+    return _up_to(_DECODE_SIZES, 128, min(limits.max_seqs, limits.max_batch_tokens))
+
+
+def sample_sizes(limits: StepLimits) -> tuple[int, ...]:
+    """Rows of logits that steps with prompts are padded to."""
+    return _up_to(_SAMPLE_SIZES, 256, min(limits.max_seqs, limits.max_batch_tokens))
 
 
 def mixed_sizes(limits: StepLimits) -> tuple[int, ...]:
     """Tokens that steps with prompts are padded to."""
-    return _sizes(_MIXED_STEPS, limits.max_batch_tokens)
+    return _up_to(_MIXED_SIZES, 512, limits.max_batch_tokens)
 
 
 def padded_size(sizes: Sequence[int], count: int) -> int:
@@ -315,20 +320,14 @@ def padded_size(sizes: Sequence[int], count: int) -> int:
 
 def graph_bytes(dimensions: Dimensions, limits: StepLimits) -> int:
     """An estimate, rather too high, of the device memory that graphs of all sizes take once captured."""
-    num_decode, num_mixed = len(decode_sizes(limits)), len(mixed_sizes(limits))
-    body_nodes = _LAYER_NODES * dimensions.num_layers + _OTHER_NODES
-    tail_nodes = _LAYER_NODES + _OTHER_NODES
-    return ((num_decode + num_mixed) * body_nodes + num_decode * tail_nodes) * _NODE_BYTES
+    num_whole, num_samples = len(decode_sizes(limits)) + len(mixed_sizes(limits)), len(sample_sizes(limits))
+    whole_nodes = _LAYER_NODES * dimensions.num_layers + _OTHER_NODES
+    return (num_whole * whole_nodes + num_samples * (_LAYER_NODES + _OTHER_NODES)) * _NODE_BYTES
 
 
-def _sizes(steps: Sequence[tuple[int, int]], most: int) -> tuple[int, ...]:
-    """Sizes by `steps` below `most`, and `most` itself, for that is what full load runs."""
-    sizes, size = [], 0
-    while size < most:
-        apart = next((apart for end, apart in steps if size < end), 2 * steps[-1][1])
-        size = min(size + apart, most)
-        sizes.append(size)
-    return tuple(sizes)
+def _up_to(sizes: Sequence[int], apart: int, most: int) -> tuple[int, ...]:
+    """Sizes below `most`, behind the last of them so far apart, and `most` itself: full load runs that."""
+    return (*(size for size in (*sizes, *range(sizes[-1] + apart, most, apart)) if size < most), most)
 
 
 # Optional tables. The buffers of one may lie behind each other without a gap, so larger items come first.

@@ -218,6 +218,22 @@ def test_a_switch_counts_from_the_end_of_a_turn_that_gave_way_to_the_other_model
     assert (found.model, found.missing_bytes, found.num_prompt_tokens) == (B, 500_000_000, 200)
     assert found.took_s == pytest.approx(0.6)
     assert found.beyond_s == pytest.approx(0.6 - 0.5 - 0.03)
+    parts = found.parts
+    assert parts is not None
+    assert (parts.start_s, parts.load_s) == pytest.approx((-0.1, 0.1))  # it began before the other had ended
+    assert parts.start_s + parts.load_s + parts.step_s == pytest.approx(found.beyond_s)
+
+
+def test_bytes_that_came_ahead_are_none_that_a_switch_had_to_wait_for(tmp_path: Path) -> None:
+    loaded = replace(ready(2.5, B, 500_000_000), ahead_bytes=400_000_000)
+    happened = [loaded if isinstance(one, events.ModelReady) else one for one in HAPPENED]
+    (found,) = switches(
+        entries(journal_of(tmp_path, happened), 0.0, 10.0),
+        [SeenRequest(B, "1B", 1.2, 200, [2.6, 2.7])],
+        CALIBRATION,
+    )
+    assert found.missing_bytes == 100_000_000
+    assert found.beyond_s == pytest.approx(0.6 - 0.1 - 0.03)
 
 
 @pytest.mark.parametrize(("num_tokens", "seconds"), [(0, 0.02), (150, 0.025), (300, 0.05), (500, 0.09)])

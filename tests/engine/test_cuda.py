@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -69,6 +70,26 @@ def test_every_schedule_gives_the_best_tokens(name: str) -> None:
             for prompt, answer in zip(asked, answers, strict=True):
                 assert_greedy(name, prompt, answer.tokens)
                 assert len(answer.tokens) == 12
+
+
+def test_steps_are_measured_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps queue up, so the host's clock would count some twice: together they took no longer than all."""
+    engine = engine_for("llama-gqa", replace(ROOMY, max_step=0.06), "cuda")
+    ask(engine, prompts("llama-gqa", [5]), greedy())  # kernels and graphs are there from here on
+    measured: list[float] = []
+    learn = engine.allowance.measured
+
+    def watched(num_decode_rows: int, num_prompt_tokens: int, seconds: float) -> None:
+        measured.append(seconds)
+        learn(num_decode_rows, num_prompt_tokens, seconds)
+
+    monkeypatch.setattr(engine.allowance, "measured", watched)
+    began_s = time.perf_counter()
+    ask(engine, prompts("llama-gqa", [5, 30]), greedy())
+    took_s = time.perf_counter() - began_s
+    assert len(measured) >= 12
+    assert min(measured) > 0
+    assert sum(measured) <= took_s
 
 
 #: Few tokens a step and few slots: prompts are cut, steps mix, requests wait, and sizes come again.
@@ -185,9 +206,9 @@ def test_a_step_is_captured_behind_its_first_run_and_not_before_all_weights_are_
     gate.is_shut = False
 
     assert ask(engine, asked, greedy()) == answers
-    assert len(graphs) == len(
-        {GraphKey(StepPart.MIXED, 16), GraphKey(StepPart.TAIL, 2), GraphKey(StepPart.DECODE, 2)}
-    )
+    for key in (GraphKey(StepPart.MIXED, 64), GraphKey(StepPart.TAIL, 8), GraphKey(StepPart.DECODE, 2)):
+        assert key in graphs
+    assert len(graphs) == 3
 
 
 def test_a_prompt_beside_many_decode_rows_and_beyond_the_smallest_sizes_is_captured_too() -> None:

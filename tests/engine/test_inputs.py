@@ -16,7 +16,7 @@ MAX_TOKENS, MAX_SEQS, MAX_BLOCKS = 12, 4, 3
 LIMITS = StepLimits(MAX_TOKENS, MAX_SEQS, block_tokens=4)
 DUMMY = MAX_SEQS
 SINK = 77
-EXACT, PADDED = PaddedSizes(), PaddedSizes(decode=(1, 2, 4), mixed=(8, 12))
+EXACT, PADDED = PaddedSizes(), PaddedSizes(decode=(1, 2, 4), mixed=(8, 12), samples=(1, 4))
 
 
 def buffers() -> InputBuffers:

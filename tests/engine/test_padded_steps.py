@@ -16,7 +16,9 @@ from hearth.config import EngineConfig
 from hearth.engine.engine import Engine
 from hearth.engine.graphs import Work
 from hearth.engine.step_shape import GraphKey, PaddedSizes, StepPart
+from hearth.policy.batch.plan import DecodeRows, Row, StepPlan
 from hearth.sizes import StepLimits
+from hearth.types import RequestId
 from tests.engine.harness import ROOMY, ask, assert_greedy, engine_for, greedy, prompts_for
 from tests.models.zoo import build
 
@@ -127,17 +129,32 @@ def test_no_graph_is_captured_or_replayed_while_weights_arrive() -> None:
     assert {key.part for key in graphs.work_by_key} == set(StepPart)
 
 
+def test_a_step_is_warm_once_its_weights_and_its_graphs_are_there() -> None:
+    """Steps that are not tell nothing about how long others take."""
+    graphs, gate = FirstWork(), Gate()
+    engine = padded("llama-gqa", ROOMY, graphs)
+    row = Row(RequestId("a"), 0, 0, 5, (5, 6, 7, 8, 9), samples=True)
+    prompt, alike = (StepPlan(0, (), (), DecodeRows(), (one,)) for one in (row, replace(row, start=8)))
+
+    assert not engine.runner.is_warm(prompt)
+    engine.runner.run_padding(engine.runner.sizes.shape_of(prompt))
+    assert engine.runner.is_warm(alike)
+    engine.runner.follow(gate)
+    assert not engine.runner.is_warm(alike)
+
+
 def test_every_size_is_captured_at_start_and_only_once() -> None:
     graphs = FirstWork()
     engine = padded("llama-gqa", ROOMY, graphs)
+    engine.runner.follow(Gate(is_shut=False))
+
     engine.runner.capture_all()
 
     keys = set(graphs.work_by_key)
-    decode, mixed = (1, 2, 4, 8), (16, 32, 64, 128, 192, 256)
-    expected = {StepPart.DECODE: decode, StepPart.MIXED: mixed, StepPart.TAIL: decode}
+    expected = {StepPart.DECODE: (1, 2, 4, 8), StepPart.MIXED: (64, 128, 192, 256), StepPart.TAIL: (1, 8)}
     assert keys == {GraphKey(part, size) for part, sizes in expected.items() for size in sizes}
     num_replayed = graphs.num_replayed
     engine.runner.capture_all()
-    assert graphs.num_replayed == num_replayed
+    assert graphs.num_replayed == num_replayed, "a graph that is there is left alone"
     others = [block for block in range(len(engine.runner.kv)) if block != engine.runner.sink]
     assert bool(engine.runner.kv[others].isnan().all())

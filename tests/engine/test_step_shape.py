@@ -44,24 +44,23 @@ def test_sizes_grow_up_to_the_limit(limits: StepLimits) -> None:
     sizes = PaddedSizes.of(limits)
     most = min(limits.max_seqs, limits.max_batch_tokens)
 
-    for ladder, last in ((sizes.decode, most), (sizes.mixed, limits.max_batch_tokens)):
-        assert ladder[-1] == last
-        assert all(low < high for low, high in pairwise(ladder))
-    # Beyond 512 tokens an eighth of a step is padding at worst, of decode rows beyond 8 half.
-    for low, high in pairwise(sizes.mixed):
-        assert low < 512 or high - low <= max(128, low / 16)
+    for some, last in ((sizes.decode, most), (sizes.samples, most), (sizes.mixed, limits.max_batch_tokens)):
+        assert some[-1] == last
+        assert all(low < high for low, high in pairwise(some))
+    assert all(high - low <= max(64, low / 2) for low, high in pairwise(sizes.mixed))
+    assert all(high - low <= max(128, low / 4) for low, high in pairwise(sizes.mixed))
 
 
 def test_a_full_batch_has_a_size_of_its_own() -> None:
     sizes = PaddedSizes.of(StepLimits(max_batch_tokens=100, max_seqs=6, block_tokens=16))
 
-    assert (sizes.decode, sizes.mixed) == ((1, 2, 4, 6), (16, 32, 64, 100))
+    assert sizes == PaddedSizes(decode=(1, 2, 4, 6), mixed=(64, 100), samples=(1, 6))
 
 
 def test_few_sizes_serve_the_largest_batches() -> None:
     sizes = PaddedSizes.of(StepLimits(max_batch_tokens=8192, max_seqs=1024, block_tokens=16))
 
-    assert (len(sizes.decode), len(sizes.mixed)) == (51, 54)
+    assert (len(sizes.decode), len(sizes.mixed), len(sizes.samples)) == (25, 32, 10)
 
 
 def test_a_step_is_one_graph_or_two() -> None:

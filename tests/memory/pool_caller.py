@@ -82,10 +82,12 @@ class Holds:
     def __init__(self) -> None:
         self.by_model: dict[ModelId, Hold] = {}
         self.loading: set[ModelId] = set()
+        self.computing: set[ModelId] = set()
 
     def eviction_terms(self, model: ModelId) -> EvictionTerms:
         hold = self.by_model.get(model, Hold.RETAINED)
-        return EvictionTerms(hold, cost_s_per_byte=1.0 + len(model), is_loading=model in self.loading)
+        is_loading, is_computing = model in self.loading, model in self.computing
+        return EvictionTerms(hold, 1.0 + len(model), is_loading, is_computing)
 
 
 class PoolCaller:

@@ -301,6 +301,38 @@ def test_nothing_is_unmapped_that_the_device_still_uses() -> None:
         assert B in caller.holdings()
 
 
+class _InFlight:
+    """A device on which a step is in flight: mutable, for the test to end it."""
+
+    def __init__(self) -> None:
+        self.is_done, self.num_marks = False, 0
+
+    def mark(self) -> Mark:
+        self.num_marks += 1
+        return self
+
+    def synchronize(self) -> None:
+        assert self.is_done, "somebody waits for a step that nobody ends"
+
+
+@pytest.mark.parametrize("is_computing", [False, True])
+def test_who_gets_weights_waits_for_the_step_that_reads_them(is_computing: bool) -> None:
+    step = _InFlight()
+    holds, pages = Holds(), HostPages(6, PAGE, new_mark=step.mark)
+    with closing(MappedPool(pages, holds.eviction_terms)) as pool:
+        caller = PoolCaller(pool, holds, SAMPLES)
+        caller.samples[A] = sample([1, 2], PAGE, digest=1, workspace_bytes=0)
+        caller.host(A)
+        caller.holds.by_model[A] = Hold.PAUSED
+        caller.holds.computing = {A} if is_computing else set()
+
+        pool.take_weights(2 * PAGE, Hold.PAUSED)
+
+        assert pool.free_bytes > 0, "it is free in the books at once"
+        assert step.num_marks == is_computing
+        step.is_done = True
+
+
 def test_the_books_change_without_the_driver_and_a_load_waits_for_the_device(pages: Watched) -> None:
     with hosting(pages) as caller:
         caller.host(A)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from unittest.mock import patch
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from hearth.policy.fleet.events import (
     WorkerLost,
 )
 from hearth.policy.turns.turn_policy import TurnRules
+from hearth.sim.profile import Profile
 from hearth.sim.service import SimulatedService
 from hearth.sim.setting import KIND, Policy, SimulationSetting
 from hearth.sim.stepped_worker import SteppedWorker, TokensSent, WorkerFact
@@ -41,6 +43,32 @@ def served(requests: list[TracedRequest], setting: SimulationSetting = SETTING) 
     service.run()
     service.check()
     return service
+
+
+def far_away(request_s: float) -> Profile:
+    """Return the machine with requests that are on their way for so long."""
+    return Profile(msgspec.structs.replace(MACHINE.measured, request_s=request_s))
+
+
+def test_a_first_token_comes_later_by_what_its_request_was_on_its_way() -> None:
+    requests = [TracedRequest(0.0, "a", 100, 5), TracedRequest(3.0, "a", 100, 5)]
+    near, far = SimulatedService(SETTING, MACHINE), SimulatedService(SETTING, far_away(0.25))
+    for service in (near, far):
+        service.ask(requests)
+        service.run()
+        service.check()
+    for here, there in zip(token_times(near), token_times(far), strict=True):
+        assert there == pytest.approx([at_s + 0.25 for at_s in here])
+
+
+def test_a_client_may_go_while_its_request_is_on_its_way() -> None:
+    service = SimulatedService(SETTING, far_away(1.0))
+    service.ask([TracedRequest(0.0, "a", 100, 5), TracedRequest(0.0, "b", 100, 5)])
+    cancel(service, [(0, 0.5)])
+    service.run()
+    service.check()
+    gone, stayed = service.answers.values()
+    assert (gone.why_not, gone.token_s, stayed.is_whole) == ("cancelled", [], True)
 
 
 def cancel(service: SimulatedService, cancels: list[tuple[int, float]]) -> None:

@@ -74,7 +74,7 @@ def test_what_it_was_told_to_forget_it_does_not_know(setup: KeeperSetup, borrowe
         await client.forget(str(where))  # again is harmless
         assert await client.count([model.opened.digest]) == {}
         with pytest.raises(StoreError, match="open it again"):
-            list(borrower.fetch(model, [0]))
+            borrower.prefetch(model).wait()
         borrower.open(where)
         assert model.opened.digest in await client.count([model.opened.digest])
 

@@ -29,6 +29,7 @@ from hearth.store.convert import convert
 from hearth.store.fetch import Fetch, HostChunk
 from hearth.store.keeper_client import KeeperClient
 from hearth.store.lender import Lender
+from hearth.store.lender_line import LenderLine
 from hearth.store.lending import CancelLoad, ChunkLent, LenderHello, ReleaseChunk, encode, received, send
 from hearth.store.loader import Loader, whole
 from hearth.store.manifest import WEIGHTS, Manifest, read_manifest
@@ -306,7 +307,8 @@ def test_calling_off_wakes_who_waits_and_ends_a_loan_that_gave_nothing(
 def test_calling_off_needs_no_answer_and_hangs_up_after_the_last_release() -> None:
     ours, theirs = socket.socketpair()
     with closing(Segment.create(1, CELL_BYTES)) as segment, theirs, ThreadPoolExecutor(1) as pool:
-        loan = Loan(segment, ours, "m", num_chunks=2)
+        line = LenderLine(ours, segment)
+        loan = Loan(line, "m", 2, keep=lambda line: pytest.fail("it was called off"), is_in_host=True)
         chunks = iter(loan)
         send(theirs, ChunkLent(0, 0, CELL_BYTES, None, is_shared=False))
         held = next(chunks)
@@ -339,9 +341,10 @@ def test_a_loan_of_nothing_is_over_at_once(model: Path, tmp_path: Path, path: Pa
 
         loan = borrower.fetch(borrower.open(model), [])
 
-        assert eventually(lambda: lender.num_sessions == 0)
+        assert loan.is_finished
         assert list(loan) == []
         borrower.close()
+        assert eventually(lambda: lender.num_sessions == 0)
 
 
 @pytest.mark.parametrize("chunks", [[0, 0], [-1], [1 << 20]])
@@ -350,10 +353,10 @@ def test_chunks_that_are_there_twice_or_not_at_all_are_refused(
 ) -> None:
     with lending(tmp_path, path):
         borrower = Borrower(path)
-        loan = borrower.fetch(borrower.open(model), chunks)
+        opened = borrower.open(model)
 
         with pytest.raises(StoreError, match="must be distinct, and below"):
-            list(loan)
+            borrower.fetch(opened, chunks)
 
         borrower.close()
 
@@ -682,8 +685,50 @@ def test_a_copy_of_a_model_that_is_removed_leaves_the_other_loadable_and_counted
         for chunk in loan:
             loan.release(chunk)
         counted = asyncio.run(keeper.count([digest]))
-        gone = borrower.fetch(opened[removed], [0])
-        with pytest.raises(StoreError, match="open it again"):
-            next(iter(gone))
+        with pytest.raises(BadCheckpoint, match=r"no manifest\.json"):
+            borrower.fetch(opened[removed], [0])
         assert counted[digest][Rung.HOST] == num_bytes
         borrower.close()
+
+
+def test_a_load_leaves_its_line_to_the_next(model: Path, tmp_path: Path, path: Path) -> None:
+    with lending(tmp_path, path) as (tiers, lender), closing(Borrower(path)) as borrower:
+        borrowed = borrower.open(model)
+        for _ in range(3):
+            loan = borrower.fetch(borrowed, range(len(borrowed.manifest.chunks)))
+            for chunk in loan:
+                loan.release(chunk)
+            assert lender.num_sessions == 1
+        assert loan.is_in_host, "the first one has brought it there"
+        assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
+
+
+def test_a_load_begins_though_the_lender_was_started_anew_since_the_model_was_opened(
+    model: Path, tmp_path: Path, path: Path
+) -> None:
+    with lending(tmp_path / "old", path):
+        borrower = Borrower(path)
+        borrowed = borrower.open(model)
+        loan = borrower.fetch(borrowed, [0])
+        loan.release(*loan)  # its line stands, and breaks with this lender
+    with lending(tmp_path / "new", path) as (tiers, _), closing(borrower):
+        loan = borrower.fetch(borrowed, [0, 1])
+        (first, second) = loan
+        assert bytes(first.data) + bytes(second.data) == (model / WEIGHTS).read_bytes()[: 2 * CELL_BYTES]
+        loan.release(first, second)
+        assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
+
+
+def test_a_load_of_a_model_that_is_another_by_now_says_so(model: Path, tmp_path: Path, path: Path) -> None:
+    place = shutil.copytree(model, tmp_path / "model")
+    with lending(tmp_path / "old", path):
+        borrower = Borrower(path)
+        borrowed = borrower.open(place)
+    shutil.rmtree(place)
+    convert(build("opt-pre").directory, place, chunk_bytes=CELL_BYTES)
+    with (
+        lending(tmp_path / "new", path),
+        closing(borrower),
+        pytest.raises(StoreError, match="is another model by now"),
+    ):
+        borrower.fetch(borrowed, [0])

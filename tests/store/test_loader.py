@@ -104,7 +104,7 @@ class TestPlaces:
         parts = [ByteRange(min(span), max(span)) for span in spans]
         pieces = [LoadPiece(part, memory(part.end - part.begin)) for part in parts]
         hand = Hand()
-        hand.give(*chunks_of(MANIFEST, pieces))
+        hand.give(*chunks_of(MANIFEST, [piece.part for piece in pieces]))
         CPU.load("m", MANIFEST, pieces, hand.opened).wait()
         assert [piece.destination.numpy().tobytes() for piece in pieces] == [
             DATA[part.begin : part.end] for part in parts
@@ -116,7 +116,7 @@ class TestPlaces:
     def test_only_chunks_that_hold_wanted_bytes_are_fetched(self) -> None:
         spans = [ByteRange(5 * CHUNK_BYTES - 1, 5 * CHUNK_BYTES + 1), ByteRange(10, 20)]
         pieces = [LoadPiece(span, memory(span.end - span.begin)) for span in spans]
-        assert chunks_of(MANIFEST, pieces) == [0, 4, 5]
+        assert chunks_of(MANIFEST, [piece.part for piece in pieces]) == [0, 4, 5]
 
     def test_a_destination_of_the_wrong_size_is_a_bug(self) -> None:
         with pytest.raises(AssertionError, match="piece"):
@@ -224,15 +224,18 @@ class TestErrors:
             load.wait()
         assert "load_broke model=m" in caplog.text
 
-    def test_the_end_is_told_once_and_only_if_it_is_reached(self) -> None:
-        ends: list[LoadRecord] = []
+    def test_the_end_is_told_once_however_it_comes(self) -> None:
+        ends: list[LoadRecord | StoreError] = []
         for last in (None, ChunkMissing("gone")):
             hand = Hand()
             hand.give(*range(len(PARTS) - 1))
             hand.put(last) if last else hand.give(len(PARTS) - 1)
             load = CPU.load("m", MANIFEST, whole(MANIFEST, memory()), hand.opened, ends.append)
-            load._thread.join(PATIENCE_S)
-        assert [record.num_bytes for record in ends] == [len(DATA)]
+            load.cancel()  # which waits for the end
+        record, error = ends
+        assert isinstance(record, LoadRecord)
+        assert record.num_bytes == len(DATA)
+        assert isinstance(error, ChunkMissing)
 
 
 class TestCalledOff:
@@ -334,3 +337,23 @@ def test_loads_on_a_busy_device_do_not_wait_for_each_others_cells() -> None:
             load.wait()
         torch.cuda.synchronize()
         assert [base.cpu().numpy().tobytes() for base in bases] == [b"".join(long)] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_copies_to_memory_that_is_idle_wait_for_nothing_else_on_the_device(is_idle: bool) -> None:
+    device = torch.device("cuda")
+    base = torch.zeros(len(DATA), dtype=torch.uint8, device=device)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call] # torch leaves it so
+    steps = torch.cuda.Event()  # type: ignore[no-untyped-call] # as above
+    steps.record()
+    with fetching(Shelf(PARTS), num_cells=len(PARTS), num_readers=2) as fetcher:
+        load = Loader(device).load(
+            *("m", MANIFEST, whole(MANIFEST, base), lambda chunks: fetcher.fetch(MODEL, chunks)),
+            is_idle=is_idle,
+        )
+        load.wait()
+        assert steps.query() != is_idle
+    torch.cuda.synchronize()
+    assert base.cpu().numpy().tobytes() == DATA

@@ -18,7 +18,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from hearth import wire
-from hearth.config import EngineConfig, plain_section
+from hearth.config import EngineConfig
 from hearth.messages import (
     VERSION,
     Challenge,
@@ -261,7 +261,7 @@ def working(keeper_socket: str, **changes: object) -> Iterator[Rig]:
             budget_bytes=BUDGET_BYTES,
             keeper_socket=keeper_socket,
             kernels_path="",
-            engine=plain_section(CONFIG),
+            engine=CONFIG.plain(),
             num_threads=1,
             log_level="warning",
         )

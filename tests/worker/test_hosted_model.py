@@ -14,6 +14,7 @@ import torch
 
 from bench.host_pages import HostPages
 from hearth.engine.engine import Engine, StepOutcome
+from hearth.kernels import prefill_hopper
 from hearth.memory.arena import ArenaPool
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
@@ -129,6 +130,18 @@ def test_a_retired_model_keeps_its_weights_and_comes_back_without_a_load(bench: 
     assert second.rungs == ()
     assert second.reused_bytes > 0
     assert bench.gateway.ask("a", PROMPT, greedy(10)).tokens == before
+
+
+def test_models_whose_prompts_take_the_slower_kernel_are_counted(
+    bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.gate.open()
+    bench.gateway.load("a", model)
+    assert bench.gateway.ping().fallbacks["prompt_attention"] == 0, "the fastest for a CPU"
+
+    monkeypatch.setattr(prefill_hopper, "capability", lambda: 90)
+
+    assert bench.gateway.ping().fallbacks["prompt_attention"] == 1, "of a head size that is not served"
 
 
 def test_weights_that_are_on_their_way_have_memory_but_are_not_there_yet(bench: Bench, model: Path) -> None:
@@ -333,15 +346,14 @@ def test_progress_is_told_by_bytes_and_layers(
 ) -> None:
     monkeypatch.setattr("hearth.worker.watched_load.PROGRESS_INTERVAL_S", 0.0)
     manifest = read_manifest(model)
-    bench.gate.open()
     bench.gateway.host("a", model)
 
     told: list[LoadProgress] = []
-    while not isinstance(fact := bench.gateway.hear(), ModelLoaded):
-        if isinstance(fact, LoadProgress):
-            told.append(fact)
+    for _ in manifest.chunks:  # those that come together are told together
+        bench.gate.next().allow()
+        told.append(bench.gateway.until(LoadProgress))
 
-    assert {use.rung for use in fact.rungs} == {Rung.DISK}
+    assert {use.rung for use in bench.gateway.until(ModelLoaded).rungs} == {Rung.DISK}
     ends = [manifest.chunk_range(index).end for index in range(len(manifest.chunks))]
     assert [one.num_bytes for one in told] == ends
     assert [one.num_layers for one in told] == [

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as Backend
 from bench.host_pages import HostPages
 from hearth.engine.engine import Engine, Intake, StepOutcome
 from hearth.errors import HearthError
-from hearth.memory.pool import EvictionTermsOf, Pool
+from hearth.memory.pool import EvictionTermsOf, Pool, Space
 from hearth.memory.vmm import MappedPool
 from hearth.messages import GuideOrder, HostingFailed, ModelLoaded, Sampling, StartRequest
 from hearth.policy.batch.plan import EngineRequest
@@ -35,6 +35,8 @@ from hearth.store.loader import Loader
 from hearth.store.manifest import read_manifest
 from hearth.types import Hold, ModelId, TurnEnd
 from hearth.worker.hosted_model import HostedModel
+from hearth.worker.hosting_spec import HostingSpec
+from hearth.worker.load_ahead import LoadAhead
 from hearth.worker.reclaimer import Reclaimer
 from hearth.worker.runtime import HostingResources
 from hearth.worker.worker_loop import _checked
@@ -375,11 +377,35 @@ def test_a_model_is_loaded_for_a_request_or_a_pin_and_not_when_it_is_hosted(
         assert uses[ModelId(second)].due_s is None
 
 
-@pytest.mark.parametrize(("fresh_s", "num_opened"), [(1e9, 1), (-1.0, 2)])
-def test_the_keeper_is_asked_again_for_a_model_that_waited_for_its_turn(
-    fresh_s: float, num_opened: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_load_begins_before_the_last_step_of_who_gives_way_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where its bytes lie may have changed meanwhile."""
+    names, story = SETTINGS["mapped"].names[:2], list[str]()
+    flush, place = Engine.flush, Reclaimer.place
+
+    def noted_flush(engine: Engine) -> StepOutcome:
+        if engine.is_computing:
+            story.append("wait")
+        return flush(engine)
+
+    def noted_place(reclaimer: Reclaimer, model: ModelId, spec: HostingSpec) -> Space:
+        is_any_computing = any(one.is_computing for one in reclaimer._hosted.values())
+        story.append("load beside a step" if is_any_computing else "load")
+        return place(reclaimer, model, spec)
+
+    monkeypatch.setattr(Engine, "flush", noted_flush)
+    monkeypatch.setattr(Reclaimer, "place", noted_place)
+    with taking_turns("mapped", tmp_path, names) as gateway:
+        runs = [gateway.start(name, [1, 2, 3], greedy(8, ignore_eos=True)) for name in names]
+        gateway.until_ended(*runs)
+    assert "load beside a step" in story
+    after = story[story.index("load beside a step") + 1]
+    assert after == "wait"
+
+
+def test_the_keeper_opens_a_model_once_however_often_it_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened: list[str | Path] = []
     open_model = Borrower.open
 
@@ -388,11 +414,14 @@ def test_the_keeper_is_asked_again_for_a_model_that_waited_for_its_turn(
         return open_model(borrower, where, weight)
 
     monkeypatch.setattr(Borrower, "open", noted)
-    monkeypatch.setattr("hearth.worker.hosted_model.FRESH_S", fresh_s)
-    name = SETTINGS["arena"].names[0]
-    with taking_turns("arena", tmp_path, [name]) as gateway:
-        gateway.ask(name, [1, 2, 3], greedy(4, ignore_eos=True))
-    assert len(opened) == num_opened
+    monkeypatch.setattr(LoadAhead, "_bring_to_host", lambda ahead: False)  # which asks where its bytes lie
+    names = SETTINGS["mapped"].names[:2]
+    with taking_turns("mapped", tmp_path, names) as gateway:
+        for _ in range(2):
+            for name in names:
+                gateway.ask(name, [1, 2, 3], greedy(4, ignore_eos=True))
+        assert len(gateway.loads) == 4
+    assert len(opened) == len(names)
 
 
 @pytest.mark.parametrize("kind", ["arena", "mapped"])

@@ -28,11 +28,12 @@ ASCII = dict(zip(MEANINGS, "#=+%~-.", strict=True))
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 #: Letters of models; the one for all that come after them; for bytes of several; for those of nobody.
 LETTERS, LAST, SHARED, NOBODY = ascii_letters + digits, "?", "*", " "
-#: What each fallback of a pool means, for people.
+#: What each fallback of a worker means, for people.
 FALLBACKS = {
     "address": "at another address than planned",
     "kernels_compiled_while_serving": "that all models of the worker waited for",
     "kernels_loaded_while_serving": "from disk when a step asked for them",
+    "prompt_attention": "models whose prompts are attended to by the slower kernel",
     "tables": "of penalties or biases outside of the pool",
 }
 

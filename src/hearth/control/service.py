@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from hearth.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig, plain_section
+from hearth.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
 from hearth.control.demand_reports import DemandReports
@@ -205,7 +205,7 @@ def _worker_setups(
             budget_bytes=config.service.memory_bytes,
             keeper_socket=str(socket),
             kernels_path=str(data_dir.kernels_path),
-            engine=plain_section(config.engine),
+            engine=config.engine.plain(),
             num_threads=devices.threads_per_worker,
             log_level=config.log.level,
             turns=config.service.turns,

@@ -149,8 +149,7 @@ class Timeline:
         paced = self.paced
         if self.pace.tokens_per_s and now_s > paced.due_s:
             self.num_late_tokens += 1
-        paced.num_tokens += 1
-        paced.last_token_s = now_s
+        paced.sent(now_s)
         self.num_output_tokens += 1
         self.last_token_s = now_s
         if self.first_token_s is None:

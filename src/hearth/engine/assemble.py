@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from hearth.engine.upload import Uploads
 from hearth.errors import DeviceError
 from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.paged import Heads
-from hearth.kernels.prefill_attention import prompt_tile_tokens
+from hearth.kernels.prefill_attention import PromptKernel, prompt_kernel, prompt_tile_tokens
 from hearth.models.arch import Arch
 from hearth.models.buffers import name_of
 from hearth.models.decoder import Decoder
@@ -78,6 +79,19 @@ def block_bytes(spec: ModelSpec) -> int:
     return _block(spec).num_bytes
 
 
+def prompt_kernel_of(spec: ModelSpec) -> PromptKernel:
+    """Say which kernel attends over the model's prompts on the current CUDA device."""
+    arch = spec.arch
+    heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
+    return prompt_kernel(heads, spec.dtype, spec.limits.block_tokens)
+
+
+@cache
+def _tell_if_slow(kernel: PromptKernel) -> None:
+    if kernel.slow_reason is not None:
+        log.warning("fallback prompt_attention=%s reason=`%s`", kernel.name, kernel.slow_reason)
+
+
 def assemble(
     spec: ModelSpec,
     weights: Weights,
@@ -97,6 +111,8 @@ def assemble(
     )
     is_elastic = memory is not None
     memory = memory or _own_memory(spec, config, device)
+    if device.type == "cuda":
+        _tell_if_slow(prompt_kernel_of(spec))
     runner = assemble_runner(spec, weights, config, memory, _step_size(limits, device))
     if (
         config.graphs == "start" and not is_elastic

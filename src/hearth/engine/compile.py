@@ -1,19 +1,18 @@
 """The process that compiles a model's kernels: `python -m hearth.engine.compile`, told by a `CompileTask`.
 
 Compilers keep Python's lock for many milliseconds at a time, and steps of other models would wait for it; so
-nobody compiles in a process that serves. It touches no device: the task says for which one. It ends when its
-standard input does.
+nobody compiles in a process that serves, and here each core has a process of its own. None of them touches a
+device: the task says for which one. All end when standard input does.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -71,33 +70,47 @@ def compile_all(task: CompileTask) -> int:
         COMPILATIONS.watch()
         with recording() as variants:
             dry_run(task.needs)
-        launcher = _launcher_builder()
-        with ThreadPoolExecutor(max(1, min(len(variants), len(os.sched_getaffinity(0))))) as pool:
-            cached = pool.map(lambda variant: _compile(variant, launcher), variants)
-        kernels.save(key, [one for one in cached if one is not None])
-    return COMPILATIONS.num_ahead
+        num_processes = max(1, min(len(variants), len(os.sched_getaffinity(0))))
+        # Forked, for an import of torch takes longer than most kernels do; no device is in use to mind it.
+        with multiprocessing.get_context("fork").Pool(num_processes, _watch_input) as pool:
+            results = pool.map(_compile, variants, chunksize=1)
+        kernels.save(key, [cached for cached, _ in results if cached is not None])
+    return sum(num_compiled for _, num_compiled in results)
 
 
-def _compile(variant: Variant, build_launcher: Callable[[Any], None]) -> CachedVariant | None:
-    """Compile a variant; None: it cannot be, and whoever launches it is told why."""
+def _compile(variant: Variant) -> tuple[CachedVariant | None, int]:
+    """Compile a variant if it is not in the cache, and tell whether it was not (1).
+
+    None: it cannot be compiled, and whoever launches it is told why.
+    """
+    num_before = COMPILATIONS.num_ahead
     try:
         with COMPILATIONS.ahead():
             compiled = variant.compiled()
     except triton.errors.TritonError:
         log.exception("kernel_not_compiled kernel=%s", variant.kernel)
-        return None
-    build_launcher(compiled)
-    return CachedVariant.of(variant, compiled)
+        return None, 0
+    _build_launcher(compiled)
+    return CachedVariant.of(variant, compiled), COMPILATIONS.num_ahead - num_before
 
 
-def _launcher_builder() -> Callable[[Any], None]:
-    """Return what makes the C code that launches a kernel, which Triton 3.6 compiles for each signature."""
+def _build_launcher(compiled: Any) -> None:
+    """Make the C code that launches a kernel, which Triton 3.6 compiles for each signature."""
+    if (driver := _cuda_driver()) is not None:
+        driver.launcher_cls(compiled.src, compiled.metadata)
+
+
+@cache
+def _cuda_driver() -> Any | None:
     if not torch.cuda.is_available():
-        return lambda compiled: None
+        return None
     from triton.backends.nvidia.driver import CudaDriver
 
-    driver = CudaDriver()  # its own C code is compiled with it
-    return lambda compiled: driver.launcher_cls(compiled.src, compiled.metadata)
+    return CudaDriver()  # its own C code is compiled with it
+
+
+def _watch_input() -> None:
+    threading.Thread(target=_end_with_input, name="hearth-lifeline", daemon=True).start()
 
 
 def _end_with_input() -> None:
@@ -109,10 +122,11 @@ def _end_with_input() -> None:
 def main() -> None:
     logging.basicConfig(level="ERROR", format="%(asctime)s %(levelname)s %(name)s %(message)s")
     task = msgspec.json.decode(sys.stdin.buffer.readline(), type=CompileTask)
-    threading.Thread(target=_end_with_input, name="hearth-lifeline", daemon=True).start()
+    _watch_input()
     os.nice(_NICENESS)
     compile_all(task)
 
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # at its end Triton's binding would report leaks, which nobody can mend

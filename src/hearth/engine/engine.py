@@ -81,7 +81,7 @@ class _LaunchedStep:
 
     plan: StepPlan
     pending: PendingStep
-    timer: StepTimer | None  #: None: it may have waited for weights, and says nothing about others
+    timer: StepTimer | None  #: None: it had to wait for more than the device, and says nothing about others
 
 
 class Intake:
@@ -158,6 +158,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return self.batcher.has_work
+
+    @property
+    def is_computing(self) -> bool:
+        """True if a step was launched and not taken in."""
+        return self._flight is not None
 
     @property
     def usage(self) -> Usage:
@@ -281,7 +286,7 @@ class Engine:
         # One touch of unmapped memory would kill the context, and with it every model in the worker.
         written = [block for write in plan.table_writes for block in write.blocks]
         assert self.batcher.blocks.has_all(written), f"blocks that are not there: {plan.table_writes}"
-        timer = None if self.runner.is_gated else StepTimer(self.runner.kv.device)
+        timer = StepTimer(self.runner.kv.device) if self.runner.is_warm(plan) else None
         pending = self.runner.launch(plan)
         if timer is not None:
             timer.stop()

@@ -20,11 +20,13 @@ Work = Callable[[], None]
 class StepGraphs:
     """Captured parts of steps. Mutable; written only by the runner.
 
-    Work is given with each call and not kept: it belongs to the runner, which owns the graphs, and the two
-    would keep each other and all their memory alive.
+    Work is given with each call and kept only until it is captured: it belongs to the runner, which owns the
+    graphs, and the two would keep each other and all their memory alive.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, captures_first: bool = True) -> None:
+        """Capture work instead of running it first, or else behind its first run, which loads its kernels."""
+        self._captures_first = captures_first
         self._captured: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         #: Work that has run, and is captured when its step is queued.
         self._due: dict[GraphKey, Work] = {}
@@ -38,22 +40,21 @@ class StepGraphs:
         return len(self._captured)
 
     def run(self, key: GraphKey, work: Work) -> None:
-        """Replay a graph; where there is none yet, run the work itself and note that it is to be captured."""
-        if key in self._captured:
-            self.replay(key)
-        else:
-            work()
-            self._due[key] = work
+        """Replay a graph. Where there is none yet, capture it, or run the work and capture it later."""
+        if key not in self._captured:
+            if not self._captures_first:
+                work()
+                self._due[key] = work
+                return
+            self._captured[key] = self._capture(work)
+        self.replay(key)
 
     def replay(self, key: GraphKey) -> None:
         """Queue what was captured, on the inputs that are in place."""
         self._captured[key].replay()
 
     def capture_due(self) -> None:
-        """Capture what has run for the first time, which loaded all of its kernels.
-
-        The device may still compute it: capturing only records, and waits for nothing.
-        """
+        """Capture what has run for the first time; the device may still compute it."""
         while self._due:
             key, work = self._due.popitem()
             self._captured[key] = self._capture(work)
@@ -67,12 +68,14 @@ class StepGraphs:
 
     def _capture(self, work: Work) -> torch.cuda.CUDAGraph:
         graph, stream = torch.cuda.CUDAGraph(), _capture_stream(torch.cuda.current_device())
-        # Not by `torch.cuda.graph`, which would wait for the device and empty torch's cache of memory.
+        # Recording waits for nothing. `torch.cuda.graph` would wait for the device, and empty torch's cache.
         with _CAPTURE, torch.cuda.stream(stream):
             # cuBLAS takes its workspace of a stream with the first product: not from the memory of a graph.
-            torch.mm(*torch.zeros(2, 8, 8, device="cuda"))
-            # Other threads go on using the device meanwhile, such as a second model's step thread.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            # A worker has run one like this when it started, so no kernel has to be loaded for it.
+            torch.mm(*torch.zeros(2, 128, 128, dtype=torch.bfloat16, device="cuda"))
+            # Other threads go on using the device meanwhile, such as a second model's step thread. This one
+            # may load kernels, as libraries do at the first launch, which other modes would not let pass.
+            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:
                 work()
             finally:

@@ -59,7 +59,10 @@ class InputBuffers:
         self._num_written = [0] * max_seqs
 
     def fill(self, plan: StepPlan, shape: StepShape) -> None:
-        """Send a plan to the device, with padding behind its rows, its logits and so up to the shape."""
+        """Send a plan to the device, with padding behind its rows and behind its rows of logits.
+
+        The step before the last must be done: its inputs are overwritten on the host.
+        """
         self._write_table([admission.slot for admission in plan.admissions], plan.table_writes)
         self._fill(plan.decode, plan.prompts, shape)
 

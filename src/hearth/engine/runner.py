@@ -113,18 +113,21 @@ class Runner:
         """Return with how many rows a step of this plan is padded."""
         return self.sizes.shape_of(plan).num_rows - plan.num_tokens
 
-    @property
-    def is_gated(self) -> bool:
-        """True if the next step may have to wait for weights."""
-        return self._gate is not None
+    def is_warm(self, plan: StepPlan) -> bool:
+        """True if a step of this plan has neither to wait for weights nor to be captured first."""
+        if self._gate is not None:
+            return False
+        return self.graphs is None or all(key in self.graphs for key in self.sizes.shape_of(plan).keys)
 
     @torch.inference_mode()
     def capture_all(self) -> None:
-        """Capture a graph of every size that has none, between steps, all of whose weights must be there."""
-        if self.graphs is None:
+        """Capture a graph of every size that has none, between steps; none while weights are arriving."""
+        self._drop_open_gate()
+        if self.graphs is None or self._gate is not None:
             return
         for shape in self.sizes.all_shapes():
             if any(key not in self.graphs for key in shape.keys):
+                self.synchronize()  # for what is sent is written where that of the step before the last lies
                 self.run_padding(shape)
                 self.graphs.capture_due()
 
@@ -185,8 +188,7 @@ class Runner:
         """Queue a step on the device and return without waiting for it."""
         self._uploads.next_step()
         self._sampler.admit(plan.admissions)
-        if self._gate is not None and self._gate.is_open():
-            self._gate = None
+        self._drop_open_gate()
         shape = self.sizes.shape_of(plan)
         self._inputs.fill(plan, shape)
         self._run(shape, plan)
@@ -194,6 +196,11 @@ class Runner:
         if self.graphs is not None:
             self.graphs.capture_due()
         return pending
+
+    def _drop_open_gate(self) -> None:
+        """Wait at a gate no longer once all weights are there."""
+        if self._gate is not None and self._gate.is_open():
+            self._gate = None
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> PendingStep:
         rows = _sample_rows(plan)

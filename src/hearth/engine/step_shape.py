@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hearth.policy.batch.plan import StepPlan
-from hearth.sizes import StepLimits, decode_sizes, mixed_sizes, padded_size
+from hearth.sizes import StepLimits, decode_sizes, mixed_sizes, padded_size, sample_sizes
 
 
 class StepPart(Enum):
@@ -53,20 +53,21 @@ class StepShape:
 class PaddedSizes:
     """The sizes that steps are padded to; where there are none, they stay as they are."""
 
-    decode: tuple[int, ...] = ()
-    mixed: tuple[int, ...] = ()
+    decode: tuple[int, ...] = ()  #: rows of steps without prompts
+    mixed: tuple[int, ...] = ()  #: rows of steps with prompts
+    samples: tuple[int, ...] = ()  #: rows of logits of these
 
     @staticmethod
     def of(limits: StepLimits) -> PaddedSizes:
-        return PaddedSizes(decode_sizes(limits), mixed_sizes(limits))
+        return PaddedSizes(decode_sizes(limits), mixed_sizes(limits), sample_sizes(limits))
 
     def all_shapes(self) -> list[StepShape]:
         """Return shapes that have every key between them, the largest first."""
-        largest, fewest = self.mixed[-1], self.decode[0]
+        decode, mixed, samples = (sizes[::-1] for sizes in (self.decode, self.mixed, self.samples))
         return [
-            *(StepShape.decode(size) for size in reversed(self.decode)),
-            *(StepShape(has_prompts=True, num_rows=size, num_logits=fewest) for size in reversed(self.mixed)),
-            *(StepShape(has_prompts=True, num_rows=largest, num_logits=size) for size in self.decode),
+            *(StepShape.decode(size) for size in decode),
+            *(StepShape(has_prompts=True, num_rows=size, num_logits=samples[-1]) for size in mixed),
+            *(StepShape(has_prompts=True, num_rows=mixed[-1], num_logits=size) for size in samples[:-1]),
         ]
 
     def shape_of(self, plan: StepPlan) -> StepShape:
@@ -74,7 +75,8 @@ class PaddedSizes:
         num_rows, num_logits, has_prompts = plan.num_tokens, plan.num_rows, bool(plan.prompts)
         if not self.decode:
             return StepShape(has_prompts, num_rows, num_logits)
-        num_logits = padded_size(self.decode, num_logits)
         if not has_prompts:
-            return StepShape.decode(num_logits)
-        return StepShape(has_prompts, padded_size(self.mixed, num_rows), num_logits)
+            return StepShape.decode(padded_size(self.decode, num_rows))
+        return StepShape(
+            has_prompts, padded_size(self.mixed, num_rows), padded_size(self.samples, num_logits)
+        )

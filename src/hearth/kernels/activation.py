@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from hearth.kernels.jit import launch, runs_triton, tl, triton
+from hearth.kernels.jit import cdiv, launch, runs_triton, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
 
 #: Activations by the values of `models.arch.Activation`.
@@ -38,7 +38,7 @@ def activate_triton(x: torch.Tensor, kind: str, *, gated: bool, out: torch.Tenso
     block = 1024
     launch(
         _activate_kernel,
-        (rows, triton.cdiv(size, block)),
+        (rows, cdiv(size, block)),
         x,
         out,
         size,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from hearth.kernels.jit import launch, runs_triton, tl, triton
+from hearth.kernels.jit import launch, next_power_of_2, runs_triton, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
 from hearth.kernels.paged import Heads, PagedRows
 
@@ -84,13 +84,15 @@ class TileShape:
     block_n: int
     num_warps: int
     num_stages: int
+    uses_dot: bool = True
+    max_registers: int | None = None
 
 
 def tile_shape(heads: Heads, dtype: torch.dtype) -> TileShape:
     """Return the tile for heads and numbers like these; four programs fit on a multiprocessor."""
     block_n = 32 if heads.dim > 128 or dtype == torch.float32 else 64
     if heads.num_q == heads.num_kv:
-        return TileShape(block_n, num_warps=2, num_stages=1)
+        return TileShape(min(block_n, 32), num_warps=2, num_stages=1, uses_dot=False, max_registers=128)
     return TileShape(block_n, num_warps=4, num_stages=2)
 
 
@@ -135,9 +137,9 @@ def decode_attention_triton(
         WINDOW=window or 0,
         NUM_KV=heads.num_kv,
         GROUP=group,
-        GROUP_PAD=max(16, triton.next_power_of_2(group)) if group > 1 else 1,
+        GROUP_PAD=max(16, next_power_of_2(group)) if group > 1 or shape.uses_dot else 1,
         DIM=heads.dim,
-        DIM_PAD=max(16, triton.next_power_of_2(heads.dim)),
+        DIM_PAD=max(16, next_power_of_2(heads.dim)),
         BLOCK_TOKENS=kv.shape[2],
         BLOCK_N=shape.block_n,
         BLOCK_ROWS=_BLOCK_ROWS,
@@ -146,6 +148,7 @@ def decode_attention_triton(
         COUNTS_ROWS=num_rows is not None,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
+        maxnreg=shape.max_registers,
     )
 
 
@@ -239,7 +242,7 @@ def _decode_attention_kernel(
             v = tl.load(k_at + BLOCK_TOKENS * NUM_KV * DIM, in_tile, other=0.0)
             token += BLOCK_N
             page = tl.load(row_table + token // BLOCK_TOKENS, token < last, other=0)
-            if GROUP == 1:
+            if GROUP_PAD == 1:
                 score = tl.sum(k.to(tl.float32) * q.to(tl.float32), 1)[None, :] * scale
             else:
                 score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -249,7 +252,7 @@ def _decode_attention_kernel(
             p = tl.exp2(score - new_best[:, None])
             total_p = total_p * shrink + tl.sum(p, 1)
             acc = acc * shrink[:, None]
-            if GROUP == 1:
+            if GROUP_PAD == 1:
                 acc += tl.sum(tl.trans(p) * v.to(tl.float32), 0)[None, :]
             else:
                 acc += tl.dot(p.to(v.dtype), v, input_precision="ieee")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from hearth.kernels.jit import launch, runs_triton, tl, triton
+from hearth.kernels.jit import cdiv, launch, runs_triton, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
 
 #: False: small numbers travel as copies, like everything else.
@@ -38,7 +38,7 @@ def read_host_triton(out: torch.Tensor, pinned: torch.Tensor) -> None:
     if num_words:
         launch(
             _read_host_kernel,
-            (triton.cdiv(num_words, block),),
+            (cdiv(num_words, block),),
             target,
             source,
             num_words,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hearth.kernels.jit import launch, runs_triton, tl, triton
+from hearth.kernels.jit import cdiv, launch, runs_triton, tl, triton
 from hearth.kernels.overlap import prefetch, wait_for_inputs
 
 
@@ -54,12 +54,13 @@ def skinny_linear_triton(
     block_n: int = 2,
     block_k: int = 1024,
     num_warps: int = 4,
-    ahead: int = 4096,
+    ahead: int = 0,
+    num_ahead: int = 1584,
 ) -> None:
     n, k = weight.shape
     launch(
         _skinny_linear_kernel,
-        (triton.cdiv(n, block_n), x.shape[0]),
+        (cdiv(n, block_n), x.shape[0]),
         out,
         x,
         weight,
@@ -70,7 +71,9 @@ def skinny_linear_triton(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         EVEN_K=k % block_k == 0,
-        AHEAD=ahead,
+        AHEAD=ahead if k * weight.element_size() % 16 == 0 else 0,
+        NUM_AHEAD=num_ahead,
+        NUM_THREADS=32 * num_warps,
         num_warps=num_warps,
         num_stages=3,
     )
@@ -89,15 +92,19 @@ def _skinny_linear_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     AHEAD: tl.constexpr,
+    NUM_AHEAD: tl.constexpr,
+    NUM_THREADS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = outputs < n
     weight_at = weight + outputs.to(tl.int64)[:, None] * k
-    if AHEAD > 0:
-        lines = tl.arange(0, AHEAD // 64)[None, :] * 64
-        prefetch(weight_at + lines, in_n[:, None] & (lines < k), OVERLAPS)
+    if OVERLAPS and AHEAD > 0:
+        first = tl.program_id(0) * BLOCK_N
+        if tl.program_id(0) < NUM_AHEAD:
+            num_bytes = tl.minimum(n - first, BLOCK_N) * k * 2
+            prefetch(weight + tl.cast(first, tl.int64) * k, num_bytes, AHEAD, NUM_THREADS)
     wait_for_inputs(OVERLAPS)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for at in range(0, k, BLOCK_K):

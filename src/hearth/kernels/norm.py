@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from hearth.kernels.jit import launch, runs_triton, tl, triton
+from hearth.kernels.jit import launch, next_power_of_2, runs_triton, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
 
 
@@ -61,7 +61,7 @@ def add_norm_triton(
     out: torch.Tensor,
 ) -> None:
     rows, hidden = residual.shape
-    block = triton.next_power_of_2(hidden)
+    block = next_power_of_2(hidden)
     launch(
         _add_norm_kernel,
         (rows,),

@@ -20,24 +20,26 @@ def wait_for_inputs(OVERLAPS: tl.constexpr):
 
 
 @triton.jit
-def prefetch(addresses, inside, OVERLAPS: tl.constexpr):
-    """Have the cache lines at these addresses brought into the L2 cache, where `inside`.
+def prefetch(address, num_bytes, MAX_BYTES: tl.constexpr, NUM_THREADS: tl.constexpr):
+    """Have a run of memory brought into the L2 cache: `num_bytes`, at most MAX_BYTES, in multiples of 16.
 
     Nothing is read: a later load sees what was written by then, so this may precede the wait.
     """
-    if OVERLAPS:
-        tl.inline_asm_elementwise(
-            """
-            {
-            .reg .pred inside;
-            setp.ne.s32 inside, $2, 0;
-            @inside prefetch.global.L2 [$1];
-            mov.u32 $0, 0;
-            }
-            """,
-            "=r,l,r",
-            [addresses, inside.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+    # One thread for each piece, and none twice.
+    at = tl.arange(0, NUM_THREADS) * 2048
+    size = tl.minimum(tl.minimum(num_bytes, MAX_BYTES) - at, 2048)
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred inside;
+        setp.gt.s32 inside, $2, 0;
+        @inside cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [address.to(tl.pointer_type(tl.int8), bitcast=True) + at, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -13,10 +13,15 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from hearth.kernels.jit import capability, launch, num_processors, runs_triton, tl, triton
+from hearth.kernels.jit import capability, launch, next_power_of_2, num_processors, runs_triton, tl, triton
 from hearth.kernels.paged import Heads, PagedRows
-from hearth.kernels.prefill_hopper import hopper_obstacle, hopper_tile_tokens, prefill_attention_hopper
-from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles
+from hearth.kernels.prefill_hopper import (
+    hopper_obstacle,
+    hopper_tile_tokens,
+    is_hopper,
+    prefill_attention_hopper,
+)
+from hearth.kernels.prompt_tiles import PrefillSpan, PromptTiles, num_packed
 
 _LOG2E = 1.4426950408889634
 
@@ -52,11 +57,13 @@ class PromptKernel:
     """Which of the CUDA kernels attends over prompts."""
 
     name: Literal["hopper", "triton"]
-    reason: str | None  #: why it is not the fastest there is; None: it is
+    slow_reason: str | None  #: why it is not the fastest for this device; None: it is
 
 
 def prompt_kernel(heads: Heads, dtype: torch.dtype, block_tokens: int = 16) -> PromptKernel:
     """Say which kernel attends over prompts with such heads on the current CUDA device."""
+    if not is_hopper():
+        return PromptKernel("triton", None)
     obstacle = hopper_obstacle(heads, dtype, block_tokens)
     return PromptKernel("hopper" if obstacle is None else "triton", obstacle)
 
@@ -92,7 +99,7 @@ def prompt_tile_tokens(heads: Heads, dtype: torch.dtype, num_rows: int) -> int:
         return hopper_tile_tokens(heads)
     if heads.dim > 128 or dtype == torch.float32:
         return 64 if dtype.itemsize == 2 and _has_room() else 32
-    return 128 if _num_packed(heads) == 1 and num_rows > _SMALL_STEP_ROWS and _has_room() else 64
+    return 128 if num_packed(heads) == 1 and num_rows > _SMALL_STEP_ROWS and _has_room() else 64
 
 
 #: A step of at most so many rows has too few large tiles to occupy a device.
@@ -103,11 +110,6 @@ _SMALL_DEVICES = {70, 72, 75, 86, 89, 120, 121}
 
 def _has_room() -> bool:
     return capability() not in _SMALL_DEVICES
-
-
-def _num_packed(heads: Heads) -> int:
-    """Return how many heads of a group may share a tile, and so each load of k and v."""
-    return 2 if heads.num_q // heads.num_kv % 2 == 0 else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,9 @@ class PromptTileShape:
             return PromptTileShape(1, 64, 4, 2)
         if tile_tokens == 64 and num_rows <= _SMALL_STEP_ROWS:
             return PromptTileShape(1, 64, 4, 3)
-        return PromptTileShape(_num_packed(heads) if tile_tokens == 64 else 1, 128, 8, 3)
+        if tile_tokens == 64 and num_packed(heads) == 2:
+            return PromptTileShape(2, 128, 8, 3)
+        return PromptTileShape(1, 64, 8, 3)
 
 
 #: The Triton kernel has at most so many programs for each multiprocessor, which take turns if there is more.
@@ -173,7 +177,7 @@ def prefill_attention_triton(
         NUM_Q=heads.num_q,
         NUM_KV=heads.num_kv,
         DIM=heads.dim,
-        DIM_PAD=max(16, triton.next_power_of_2(heads.dim)),
+        DIM_PAD=max(16, next_power_of_2(heads.dim)),
         BLOCK_TOKENS=kv.shape[2],
         TILE_TOKENS=tiles.tile_tokens,
         PACKED=shape.num_packed,
@@ -218,7 +222,8 @@ def _prefill_attention_kernel(
     in_dim = dim < DIM
     num_items = tl.load(num_tiles) * GROUPS
     num_rounds = tl.cdiv(num_items, num_programs)
-    for turn in range(0, num_rounds):
+    # What is the same in every turn is computed in every turn: kept, it would take registers.
+    for turn in tl.range(0, num_rounds, disable_licm=True):
         # There and back like a snake: who had the longest of one round has the shortest of the next.
         item = turn * num_programs + tl.where(turn % 2 == 0, program, num_programs - 1 - program)
         if item < num_items:
@@ -249,23 +254,21 @@ def _prefill_attention_kernel(
                 seen_by_all = tl.minimum(tl.maximum(seen_by_all, first), tl.maximum(unmasked_end, first))
                 unmasked_end = tl.maximum(unmasked_end, seen_by_all)
 
-            token = first + tl.arange(0, BLOCK_N)
-            page = tl.load(row_table + token // BLOCK_TOKENS, token < end, other=0)
             best = tl.full([BLOCK_M], -float("inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
             if HAS_WINDOW:
-                page, best, total, acc = _attend(
-                    first, seen_by_all, page, best, total, acc, q, position, end, row_table, kv, kv_stride,
+                best, total, acc = _attend(
+                    first, seen_by_all, best, total, acc, q, position, end, row_table, kv, kv_stride,
                     kv_head, scale, window, True, HAS_WINDOW, NUM_KV, DIM, DIM_PAD, BLOCK_TOKENS, BLOCK_N,
                 )  # fmt: skip
                 first = seen_by_all
-            page, best, total, acc = _attend(
-                first, unmasked_end, page, best, total, acc, q, position, end, row_table, kv, kv_stride,
+            best, total, acc = _attend(
+                first, unmasked_end, best, total, acc, q, position, end, row_table, kv, kv_stride,
                 kv_head, scale, window, False, HAS_WINDOW, NUM_KV, DIM, DIM_PAD, BLOCK_TOKENS, BLOCK_N,
             )  # fmt: skip
-            page, best, total, acc = _attend(
-                unmasked_end, end, page, best, total, acc, q, position, end, row_table, kv, kv_stride,
+            best, total, acc = _attend(
+                unmasked_end, end, best, total, acc, q, position, end, row_table, kv, kv_stride,
                 kv_head, scale, window, True, HAS_WINDOW, NUM_KV, DIM, DIM_PAD, BLOCK_TOKENS, BLOCK_N,
             )  # fmt: skip
             out_at = out + row[:, None] * (NUM_Q * DIM) + head[:, None] * DIM + dim[None, :]
@@ -276,7 +279,6 @@ def _prefill_attention_kernel(
 def _attend(
     first,
     last,
-    page,
     best,
     total,
     acc,
@@ -299,10 +301,11 @@ def _attend(
 ):
     """Attend to the tokens from `first` to `last`.
 
-    `page` has the blocks of the tokens that come next: they are loaded one iteration ahead, so that k and v
-    never wait for the table.
+    The blocks of tokens are looked up one iteration ahead, so that k and v never wait for the table.
     """
     dim = tl.arange(0, DIM_PAD)
+    token = first + tl.arange(0, BLOCK_N)
+    page = tl.load(row_table + token // BLOCK_TOKENS, token < end, other=0)
     for at in range(first, last, BLOCK_N):
         token = at + tl.arange(0, BLOCK_N)
         unit = page.to(tl.int64) * kv_stride + (token % BLOCK_TOKENS) * (NUM_KV * DIM) + kv_head * DIM
@@ -337,4 +340,4 @@ def _attend(
         total = total * shrink + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         best = new_best
-    return page, best, total, acc
+    return best, total, acc

@@ -14,13 +14,15 @@ one while the groups finish the one before.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 
-from hearth.kernels.jit import capability, launch, num_processors
+from hearth.kernels.jit import HAS_TRITON, capability, launch, num_processors, triton
 from hearth.kernels.paged import Heads, PagedRows
-from hearth.kernels.prompt_tiles import PromptTiles
+from hearth.kernels.prompt_tiles import PromptTiles, num_packed
 
 try:
     from triton.experimental import gluon
@@ -38,13 +40,13 @@ try:
     _fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
     _memory = gl.shared_memory_descriptor
     _reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
-    HAS_GLUON = True
+    HAS_GLUON = (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 9)
 except (ImportError, AttributeError):  # no Triton, or one whose Gluon has other names
     HAS_GLUON = False
     if not TYPE_CHECKING:
 
         class gluon:
-            """Decorate kernels that cannot run here; see `hopper_obstacle`."""
+            """Decorate kernels that cannot run here; see `gluon_obstacle`."""
 
             @staticmethod
             def jit(kernel=None, **options):
@@ -59,12 +61,26 @@ _GROUP_ROWS, _TILE_ROWS = 64, 128
 _BOX_COLUMNS = 64
 #: By head size: tokens of the context that are looked at together, and how many such tiles are on their way.
 _CONTEXT_TILES = {64: (128, 4), 128: (128, 3), 256: (64, 2)}
-_DTYPES = {torch.bfloat16, torch.float16}
+_DTYPES = (torch.bfloat16, torch.float16)
+_BLOCK_TOKENS = (8, 16, 32, 64)
 
 
-def hopper_obstacle(heads: Heads, dtype: torch.dtype, block_tokens: int = 16) -> str | None:
-    """Say why this kernel cannot attend with such heads on the current CUDA device; None: it can."""
-    if (obstacle := device_obstacle()) is not None:
+def is_hopper() -> bool:
+    """Return True if kernels are compiled for the generation that this kernel is written for."""
+    return capability() // 10 == 9
+
+
+def gluon_obstacle() -> str | None:
+    """Say why the installed Triton cannot compile this kernel; None: it can."""
+    if HAS_GLUON:
+        return None
+    found = triton.__version__ if HAS_TRITON else "none"
+    return f"the kernel for Hopper needs Gluon as of Triton 3.6 to 3.9, given: {found}"
+
+
+def hopper_obstacle(heads: Heads, dtype: torch.dtype, block_tokens: int) -> str | None:
+    """Say why this kernel cannot attend with such heads over blocks of KV; None: it can."""
+    if (obstacle := gluon_obstacle()) is not None:
         return obstacle
     if dtype not in _DTYPES:
         return f"the kernel for Hopper takes bfloat16 and float16, given: {str(dtype).removeprefix('torch.')}"
@@ -72,27 +88,15 @@ def hopper_obstacle(heads: Heads, dtype: torch.dtype, block_tokens: int = 16) ->
         return (
             f"the kernel for Hopper takes heads of {', '.join(map(str, _CONTEXT_TILES))}, given: {heads.dim}"
         )
-    if block_tokens not in (8, 16, 32, 64):
-        return f"the kernel for Hopper takes blocks of 8, 16, 32 or 64 tokens, given: {block_tokens}"
-    return None
-
-
-def device_obstacle() -> str | None:
-    """Say why this kernel cannot run on the current CUDA device at all; None: it can."""
-    if (found := capability()) // 10 != 9:
-        return f"the kernel for Hopper needs compute capability 9, given: {found / 10}"
-    if not HAS_GLUON:
-        return "the kernel for Hopper needs Gluon as of Triton 3.6 to 3.9; install `hearth[gpu]`"
+    if block_tokens not in _BLOCK_TOKENS:
+        sizes = ", ".join(map(str, _BLOCK_TOKENS))
+        return f"the kernel for Hopper takes blocks of {sizes} tokens, given: {block_tokens}"
     return None
 
 
 def hopper_tile_tokens(heads: Heads) -> int:
     """Return by how many query tokens prompts are cut for this kernel."""
-    return _TILE_ROWS // _num_packed(heads)
-
-
-def _num_packed(heads: Heads) -> int:
-    return 2 if heads.num_q // heads.num_kv % 2 == 0 else 1
+    return _TILE_ROWS // num_packed(heads)
 
 
 def prefill_attention_hopper(
@@ -108,21 +112,20 @@ def prefill_attention_hopper(
     max_programs: int | None = None,
 ) -> None:
     """Run the kernel; `num_stages` and `max_programs` are for those who measure."""
-    num_packed = _TILE_ROWS // tiles.tile_tokens
+    packed, dtype = _TILE_ROWS // tiles.tile_tokens, qkv.dtype
     block_n, usual_stages = _CONTEXT_TILES[heads.dim]
     block_tokens, kv_row = kv.shape[2], heads.num_kv * heads.dim
     # One layer's KV as a matrix of rows of all heads of a token: blocks are so many rows apart.
     block_rows = kv.stride(0) // kv_row
-    num_kv_rows = (len(kv) - 1) * block_rows + 2 * block_tokens
-    layout = gl.NVMMASharedLayout(128, 16, 2)
-    q_shape = [len(qkv), heads.num_q * heads.dim]
-    num_items = len(tiles.items) * (heads.num_q // num_packed)
+    num_kv_rows = (kv.shape[0] - 1) * block_rows + 2 * block_tokens
+    q_width = heads.num_q * heads.dim
+    num_items = len(tiles.items) * (heads.num_q // packed)
     launch(
         _prefill_hopper_kernel,
         (min(num_items, max_programs or num_processors()),),
         out,
-        TensorDescriptor(qkv, q_shape, [qkv.stride(0), 1], [_GROUP_ROWS, heads.dim], layout),
-        TensorDescriptor(kv, [num_kv_rows, kv_row], [kv_row, 1], [block_tokens, _BOX_COLUMNS], layout),
+        _boxes(qkv.data_ptr(), dtype, qkv.shape[0], q_width, qkv.stride(0), _GROUP_ROWS, heads.dim),
+        _boxes(kv.data_ptr(), dtype, num_kv_rows, kv_row, kv_row, block_tokens, _BOX_COLUMNS),
         tiles.items,
         tiles.count,
         rows.slots,
@@ -139,10 +142,37 @@ def prefill_attention_hopper(
         BLOCK_TOKENS=block_tokens,
         BLOCK_N=block_n,
         STAGES=num_stages or usual_stages,
-        PACKED=num_packed,
+        PACKED=packed,
         ROWS=_GROUP_ROWS,
         num_warps=4,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """A tensor's memory without the tensor, so that whoever keeps the address does not keep the memory."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@lru_cache(maxsize=4096)  # a matrix of each layer and size of step; making one takes as long as a launch
+def _boxes(
+    address: int,
+    dtype: torch.dtype,
+    num_rows: int,
+    num_columns: int,
+    stride: int,
+    box_rows: int,
+    box_columns: int,
+) -> TensorDescriptor:
+    """Describe a matrix of 16-bit numbers from which boxes are copied. Outside of it there are zeros."""
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    shape, strides, box = [num_rows, num_columns], [stride, 1], [box_rows, box_columns]
+    return TensorDescriptor(_Address(address, dtype), shape, strides, box, layout)
 
 
 @gluon.jit(

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hearth.kernels.paged import Heads
 from hearth.sizes import TILE_FIELDS
 
 
@@ -47,6 +48,11 @@ class PromptTiles:
         """Tiles with memory of their own, just as many as there are."""
         items = torch.from_numpy(cut_tiles(spans, tile_tokens)).to(device).view(-1, TILE_FIELDS)
         return PromptTiles(items, torch.tensor([len(items)], dtype=torch.int32, device=device), tile_tokens)
+
+
+def num_packed(heads: Heads) -> int:
+    """Return how many query heads of a group share a tile, and so each load of k and v: one, or two."""
+    return 2 if heads.num_q // heads.num_kv % 2 == 0 else 1
 
 
 def cut_tiles(spans: Sequence[PrefillSpan], tile_tokens: int) -> npt.NDArray[np.int32]:

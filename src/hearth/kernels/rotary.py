@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hearth.kernels.jit import launch, runs_triton, tl, triton
+from hearth.kernels.jit import cdiv, launch, next_power_of_2, runs_triton, tl, triton
 from hearth.kernels.overlap import wait_for_inputs
 from hearth.kernels.paged import Heads, PagedRows, RotaryFactors
 
@@ -98,7 +98,7 @@ def rotate_and_store_triton(
     rest = heads.dim - 2 * half
     launch(
         _rotate_and_store_kernel,
-        (num_tokens, triton.cdiv(num_heads, _HEADS_PER_PROGRAM)),
+        (num_tokens, cdiv(num_heads, _HEADS_PER_PROGRAM)),
         qkv,
         rows.positions,
         rows.slots,
@@ -114,9 +114,9 @@ def rotate_and_store_triton(
         NUM_KV=heads.num_kv,
         DIM=heads.dim,
         HALF=half,
-        HALF_PAD=triton.next_power_of_2(max(half, 1)),
+        HALF_PAD=next_power_of_2(max(half, 1)),
         REST=rest,
-        REST_PAD=triton.next_power_of_2(max(rest, 1)),
+        REST_PAD=next_power_of_2(max(rest, 1)),
         BLOCK_TOKENS=kv.shape[2],
         HAS_NORMS=norms is not None,
         HEADS=_HEADS_PER_PROGRAM,

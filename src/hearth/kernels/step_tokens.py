@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hearth.kernels.jit import launch, runs_triton, tl, triton
+from hearth.kernels.jit import cdiv, launch, runs_triton, tl, triton
 
 
 def gather_tokens(
@@ -47,7 +47,7 @@ def gather_tokens_triton(
     num_rows, block = out.shape[0], 256
     launch(
         _gather_tokens_kernel,
-        (triton.cdiv(num_rows, block),),
+        (cdiv(num_rows, block),),
         out,
         sent,
         slots,

@@ -191,8 +191,8 @@ class PageBooks:
         self.table.leave(tenant.kv_places(reversed(range(num_kept, tenant.num_kv_pages))))
         tenant.num_kv_pages = num_kept
 
-    def leave_weights(self, tenant: MappedTenant, indices: Sequence[int]) -> int:
-        """Give up pages of weights of a model that computes nothing; return how many came free."""
+    def leave_weights(self, tenant: MappedTenant, indices: Sequence[int], *, is_idle: bool = True) -> int:
+        """Give up pages of weights; return how many came free. `is_idle`: no step in flight reads them."""
         places = tenant.weights_places(indices)
         for index, place in zip(indices, places, strict=True):
             page = self.table.page_at(place)
@@ -200,7 +200,7 @@ class PageBooks:
                 self.shared_chunks.discard(tenant.shape, index, page)
         tenant.there.difference_update(indices)
         tenant.borrowed.difference_update(indices)
-        return self.table.leave(places, is_idle=True)
+        return self.table.leave(places, is_idle=is_idle)
 
     def give_blocks(self, tenant: MappedTenant, num_blocks: int) -> list[range]:
         extents: list[range] = []

@@ -48,6 +48,8 @@ class EvictionTerms:
     hold: Hold  #: only what is retained, warm or paused is ever taken
     cost_s_per_byte: float  #: the reload cost of one byte; among equally held models the cheapest goes first
     is_loading: bool  #: its bytes are being written: they are neither taken nor moved nor shared
+    #: A step of it is in flight: whoever gets its weights waits for what the device has queued.
+    is_computing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,8 @@ class Pool(Protocol):
 
     def take_weights(self, num_bytes: int, most: Hold, below_s_per_byte: float = math.inf) -> int:
         """Take at least so many bytes of weights from models held at most so, cheapest first; returns how
-        many came free, which is less only where there are no more. Nobody computes with any of them.
+        many came free, which is less only where there are no more. No step begins with any of them; one may
+        be in flight, as the terms say.
 
         `below_s_per_byte`: only those whose reload cost is less.
         """

@@ -130,7 +130,9 @@ class MappedPool:
                     for take in takes:
                         tenant = self._books.tenants[take.model]
                         indices = sorted(tenant.there, reverse=True)[: take.num_units]
-                        freed_bytes += self._books.leave_weights(tenant, indices) * tenant.page_bytes
+                        is_idle = not self._eviction_terms(take.model).is_computing
+                        num_freed = self._books.leave_weights(tenant, indices, is_idle=is_idle)
+                        freed_bytes += num_freed * tenant.page_bytes
         return freed_bytes
 
     def grow(self, model: ModelId, num_blocks: int, ahead_blocks: int = 0) -> list[range]:

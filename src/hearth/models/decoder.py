@@ -90,13 +90,12 @@ class Decoder:
         """
         # Where `embed` left them there is nothing to copy.
         residual, delta = self._cut(hidden.shape[0]).residual.copy_(hidden), None
-        for local, layer in enumerate(self.layers):
+        for layer, weights, layer_kv in zip(self.layers, self.weights.layers, kv.unbind(1), strict=True):
             if gate is not None:
                 gate.layer(layer)
-            weights = self.weights.layers[local]
             normed = self._enter(weights, residual, delta)
             qkv = self.project(weights, normed)
-            attended = self.attend(layer, weights, qkv, step, kv[:, local])
+            attended = self.attend(layer, weights, qkv, step, layer_kv)
             if layer != self.layers[-1]:
                 delta = self.absorb(weights, residual, normed, attended)
 
@@ -133,14 +132,15 @@ class Decoder:
         rotate_and_store(qkv, heads, step.rows, kv, cos_sin=self._cos_sin, norms=norms)
         out, rows = ws.attended, step.decode_rows
         if num_decode := rows.positions.shape[0]:
+            are_all = num_decode == qkv.shape[0]
             decode_attention(
-                qkv[:num_decode],
+                qkv if are_all else qkv[:num_decode],
                 heads,
                 rows,
                 kv,
                 window=window,
                 scratch=ws.scratch,
-                out=out[:num_decode],
+                out=out if are_all else out[:num_decode],
                 num_rows=step.num_decode,
             )
         if step.spans or step.tiles is not None:

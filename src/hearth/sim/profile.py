@@ -85,6 +85,8 @@ class MeasuredProfile(Struct, frozen=True, forbid_unknown_fields=True):
     assemble_s: _Time  #: of a model's first load here, before its bytes begin to cross
     host_step_s: _Time  #: that a worker adds to each step of an engine
     shapes: Annotated[list[MeasuredShape], Meta(min_length=1)]
+    #: For which a request is on its way: from its arrival to a worker, tokenized, and its first token back.
+    request_s: _Time = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,7 @@ class Profile:
         #: Of a switch between models that are not new here, besides missing bytes and prompt.
         self.switch_s = measured.switch.give_way_s + measured.switch.begin_s
         self.assemble_s = measured.assemble_s
+        self.request_s = measured.request_s
         self.shapes: Mapping[str, ShapeProfile] = {one.name: self._shape(one) for one in measured.shapes}
 
     @staticmethod

@@ -136,7 +136,9 @@ class SimulatedService:
             answer = SimulatedAnswer(request_id, model, request.arrival_s, num_prompt, num_output)
             self.answers[request_id] = answer
             self.num_open += 1
-            self.schedule(RequestArrived(request.arrival_s, request_id, model, num_prompt, num_output))
+            # All that it is on its way for, there and back, comes before the brain hears of it.
+            at_s = request.arrival_s + self.profile.request_s
+            self.schedule(RequestArrived(at_s, request_id, model, num_prompt, num_output))
 
     def schedule(self, event: Event) -> None:
         """Have an event happen at its time."""
@@ -214,6 +216,8 @@ class SimulatedService:
 
     def _happen(self, event: Event) -> None:
         """Have an event happen, and let in those whom a gate held back until now."""
+        if isinstance(event, RequestArrived) and self.answers[event.request_id].ended_s is not None:
+            return  # its client has gone while it was on its way
         if self._gate is None:
             self._tell(event)
             return

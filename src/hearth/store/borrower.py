@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hearth.errors import HearthError, LenderGone, LoadCancelled, StoreError
+from hearth.errors import HearthError, LenderGone, LoadCancelled, ModelNotOpen, StoreError
 from hearth.store.fetch import HostChunk
+from hearth.store.lender_line import LenderLine
 from hearth.store.lending import (
     CancelLoad,
     ChunkLent,
     FetchChunks,
     LenderHello,
+    LoadBegan,
     Message,
     ModelOpened,
     ModelPrefetched,
@@ -36,6 +38,8 @@ from hearth.types import Digest
 MAX_HELLO_BYTES = 4096
 #: How many models' descriptions are kept, some 100 KB each.
 MAX_MANIFESTS = 256
+#: Lines that stand open for the next loads. More of them at once are rare.
+MAX_STANDING = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,8 @@ class BorrowedModel:
 
     opened: ModelOpened
     manifest: Manifest
+    where: str  #: as it was opened
+    weight: float
 
     @property
     def is_in_host(self) -> bool:
@@ -59,7 +65,8 @@ class BorrowedModel:
 class Borrower:
     """The lender's segment, mapped and, for a CUDA device, pinned. Any thread may ask.
 
-    A lender that died and was started again lends from another segment, which is then mapped as well.
+    A lender that died and was started again lends from another segment, which is then mapped as well. A load
+    that is over leaves its line to the next one, which then has its first chunk after one question.
     """
 
     def __init__(self, path: Path, *, is_pinned: bool = True) -> None:
@@ -78,15 +85,17 @@ class Borrower:
         #: Segments of lenders that are gone, mapped while a loan of theirs may still be copied from.
         self._old: list[Segment] = []
         self._loans: list[Loan] = []  #: loans that are not over, and some that are
-        self._lock = threading.Lock()  #: guards segments and loans: models are opened on many threads
+        self._standing: list[LenderLine] = []  #: lines of loads that are over
+        self._is_closed = False
+        self._lock = threading.Lock()  #: guards segments, loans and lines: models are opened on many threads
 
     def open(self, where: str | Path, weight: float = 1.0) -> BorrowedModel:
         """Have the lender open a converted model; its description is read here.
 
         A relative path is one of this process, whatever the lender's directory is.
         """
-        is_url = "://" in str(where)
-        match self._ask(OpenModel(str(where) if is_url else str(Path(where).absolute()), weight)):
+        where = str(where) if "://" in str(where) else str(Path(where).absolute())
+        match self._ask(OpenModel(where, weight)):
             case ModelOpened() as opened:
                 pass
             case Refused() as refused:
@@ -94,8 +103,8 @@ class Borrower:
             case None:
                 raise self._gone()
             case other:
-                raise StoreError(f"the lender at `{self._path}` answered {other}")
-        return BorrowedModel(opened, self._description(opened))
+                raise self._nonsense(other)
+        return BorrowedModel(opened, self._description(opened), where, weight)
 
     def _description(self, opened: ModelOpened) -> Manifest:
         """Return the manifest, read once: that takes milliseconds, which a switch of models does not have."""
@@ -116,12 +125,65 @@ class Borrower:
         return Prefetch(connection, model)
 
     def fetch(self, model: BorrowedModel, chunks: Sequence[int]) -> Loan:
-        connection, segment = self._connect()
-        self._begin(connection, FetchChunks(model.opened.digest, model.opened.directory, tuple(chunks)))
-        loan = Loan(segment, connection, model.opened.name, len(chunks))
+        """Begin a load of a model that may have been opened long ago.
+
+        Raises:
+            LenderGone: nobody lends.
+            StoreError: the lender does not have the model any more, or has another one in its place.
+        """
+        question = FetchChunks(model.opened.digest, model.opened.directory, tuple(chunks))
+        try:
+            return self._fetch(model, question)
+        except ModelNotOpen:  # a lender that was started anew, or has forgotten the model
+            again = self.open(model.where, model.weight)
+        if again.opened.digest != model.opened.digest:
+            raise StoreError(f"`{model.opened.name}` is another model by now; open it again")
+        return self._fetch(again, replace(question, directory=again.opened.directory))
+
+    def _fetch(self, model: BorrowedModel, question: FetchChunks) -> Loan:
+        line, answer = self._asked(question)
+        match answer:
+            case LoadBegan(is_in_host):
+                loan = Loan(line, model.opened.name, len(question.chunks), self._keep, is_in_host=is_in_host)
+                with self._lock:
+                    self._loans.append(loan)
+                return loan
+            case Refused() as refused:
+                line.close()
+                raise error_of(refused)
+            case other:
+                line.close()
+                raise self._gone() if other is None else self._nonsense(other)
+
+    def _asked(self, question: Message) -> tuple[LenderLine, Message | None]:
+        """Return a line on which a question was asked, and the answer; None: the lender is gone."""
+        while (line := self._take_standing()) is not None:
+            with suppress(OSError):
+                line.send(question)
+                if (answer := line.read()) is not None:
+                    return line, answer
+            line.close()  # whoever was at its other end is gone
+        line = LenderLine(*self._connect())
+        try:
+            line.send(question)
+        except OSError as error:
+            line.close()
+            raise self._gone() from error
+        return line, line.read()
+
+    def _take_standing(self) -> LenderLine | None:
         with self._lock:
-            self._loans.append(loan)
-        return loan
+            return self._standing.pop() if self._standing else None
+
+    def _keep(self, line: LenderLine) -> None:
+        """Keep the line of a load that is over for the next."""
+        with self._lock:
+            is_current = line.segment is self.segment and not self._is_closed
+            is_kept = is_current and len(self._standing) < MAX_STANDING
+            if is_kept:
+                self._standing.append(line)
+        if not is_kept:
+            line.close()
 
     def _begin(self, connection: socket.socket, message: Message) -> None:
         try:
@@ -131,6 +193,10 @@ class Borrower:
             raise self._gone() from error
 
     def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+        while (line := self._take_standing()) is not None:
+            line.close()
         for segment in (*self._old, self.segment):
             segment.close()
 
@@ -166,6 +232,9 @@ class Borrower:
                 return next(messages, None)
             except OSError as error:
                 raise self._gone() from error
+
+    def _nonsense(self, answer: Message) -> StoreError:
+        return StoreError(f"the lender at `{self._path}` answered {answer}")
 
     def _gone(self) -> LenderGone:
         return LenderGone(f"the lender at `{self._path}` is gone; start it again")
@@ -211,40 +280,52 @@ class Loan:
     However the loan ends, what was yielded stays lent until released, for it may still be copied from.
     """
 
-    def __init__(self, segment: Segment, connection: socket.socket, name: str, num_chunks: int) -> None:
-        self.segment, self._connection, self._name = segment, connection, name
-        self._num_chunks = num_chunks
+    def __init__(
+        self,
+        line: LenderLine,
+        name: str,
+        num_chunks: int,
+        keep: Callable[[LenderLine], None],
+        *,
+        is_in_host: bool,
+    ) -> None:
+        """`keep` takes the line of a loan of which all was lent and released.
+
+        `is_in_host`: all chunks were in host memory when it began.
+        """
+        self.is_in_host = is_in_host
+        self._line, self._name, self._num_chunks, self._keep = line, name, num_chunks, keep
         #: Guards the fields below and the sending: one thread yields, others release and cancel.
         self._lock = threading.Lock()
         self._num_yielded = 0
         self._num_released = 0
         self._is_over = num_chunks == 0  #: nothing more will be yielded
         self._is_cancelled = False
+        self._has_hung_up = False
         self._hang_up_if_done()
+
+    @property
+    def segment(self) -> Segment:
+        return self._line.segment
 
     @property
     def is_finished(self) -> bool:
         """True if no more chunks come and all that came were given back."""
-        with self._lock:
-            return self._is_over and self._num_released == self._num_yielded
+        # Without the lock, which is held when the borrower takes its own: once over, no more is yielded.
+        return self._is_over and self._num_released == self._num_yielded
 
     def __iter__(self) -> Iterator[HostChunk]:
         """Yield the chunks in order.
 
         Raises what the lender met, LoadCancelled after `cancel`, StoreError if the lender is gone.
         """
-        with closing(received(self._connection)) as messages:
-            for _ in range(self._num_chunks):
-                try:
-                    message = next(messages, None)
-                except OSError:
-                    message = None
-                yield self._accept(message)
+        for _ in range(self._num_chunks):
+            yield self._accept(self._line.read())
 
     def release(self, *chunks: HostChunk) -> None:
         with self._lock:
             with suppress(OSError):  # a lender that is gone wants nothing back
-                send(self._connection, *(ReleaseChunk(chunk.index) for chunk in chunks))
+                self._line.send(*(ReleaseChunk(chunk.index) for chunk in chunks))
             self._num_released += len(chunks)
             self._hang_up_if_done()
 
@@ -255,8 +336,8 @@ class Loan:
                 return
             self._is_over = self._is_cancelled = True
             with suppress(OSError):  # the lender may be gone
-                send(self._connection, CancelLoad())
-                self._connection.shutdown(socket.SHUT_RD)
+                self._line.send(CancelLoad())
+            self._line.stop_reading()
             self._hang_up_if_done()
 
     def _accept(self, message: Message | None) -> HostChunk:
@@ -279,11 +360,13 @@ class Loan:
         return StoreError(f"whoever lent the chunks of `{self._name}` is gone; load it again")
 
     def _hang_up_if_done(self) -> None:
-        if not self._is_over or self._num_released < self._num_yielded:
+        if self._has_hung_up or not self.is_finished:
             return
-        with suppress(OSError):  # the lender may be gone, or this said before
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
+        self._has_hung_up = True
+        if self._num_yielded == self._num_chunks:
+            self._keep(self._line)
+        else:
+            self._line.close()
 
 
 def _introduce(path: Path, *, is_pinned: bool) -> tuple[socket.socket, Segment]:

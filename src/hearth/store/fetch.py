@@ -311,33 +311,55 @@ class Fetch:
         self.error: StoreError | None = None
         self.arrived = threading.Condition(fetcher._lock)
         self._order = list(chunks)
-        self._position = {index: at for at, index in enumerate(self._order)}
         self._fetcher = fetcher
 
     def __iter__(self) -> Iterator[HostChunk]:
-        """Yield the chunks in order. Raises StoreError if one cannot be had, LoadCancelled after `cancel`."""
+        """Yield the chunks in order; raises as `batches`."""
         taken: deque[HostChunk] = deque()
         try:
-            for index in self._order:
-                if not taken:
-                    taken.extend(self._wait_for(index))
-                if self.is_over:
-                    raise self.error or LoadCancelled(f"the load of `{self.model.name}` was called off")
-                yield taken.popleft()
+            for batch in self.batches():
+                taken.extend(batch)
+                while taken:
+                    if self.is_over:
+                        raise self._failure()
+                    yield taken.popleft()
         finally:
             self.release(*taken)
 
-    def _wait_for(self, index: int) -> Iterator[HostChunk]:
-        """Yield the chunk, and what is ready behind it: while readers are busy, the lock is not cheap."""
-        at = self._position[index]
+    def batches(self) -> Iterator[list[HostChunk]]:
+        """Yield the chunks in order, all that are ready at once: beside busy readers the lock is not cheap.
+
+        Raises StoreError if one cannot be had, LoadCancelled after `cancel`.
+        """
+        at = 0
+        while at < len(self._order):
+            batch = self._wait_for(at)
+            if not batch:
+                raise self._failure()
+            at += len(batch)
+            yield batch
+
+    def _wait_for(self, at: int) -> list[HostChunk]:
+        """Return the chunk in this place, and what is ready behind it; nothing if the load is over."""
+        batch: list[HostChunk] = []
         with self.arrived:
-            self.awaited = index
-            while index not in self.ready and not self.is_over:
+            self.awaited = self._order[at]
+            while self.awaited not in self.ready and not self.is_over:
                 self.arrived.wait()
             self.awaited = None
             while at < len(self._order) and self._order[at] in self.ready:
-                yield self.ready.pop(self._order[at])
+                batch.append(self.ready.pop(self._order[at]))
                 at += 1
+        return batch
+
+    def _failure(self) -> StoreError:
+        return self.error or LoadCancelled(f"the load of `{self.model.name}` was called off")
+
+    @property
+    def is_finished(self) -> bool:
+        """True if all chunks were taken and released."""
+        with self.arrived:
+            return not self.num_open and not self.todo and not self.is_over
 
     def release(self, *chunks: HostChunk) -> None:
         """Give chunks back whose bytes this load no longer needs."""

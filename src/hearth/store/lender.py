@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hearth.errors import ChunkMissing, HearthError, StoreError
+from hearth.errors import ChunkMissing, HearthError, ModelNotOpen, StoreError
 from hearth.store.fetch import Fetch, HostChunk
 from hearth.store.lending import (
     BytesCounted,
@@ -24,6 +24,7 @@ from hearth.store.lending import (
     ForgetModel,
     HostMeasured,
     LenderHello,
+    LoadBegan,
     LookUpstream,
     MeasureHost,
     Message,
@@ -44,6 +45,7 @@ from hearth.store.lending import (
 )
 from hearth.store.model import StoredModel
 from hearth.store.record import Delivery, totals_by_rung
+from hearth.store.standing_threads import Errand, StandingThreads
 from hearth.store.tiers import Tiers
 from hearth.store.upstream import version_now
 from hearth.types import Digest, Rung
@@ -68,6 +70,7 @@ class Lender:
         self._tiers = tiers
         self._path = path
         self._models: OpenedModels = {}
+        self._senders = StandingThreads("hearth-lend")
         self._threads: dict[_Session, threading.Thread] = {}
         self._lock = threading.Lock()  #: guards the threads: sessions end on their own
         self._is_closing = threading.Event()
@@ -114,7 +117,7 @@ class Lender:
                 self._is_closing.wait(ACCEPT_DELAY_S)
                 continue
             is_failing = False
-            session = _Session(self._tiers, self._models, connection)
+            session = _Session(self._tiers, self._models, self._senders, connection)
             thread = threading.Thread(target=self._serve, args=(session,), name="hearth-lend", daemon=True)
             with self._lock:
                 self._threads[session] = thread
@@ -131,14 +134,16 @@ class Lender:
 class _Session:
     """One borrower's connection. Its own thread receives; while a load is under way another one sends."""
 
-    def __init__(self, tiers: Tiers, models: OpenedModels, connection: socket.socket) -> None:
-        self._tiers, self._models, self._connection = tiers, models, connection
+    def __init__(
+        self, tiers: Tiers, models: OpenedModels, senders: StandingThreads, connection: socket.socket
+    ) -> None:
+        self._tiers, self._models, self._senders, self._connection = tiers, models, senders, connection
         self._sending = threading.Lock()  #: both threads send: answers the one, chunks the other
         self._fetch: Fetch | None = None
         #: Chunks that were sent and not released. Guarded by the lock: one thread adds, another takes away.
         self._lent: dict[int, HostChunk] = {}
         self._lock = threading.Lock()
-        self._sender: threading.Thread | None = None
+        self._sender: Errand | None = None
 
     def run(self) -> None:
         segment = self._tiers.segment
@@ -187,9 +192,9 @@ class _Session:
             case _:
                 raise StoreError(f"a borrower does not say {type(message).__name__}")
 
-    def _send(self, message: Message) -> None:
+    def _send(self, *messages: Message) -> None:
         with self._sending:
-            send(self._connection, message)
+            send(self._connection, *messages)
 
     def _answer(self, where: str, act: Callable[[], Message]) -> Message:
         try:
@@ -202,7 +207,7 @@ class _Session:
     def _open(self, where: str, weight: float) -> ModelOpened:
         model = self._tiers.open(where, weight)
         self._models[model.manifest.digest, model.directory] = model
-        host_bytes = self._tiers.resident_bytes(model)[Rung.HOST]
+        host_bytes = self._tiers.host_bytes(model)
         return ModelOpened(model.name, str(model.directory), model.manifest.digest, host_bytes)
 
     def _count(self, digests: Sequence[Digest]) -> BytesCounted:
@@ -232,12 +237,20 @@ class _Session:
 
     def _model_to_load(self, digest: Digest, directory: str) -> StoredModel | None:
         """Return a model that a load may begin of; None: the borrower was told that it is not open."""
-        if self._fetch is not None:
-            raise StoreError("a second load on one connection; open another for it")
+        self._end_load()
         model = self._models.get((digest, Path(directory)))
         if model is None:
-            self._send(refusal(StoreError(f"no model {digest} is open here; open it again")))
+            self._send(refusal(ModelNotOpen(f"no model {digest} is open here; open it again")))
         return model
+
+    def _end_load(self) -> None:
+        """Have the load before be over, of which all was lent and released."""
+        if self._fetch is None or self._sender is None:
+            return
+        if not self._fetch.is_finished:
+            raise StoreError("a second load on one connection; open another for it")
+        self._sender.join()
+        self._fetch = self._sender = None
 
     def _start(self, model: StoredModel, chunks: tuple[int, ...]) -> None:
         num_chunks = len(model.manifest.chunks)
@@ -245,6 +258,10 @@ class _Session:
             what = f"chunks of `{model.name}` must be distinct, and below {num_chunks}"
             self._send(refusal(StoreError(f"{what}; given: {chunks!s:.200}")))
             return
+        chunk_ids = model.manifest.chunk_ids
+        wanted = {chunk_ids[index] for index in chunks}
+        is_in_host = len(self._tiers.fetcher.resident(wanted)) == len(wanted)
+        self._send(LoadBegan(is_in_host))
         self._run(self._lend, self._tiers.fetch(model, chunks))
 
     def _start_prefetch(self, model: StoredModel) -> None:
@@ -257,19 +274,16 @@ class _Session:
     def _run(self, act: Callable[[Fetch], None], fetch: Fetch) -> None:
         """Have a thread of its own follow a load."""
         self._fetch = fetch
-        self._sender = threading.Thread(target=act, args=(fetch,), name="hearth-lend", daemon=True)
-        self._sender.start()
+        self._sender = self._senders.start(lambda: act(fetch))
 
     def _lend(self, fetch: Fetch) -> None:
         deliveries: list[Delivery] = []
         try:
-            for chunk in fetch:
+            for chunks in fetch.batches():
                 with self._lock:
-                    self._lent[chunk.index] = chunk
-                if chunk.delivery is not None:
-                    deliveries.append(chunk.delivery)
-                size = len(chunk.data)
-                self._send(ChunkLent(chunk.index, chunk.cell, size, chunk.delivery, chunk.is_shared))
+                    self._lent.update((chunk.index, chunk) for chunk in chunks)
+                deliveries += [chunk.delivery for chunk in chunks if chunk.delivery is not None]
+                self._send(*map(_lent, chunks))
         except StoreError as error:
             with suppress(OSError):
                 self._send(refusal(error))
@@ -296,7 +310,7 @@ class _Session:
             self._send(answer)
 
     def _prefetched(self, model: StoredModel) -> ModelPrefetched:
-        return ModelPrefetched(self._tiers.resident_bytes(model)[Rung.HOST])
+        return ModelPrefetched(self._tiers.host_bytes(model))
 
     def _learn_speeds(self, deliveries: Sequence[Delivery]) -> None:
         for rung, use in totals_by_rung(deliveries).items():
@@ -317,6 +331,10 @@ class _Session:
             self._sender.join()
             self._fetch.release(*self._lent.values())  # by now no other thread knows them
         self._connection.close()
+
+
+def _lent(chunk: HostChunk) -> ChunkLent:
+    return ChunkLent(chunk.index, chunk.cell, len(chunk.data), chunk.delivery, chunk.is_shared)
 
 
 def _listen(path: Path) -> socket.socket:

@@ -3,7 +3,7 @@
     borrower                              lender
     (connects)                            LenderHello, with the segment's file descriptor
     OpenModel                             ModelOpened | Refused
-    FetchChunks                           ChunkLent, in order, as they are ready; Refused ends it
+    FetchChunks                           LoadBegan; ChunkLent, in order, as they are ready; Refused ends it
     ReleaseChunk, one for each            ...
     CancelLoad                            sends no more; what is lent stays lent
     CountBytes                            BytesCounted
@@ -13,22 +13,23 @@
     LookUpstream                          UpstreamSeen | Refused
     (closes, or dies)                     takes back whatever was not released
 
-A message is a line of JSON. A connection carries one load, so the end of the connection is the end of its
-leases, however it comes about. A load that failed or was called off may have copies under way: its connection
-stays until it has released all that it was given.
+A message is a line of JSON: the name of its kind, and its fields. A connection carries one load at a time, so
+the end of the connection is the end of its leases, however it comes about; when all of a load was lent and
+released, another may follow. A load that failed or was called off may have copies under way: its connection
+stays until it has released all that it was given, and then ends.
 """
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Generator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import get_args
 
+import msgspec
+
 from hearth import errors
-from hearth.errors import BadCheckpoint, HearthError, StoreError
-from hearth.store.dataclass_json import decode
+from hearth.errors import HearthError, StoreError
 from hearth.store.record import Delivery
 from hearth.types import Digest
 
@@ -67,6 +68,13 @@ class FetchChunks:
     model: Digest  #: of a model that was opened before, on this connection or another
     directory: str  #: as `ModelOpened` has it: copies of one model share a digest, and one may be deleted
     chunks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBegan:
+    """The first answer to `FetchChunks`."""
+
+    is_in_host: bool  #: nothing has to be read for this load
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +205,7 @@ class Refused:
     reason: str
 
 
-_Load = OpenModel | ModelOpened | FetchChunks | ChunkLent | ReleaseChunk | CancelLoad
+_Load = OpenModel | ModelOpened | FetchChunks | LoadBegan | ChunkLent | ReleaseChunk | CancelLoad
 _Prefetch = PrefetchModel | ModelPrefetched
 _Question = (
     CountBytes
@@ -211,7 +219,10 @@ _Question = (
 )
 _Look = LookUpstream | UpstreamSeen
 Message = LenderHello | _Load | _Prefetch | _Question | _Look | Refused
-_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
+#: These stand between a switch and its bytes, a message for each chunk.
+_ENCODER = msgspec.json.Encoder()
+_LINE = msgspec.json.Decoder(tuple[str, msgspec.Raw])
+_FIELDS = {kind.__name__: msgspec.json.Decoder(kind) for kind in get_args(Message)}
 
 
 def send(connection: socket.socket, *messages: Message) -> None:
@@ -220,7 +231,7 @@ def send(connection: socket.socket, *messages: Message) -> None:
 
 
 def encode(message: Message) -> bytes:
-    return json.dumps({"kind": type(message).__name__, **asdict(message)}).encode() + b"\n"
+    return _ENCODER.encode((type(message).__name__, message)) + b"\n"
 
 
 def received(connection: socket.socket) -> Generator[Message]:
@@ -244,8 +255,8 @@ def error_of(refused: Refused) -> HearthError:
 
 def parse(line: bytes) -> Message:
     try:
-        fields = json.loads(line)
-        kind = _KINDS[fields.pop("kind")]
-        return decode(kind, fields, kind.__name__)
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, BadCheckpoint) as error:
+        kind, fields = _LINE.decode(line)
+        message: Message = _FIELDS[kind].decode(fields)
+    except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, RecursionError) as error:
         raise StoreError(f"no message of the host segment's owner or borrower: {line[:80]!r}") from error
+    return message

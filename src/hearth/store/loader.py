@@ -14,8 +14,10 @@ import logging
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -26,6 +28,7 @@ from hearth.models.layout import ByteRange
 from hearth.store.fetch import HostChunk
 from hearth.store.manifest import Manifest
 from hearth.store.record import LoadRecord, Tally
+from hearth.store.standing_threads import StandingThreads
 
 #: Copies of one load that are queued at a time. Behind them the step's inputs and other loads get in,
 #: for all copies to a device pass one engine; with fewer, the engine would run dry when this thread is late.
@@ -60,9 +63,9 @@ def whole(manifest: Manifest, base: torch.Tensor) -> list[LoadPiece]:
     return [LoadPiece(ByteRange(0, manifest.num_bytes), base)]
 
 
-def chunks_of(manifest: Manifest, pieces: Sequence[LoadPiece]) -> list[int]:
-    """Return the chunks that hold bytes of these pieces, in forward order."""
-    return sorted({index for piece in pieces for index in manifest.chunks_of(piece.part)})
+def chunks_of(manifest: Manifest, parts: Iterable[ByteRange]) -> list[int]:
+    """Return the chunks that hold bytes of these parts, in forward order."""
+    return sorted({index for part in parts for index in manifest.chunks_of(part)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +75,18 @@ class _Copied:
     chunk: HostChunk
     event: torch.cuda.Event | None  #: None: the copy was done at once
 
+    @property
+    def has_passed(self) -> bool:
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call] # as below
+
 
 class Loader:
     """Starts loads to one device, all on one copy stream. Any thread may call it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        #: For all that has to be done beside the steps, and at once.
+        self.threads = StandingThreads("hearth-load")
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch leaves it untyped
@@ -88,13 +97,19 @@ class Loader:
         manifest: Manifest,
         pieces: Sequence[LoadPiece],
         fetch: Callable[[Sequence[int]], ChunkStream],
-        on_end: Callable[[LoadRecord], None] | None = None,
+        on_end: Callable[[LoadRecord | StoreError], None] | None = None,
+        *,
+        is_idle: bool = False,
     ) -> Load:
-        """Start a load; `fetch` opens a stream of the chunks that it needs."""
-        if self._stream is not None:
+        """Start a load; `fetch` opens a stream of the chunks that it needs.
+
+        `on_end` is called by the load's own thread, with the record or with why there is none. `is_idle`: the
+        device is done with the memory when its chunks come; else copies wait for all that is queued now.
+        """
+        if self._stream is not None and not is_idle:
             # The memory may have been somebody else's until a moment ago, on the stream of this thread.
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        return Load(name, manifest, pieces, fetch, self._stream, on_end)
+        return Load(name, manifest, pieces, fetch, self._stream, on_end, self.threads)
 
 
 class LoadGate:
@@ -128,7 +143,8 @@ class Load:
         pieces: Sequence[LoadPiece],
         fetch: Callable[[Sequence[int]], ChunkStream],
         stream: torch.cuda.Stream | None,
-        on_end: Callable[[LoadRecord], None] | None,
+        on_end: Callable[[LoadRecord | StoreError], None] | None,
+        threads: StandingThreads,
     ) -> None:
         for piece in pieces:
             assert piece.destination.dtype == torch.uint8, f"{piece.destination.dtype=}"
@@ -136,10 +152,11 @@ class Load:
         self.name = name
         self._manifest = manifest
         self._pieces = sorted(pieces, key=lambda piece: piece.part.begin)
+        self._first_piece = 0  #: that may have bytes of the chunks to come
         self._stream = stream
         self._on_end = on_end
         self._tally = Tally(time.perf_counter())
-        self._chunks = chunks_of(manifest, self._pieces)
+        self._chunks = chunks_of(manifest, (piece.part for piece in self._pieces))
         #: How many of `_chunks`, from the first, have their copies queued; `_events` are those of the copies.
         self._num_queued = 0
         self._events: list[torch.cuda.Event] = []
@@ -150,8 +167,8 @@ class Load:
         #: Guards the fields above: the copying thread writes, whoever computes reads.
         self._progress = threading.Condition()
         self._source = fetch(self._chunks)
-        self._thread = threading.Thread(target=self._run, name=f"hearth-load-{name}", daemon=True)
-        self._thread.start()
+        self._threads = threads
+        self._errand = threads.start(self._run)
 
     @property
     def is_done(self) -> bool:
@@ -177,7 +194,7 @@ class Load:
 
     def wait(self) -> LoadRecord:
         """Wait until all bytes are on the device. Raises StoreError as `wait_for`."""
-        self._thread.join()
+        self._errand.join()
         if self._record is None:
             raise self._failure()
         return self._record
@@ -185,7 +202,7 @@ class Load:
     def cancel(self) -> None:
         """Call the load off and wait until nothing more is written to its destinations."""
         self._source.cancel()
-        self._thread.join()
+        self._errand.join()
 
     def _position_behind(self, wanted: range) -> int:
         """Return how many of `_chunks` have to be queued until all of `wanted` are."""
@@ -197,8 +214,7 @@ class Load:
         return LoadCancelled(f"the load of `{self.name}` broke: {self._error!r}")
 
     def _run(self) -> None:
-        giver = threading.Thread(target=self._give_back, name=f"hearth-give-{self.name}", daemon=True)
-        giver.start()
+        giver = self._threads.start(self._give_back)
         try:
             with torch.cuda.stream(self._stream):
                 self._copy_all()
@@ -206,13 +222,15 @@ class Load:
             self._fail(error)
         self._copied.put(None)
         giver.join()
+        outcome: LoadRecord | StoreError
         if self._error is not None:
-            return
-        record = self._tally.record(self.name, time.perf_counter())
-        with self._progress:
-            self._record = record
+            outcome = self._failure()
+        else:
+            outcome = self._tally.record(self.name, time.perf_counter())
+            with self._progress:
+                self._record = outcome
         if self._on_end is not None:
-            self._on_end(record)
+            self._on_end(outcome)
 
     def _copy_all(self) -> None:
         asked_s = time.perf_counter()
@@ -233,16 +251,28 @@ class Load:
         It needs a thread of its own: the cells that the copies hold may be all there are, and the next
         chunk, or another load's, can come only into one of them.
         """
-        while (copied := self._copied.get()) is not None:
+        queued: deque[_Copied | None] = deque()
+        while True:
+            if not queued:
+                queued.append(self._copied.get())
+            while not self._copied.empty():
+                queued.append(self._copied.get())
+            if (copied := queued.popleft()) is None:
+                return
+            passed = [copied]
             try:
                 if copied.event is not None:
                     copied.event.synchronize()
-                self._note_first_layer(copied.chunk)
+                # With it go those behind it that have passed as well: each time costs the interpreter.
+                while queued and (following := queued[0]) is not None and following.has_passed:
+                    passed.append(following)
+                    queued.popleft()
+                self._note_first_layer(passed[-1].chunk)
             except Exception as error:  # the thread's top, as above
                 self._fail(error)
             finally:
-                self._source.release(copied.chunk)
-                self._room.release()
+                self._source.release(*(one.chunk for one in passed))
+                self._room.release(len(passed))
 
     def _fail(self, error: Exception) -> None:
         with self._progress:
@@ -257,7 +287,7 @@ class Load:
         self._tally.took(chunk.delivery, len(chunk.data), is_shared=chunk.is_shared)
         data = torch.frombuffer(chunk.data, dtype=torch.uint8)
         event = None
-        for piece in self._pieces:
+        for piece in self._pieces_before(begin, begin + len(data)):
             low, high = max(piece.part.begin, begin), min(piece.part.end, begin + len(data))
             if low < high:
                 target = piece.destination[low - piece.part.begin : high - piece.part.begin]
@@ -272,6 +302,18 @@ class Load:
             self._num_queued += 1
             self._progress.notify_all()
         return event
+
+    def _pieces_before(self, begin: int, end: int) -> Iterator[LoadPiece]:
+        """Yield the pieces that may have bytes from `begin` to `end`; nobody asks for earlier ones again.
+
+        A model of which pages are missing here and there has hundreds of pieces.
+        """
+        while self._first_piece < len(self._pieces) and self._pieces[self._first_piece].part.end <= begin:
+            self._first_piece += 1
+        for piece in islice(self._pieces, self._first_piece, None):
+            if piece.part.begin >= end:
+                return
+            yield piece
 
     def _note_first_layer(self, chunk: HostChunk) -> None:
         if (

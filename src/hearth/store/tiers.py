@@ -182,11 +182,15 @@ class Tiers:
     def resident_bytes(self, model: StoredModel) -> dict[Rung, int]:
         """Return how much of a model lies in host memory and on disk; a chunk in both counts in both."""
         sizes = {chunk.id: chunk.num_bytes for chunk in model.manifest.chunks}
-        on_host = self.fetcher.resident(sizes)
         return {
-            Rung.HOST: sum(sizes[chunk_id] for chunk_id in on_host),
+            Rung.HOST: self.host_bytes(model),
             Rung.DISK: sum(size for chunk_id, size in sizes.items() if self.disk.holds(chunk_id)),
         }
+
+    def host_bytes(self, model: StoredModel) -> int:
+        """Return how much of a model lies in host memory."""
+        sizes = {chunk.id: chunk.num_bytes for chunk in model.manifest.chunks}
+        return sum(sizes[chunk_id] for chunk_id in self.fetcher.resident(sizes))
 
     def forget(self, where: str | Path) -> Path:
         """Forget a model that is no longer deployed, and return the directory that described it.

@@ -49,8 +49,6 @@ from hearth.worker.model_load import (
 from hearth.worker.runtime import HostingResources
 from hearth.worker.watched_load import WeightsLoaded
 
-#: How long it is believed where the bytes of a model lie, which may wait for its turn.
-FRESH_S = 0.1
 #: Told of a model of which nothing was missing.
 _NO_LOAD = WeightsLoaded(LoadRecord("", 0, {}, 0.0, 0.0, 0.0, 0.0, 0.0, 0), None)
 
@@ -71,6 +69,7 @@ class HostedModel:
         self.has_turn = True  #: always, unless models take turns; written by `Turns`
         self.waiting: list[StartRequest] = []  #: for an engine with memory
         self.state: HostingState = Finding(time.perf_counter())
+        self._borrowed: BorrowedModel | None = None  #: the model as it was found
         self._ahead: LoadAhead | None = None  #: while it waits for its turn, and is one of the next
         self._untold: list[LoadRecord] = []  #: of bytes that came ahead, since all of it was there
         self._resources, self._pool, self._post = resources, pool, post
@@ -139,6 +138,11 @@ class HostedModel:
         return (served := self.served) is not None and served.engine.has_work
 
     @property
+    def is_computing(self) -> bool:
+        """True if a step is in flight; it reads the model's weights and writes its KV."""
+        return (served := self.served) is not None and served.engine.is_computing
+
+    @property
     def takes_requests(self) -> bool:
         """True if requests go to the engine; else they wait."""
         return isinstance(self.state, Loading | Loaded | Incomplete)
@@ -155,12 +159,8 @@ class HostedModel:
         return effective_hold(self.hold, is_loading=is_loading, has_requests=has_requests, has_turn=has_turn)
 
     def is_same(self, order: HostModel) -> bool:
-        """True if an order asks for just what this model's engine was made for."""
-        made, wanted = (
-            (one.digest, one.max_context, one.limits, one.kv_floor_bytes, one.max_kv_bytes, one.eos_ids)
-            for one in (self.order, order)
-        )
-        return made == wanted
+        """True if an order asks for just what this model was found and its engine made for."""
+        return _identity(self.order) == _identity(order)
 
     def _wrong(self, what: str) -> AssertionError:
         return AssertionError(f"`{self.model}` {what} while it is {type(self.state).__name__}")
@@ -207,13 +207,13 @@ class HostedModel:
             spec = hosting_spec(order, borrowed, resources.device)
             post(order.hosting, ModelFound(spec, borrowed))
 
-        start_thread(look_up, resources.device, lambda news: post(order.hosting, news))
+        start_thread(look_up, resources, lambda news: post(order.hosting, news))
 
     def found(self, news: ModelFound) -> None:
         match self.state:
             case Finding(began_s):
-                now_s = time.perf_counter()
-                self.state = Found(news.spec, news.borrowed, now_s - began_s, now_s)
+                self._borrowed = news.borrowed
+                self.state = Found(news.spec, time.perf_counter() - began_s)
             case _:
                 raise self._wrong("was found")
 
@@ -237,10 +237,9 @@ class HostedModel:
         """
         began_s = time.perf_counter()
         match self.state:
-            case Found(spec, borrowed, open_s, found_s):
+            case Found(spec, open_s):
                 space = place(self.model, spec)
-                known = borrowed if began_s < found_s + FRESH_S else None
-                load = self._start_load(spec, space, began_s, open_s, borrowed=known)
+                load = self._start_load(spec, space, began_s, open_s)
                 self.state = Assembling(spec, load)
                 return None
             case Incomplete(served) | Retired(served):
@@ -264,17 +263,17 @@ class HostedModel:
         open_s: float,
         *,
         engine: Engine | None = None,
-        borrowed: BorrowedModel | None = None,
     ) -> ModelLoad:
         pool, post, name, hosting = self._pool, self._post, self.model, self.order.hosting
+        if self._borrowed is None:
+            raise self._wrong("was never found")
         return ModelLoad(
-            *(self.order, spec, space, self._resources),
+            *(self._borrowed, spec, space, self._resources),
             prepare=lambda part: pool.prepare(name, part),
             post=lambda news: post(hosting, news),
             began_s=began_s,
             open_s=open_s,
             engine=engine,
-            borrowed=borrowed,
         )
 
     # What comes ahead of its turn.
@@ -283,11 +282,14 @@ class HostedModel:
         """Have the model come to host memory, unless it does or all of it is on the device."""
         if (
             self._ahead is None
+            and self._borrowed is not None
             and not self.is_loading
             and isinstance(self.state, Found | Incomplete | Retired)
         ):
             post, hosting = self._post, self.order.hosting
-            self._ahead = LoadAhead(self.order, self._resources, lambda news: post(hosting, news))
+            self._ahead = LoadAhead(
+                self.order, self._borrowed, self._resources, lambda news: post(hosting, news)
+            )
 
     def climbed(self, news: HostClimbed) -> None:
         if self._ahead is not None:
@@ -376,6 +378,7 @@ class HostedModel:
             first_layer_s=record.first_layer_s if widen_s is None else total_s,
             total_s=total_s,
             is_widened=widen_s is not None,
+            ahead_bytes=ahead_bytes,
         )
 
     # The way back.
@@ -425,6 +428,12 @@ class HostedModel:
         if (served := self.served) is not None:
             served.engine.close()
         self.state = Closed()
+
+
+def _identity(order: HostModel) -> tuple[object, ...]:
+    """Return all of an order that a model cannot be hosted again with, if it is another."""
+    where = (order.where, order.digest, order.weight)
+    return (*where, order.limits, order.max_context, order.kv_floor_bytes, order.max_kv_bytes, order.eos_ids)
 
 
 def _sum_rungs(records: Sequence[LoadRecord]) -> tuple[RungBytes, ...]:

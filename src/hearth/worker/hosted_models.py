@@ -218,17 +218,18 @@ class HostedModels:
             self._readiness.starved(model, self.reclaimer.policy.generation)
         return outcome
 
-    def end_turn(self, hosted: HostedModel) -> StepOutcome:
-        """Have a model whose turn is over rest: what it has is lent from here on.
+    def turn_over(self, hosted: HostedModel) -> None:
+        """Note that a model's turn is over: what it has is lent, also while its last step is in flight."""
+        self.reclaimer.policy.stop_deferring(hosted.model)
+        self.reclaimer.policy.room_may_have_come()
 
-        Returns what came of the step that was under way.
-        """
+    def rest(self, hosted: HostedModel) -> StepOutcome:
+        """Have a model whose turn is over rest. Returns what came of the step that was in flight."""
         outcome = StepOutcome(StepOutputs(), (), (), has_run=False)
         if (served := hosted.served) is not None and hosted.takes_requests:
             outcome = served.engine.flush()
             self.reclaimer.after_step(hosted.model, served, outcome)
-        self.reclaimer.policy.stop_deferring(hosted.model)
-        self.reclaimer.policy.room_may_have_come()
+            self.reclaimer.policy.room_may_have_come()
         return outcome
 
     def look_again(self) -> None:

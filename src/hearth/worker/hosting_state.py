@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 
 from hearth.engine.engine import Engine
 from hearth.models.weights import TensorPlace, bind
-from hearth.store.borrower import BorrowedModel
 from hearth.types import SamplingTable
 from hearth.worker.hosting_spec import HostingSpec
 from hearth.worker.model_load import ModelLoad
@@ -52,9 +51,7 @@ class Found:
     """The model is known and has no memory yet."""
 
     spec: HostingSpec
-    borrowed: BorrowedModel
     open_s: float  #: how long it took to find
-    found_s: float
 
 
 @dataclass(frozen=True, slots=True)

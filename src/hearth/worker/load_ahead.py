@@ -13,11 +13,25 @@ from hearth.errors import HearthError, LoadCancelled
 from hearth.memory.pool import Space
 from hearth.messages import HostModel
 from hearth.models.layout import ByteRange, Layout
-from hearth.store.borrower import Prefetch
+from hearth.store.borrower import BorrowedModel, Prefetch
 from hearth.worker.map_ahead import MapAhead
-from hearth.worker.model_load import FrontLoaded, HostClimbed, HostingNews, borrow, start_thread
+from hearth.worker.model_load import (
+    FrontLoaded,
+    HostClimbed,
+    HostingNews,
+    borrow,
+    patiently,
+    start_thread,
+)
 from hearth.worker.runtime import HostingResources
-from hearth.worker.watched_load import Destination, LoadNews, ModelBroken, WatchedLoad, WeightsLoaded
+from hearth.worker.watched_load import (
+    Destination,
+    LoadNews,
+    ModelBroken,
+    WatchedLoad,
+    WeightsLoaded,
+    missing_chunks,
+)
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +40,14 @@ class LoadAhead:
     """One wait of a model. The step thread makes, calls and cancels it and notes its news; others `post`."""
 
     def __init__(
-        self, order: HostModel, resources: HostingResources, post: Callable[[HostingNews], None]
+        self,
+        order: HostModel,
+        borrowed: BorrowedModel,
+        resources: HostingResources,
+        post: Callable[[HostingNews], None],
     ) -> None:
-        """Have the keeper bring the model to host memory."""
-        self._order, self._resources, self._post = order, resources, post
+        """Have the keeper bring the model to host memory. `borrowed`: the model as it was found."""
+        self._order, self._borrowed, self._resources, self._post = order, borrowed, resources, post
         #: News that the step thread has taken so far.
         self.is_in_host = False
         self.crossing_bytes = 0  #: that have a place and are on their way to it
@@ -39,16 +57,16 @@ class LoadAhead:
         self._prefetch: Prefetch | None = None
         self._map_ahead: MapAhead | None = None
         self._watched: WatchedLoad | None = None
-        start_thread(self._climb, resources.device, post)
+        start_thread(self._climb, resources, post)
 
     def cross(self, space: Space, layout: Layout, prepare: Callable[[ByteRange], None]) -> None:
         """Have all gaps of a space filled; `prepare` makes a part of it ready to be written."""
         self.crossing_bytes = sum(gap.part.end - gap.part.begin for gap in space.gaps)
-        map_ahead = MapAhead(prepare, space.parts)
+        map_ahead = MapAhead(prepare, space.parts, self._resources.loader.threads)
         with self._lock:
             self._map_ahead, self._watched = map_ahead, None
         to = Destination(space.gaps, map_ahead, space.places, layout)
-        start_thread(lambda: self._cross(to), self._resources.device, self._post)
+        start_thread(lambda: self._cross(to), self._resources, self._post)
 
     def cancel(self) -> None:
         """Call all of it off, and wait until nobody touches the memory any more."""
@@ -84,17 +102,19 @@ class LoadAhead:
         return prefetch.wait()
 
     def _cross(self, to: Destination) -> None:
-        resources = self._resources
+        borrowed, borrower = self._borrowed, self._resources.borrower
+        chunks = missing_chunks(borrowed.manifest, to.gaps)
         try:
-            borrowed = borrow(resources.borrower, self._order, lambda: self._is_cancelled)
-            if not borrowed.is_in_host:
+            loan = patiently(lambda: borrower.fetch(borrowed, chunks), lambda: self._is_cancelled)
+            if not loan.is_in_host:
+                loan.cancel()
                 self._post(FrontLoaded(None))
                 return
             with self._lock:
-                if not self._is_cancelled:
-                    self._watched = WatchedLoad(
-                        borrowed, to, resources.borrower, resources.loader, self._tell
-                    )
+                if self._is_cancelled:
+                    loan.cancel()
+                else:
+                    self._watched = WatchedLoad(borrowed, loan, to, self._resources.loader, self._tell)
         except HearthError as error:  # as above
             self._log_failure(str(error))
             self._post(FrontLoaded(None))

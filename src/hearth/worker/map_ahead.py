@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from hearth.errors import LoadCancelled
 from hearth.models.layout import ByteRange
+from hearth.store.standing_threads import StandingThreads
 
 #: How much is made ready at a time: little at first, for somebody waits for it, then more and more.
 FIRST_BYTES, MOST_BYTES = 16 << 20, 128 << 20
@@ -19,7 +20,9 @@ FIRST_BYTES, MOST_BYTES = 16 << 20, 128 << 20
 class MapAhead:
     """Memory that is being made ready. Any thread may wait for parts of it."""
 
-    def __init__(self, prepare: Callable[[ByteRange], None], parts: Sequence[ByteRange]) -> None:
+    def __init__(
+        self, prepare: Callable[[ByteRange], None], parts: Sequence[ByteRange], threads: StandingThreads
+    ) -> None:
         """`parts` in the order in which they are filled; `prepare` is called by one thread."""
         self._prepare, self._parts = prepare, parts
         self._end = parts[-1].end
@@ -28,8 +31,7 @@ class MapAhead:
         self._error: Exception | None = None
         self._is_stopped = False
         self._progress = threading.Condition()  #: guards these three
-        self._thread = threading.Thread(target=self._run, name="hearth-map-ahead", daemon=True)
-        self._thread.start()
+        self._errand = threads.start(self._run)
 
     def wait_for(self, part: ByteRange) -> None:
         """Return when all of the parts that lie in these bytes can be written.
@@ -57,7 +59,7 @@ class MapAhead:
         """Leave the rest, and wait until nothing more is made ready."""
         with self._progress:
             self._is_stopped = True
-        self._thread.join()
+        self._errand.join()
 
     def _run(self) -> None:
         num_bytes = FIRST_BYTES

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -19,13 +20,22 @@ from hearth.memory.pool import Space
 from hearth.messages import HostModel
 from hearth.models.layout import ByteRange
 from hearth.models.weights import bind
-from hearth.store.borrower import BorrowedModel, Borrower
+from hearth.store.borrower import BorrowedModel, Borrower, Loan
 from hearth.store.record import LoadRecord
 from hearth.worker.failure import failure_of
 from hearth.worker.hosting_spec import HostingSpec
 from hearth.worker.map_ahead import MapAhead
 from hearth.worker.runtime import HostingResources
-from hearth.worker.watched_load import Destination, LoadNews, ModelBroken, WatchedLoad, WeightsLoaded
+from hearth.worker.watched_load import (
+    Destination,
+    LoadNews,
+    ModelBroken,
+    WatchedLoad,
+    WeightsLoaded,
+    missing_chunks,
+)
+
+T = TypeVar("T")
 
 #: How long a keeper that is not there is waited for, and how long between two looks.
 LENDER_PATIENCE_S, LENDER_DELAY_S = 15.0, 0.25
@@ -69,7 +79,7 @@ class ModelLoad:
 
     def __init__(
         self,
-        order: HostModel,
+        borrowed: BorrowedModel,
         spec: HostingSpec,
         space: Space,
         resources: HostingResources,
@@ -79,15 +89,14 @@ class ModelLoad:
         began_s: float,
         open_s: float,
         engine: Engine | None = None,
-        borrowed: BorrowedModel | None = None,
     ) -> None:
         """Start to put the engine together, unless the model has one, and to load what is missing.
 
-        `prepare` makes a part of the space ready to be written. `borrowed`: the model as it was found, if it
-        was looked up a moment ago, which took `open_s`.
+        `prepare` makes a part of the space ready to be written. `borrowed`: the model as it was found, which
+        took `open_s`.
         """
-        self._order, self._spec, self._space, self._resources = order, spec, space, resources
-        self._post, self.began_s, self.open_s = post, began_s, open_s
+        self._spec, self._space, self._resources = spec, space, resources
+        self._borrowed, self._post, self.began_s, self.open_s = borrowed, post, began_s, open_s
         gap_bytes = sum(gap.part.end - gap.part.begin for gap in space.gaps)
         #: Bytes as stored that need no load: the model's own, or those of a model like it.
         self.reused_bytes = max(0, spec.tensor_bytes - gap_bytes)
@@ -101,8 +110,9 @@ class ModelLoad:
         self._is_cancelled = False
         self._engine: Engine | None = None
         self._watched: WatchedLoad | None = None
-        self._map_ahead = MapAhead(prepare, space.parts) if space.parts else None
-        start_thread(lambda: self._run(engine, borrowed), resources.device, post)
+        threads = resources.loader.threads
+        self._map_ahead = MapAhead(prepare, space.parts, threads) if space.parts else None
+        start_thread(lambda: self._run(engine), resources, post)
 
     @property
     def can_follow(self) -> bool:
@@ -124,71 +134,87 @@ class ModelLoad:
                 self._engine.runner.follow(None)
             return self._engine
 
-    def _run(self, engine: Engine | None, borrowed: BorrowedModel | None) -> None:
+    def _run(self, engine: Engine | None) -> None:
         """Put the engine together, where there is none, and start to load what is missing."""
         spec, space, resources = self._spec, self._space, self._resources
         # Kernels on disk come first: on their way to the device they would queue behind the weights, too.
-        kernels = resources.kernels
+        # A model that has its engine has had them; to ask again would stand between a turn and its bytes.
+        kernels = resources.kernels if engine is None else None
         are_kernels_ready = kernels is None or kernels.load(spec.manifest, spec.model.limits)
-        if space.gaps and borrowed is None:
-            borrowed = borrow(resources.borrower, self._order, lambda: self._is_cancelled)
         if engine is None and not self._is_cancelled:
             # Not under the lock: it takes its time, and touches none of the space.
             weights = bind(spec.model.arch, spec.layout, space.places)
             memory = Memory(space.workspace, space.kv, space.sink, spec.floor_blocks)
             engine = assemble(spec.model, weights, resources.config, resources.device, memory)
+        # Only now: whatever else goes to the device would have to queue behind the weights.
+        loan = self._borrow_missing() if space.gaps else None
         with self._lock:
             if self._is_cancelled or engine is None:
+                if loan is not None:
+                    loan.cancel()
                 return
             self._engine, self.ready_s = engine, time.perf_counter()
-            if borrowed is not None and space.gaps and self._map_ahead is not None:  # gaps are to be mapped
-                # Only now: whatever else goes to the device would have to queue behind the weights.
+            if loan is not None and self._map_ahead is not None:  # gaps are to be mapped
                 to = Destination(space.gaps, self._map_ahead, space.places, spec.layout)
-                self._watched = WatchedLoad(borrowed, to, resources.borrower, resources.loader, self._post)
+                self._watched = WatchedLoad(self._borrowed, loan, to, resources.loader, self._post)
                 if (gate := self._watched.gate()) is not None:
                     engine.runner.follow(gate)
         if kernels is not None and not are_kernels_ready:
-            # Beside the weights; this model's first step waits, and no other's.
+            # Beside the weights: this model's first step waits, and no other's.
             kernels.compile(spec.manifest, spec.model.limits)
         if not space.gaps and self._map_ahead is not None:
             self._map_ahead.wait()  # all of it is there, in other hands, and has to be mapped only
         self._post(EngineReady(engine, is_whole=not space.gaps))
 
+    def _borrow_missing(self) -> Loan:
+        borrowed, borrower = self._borrowed, self._resources.borrower
+        chunks = missing_chunks(borrowed.manifest, self._space.gaps)
+        return patiently(lambda: borrower.fetch(borrowed, chunks), lambda: self._is_cancelled)
 
-def start_thread(act: Callable[[], None], device: torch.device, post: Callable[[HostingNews], None]) -> None:
-    """Have `act` run on a thread of its own; what it raises is posted."""
+
+def start_thread(
+    act: Callable[[], None], resources: HostingResources, post: Callable[[HostingNews], None]
+) -> None:
+    """Have `act` run beside the steps; what it raises is posted."""
 
     def run() -> None:
         try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # which every thread has to say for itself
+            if resources.device.type == "cuda":
+                torch.cuda.set_device(resources.device)  # which every thread has to say for itself
             act()
         except Exception as error:  # the thread's top: whoever owns the model is told
             post(ModelBroken(failure_of(error)))
 
-    threading.Thread(target=run, name="hearth-hosting", daemon=True).start()
+    resources.loader.threads.start(run)
 
 
 def borrow(borrower: Borrower, order: HostModel, is_given_up: Callable[[], bool]) -> BorrowedModel:
-    """Return the model as the keeper has it; one that died is started anew within seconds.
+    """Return the model as the keeper has it.
 
     Raises:
-        LenderGone: the keeper does not come back, or nobody wants the model any more.
+        LenderGone: as `patiently`.
         ModelError: the model is not the one that was deployed.
     """
-    give_up_s = time.monotonic() + LENDER_PATIENCE_S
-    while True:
-        try:
-            model = borrower.open(order.where, order.weight)
-        except LenderGone:
-            if time.monotonic() > give_up_s or is_given_up():
-                raise
-            time.sleep(LENDER_DELAY_S)
-        else:
-            break
+    model = patiently(lambda: borrower.open(order.where, order.weight), is_given_up)
     if model.manifest.digest != order.digest:
         raise ModelError(
             f"`{order.model}` was changed since it was deployed (manifest {model.manifest.digest}, "
             f"deployed {order.digest}); deploy it again"
         )
     return model
+
+
+def patiently(ask: Callable[[], T], is_given_up: Callable[[], bool]) -> T:
+    """Return what the keeper answers; one that died is started anew within seconds.
+
+    Raises:
+        LenderGone: the keeper does not come back, or nobody wants the model any more.
+    """
+    give_up_s = time.monotonic() + LENDER_PATIENCE_S
+    while True:
+        try:
+            return ask()
+        except LenderGone:
+            if time.monotonic() > give_up_s or is_given_up():
+                raise
+            time.sleep(LENDER_DELAY_S)

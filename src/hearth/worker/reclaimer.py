@@ -63,16 +63,16 @@ class Reclaimer:
         The weights of a paused model are wanted for sure, so their cost falls with the time until then.
         """
         hosted = self._hosted.get(model)
-        hold, is_loading = Hold.RETAINED, False
+        hold, is_loading, is_computing = Hold.RETAINED, False, False
         if hosted is not None:
-            hold, is_loading = hosted.effective_hold, hosted.is_loading
+            hold, is_loading, is_computing = hosted.effective_hold, hosted.is_loading, hosted.is_computing
         if model == self.policy.placing:
             hold, is_loading = Hold.BUSY, False
         if hold is Hold.PAUSED:
             cost_s_per_byte = self.reload_costs.paused_cost_s_per_byte(model, self._due_in_s(model))
         else:
             cost_s_per_byte = self.reload_costs.cost_s_per_byte(model, time.monotonic())
-        return EvictionTerms(hold, cost_s_per_byte, is_loading)
+        return EvictionTerms(hold, cost_s_per_byte, is_loading, is_computing)
 
     # Weights.
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from hearth.engine.assemble import prompt_kernel_of
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.memory.pool import Holding
 from hearth.messages import DeviceResidency, ModelUse, Pong
@@ -63,6 +64,7 @@ class Reports:
                 "tables": self._reclaimer.num_spilled_tables,
                 "kernels_compiled_while_serving": COMPILATIONS.num_while_serving,
                 "kernels_loaded_while_serving": COMPILATIONS.num_loads_while_serving,
+                "prompt_attention": sum(map(_attends_slowly, self._hosted.values())),
             },
             models=tuple(self._uses(usage.holdings)),
         )
@@ -97,6 +99,13 @@ class Reports:
             block_bytes=served.spec.shape.block_bytes,
             tables_bytes=holding.tables_bytes,
         )
+
+
+def _attends_slowly(hosted: HostedModel) -> bool:
+    """Return True if another kernel than the fastest attends over the model's prompts."""
+    if (served := hosted.served) is None:
+        return False
+    return prompt_kernel_of(served.spec.model).slow_reason is not None
 
 
 def _coming_bytes(holding: Holding, hosted: HostedModel) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import assert_never
 
 from hearth.memory.pool import Pool
@@ -86,7 +86,7 @@ class Turns:
             )
             self._note_wait(order.model)
 
-    def sent(self, model: ModelId, request_ids: Iterable[RequestId]) -> None:
+    def sent(self, model: ModelId, request_ids: Collection[RequestId]) -> None:
         """Note that requests were sent a token each."""
         if self._policy is not None:
             self._policy.sent(model, request_ids, time.monotonic())

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from hearth.errors import LoadCancelled
+from hearth.errors import LoadCancelled, StoreError
 from hearth.memory.pool import Gap
 from hearth.models.layout import ByteRange, Layout
 from hearth.models.weights import TensorPlace, WeightGate
-from hearth.store.borrower import BorrowedModel, Borrower
+from hearth.store.borrower import BorrowedModel, Loan
 from hearth.store.fetch import HostChunk
 from hearth.store.loader import ChunkStream, Load, Loader, LoadGate, LoadPiece, chunks_of
 from hearth.store.manifest import Manifest
@@ -82,22 +82,18 @@ class WatchedLoad:
     def __init__(
         self,
         model: BorrowedModel,
+        loan: Loan,
         to: Destination,
-        source: Borrower,
         loader: Loader,
         post: Callable[[LoadNews], None],
     ) -> None:
-        """Start to load.
-
-        Raises:
-            StoreError: nobody lends the model's chunks.
-        """
+        """Start to load. `loan` has the model's `missing_chunks`."""
         manifest = model.manifest
-        self._manifest, self._to, self._post = manifest, to, post
+        self._manifest, self._to = manifest, to
         self._is_widened = is_widened = to.layout != manifest.layout
-        self._is_cancelled = threading.Event()
+        self._is_cancelled = is_cancelled = threading.Event()
         pieces = [LoadPiece(gap.part, gap.destination) for gap in to.gaps]
-        watch = _Watch(manifest, chunks_of(manifest, pieces), model.is_in_host)
+        watch = _Watch(manifest, missing_chunks(manifest, to.gaps), loan.is_in_host)
 
         def tell(news: Progressed | AlmostLoaded) -> None:
             # No method: the load would hold this object, and this object the load, and both the memory.
@@ -106,14 +102,25 @@ class WatchedLoad:
             elif isinstance(news, Progressed):
                 post(Progressed(news.num_bytes, num_layers=0))
 
+        def end(outcome: LoadRecord | StoreError) -> None:
+            try:
+                if isinstance(outcome, StoreError):
+                    raise outcome
+                to.map_ahead.wait()
+                widen_s = _widen(manifest, to, is_cancelled) if is_widened else None
+            except Exception as error:  # the thread's top: whoever owns the model is told
+                post(ModelBroken(failure_of(error)))
+                return
+            post(WeightsLoaded(outcome, widen_s))
+
         self._load: Load = loader.load(
             model.opened.name,
             manifest,
             pieces,
-            lambda chunks: _Watched(source.fetch(model, chunks), watch, to.map_ahead.wait_for, tell),
+            lambda chunks: _Watched(loan, watch, to.map_ahead.wait_for, tell),
+            on_end=end,
+            is_idle=True,  # whoever makes the places ready waits until the device is done with them
         )
-        self._thread = threading.Thread(target=self._wait, name="hearth-load-watch", daemon=True)
-        self._thread.start()
 
     def gate(self) -> WeightGate | None:
         """Return what the device has to wait for; None if nothing runs before all is there."""
@@ -125,29 +132,25 @@ class WatchedLoad:
         """Call the load off, if it is not over, and wait until nobody touches the memory any more."""
         self._is_cancelled.set()
         self._load.cancel()
-        self._thread.join()
 
-    def _wait(self) -> None:
-        try:
-            record = self._load.wait()
-            self._to.map_ahead.wait()
-            widen_s = self._widen() if self._is_widened else None
-        except Exception as error:  # the thread's top: whoever owns the model is told
-            self._post(ModelBroken(failure_of(error)))
-            return
-        self._post(WeightsLoaded(record, widen_s))
 
-    def _widen(self) -> float:
-        began_s = time.perf_counter()
-        tell_widening(self._manifest)
-        begins = {gap.part.begin for gap in self._to.gaps}
-        for stored, served in zip(self._manifest.tensors, self._to.layout.tensors, strict=True):
-            if self._is_cancelled.is_set():
-                raise LoadCancelled("the load was called off")
-            if stored.offset in begins:
-                place = self._to.places[served.name]
-                widen_in_place(place.base[place.offset : place.offset + served.nbytes], stored, served)
-        return time.perf_counter() - began_s
+def missing_chunks(manifest: Manifest, gaps: Sequence[Gap]) -> list[int]:
+    """Return the chunks that fill the gaps, in forward order."""
+    return chunks_of(manifest, (gap.part for gap in gaps))
+
+
+def _widen(manifest: Manifest, to: Destination, is_cancelled: threading.Event) -> float:
+    """Have what was loaded lie as it is computed; returns how many seconds that took."""
+    began_s = time.perf_counter()
+    tell_widening(manifest)
+    begins = {gap.part.begin for gap in to.gaps}
+    for stored, served in zip(manifest.tensors, to.layout.tensors, strict=True):
+        if is_cancelled.is_set():
+            raise LoadCancelled("the load was called off")
+        if stored.offset in begins:
+            place = to.places[served.name]
+            widen_in_place(place.base[place.offset : place.offset + served.nbytes], stored, served)
+    return time.perf_counter() - began_s
 
 
 class _MappedGate:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -160,25 +160,32 @@ class WorkerLoop:
     # Turns.
 
     def _take_turns(self) -> None:
-        """Have turns end and begin, as the policy decides now."""
+        """Have turns end and begin, as the policy decides now.
+
+        Those that begin are loaded before the last steps of those that end are waited for: bytes cross
+        meanwhile, but for those that go where such a step still reads or writes.
+        """
         while changes := self._turns.decide():
-            for change in changes:
-                hosted = self._hosted.get(change.model)
-                if hosted is None:  # it has failed meanwhile
-                    continue
-                match change:
-                    case EndTurn(why=why):
-                        self._end_turn(hosted, why)
-                    case BeginTurn():
-                        self._tell_turn(hosted, None)
-                        self._load(hosted)
-                    case _:
-                        assert_never(change)
+            ends = {change.model: change.why for change in changes if isinstance(change, EndTurn)}
+            begins = [change.model for change in changes if isinstance(change, BeginTurn)]
+            for hosted in self._hosted_of(ends):
+                self._models.turn_over(hosted)
+            loaded = {hosted.model: self._start_load(hosted) for hosted in self._hosted_of(begins)}
+            for hosted in self._hosted_of(ends):
+                self._end_turn(hosted, ends[hosted.model])
+            for hosted in self._hosted_of(begins):
+                self._tell_turn(hosted, None)
+                self._tell_loaded(loaded[hosted.model])
+                self._begin_waiting(hosted)
+
+    def _hosted_of(self, models: Iterable[ModelId]) -> Iterator[HostedModel]:
+        """Yield those of the models that have not failed meanwhile."""
+        return (hosted for model in models if (hosted := self._hosted.get(model)) is not None)
 
     def _end_turn(self, hosted: HostedModel, why: TurnEnd) -> None:
         began_s = time.perf_counter()
         try:
-            outcome = self._models.end_turn(hosted)
+            outcome = self._models.rest(hosted)
         except Exception as error:  # whatever it is, it is one model's alone, or `_fail` says otherwise
             self._fail(*blame(hosted.model, error))
             return
@@ -187,9 +194,14 @@ class WorkerLoop:
 
     def _load(self, hosted: HostedModel) -> None:
         """Load what a model lacks, if it is known yet, and have the requests that waited for it begin."""
-        if not hosted.is_loaded and not hosted.is_loading:
-            self._try(hosted.model, lambda: self._models.load(hosted))
+        self._tell_loaded(self._start_load(hosted))
         self._begin_waiting(hosted)
+
+    def _start_load(self, hosted: HostedModel) -> ModelLoaded | None:
+        """Load what a model lacks, if it is known yet and does not come already; if nothing is, say so."""
+        if hosted.is_loaded or hosted.is_loading:
+            return None
+        return self._attempt(hosted.model, lambda: self._models.load(hosted))
 
     def _tell_turn(self, hosted: HostedModel, ended: TurnEnd | None) -> None:
         num_requests = sum(run.model == hosted.model for run in self._runs.values())
@@ -228,20 +240,26 @@ class WorkerLoop:
                 assert_never(message)
 
     def _try(self, model: ModelId, act: Callable[[], ModelLoaded | None]) -> None:
+        """Do something for a model, and tell if all of it is there then."""
+        self._tell_loaded(self._attempt(model, act))
+
+    def _attempt(self, model: ModelId, act: Callable[[], ModelLoaded | None]) -> ModelLoaded | None:
         """Do something for a model; whatever breaks is one model's alone, or `_fail` says otherwise."""
         try:
-            loaded = act()
+            return act()
         except Exception as error:  # as above
             broken, failure = blame(model, error)
-        else:
-            if loaded is not None:
-                self._send(loaded)
-                self._tell_residency(is_due=True)
-                self._set_unchecked_aside(self._hosted[model])
-            return
         self._fail(broken, failure)
-        if broken != model:  # it was to give way for this one, which has no place yet
-            self._try(model, lambda: self._models.load(self._hosted[model]))
+        if broken == model:
+            return None
+        # It was to give way for this one, which has no place yet.
+        return self._attempt(model, lambda: self._models.load(self._hosted[model]))
+
+    def _tell_loaded(self, loaded: ModelLoaded | None) -> None:
+        if loaded is not None:
+            self._send(loaded)
+            self._tell_residency(is_due=True)
+            self._set_unchecked_aside(self._hosted[loaded.model])
 
     def _is_current(self, model: ModelId, hosting: int) -> bool:
         hosted = self._hosted.get(model)

@@ -10,6 +10,9 @@ arrival, and when blocks run out the youngest gives up its own and is computed a
 running sequence is older than every waiting one, only the youngest can be in the midst of its prompt,
 and the oldest always advances.
 
+Whoever decodes waits for the end of the step. So beside such requests prompts may be allowed fewer tokens
+than the budget has; how many is not decided here (`prompt_allowance.py`).
+
 Steps run one ahead: step n+1 is planned before the tokens of step n are known.
 
     plan n    plan n+1    commit n    plan n+2    commit n+1    ...

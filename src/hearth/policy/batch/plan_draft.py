@@ -27,9 +27,8 @@ class PlanDraft:
 
     block_tokens: int
     prompt_tokens: int = 0  #: that the step may have of prompts
-    tokens_left: int = (
-        0  #: of those; 0 once a prompt was cut, for only the youngest can be in the midst of its own
-    )
+    #: Of those; none once a prompt was cut, for only the youngest can be in the midst of its own.
+    tokens_left: int = 0
     margin_tokens: int = 0  #: of those, kept from prompts that are cut
     admissions: list[Admission] = field(default_factory=list)
     table_writes: list[TableWrite] = field(default_factory=list)

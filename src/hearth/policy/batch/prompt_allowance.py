@@ -21,9 +21,9 @@ GAIN = 0.25
 FIRST_TOKENS = 256
 #: Time that prompts may have in any step, for each second that the rows take which decode. With less than 1
 #: these get their tokens at more than half the pace that they would have alone.
-FAIR_SHARE = 0.75
+FAIR_SHARE = 0.6
 #: Prompts that wait may have as much time as spreads them over so many steps.
-SPREAD_STEPS = 10
+SPREAD_STEPS = 12
 #: Less than anything takes.
 _LEAST_S = 1e-9
 

@@ -177,7 +177,8 @@ class ModelReady:
     worker: WorkerId
     model: ModelId
     rungs: tuple[RungUse, ...]
-    total_s: float
+    total_s: float  #: of the load that ended now
+    ahead_bytes: int = 0  #: of those of the rungs, that came before it, ahead of the model's turn
 
 
 @dataclass(frozen=True, slots=True)

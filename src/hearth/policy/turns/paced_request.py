@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
 from hearth.types import Pace
 
@@ -10,22 +10,30 @@ from hearth.types import Pace
 BATCH_PATIENCE_S = 30.0
 
 
-@dataclass(slots=True)
 class PacedRequest:
-    """A request that has not ended, and how far it is. Mutable; written by the `TurnPolicy` that has it."""
+    """A request that has not ended, and how far it is. Mutable; written by the `TurnPolicy` that has it.
 
-    pace: Pace
-    arrived_s: float
-    num_tokens: int  #: sent so far, also by workers that are gone
-    last_token_s: float  #: meaningless before the first token
+    A worker may tell of a thousand tokens with every step, so `due_s` is kept and not worked out when asked.
+    """
 
-    @property
-    def due_s(self) -> float:
-        """The time by which the next token should be sent."""
-        pace = self.pace
-        if not pace.tokens_per_s:
-            return (self.last_token_s if self.num_tokens else self.arrived_s) + BATCH_PATIENCE_S
-        due_s = self.arrived_s + pace.first_token_s
-        if not self.num_tokens:
-            return due_s
-        return min(due_s + self.num_tokens / pace.tokens_per_s, self.last_token_s + pace.max_pause_s)
+    __slots__ = ("_first_due_s", "_max_pause_s", "_token_s", "due_s", "num_tokens", "pace")
+
+    def __init__(self, pace: Pace, arrived_s: float, num_tokens: int, now_s: float) -> None:
+        """`num_tokens` were sent so far, also by workers that are gone; the last one now, if there is any."""
+        self.pace = pace
+        is_read = pace.tokens_per_s > 0
+        self._first_due_s = arrived_s + (pace.first_token_s if is_read else BATCH_PATIENCE_S)
+        self._token_s = 1 / pace.tokens_per_s if is_read else math.inf  #: from one token to the next
+        self._max_pause_s = pace.max_pause_s if is_read else BATCH_PATIENCE_S
+        self.num_tokens = num_tokens
+        #: The time by which the next token should be sent.
+        self.due_s = self._first_due_s
+        if num_tokens:
+            self.num_tokens -= 1
+            self.sent(now_s)
+
+    def sent(self, now_s: float) -> None:
+        """Note that a token was sent."""
+        self.num_tokens = num_tokens = self.num_tokens + 1
+        due_s, latest_s = self._first_due_s + num_tokens * self._token_s, now_s + self._max_pause_s
+        self.due_s = due_s if due_s < latest_s else latest_s

@@ -31,7 +31,7 @@ of `max_turn_s`, the time to load the model and its longest step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from hearth.policy.fleet.events import Promise
@@ -171,17 +171,18 @@ class TurnPolicy:
         known.requests[request_id] = PacedRequest(pace, now_s - age_s, num_tokens, now_s)
         known.known_due_s = None
 
-    def sent(self, model: ModelId, request_ids: Iterable[RequestId], now_s: float) -> None:
+    def sent(self, model: ModelId, request_ids: Collection[RequestId], now_s: float) -> None:
         """Note that requests were sent a token each."""
         known = self._models[model]
-        known.known_due_s, turn = None, known.turn
+        if not request_ids:
+            return
+        known.known_due_s, requests, turn = None, known.requests, known.turn
         for request_id in request_ids:
-            request = known.requests[request_id]
-            request.num_tokens += 1
-            request.last_token_s = now_s
-            if turn is not None:
-                turn.unserved.discard(request_id)
-                turn.has_sent = True
+            requests[request_id].sent(now_s)
+        if turn is not None:
+            turn.has_sent = True
+            if turn.unserved:
+                turn.unserved.difference_update(request_ids)
 
     def ended(self, model: ModelId, request_id: RequestId) -> None:
         """Note that a request has ended, however it did; one that is unknown is no matter."""

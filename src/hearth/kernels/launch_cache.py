@@ -1,0 +1,108 @@
+"""Kernels that were launched before, by what Triton would find them by again. Compiles nothing.
+
+Triton looks at every argument of every launch in Python, some 30 us; a step of a large model has hundreds of
+launches. Here a launch has a key that is cheap and at least as fine as Triton's own: two launches of one key
+run the same compiled kernel. The first of them goes through Triton, and what it ran is remembered.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+#: The versions of Triton whose compiled kernels are known to be launched as here.
+_OLDEST, _NEWEST = (3, 6), (3, 9)
+#: Larger integers have another type.
+_MAX_INT32 = 2**31 - 1
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launchable:
+    """A compiled kernel, and what it is launched with besides its arguments."""
+
+    compiled: Any  #: kept, for Triton unloads one that nobody has
+    constants: tuple[object, ...]  #: all that a launch names, in the order of the kernel's parameters
+    get_stream: Any  #: of a device
+
+
+class LaunchCache:
+    """Compiled kernels by launch. Mutable; any thread launches."""
+
+    def __init__(self, triton: Any) -> None:
+        self._triton = triton
+        self._hooks = triton.knobs.runtime
+        self._launchables: dict[Hashable, _Launchable] = {}
+        obstacle = launch_obstacle(triton.__version__)
+        self._is_known = obstacle is None
+        if obstacle is not None:
+            log.warning("fallback launches=slow reason=`%s`", obstacle)
+
+    def launch(self, key: Hashable, grid: Sequence[int], args: Sequence[Any]) -> bool:
+        """Queue the kernel of that key on the current stream; False: it is not known, and nothing is done.
+
+        The first argument is a tensor on the current device.
+        """
+        found = self._launchables.get(key)
+        if (
+            found is None or self._hooks.launch_enter_hook.calls
+        ):  # whoever profiles hooks into Triton's own way
+            return False
+        compiled, stream = found.compiled, found.get_stream(args[0].get_device())
+        width, height, depth = (*grid, 1, 1)[:3]
+        compiled.run(
+            *(width, height, depth, stream, compiled.function, compiled.packed_metadata, None, None, None),
+            *args,
+            *found.constants,
+        )
+        return True
+
+    def remember(
+        self, key: Hashable, kernel: Any, compiled: Any, num_args: int, options: Mapping[str, object]
+    ) -> None:
+        """Note what Triton has launched; None: its interpreter, which compiles nothing."""
+        if compiled is None or not self._is_known:
+            return
+        names = kernel.arg_names[num_args:]
+        if all(name in options for name in names):  # else one has a default, which only Triton knows
+            get_stream = self._triton.runtime.driver.active.get_current_stream
+            self._launchables[key] = _Launchable(compiled, tuple(options[name] for name in names), get_stream)
+
+
+def launch_obstacle(version: str) -> str | None:
+    """Say why kernels are launched by Triton's own slow way; None: they are not."""
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    if _OLDEST <= numbers <= _NEWEST:
+        return None
+    oldest, newest = (".".join(map(str, known)) for known in (_OLDEST, _NEWEST))
+    return f"Triton {version} is not one of {oldest} to {newest}, whose way to launch kernels is known"
+
+
+def launch_key(
+    kernel: Any, args: Sequence[Any], options: Mapping[str, object], overlaps: bool
+) -> tuple[object, ...]:
+    """Return a key such that launches of one key are one variant to Triton, on one device."""
+    # A kernel lives as long as its module, so its address tells it apart.
+    parts: list[object] = [id(kernel), args[0].get_device(), overlaps, *options, *options.values()]
+    for arg in args:
+        if type(arg) is torch.Tensor:
+            parts.append(arg.dtype)
+            parts.append(arg.data_ptr() & 15 == 0)
+        elif type(arg) is int:
+            parts.append(arg > _MAX_INT32)
+            parts.append("one" if arg == 1 else "aligned" if arg & 15 == 0 else "any")
+        elif arg is None or type(arg) is float:
+            parts.append(type(arg))
+        else:  # a descriptor of a tensor, of which counts what is copied at once
+            parts.append(_descriptor_key(arg))
+    return tuple(parts)
+
+
+def _descriptor_key(descriptor: Any) -> Hashable:
+    layout, base = descriptor.layout, descriptor.base
+    return (type(descriptor), base.dtype, *descriptor.block_shape, layout, descriptor.padding)

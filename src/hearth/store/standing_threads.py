@@ -1,0 +1,71 @@
+"""Threads that stand ready, so that nothing urgent waits for one to start. Knows nothing of what they do.
+
+A thread that starts needs the interpreter twice before its first line runs, and so does whoever starts it:
+beside a thread that computes, that is a millisecond or more. One that stands needs it once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+#: A thread that had nothing to do for so long ends.
+IDLE_S = 60.0
+
+
+class Errand:
+    """Something that a thread does, once. Any thread may wait for its end."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act: Callable[[], None] | None = act
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        act, self._act = self._act, None  # nothing of it is held once it has ended
+        try:
+            if act is not None:
+                act()
+        finally:
+            self._ended.set()
+
+    def join(self) -> None:
+        """Return when it has ended."""
+        self._ended.wait()
+
+
+class StandingThreads:
+    """As many threads as there were ever errands at once. Any thread may start one."""
+
+    def __init__(self, name: str, idle_s: float = IDLE_S) -> None:
+        self._name, self._idle_s = name, idle_s
+        self._errands: SimpleQueue[Errand] = SimpleQueue()
+        #: Threads that have nothing to do, less the errands that none of them has taken yet.
+        self._num_idle = 0
+        self._lock = threading.Lock()  #: guards it: threads end their errands by themselves
+
+    def start(self, act: Callable[[], None]) -> Errand:
+        """Have `act` done at once; what it raises ends it, and its thread, as that of any thread."""
+        errand = Errand(act)
+        with self._lock:
+            is_one_idle = self._num_idle > 0
+            self._num_idle -= is_one_idle
+        self._errands.put(errand)
+        if not is_one_idle:
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        return errand
+
+    def _work(self) -> None:
+        while True:
+            try:
+                errand = self._errands.get(timeout=self._idle_s)
+            except Empty:
+                with self._lock:
+                    if self._num_idle:  # else an errand is on its way to a thread that is idle
+                        self._num_idle -= 1
+                        return
+                continue
+            errand.run()
+            del errand
+            with self._lock:
+                self._num_idle += 1

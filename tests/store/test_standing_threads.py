@@ -1,0 +1,67 @@
+"""Threads that stand ready for whatever is to be done at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from weakref import ref
+
+import pytest
+
+from hearth.store.standing_threads import StandingThreads
+from tests.store.stored import PATIENCE_S
+
+
+def until_ended(threads: StandingThreads, *acts: Callable[[], None]) -> None:
+    for errand in [threads.start(act) for act in acts]:
+        errand.join()
+
+
+def test_errands_that_follow_each_other_need_one_thread() -> None:
+    threads, idents = StandingThreads("test"), list[int]()
+
+    for _ in range(5):
+        until_ended(threads, lambda: idents.append(threading.get_ident()))
+        while not threads._num_idle:  # it tells of its end before it stands ready again
+            time.sleep(0.001)
+
+    assert len(idents) == 5
+    assert len(set(idents)) == 1
+
+
+def test_errands_wait_for_no_other() -> None:
+    threads, both = StandingThreads("test"), threading.Barrier(2, timeout=PATIENCE_S)
+    until_ended(threads, lambda: None)
+
+    until_ended(threads, lambda: both.wait() and None, lambda: both.wait() and None)
+
+
+def test_a_thread_that_has_nothing_to_do_ends_and_another_comes() -> None:
+    threads, ends = StandingThreads("test-short", idle_s=0.01), list[str]()
+    until_ended(threads, lambda: None)
+    for thread in threading.enumerate():
+        if thread.name == "test-short":
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+
+    until_ended(threads, lambda: ends.append("done"))
+
+    assert ends == ["done"]
+
+
+def test_an_errand_that_has_ended_holds_nothing() -> None:
+    class Held:
+        def act(self) -> None:
+            pass
+
+    held = Held()
+    errand = StandingThreads("test").start(held.act)
+    errand.join()
+    seen = ref(held)
+    del held
+    for _ in range(1000):  # it tells of its end before it lets go
+        if seen() is None:
+            return
+        time.sleep(0.001)
+    pytest.fail("the errand still holds what it was for")
