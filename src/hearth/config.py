@@ -60,7 +60,7 @@ class EngineConfig:
     max_batch_tokens: Annotated[int | None, Limits(1)] = None
     max_seqs: Annotated[int | None, Limits(1)] = None  #: sequences of a model that run at the same time
     #: the longest that a step with running requests should take because of prompts; infinite: any time
-    max_step: Annotated[float, _Spoken(low_s=0.001)] = 0.06
+    max_step: Annotated[float, _Spoken(low_s=0.001)] = 0.1
     block_tokens: Annotated[int, Limits(1, 1024)] = 16  #: tokens per block of KV
     kv_bytes: Annotated[int | None, Limits(1)] = None  #: KV memory; None: derived from the device's memory
     memory_fraction: Annotated[float, Limits(0.05, 1.0)] = 0.9  #: share of the device's memory to use

@@ -9,7 +9,7 @@ from hearth.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig, StoreConf
 from hearth.control import keys
 from hearth.control.datadir import DataDir
 from hearth.control.devices import Devices
-from hearth.control.service import keys_of, suited
+from hearth.control.service import keys_of, log_unused_memory
 from hearth.errors import ConfigError
 
 
@@ -56,6 +56,6 @@ def test_a_file_of_keys_that_was_named_must_hold_some(data_dir: DataDir, tmp_pat
 def test_who_asks_for_host_memory_that_a_cpu_does_not_use_is_told(
     kind: Literal["cpu", "cuda"], store: StoreConfig, is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    suited(HearthConfig(store=store), Devices(kind, (0,), 1))
+    log_unused_memory(HearthConfig(store=store), Devices(kind, (0,), 1))
 
     assert ("raise service.memory_bytes instead" in caplog.text) == is_told

@@ -75,7 +75,8 @@ def test_every_schedule_gives_the_best_tokens(name: str) -> None:
 def test_steps_are_measured_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps queue up, so the host's clock would count some twice: together they took no longer than all."""
     engine = engine_for("llama-gqa", replace(ROOMY, max_step=0.06), "cuda")
-    ask(engine, prompts("llama-gqa", [5]), greedy())  # kernels and graphs are there from here on
+    for _ in range(2):  # from here on kernels and graphs are there; steps that capture one are not measured
+        ask(engine, prompts("llama-gqa", [5, 30]), greedy())
     measured: list[float] = []
     learn = engine.allowance.measured
 
@@ -87,7 +88,7 @@ def test_steps_are_measured_on_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     began_s = time.perf_counter()
     ask(engine, prompts("llama-gqa", [5, 30]), greedy())
     took_s = time.perf_counter() - began_s
-    assert len(measured) >= 12
+    assert len(measured) >= 10
     assert min(measured) > 0
     assert sum(measured) <= took_s
 

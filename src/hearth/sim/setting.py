@@ -42,7 +42,7 @@ TYPICAL_DTYPE = "bfloat16"
 #: The kind of all simulated devices: memory is mapped by pages, and one workspace serves all models.
 KIND = "cuda"
 #: As `EngineConfig` has it.
-DEFAULT_MAX_STEP_S = 0.06
+DEFAULT_MAX_STEP_S = 0.1
 _MODELS = re.compile(r"([^*,\s]+)(?:\*([1-9]\d*))?")
 
 
