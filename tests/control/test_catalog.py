@@ -172,10 +172,22 @@ def test_a_ceiling_that_is_fine_before_a_worker_is_there_is_fine_afterwards(
     assert (after.max_batch_tokens, after.max_seqs) <= (before.max_batch_tokens, before.max_seqs)
 
 
-def test_workers_prepare_once_for_all_models_of_a_shape(registry: Registry) -> None:
+def test_workers_prepare_once_for_all_models_that_are_alike(registry: Registry) -> None:
     registry.add(Deployed("tuned", "hf:a/c", "/models/c", "/models/c", "other", LARGE, 2.0))
     small = replace(LARGE, quant="int8")
     registry.add(Deployed("small", "hf:a/d", "/models/d", "/models/d", "third", small, 3.0))
     orders = catalog(registry).prepare_orders()
     assert len(orders) == 2
     assert PrepareModel(ModelId("small"), "/models/d", LIMITS) in orders
+
+
+def test_workers_prepare_for_each_of_two_models_that_have_no_more_than_their_dimensions_in_common(
+    registry: Registry,
+) -> None:
+    longer = replace(LARGE, max_positions=2 * LARGE.max_positions)
+    registry.add(Deployed("longer", "hf:a/c", "/models/c", "/models/c", "other", longer, 2.0))
+    talking = replace(LARGE, has_chat_template=not LARGE.has_chat_template)
+    registry.add(Deployed("talking", "hf:a/d", "/models/d", "/models/d", "third", talking, 3.0))
+    orders = catalog(registry).prepare_orders()
+    assert len(orders) == 2
+    assert PrepareModel(ModelId("longer"), "/models/c", LIMITS) in orders

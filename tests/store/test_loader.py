@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Iterator, Sequence
@@ -236,6 +237,26 @@ class TestErrors:
         assert isinstance(record, LoadRecord)
         assert record.num_bytes == len(DATA)
         assert isinstance(error, ChunkMissing)
+
+    @pytest.mark.parametrize("num_threads", [0, 1])
+    def test_a_load_for_which_there_are_too_few_threads_is_told_and_leaves_nothing_open(
+        self, num_threads: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        loader, hand, outcomes = Loader(torch.device("cpu")), Hand(), SimpleQueue[object]()
+        start, num_started = threading.Thread.start, itertools.count()
+
+        def start_few(thread: threading.Thread) -> None:
+            if next(num_started) >= num_threads:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start_few)
+        try:
+            loader.load("m", MANIFEST, whole(MANIFEST, memory()), hand.opened, on_end=outcomes.put)
+        except RuntimeError as error:
+            outcomes.put(error)
+        assert "can't start new thread" in str(outcomes.get(timeout=PATIENCE_S))
+        assert isinstance(hand.get(timeout=PATIENCE_S), LoadCancelled), "the stream is left open"
 
 
 class TestCalledOff:

@@ -65,3 +65,19 @@ def test_an_errand_that_has_ended_holds_nothing() -> None:
             return
         time.sleep(0.001)
     pytest.fail("the errand still holds what it was for")
+
+
+def test_an_errand_for_which_there_can_be_no_thread_is_never_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, done = StandingThreads("test"), list[str]()
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            threads.start(lambda: done.append("refused"))
+
+    until_ended(threads, lambda: done.append("taken"))
+
+    assert done == ["taken"]

@@ -143,6 +143,9 @@ def test_models_whose_prompts_take_the_slower_kernel_are_counted(
 
     assert bench.gateway.ping().fallbacks["prompt_attention"] == 1, "of a head size that is not served"
 
+    bench.gateway.drop("a")
+    assert bench.gateway.ping().fallbacks["prompt_attention"] == 1, "a counter never counts back"
+
 
 def test_weights_that_are_on_their_way_have_memory_but_are_not_there_yet(bench: Bench, model: Path) -> None:
     bench.gateway.host("a", model)

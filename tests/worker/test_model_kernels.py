@@ -8,7 +8,10 @@ from pathlib import Path
 
 import torch
 
+from bench.host_pages import HostPages
 from hearth.memory.arena import ArenaPool
+from hearth.memory.pool import EvictionTermsOf, Pool
+from hearth.memory.vmm import MappedPool
 from hearth.messages import PrepareModel
 from hearth.sizes import StepLimits
 from hearth.store.manifest import Manifest, read_manifest
@@ -55,6 +58,33 @@ def test_only_the_model_whose_kernels_are_compiled_waits_for_them(tmp_path: Path
         assert kernels.is_compiling.wait(PATIENCE_S)
         gateway.host("ready", ready)
         assert len(gateway.ask("ready", PROMPT, greedy(5)).tokens) == 5
+        assert gateway.answers[waiting].tokens == [], "it has stepped without its kernels"
+        kernels.may_end.set()
+        (answer,) = gateway.until_ended(waiting)
+        assert len(answer.tokens) == 3
+
+
+def test_a_model_that_left_while_its_kernels_were_compiled_waits_for_them_when_it_is_back(
+    tmp_path: Path,
+) -> None:
+    slow = converted("qwen3", chunk_bytes=64 << 10)
+    kernels = SlowKernels(read_manifest(slow).digest)
+
+    def pages(eviction_terms: EvictionTermsOf) -> Pool:
+        return MappedPool(HostPages(600, 64 << 10), eviction_terms)
+
+    with (
+        tiers_at(tmp_path) as tiers,
+        working_in_process(tiers, pages, kernels=kernels) as gateway,  # type: ignore[arg-type] # as said
+    ):
+        gateway.host("slow", slow)
+        assert kernels.is_compiling.wait(PATIENCE_S)
+        kernels.is_compiling.clear()
+        gateway.retire("slow")
+        gateway.host("slow", slow)
+        waiting = gateway.start("slow", PROMPT, greedy(3))
+        assert kernels.is_compiling.wait(PATIENCE_S), "it is taken to have them"
+        gateway.ping()
         assert gateway.answers[waiting].tokens == [], "it has stepped without its kernels"
         kernels.may_end.set()
         (answer,) = gateway.until_ended(waiting)

@@ -33,7 +33,7 @@ FALLBACKS = {
     "address": "at another address than planned",
     "kernels_compiled_while_serving": "that all models of the worker waited for",
     "kernels_loaded_while_serving": "from disk when a step asked for them",
-    "prompt_attention": "models whose prompts are attended to by the slower kernel",
+    "prompt_attention": "models so far whose prompts are attended to by the slower kernel",
     "tables": "of penalties or biases outside of the pool",
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hearth.config import EngineConfig, ModelConfig
 from hearth.control.registry import Deployed, Names, Registry
@@ -156,9 +156,15 @@ class Catalog:
         )
 
     def prepare_orders(self) -> list[PrepareModel]:
-        """Return orders to have the kernels of all models ready, one for all models of a shape."""
+        """Return orders to have the kernels of all models ready, one for all models that seem alike.
+
+        Models of the same dimensions may have other kernels, as where one has biases, or its positions go
+        further. So all that is known of a model has to agree, but for what only its text depends on.
+        """
         pairs = ((one, one.deployed.facts) for one in self._entries.values())
-        alike = {(facts.dimensions, facts.dtype, facts.quant, one.limits): one for one, facts in pairs}
+        alike = {
+            (replace(facts, eos_ids=(), has_chat_template=False), one.limits): one for one, facts in pairs
+        }
         return [entry.prepare_order for entry in alike.values()]
 
     def view(self, entry: CatalogEntry) -> ModelView:

@@ -115,7 +115,9 @@ class PoolReports:
             "hearth_pool_moved_bytes", "Bytes of weights moved to make place.", value=moved_bytes
         )
         fallbacks = CounterMetricFamily(
-            "hearth_pool_fallbacks", "What pools had to do otherwise than wished.", labels=["name"]
+            "hearth_pool_fallbacks",
+            "What pools and kernels had to do otherwise than wished.",
+            labels=["name"],
         )
         counted = Counter(self._past_fallbacks)
         for pong in pongs:

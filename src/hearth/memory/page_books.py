@@ -191,7 +191,7 @@ class PageBooks:
         self.table.leave(tenant.kv_places(reversed(range(num_kept, tenant.num_kv_pages))))
         tenant.num_kv_pages = num_kept
 
-    def leave_weights(self, tenant: MappedTenant, indices: Sequence[int], *, is_idle: bool = True) -> int:
+    def leave_weights(self, tenant: MappedTenant, indices: Sequence[int], *, is_idle: bool) -> int:
         """Give up pages of weights; return how many came free. `is_idle`: no step in flight reads them."""
         places = tenant.weights_places(indices)
         for index, place in zip(indices, places, strict=True):
@@ -274,7 +274,7 @@ class PageBooks:
     def drop(self, tenant: MappedTenant) -> None:
         self.retire(tenant)
         self.table.leave(tenant.weights_places(sorted(tenant.coming)))
-        self.leave_weights(tenant, sorted(tenant.there, reverse=True))
+        self.leave_weights(tenant, sorted(tenant.there, reverse=True), is_idle=True)
         del self.tenants[tenant.model]
         self._spaces.take_back(tenant.address)
 

@@ -168,7 +168,11 @@ class Load:
         self._progress = threading.Condition()
         self._source = fetch(self._chunks)
         self._threads = threads
-        self._errand = threads.start(self._run)
+        try:
+            self._errand = threads.start(self._run)
+        except RuntimeError:  # there are too many threads
+            self._source.cancel()
+            raise
 
     @property
     def is_done(self) -> bool:
@@ -214,14 +218,16 @@ class Load:
         return LoadCancelled(f"the load of `{self.name}` broke: {self._error!r}")
 
     def _run(self) -> None:
-        giver = self._threads.start(self._give_back)
         try:
-            with torch.cuda.stream(self._stream):
-                self._copy_all()
+            giver = self._threads.start(self._give_back)
+            try:
+                with torch.cuda.stream(self._stream):
+                    self._copy_all()
+            finally:
+                self._copied.put(None)
+                giver.join()
         except Exception as error:  # the thread's top: whoever waits is told
             self._fail(error)
-        self._copied.put(None)
-        giver.join()
         outcome: LoadRecord | StoreError
         if self._error is not None:
             outcome = self._failure()

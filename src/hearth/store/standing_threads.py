@@ -45,14 +45,17 @@ class StandingThreads:
         self._lock = threading.Lock()  #: guards it: threads end their errands by themselves
 
     def start(self, act: Callable[[], None]) -> Errand:
-        """Have `act` done at once; what it raises ends it, and its thread, as that of any thread."""
+        """Have `act` done at once; what it raises ends it, and its thread, as that of any thread.
+
+        Raises RuntimeError if there can be no more threads, and `act` is never done then.
+        """
         errand = Errand(act)
         with self._lock:
             is_one_idle = self._num_idle > 0
             self._num_idle -= is_one_idle
-        self._errands.put(errand)
         if not is_one_idle:
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        self._errands.put(errand)
         return errand
 
     def _work(self) -> None:

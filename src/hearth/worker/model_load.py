@@ -138,7 +138,8 @@ class ModelLoad:
         """Put the engine together, where there is none, and start to load what is missing."""
         spec, space, resources = self._spec, self._space, self._resources
         # Kernels on disk come first: on their way to the device they would queue behind the weights, too.
-        # A model that has its engine has had them; to ask again would stand between a turn and its bytes.
+        # An engine is told of when they are ready, and one that was not is never used again: so a model that
+        # has its engine has had them. To ask again would stand between a turn and its bytes.
         kernels = resources.kernels if engine is None else None
         are_kernels_ready = kernels is None or kernels.load(spec.manifest, spec.model.limits)
         if engine is None and not self._is_cancelled:

@@ -29,6 +29,9 @@ class Reports:
     def __init__(self, reclaimer: Reclaimer, hosted: Mapping[ModelId, HostedModel], turns: Turns) -> None:
         """`hosted` are the hosted models, kept by whoever calls."""
         self._reclaimer, self._hosted, self._turns = reclaimer, hosted, turns
+        #: Models whose prompts another kernel than the fastest attends over; also those that are gone, for
+        #: whoever counts them never counts back.
+        self._slow_models: set[ModelId] = set()
         self._told: dict[ModelId, int] = {}
         self._told_s = 0.0
 
@@ -52,6 +55,7 @@ class Reports:
 
     def pong(self, number: int) -> Pong:
         usage = self._reclaimer.pool.usage()
+        self._slow_models |= {model for model, one in self._hosted.items() if _attends_slowly(one)}
         return Pong(
             number=number,
             budget_bytes=usage.budget_bytes,
@@ -64,7 +68,7 @@ class Reports:
                 "tables": self._reclaimer.num_spilled_tables,
                 "kernels_compiled_while_serving": COMPILATIONS.num_while_serving,
                 "kernels_loaded_while_serving": COMPILATIONS.num_loads_while_serving,
-                "prompt_attention": sum(map(_attends_slowly, self._hosted.values())),
+                "prompt_attention": len(self._slow_models),
             },
             models=tuple(self._uses(usage.holdings)),
         )
