@@ -96,6 +96,7 @@ def _compile_apart(task: CompileTask) -> str | None:
             [sys.executable, "-P", "-m", "hearth.engine.compile"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
+            bufsize=0,  # else what a process that died has not read would be sent once more at the end
         )
     except OSError as error:
         return str(error)
@@ -104,7 +105,6 @@ def _compile_apart(task: CompileTask) -> str | None:
         try:
             # Left open, for the process ends with its input, so it never outlives this one.
             process.stdin.write(msgspec.json.encode(task) + b"\n")
-            process.stdin.flush()
         except BrokenPipeError:
             pass  # its exit code tells
         code = process.wait()
