@@ -37,7 +37,7 @@ class StepGraphs:
         return len(self._captured)
 
     def run(self, key: GraphKey, work: Work) -> None:
-        """Replay a graph on the inputs that are in place; where there is none yet, capture it from the work."""
+        """Replay a graph on the inputs that are in place, captured from the work where there is none yet."""
         if key not in self._captured:
             self._captured[key] = self._capture(work)
         self._captured[key].replay()
@@ -55,9 +55,9 @@ class StepGraphs:
         with _CAPTURE, torch.cuda.stream(stream):
             # cuBLAS takes its workspace of a stream with a thread's first product: not from the memory of a
             # graph. Graphs that are replayed use that workspace as well, so they take turns with the product.
-            stream.wait_stream(replays)  # type: ignore[no-untyped-call] # torch leaves it untyped
+            stream.wait_stream(replays)
             _multiply()
-            replays.wait_stream(stream)  # type: ignore[no-untyped-call] # likewise
+            replays.wait_stream(stream)
             # Other threads go on using the device meanwhile, such as a second model's step thread. This one
             # may load kernels, as libraries do at the first launch, which other modes would not let pass.
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
