@@ -102,7 +102,7 @@ class _PackedModel:
 
     def build(self) -> Engine:
         spec, layout = self._spec, self._layout
-        wait_for_kernels = _start_kernels(spec, "none", self._config, self._kernels, self._device)
+        wait_for_kernels = _start_kernels(spec, "none", self._kernels, self._device)
         base = _allocate_weights(layout, self._device)
         with open_source(self._path) as source:
             pack(source.checkpoint, spec.arch, layout, base)
@@ -143,7 +143,7 @@ class _ConvertedModel:
     def build(self) -> Engine:
         manifest, spec = self._model.manifest, self._spec
         layout = served_layout(manifest, self._dtype)
-        wait_for_kernels = _start_kernels(spec, manifest.quant, self._config, self._kernels, self._device)
+        wait_for_kernels = _start_kernels(spec, manifest.quant, self._kernels, self._device)
         base = _allocate_weights(layout, self._device)
         weights = bind(spec.arch, layout, contiguous_places(layout, base))
         if self._config.graphs == "start":
@@ -193,9 +193,7 @@ def _kernels_path(store: StoreConfig | Tiers) -> Path:
     return (Path(store.path).expanduser() if isinstance(store, StoreConfig) else store.disk.root) / "kernels"
 
 
-def _start_kernels(
-    spec: ModelSpec, quant: str, config: EngineConfig, path: Path, device: torch.device
-) -> Callable[[], None]:
+def _start_kernels(spec: ModelSpec, quant: str, path: Path, device: torch.device) -> Callable[[], None]:
     """Have the model's kernels loaded, or start to compile those that are missing.
 
     The function that is returned waits for the rest.

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,7 +19,7 @@ from hearth.engine.dry_run import KernelNeeds
 from hearth.models.families import arch_from_config
 from tests.engine.variant_rig import LIMITS, LLAMA
 
-Report = dict[str, dict[str, object]]
+Report = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,15 @@ def test_a_launch_finds_the_variant_that_was_loaded_from_a_list(report: Report) 
 def test_a_variant_that_two_lists_name_stays_the_kernel_that_graphs_have_captured(report: Report) -> None:
     """Triton 3.9 unloads a kernel that it has another one for."""
     assert report["cache"]["stays_the_same"] is True
+
+
+def test_a_kernel_that_was_cut_short_on_disk_is_compiled_anew(report: Report) -> None:
+    mended = {"loaded": None, "found": None, "compiled": 1, "loaded_then": 1}
+    assert report["cut_short"] == [mended, mended]
+
+
+def test_a_compiler_that_crashes_is_told_of_and_not_waited_for(report: Report) -> None:
+    assert report["crash"] == "told"
 
 
 @pytest.mark.parametrize("model", ["plain", "odd"])

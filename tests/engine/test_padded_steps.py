@@ -39,9 +39,6 @@ class FirstWork:
         self.num_replayed += key in self.work_by_key
         self.work_by_key.setdefault(key, work)()
 
-    def capture_due(self) -> None:
-        """Do nothing: all that was run is kept at once."""
-
     def forget(self) -> None:
         self.work_by_key.clear()
 

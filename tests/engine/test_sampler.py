@@ -392,15 +392,16 @@ def test_many_rows_are_sampled_some_at_a_time_and_draw_what_they_draw_at_once(
     kinds = [
         SamplingParams(seed=1, temperature=0.8, top_p=0.7),
         SamplingParams(seed=2, top_k=4, repetition_penalty=1.4, frequency_penalty=0.5),
-        SamplingParams(temperature=0.0, presence_penalty=0.7),
+        SamplingParams(temperature=0.0, presence_penalty=0.7, logit_bias={3: -9.0, 4: 2.0}),
         SamplingParams(seed=3, min_p=0.05, top_k=3, top_p=0.9),
     ]
     logits, drawn = random_logits(11), []
+    mask = bytes([0b1011_0111] * 4 * -(-VOCAB // 32))
     for num_at_once in (11, 3):
         monkeypatch.setattr("hearth.sizes._LOGITS_AT_ONCE", num_at_once * VOCAB)
         sampler = sampler_with(*(kinds[slot % 4] for slot in range(11)))
         for position in range(3, 8):
-            rows = sample_rows(range(11), position)
+            rows = sample_rows(range(11), position, dict.fromkeys(range(0, 11, 2), mask))
             drawn.append(sampler.sample(logits.clone(), rows).tokens.tolist())
     assert drawn[:5] == drawn[5:]
 

@@ -4,15 +4,18 @@
 
 Prints as JSON, for several models, how many variants a dry run asks for, those that random traffic asks for
 besides, and keys of launches that stand for more than one; then what came of compiling and loading one
-variant in DIRECTORY, and of launching it on a device that only takes notes.
+variant in DIRECTORY, of launching it on a device that only takes notes, of a file of it that was cut short,
+and of a compiler that crashes.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +25,7 @@ from typing import Any
 import torch
 import triton
 
-from hearth.engine.compile import list_key
+from hearth.engine.compile import compile_each, list_key
 from hearth.engine.dry_run import KernelNeeds, dry_run, dry_runner
 from hearth.kernels import jit
 from hearth.kernels.activation import activate_triton
@@ -86,6 +89,10 @@ def main(directory: Path) -> None:
         }
     report["cache"] = keep(directory, needs, found["plain"])
     report["launches"] = launches()
+    report["cut_short"] = [
+        cut_short(directory, list_key(needs), pattern) for pattern in ("*.cubin", "_act*.json")
+    ]
+    report["crash"] = crash()
     print(json.dumps(report))
 
 
@@ -120,7 +127,7 @@ class NotingDriver(TargetDriver):
         self.launched: list[tuple[object, ...]] = []
         properties = {"max_shared_mem": 1 << 20}
         self.utils = SimpleNamespace(
-            load_binary=lambda name, binary, *_: (object(), hash(binary), 0, 0, 1024),
+            load_binary=load_binary,
             get_device_properties=lambda _: properties,
             unload_module=lambda _: None,
         )
@@ -150,6 +157,42 @@ def launches() -> dict[str, object]:
         "direct": again[6:9] == skewed_again[6:9] == (None, None, None) != first[6:9],
         "apart": first[4] != skewed[4],
     }
+
+
+def load_binary(name: str, binary: bytes, *_: object) -> tuple[object, ...]:
+    if not binary:
+        raise RuntimeError(f"not a binary: {name}")
+    return object(), hash(binary), 0, 0, 1024
+
+
+def cut_short(directory: Path, key: str, pattern: str) -> dict[str, object]:
+    """Load a list whose variant has a file without content, compile it anew, and load it again."""
+    cache = KernelCache(directory)
+    (listed,) = cache.find(key) or []
+    kernel = sys.modules[listed.variant.module].__dict__[listed.variant.kernel]
+    for path in (directory / listed.entry).glob(pattern):
+        path.write_bytes(b"")
+    kernel.device_caches.clear()  # as in a new process
+    loaded, found = cache.load(key), cache.find(key)
+    num_before = COMPILATIONS.num_while_serving
+    cache.save(key, [CachedVariant.of(listed.variant, listed.variant.compiled())])
+    num_compiled = COMPILATIONS.num_while_serving - num_before
+    return {"loaded": loaded, "found": found, "compiled": num_compiled, "loaded_then": cache.load(key)}
+
+
+class CrashingVariant(Variant):
+    """A variant at which the compiler crashes."""
+
+    def compiled(self) -> object:
+        os._exit(9)
+
+
+def crash() -> str:
+    try:
+        compile_each([CrashingVariant("hearth.kernels.norm", "_add_norm_kernel", "{}")])
+    except BrokenProcessPool:
+        return "told"
+    return "not told"
 
 
 def serve(needs: KernelNeeds, seed: int) -> None:

@@ -43,10 +43,13 @@ def test_the_directory_is_its_owners_alone_and_triton_uses_it(tmp_path: Path) ->
     assert triton.knobs.cache.dir == str(path)
 
 
-def test_a_directory_that_others_may_write_to_is_closed_to_them(tmp_path: Path) -> None:
+def test_a_directory_that_others_may_write_to_is_closed_to_them_and_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels").chmod(0o777)
     assert stat.S_IMODE(KernelCache.open(tmp_path / "kernels").path.stat().st_mode) == 0o700
+    assert "kernel_cache_closed" in caplog.text
 
 
 def test_a_directory_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +89,26 @@ def test_a_list_that_names_code_of_others_is_not_loaded(cache: KernelCache) -> N
     (cache.path / "ENTRY").mkdir()
     cache.save("key", [CachedVariant(Variant("os", "system", "{}"), "ENTRY")])
     assert cache.load("key") is None
+
+
+def test_a_list_that_cannot_be_loaded_is_no_longer_found_so_that_it_is_compiled_anew(
+    cache: KernelCache,
+) -> None:
+    for name in ("ENTRY", "OTHER"):
+        (cache.path / name).mkdir()
+    cache.save("key", [VARIANT])
+    assert cache.load("key") is None, "the interpreter has no compiled kernels"
+    assert cache.find("key") is None
+    assert sorted(path.name for path in cache.path.iterdir()) == ["OTHER", "lists"]
+
+
+@pytest.mark.parametrize("entry", ["..", ".", "", "lists", "../elsewhere", "/"])
+def test_a_list_names_nothing_outside_of_its_directory(cache: KernelCache, entry: str) -> None:
+    (cache.path.parent / "elsewhere").mkdir()
+    cache.save("key", [CachedVariant(VARIANT.variant, entry)])
+    assert cache.load("key") is None
+    assert cache.path.is_dir()
+    assert (cache.path.parent / "elsewhere").is_dir()
 
 
 def test_what_nobody_has_used_for_long_is_removed_and_the_rest_stays(cache: KernelCache) -> None:

@@ -135,6 +135,7 @@ def test_prompts_are_cut_by_heads_dtype_rows_and_device(monkeypatch: pytest.Monk
     assert [prompt_tile_tokens(multi, half, rows) for rows in (128, 8192)] == [128, 128]
     assert [prompt_tile_tokens(grouped, half, rows) for rows in (128, 8192)] == [64, 64]
     assert prompt_tile_tokens(multi, full, 8192) == 32
+    assert prompt_tile_tokens(multi, half, 128, block_tokens=128) == 64, "not for the kernel for Hopper"
 
 
 def test_a_kernel_that_is_not_the_fastest_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

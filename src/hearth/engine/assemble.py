@@ -145,7 +145,7 @@ def assemble_runner(
         sampler.tokens,
         uploads,
         memory.sink,
-        lambda num_rows: prompt_tile_tokens(heads, dtype, num_rows),
+        lambda num_rows: prompt_tile_tokens(heads, dtype, num_rows, limits.block_tokens),
     )
     kv = _bind_kv(spec, memory.kv)
     decoder = Decoder(arch, weights, workspace, cos_sin)

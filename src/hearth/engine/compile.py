@@ -13,6 +13,8 @@ import multiprocessing
 import os
 import sys
 import threading
+from collections.abc import Collection
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -70,12 +72,23 @@ def compile_all(task: CompileTask) -> int:
         COMPILATIONS.watch()
         with recording() as variants:
             dry_run(task.needs)
-        num_processes = max(1, min(len(variants), len(os.sched_getaffinity(0))))
-        # Forked, for an import of torch takes longer than most kernels do; no device is in use to mind it.
-        with multiprocessing.get_context("fork").Pool(num_processes, _watch_input) as pool:
-            results = pool.map(_compile, variants, chunksize=1)
+        results = compile_each(variants)
         kernels.save(key, [cached for cached, _ in results if cached is not None])
     return sum(num_compiled for _, num_compiled in results)
+
+
+def compile_each(variants: Collection[Variant]) -> list[tuple[CachedVariant | None, int]]:
+    """Compile variants on all cores, each as in `_compile`.
+
+    Raises:
+        BrokenProcessPool: a process died of a compiler that crashed, or of too little memory.
+    """
+    _cuda_driver()  # to be shared: once CUDA was asked whether it is there, a forked process finds none
+    num_processes = max(1, min(len(variants), len(os.sched_getaffinity(0))))
+    # Forked, for an import of torch takes longer than most kernels do; no device is in use to mind it.
+    forked = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(num_processes, forked, _watch_input) as pool:
+        return list(pool.map(_compile, variants))
 
 
 def _compile(variant: Variant) -> tuple[CachedVariant | None, int]:
@@ -87,7 +100,7 @@ def _compile(variant: Variant) -> tuple[CachedVariant | None, int]:
     try:
         with COMPILATIONS.ahead():
             compiled = variant.compiled()
-    except triton.errors.TritonError:
+    except (triton.errors.TritonError, ValueError):
         log.exception("kernel_not_compiled kernel=%s", variant.kernel)
         return None, 0
     _build_launcher(compiled)

@@ -20,16 +20,12 @@ Work = Callable[[], None]
 class StepGraphs:
     """Captured parts of steps. Mutable; written only by the runner.
 
-    Work is given with each call and kept only until it is captured: it belongs to the runner, which owns the
-    graphs, and the two would keep each other and all their memory alive.
+    Work is given with each call and not kept: it belongs to the runner, which owns the graphs, and the two
+    would keep each other and all their memory alive.
     """
 
-    def __init__(self, *, captures_first: bool = True) -> None:
-        """Capture work instead of running it first, or else behind its first run, which loads its kernels."""
-        self._captures_first = captures_first
+    def __init__(self) -> None:
         self._captured: dict[GraphKey, torch.cuda.CUDAGraph] = {}
-        #: Work that has run, and is captured when its step is queued.
-        self._due: dict[GraphKey, Work] = {}
         #: Memory for what libraries allocate while they are captured; one for all graphs, as they take turns.
         self._pool = torch.cuda.graph_pool_handle()
         _capture_stream(torch.cuda.current_device())
@@ -41,38 +37,27 @@ class StepGraphs:
         return len(self._captured)
 
     def run(self, key: GraphKey, work: Work) -> None:
-        """Replay a graph. Where there is none yet, capture it, or run the work and capture it later."""
+        """Replay a graph on the inputs that are in place, captured from the work where there is none yet."""
         if key not in self._captured:
-            if not self._captures_first:
-                work()
-                self._due[key] = work
-                return
             self._captured[key] = self._capture(work)
-        self.replay(key)
-
-    def replay(self, key: GraphKey) -> None:
-        """Queue what was captured, on the inputs that are in place."""
         self._captured[key].replay()
-
-    def capture_due(self) -> None:
-        """Capture what has run for the first time; the device may still compute it."""
-        while self._due:
-            key, work = self._due.popitem()
-            self._captured[key] = self._capture(work)
 
     def forget(self) -> None:
         """Drop every graph, because what they point at has moved."""
         self._captured.clear()
-        self._due.clear()
         # The old pool may outlive its graphs, and torch refuses to fill such a one again.
         self._pool = torch.cuda.graph_pool_handle()
 
     def _capture(self, work: Work) -> torch.cuda.CUDAGraph:
         graph, stream = torch.cuda.CUDAGraph(), _capture_stream(torch.cuda.current_device())
+        replays = torch.cuda.current_stream()
         # Recording waits for nothing. `torch.cuda.graph` would wait for the device, and empty torch's cache.
         with _CAPTURE, torch.cuda.stream(stream):
-            # cuBLAS takes its workspace of a stream with the first product: not from the memory of a graph.
+            # cuBLAS takes its workspace of a stream with a thread's first product: not from the memory of a
+            # graph. Graphs that are replayed use that workspace as well, so they take turns with the product.
+            stream.wait_stream(replays)
             _multiply()
+            replays.wait_stream(stream)
             # Other threads go on using the device meanwhile, such as a second model's step thread. This one
             # may load kernels, as libraries do at the first launch, which other modes would not let pass.
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")

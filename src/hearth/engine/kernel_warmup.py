@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from contextlib import suppress
 
 import msgspec
 
@@ -96,16 +97,14 @@ def _compile_apart(task: CompileTask) -> str | None:
             [sys.executable, "-P", "-m", "hearth.engine.compile"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
+            bufsize=0,  # else what a process that died has not read would be sent once more at the end
         )
     except OSError as error:
         return str(error)
     with process:
         assert process.stdin is not None, "asked for a pipe"
-        try:
+        with suppress(BrokenPipeError):  # its exit code tells
             # Left open, for the process ends with its input, so it never outlives this one.
             process.stdin.write(msgspec.json.encode(task) + b"\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            pass  # its exit code tells
         code = process.wait()
     return None if code == 0 else f"the compiler ended with code {code}; see its messages above"

@@ -10,7 +10,7 @@ import torch
 from hearth.engine.upload import Uploads
 from hearth.models.buffers import zeroed
 from hearth.policy.batch.plan import Admission
-from hearth.sizes import bias_buffers
+from hearth.sizes import bias_buffers, sampled_pieces
 from hearth.types import SamplingParams
 
 
@@ -56,4 +56,5 @@ class LogitBias:
 
     def apply(self, logits: torch.Tensor, rows: torch.Tensor, table_rows: torch.Tensor) -> None:
         """Add the bias of `table_rows` to `logits[rows]` in place."""
-        logits.index_add_(0, rows, self._bias[table_rows])
+        for piece in sampled_pieces(len(rows), logits.shape[1]):
+            logits.index_add_(0, rows[piece], self._bias[table_rows[piece]])

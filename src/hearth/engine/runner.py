@@ -129,7 +129,6 @@ class Runner:
             if any(key not in self.graphs for key in shape.keys):
                 self.synchronize()  # for what is sent is written where that of the step before the last lies
                 self.run_padding(shape)
-                self.graphs.capture_due()
 
     @torch.inference_mode()
     def run_padding(self, shape: StepShape) -> None:
@@ -192,10 +191,7 @@ class Runner:
         shape = self.sizes.shape_of(plan)
         self._inputs.fill(plan, shape)
         self._run(shape, plan)
-        pending = self._sample(plan, self.decoder.logits[: plan.num_rows])
-        if self.graphs is not None:
-            self.graphs.capture_due()
-        return pending
+        return self._sample(plan, self.decoder.logits[: plan.num_rows])
 
     def _drop_open_gate(self) -> None:
         """Wait at a gate no longer once all weights are there."""

@@ -325,10 +325,11 @@ def _knobs(admission: Admission, vocab_size: int) -> tuple[float, float, float, 
 def apply_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
     """Forbid in `logits[rows]`, in place, the tokens whose bit is 0. `masks`: int32 [rows, words]."""
     bits = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
-    is_forbidden = (masks.view(torch.uint8).unsqueeze(-1) & bits == 0).view(len(masks), -1)
-    is_forbidden = is_forbidden[:, : logits.shape[1]]
-    bias = torch.zeros_like(is_forbidden, dtype=logits.dtype).masked_fill_(is_forbidden, -math.inf)
-    logits.index_add_(0, rows, bias)
+    for piece in sampled_pieces(len(rows), logits.shape[1]):
+        is_forbidden = (masks[piece].view(torch.uint8).unsqueeze(-1) & bits == 0).flatten(1)
+        is_forbidden = is_forbidden[:, : logits.shape[1]]
+        bias = torch.zeros_like(is_forbidden, dtype=logits.dtype).masked_fill_(is_forbidden, -math.inf)
+        logits.index_add_(0, rows[piece], bias)
 
 
 def _with_logprobs(

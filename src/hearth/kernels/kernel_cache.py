@@ -87,7 +87,8 @@ class KernelCache:
                     f"the kernel cache `{path}` belongs to user {found.st_uid}, this process is user "
                     f"{os.geteuid()}, and kernels are code: remove it, or set {_TRITONS_VARIABLE} to another"
                 )
-            if stat.S_IMODE(found.st_mode) & 0o022:
+            if (mode := stat.S_IMODE(found.st_mode)) & 0o022:
+                log.warning("kernel_cache_closed path=%s mode=%o reason=others_could_write", path, mode)
                 path.chmod(0o700)
         except OSError as error:
             raise DeviceError(
@@ -101,7 +102,7 @@ class KernelCache:
         """Return the variants of a list whose entries are all there; None: they have to be compiled."""
         try:
             raw = json.loads(self._list_path(key).read_bytes())
-            found = [CachedVariant(Variant(**one["variant"]), one["entry"]) for one in raw]
+            found = [CachedVariant(Variant(**one["variant"]), _entry_name(one["entry"])) for one in raw]
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -112,18 +113,21 @@ class KernelCache:
     def load(self, key: str) -> int | None:
         """Bring the variants of a list onto the current device, so that launches find them there.
 
-        Returns how many there are; None: they have to be compiled.
+        Returns how many there are; None: they have to be compiled. One that cannot be loaded, such as a file
+        that was not whole on disk when the machine stopped, is removed with the list.
         """
         found = self.find(key)
         if found is None:
             return None
-        try:
-            with COMPILATIONS.ahead():
-                for one in found:
+        for one in found:
+            try:
+                with COMPILATIONS.ahead():
                     _bring_to_device(one.variant)
-        except ValueError as error:
-            log.warning("kernel_list_broken key=%s reason=%s", key, error)
-            return None
+            except (ValueError, RuntimeError) as error:
+                log.warning("kernel_list_broken key=%s kernel=%s reason=`%s`", key, one.variant.kernel, error)
+                self._remove(self._list_path(key))
+                self._remove(self.path / one.entry)
+                return None
         for path in (self._list_path(key), *(self.path / one.entry for one in found)):
             with suppress(OSError):  # nobody will miss it who has it in memory
                 os.utime(path)
@@ -165,23 +169,42 @@ class KernelCache:
                 continue
             with suppress(OSError):  # another process removes it as well
                 if _last_used_s(path) < idle_since_s:
-                    # Renamed first: whoever looks finds all of an entry or nothing.
-                    doomed = path.rename(self.path / f".stale.{secrets.token_hex(8)}")
-                    shutil.rmtree(doomed) if doomed.is_dir() else doomed.unlink()
+                    self._remove(path)
                     num_removed += 1
         return num_removed
+
+    def _remove(self, path: Path) -> None:
+        """Remove an entry or a list, if it is there; whoever looks finds all of it or nothing."""
+        with suppress(FileNotFoundError):
+            doomed = path.rename(self.path / f".stale.{secrets.token_hex(8)}")
+            shutil.rmtree(doomed) if doomed.is_dir() else doomed.unlink()
 
     def _list_path(self, key: str) -> Path:
         return self.path / _LISTS / f"{key}.json"
 
 
 def _bring_to_device(variant: Variant) -> None:
-    """Load a variant; if the device cannot run it, whoever launches it is told, and the others run."""
+    """Load a variant; if the device cannot run it, whoever launches it is told, and the others run.
+
+    Raises:
+        ValueError: there is no such kernel, or what describes it is broken.
+        RuntimeError: the driver takes no such binary.
+    """
     compiled = variant.compiled()
     try:
         compiled._init_handles()  # has no public name in Triton 3.6 to 3.9; does nothing a second time
     except triton.errors.TritonError as error:
         log.warning("kernel_not_loaded kernel=%s reason=`%s`", variant.kernel, error)
+    except RuntimeError:
+        variant.forget()
+        raise
+
+
+def _entry_name(name: str) -> str:
+    """Return the name of an entry, which names nothing outside of the directory."""
+    if name in ("", ".", "..", _LISTS) or Path(name).name != name:
+        raise ValueError(f"no name of an entry: {name!r}")
+    return name
 
 
 def _set_up_triton(path: Path) -> None:

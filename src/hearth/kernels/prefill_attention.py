@@ -93,9 +93,9 @@ def prefill_attention_reference(
         out[span.rows] = attended[0].transpose(0, 1).flatten(1)
 
 
-def prompt_tile_tokens(heads: Heads, dtype: torch.dtype, num_rows: int) -> int:
+def prompt_tile_tokens(heads: Heads, dtype: torch.dtype, num_rows: int, block_tokens: int = 16) -> int:
     """Return by how many query tokens the prompts of a step of `num_rows` rows, with padding, are cut."""
-    if prompt_kernel(heads, dtype).name == "hopper":
+    if prompt_kernel(heads, dtype, block_tokens).name == "hopper":
         return hopper_tile_tokens(heads)
     if heads.dim > 128 or dtype == torch.float32:
         return 64 if dtype.itemsize == 2 and _has_room() else 32

@@ -37,13 +37,26 @@ class Variant:
         if not self.module.startswith(_PACKAGE):
             raise ValueError(f"`{self.module}` is not in {_PACKAGE}")
         try:
-            function = getattr(importlib.import_module(self.module), self.kernel)
             # One that this process has stays the one: graphs may have captured it.
-            kernels, *_ = function.device_caches[triton.runtime.driver.active.get_current_device()]
-            key = json.loads(self.specialization)["key"]
-            return kernels.get(key) or function.preload(self.specialization)
+            return self._kernels().get(self._key()) or self._function().preload(self.specialization)
         except (ImportError, AttributeError, KeyError, RuntimeError) as error:
             raise ValueError(f"`{self.module}.{self.kernel}` cannot be had as recorded: {error!r}") from error
+
+    def forget(self) -> None:
+        """Have the next launch look for the kernel on disk again. Nobody has launched what is there now."""
+        self._kernels().pop(self._key(), None)
+
+    def _kernels(self) -> dict[str, Any]:
+        """Return Triton's compiled kernels of the function on the current device, by key."""
+        kernels: dict[str, Any]
+        kernels, *_ = self._function().device_caches[triton.runtime.driver.active.get_current_device()]
+        return kernels
+
+    def _function(self) -> Any:
+        return getattr(importlib.import_module(self.module), self.kernel)
+
+    def _key(self) -> Any:
+        return json.loads(self.specialization)["key"]
 
 
 @contextmanager
