@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from hearth.engine.assemble import own_limits
+from hearth.engine.compile import CompileTask
 from hearth.engine.dry_run import KernelNeeds
 from hearth.engine.kernel_warmup import KernelWarmup
 from hearth.kernels.compilations import COMPILATIONS
@@ -63,6 +67,22 @@ def test_random_traffic_finds_every_kernel_ready(name: str, tmp_path: Path) -> N
         run(engine, requests)
 
     assert (COMPILATIONS.num_while_serving, COMPILATIONS.num_loads_while_serving) == before
+
+
+@pytest.mark.usefixtures("_tritons_own_cache")
+def test_nothing_is_left_to_be_built_when_kernels_are_loaded(tmp_path: Path) -> None:
+    """Triton 3.6 has C code for each kernel's launches, which takes longer to compile than to load."""
+    arch, cuda = read_arch(build("llama-gqa").directory), torch.device("cuda")
+    cache = KernelCache.open(tmp_path / "kernels")
+    needs = KernelNeeds.on(cuda, arch, "bfloat16", "none", own_limits(ROOMY, arch, torch.bfloat16, cuda))
+    command = [sys.executable, "-m", "hearth.engine.compile"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(CompileTask(str(cache.path), needs)) + b"\n")
+        assert process.wait() == 0
+    built = set(cache.path.rglob("*"))
+    assert KernelWarmup(cache).load(needs)
+    assert set(cache.path.rglob("*")) == built
 
 
 @pytest.mark.usefixtures("_tritons_own_cache")

@@ -114,14 +114,13 @@ def assemble(
     if device.type == "cuda":
         _tell_if_slow(prompt_kernel_of(spec))
     runner = assemble_runner(spec, weights, config, memory, _step_size(limits, device))
-    if (
-        config.graphs == "start" and not is_elastic
-    ):  # else there may be no weights yet: see `worker/hosted_model.py`
-        runner.capture_all()
     if is_elastic:
+        # Nothing is captured, for there may be no weights yet: see `worker/hosted_model.py`.
         book = BlockBook(limits.block_tokens, memory.floor_blocks)
     else:
         book = BlockBook.fixed(len(runner.kv), limits.block_tokens)
+        if config.graphs == "start":
+            runner.capture_all()
     batch_limits = BatchLimits(limits.max_batch_tokens, limits.max_seqs, spec.max_context, runner.sizes.mixed)
     batcher = Batcher(batch_limits, book)
     vocab_size = spec.arch.vocab_size

@@ -49,9 +49,8 @@ class LaunchCache:
         The first argument is a tensor on the current device.
         """
         found = self._launchables.get(key)
-        if (
-            found is None or self._hooks.launch_enter_hook.calls
-        ):  # whoever profiles hooks into Triton's own way
+        # Whoever profiles hooks into Triton's own way.
+        if found is None or self._hooks.launch_enter_hook.calls:
             return False
         compiled, stream = found.compiled, found.get_stream(args[0].get_device())
         width, height, depth = (*grid, 1, 1)[:3]

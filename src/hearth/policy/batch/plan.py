@@ -160,9 +160,8 @@ class CommittedStep:
     request_ids: list[RequestId] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     sample_indices: list[int] = field(default_factory=list)  #: which of the step's samples each one was
-    finished: dict[RequestId, FinishReason] = field(
-        default_factory=dict
-    )  #: requests that ended by their token
+    #: Requests that ended by their token.
+    finished: dict[RequestId, FinishReason] = field(default_factory=dict)
     failures: list[RequestFailed] = field(default_factory=list)  #: requests that ended, behind their tokens
 
     def without(self, lost: Collection[int]) -> CommittedStep:
