@@ -21,7 +21,7 @@ def test_tokens_come_within_the_longest_step_while_long_prompts_arrive() -> None
     assert percentiles(held.next_s).p99 < DEFAULT_MAX_STEP_S
     assert max(held.next_s) < 1.25 * DEFAULT_MAX_STEP_S
     free = serve(SHAPE, requests, math.inf)
-    assert percentiles(free.next_s).p99 > DEFAULT_MAX_STEP_S, "or nothing had to be held back"
+    assert max(free.next_s) > 1.25 * DEFAULT_MAX_STEP_S, "or nothing had to be held back"
 
 
 def drawn(num_requests: int, per_s: float) -> list[Asked]:

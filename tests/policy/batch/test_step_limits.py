@@ -17,7 +17,7 @@ from hearth.types import Hold
 
 GIB = 1 << 30
 NOTHING_SET = WantedLimits(max_batch_tokens=None, max_seqs=None, block_tokens=16)
-#: As every engine had them, whatever its device.
+#: Limits that a small budget serves as many small models with as ours have to.
 BEFORE = StepLimits(max_batch_tokens=4096, max_seqs=256, block_tokens=16)
 LARGE = Dimensions(80, 64, 8, 128, 8192, 8192, 28672, 128256, 128, is_gated=True, is_parallel=False)
 WIDE = Dimensions(18, 8, 1, 256, 2048, 2048, 16384, 256000, 256, is_gated=True, is_parallel=False)
