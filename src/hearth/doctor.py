@@ -8,14 +8,13 @@ import resource
 import shutil
 import tempfile
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from hearth.config import CPU_HOST_BYTES, StoreConfig
 from hearth.cpus import num_usable_cores, queued_s, wait_policy
-from hearth.kernels.jit import HAS_TRITON
+from hearth.kernels.jit import HAS_TRITON, triton
 from hearth.kernels.kernel_cache import CacheUsage, KernelCache, usage_of
 from hearth.kernels.launch_cache import launch_obstacle
 from hearth.kernels.prefill_hopper import gluon_obstacle, is_hopper
@@ -82,7 +81,7 @@ def examine(store: StoreConfig, data_dir: Path) -> Report:
     elif not HAS_TRITON:
         notes.append("no Triton: kernels fall back to plain torch; install `hearth[gpu]`")
     else:
-        if (obstacle := launch_obstacle(metadata.version("triton"))) is not None:
+        if (obstacle := launch_obstacle(triton.__version__)) is not None:
             notes.append(f"slow launches of kernels: {obstacle}; install `hearth[gpu]`")
         if is_hopper() and (obstacle := gluon_obstacle()) is not None:
             notes.append(f"{obstacle}: long prompts are read more slowly; install `hearth[gpu]`")
@@ -125,7 +124,7 @@ def examine(store: StoreConfig, data_dir: Path) -> Report:
         platform=platform.platform(),
         torch=torch.__version__,
         cuda=torch.version.cuda,
-        triton=metadata.version("triton") if HAS_TRITON else None,
+        triton=triton.__version__ if HAS_TRITON else None,
         kernels="triton" if has_cuda and HAS_TRITON else "torch reference",
         devices=tuple(devices),
         notes=tuple(notes),
