@@ -50,6 +50,8 @@ class HearthError(Exception):
 
     http_status = 500
     label = "internal"
+    #: In how many seconds it is worth trying again; None: nobody knows, or never.
+    retry_s: float | None = None
 
 
 class ConfigError(HearthError):

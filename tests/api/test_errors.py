@@ -13,6 +13,7 @@ from hearth.errors import (
     Overloaded,
     PromptTooLong,
     ShuttingDown,
+    StoreError,
     UnknownModel,
 )
 from tests.api.conftest import chat, complete, request
@@ -123,6 +124,15 @@ def test_a_full_queue_says_when_to_come_back(gateway: FakeGateway) -> None:
     gateway.refusal = Overloaded("the queue is full", 2.5)
 
     assert chat(gateway).headers["retry-after"] == "3"
+
+
+def test_a_load_that_failed_says_when_it_is_tried_again(gateway: FakeGateway) -> None:
+    gateway.refusal = StoreError("the disk is gone; it is tried again in 8 s")
+    assert "retry-after" not in chat(gateway).headers
+    gateway.refusal.retry_s = 7.2
+
+    response = chat(gateway)
+    assert (response.status_code, response.headers["retry-after"]) == (503, "8")
 
 
 def test_a_refusal_closes_the_choices_that_were_taken(gateway: FakeGateway) -> None:

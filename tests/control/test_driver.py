@@ -13,7 +13,7 @@ from hearth.control.caller import ANYBODY
 from hearth.control.datadir import DataDir
 from hearth.control.registry import Deployed, Registry
 from hearth.control.views import Explanation, UnloadView
-from hearth.errors import LogitsNotFinite, UnknownModel
+from hearth.errors import EngineFailed, LogitsNotFinite, StoreError, UnknownModel
 from hearth.messages import (
     Admitted,
     DeviceResidency,
@@ -270,6 +270,39 @@ def test_a_load_that_fails_when_the_model_was_ready_before_moves_its_requests(
         assert explained is not None
         assert "worker_lost" in [mark.what for mark in explained.marks]
         rig.gateway.end_all()
+
+    with_rig(data_dir, scene)
+
+
+def test_a_model_that_breaks_at_its_first_step_is_loaded_once_and_clients_are_told_when_again(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        stream = await rig.gateway.submit(ask(), ANYBODY)
+        loaded(rig, link)
+        reason = "its engine broke: RuntimeError('no kernel')"
+        rig.receive(link, HostingFailed(TINY, host_orders(link)[-1].hosting, "engine_failed", reason))
+        with pytest.raises(EngineFailed, match=r"no kernel.*; it is tried again in 2 s") as failed:
+            await stream.next(1.0)
+        assert failed.value.retry_s == 2.0
+        for _ in range(20):
+            with pytest.raises(EngineFailed, match="no kernel") as refused:
+                await (await rig.gateway.submit(ask(), ANYBODY)).next(1.0)
+            assert refused.value.retry_s is not None
+        assert len(host_orders(link)) == 1
+
+    with_rig(data_dir, scene)
+
+
+def test_a_load_that_fails_says_when_it_is_tried_again(data_dir: DataDir, deployed: Deployed) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        stream = await rig.gateway.submit(ask(), ANYBODY)
+        rig.receive(link, HostingFailed(TINY, host_orders(link)[-1].hosting, "store", "the disk is gone"))
+        with pytest.raises(StoreError, match="the disk is gone; it is tried again in 2 s") as failed:
+            await stream.next(1.0)
+        assert (failed.value.http_status, failed.value.retry_s) == (503, 2.0)
 
     with_rig(data_dir, scene)
 

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import Response
 
 from hearth.api.unread_fields import REFUSED_FIELD
-from hearth.errors import HearthError, Overloaded
+from hearth.errors import HearthError
 
 
 class ErrorDetail(BaseModel):
@@ -71,7 +71,7 @@ def request_id_headers(request_ids: Sequence[str]) -> dict[str, str]:
 async def on_hearth_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HearthError), type(error)
     headers = request_id_headers(request.scope.get("request_ids", []))
-    if isinstance(error, Overloaded):
+    if error.retry_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_s)))
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"

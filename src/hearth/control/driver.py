@@ -66,7 +66,8 @@ class Driver:
         #: The number of each stay of a model on a worker, by which facts of an earlier one are told apart.
         self._hostings: dict[tuple[WorkerId, ModelId], int] = {}
         self._numbers = itertools.count(1)
-        #: Why a model failed last, as the label of an error, until it is loaded or deployed anew.
+        #: Why a model failed last, as the label of an error, until it is removed. The brain's message of it
+        #: outlives a load: requests are refused for it until the model has served one.
         self._failures: dict[ModelId, str] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -184,6 +185,8 @@ class Driver:
             error = errors.error_of(self._failures.get(request.model, ""), order.message)
         else:
             error = _ERRORS[order.reason](order.message)
+        if order.retry_s is not None:
+            error.retry_s = order.retry_s
         self._fail(request, error)
 
     def _fire(self) -> None:
@@ -303,7 +306,6 @@ class Driver:
                 self._observer.load_progressed(now_s, worker, fact)
                 self.post(events.LoadProgressed(now_s, worker, model, fact.num_bytes))
             case messages.ModelLoaded(model):
-                self._failures.pop(model, None)
                 self._observer.load_ended(now_s, worker, fact)
                 rungs = tuple(events.RungUse(use.rung, use.num_bytes, use.seconds) for use in fact.rungs)
                 self.post(events.ModelReady(now_s, worker, model, rungs, fact.total_s, fact.ahead_bytes))

@@ -1064,12 +1064,12 @@ def test_requests_of_a_ready_model_that_breaks_go_on_elsewhere() -> None:
 
 
 def test_a_request_ends_when_its_model_broke_too_often_under_it() -> None:
-    desk = desk_with("a", config=BrainConfig(max_resumes=1))
+    desk = desk_with("a", workers=3, config=BrainConfig(max_resumes=1))
     desk.ask("r1", "a")
     desk.ready("a", "w1")
-    assert sent(desk.fail("a", "w1")) == {"r1": "w1"}
-    desk.ready("a", "w1")
-    (reject,) = of(Reject, desk.fail("a", "w1"))
+    assert sent(desk.fail("a", "w1")) == {"r1": "w2"}
+    desk.ready("a", "w2")
+    (reject,) = of(Reject, desk.fail("a", "w2"))
     assert reject.reason is RejectReason.LOAD_FAILED
     assert "no such file" in reject.message
 

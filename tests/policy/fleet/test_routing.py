@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hearth.policy.fleet.events import BrainConfig
-from hearth.policy.fleet.routing import MAX_OPTIONS, choose_replica, is_failed_everywhere, routing_cost
+from hearth.policy.fleet.routing import MAX_OPTIONS, choose_replica, has_untried_place, routing_cost
 from hearth.types import Hold
 from tests.policy.fleet.world import CONFIGS, LONG_LIVES, Moves, played
 
@@ -50,18 +50,21 @@ def test_a_request_would_go_to_the_cheapest_replica_with_a_free_slot(
 
 @settings(max_examples=40, deadline=None)
 @given(CONFIGS, LONG_LIVES)
-def test_a_model_has_failed_everywhere_if_no_worker_that_could_hold_it_is_left(
+def test_a_model_has_an_untried_place_only_where_it_has_not_failed_and_idle_models_or_turns_make_room(
     config: BrainConfig, moves: Moves
 ) -> None:
     fleet = played(config, moves).fleet
     for model in fleet.models.values():
-        if model.profile is None:
-            assert not is_failed_everywhere(fleet, model)
+        others = [name for name in fleet.queues.for_room if name != model.name]
+        if model.profile is None or others:
+            assert not has_untried_place(fleet, model)
             continue
-        footprints = model.profile.footprints
-        suited = [
-            worker.name
+        footprints, is_pinned = model.profile.footprints, model.profile.is_pinned
+        most, takes_turns = Hold.RETAINED if is_pinned else Hold.WARM, config.takes_turns and not is_pinned
+        untried = [
+            worker.promises.could_have_room(footprints[worker.kind], most)
+            or (takes_turns and worker.promises.could_take_turns(footprints[worker.kind]))
             for worker in fleet.workers.values()
-            if worker.promises.could_have_room(footprints[worker.kind], Hold.BUSY)
+            if worker.name not in model.failed_on and worker.name not in model.replicas
         ]
-        assert is_failed_everywhere(fleet, model) == all(name in model.failed_on for name in suited)
+        assert has_untried_place(fleet, model) == any(untried)

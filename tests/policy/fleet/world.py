@@ -31,6 +31,8 @@ from hearth.policy.fleet.events import (
     ModelReady,
     ModelRemoved,
     ModelStopped,
+    Reject,
+    RejectReason,
     RequestArrived,
     RequestCancelled,
     RequestFinished,
@@ -100,6 +102,8 @@ class World:
         for action in actions:
             if isinstance(action, Dispatch):
                 _check_options(action)
+            elif isinstance(action, Reject):
+                _check_retry(action)
         audit(self.fleet)
         self.cluster.check()
         self._check_holds()
@@ -329,6 +333,12 @@ def _check_options(action: Dispatch) -> None:
     possible = [option.worker for option in action.options if option.obstacle is None]
     assert action.worker in possible, f"{action}"
     assert len(set(names)) == len(names) <= 8, f"{action}"
+
+
+def _check_retry(action: Reject) -> None:
+    """Whoever is told when to come back is told a time that clients heed; a full queue always tells one."""
+    assert action.reason is not RejectReason.QUEUE_FULL or action.retry_s is not None, f"{action}"
+    assert action.retry_s is None or 1.0 <= action.retry_s <= 60.0, f"{action}"
 
 
 def _pick(choices: list[T], number: int) -> T | None:

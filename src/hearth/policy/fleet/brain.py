@@ -16,6 +16,7 @@ load.
 
 from __future__ import annotations
 
+import math
 from typing import assert_never
 
 from hearth.policy.fleet.deployment import deploy_model, evict_if_leaving, remove_model, stop_model
@@ -46,9 +47,17 @@ from hearth.policy.fleet.events import (
     WorkerJoined,
     WorkerLost,
 )
+from hearth.policy.fleet.failures import (
+    back_off,
+    clamp_retry_s,
+    explain_failure,
+    find_retry_s,
+    is_proven,
+    refuse_failing,
+)
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.pins import grant_pins
-from hearth.policy.fleet.records import LoadFailure, Model, Replica, Request
+from hearth.policy.fleet.records import Model, Replica, Request
 from hearth.policy.fleet.refusals import (
     explain_misfit,
     explain_outdated,
@@ -57,7 +66,7 @@ from hearth.policy.fleet.refusals import (
     refuse_hopeless,
     reject,
 )
-from hearth.policy.fleet.routing import choose_place, is_failed_everywhere
+from hearth.policy.fleet.routing import choose_place
 from hearth.policy.fleet.serving import (
     fill_slots,
     is_second_worthwhile,
@@ -67,10 +76,8 @@ from hearth.policy.fleet.serving import (
 )
 from hearth.types import Hold, ModelId, WorkerId
 
-#: A client that was refused is not told to come back sooner.
-MIN_RETRY_S = 1.0
-#: A model that could be loaded nowhere is not tried again for so long, then twice as long, up to a limit.
-FIRST_DELAY_S, MAX_DELAY_S = 2.0, 60.0
+#: When a client is told to come back while there is no worker: most are up by then.
+NO_WORKER_S = 10.0
 #: A worker that is lost sooner after a model was ready may have been lost because of it.
 DEADLY_S = 60.0
 
@@ -178,11 +185,9 @@ def _refuse_unusable(
     fleet: Fleet, event: RequestArrived, model: Model, profile: ModelProfile
 ) -> Reject | None:
     """Refuse a request of a model that is on no worker: a load failed a moment ago, or pins leave no room."""
-    failure = model.failure
-    if failure is not None and fleet.now_s < failure.until_s:
-        left_s = failure.until_s - fleet.now_s
-        message = f"{failure.message}; it is tried again in {left_s:.0f} s at the earliest"
-        return Reject(event.request_id, RejectReason.LOAD_FAILED, message, max(MIN_RETRY_S, left_s))
+    if model.failure is not None and (retry_s := find_retry_s(fleet, model)) is not None:
+        message = explain_failure(model.failure, retry_s)
+        return Reject(event.request_id, RejectReason.LOAD_FAILED, message, retry_s)
     if fleet.is_complete and (why_not := explain_pinned_out(fleet, profile)) is not None:
         return Reject(event.request_id, RejectReason.PINNED_OUT, why_not)
     return None
@@ -219,9 +224,12 @@ def _refuse_for_queue(fleet: Fleet, event: RequestArrived) -> Reject:
     queues, max_queue = fleet.queues, fleet.config.max_queue
     num_waiting = queues.num_waiting + queues.num_awaiting_turn
     num_running = max(1, queues.num_running - queues.num_awaiting_turn)
-    retry_s = max(MIN_RETRY_S, fleet.estimates.run_s() * num_waiting / num_running)
+    wait_s = fleet.estimates.run_s() * num_waiting / num_running if fleet.workers else NO_WORKER_S
+    retry_s = clamp_retry_s(wait_s)
     what = "room, a free slot or their turn" if fleet.config.takes_turns else "room or a free slot"
-    message = f"{max_queue} requests wait for {what}, the limit: {max_queue}; try again later"
+    message = (
+        f"{max_queue} requests wait for {what}, the limit: {max_queue}; try again in {math.ceil(retry_s)} s"
+    )
     return Reject(event.request_id, RejectReason.QUEUE_FULL, message, retry_s)
 
 
@@ -229,20 +237,21 @@ def _finish_request(fleet: Fleet, event: RequestFinished) -> list[Action]:
     request = fleet.queues.requests.get(event.request_id)
     if request is None:  # It was rejected meanwhile.
         return []
+    if event.how is not End.FAILED:
+        _learn_from_success(fleet, request)
     if event.how is End.STOPPED:
-        _learn_run_time(fleet, request)
         return _end_and_cancel(fleet, request)
-    if event.how is End.DONE:
-        _learn_run_time(fleet, request)
     replica = request.replica
     fleet.end(request)
     return _use_free_slot(fleet, replica)
 
 
-def _learn_run_time(fleet: Fleet, request: Request) -> None:
-    """Learn from a request how long those of its model run; nothing from a model that is gone."""
+def _learn_from_success(fleet: Fleet, request: Request) -> None:
+    """Learn that a replica works, and how long requests of its model run; nothing of one that is gone."""
     replica = request.replica
     if replica is not None and not replica.is_stale:
+        replica.has_served = True
+        replica.model.clear_failure(replica.worker)
         since_s = max(request.started_s, replica.ready_s)
         fleet.estimates.ran(request.model.name, fleet.now_s - since_s)
 
@@ -289,7 +298,6 @@ def _record_ready(fleet: Fleet, event: ModelReady) -> list[Action]:
     if replica.is_ready:  # What others had taken of it has come back.
         return []
     replica.is_ready, replica.ready_s = True, fleet.now_s
-    replica.model.clear_failure(replica.worker)
     replica.loaded_bytes = replica.total_bytes
     if not replica.running:
         replica.idle_since_s = fleet.now_s
@@ -306,28 +314,28 @@ def _record_turn(fleet: Fleet, worker: WorkerId, model: ModelId, *, is_in_turn: 
 
 
 def _handle_failure(fleet: Fleet, event: ModelFailed) -> list[Action]:
-    """Remove a replica: what a ready one was doing goes on elsewhere; a load would only fail again."""
+    """Remove a replica: what a proven one was doing goes on; one that was not would only fail again."""
     replica = _find_replica(fleet, event.worker, event.model)
     if replica is None:
         return []
-    model = replica.model
+    model, requests = replica.model, list(replica.running.values())
     message = f"model `{model.name}` failed on worker `{event.worker}`: {event.reason}"
-    model.record_failure(replica.worker)
     record_bytes(model, replica.worker, 0)
-    requests = list(replica.running.values())
-    if replica.is_ready:
-        for request in requests:
-            fleet.requeue(request)
-        fleet.remove(replica)
-        return _resume(fleet, requests, RejectReason.LOAD_FAILED, message)
-    if not model.usable.keys() - {event.worker}:
-        requests += model.waiting.values()
-        if is_failed_everywhere(fleet, model):
-            delay_s = FIRST_DELAY_S if model.failure is None else min(MAX_DELAY_S, 2 * model.failure.delay_s)
-            model.failure = LoadFailure(message, delay_s, fleet.now_s + delay_s)
-    actions: list[Action] = [reject(fleet, r, RejectReason.LOAD_FAILED, message) for r in requests]
+    for request in requests:
+        fleet.requeue(request)
     fleet.remove(replica)
-    return actions
+    if not replica.is_stale:  # Else it says nothing of the version that is deployed now.
+        if was_proven := is_proven(replica, fleet.now_s):
+            model.clear_failure(replica.worker)
+        model.record_failure(replica.worker)
+        if not was_proven:
+            back_off(fleet, model, message)
+            if refused := refuse_failing(fleet, model):
+                return refused
+            if not replica.is_ready:
+                failed = requests if model.usable else list(model.waiting.values())
+                return [reject(fleet, request, RejectReason.LOAD_FAILED, message) for request in failed]
+    return _resume(fleet, requests, RejectReason.LOAD_FAILED, message)
 
 
 # Workers.
@@ -361,11 +369,11 @@ def _resume(fleet: Fleet, requests: list[Request], reason: RejectReason, message
             actions.append(reject(fleet, request, RejectReason.MODEL_REMOVED, why_not))
         elif request.num_resumes > most:
             text = f"{message}; that was the loss number {request.num_resumes}, the limit: {most}"
-            actions.append(reject(fleet, request, reason, text))
+            actions.append(reject(fleet, request, reason, text, find_retry_s(fleet, model)))
         else:
             models[model.name] = model
     for model in models.values():
-        actions += fill_slots(fleet, model)
+        actions += refuse_failing(fleet, model) or fill_slots(fleet, model)
     return actions + refuse_hopeless(fleet)  # It may have been redeployed as a larger one.
 
 

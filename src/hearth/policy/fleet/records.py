@@ -42,11 +42,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
-    """A model's loads failed on every worker that could hold it."""
+    """A model failed, and no worker has room for it where it has not."""
 
     message: str
     delay_s: float
-    until_s: float  #: before that no load is tried again
+    until_s: float  #: before that it is not loaded where it failed
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +62,7 @@ class Model:
     is_stopped: bool = False
     #: Workers that were lost one after the other soon after it had begun to load on them.
     num_deadly_loads: int = 0
-    #: None: its last load did not fail, or may do better elsewhere.
+    #: The last time that it failed and had no other place; None: never, or it has served since.
     failure: LoadFailure | None = None
     bytes_by_rung: Mapping[Rung, int] | None = None
     #: Of its weights, in the device memory of workers that have any. Written only by `device_bytes.py`.
@@ -75,7 +75,7 @@ class Model:
     loading: dict[WorkerId, Replica] = field(default_factory=dict)
     #: Workers of `usable` replicas that have a free slot, by how many requests run there.
     with_free_slot: Ranking[WorkerId] = field(default_factory=Ranking)
-    #: Workers on which it failed and has not been ready since. They are tried again only where it has no
+    #: Workers on which it failed and has served nobody since. They are tried again only where it has no
     #: replica and no other worker has room: one broken device must not use up the requests of a model.
     failed_on: dict[WorkerId, Worker] = field(default_factory=dict)
     #: By number, ascending. Empty while any replica has a free slot.
@@ -130,7 +130,7 @@ class Model:
         self.failed_on[worker.name], worker.failed[self.name] = worker, self
 
     def clear_failure(self, worker: Worker) -> None:
-        """Forget that the model failed on a worker, where it is ready now."""
+        """Forget that the model failed on a worker, where it has served now."""
         self.failure = None
         self.failed_on.pop(worker.name, None)
         worker.failed.pop(self.name, None)
@@ -164,6 +164,7 @@ class Replica:
     loaded_bytes: int = 0  #: of `total_bytes`, those that are on the device now
     is_ready: bool = False
     ready_s: float = 0.0
+    has_served: bool = False  #: a request has run to its end on it
     #: Its worker has it step; always, where models do not take turns.
     is_in_turn: bool = True
     has_had_turn: bool = False
@@ -246,7 +247,7 @@ class Worker:
     #: Those of `replicas` with requests.
     busy: dict[ModelId, Replica] = field(default_factory=dict)
     drain: Drain | None = None
-    #: Models that failed here and have not been ready since.
+    #: Models that failed here and have served nobody since.
     failed: dict[ModelId, Model] = field(default_factory=dict)
     #: Models that have bytes here, with a replica or without. Written only by `device_bytes.py`.
     resident_models: dict[ModelId, Model] = field(default_factory=dict)

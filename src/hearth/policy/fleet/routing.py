@@ -149,15 +149,18 @@ def choose_place(
     return place
 
 
-def is_failed_everywhere(fleet: Fleet, model: Model) -> bool:
-    """True if a model has failed on every worker that could hold it."""
-    if model.profile is None:
+def has_untried_place(fleet: Fleet, model: Model) -> bool:
+    """True if a model could be loaded now where it has not failed, and nobody else waits for room.
+
+    No warm model goes for one that is deployed as pinned, as where that is loaded unasked.
+    """
+    if model.profile is None or any(name != model.name for name in fleet.queues.for_room):
         return False
-    for index, footprint in fleet.capacity.find_suited(model.profile):
-        suited = index.find_fitting(footprint, Hold.BUSY)
-        if any(name not in model.failed_on for name in suited):
-            return False
-    return True
+    most = Hold.BUSY if fleet.config.takes_turns else Hold.WARM
+    if model.profile.is_pinned:
+        most = Hold.RETAINED
+    barred = model.replicas.keys() | model.failed_on.keys()
+    return _choose_unbarred(fleet, model, model.profile, barred, ReservedWorkers(), most) is not None
 
 
 def _choose_unbarred(
