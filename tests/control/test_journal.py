@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import random
@@ -11,16 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hearth.control.driver import Driver
 from hearth.control.journal import Journal, Replay, previous, replay
-from hearth.control.metrics import Metrics
-from hearth.control.observer import Observer
-from hearth.control.pool_reports import PoolReports
 from hearth.errors import DataDirError
-from hearth.messages import HostModel
-from hearth.policy.fleet.events import BrainConfig, LoadModel, RequestArrived, WorkerJoined
-from hearth.policy.fleet.fleet import Fleet
-from hearth.types import ModelId, RequestId, WorkerId
+from hearth.policy.fleet.events import BrainConfig, RequestArrived
+from hearth.types import ModelId, RequestId
+from tests.control.broken_driver import run_broken_driver
 from tests.policy.fleet.world import MOVES, World
 
 PLENTY = 1 << 30
@@ -132,23 +126,10 @@ def test_what_was_recorded_is_on_disk_when_the_journal_is_closed(tmp_path: Path)
 
 
 def test_the_event_that_breaks_the_brain_is_recorded(tmp_path: Path) -> None:
-    asyncio.run(_break_the_brain(tmp_path / "journal"))
+    ended = run_broken_driver(tmp_path / "journal", "driver.post(JOINED)")
+    assert "service_broken part=driver error=AssertionError" in ended.stderr
     lines = (tmp_path / "journal").read_text().splitlines()
     assert [json.loads(line)["event"][0] for line in lines[1:]] == ["WorkerJoined"] * 2
-
-
-async def _break_the_brain(path: Path) -> None:
-    with Journal(path, BrainConfig(), PLENTY) as journal:
-        observer, pools = Observer(Metrics()), PoolReports()
-        driver = Driver(Fleet(BrainConfig()), journal, observer, pools, _no_order, list)
-        joined = WorkerJoined(1.0, WorkerId("w"), "cpu", 100)
-        driver.post(joined)
-        with pytest.raises(AssertionError, match="joined twice"):
-            driver.post(joined)
-
-
-def _no_order(order: LoadModel, hosting: int) -> HostModel:
-    raise AssertionError(f"nothing is deployed: {order=} {hosting=}")
 
 
 def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:

@@ -120,7 +120,13 @@ class Driver:
     # Events and actions.
 
     def post(self, event: Event) -> None:
-        """Tell the brain what happened and carry out what it orders."""
+        """Tell the brain what happened and carry out what it orders. An error in that ends the process."""
+        try:
+            self._post(event)
+        except Exception as error:  # books that are half changed would leave requests without an end
+            end_process("driver", error)
+
+    def _post(self, event: Event) -> None:
         actions: list[Action] = []
         try:
             actions = step(self.fleet, event)
