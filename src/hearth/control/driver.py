@@ -132,6 +132,8 @@ class Driver:
             actions = step(self.fleet, event)
         finally:  # The event that breaks the brain is the one that somebody will look for.
             self._journal.record(event, actions)
+        if self._journal.must_rotate:
+            self._journal.rotate(self.fleet)
         if isinstance(event, events.ModelRemoved):
             self._failures.pop(event.model, None)
         for sink in self._sinks:

@@ -67,9 +67,7 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
             takes_turns=service.turns,
         )
         catalog.check_settings()
-        journal = Journal(
-            *(data_dir.journal_path(), brain, service.journal_bytes, registry.renamed_digests())
-        )
+        journal = Journal(*(data_dir.journal_path, brain, service.journal_bytes, registry.renamed_digests()))
         stack.callback(journal.close)
         metrics = Metrics()
         observer, pools = Observer(metrics, takes_turns=service.turns), PoolReports()
