@@ -41,9 +41,7 @@ class LogRotation:
             try:
                 await asyncio.to_thread(rotate, self._path, self._max_bytes)
                 self._has_failed = False
-            except (
-                OSError
-            ) as error:  # a disk that is full, say; what is logged of it must not fill it further
+            except OSError as error:  # a full disk, say, which many such lines would not empty
                 if not self._has_failed:
                     log.warning("log_not_rotated path=%s reason=%s", self._path, error)
                 self._has_failed = True
