@@ -194,7 +194,7 @@ def leftovers(pids: Mapping[str, int]) -> list[str]:
 
 
 def journal_difference(data_dir: Path) -> list[str]:
-    found = replay(DataDir.open(data_dir).logs_path / "events.jsonl")
+    found = replay(DataDir.open(data_dir).journal_path)
     if found.first_difference is None:
         return []
     return [f"the event log does not give the same actions again: {found.first_difference}"]

@@ -86,7 +86,7 @@ class ArmService:
         replayed = _in_loop(replay(service.port, asked, self._arm, traffic.cutoff_s))
         gc.unfreeze()
         after = _in_loop(metrics_of(service.port))
-        path = DataDir(service.data_dir).logs_path / "events.jsonl"
+        path = DataDir(service.data_dir).journal_path
         journal = entries(path, replayed.began_s, replayed.ended_s)
         heard = [hear(reply) for reply in replayed.replies]
         found = outcomes(asked, heard, replayed)

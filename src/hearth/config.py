@@ -138,7 +138,7 @@ class ServiceConfig:
     max_pause: Annotated[float, _PAUSE_LIMITS] = 1.5
     #: Waiting for room for longer, a request has busy models drained for its own, if they cannot take turns.
     patience_s: _Wait = 2.0
-    journal_bytes: Annotated[int, Limits(0)] = 256 << 20  #: of the event log on disk
+    journal_bytes: Annotated[int, Limits(0)] = 256 << 20  #: of the newest events on disk
 
     def __post_init__(self) -> None:
         _check_section(self, "service")

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from hearth.control.datadir import DataDir
+from hearth.control.log_rotation import rotate
 from hearth.control.registry import Registry
 from hearth.control.views import UnloadView
 from tests.cli.fake_service import PROCESSES, FakeService, serving
@@ -327,6 +328,15 @@ def test_logs_prints_the_end_of_the_log(hearth: Hearth, data_dir: Path) -> None:
     path = DataDir.open(data_dir).log_path
     path.write_text("one\ntwo\nthree\n", encoding="utf-8")
     assert hearth("logs", "-n", "2").out == "two\nthree\n"
+
+
+def test_logs_goes_on_in_what_was_rotated(hearth: Hearth, data_dir: Path) -> None:
+    path = DataDir.open(data_dir).log_path
+    path.write_text("one\ntwo\nthree\n", encoding="utf-8")
+    rotate(path, max_bytes=10)
+    with path.open("a", encoding="utf-8") as log:
+        log.write("four\n")
+    assert hearth("logs", "-n", "2").out == "three\nfour\n"
 
 
 def test_logs_follows_what_is_added(data_dir: Path) -> None:

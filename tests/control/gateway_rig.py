@@ -57,7 +57,7 @@ class GatewayRig:
     def __init__(self, data_dir: DataDir, *, takes_turns: bool = False) -> None:
         config, brain = HearthConfig(), BrainConfig(takes_turns=takes_turns)
         self.registry = Registry.open(data_dir)
-        self.journal = Journal(data_dir.journal_path(), brain, 1 << 30)
+        self.journal = Journal(data_dir.journal_path, brain, 1 << 30)
         self.encoder = PromptEncoder(2.0)
         configs = {"tiny": ModelConfig(context=CONTEXT, pace=20.0)}
         catalog = Catalog(self.registry, configs, config.engine, config.service.keep_alive)

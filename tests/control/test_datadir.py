@@ -165,11 +165,3 @@ def test_a_private_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
     write_private(path, json.dumps("new"))
     assert (path.read_text(), mode(path)) == ('"new"', 0o600)
-
-
-def test_each_start_has_a_journal_and_the_one_before_is_kept(tmp_path: Path) -> None:
-    data_dir = DataDir.open(tmp_path)
-    data_dir.journal_path().write_text("first")
-    path = data_dir.journal_path()
-    assert not path.exists()
-    assert path.with_suffix(".1.jsonl").read_text() == "first"

@@ -68,7 +68,7 @@ class DeploymentsRig:
         config, brain = HearthConfig(), BrainConfig()
         self.data_dir, self.keeper = data_dir, Keeper()
         self.registry = Registry.open(data_dir)
-        self.journal = Journal(data_dir.journal_path(), brain, 1 << 30)
+        self.journal = Journal(data_dir.journal_path, brain, 1 << 30)
         catalog = Catalog(self.registry, models, config.engine, config.service.keep_alive)
         observer, pools = Observer(Metrics()), PoolReports()
         self.driver = Driver(

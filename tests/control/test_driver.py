@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from msgspec import structs
@@ -37,6 +38,7 @@ from hearth.messages import (
 from hearth.policy.fleet.events import ResidencyReported
 from hearth.sizes import StepLimits
 from hearth.types import Hold, ModelId, Pace, Rung, TurnEnd
+from tests.control.broken_driver import run_broken_driver
 from tests.control.gateway_rig import GatewayRig, RecordingLink, ask, emit, with_rig
 
 TINY = ModelId("tiny")
@@ -532,3 +534,17 @@ def test_a_worker_is_told_the_pace_of_a_request_and_how_long_ago_it_came(
         rig.gateway.end_all()
 
     with_rig(data_dir, scene)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        pytest.param("driver._carry_out(SetTimer(0.0)); driver.fleet = None", id="in a timer"),
+        pytest.param("task = asyncio.create_task(post_from_a_task(driver))", id="in a task"),
+        pytest.param("asyncio.get_running_loop().call_soon(driver.post, JOINED)", id="in a callback"),
+    ],
+)
+def test_a_bug_of_the_brain_ends_the_process_wherever_it_shows(tmp_path: Path, bug: str) -> None:
+    ended = run_broken_driver(tmp_path / "journal", bug)
+    assert ended.returncode == 1
+    assert "service_broken part=driver" in ended.stderr

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
+import base64
 import json
 import math
+import os
+import pickle
 import random
 import resource
 from pathlib import Path
@@ -18,9 +20,11 @@ from hearth.control.observer import Observer
 from hearth.control.pool_reports import PoolReports
 from hearth.errors import DataDirError
 from hearth.messages import HostModel
-from hearth.policy.fleet.events import BrainConfig, LoadModel, RequestArrived, WorkerJoined
+from hearth.policy.fleet.brain import step
+from hearth.policy.fleet.events import BrainConfig, LoadModel, RequestArrived, WorkerJoined, WorkerLost
 from hearth.policy.fleet.fleet import Fleet
 from hearth.types import ModelId, RequestId, WorkerId
+from tests.control.broken_driver import run_broken_driver
 from tests.policy.fleet.world import MOVES, World
 
 PLENTY = 1 << 30
@@ -87,6 +91,82 @@ def test_recording_ends_at_its_limit_and_says_so_once(
     assert [record.message.split()[0] for record in caplog.records] == ["journal_stopped"]
 
 
+def rotated(path: Path, seed: int, max_bytes: int) -> World:
+    """The same, by a journal that rotates as it does in the service."""
+    world = recorded(path.with_name("whole"), seed)
+    fleet = Fleet(world.fleet.config)
+    with Journal(path, fleet.config, max_bytes) as journal:
+        for event in world.events:
+            journal.record(event, step(fleet, event))
+            if journal.must_rotate:
+                journal.rotate(fleet)
+    return world
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_journal_rotates_and_keeps_the_newest_which_replays_from_a_snapshot(
+    tmp_path: Path, seed: int
+) -> None:
+    path = tmp_path / "journal"
+    world = rotated(path, seed, max_bytes=60_000)
+    older, newer = replay(previous(path)), replay(path)
+    assert older.first_difference is newer.first_difference is None
+    assert 0 < older.num_events + newer.num_events < len(world.events), "the oldest have given way"
+    newest = (tmp_path / "whole").read_bytes().splitlines()[-older.num_events - newer.num_events :]
+    files = [file.read_bytes().splitlines()[1:] for file in (previous(path), path)]
+    assert [line for lines in files for line in lines] == newest
+    assert path.stat().st_size + previous(path).stat().st_size < 60_000 + max(map(len, newest))
+
+
+def test_a_snapshot_that_leaves_no_room_for_events_ends_the_recording(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rotated(tmp_path / "journal", 1, max_bytes=3000)
+    assert replay(tmp_path / "journal").first_difference is None
+    (record,) = caplog.records
+    assert "journal_stopped" in record.message
+    assert "limit, a quarter of all: 750" in record.message
+
+
+def test_a_driver_rotates_its_journal(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    with Journal(path, BrainConfig(), 20_000) as journal:
+        observer, fleet = Observer(Metrics()), Fleet(BrainConfig())
+        driver = Driver(fleet, journal, observer, PoolReports(), _no_order, list)
+        for number in range(300):
+            driver.post(WorkerJoined(number, WorkerId(f"w{number}"), "cpu", 100))
+            driver.post(WorkerLost(number, WorkerId(f"w{number}")))
+    assert b'"w299"' in path.read_bytes()
+    assert replay(previous(path)).first_difference is replay(path).first_difference is None
+
+
+def _no_order(order: LoadModel, hosting: int) -> HostModel:
+    raise AssertionError(f"nothing is deployed: {order=} {hosting=}")
+
+
+class Harm:
+    """Whoever reads it back as any pickle makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self._path),)
+
+
+@pytest.mark.parametrize("is_harmful", [True, False])
+def test_a_snapshot_that_is_no_fleet_is_refused(tmp_path: Path, is_harmful: bool) -> None:
+    path = tmp_path / "journal"
+    rotated(path, 1, max_bytes=60_000)
+    header, *events = path.read_text().splitlines(keepends=True)
+    other = Harm(tmp_path / "harm") if is_harmful else BrainConfig()
+    changed = json.loads(header) | {"fleet": base64.b64encode(pickle.dumps(other)).decode()}
+    path.write_text("".join([json.dumps(changed) + "\n", *events]))
+    with pytest.raises(DataDirError, match="snapshot"):
+        replay(path)
+    assert not (tmp_path / "harm").exists()
+
+
 def test_a_disk_that_takes_no_more_ends_the_recording_and_not_the_service(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -100,12 +180,17 @@ def test_a_disk_that_takes_no_more_ends_the_recording_and_not_the_service(
     assert [record.message.split()[0] for record in caplog.records] == ["journal_stopped"]
 
 
-def test_the_journal_before_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
+def test_a_journal_that_cannot_be_begun_is_told_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(DataDirError, match=r"cannot be begun: .*choose another: `--data-dir`"):
+        Journal(tmp_path / "nowhere" / "journal", BrainConfig(), PLENTY)
+
+
+def test_each_start_has_a_journal_and_the_one_before_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
     recorded(path, seed=1)
     first = path.read_bytes()
     recorded(path, seed=2)
-    assert previous(path).read_bytes() == first
+    assert (tmp_path / "events.1.jsonl").read_bytes() == first
 
 
 def test_what_was_recorded_is_on_disk_when_the_journal_is_closed(tmp_path: Path) -> None:
@@ -132,23 +217,10 @@ def test_what_was_recorded_is_on_disk_when_the_journal_is_closed(tmp_path: Path)
 
 
 def test_the_event_that_breaks_the_brain_is_recorded(tmp_path: Path) -> None:
-    asyncio.run(_break_the_brain(tmp_path / "journal"))
+    ended = run_broken_driver(tmp_path / "journal", "driver.post(JOINED)")
+    assert "service_broken part=driver error=AssertionError" in ended.stderr
     lines = (tmp_path / "journal").read_text().splitlines()
     assert [json.loads(line)["event"][0] for line in lines[1:]] == ["WorkerJoined"] * 2
-
-
-async def _break_the_brain(path: Path) -> None:
-    with Journal(path, BrainConfig(), PLENTY) as journal:
-        observer, pools = Observer(Metrics()), PoolReports()
-        driver = Driver(Fleet(BrainConfig()), journal, observer, pools, _no_order, list)
-        joined = WorkerJoined(1.0, WorkerId("w"), "cpu", 100)
-        driver.post(joined)
-        with pytest.raises(AssertionError, match="joined twice"):
-            driver.post(joined)
-
-
-def _no_order(order: LoadModel, hosting: int) -> HostModel:
-    raise AssertionError(f"nothing is deployed: {order=} {hosting=}")
 
 
 def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import difflib
 import re
 import sqlite3
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from hypothesis import given
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from hearth.config import ModelConfig
 from hearth.control.datadir import DataDir
+from hearth.control.nearest_name import MAX_COMPARED
 from hearth.control.registry import Deployed, Names, Registry, check_name
 from hearth.errors import ConfigError, DataDirError, NameTaken, RequestError, UnknownModel
 from tests.policy.fleet.test_footprint import LARGE
@@ -241,3 +244,24 @@ def test_an_unknown_name_is_answered_with_what_there_is(
     with pytest.raises(UnknownModel) as caught:
         Names(deployed, {}).resolve(name)
     assert str(caught.value) == f"no model is deployed under `{name}`; {hint}"
+
+
+def test_the_nearest_of_thousands_of_names_is_found_without_comparing_with_each() -> None:
+    names = Names(
+        [replace(TINY, name=f"org-{kind}-{i:04d}") for i in range(700) for kind in ("llama", "qwen", "phi")],
+        {},
+    )
+    num_compared = 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal num_compared
+        is_comparison = frame.f_code is difflib.SequenceMatcher.real_quick_ratio.__code__
+        num_compared += event == "call" and is_comparison
+
+    sys.setprofile(count)
+    try:
+        error = names.unknown("org-lama-0420")
+    finally:
+        sys.setprofile(None)
+    assert str(error).endswith("did you mean `org-llama-0420`?")
+    assert 0 < num_compared <= MAX_COMPARED

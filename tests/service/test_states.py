@@ -9,6 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from hearth.control.log_rotation import MAX_LOG_BYTES, rotated_path
 from tests.service.checkpoints import write_tiny
 from tests.service.harness import SMALL, Service, Shelf, eventually, serving
 
@@ -207,3 +208,11 @@ def test_a_model_is_deployed_replaced_and_removed_while_the_service_runs(
         ask(crowded, "passing")
     eventually("it has left memory", lambda: "passing" not in crowded.residents())
     assert (place / "weights.bin").exists()  # it was deployed from there
+
+
+def test_the_log_is_rotated_while_the_service_runs(crowded: Service) -> None:
+    path = crowded.data_dir / "logs" / "service.log"
+    with path.open("ab") as log:
+        log.write(b"\n" * (MAX_LOG_BYTES + 1))
+    eventually("the log is short", lambda: path.stat().st_size < MAX_LOG_BYTES)
+    assert rotated_path(path).exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from contextlib import suppress
 from typing import Annotated
 
 import msgspec
@@ -24,6 +25,7 @@ from hearth.cli.figures import duration, precise, size
 from hearth.cli.pool_bars import keys_of, pool_lines, signs_for
 from hearth.cli.tab_completion import ModelName
 from hearth.control.datadir import DataDir
+from hearth.control.log_rotation import rotated_path
 from hearth.control.views import ProcessView, ResidentView, UnloadView
 from hearth.errors import DataDirError
 
@@ -107,9 +109,12 @@ def logs(
         raise DataDirError(f"no log at `{path}`; `hearth serve` writes it: name its `--data-dir`")
     if follow:  # tail waits for the file itself and goes on when it is replaced
         os.execvp("tail", ["tail", "-n", str(num_lines), "-F", str(path)])
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in deque(lines, maxlen=num_lines):
-            typer.echo(line, nl=False)
+    last: deque[str] = deque(maxlen=num_lines)
+    for part in (rotated_path(path), path):  # or there would be next to nothing after a rotation
+        with suppress(FileNotFoundError), part.open(encoding="utf-8", errors="replace") as lines:
+            last.extend(lines)
+    for line in last:
+        typer.echo(line, nl=False)
 
 
 def _fate(view: UnloadView) -> str:

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
@@ -29,8 +29,6 @@ from hearth.errors import ConfigError
 BACKLOG = 2048
 #: Time for connections to close when everything has been answered.
 HANG_UP_S = 2
-#: A log that has grown beyond this is set aside when the service starts.
-MAX_LOG_BYTES = 16 << 20
 
 log = logging.getLogger(__name__)
 
@@ -141,9 +139,6 @@ def _explained(service: ServiceConfig) -> Iterator[None]:
 @contextmanager
 def _log_file(path: Path) -> Iterator[None]:
     """Log to a file as well, to which the processes of the service write too."""
-    with suppress(FileNotFoundError):
-        if path.stat().st_size > MAX_LOG_BYTES:
-            os.replace(path, path.with_suffix(".log.1"))
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     logging.getLogger().addHandler(handler)

@@ -150,12 +150,9 @@ class DataDir:
     def run_path(self) -> Path:
         return self.path / "run"
 
+    @property
     def journal_path(self) -> Path:
-        """Return a new file for the events of a service that starts; the file before is set aside."""
-        path = self.logs_path / "events.jsonl"
-        with _translated(self.path), suppress(FileNotFoundError):
-            path.replace(path.with_suffix(".1.jsonl"))
-        return path
+        return self.logs_path / "events.jsonl"
 
     @property
     def _lock_path(self) -> Path:

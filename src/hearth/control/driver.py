@@ -121,12 +121,20 @@ class Driver:
     # Events and actions.
 
     def post(self, event: Event) -> None:
-        """Tell the brain what happened and carry out what it orders."""
+        """Tell the brain what happened and carry out what it orders. An error in that ends the process."""
+        try:
+            self._post(event)
+        except Exception as error:  # books that are half changed would leave requests without an end
+            end_process("driver", error)
+
+    def _post(self, event: Event) -> None:
         actions: list[Action] = []
         try:
             actions = step(self.fleet, event)
         finally:  # The event that breaks the brain is the one that somebody will look for.
             self._journal.record(event, actions)
+        if self._journal.must_rotate:
+            self._journal.rotate(self.fleet)
         if isinstance(event, events.ModelRemoved):
             self._failures.pop(event.model, None)
         for sink in self._sinks:

@@ -7,19 +7,25 @@ actions that followed, both under the names of their types:
 
 `replay` runs the events through a new fleet and demands the very same actions: the proof that whatever else
 drives the brain, a simulator or a test, runs the policy that was live.
+
+A file that has taken half of the journal's bytes is set aside for the next one, whose first line also holds
+the fleet as it was: its events are replayed from there, and what happened last is always on disk.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import logging
 import math
-import os
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self, get_args
+from typing import BinaryIO, Self, get_args
 
 import msgspec
 
@@ -30,17 +36,19 @@ from hearth.policy.fleet.fleet import Fleet
 
 log = logging.getLogger(__name__)
 
-#: Raise it when events, actions or decisions change, so that an old recording is not taken for a wrong one.
-VERSION = 5
+#: Raise it when events, actions, decisions or the records of the fleet change, so that an old recording is
+#: not taken for a wrong one.
+VERSION = 6
 
 _EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 _ENCODER = msgspec.json.Encoder()
 
 
 class Journal:
-    """The file of events. Mutable; written by the driver alone. The one before is kept as `*.previous`.
+    """The file of events, and the one before. Mutable; written by the driver alone.
 
-    Recording ends, logged once, at `max_bytes` or when the disk takes no more: the service matters more.
+    Both together take `max_bytes`. Recording ends, logged once, where that is too little for a snapshot or
+    the disk takes no more: the service matters more.
     """
 
     def __init__(
@@ -53,18 +61,55 @@ class Journal:
         """Begin a file. `renamed_digests`: new by old, of models whose digests changed with their format.
 
         They stand in the first line, so that who compares with an older recording finds the same models.
+
+        Raises:
+            DataDirError: the file cannot be written.
         """
-        if path.exists():
-            os.replace(path, previous(path))
         self.path = path
         self.is_full = False
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._file = open(path, "wb")  # noqa: SIM115 it is open for the object's life
-        header: dict[str, object] = {"version": VERSION, "config": config}
+        self._header: dict[str, object] = {"version": VERSION, "config": config}
         if renamed_digests:
-            header["renamed_digests"] = dict(renamed_digests)
-        self._write(_infinite_json(header))
+            self._header["renamed_digests"] = dict(renamed_digests)
+        try:
+            self._file = _next_file(path)
+        except OSError as error:
+            raise DataDirError(
+                f"the journal `{path}` cannot be begun: {error}; check the data directory, or choose "
+                "another: `--data-dir`"
+            ) from error
+        self._write(_infinite_json(self._header))
+
+    @property
+    def must_rotate(self) -> bool:
+        """True if the file has its half of the bytes: the other half is that of the file before."""
+        return self._num_bytes >= self._max_bytes // 2 and not self.is_full
+
+    def rotate(self, fleet: Fleet) -> None:
+        """Set the file aside and begin the next one with the fleet, to which all that was recorded happened.
+
+        That took 130 ms for 2,000 loaded models with a request each, and is due every 400,000 events or so.
+        """
+        try:
+            snapshot = base64.b64encode(pickle.dumps(fleet)).decode()
+        except RecursionError:
+            self._stop("the fleet refers to itself too deeply for a snapshot")
+            return
+        header = _infinite_json({**self._header, "fleet": snapshot})
+        if len(header) > self._max_bytes // 4:  # or it would be time for the next one before long
+            self._stop(
+                f"a snapshot takes {len(header)} bytes, limit, a quarter of all: {self._max_bytes // 4}"
+            )
+            return
+        try:
+            self._file.close()
+            self._file = _next_file(self.path)
+        except OSError as error:
+            self._stop(f"the next file cannot be begun: {error}")
+            return
+        self._num_bytes = 0
+        self._write(header)
 
     def record(self, event: Event, actions: Sequence[Action]) -> None:
         if self.is_full:
@@ -114,13 +159,13 @@ class Replay:
 
 
 def replay(path: Path) -> Replay:
-    """Run the events of a journal through a new fleet, until the first difference.
+    """Run the events of a file through a new fleet, or that of its snapshot, until the first difference.
 
     Raises:
         DataDirError: it is no journal, or one of another version.
     """
     lines = _lines(path)
-    fleet = Fleet(_config(path, next(lines, b"")))
+    fleet = _first_fleet(path, next(lines, b""))
     num_events = 0
     for line in lines:
         if not line.endswith(b"\n"):
@@ -136,7 +181,15 @@ def replay(path: Path) -> Replay:
 
 
 def previous(path: Path) -> Path:
-    return path.with_name(f"{path.name}.previous")
+    """Return where the file before lies: `events.1.jsonl` for `events.jsonl`."""
+    return path.with_name(f"{path.stem}.1{path.suffix}")
+
+
+def _next_file(path: Path) -> BinaryIO:
+    """Set the file aside that is there, and open a new one."""
+    with suppress(FileNotFoundError):
+        path.replace(previous(path))
+    return path.open("wb")
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -144,17 +197,41 @@ def _lines(path: Path) -> Iterator[bytes]:
         yield from file
 
 
-def _config(path: Path, line: bytes) -> BrainConfig:
+def _first_fleet(path: Path, line: bytes) -> Fleet:
+    """Return the fleet that the first event of a file happened to."""
     try:
         header = json.loads(line)
         version = header["version"]
+        if version == VERSION and "fleet" in header:
+            return _restored(path, header["fleet"])
         if version == VERSION:
-            return msgspec.convert(header["config"], BrainConfig)
+            return Fleet(msgspec.convert(header["config"], BrainConfig))
     except (ValueError, KeyError, TypeError) as error:
         raise DataDirError(
             f"no journal, its first line tells no version and configuration: {path}"
         ) from error
     raise DataDirError(f"the journal is of version {version}, this program replays: {VERSION}; file: {path}")
+
+
+def _restored(path: Path, snapshot: str) -> Fleet:
+    try:
+        fleet = _FleetReader(io.BytesIO(base64.b64decode(snapshot))).load()
+    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as error:
+        raise DataDirError(f"the snapshot in the first line is damaged: {error}; file: {path}") from error
+    if not isinstance(fleet, Fleet):
+        raise DataDirError(f"the snapshot is no fleet, but: {type(fleet).__name__}; file: {path}")
+    return fleet
+
+
+class _FleetReader(pickle.Unpickler):
+    """Reads a snapshot. Makes nothing but records of the policy: a journal may come from anywhere."""
+
+    def find_class(self, module: str, name: str) -> type:
+        if module == "hearth.types" or module.startswith("hearth.policy."):
+            found = super().find_class(module, name)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
+        raise pickle.UnpicklingError(f"a fleet has no `{module}.{name}`")
 
 
 def _parsed(line: bytes) -> tuple[Event, object]:

@@ -8,13 +8,14 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
 
 from hearth.config import ModelConfig
 from hearth.control.datadir import DataDir
+from hearth.control.nearest_name import NearestName
 from hearth.errors import ConfigError, DataDirError, NameTaken, RequestError, StoreFull, UnknownModel
 from hearth.policy.fleet.footprint import Facts
 
@@ -277,13 +278,23 @@ class Names:
         return UnknownModel(f"no model is deployed under `{name:.80}`; {self._hint(name)}")
 
     def _hint(self, name: str) -> str:
-        known = [*self._by_name, *(a for a, n in self._name_by_alias.items() if n in self._by_name)]
-        if nearest := get_close_matches(name[:128], known, n=1):
-            return f"did you mean `{nearest[0]}`?"
-        if not known:
+        if (nearest := self._nearest.find(name)) is not None:
+            return f"did you mean `{nearest}`?"
+        if not self._known:
             return "none is; deploy one with `hearth deploy SOURCE`"
-        more = ", ..." if len(known) > _MAX_LISTED else ""
-        return f"deployed: {', '.join(sorted(known)[:_MAX_LISTED])}{more}"
+        more = ", ..." if len(self._known) > _MAX_LISTED else ""
+        return f"deployed: {', '.join(self._known[:_MAX_LISTED])}{more}"
+
+    # Made when the first unknown name is asked for, and kept: many may follow.
+
+    @cached_property
+    def _known(self) -> list[str]:
+        aliases = (alias for alias, name in self._name_by_alias.items() if name in self._by_name)
+        return sorted({*self._by_name, *aliases})
+
+    @cached_property
+    def _nearest(self) -> NearestName:
+        return NearestName(self._known)
 
 
 def _check_table(name: str) -> None:

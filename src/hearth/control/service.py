@@ -24,6 +24,7 @@ from hearth.control.gateway import Gateway
 from hearth.control.host_reports import HostReports
 from hearth.control.journal import Journal
 from hearth.control.keys import ApiKeys, is_loopback
+from hearth.control.log_rotation import LogRotation
 from hearth.control.metrics import Metrics
 from hearth.control.observer import Observer
 from hearth.control.pool_reports import PoolReports
@@ -66,9 +67,7 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
             takes_turns=service.turns,
         )
         catalog.check_settings()
-        journal = Journal(
-            *(data_dir.journal_path(), brain, service.journal_bytes, registry.renamed_digests())
-        )
+        journal = Journal(*(data_dir.journal_path, brain, service.journal_bytes, registry.renamed_digests()))
         stack.callback(journal.close)
         metrics = Metrics()
         observer, pools = Observer(metrics, takes_turns=service.turns), PoolReports()
@@ -86,6 +85,7 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         stack.callback(server.close)
         port: int = server.sockets[0].getsockname()[1]
         log_file = stack.enter_context(data_dir.log_path.open("ab"))
+        stack.push_async_callback(LogRotation(data_dir.log_path).close)
         supervisor = Supervisor(
             setup_of=_worker_setups(config, devices, receiver.secret, port, socket, data_dir),
             keeper=KeeperSetup(
