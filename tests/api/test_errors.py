@@ -39,7 +39,12 @@ USER = {"role": "user", "content": "Hi"}
         ({"n": 1.5}, "n", "`n`: input should be a valid integer"),
         ({"max_tokens": "5"}, "max_tokens", "`max_tokens`: input should be a valid integer, given: '5'"),
         ({"stop": [5]}, "stop[0]", "`stop[0]`: input should be a valid string, given: 5"),
-        ({"stop": ["x"] * 17}, "stop", "`stop`: "),
+        ({"stop": ["x"] * 17}, "stop", "`stop`: at most 16 stop strings are looked for, given: 17"),
+        (
+            {"stop": ["x" * 512, "y" * 513]},
+            "stop",
+            "`stop`: all stop strings together may have 1024 characters, given: 1025; shorten them or",
+        ),
         ({"messages": []}, "messages", "`messages`: list should have at least 1 item"),
         ({"messages": [USER, {"content": "Hi"}]}, "messages[1].role", "`messages[1].role`: field required"),
         (
@@ -198,7 +203,7 @@ MANY = 200_000
         ("completions", {"prompt": ["a", 1] * MANY}, "prompt[0]"),
         ("completions", {"prompt": ["a"] * MANY}, "prompt"),
         ("completions", {"prompt": [[1], ["a"] * MANY]}, "prompt[1][0]"),
-        ("completions", {"prompt": "a", "stop": [1] * MANY}, "stop[0]"),
+        ("completions", {"prompt": "a", "stop": [1] * MANY}, "stop"),
         ("completions", {"prompt": "a", "stop_token_ids": ["a"] * MANY}, "stop_token_ids[0]"),
         ("completions", {"prompt": "a", "logit_bias": {str(n): "a" for n in range(MANY)}}, "logit_bias"),
     ],

@@ -117,6 +117,35 @@ def test_one_text_that_breaks_leaves_the_others_alone(
     assert SECRET not in caplog.text
 
 
+def test_workers_take_turns_so_that_none_waits_for_the_backlog_of_another(converted: Path) -> None:
+    tokenizer = Tokenizer.load(converted)
+    has_begun, may_go_on = threading.Event(), threading.Event()
+
+    class Slow(Transcript):
+        def push(self, token: int, finish_reason: FinishReason | None) -> TextDelta:
+            has_begun.set()
+            assert may_go_on.wait(60)
+            return super().push(token, finish_reason)
+
+    runs = {1: active(tokenizer, 1, Slow), 2: active(tokenizer, 2)}
+
+    async def scene(decoder: FactDecoder, delivered: asyncio.Queue[DecodedFact]) -> None:
+        busy, other = Nobody(), Nobody()
+        for token in (10, 11, 12, 13):
+            decoder.decode(busy, body(StepDone(MODEL, [1], [token])))  # type: ignore[arg-type] # as much of a link as is needed
+        decoder.left(busy)  # type: ignore[arg-type] # likewise
+        await asyncio.to_thread(has_begun.wait, 60)
+        decoder.decode(other, body(StepDone(MODEL, [2], [20])))  # type: ignore[arg-type] # likewise
+        may_go_on.set()
+        facts = [await delivered.get() for _ in range(6)]
+        of_busy = [fact for fact in facts if fact.link is busy]  # type: ignore[comparison-overlap] # likewise
+        assert [token.delta.token for fact in of_busy for token in fact.tokens] == [10, 11, 12, 13]
+        assert of_busy[-1].fact is None
+        assert [fact.link is other for fact in facts].index(True) <= 2  # type: ignore[comparison-overlap] # likewise
+
+    with_decoder(runs, scene)
+
+
 @pytest.mark.parametrize(
     "junk", [b"junk", body(StepDone(MODEL, [1], [10, 11]))], ids=["no message", "rows that do not match"]
 )

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 
 from hearth.text.detokenizer import Detokenizer, prompt_text
 from hearth.text.tokenizer import REPLACEMENT, Tokenizer
@@ -277,3 +278,23 @@ def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
     tokens = ((i, tokenizer.token(i)) for i in reversed(range(700)))
     id_by_bytes = {tokenizer.spelling.bytes_of(token): i for i, token in tokens if token is not None}
     return [id_by_bytes[bytes([byte])] for byte in data]
+
+
+def test_tokens_without_text_are_not_decoded_again_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = Backend(models.WordPiece({"<unk>": 0, "warm": 1, "##": 2}, unk_token="<unk>"))
+    backend.decoder = decoders.WordPiece()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    decode, sizes = Tokenizer.decode, []
+
+    def recorded(self: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        sizes.append(len(ids))
+        return decode(self, ids, skip_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "decode", recorded)
+
+    streamed = pieces(Detokenizer(Tokenizer.load(tmp_path)), [1, *[2] * 100, 1])
+
+    assert "".join(streamed) == "warm warm"
+    assert max(sizes) < 20

@@ -28,9 +28,9 @@ def stream(stops: StopStrings, pieces: list[str]) -> Outcome:
     return Outcome(sent + stops.flush(), False)
 
 
-def oracle(text: str, stops: list[str], include: bool) -> Outcome:
-    """Read the whole text letter by letter until a stop string ends there."""
-    for end in range(len(text) + 1):
+def oracle(text: str, stops: list[str], include: bool, num_skipped: int = 0) -> Outcome:
+    """Read the whole text letter by letter until a stop string ends there, behind the skipped letters."""
+    for end in range(num_skipped + 1, len(text) + 1):
         ended = [stop for stop in stops if text[:end].endswith(stop)]
         if ended:
             start = end - max(map(len, ended))
@@ -56,6 +56,30 @@ def test_holds_back_only_what_may_begin_a_stop_string(pieces: list[str], stops: 
         held = seen.removeprefix(sent)
         assert sent + held == seen
         assert not held or any(stop.startswith(held) for stop in stops)
+
+
+@given(skipped=letters, pieces=st.lists(letters, max_size=6), stops=stop_lists, include=st.booleans())
+def test_a_stop_string_counts_if_it_ends_after_the_skipped_text(
+    skipped: str, pieces: list[str], stops: list[str], include: bool
+) -> None:
+    matcher = StopStrings(stops, include)
+    begin = matcher.skip(skipped)
+    outcome = stream(matcher, pieces)
+
+    assert Outcome(begin + outcome.text, outcome.is_stopped) == oracle(
+        skipped + "".join(pieces), stops, include, num_skipped=len(skipped)
+    )
+
+
+def test_a_piece_costs_the_same_however_many_and_long_the_stop_strings_are() -> None:
+    """To compare every piece with every beginning of every stop string would take many minutes."""
+    stops = StopStrings(["a" * 8_000 + "b", *(letter * 8_000 for letter in "bcdefghijklmnop")])
+    num_pieces = 20_000
+
+    sent = "".join(stops.push("aaaa").text for _ in range(num_pieces))
+
+    assert sent + stops.flush() == "aaaa" * num_pieces
+    assert len(sent) == 4 * num_pieces - 8_000
 
 
 def test_a_stop_string_split_across_pieces_is_never_sent() -> None:

@@ -128,7 +128,7 @@ def test_calls_beyond_the_limit_are_left_out() -> None:
 
 FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "<tool", "_call>", "<", "\n", " ", "text", ";", "<|python_tag|>"),
-    *(WEATHER, BARE, '{"name": "no"}', "{", "}", '"name"', '{"type": ', "é"),
+    *(WEATHER, BARE, '{"name": "no"}', "{", "}", '"name"', '{"type": ', "é", '"', "\\"),
 ]
 
 
@@ -142,6 +142,45 @@ def test_the_outcome_does_not_depend_on_the_pieces(format: ToolFormat, text: str
     pieces = [text[begin:end] for begin, end in pairwise(ends)]
 
     assert parsed(format, pieces) == parsed(format, [text]) == parsed(format, list(text))
+
+
+#: So many that all would take an hour if each piece had those before it read again.
+MANY = 100_000
+
+
+@pytest.mark.parametrize("piece", ["<p>", "}{", "> \\\\\\n"])
+@pytest.mark.parametrize(
+    ("format", "begin", "end"),
+    [
+        (ToolFormat.HERMES, '<tool_call>{"name": "add", "arguments": {"x": "', '"}}</tool_call>'),
+        (ToolFormat.LLAMA3, '{"name": "add", "parameters": {"x": "', '"}}'),
+    ],
+)
+def test_a_piece_of_a_call_costs_the_same_however_long_the_call_is(
+    format: ToolFormat, begin: str, end: str, piece: str
+) -> None:
+    written = parsed(format, [begin, *[piece] * MANY, end])
+
+    assert written == [ToolCall("add", json.dumps({"x": json.loads(f'"{piece}"') * MANY}))]
+
+
+@pytest.mark.parametrize("format", ToolFormat)
+def test_white_space_costs_the_same_however_much_there_is(format: ToolFormat) -> None:
+    pieces = [" " * 64] * MANY
+
+    assert parsed(format, pieces) == ["".join(pieces)]
+
+
+def test_many_calls_that_a_broken_string_hides_are_each_read_once() -> None:
+    text = '<tool_call>"</tool_call>' + '<tool_call>\\"</tool_call>' * (MANY // 4)
+
+    assert parsed(ToolFormat.HERMES, [text]) == [text]
+
+
+def test_a_call_behind_one_whose_string_never_ends_is_found() -> None:
+    broken = '<tool_call>{"name": "ad</tool_call>'
+
+    assert parsed(ToolFormat.HERMES, [f"{broken}<tool_call>{WEATHER}</tool_call>"]) == [broken, PARIS]
 
 
 @given(st.sampled_from(ToolFormat), st.text(), st.integers(0, 50))

@@ -33,6 +33,9 @@ from hearth.types import SamplingParams
 MAX_INT = 2**31 - 1
 #: The most tokens whose logits one request may change.
 MAX_BIASES = 1024
+#: The most stop strings of one request, and the most characters of all of them together.
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
 
 
 def _whole_characters(text: str) -> str:
@@ -50,8 +53,24 @@ def _few_biases(bias_by_token: object) -> object:
     return bias_by_token
 
 
+def _few_stops(stops: object) -> object:
+    """Refuse too much to look for; each stop string alone is checked as a field is."""
+    if isinstance(stops, list):
+        if len(stops) > MAX_STOPS:
+            raise ValueError(
+                f"at most {MAX_STOPS} stop strings are looked for, given: {len(stops)}; send fewer"
+            )
+        num_chars = sum(len(stop) for stop in stops if isinstance(stop, str))
+        if num_chars > MAX_STOP_CHARS:
+            raise ValueError(
+                f"all stop strings together may have {MAX_STOP_CHARS} characters, given: {num_chars}; "
+                "shorten them or send fewer"
+            )
+    return stops
+
+
 Text = Annotated[str, AfterValidator(_whole_characters)]
-Stop = Annotated[Text, Field(max_length=1024)]
+Stop = Annotated[Text, Field(max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
@@ -145,8 +164,11 @@ class Body(Strict):
     )
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False, description="0 is greedy.")
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
-    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = Field(
-        None, description="Up to 16 texts at which the answer ends."
+    stop: Annotated[
+        Stop | Annotated[list[Stop], Field(fail_fast=True)] | None, BeforeValidator(_few_stops)
+    ] = Field(
+        None,
+        description=f"Up to {MAX_STOPS} texts at which the answer ends; {MAX_STOP_CHARS} characters in all.",
     )
     seed: Seed | None = Field(None, description="The same seed and parameters give the same answer.")
     presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)

@@ -1,7 +1,8 @@
 """Decodes what workers send away from the event loop: frames to facts, tokens to text. Decides nothing.
 
-One thread does it for all workers, so that everything stays in the order in which it was sent, the end of a
-connection included.
+One thread does it for all workers. All that one worker sends stays in the order in which it was sent, the end
+of its connection included. Workers take turns, a frame each, so that requests on one do not wait for the
+backlog of another.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -77,12 +79,27 @@ class FactDecoder:
 
     def _run(self) -> None:
         try:
-            while (item := self._inbox.get()) is not None:
-                decoded = self._decoded(*item)
+            for link, body in self._turns():
+                decoded = self._decoded(link, body)
                 if decoded is not None:
                     self._on_loop(partial(self._deliver, decoded))
         except BaseException as error:
             end_process("fact_decoder", error)
+
+    def _turns(self) -> Iterator[tuple[WorkerLink, bytes | None]]:
+        """Yield the frames of all links, of each the next one in turn, until the inbox is closed."""
+        waiting: dict[WorkerLink, deque[bytes | None]] = {}  # whose turn is next comes first
+        while True:
+            while not waiting or not self._inbox.empty():
+                if (item := self._inbox.get()) is None:
+                    return
+                link, body = item
+                waiting.setdefault(link, deque()).append(body)
+            link = next(iter(waiting))
+            bodies = waiting.pop(link)
+            yield link, bodies.popleft()
+            if bodies:
+                waiting[link] = bodies
 
     def _decoded(self, link: WorkerLink, body: bytes | None) -> DecodedFact | None:
         if body is None:

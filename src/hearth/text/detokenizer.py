@@ -128,6 +128,8 @@ class _Window:
             return ""
         if text:
             self._window = self._window[self._num_context :]
+        elif len(self._window) > _MAX_TAIL_TOKENS:
+            self._window.pop()  # or every token without text would cost as much as all before it
         self._num_context = len(self._window)
         self._context_text = self._decode(self._window)
         return text

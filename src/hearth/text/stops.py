@@ -1,9 +1,16 @@
-"""Finds stop strings in streamed text, also where one is split across pieces. Knows no tokens."""
+"""Finds stop strings in streamed text, also where one is split across pieces. Knows no tokens.
+
+All stop strings of a request are one automaton, that of Aho and Corasick: a trie of them whose nodes know
+where to go on when the next character does not fit. Each character of the text is read once, however many and
+long the stop strings are, so that those of one client do not slow down the text of all others.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,23 +31,36 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         """Look for `stops`; `include` keeps the one that is found at the end of the text."""
         assert all(stops), f"empty stop string in {stops!r}"
-        self._stops = tuple(stops)
+        self._automaton = _automaton(tuple(stops)) if stops else None
         self._include = include
-        #: The longest end of the text so far with which a stop string begins; never a whole one.
+        self._node = ROOT  #: of the automaton, after the text so far
+        #: The longest end of the text so far with which a stop string begins and may go on: that of the node.
         self._held = ""
         self._is_stopped = False
 
     def push(self, text: str) -> StopMatch:
         assert not self._is_stopped, f"text after a stop string: {text!r}"
-        text = self._held + text
-        if span := self._first_stop(text):
-            self._held, self._is_stopped = "", True
-            return StopMatch(text[: span.stop if self._include else span.start], stopped=True)
+        if self._automaton is None:
+            return StopMatch(text, stopped=False)
+        if self._node == ROOT and self._automaton.first_chars.isdisjoint(text):
+            return StopMatch(text, stopped=False)  # as most text is
+        for num_read, char in enumerate(text, start=1):
+            self._node = self._automaton.next(self._node, char)
+            if length := self._automaton.match_lengths[self._node]:
+                end = len(self._held) + num_read
+                safe = (self._held + text)[: end if self._include else end - length]
+                self._held, self._is_stopped = "", True
+                return StopMatch(safe, stopped=True)
         return StopMatch(self._hold_back(text), stopped=False)
 
     def skip(self, text: str) -> str:
         """Take text in which no stop string counts, though one may begin; returns what is safe to send."""
-        return self._hold_back(self._held + text)
+        if self._automaton is None:
+            return text
+        for char in text:
+            self._node = self._automaton.next(self._node, char)
+        self._node = self._automaton.open_end(self._node)
+        return self._hold_back(text)
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of the output; empty after a stop."""
@@ -48,17 +68,71 @@ class StopStrings:
         return held
 
     def _hold_back(self, text: str) -> str:
-        num_safe = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        assert self._automaton is not None, "nothing is held back where there are no stop strings"
+        text = self._held + text
+        num_safe = len(text) - self._automaton.depths[self._node]
         self._held = text[num_safe:]
         return text[:num_safe]
 
-    def _first_stop(self, text: str) -> range | None:
-        starts = [(text.find(stop), len(stop)) for stop in self._stops]
-        spans = [range(start, start + length) for start, length in starts if start >= 0]
-        return min(spans, key=lambda span: (span.stop, span.start), default=None)
+
+ROOT = 0
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` with which `stop` begins, short of all of it."""
-    longest = min(len(text), len(stop) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
+class _Automaton:
+    """The automaton of some stop strings. Immutable once it is built; requests share it.
+
+    A node stands for the text on the way to it from the root: the beginning of a stop string, or all of one.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._children: list[dict[str, int]] = [{}]  #: by character, of each node
+        self._fallbacks = [
+            ROOT
+        ]  #: the node of the longest end of a node's text that has a node, short of all
+        self.depths = [0]  #: the length of each node's text
+        self.match_lengths = [0]  #: of the longest stop string with which a node's text ends; 0: with none
+        for stop in stops:
+            self._add(stop)
+        self._link()
+        self.first_chars = frozenset(self._children[ROOT])
+
+    def next(self, node: int, char: str) -> int:
+        """Return the node after one more character."""
+        while (child := self._children[node].get(char)) is None:
+            if node == ROOT:
+                return ROOT
+            node = self._fallbacks[node]
+        return child
+
+    def open_end(self, node: int) -> int:
+        """Return the node of the longest end of a node's text with which a longer stop string begins."""
+        while node != ROOT and not self._children[node]:
+            node = self._fallbacks[node]
+        return node
+
+    def _add(self, stop: str) -> None:
+        node = ROOT
+        for depth, char in enumerate(stop, start=1):
+            child = self._children[node].get(char)
+            if child is None:
+                child = self._children[node][char] = len(self._children)
+                self._children.append({})
+                self._fallbacks.append(ROOT)
+                self.depths.append(depth)
+                self.match_lengths.append(0)
+            node = child
+        self.match_lengths[node] = len(stop)
+
+    def _link(self) -> None:
+        """Find the fallbacks, the shallow nodes first: those of deeper nodes follow from them."""
+        nodes = deque(self._children[ROOT].values())
+        while nodes:
+            node = nodes.popleft()
+            self.match_lengths[node] = self.match_lengths[node] or self.match_lengths[self._fallbacks[node]]
+            for char, child in self._children[node].items():
+                self._fallbacks[child] = self.next(self._fallbacks[node], char)
+                nodes.append(child)
+
+
+#: All answers to a request, and most requests of a client, have the same stop strings.
+_automaton = lru_cache(maxsize=16)(_Automaton)

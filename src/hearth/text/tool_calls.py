@@ -42,9 +42,27 @@ class Tool:
 
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-#: A string of JSON, which may not have ended yet.
-_STRING_OR_CLOSE = re.compile(rf'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|(?P<close>{CLOSE})', re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
+
+
+@dataclass(frozen=True, slots=True)
+class _BareStep:
+    """One step of the beginning of a bare call."""
+
+    words: tuple[str, ...]  #: one of them stands here
+    is_optional: bool = False
+
+
+#: What a bare call begins with, white space before each: here it shows whether a text is one.
+_BARE_BEGIN = (
+    *(_BareStep((";",), is_optional=True), _BareStep((_PYTHON_TAG,), is_optional=True)),
+    *(_BareStep(("{",)), _BareStep(('"name"', '"type"'))),
+)
+_SPACE = re.compile(r"\s*")
+#: What matters in a string of JSON, a backslash with the character that it escapes.
+_STRING_MARK = re.compile(r'"|\\.?', re.DOTALL)
+#: What matters outside of strings.
+_TAGGED_MARK, _BARE_MARK, _CLOSE_MARK = re.compile(f'"|{CLOSE}'), re.compile('["{}]'), re.compile(CLOSE)
 
 
 def tool_format(template_text: str | None) -> ToolFormat | None:
@@ -115,7 +133,7 @@ class ToolParser:
     """Takes an answer apart as it comes: text, and calls of known tools. Mutable; one per answer.
 
     What may be the beginning of a call is held back; what turns out to be none comes out as text. The outcome
-    does not depend on how the text was cut into pieces.
+    does not depend on how the text was cut into pieces, and no piece makes those before it be read again.
     """
 
     def __init__(self, format: ToolFormat, names: AbstractSet[str], max_calls: int | None = None) -> None:
@@ -124,9 +142,12 @@ class ToolParser:
         self._names = names
         self._max_calls = max_calls
         self._num_calls = 0
-        #: The end of the text so far: white space, then perhaps the beginning of a call.
-        self._held = ""
-        self._is_open = False  #: `_held` has the beginning of a call
+        #: The end of the text so far, in pieces: white space, then perhaps the beginning of a call.
+        self._held: list[str] = []
+        self._unread = ""  #: what comes after it and cannot be told yet: part of a tag or key, or a backslash
+        self._end: _CallEnd | None = None  #: of the call whose beginning is held; None: none is held
+        self._marks = _TAGGED_MARK if self._is_tagged else _BARE_MARK
+        self._bare_step = 1  #: the next of `_BARE_BEGIN`; a separator comes only after a call
         self._is_text = False  #: no bare call can follow any more
 
     @property
@@ -134,78 +155,99 @@ class ToolParser:
         return self._num_calls > 0
 
     def push(self, text: str) -> list[str | ToolCall]:
-        self._held += text
-        if self._is_open and (">" if self._is_tagged else "}") not in text:
-            return []  # no call ends here, so there is no need to look
-        return self._parts(is_last=False)
+        parts: list[str | ToolCall] = []
+        text, self._unread = self._unread + text, ""
+        at = 0
+        while at < len(text):
+            if self._end is not None:
+                at = self._read_call(self._end, text, at, parts)
+            elif self._is_tagged:
+                at = self._read_to_tag(text, at, parts)
+            else:
+                at = self._read_bare_begin(text, at, parts)
+        return parts
 
     def flush(self) -> list[str | ToolCall]:
         """Return what was held back, at the end of the answer."""
-        parts = self._parts(is_last=True)
-        rest, self._held = self._held, ""
+        parts: list[str | ToolCall] = []
+        while self._is_tagged and self._end is not None:
+            # If there is an end, a string that never ended hides it: from here on, no string hides one.
+            self._marks = _CLOSE_MARK
+            held = self._take_held()
+            close = held.find(CLOSE)
+            end = len(held) if close < 0 else close + len(CLOSE)
+            self._add_call(held[:end], parts)
+            parts += self.push(held[end:])
+        rest = self._take_held()
         if rest and not (self.has_calls and not rest.strip().strip(";")):
             parts.append(rest)
         return parts
 
-    def _parts(self, is_last: bool) -> list[str | ToolCall]:
-        parts: list[str | ToolCall] = []
-        take = self._take_tagged if self._is_tagged else self._take_bare
-        while (part := take(is_last)) is not None:
-            if isinstance(part, str):
-                parts += [part] if part else []
-            else:
-                self._num_calls += 1
-                if self._max_calls is None or self._num_calls <= self._max_calls:
-                    parts.append(part)
-        return parts
-
-    def _take_tagged(self, is_last: bool) -> str | ToolCall | None:
-        """Return the next part of `_held`; None: all of it waits for more."""
-        start = self._held.find(OPEN)
-        self._is_open = start >= 0
+    def _read_to_tag(self, text: str, at: int, parts: list[str | ToolCall]) -> int:
+        """Read on behind the next tag that opens a call. Returns, as the next two do, how far that is."""
+        start = text.find(OPEN, at)
+        end = start if start >= 0 else len(text) - _overlap(text, OPEN)
+        if shown := text[at:end].rstrip():
+            parts.append(self._take_held() + shown)
+        self._held.append(text[at + len(shown) : end])
         if start < 0:
-            text = self._held[: len(self._held) - _overlap(self._held, OPEN)].rstrip()
-        else:
-            text = self._held[:start].rstrip()
-        if text:
-            return self._cut(len(text))
-        if start < 0:
-            return None
-        end = _close(self._held, start + len(OPEN), is_last)
-        if end < 0 and not is_last:
-            return None
-        inside = self._held[start + len(OPEN) : end if end >= 0 else None]
-        size = end + len(CLOSE) if end >= 0 else len(self._held)
-        call = self._call(_decoded(inside))
-        self._is_open = False
-        text = self._cut(size)
-        return text if call is None else call
+            self._unread = text[end:]
+            return len(text)
+        self._held.append(OPEN)
+        self._end = _CallEnd(self._marks, CLOSE)
+        return start + len(OPEN)
 
-    def _take_bare(self, is_last: bool) -> str | ToolCall | None:
+    def _read_bare_begin(self, text: str, at: int, parts: list[str | ToolCall]) -> int:
+        """Read one more step of the beginning of a bare call, or all as text where that is none."""
         if self._is_text:
-            return self._cut(len(self._held)) if self._held else None
-        body = self._held.lstrip()
-        if self.has_calls:
-            body = body.removeprefix(";").lstrip()
-        if _PYTHON_TAG.startswith(body):
-            return None
-        body = body.removeprefix(_PYTHON_TAG).lstrip()
-        call, end = None, 0
-        if _may_be_bare_call(body):
-            end = _object_end(body)
-            self._is_open = end == 0 and body != ""
-            if end == 0:
-                return None
-            call = self._call(_decoded(body[:end]))
-        if call is None:
+            parts.append(text[at:])
+            return len(text)
+        start = _SPACE.match(text, at).end()  # type: ignore[union-attr] # it matches no space, too
+        self._held.append(text[at:start])
+        step = _BARE_BEGIN[self._bare_step]
+        word = next((word for word in step.words if text.startswith(word, start)), "")
+        if not word and any(word.startswith(text[start : start + len(word)]) for word in step.words):
+            self._unread = text[start:]
+            return len(text)
+        if not word and not step.is_optional:
             self._is_text = True
-            return self._cut(len(self._held))
-        self._cut(len(self._held) - len(body) + end)
-        return call
+            parts.append(self._take_held() + text[start:])
+            return len(text)
+        self._held.append(word)
+        self._bare_step += 1
+        if self._bare_step == len(_BARE_BEGIN):
+            self._end = _CallEnd(self._marks)
+        return start + len(word)
 
-    def _cut(self, size: int) -> str:
-        text, self._held = self._held[:size], self._held[size:]
-        return text
+    def _read_call(self, end: _CallEnd, text: str, at: int, parts: list[str | ToolCall]) -> int:
+        """Read on to the end of the call whose beginning is held."""
+        num_read = end.read(text, at)
+        self._held.append(text[at:num_read])
+        if end.is_reached:
+            self._add_call(self._take_held(), parts)
+            return num_read
+        self._unread = text[num_read:]
+        return len(text)
+
+    def _add_call(self, written: str, parts: list[str | ToolCall]) -> None:
+        """Add the call that was `written`, with what led to it; where that is no call, it is text."""
+        self._end, self._bare_step = None, 0
+        if self._is_tagged:
+            inside = written[written.index(OPEN) + len(OPEN) :].removesuffix(CLOSE)
+        else:
+            inside = written[written.index("{") :]
+        call = self._call(_decoded(inside))
+        if call is None:
+            self._is_text = not self._is_tagged
+            parts.append(written)
+            return
+        self._num_calls += 1
+        if self._max_calls is None or self._num_calls <= self._max_calls:
+            parts.append(call)
+
+    def _take_held(self) -> str:
+        held, self._held, self._unread = "".join(self._held) + self._unread, [], ""
+        return held
 
     def _call(self, written: Json) -> ToolCall | None:
         if not isinstance(written, dict):
@@ -223,28 +265,39 @@ class ToolParser:
         return ToolCall(name, text)
 
 
-def _close(text: str, start: int, is_last: bool) -> int:
-    """Return where the tag that closes a call stands, outside any string of JSON; -1: nowhere yet."""
-    found = next((match.start() for match in _STRING_OR_CLOSE.finditer(text, start) if match["close"]), -1)
-    return text.find(CLOSE, start) if found < 0 and is_last else found
+class _CallEnd:
+    """Finds the end of a call, of which the first brace or tag was read. Mutable.
 
+    The end is the tag that closes the call or, without one, its last brace; none counts in a string of JSON.
+    """
 
-def _may_be_bare_call(body: str) -> bool:
-    """True if `body` begins like a call, as far as it goes."""
-    head = body[1:].lstrip()
-    return not body or (
-        body[0] == "{" and any(key.startswith(head) or head.startswith(key) for key in ('"name"', '"type"'))
-    )
+    def __init__(self, marks: re.Pattern[str], close: str = "") -> None:
+        """Look for `marks` outside strings; `close` is the one that is a tag."""
+        self._marks, self._close = marks, close
+        self._is_in_string = False
+        self._num_open = 1  #: braces that have not been closed
+        self.is_reached = False
 
-
-def _object_end(body: str) -> int:
-    """Return the length of the JSON object at the start of `body`; 0: it is not whole, or never will be."""
-    if "}" not in body:
-        return 0
-    try:
-        return json.JSONDecoder().raw_decode(body)[1]
-    except (ValueError, RecursionError):
-        return 0
+    def read(self, text: str, at: int) -> int:
+        """Return where the call ends or, until then, how far the text can be read without what follows."""
+        while not self.is_reached:
+            mark = (_STRING_MARK if self._is_in_string else self._marks).search(text, at)
+            if mark is None:
+                return len(text) - (0 if self._is_in_string else _overlap(text, self._close))
+            at = mark.end()
+            match mark[0]:
+                case '"':
+                    self._is_in_string = not self._is_in_string
+                case "\\":
+                    return mark.start()  # the character that it escapes is still to come
+                case "{":
+                    self._num_open += 1
+                case "}":
+                    self._num_open -= 1
+                    self.is_reached = self._num_open == 0
+                case self._close:
+                    self.is_reached = True
+        return at
 
 
 def _decoded(text: str) -> Json:
