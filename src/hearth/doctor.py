@@ -109,11 +109,11 @@ def examine(store: StoreConfig, data_dir: Path) -> Report:
             "busy machine a worker that only waits may be replaced as one that hangs; raise "
             "`service.max_missed`"
         )
-    max_open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, max_open_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # up to which the service goes
     if max_open_files < MANY_OPEN_FILES:
         notes.append(
             f"only {max_open_files} files may be open at a time, and every connection to the service takes "
-            f"one: raise `ulimit -n` to {MANY_OPEN_FILES} or more"
+            f"one: raise `ulimit -Hn` to {MANY_OPEN_FILES} or more"
         )
     return Report(
         store=found,

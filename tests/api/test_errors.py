@@ -87,7 +87,7 @@ def test_a_wrong_field_is_named_with_its_limit_and_value(
         ("{", "the body is not valid JSON"),
         ("[]", "`body`: input should be a valid dictionary"),
         ("", "needs a JSON body"),
-        ("[" * 100_000, "error parsing the body"),
+        ("[" * 50_000, "lists and objects are nested too deep"),
         (
             '{"model": "tiny", "prompt": "a", "temperature": NaN}',
             "`temperature`: input should be a finite number",
@@ -180,7 +180,7 @@ def test_an_unknown_model_is_refused(gateway: FakeGateway) -> None:
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
-MANY = 200_000
+MANY = 50_000
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from hearth.api import guard
 from hearth.control import keys
 from hearth.control.keys import ApiKeys
 from tests.api.conftest import app_of, chat, request
@@ -298,3 +299,39 @@ def test_a_form_cannot_stand_in_for_json(gateway: FakeGateway) -> None:
 
     assert response.status_code == 400
     assert gateway.done == []
+
+
+def test_bodies_that_are_still_coming_have_a_limit_together(
+    gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "MAX_INCOMING_BODIES", 2)
+    whole = json.dumps({"model": "tiny", "prompt": "a" * 900}).encode()
+
+    async def scene() -> list[int]:
+        may_end = asyncio.Event()
+
+        async def slow() -> AsyncIterator[bytes]:
+            yield whole[:-1]
+            await may_end.wait()
+            yield whole[-1:]
+
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app_of(gateway, max_body_bytes=1000)),
+            base_url="http://localhost",
+            headers={"content-type": "application/json"},
+        ) as client:
+            slow_ones = [
+                asyncio.create_task(client.post("/v1/completions", content=slow())) for _ in range(2)
+            ]
+            await asyncio.sleep(0.05)  # their first pieces are here
+            refused = await client.post("/v1/completions", content=whole)
+            may_end.set()
+            answers = [
+                *(await asyncio.gather(*slow_ones)),
+                await client.post("/v1/completions", content=whole),
+            ]
+            assert refused.headers["retry-after"] == "1"
+            assert "limit: 2000 bytes together" in refused.text
+            return [refused.status_code, *(answer.status_code for answer in answers)]
+
+    assert asyncio.run(scene()) == [429, 200, 200, 200]

@@ -6,44 +6,54 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 import uvicorn
 
 from hearth.api import protocol
-from hearth.api.protocol import MAX_HEAD_BYTES, LimitedProtocol
+from hearth.api.connections import ConnectionLimits, Connections
+from hearth.api.protocol import MAX_HEAD_BYTES, LimitedConfig
 from tests.api.conftest import app_of
-from tests.api.fake import FakeGateway, tokens_of
+from tests.api.fake import FakeGateway, FakeKeys, tokens_of
 
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+KEY = b"authorization: Bearer user-key\r\n"
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 @pytest.fixture
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEAD_S", 0.1)
+    monkeypatch.setattr(protocol, "BODY_S", 0.1)
 
 
-@pytest.fixture
-def connection(gateway: FakeGateway) -> Iterator[socket.socket]:
+@contextmanager
+def served(gateway: FakeGateway, limits: ConnectionLimits) -> Iterator[tuple[str, int]]:
+    """Yield the address of a server with that many connections."""
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(
-        app_of(gateway, heartbeat_s=0.02),
-        http=LimitedProtocol,
-        lifespan="off",
-        log_config=None,
-        timeout_keep_alive=1,
-    )
+    config = LimitedConfig(app_of(gateway, heartbeat_s=0.02), Connections(limits), timeout_keep_alive=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
     try:
-        with socket.create_connection(listener.getsockname(), timeout=30) as connection:
-            yield connection
+        yield listener.getsockname()
     finally:
         server.should_exit = True
         thread.join()
         listener.close()
+
+
+def connect(address: tuple[str, int]) -> socket.socket:
+    return socket.create_connection(address, timeout=30)
+
+
+@pytest.fixture
+def connection(gateway: FakeGateway) -> Iterator[socket.socket]:
+    with served(gateway, ConnectionLimits(100, 100)) as address, connect(address) as connection:
+        yield connection
 
 
 def read_some(connection: socket.socket) -> bytes:
@@ -128,3 +138,120 @@ def test_a_stream_outlives_stray_bytes_after_its_request(
     loops[0].call_soon_threadsafe(gateway.streams[0].put, tokens_of("end"))
     while b"[DONE]" not in received:
         received += read_some(connection)
+
+
+def drip(connection: socket.socket) -> None:
+    """Send a byte now and then until the other side has had enough."""
+    with suppress(OSError):
+        while True:
+            connection.sendall(b" ")
+            time.sleep(0.02)
+
+
+def rest_of(connection: socket.socket) -> bytes:
+    """What comes until the connection ends, while a body drips on."""
+    received = b""
+    dripping = threading.Thread(target=drip, args=[connection])
+    dripping.start()
+    with suppress(ConnectionResetError):
+        while some := connection.recv(65536):
+            received += some
+    connection.close()
+    dripping.join()
+    return received
+
+
+def test_a_body_that_drips_in_is_refused(hurry: None, connection: socket.socket) -> None:
+    connection.sendall(POST + b"content-length: 50000\r\n\r\n{")
+
+    answer = rest_of(connection)
+
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert (error["code"], "the limit: 0.1 s" in error["message"]) == ("body_too_slow", True)
+
+
+@pytest.mark.parametrize("head", [POST, b"GET /health HTTP/1.1\r\nhost: localhost\r\n"])
+def test_an_answered_request_does_not_hold_its_connection_by_its_body(
+    hurry: None, connection: socket.socket, gateway: FakeGateway, head: bytes
+) -> None:
+    gateway.keys = FakeKeys()
+    connection.sendall(head + b"content-length: 50000\r\n\r\n{")
+
+    answers = rest_of(connection)
+
+    assert answers.startswith(b"HTTP/1.1 401 " if head == POST else b"HTTP/1.1 200 ")
+    assert answers.count(b"HTTP/1.1 ") == 1
+
+
+def test_a_body_has_longer_the_more_of_it_has_come(
+    hurry: None, connection: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "MIN_BODY_BYTES_PER_S", 10)
+    body = json.dumps({"model": "tiny", "prompt": "a" * 1000}).encode()
+    connection.sendall(POST + b"content-length: %d\r\n\r\n" % len(body) + body[:-1])
+    time.sleep(0.5)  # longer than a body has that does not come
+    connection.sendall(body[-1:])
+
+    assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("has_keys", [True, False])
+@pytest.mark.parametrize("sent", [b"", b"GET /", POST + b"content-length: 50000\r\n\r\n{"])
+def test_health_answers_however_many_never_come_to_the_point(
+    gateway: FakeGateway, sent: bytes, has_keys: bool
+) -> None:
+    if has_keys:
+        gateway.keys = FakeKeys()
+    with served(gateway, ConnectionLimits(16, 16)) as address, ExitStack() as stack:
+        slow = [stack.enter_context(connect(address)) for _ in range(50)]
+        for connection in slow:
+            with suppress(OSError):
+                connection.sendall(sent)
+        for _ in range(3):
+            with connect(address) as prober:
+                prober.sendall(GET)
+                assert read_answer(prober).startswith(b"HTTP/1.1 200 ")
+
+        for connection in slow[: 50 - 2 * 16]:  # to the end; those who came later may stay
+            with suppress(ConnectionResetError):
+                while connection.recv(65536):
+                    pass
+
+
+def test_strangers_do_not_push_out_a_caller_with_a_key(gateway: FakeGateway) -> None:
+    gateway.keys = FakeKeys()
+    body = json.dumps({"model": "tiny", "prompt": "a"}).encode()
+    head = POST + KEY + b"content-length: %d\r\n\r\n" % len(body)
+    with served(gateway, ConnectionLimits(16, 16)) as address, ExitStack() as stack:
+        caller = stack.enter_context(connect(address))
+        caller.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n" + KEY + b"\r\n")
+        assert read_answer(caller).startswith(b"HTTP/1.1 200 ")
+        caller.sendall(head + body[:1])
+        for _ in range(40):
+            stack.enter_context(connect(address)).sendall(b"GET /")
+        caller.sendall(body[1:])
+
+        assert read_answer(caller).startswith(b"HTTP/1.1 200 ")
+
+
+def test_beyond_what_can_be_answered_at_once_requests_are_refused_and_health_answers(
+    gateway: FakeGateway,
+) -> None:
+    gateway.script = lambda stream: None  # never ends
+    body = json.dumps({"model": "tiny", "prompt": "a", "stream": True}).encode()
+    request = POST + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    with served(gateway, ConnectionLimits(16, 2)) as address, ExitStack() as stack:
+        for _ in range(2):
+            connection = stack.enter_context(connect(address))
+            connection.sendall(request)
+            read_some(connection)
+        late, prober = stack.enter_context(connect(address)), stack.enter_context(connect(address))
+        late.sendall(request)
+        refused = read_answer(late)
+        prober.sendall(GET)
+
+        assert read_answer(prober).startswith(b"HTTP/1.1 200 ")
+
+    assert refused.startswith(b"HTTP/1.1 429 ")
+    assert b"retry-after: 1" in refused

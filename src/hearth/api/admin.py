@@ -24,6 +24,7 @@ from hearth.api.answer_spec import CHAT, COMPLETION
 from hearth.api.body import OwnBody, Text
 from hearth.api.errors import hearth_error_object
 from hearth.api.guard import MODELS_PATH, caller_of
+from hearth.api.json_body import JsonRoute
 from hearth.api.openai import as_json
 from hearth.errors import ConfigError, HearthError, RequestError, UnknownRequest
 from hearth.version import hearth_version
@@ -51,7 +52,7 @@ class UnloadBody(OwnBody):
 
 
 def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
-    routes = APIRouter(prefix=MODELS_PATH, tags=["Models"])
+    routes = APIRouter(prefix=MODELS_PATH, tags=["Models"], route_class=JsonRoute)
 
     @routes.get("", summary="List the deployed models")
     async def list_models() -> Response:

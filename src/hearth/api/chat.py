@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, JsonValue, model_validator
 from hearth.api import unread_fields
 from hearth.api.answer_spec import CHAT, AnswerSpec, ToolUse
 from hearth.api.body import Body, Strict, Text, seeds
+from hearth.api.json_body import SMALL_BYTES, TooManyValues, count_values
 from hearth.api.unread_fields import UnsupportedField
 from hearth.control.generation import ChatPrompt, GenerationRequest
 from hearth.errors import BadPrompt, BadSampling
@@ -185,6 +186,7 @@ class ChatBody(Body):
         return {**(self.chat_template_kwargs or {}), **effort}
 
     def _check(self) -> None:
+        self._count_arguments()
         if self.top_logprobs is not None and not self.logprobs:
             raise BadSampling("`top_logprobs` needs `logprobs` to be true; set it, or leave both out")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
@@ -200,6 +202,16 @@ class ChatBody(Body):
                 f"`chat_template_kwargs` must not set {', '.join(f'`{name}`' for name in sorted(reserved))}, "
                 "which the request sets otherwise; leave it out"
             )
+
+    def _count_arguments(self) -> None:
+        """Refuse calls whose arguments, JSON in texts, have more values than a body may have."""
+        calls = (call for message in self.messages for call in message.tool_calls or ())
+        arguments = b",".join(call.function.arguments.encode() for call in calls)
+        if len(arguments) > SMALL_BYTES:
+            try:
+                count_values(arguments)
+            except TooManyValues as error:
+                raise BadPrompt(f"`messages`: in the arguments of `tool_calls` {error}") from error
 
 
 class _Tools:

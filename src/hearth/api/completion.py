@@ -10,6 +10,7 @@ from pydantic import Field
 from hearth.api import unread_fields
 from hearth.api.answer_spec import COMPLETION, AnswerSpec
 from hearth.api.body import Body, Text, TokenId, seeds
+from hearth.api.json_body import MAX_VALUES
 from hearth.api.unread_fields import UnsupportedField
 from hearth.control.generation import GenerationRequest
 from hearth.errors import BadPrompt, BadSampling
@@ -17,10 +18,7 @@ from hearth.errors import BadPrompt, BadSampling
 #: The most choices of one request, of all its prompts together.
 MAX_CHOICES = 256
 
-#: The most tokens of one prompt; models with longer contexts are yet to be seen.
-MAX_TOKENS = 1 << 24
-
-Tokens = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)]
+Tokens = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_VALUES)]
 
 
 class CompletionBody(Body):

@@ -37,6 +37,7 @@ _CODE_BY_STATUS = {
     404: "not_found",
     405: "method_not_allowed",
     413: "body_too_large",
+    429: "overloaded",
     431: "headers_too_large",
 }
 
@@ -151,4 +152,12 @@ def body_too_large(limit_bytes: int) -> HTTPException:
         "or raise `service.max_body_bytes`",
         # The rest of the body is not read, so nothing else can come over this connection.
         {"connection": "close"},
+    )
+
+
+def too_many_bodies(limit_bytes: int) -> HTTPException:
+    return HTTPException(
+        429,
+        f"all bodies that are being sent are larger than the limit: {limit_bytes} bytes together; try again",
+        {"connection": "close", "retry-after": "1"},
     )

@@ -9,6 +9,7 @@ import hmac
 import logging
 import secrets
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -16,11 +17,11 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hearth.api.errors import body_too_large, error_response, on_hearth_error
+from hearth.api.errors import body_too_large, error_response, on_hearth_error, too_many_bodies
 from hearth.control.caller import ANYBODY, OPERATOR, Caller, Role
 from hearth.control.crash import frames_of
 from hearth.control.keys import is_loopback
-from hearth.errors import ConfigError, Forbidden, HearthError, ServiceError, Unauthorized
+from hearth.errors import ConfigError, Forbidden, HearthError, Overloaded, ServiceError, Unauthorized
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway
@@ -28,10 +29,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 32 << 10
+#: Bodies of the largest size that may be held at once while they are still coming.
+MAX_INCOMING_BODIES = 16
 OPEN_PATHS = frozenset(["/health"])
 #: Paths that show the whole service, other callers' requests included: each counts, and is timed, in them.
 MONITOR_PATHS = frozenset(["/metrics", "/hearth/ps"])
 MODELS_PATH = "/hearth/models"  #: where models are listed, and admins alone deploy, remove and unload
+#: In the scope of a request over a real connection: to be called when its caller is let in; False: no room.
+LET_IN = "hearth.let_in"
 _CALLER = "hearth.caller"  #: in the scope of a request that was let in
 
 
@@ -42,6 +47,7 @@ class Guard:
         self._app = app
         self._gateway = gateway
         self._max_body_bytes = max_body_bytes
+        self._incoming = _IncomingBodies(max_body_bytes)
         self._keys_fault: str | None = None  #: why the keys cannot be read, as was logged; None: they can
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,8 +72,14 @@ class Guard:
             elif _announced_bytes(headers) > self._max_body_bytes:
                 too_large = body_too_large(self._max_body_bytes)
                 response = error_response(413, str(too_large.detail), headers=too_large.headers)
+            elif scope["path"] not in OPEN_PATHS and not scope.get(LET_IN, _always)():
+                response = await on_hearth_error(Request(scope), _NO_ROOM)
             else:
-                await self._app(scope, self._counted(receive), noted)
+                body = _Body(receive, self._incoming)
+                try:
+                    await self._app(scope, body.receive, noted)
+                finally:
+                    body.release()
                 return
         except Exception as error:  # the one broad handler of the API
             error_id = ",".join(scope.get("request_ids", [])) or f"err-{secrets.token_hex(8)}"
@@ -116,18 +128,50 @@ class Guard:
             )
         return None
 
-    def _counted(self, receive: Receive) -> Receive:
-        num_bytes = 0
 
-        async def counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_body_bytes:
-                raise body_too_large(self._max_body_bytes)
-            return message
+@dataclass(slots=True)
+class _IncomingBodies:
+    """How much is held of bodies that are still coming. Mutable; one for all requests, written by `_Body`."""
 
-        return counted
+    max_body_bytes: int  #: of one
+    num_bytes: int = 0  #: of all
+
+
+class _Body:
+    """The body of one request, counted as it comes, alone and together with all others that are coming."""
+
+    def __init__(self, receive: Receive, incoming: _IncomingBodies) -> None:
+        self._receive = receive
+        self._incoming = incoming
+        self._num_bytes = 0
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        num_bytes = len(message.get("body", b""))
+        self._num_bytes += num_bytes
+        self._incoming.num_bytes += num_bytes
+        if self._num_bytes > self._incoming.max_body_bytes:
+            raise body_too_large(self._incoming.max_body_bytes)
+        if self._incoming.num_bytes > MAX_INCOMING_BODIES * self._incoming.max_body_bytes:
+            raise too_many_bodies(MAX_INCOMING_BODIES * self._incoming.max_body_bytes)
+        if not message.get("more_body", False):
+            self.release()
+        return message
+
+    def release(self) -> None:
+        """Count the body as one that is complete, or will not come any more."""
+        self._incoming.num_bytes -= self._num_bytes
+        self._num_bytes = 0
+
+
+#: More descriptors would be needed, so the next connection that ends makes room.
+_NO_ROOM = Overloaded(
+    "too many connections are being answered; try again, or raise the limit of open files (`ulimit -n`)", 1.0
+)
+
+
+def _always() -> bool:
+    return True
 
 
 def caller_of(request: Request) -> Caller:

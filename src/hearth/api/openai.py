@@ -15,6 +15,7 @@ from hearth.api.body import Body
 from hearth.api.chat import ChatBody
 from hearth.api.completion import CompletionBody
 from hearth.api.guard import caller_of
+from hearth.api.json_body import JsonRoute
 from hearth.api.unread_fields import metric_labels
 from hearth.control.views import ModelView
 from hearth.errors import Forbidden
@@ -29,7 +30,7 @@ _ANSWER: dict[int | str, dict[str, object]] = {
 
 
 def openai_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
-    routes = APIRouter(prefix="/v1", tags=["OpenAI"])
+    routes = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
 
     @routes.get("/models", summary="List the deployed models")
     async def list_models() -> Response:

@@ -1,21 +1,51 @@
-"""A connection with limits on what comes before a body: bytes of headers, and time for them. Parses nothing.
+"""A connection with limits: bytes of headers, time for headers and bodies, room among others. Parses nothing.
 
-uvicorn keeps headers until they are complete, however many they are and however slowly they come, and
-`guard.py` sees only what is complete.
+uvicorn keeps headers until they are complete, however many they are. It waits for headers and bodies however
+slowly they come, also for the rest of a body that was refused, and opens any number of connections.
+`guard.py` sees only headers that are complete.
 """
 
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 
+from starlette.types import ASGIApp
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from hearth.api.connections import Connections
 from hearth.api.errors import error_object
+from hearth.api.guard import LET_IN
 
 MAX_HEAD_BYTES = 64 << 10
 HEAD_S = 30.0
+#: Time for connections to close when everything has been answered.
+HANG_UP_S = 2
+#: A body has so long to come, and longer the more of it has come: slow lines may send large bodies.
+BODY_S = 30.0
+MIN_BODY_BYTES_PER_S = 16 << 10
+
+
+class LimitedConfig(Config):
+    """The configuration of a uvicorn server that serves `LimitedProtocol` and nothing else."""
+
+    def __init__(self, app: ASGIApp, connections: Connections, timeout_keep_alive: int = 5) -> None:
+        super().__init__(
+            app,
+            http=LimitedProtocol,
+            ws="none",  # nothing here speaks it, and such connections would know no limits
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            # As many as have room, if they all are accepted before the first can be closed.
+            backlog=connections.limits.max_strangers,
+            timeout_keep_alive=timeout_keep_alive,
+            timeout_graceful_shutdown=HANG_UP_S,
+        )
+        self.open_connections = connections
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -29,45 +59,87 @@ class LimitedProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        assert isinstance(config, LimitedConfig), f"{type(config)=}"
+        self._open_connections = config.open_connections
         #: The next bytes belong to the request line or headers of a request.
         self._is_in_head = True
         self._num_head_bytes = 0
-        #: The timer of a head, from its first byte to its end; of the first request from the connection on.
+        #: When the body that is coming is late; means nothing in a head.
+        self._body_deadline_s = 0.0
+        #: The timer of a head, from its first byte to its end, of the first one from the connection on; or
+        #: that of a body that did not come with its head.
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as in uvicorn
         super().connection_made(transport)
-        self._start_timer()
+        self._open_connections.add(self)
+        self._start_timer(HEAD_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._open_connections.remove(self)
         super().connection_lost(exc)
+
+    def abort(self) -> None:
+        """Close the connection without waiting for its client."""
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._is_in_head:
             if self._timer is None:
-                self._start_timer()
+                self._start_timer(HEAD_S)
             self._num_head_bytes += len(data)  # if the head ends in there, this is forgotten
         super().data_received(data)
-        if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._refuse()
+        if self.transport.is_closing():
+            return
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            message = f"the headers are larger than the limit: {MAX_HEAD_BYTES} bytes; send fewer"
+            self._refuse(431, message, "headers_too_large")
+        elif not self._is_in_head and self._timer is None:
+            self._start_timer(BODY_S)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope[LET_IN] = self._let_in  # type: ignore[literal-required] # for the guard
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         self._num_head_bytes = 0
         self._stop_timer()
+        self._body_deadline_s = self.loop.time() + BODY_S
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self.cycle.response_complete:  # what is thrown away gets no more time
+            self._body_deadline_s += len(body) / MIN_BODY_BYTES_PER_S
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._is_in_head = True
+        self._stop_timer()
+        if self._is_answering:
+            self._open_connections.answer(self)
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if not self.pipeline:
+            self._open_connections.wait(self)
+        super().on_response_complete()
 
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _start_timer(self) -> None:
-        self._timer = self.loop.call_later(HEAD_S, self._time_out)
+    def _let_in(self) -> bool:
+        """Note that a caller was let in; False: there is no room for another one."""
+        if not self._open_connections.let_in(self):
+            return False
+        if self._is_in_head:  # the whole request had come before the guard looked at it
+            self._open_connections.answer(self)
+        return True
+
+    def _start_timer(self, after_s: float) -> None:
+        self._timer = self.loop.call_later(after_s, self._time_out)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -76,17 +148,37 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _time_out(self) -> None:
         self._timer = None
-        if self._is_answering:  # a few bytes after a request do not end the stream that answers it
-            self._start_timer()
-        elif not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if not self._is_in_head:
+            self._time_out_body()
+        elif self._is_answering:  # a few bytes after a request do not end the stream that answers it
+            self._start_timer(HEAD_S)
+        else:
             self.transport.close()
 
-    def _refuse(self) -> None:
-        if not self._is_answering:  # else the client would take this for a part of the answer
-            message = f"the headers are larger than the limit: {MAX_HEAD_BYTES} bytes; send fewer"
-            body = error_object(431, message, "headers_too_large")
+    def _time_out_body(self) -> None:
+        left_s = self._body_deadline_s - self.loop.time()
+        if self.pipeline or self.flow.read_paused:  # it is not the client who lets us wait
+            self._body_deadline_s += BODY_S
+            self._start_timer(BODY_S)
+        elif left_s > 0:
+            self._start_timer(left_s)
+        else:
+            message = (
+                f"the body came too slowly; the limit: {BODY_S:g} s, and 1 s more for every "
+                f"{MIN_BODY_BYTES_PER_S} bytes; send less, or over a faster line"
+            )
+            self._refuse(408, message, "body_too_slow")
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        """Answer and close, or only close where the client would take this for a part of another answer."""
+        is_expected = not self._is_answering if self._is_in_head else not self.cycle.response_started
+        if is_expected:
+            body = error_object(status, message, code)
             self.transport.write(
-                b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n"
-                b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+                b"HTTP/1.1 %d %b\r\nconnection: close\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\n\r\n%b"
+                % (status, HTTPStatus(status).phrase.encode(), len(body), body)
             )
         self.transport.close()

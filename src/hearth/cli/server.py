@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -15,7 +16,8 @@ import uvicorn
 import uvloop
 
 from hearth.api.app import ApiLimits, create_app
-from hearth.api.protocol import LimitedProtocol
+from hearth.api.connections import MAX_STRANGERS, ConnectionLimits, Connections
+from hearth.api.protocol import LimitedConfig
 from hearth.cli.console import LOG_FORMAT
 from hearth.cli.upgrade import tell, upgrade_held
 from hearth.config import HearthConfig, ServiceConfig
@@ -25,10 +27,8 @@ from hearth.control.gateway import Gateway
 from hearth.control.service import keys_of, log_unused_memory, running
 from hearth.errors import ConfigError
 
-#: The most connections that wait to be accepted.
-BACKLOG = 2048
-#: Time for connections to close when everything has been answered.
-HANG_UP_S = 2
+#: As many files may be open as the system lets this user open, but no more than this.
+MAX_OPEN_FILES = 1 << 16
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def run_service(config: HearthConfig, on_ready: Callable[[str, Gateway], None] =
         keys_of(service, data_dir)  # before anything is started
         tell(upgrade_held(data_dir))
         with _explained(service):
-            listener.listen(BACKLOG)  # not before: until then nobody would accept, for minutes perhaps
+            listener.listen(MAX_STRANGERS)  # not before: until then nobody would accept, for minutes perhaps
         runner.run(_serve(config, data_dir, devices, listener, on_ready))
 
 
@@ -71,19 +71,15 @@ async def _serve(
     on_ready: Callable[[str, Gateway], None],
 ) -> None:
     service = config.service
+    max_open_files = _raise_open_files()
     async with running(config, data_dir, devices) as gateway:
         signals: asyncio.Queue[int] = asyncio.Queue()  # only now: until here they end it at once
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
         server = _Server(
-            uvicorn.Config(
+            LimitedConfig(
                 create_app(gateway, ApiLimits(service.max_body_bytes, service.stream_heartbeat_s)),
-                http=LimitedProtocol,
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=HANG_UP_S,
+                Connections(ConnectionLimits.within(max_open_files), gateway.count_closed_connection),
             )
         )
         url = _url_of(listener)
@@ -99,6 +95,14 @@ async def _serve(
         data_dir.withdraw()  # who comes from now on waits for the end, instead of finding the port closed
         server.should_exit = True
         await serving
+
+
+def _raise_open_files() -> int:
+    """Have as many files opened as this user may open; return how many that are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = max(soft, min(hard, MAX_OPEN_FILES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return allowed
 
 
 async def _drain(gateway: Gateway, signals: asyncio.Queue[int], drain_s: float) -> None:

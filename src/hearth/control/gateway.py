@@ -85,6 +85,7 @@ class Gateway:
         self._demand, self._host = demand, host
         self.metrics = metrics.registry
         self._ignored_fields = metrics.ignored_fields
+        self._connections_closed = metrics.connections_closed
         self.keys = keys
         self.admin_token = secrets.token_urlsafe(32)
         #: The salts of groups follow from it. Kept nowhere else: cached prefixes end with the service, too.
@@ -142,6 +143,10 @@ class Gateway:
         """Count fields of a request that nothing reads, by labels of a closed set."""
         for label in labels:
             self._ignored_fields.labels(label).inc()
+
+    def count_closed_connection(self) -> None:
+        """Count a connection that gave way because too many were open."""
+        self._connections_closed.inc()
 
     async def tokenizer(self, name: str) -> Tokenizer:
         return await self._tokenizer(self._deployments.find(name))

@@ -122,6 +122,9 @@ class Metrics:
         self.ignored_fields = self._counter(
             "hearth_ignored_fields", "Fields of requests that nothing reads.", "field"
         )
+        self.connections_closed = self._counter(
+            "hearth_connections_closed", "Connections that gave way because too many were open."
+        )
         self.fallbacks = self._counter("hearth_fallbacks", "Ways that had to be gone around.", "what")
 
     def loaded(self, ready: ModelReady) -> None:

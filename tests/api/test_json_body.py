@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hearth.api import json_body
+from hearth.api.json_body import TooManyValues, count_values, parse_json
+from tests.api.conftest import request
+from tests.api.fake import FakeGateway
+
+TREES = st.recursive(
+    st.integers(0, 9) | st.text('a,[{"\\\\\\n\u00e9', max_size=12),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('b,[{"\\\\', max_size=4), inner),
+    max_leaves=20,
+)
+
+
+@pytest.fixture
+def parsing(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """The threads that bodies are parsed on."""
+    threads: list[threading.Thread] = []
+
+    def noted(text: bytes) -> object:
+        threads.append(threading.current_thread())
+        return parse_json(text)
+
+    monkeypatch.setattr(json_body, "parse_json", noted)
+    return threads
+
+
+def num_commas(value: object) -> int:
+    children = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    return max(0, len(children) - 1) + sum(map(num_commas, children))
+
+
+def num_containers(value: object) -> int:
+    children = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    return isinstance(value, list | dict) + sum(map(num_containers, children))
+
+
+@given(value=TREES, piece_bytes=st.integers(1, 40), is_ascii=st.booleans())
+def test_values_are_counted_as_a_parser_would_find_them(
+    value: object, piece_bytes: int, is_ascii: bool
+) -> None:
+    text = json.dumps(value, ensure_ascii=is_ascii).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_body, "PIECE_BYTES", piece_bytes)
+        patch.setattr(json_body, "MAX_VALUES", num_commas(value))
+        patch.setattr(json_body, "MAX_CONTAINERS", num_containers(value))
+        count_values(text)
+        patch.setattr(json_body, "MAX_CONTAINERS", num_containers(value) - 1)
+        if num_containers(value):
+            with pytest.raises(TooManyValues, match="lists and objects"):
+                count_values(text)
+        patch.setattr(json_body, "MAX_VALUES", num_commas(value) - 1)
+        if num_commas(value):
+            with pytest.raises(TooManyValues):
+                count_values(text)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "limit"),
+    [("1," * 7_000_000 + "1", json_body.MAX_VALUES), ("[]," * 100_000 + "[]", json_body.MAX_CONTAINERS)],
+)
+def test_more_values_than_the_limit_are_refused_before_they_are_parsed(
+    gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch, prompt: str, limit: int
+) -> None:
+    def never(text: object) -> object:
+        raise AssertionError("parsed")
+
+    monkeypatch.setattr(json_body.json, "loads", never)
+    response = request(
+        gateway,
+        "POST",
+        "/v1/completions",
+        headers={"content-type": "application/json"},
+        content=f'{{"model": "tiny", "prompt": [{prompt}]}}',
+        max_body_bytes=16 << 20,
+    )
+    monkeypatch.undo()
+
+    assert response.status_code == 400, response.text
+    assert f"than the limit: {limit}; send" in response.json()["error"]["message"]
+
+
+def test_large_bodies_are_parsed_off_the_event_loop(
+    gateway: FakeGateway, parsing: list[threading.Thread]
+) -> None:
+    for num_chars in (10, 100_000):
+        body = {"model": "tiny", "prompt": "a, b" * num_chars}
+        response = request(gateway, "POST", "/v1/completions", body, max_body_bytes=1 << 20)
+        assert response.status_code == 200, response.text
+
+    small, large = parsing
+    assert small is threading.main_thread()
+    assert large is not threading.main_thread()
+
+
+def test_the_arguments_of_earlier_calls_have_the_limit_together(gateway: FakeGateway) -> None:
+    numbers = json.dumps({"a": [1] * (json_body.MAX_VALUES // 2)})
+    call = {"type": "function", "function": {"name": "f", "arguments": numbers}}
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call] * 3}]
+    body = {"model": "tiny", "messages": messages}
+
+    response = request(gateway, "POST", "/v1/chat/completions", body, max_body_bytes=16 << 20)
+
+    assert response.status_code == 400
+    assert f"than the limit: {json_body.MAX_VALUES}" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32-le"])
+def test_other_encodings_than_utf_8_are_refused(gateway: FakeGateway, encoding: str) -> None:
+    async def sent() -> AsyncIterator[bytes]:
+        yield json.dumps({"model": "tiny", "prompt": "Hi"}).encode(encoding)
+
+    response = request(
+        gateway,
+        "POST",
+        "/v1/completions",
+        headers={"content-type": "application/json"},
+        content=sent(),
+    )
+
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "the body is not valid JSON: it must be in UTF-8"
