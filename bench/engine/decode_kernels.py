@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
+from triton.runtime.errors import OutOfResources
 
-from bench.engine import split_decode
 from bench.engine.kernels import BF16, INT32, _paged
 from bench.engine.timing import microseconds
 from hearth.kernels import jit
@@ -245,17 +245,6 @@ class Attention:
 
         return microseconds([lambda layer=layer: launch(layer) for layer in range(self.num_layers)])
 
-    def old_microseconds(self) -> float:
-        """Time a launch with a program for each row, head and split of the context."""
-        scratch = scratch_for(self.heads, self.num_rows)
-
-        def launch(layer: int) -> None:
-            split_decode.decode_attention_triton(
-                self.qkv, self.heads, self.rows, self.kv[:, layer], window=None, scratch=scratch, out=self.out
-            )
-
-        return microseconds([lambda layer=layer: launch(layer) for layer in range(self.num_layers)])
-
 
 #: Tiles beside the one that is used, each with as many programs per multiprocessor as fit.
 TILES = [((64, 4, 2, 128), 4), ((64, 4, 2), 4), ((32, 2, 2), 6), ((64, 2, 2), 4), ((32, 4, 2), 4)]
@@ -278,14 +267,14 @@ def attention() -> None:
         for name, lengths in LENGTHS.items():
             it = Attention(heads, lengths)
             us = it.microseconds()
-            tried: dict[str, object] = {"old": round(it.old_microseconds(), 1)}
+            tried = dict[str, object]()
             for shape, per_processor in TILES:
                 try:
                     tried[str((*shape, per_processor))] = round(
                         it.microseconds(TileShape(*shape), per_processor), 1
                     )
-                except Exception as e:  # a tile that does not fit is a result
-                    tried[str((*shape, per_processor))] = str(e)[:60]
+                except OutOfResources as error:
+                    tried[str((*shape, per_processor))] = str(error)[:60]
             say(
                 part="attention",
                 heads=(heads.num_q, heads.num_kv, heads.dim),
