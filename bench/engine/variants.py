@@ -48,7 +48,7 @@ def count(config: Mapping[str, object], quant: str) -> Counter[str]:
     limits = step_limits(EngineConfig().wanted_limits, arch.dimensions, "bfloat16", "cuda", MEMORY_BYTES)
     with recording() as variants:
         dry_run(KernelNeeds.of(arch, "bfloat16", quant, limits, NUM_PROCESSORS, CAPABILITY))
-    return Counter(variant.kernel.strip("_").removesuffix("_kernel") for variant in variants)
+    return Counter(sorted(variant.kernel.strip("_").removesuffix("_kernel") for variant in variants))
 
 
 def lines(counts: Mapping[str, Counter[str]]) -> list[str]:

@@ -109,7 +109,7 @@ class Timeline:
         """Note that the model is not in turn from now on; `why` None: it was not when the request came."""
         if self.wait is not None:
             return
-        reason = "other models are in turn" if why is None else PAUSE_REASONS[why]
+        reason = "its turn has yet to begin" if why is None else PAUSE_REASONS[why]
         self.wait = TurnWait(now_s, why is not None and self.first_token_s is not None, reason)
         self.num_pauses += self.wait.is_pause
         if len(self.waits) < MAX_WAITS:
