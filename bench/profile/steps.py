@@ -8,6 +8,7 @@ had on its core: it has its share in everything, and what others on the machine 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -165,7 +166,8 @@ def _new_rig(shape: Shape, scale: Scale, device: torch.device) -> EngineRig:
     """Return an engine over random weights."""
     kv_bytes = min(scale.max_kv_bytes, 2 * scale.max_prefill_tokens * shape.kv_bytes_per_token)
     limits = scale.limits
-    config = EngineConfig(**asdict(limits), kv_bytes=kv_bytes)
+    # A prompt is to be computed by one step, however long that takes.
+    config = EngineConfig(**asdict(limits), kv_bytes=kv_bytes, max_step=math.inf)
     engine = new_engine(shape, config, device, seed=1, max_context=scale.max_context)
     # Each row may have begun a block, and the sink is nobody's.
     live_tokens = kv_bytes // shape.kv_bytes_per_token - 2 * limits.block_tokens * limits.max_seqs
