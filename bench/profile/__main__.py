@@ -1,6 +1,6 @@
 """What does this machine take for steps, loads and switches? Writes the profile that simulations run on.
 
-python -m bench.profile [--device cpu] [--out FILE | --save] [--shapes NAME ...] [--tiny]
+python -m bench.profile [--device cpu] [--out FILE | --save] [--shapes NAME ...] [--only-requests] [--tiny]
 
 Random models are made here: on a GPU with the shapes of Llama-3.2-1B, 3B and Llama-2-7B in bfloat16, on a CPU
 with that of SmolLM2-135M in float32. They take 23 GB in /dev/shm and 26 GiB of pinned host memory on a GPU,
@@ -143,8 +143,11 @@ def main() -> None:
     torch.ones(1, device=device)  # brings the device up
     # Where the file goes is nothing that a time depends on.
     command = ["--device", options.device, *(["--shapes", *options.shapes] if options.shapes else [])]
-    draft = Draft(path, {"version": VERSION, "origin": origin(command, is_tiny=options.tiny)})
-    measure(scale, device, draft)
+    if options.only_requests:
+        draft = Draft(path, json.loads(path.read_text(encoding="utf-8")))
+    else:
+        draft = Draft(path, {"version": VERSION, "origin": origin(command, is_tiny=options.tiny)})
+        measure(scale, device, draft)
     with step("requests"):
         draft.add(request_s=measure_request())
     tell_errors(Profile.load(path))
@@ -160,6 +163,11 @@ def _options() -> ArgumentParser:
     parser.add_argument("--out", metavar="FILE", help="ends in .json; build/profile/NAME.json by default")
     parser.add_argument("--save", action="store_true", help="write it to where simulations find it by name")
     parser.add_argument("--shapes", nargs="+", metavar="NAME", help="only these models")
+    parser.add_argument(
+        "--only-requests",
+        action="store_true",
+        help="what a request takes besides its steps, in a file with the rest",
+    )
     parser.add_argument("--tiny", action="store_true", help="see only that everything runs")
     return parser
 

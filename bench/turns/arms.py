@@ -33,7 +33,7 @@ from hearth.types import ModelId
 
 T = TypeVar("T")
 
-WARM_CUTOFF_S = 20.0  #: of the traffic before anything is measured
+WARM_CUTOFF_S = 10.0  #: of the traffic before anything is measured
 _ASKS = 3  #: of which the median counts
 _NUM_EXPLAINED = 2  #: of each kind
 _WIDTH = 100  #: of waterfalls, in characters

@@ -24,13 +24,15 @@ from pathlib import Path
 import msgspec
 import torch
 
-from bench.profile.scale import GPU, TINY_CPU, Scale, Shape
+from bench.profile.scale import GPU, TINY_CPU, Scale
 from bench.random_model import write_random
 from bench.report import Row, arguments, emit, percentiles, step
 from bench.reuse.parts import device_pages, host_pages
 from bench.reuse.setting import Scale as ReuseScale
 from bench.reuse.setting import Setting
 from bench.reuse.worker import TimedFact, WorkerClient, working
+from bench.shape import Shape
+from hearth.config import EngineConfig
 from hearth.engine.assemble import ModelSpec, workspace_bytes
 from hearth.messages import DropModel, HostModel, ModelUse, Ping, Pong, Sampling, StartRequest, StepDone
 from hearth.models.dtypes import DTYPES
@@ -67,11 +69,12 @@ SMALL = Part(TINY_CPU, TINY_CPU.shapes[0], TINY_CPU.shapes[0], 4, 8, 900, 1.0)
 
 
 @dataclass(slots=True)
-class Gaps:
-    """Times between two tokens, by what happened meanwhile. Mutable; filled by the `_Rig`."""
+class Times:
+    """Times between two tokens, and what happened meanwhile. Mutable; filled by the `_Rig`."""
 
     alone: list[float] = field(default_factory=list)
     beside: list[float] = field(default_factory=list)
+    crossings: list[float] = field(default_factory=list)  #: in which all bytes of the other model came
 
 
 def main() -> None:
@@ -81,28 +84,32 @@ def main() -> None:
     options = parser.parse_args()
     if options.small and options.save:
         parser.error("numbers of a small run mean nothing: leave out --save")
-    gaps, num_crossings = measured(
-        SMALL if options.small else LARGE, torch.device("cpu" if options.small else "cuda")
-    )
-    alone, beside = percentiles(gaps.alone), percentiles(gaps.beside)
+    part = SMALL if options.small else LARGE
+    times = measured(part, torch.device("cpu" if options.small else "cuda"))
+    alone, beside, crossings = map(percentiles, (times.alone, times.beside, times.crossings))
     ratio = beside["p50"] / alone["p50"]
     rows = [
         Row("inter-token p50, alone", "ms", 1e3 * alone["p50"]),
         Row("inter-token p50, beside bytes that come ahead", "ms", 1e3 * beside["p50"]),
         Row("beside over alone", "times", ratio, aim=f"at most {AIM:g}"),
+        Row("bytes that come ahead", "GB/s", part.waiting.weights_bytes / crossings["p50"] / 1e9),
     ]
-    result = {"is_small": options.small, "num_crossings": num_crossings, "alone_s": alone, "beside_s": beside}
+    result = {"is_small": options.small, "alone_s": alone, "beside_s": beside, "crossings_s": crossings}
     emit("turns_beside", {"rows": [asdict(row) for row in rows], **result}, save=options.save)
 
 
-def measured(part: Part, device: torch.device) -> tuple[Gaps, int]:
-    """Return the gaps between tokens, and how often all bytes of the other model have come."""
+def measured(part: Part, device: torch.device) -> Times:
+    """Have one model answer while the other comes, over and over."""
     scale = part.scale
     with tempfile.TemporaryDirectory(prefix="hearth-beside-", dir=scale.memory_place) as place:
         with step("writing models"):
             orders = _orders(part, device, Path(place))
         setting = Setting(
-            ReuseScale(engine=scale.engine, host_bytes=scale.host_bytes, chunk_bytes=scale.page_bytes),
+            ReuseScale(
+                EngineConfig(**asdict(scale.limits)),
+                host_bytes=scale.host_bytes,
+                chunk_bytes=scale.page_bytes,
+            ),
             device,
             Loader(device),
             device_pages if device.type == "cuda" else host_pages,
@@ -122,7 +129,7 @@ class _Rig:
         self._last_s: float | None = None  #: when all requests had their last token
         self._num_tokens = 0  #: that each of them has had
 
-    def measure(self) -> tuple[Gaps, int]:
+    def measure(self) -> Times:
         worker, part = self._worker, self._part
         for model in (WAITING, RUNNING):  # to host memory, and the first one out of the device's
             worker.host(model)
@@ -132,17 +139,18 @@ class _Rig:
                 worker.send(DropModel(model))
         for _ in range(part.num_requests):
             self._ask(RUNNING, part.num_new_tokens)
-        gaps, num_crossings = Gaps(), 0
+        times = Times()
         for _ in range(WARM_GAPS):
             self._gap()
         with step("alone and beside, in turn"):
             until_s = time.perf_counter() + part.seconds
             while time.perf_counter() < until_s and self._num_tokens < part.num_new_tokens // 2:
+                began_s = time.perf_counter()
                 beside = list(self._crossing())
-                gaps.beside += beside
-                gaps.alone += [self._gap() for _ in beside]  # in turn, for gaps grow with the context
-                num_crossings += 1
-        return gaps, num_crossings
+                times.crossings.append(time.perf_counter() - began_s)
+                times.beside += beside
+                times.alone += [self._gap() for _ in beside]  # in turn, for gaps grow with the context
+        return times
 
     def _crossing(self) -> Iterator[float]:
         """Have all bytes of the other model come, and yield the gaps between tokens meanwhile."""
@@ -189,14 +197,14 @@ def _orders(part: Part, device: torch.device, place: Path) -> dict[ModelId, Host
     """Return the orders for both; the one that waits is promised all memory, so it never fits beside."""
     scale = part.scale
     context = part.num_prompt_tokens + part.num_new_tokens + 1
-    block_tokens = scale.engine.block_tokens
+    block_tokens = scale.limits.block_tokens
     orders, budget_bytes = {}, SPARE_PAGES * scale.page_bytes
     for seed, (model, shape) in enumerate(((RUNNING, part.running), (WAITING, part.waiting))):
         directory = write_random(place / model, shape.config, shape.dtype, seed, device)
         num_sequences = part.num_requests if model is RUNNING else 1
         kv_bytes = num_sequences * (context + 2 * block_tokens) * shape.kv_bytes_per_token
-        spec = ModelSpec(shape.arch, DTYPES[shape.dtype], context, frozenset())
-        sizes = (shape.weights_bytes, workspace_bytes(spec, scale.engine, device), kv_bytes)
+        spec = ModelSpec(shape.arch, DTYPES[shape.dtype], context, scale.limits, frozenset())
+        sizes = (shape.weights_bytes, workspace_bytes(spec, device), kv_bytes)
         budget_bytes += sum(-(-size // scale.page_bytes) * scale.page_bytes for size in sizes)
         orders[model] = HostModel(
             model=model,
@@ -205,6 +213,7 @@ def _orders(part: Part, device: torch.device, place: Path) -> dict[ModelId, Host
             digest=read_manifest(directory).digest,
             weight=1.0,
             max_context=context,
+            limits=scale.limits,
             kv_floor_bytes=kv_bytes,
             max_kv_bytes=kv_bytes,
             eos_ids=(),

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.service.client import Answer, Event, Reply, completion
+from bench.turns import beside
 from bench.turns.__main__ import append_run, read_runs
 from bench.turns.arms import Run, Traffic
 from bench.turns.journal import doings, entries
@@ -300,3 +302,9 @@ def test_a_result_names_the_aims_that_were_missed(tmp_path: Path) -> None:
     assert isinstance(missed, list)
     assert "first token p99 at 3x" in missed
     assert "first token p99 at 2x" not in missed  # which is reported, and no aim
+
+
+def test_a_model_answers_while_all_bytes_of_another_come_and_both_are_timed() -> None:
+    times = beside.measured(replace(beside.SMALL, seconds=0.1), torch.device("cpu"))
+    assert times.crossings
+    assert len(times.alone) == len(times.beside)

@@ -10,7 +10,7 @@ from hearth.worker.failure import failure_of
 
 
 def refused(what: str) -> DeviceError:
-    """In the words of `memory/cuda_driver.py`."""
+    """In the words of `cuda_driver.py`."""
     return DeviceError(f"CUDA's driver refused cuMemMap(1, 2): {what}; see `nvidia-smi`")
 
 

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 
 import torch
 
-from hearth.errors import DeviceError
-from hearth.memory.cuda_driver import (
+from hearth.cuda_driver import (
     DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
     DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
     DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
     CudaDriver,
 )
+from hearth.errors import DeviceError
 from hearth.memory.pages import Mark
 
 #: A chunk of the store: mapping one takes far less time than copying it, and linears do not notice the seams.

@@ -128,23 +128,22 @@ class PageTable:
             while not self._try_make_real(wanted[begin : begin + MAX_AT_ONCE]):
                 pass  # the books changed between waiting and mapping: others are as fast as we are
 
-    def wait_until_idle(self, place: int) -> None:
-        """Wait until the device is done with what was at a place, also if the same page is there again."""
+    def wait_until_idle(self, places: Sequence[int]) -> None:
+        """Wait until the device is done with what was at places, also if the same pages are there again."""
         with self.lock:
-            mark = self._left.get(place)
-        if mark is not None:
+            marks = self._marks_of(places)
+        for mark in marks:
             mark.synchronize()
 
     def _try_make_real(self, places: Sequence[int]) -> bool:
         """Have the books be true for some places; False if they have changed meanwhile."""
         with self.lock:
             remap = self._remap(places)
-            marks = [self._left.get(stale) for stale in remap.stale]
+            marks = self._marks_of(remap.stale)
         if not remap.stale and not remap.pages:
             return True
         for mark in marks:
-            if mark is not None:
-                mark.synchronize()
+            mark.synchronize()
         with self._driver:
             with self.lock:
                 if self._remap(places) != remap:
@@ -158,6 +157,11 @@ class PageTable:
                     self._left.pop(stale, None)
             self._carry_out(remap, stale_pages)
         return True
+
+    def _marks_of(self, places: Sequence[int]) -> list[Mark]:
+        """Return what to wait for. Places that were left together have one mark."""
+        marks = {id(mark): mark for place in places if (mark := self._left.get(place)) is not None}
+        return list(marks.values())
 
     def _carry_out(self, remap: _Remap, stale_pages: Mapping[int, int]) -> None:
         """Call the driver. What it refuses is not in the books, and what it has done before that is."""

@@ -101,8 +101,7 @@ class MappedPool:
         tenant = self._books.tenants[model]
         indices = range(part.begin // tenant.page_bytes, num_pages(part.end, tenant.page_bytes))
         places = tenant.weights_places(indices)
-        for place in places:
-            self._table.wait_until_idle(place)  # loads write on a stream of their own
+        self._table.wait_until_idle(places)  # loads write on a stream of their own
         self._table.make_real(places)
 
     def load_ended(self, model: ModelId, *, is_whole: bool) -> None:

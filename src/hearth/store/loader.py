@@ -25,6 +25,7 @@ import torch
 
 from hearth.errors import LoadCancelled, StoreError
 from hearth.models.layout import ByteRange
+from hearth.store.copy_stream import CopyStream
 from hearth.store.fetch import HostChunk
 from hearth.store.manifest import Manifest
 from hearth.store.record import LoadRecord, Tally
@@ -87,9 +88,7 @@ class Loader:
         self.device = device
         #: For all that has to be done beside the steps, and at once.
         self.threads = StandingThreads("hearth-load")
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch leaves it untyped
+        self._copies = CopyStream(device) if device.type == "cuda" else None
 
     def load(
         self,
@@ -106,10 +105,10 @@ class Loader:
         `on_end` is called by the load's own thread, with the record or with why there is none. `is_idle`: the
         device is done with the memory when its chunks come; else copies wait for all that is queued now.
         """
-        if self._stream is not None and not is_idle:
+        if self._copies is not None and not is_idle:
             # The memory may have been somebody else's until a moment ago, on the stream of this thread.
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        return Load(name, manifest, pieces, fetch, self._stream, on_end, self.threads)
+            self._copies.wait_for_current()
+        return Load(name, manifest, pieces, fetch, self._copies, on_end, self.threads)
 
 
 class LoadGate:
@@ -142,7 +141,7 @@ class Load:
         manifest: Manifest,
         pieces: Sequence[LoadPiece],
         fetch: Callable[[Sequence[int]], ChunkStream],
-        stream: torch.cuda.Stream | None,
+        copies: CopyStream | None,
         on_end: Callable[[LoadRecord | StoreError], None] | None,
         threads: StandingThreads,
     ) -> None:
@@ -153,7 +152,7 @@ class Load:
         self._manifest = manifest
         self._pieces = sorted(pieces, key=lambda piece: piece.part.begin)
         self._first_piece = 0  #: that may have bytes of the chunks to come
-        self._stream = stream
+        self._copies = copies
         self._on_end = on_end
         self._tally = Tally(time.perf_counter())
         self._chunks = chunks_of(manifest, (piece.part for piece in self._pieces))
@@ -221,8 +220,7 @@ class Load:
         try:
             giver = self._threads.start(self._give_back)
             try:
-                with torch.cuda.stream(self._stream):
-                    self._copy_all()
+                self._copy_all()
             finally:
                 self._copied.put(None)
                 giver.join()
@@ -297,11 +295,14 @@ class Load:
             low, high = max(piece.part.begin, begin), min(piece.part.end, begin + len(data))
             if low < high:
                 target = piece.destination[low - piece.part.begin : high - piece.part.begin]
-                target.copy_(data[low - begin : high - begin], non_blocking=True)
+                source = data[low - begin : high - begin]
+                if self._copies is None:
+                    target.copy_(source)
+                else:
+                    self._copies.queue(target, source)
                 self._tally.num_bytes += high - low
-        if self._stream is not None:
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # torch leaves it untyped
-            event.record(self._stream)
+        if self._copies is not None:
+            event = self._copies.record()
         with self._progress:
             if event is not None:
                 self._events.append(event)

@@ -10,7 +10,7 @@ import torch
 from hearth.errors import EngineFailed, HearthError
 from hearth.types import ModelId
 
-#: Errors of CUDA's driver that break the context, in the words of `memory/cuda_driver.py`.
+#: Errors of CUDA's driver that break the context, in the words of `cuda_driver.py`.
 _FATAL_CODES = (
     "CUDA_ERROR_ASSERT",
     "CUDA_ERROR_CONTEXT_IS_DESTROYED",

@@ -1,6 +1,9 @@
-"""The calls of CUDA's driver that map memory, each one checked. Keeps no books and holds no memory.
+"""The calls of CUDA's driver that map memory and fill it, each one checked. Keeps no books, holds no memory.
 
 Through ctypes, because torch has no such calls and no other package should be needed for a dozen of them.
+
+A call that takes long lets other threads run Python meanwhile. One of a few microseconds does not: beside a
+thread that computes, getting the interpreter back takes up to a hundred times longer than the call itself.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ MEM_LOCATION_TYPE_DEVICE = 1
 MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1
 MEM_ACCESS_FLAGS_PROT_READWRITE = 3
 MEM_ALLOC_GRANULARITY_MINIMUM = 0
+MEMORYTYPE_HOST = 1
+POINTER_ATTRIBUTE_MEMORY_TYPE = 2
 
 
 class _Location(ctypes.Structure):
@@ -56,6 +61,7 @@ class CudaDriver:
         """Open the driver. Raises DeviceError where there is none, or no such device."""
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
+            self._brief = ctypes.PyDLL("libcuda.so.1")  #: its calls keep the interpreter
         except OSError as error:
             raise DeviceError(f"CUDA's driver cannot be loaded: {error}; use `--device cpu`") from error
         self._thread = threading.local()  #: `is_current`: the context is, on this thread
@@ -118,7 +124,9 @@ class CudaDriver:
         try:
             for handle in handles:
                 where = ctypes.c_ulonglong(address + mapped_bytes)
-                self._call("cuMemMap", where, size, ctypes.c_size_t(0), ctypes.c_ulonglong(handle), zero)
+                self._call_briefly(
+                    "cuMemMap", where, size, ctypes.c_size_t(0), ctypes.c_ulonglong(handle), zero
+                )
                 mapped_bytes += num_bytes
             access = _Access(self._location, MEM_ACCESS_FLAGS_PROT_READWRITE)
             where, size = ctypes.c_ulonglong(address), ctypes.c_size_t(mapped_bytes)
@@ -130,6 +138,18 @@ class CudaDriver:
 
     def unmap(self, address: int, num_bytes: int) -> None:
         self._call("cuMemUnmap", ctypes.c_ulonglong(address), ctypes.c_size_t(num_bytes))
+
+    def copy_from_host(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
+        """Queue a copy between addresses. From memory that is not pinned it is partly done by this call."""
+        call = self._call_briefly if self._is_pinned(source) else self._call
+        where, what = ctypes.c_ulonglong(destination), ctypes.c_void_p(source)
+        call("cuMemcpyHtoDAsync_v2", where, what, ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream))
+
+    def _is_pinned(self, address: int) -> bool:
+        """True if a host address was registered; of others the driver says that they are none of its own."""
+        kind, which = ctypes.c_uint(), ctypes.c_int(POINTER_ATTRIBUTE_MEMORY_TYPE)
+        code = self._brief.cuPointerGetAttribute(ctypes.byref(kind), which, ctypes.c_ulonglong(address))
+        return bool(code == 0 and kind.value == MEMORYTYPE_HOST)
 
     def export(self, handle: int) -> int:
         """A file descriptor, for the caller to close, with which another process can map the memory."""
@@ -151,11 +171,18 @@ class CudaDriver:
         return properties
 
     def _call(self, name: str, *arguments: object) -> None:
+        self._enter_context()
+        self._check(getattr(self._library, name)(*arguments), name, arguments)
+
+    def _call_briefly(self, name: str, *arguments: object) -> None:
+        self._enter_context()
+        self._check(getattr(self._brief, name)(*arguments), name, arguments)
+
+    def _enter_context(self) -> None:
+        """Set the context: a thread that torch has not been used on has none, and calls would fail there."""
         if not getattr(self._thread, "is_current", False):
-            # A thread that torch has not been used on has no context, and calls would fail there.
             self._check(self._library.cuCtxSetCurrent(self._context), "cuCtxSetCurrent", ())
             self._thread.is_current = True
-        self._check(getattr(self._library, name)(*arguments), name, arguments)
 
     def _check(self, code: int, name: str, arguments: tuple[object, ...]) -> None:
         if code != 0:
