@@ -85,7 +85,7 @@ def main() -> None:
     if options.small and options.save:
         parser.error("numbers of a small run mean nothing: leave out --save")
     part = SMALL if options.small else LARGE
-    times = measured(part, torch.device("cpu" if options.small else "cuda"))
+    times = measured(part, torch.device("cpu" if options.small else "cuda:0"))
     alone, beside, crossings = map(percentiles, (times.alone, times.beside, times.crossings))
     ratio = beside["p50"] / alone["p50"]
     rows = [

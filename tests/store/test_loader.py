@@ -365,12 +365,13 @@ def test_loads_on_a_busy_device_do_not_wait_for_each_others_cells() -> None:
 def test_copies_to_memory_that_is_idle_wait_for_nothing_else_on_the_device(is_idle: bool) -> None:
     device = torch.device("cuda")
     base = torch.zeros(len(DATA), dtype=torch.uint8, device=device)
+    loader = Loader(device)  # before anything is queued: what comes first on a device waits for all of it
     torch.cuda.synchronize()
     torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call] # torch leaves it so
     steps = torch.cuda.Event()  # type: ignore[no-untyped-call] # as above
     steps.record()
     with fetching(Shelf(PARTS), num_cells=len(PARTS), num_readers=2) as fetcher:
-        load = Loader(device).load(
+        load = loader.load(
             *("m", MANIFEST, whole(MANIFEST, base), lambda chunks: fetcher.fetch(MODEL, chunks)),
             is_idle=is_idle,
         )
