@@ -63,6 +63,11 @@ from tests.worker.test_disturbed import (
 RESTLESS = TurnRules(min_turn_s=0.0, quantum_s=0.0, max_turn_s=0.0, growth=1.0, slack_reloads=0.0, lead_s=1e9)
 
 
+@pytest.fixture(autouse=True)
+def _decide_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hearth.worker.turns.SETTLED_S", 0.0)
+
+
 def promises_of(setting: Setting, names: Sequence[str]) -> dict[str, Promise]:
     """With one workspace for all of them, the first one's, which must be placed first in an arena."""
     promises = {name: setting.promise(name) for name in names}

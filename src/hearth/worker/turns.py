@@ -29,6 +29,9 @@ from hearth.worker.hosting_state import Finding
 
 log = logging.getLogger(__name__)
 
+#: So long a decision stands while nothing happens but that tokens are sent. With eight models one takes as
+#: long as the host needs for a small model's step.
+SETTLED_S = 0.005
 #: One that begins after less has not waited for a turn, and one that ends idle made room for nobody: as long
 #: as all models fit there is nothing to tell.
 TOLD_WAIT_S = 0.05
@@ -52,8 +55,13 @@ class Turns:
             self._policy = TurnPolicy(pool.budget_bytes, shares_workspace=pool.keeps_addresses, rules=rules)
         #: When each model that is in turn began, or that waits began to wait.
         self._since_s: dict[ModelId, float] = {}
+        self._settled_s = -math.inf  #: until when the last decision stands
 
     # What happens.
+
+    def look_again(self) -> None:
+        """Note that something has happened: the next decision may be another one."""
+        self._settled_s = -math.inf
 
     def hosted(self, hosted: HostedModel) -> None:
         """Note a model that is hosted from now on; it waits for its turn until somebody asks for it."""
@@ -96,6 +104,7 @@ class Turns:
         if self._policy is not None:
             self._policy.ended(model, RequestId(str(run)))
             self._note_wait(model)
+            self.look_again()
 
     def loaded(self, model: ModelId) -> None:
         """Note that all of a model is there."""
@@ -110,12 +119,18 @@ class Turns:
 
     # Whose turn it is.
 
+    def is_settled(self) -> bool:
+        """True if the last decision stands: nothing has happened since, and it is too early for another."""
+        return time.monotonic() < self._settled_s
+
     def decide(self) -> list[TurnChange]:
         """Return whose turns end and begin now, in that order."""
+        now_s = time.monotonic()
+        self._settled_s = now_s + SETTLED_S
         if self._policy is None:
             return []
-        now_s = time.monotonic()
         changes = self._policy.decide(now_s, self._weights)
+        self._settled_s = min(self._settled_s, self._policy.wake_s)
         for change in changes:
             since_s = self._since_s.pop(change.model, now_s)
             self._hosted[change.model].has_turn = isinstance(change, BeginTurn)

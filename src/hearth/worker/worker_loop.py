@@ -114,6 +114,7 @@ class WorkerLoop:
             if isinstance(message, Shutdown):
                 return False
             self._models.look_again()
+            self._turns.look_again()
             self._handle(message)
             del message  # it may hold the engine of a model that is dropped while this sleeps
             for hosted in self._models.deferred():
@@ -124,6 +125,8 @@ class WorkerLoop:
     def _next_message(self) -> Message | None:
         """Return what has come, sleeping while no model is ready; None: one is, and nothing has come."""
         while self._inbox.empty():
+            if self._turns.is_settled() and self._models.ready():
+                return None
             self._take_turns()
             self._models.look_ahead()
             if self._models.ready():

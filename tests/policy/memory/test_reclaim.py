@@ -220,6 +220,20 @@ def test_what_is_promised_is_had_from_the_kv_of_paused_models_too() -> None:
     assert (grower.num_blocks, waiting.num_blocks, waiting.num_waiting) == (4, 0, 2)
 
 
+def test_blocks_that_should_lie_ready_are_asked_for_once_until_something_changes() -> None:
+    pool = pool_of(a=hosted(num_blocks=4, running=(2, 2)))
+
+    def asks() -> bool:
+        pool.before_step(A, num_wanted=0)
+        return bool(pool.orders)
+
+    assert [asks(), asks()] == [True, False]
+    pool.policy.room_may_have_come()
+    assert [asks(), asks()] == [True, False]
+    pool.models_by_id[A].running = [1, 2]
+    assert [asks(), asks()] == [True, False]
+
+
 def test_nobody_is_preempted_for_what_is_not_promised() -> None:
     grower, lent = hosted(num_blocks=4, running=(4,), floor_blocks=4), hosted(num_blocks=20, running=(20,))
     pool = pool_of(a=grower, b=lent)

@@ -186,6 +186,8 @@ class ReclaimPolicy:
         #: promised is had all the same.
         self._without_free = FutileTries()
         self._refused = FutileTries()
+        #: By model that asked for blocks to lie ready: the generation, its blocks then, and how many more.
+        self._asked_ahead: dict[ModelId, tuple[int, int, int]] = {}
         #: Models that have no place because one that is being loaded lies in the way.
         self._deferred = FutileTries()
         #: Models that wait for their turn, and for which nobody gives way before that.
@@ -199,6 +201,7 @@ class ReclaimPolicy:
         """Forget a model that is gone."""
         self._without_free.forget(model)
         self._refused.forget(model)
+        self._asked_ahead.pop(model, None)
         self._deferred.forget(model)
         self._early.forget(model)
 
@@ -266,8 +269,10 @@ class ReclaimPolicy:
         """
         yield from self._place_tables(model)
         growth = elastic.growth(use)
-        if not growth.now_blocks and not growth.ahead_blocks:
-            return 0
+        asked = (self.generation, use.num_blocks, growth.ahead_blocks)
+        if not growth.now_blocks and (not growth.ahead_blocks or self._asked_ahead.get(model) == asked):
+            return 0  # also where it would only be told once more what lies ready
+        self._asked_ahead[model] = asked
         kv = self._books.kv_of(model)
         growth = growth.within(kv.max_blocks - kv.num_blocks)
         short, ahead = growth.now_blocks, growth.ahead_blocks
