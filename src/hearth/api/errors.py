@@ -37,6 +37,7 @@ _CODE_BY_STATUS = {
     404: "not_found",
     405: "method_not_allowed",
     413: "body_too_large",
+    415: "unsupported_media_type",
     429: "overloaded",
     431: "headers_too_large",
 }
@@ -103,8 +104,6 @@ async def on_invalid_body(request: Request, error: Exception) -> Response:
         param = _param([*path, fault["ctx"]["field"]])
         return error_response(400, f"`{param:.80}` {fault['msg']}", "unsupported_parameter", param[:80])
     what = str(fault["msg"]).removeprefix("Value error, ")
-    if fault["type"] == "json_invalid":
-        return error_response(400, f"the body is not valid JSON: {fault['ctx']['error']}", "bad_request")
     param = _param(path)
     message = f"`{param or 'body'}`: {what[:1].lower()}{what[1:]}"
     if not path and error.body is None:
