@@ -98,6 +98,15 @@ def test_a_whole_number_serves_as_a_fraction(write: Callable[[str], Path]) -> No
         ("[service]\ndrain_s = inf\n", "`service.drain_s` must be at least 0 and at most 86400, given: inf"),
         ("[service]\npace = 1001\n", "`service.pace` must be at least 0 and at most 1000, given: 1001"),
         ("[service]\nfirst_token_target = 0\n", "must be at least 0.01 and at most 3600, given: 0"),
+        *[
+            (
+                f'[service]\nallowed_origins = ["{origin}"]\n',
+                f"or \"*\" for any, given: '{origin}'",
+            )
+            for origin in ("chat.example", "null", "https://*.example", "https://a.example/chat", "file://")
+        ],
+        ('[service]\nallowed_origins = "*"\n', "`service.allowed_origins` must be a list of texts"),
+        ("[service]\nidle_connection_s = 0\n", "must be at least 1 and at most 86400, given: 0"),
         ("[service]\nturns = 1\n", "`service.turns` must be of type bool, given: 1 of type int"),
         ("[models.x]\nmax_pause = 0.01\n", "`models.x.max_pause` must be at least 0.1 and at most 3600"),
         ("[models]\nx = 1\n", "`models` holds a table per model, like [models.NAME]"),
@@ -122,6 +131,25 @@ def test_a_wrong_file_is_refused_with_key_limit_and_value(
     with pytest.raises(ConfigError) as caught:
         load(write(text), {})
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "origin"),
+    [
+        ("*", "*"),
+        ("https://Chat.Example/", "https://chat.example"),
+        ("https://chat.example:443", "https://chat.example"),
+        ("http://localhost:8080", "http://localhost:8080"),
+        ("http://[::1]:80", "http://[::1]"),
+        ("chrome-extension://abcdef", "chrome-extension://abcdef"),
+    ],
+)
+def test_an_origin_is_spelled_as_browsers_do(given: str, origin: str) -> None:
+    assert ServiceConfig(allowed_origins=(given,)).allowed_origins == (origin,)
+
+
+def test_a_connection_stays_open_for_longer_than_proxies_keep_theirs() -> None:
+    assert ServiceConfig().idle_connection_s > 75
 
 
 def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:

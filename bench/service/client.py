@@ -44,7 +44,7 @@ class Reply:
 
     @property
     def request_id(self) -> str:
-        return self.header("x-request-id") or ""
+        return self.header("x-hearth-request-id") or ""
 
     @property
     def body(self) -> bytes:

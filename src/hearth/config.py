@@ -139,9 +139,16 @@ class ServiceConfig:
     #: Waiting for room for longer, a request has busy models drained for its own, if they cannot take turns.
     patience_s: _Wait = 2.0
     journal_bytes: Annotated[int, Limits(0)] = 256 << 20  #: of the newest events on disk
+    #: Web pages that may ask from a browser, by their origins, like "https://chat.example"; "*" is any, and
+    #: counts only where API keys are asked for.
+    allowed_origins: tuple[str, ...] = ()
+    #: Seconds after which a connection without a request is closed. A proxy in front should close its own
+    #: sooner, or it sends requests into connections that are closing: nginx waits for 60, others up to 600.
+    idle_connection_s: Annotated[int, Limits(1, 86400)] = 120
 
     def __post_init__(self) -> None:
         _check_section(self, "service")
+        object.__setattr__(self, "allowed_origins", tuple(map(_origin, self.allowed_origins)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,6 +409,23 @@ def _duration(key: str, value: object, low_s: float) -> float:
     if seconds < low_s:
         raise ConfigError(f"`{key}` must be at least {low_s:g} s, given: {value!r}; -1 is for ever")
     return seconds
+
+
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+
+
+def _origin(text: str) -> str:
+    """Return an origin as browsers spell it."""
+    if text == "*":
+        return text
+    origin = text.lower().removesuffix("/")
+    match = re.fullmatch(r"([a-z][a-z0-9+.-]*)://[a-z0-9._:\[\]-]+", origin)
+    if match is None:
+        raise ConfigError(
+            '`service.allowed_origins` takes origins without a path, like "https://chat.example" or '
+            f'"http://localhost:3000", or "*" for any, given: {text!r:.80}'
+        )
+    return origin.removesuffix(_DEFAULT_PORTS.get(match[1], ""))
 
 
 def _texts(key: str, value: object) -> tuple[str, ...]:

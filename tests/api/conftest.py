@@ -44,8 +44,14 @@ def gateway(tokenizers: dict[str, Tokenizer]) -> FakeGateway:
     return FakeGateway(tokenizers["plain"])
 
 
-def app_of(gateway: FakeGateway, max_body_bytes: int = 100_000, heartbeat_s: float = 30.0) -> FastAPI:
-    return create_app(gateway, ApiLimits(max_body_bytes, heartbeat_s))  # type: ignore[arg-type] # it plays one
+def app_of(
+    gateway: FakeGateway,
+    max_body_bytes: int = 100_000,
+    heartbeat_s: float = 30.0,
+    allowed_origins: tuple[str, ...] = (),
+) -> FastAPI:
+    limits = ApiLimits(max_body_bytes, heartbeat_s, allowed_origins)
+    return create_app(gateway, limits)  # type: ignore[arg-type] # it plays one
 
 
 def request(
@@ -57,9 +63,10 @@ def request(
     headers: dict[str, str] | None = None,
     content: str | AsyncIterator[bytes] | None = None,
     max_body_bytes: int = 100_000,
+    allowed_origins: tuple[str, ...] = (),
 ) -> httpx.Response:
     async def answered() -> httpx.Response:
-        transport = httpx.ASGITransport(app_of(gateway, max_body_bytes))
+        transport = httpx.ASGITransport(app_of(gateway, max_body_bytes, allowed_origins=allowed_origins))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             if body is None:
                 return await client.request(method, path, headers=headers, content=content)

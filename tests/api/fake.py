@@ -13,6 +13,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter
 
 from hearth.control.caller import Caller, GroupId
+from hearth.control.correlation import Correlation
 from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest, TokenDelta
 from hearth.control.keys import ApiKeys
 from hearth.control.views import Explanation, Health, ModelView, ProcessView, UnloadView, UpstreamView
@@ -82,6 +83,7 @@ class FakeGateway:
     metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
     requests: list[GenerationRequest] = field(default_factory=list)
     callers: list[Caller] = field(default_factory=list)  #: of requests and explanations
+    correlations: list[Correlation] = field(default_factory=list)  #: of requests
     encoded: list[str | list[int] | ChatPrompt] = field(default_factory=list)
     streams: list[AnswerStream] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
@@ -94,8 +96,11 @@ class FakeGateway:
     def __post_init__(self) -> None:
         Counter("hearth_test", "Something to see.", registry=self.metrics).inc()
 
-    async def submit(self, request: GenerationRequest, caller: Caller) -> AnswerStream:
+    async def submit(
+        self, request: GenerationRequest, caller: Caller, correlation: Correlation
+    ) -> AnswerStream:
         self.requests.append(request)
+        self.correlations.append(correlation)
         self.callers.append(caller)
         if self.refusal is not None:
             raise self.refusal

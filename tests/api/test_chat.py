@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from hearth.api.chat import ChatBody
 from hearth.control.generation import ChatPrompt
 from hearth.errors import NoCapacity
 from hearth.text.tokenizer import Tokenizer
@@ -298,6 +299,21 @@ def hermes(tokenizers: dict[str, Tokenizer]) -> FakeGateway:
     gateway = FakeGateway(tokenizers["hermes"])
     gateway.script = lambda stream: stream.put(tokens_of("I look.\n", CALL[:20], CALL[20:]))
     return gateway
+
+
+def test_a_tools_schema_is_not_looked_at_value_by_value(tokenizers: dict[str, Tokenizer]) -> None:
+    """A large one would hold up the event loop for as long as it takes to copy it."""
+    parameters = {"type": "object", "enum": [1, 2, 3]}
+    tool = {"type": "function", "extra": 1, "function": {"name": "f", "parameters": parameters, "also": 2}}
+    body = ChatBody.model_validate(
+        {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "tools": [tool]}
+    )
+
+    prompt = body.answer_spec("fp", tokenizers["hermes"]).requests[0].prompt
+
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.tools == [tool]
+    assert prompt.tools[0]["function"]["parameters"]["enum"] is parameters["enum"]  # type: ignore[index, call-overload] # what was sent
 
 
 def test_calls_are_told_as_such(hermes: FakeGateway) -> None:

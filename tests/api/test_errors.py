@@ -155,7 +155,6 @@ def test_a_refusal_closes_the_choices_that_were_taken(gateway: FakeGateway) -> N
     ("method", "path", "status", "code"),
     [
         ("GET", "/v1/nothing", 404, "not_found"),
-        ("GET", "/v1/models/", 404, "model_not_found"),
         ("GET", "/v1/models/none", 404, "model_not_found"),
         ("POST", "/v1/models", 405, "method_not_allowed"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
@@ -172,6 +171,26 @@ def test_wrong_addresses_get_the_error_object_too(
     response = request(gateway, method, path)
 
     assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v1/models", "GET, HEAD, OPTIONS"),
+        ("/v1/chat/completions", "POST, OPTIONS"),
+        ("/hearth/models", "GET, POST, HEAD, OPTIONS"),
+        ("/hearth/models/tiny", "GET, DELETE, HEAD, OPTIONS"),
+        ("/openapi.json", "GET, HEAD, OPTIONS"),
+    ],
+)
+def test_a_method_that_is_not_taken_is_told_all_that_are(
+    gateway: FakeGateway, path: str, allowed: str
+) -> None:
+    refused, asked = (request(gateway, method, path) for method in ("PATCH", "OPTIONS"))
+
+    assert (refused.status_code, refused.headers["allow"]) == (405, allowed)
+    assert f"takes {allowed}, given: PATCH" in refused.json()["error"]["message"]
+    assert (asked.status_code, asked.headers["allow"], asked.content) == (204, allowed, b"")
 
 
 def test_an_unknown_model_is_refused(gateway: FakeGateway) -> None:

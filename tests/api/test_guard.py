@@ -297,7 +297,7 @@ def test_a_form_cannot_stand_in_for_json(gateway: FakeGateway) -> None:
         gateway, "POST", "/hearth/models", content=body, headers={"content-type": "text/plain"}
     )
 
-    assert response.status_code == 400
+    assert response.status_code == 415
     assert gateway.done == []
 
 

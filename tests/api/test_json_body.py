@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.api import json_body
+from hearth.api import body, json_body, unread_fields
 from hearth.api.json_body import TooManyValues, count_values, parse_json
-from tests.api.conftest import request
+from tests.api.conftest import Connection, app_of, request
 from tests.api.fake import FakeGateway
 
 TREES = st.recursive(
@@ -99,6 +101,87 @@ def test_large_bodies_are_parsed_off_the_event_loop(
     small, large = parsing
     assert small is threading.main_thread()
     assert large is not threading.main_thread()
+
+
+def test_large_bodies_are_checked_off_the_event_loop(
+    gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def noted(*fields: Any) -> str | None:
+        threads.append(threading.current_thread())
+        return unread_fields.refused(*fields)
+
+    monkeypatch.setattr(body, "refused", noted)
+    for num_chars, status in ((10, 200), (100_000, 200), (100_000, 400)):
+        threads.clear()
+        n = 200 if status == 400 else 1
+        fields = {"model": "tiny", "prompt": "a, b" * num_chars, "n": n, "unheard_of": 1}
+        response = request(gateway, "POST", "/v1/completions", fields, max_body_bytes=1 << 20)
+        assert response.status_code == status, response.text
+        if threads:  # faults of fields are found before what nobody reads is looked at
+            assert (threads[0] is threading.main_thread()) == (num_chars == 10)
+    assert response.json()["error"]["param"] == "n"
+
+
+@pytest.mark.parametrize(
+    "kind", [None, "", ";", "application/json; charset=utf-8", "Application/JSON", "application/x+json"]
+)
+def test_a_body_may_say_that_it_is_json_or_nothing(gateway: FakeGateway, kind: str | None) -> None:
+    async def sent() -> AsyncIterator[bytes]:
+        yield b'{"model": "tiny", "prompt": "Hi"}'
+
+    headers = {} if kind is None else {"content-type": kind}
+    response = request(gateway, "POST", "/v1/completions", headers=headers, content=sent())
+
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
+)
+def test_a_body_that_says_to_be_something_else_is_told_what_to_say(gateway: FakeGateway, kind: str) -> None:
+    headers = {"content-type": kind}
+    response = request(
+        gateway, "POST", "/v1/completions", headers=headers, content='{"model": "tiny", "prompt": "Hi"}'
+    )
+
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (415, "unsupported_media_type")
+    assert f"send `content-type: application/json`, given: {kind.partition(';')[0]}" in error["message"]
+    assert gateway.requests == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"model=tiny", "Expecting value"),
+        (b'{"model": "\xff"}', "it must be in UTF-8"),
+        (b'{"n": ' + b"1" * 5000 + b"}", "Exceeds the limit"),
+    ],
+)
+def test_a_body_that_says_nothing_and_is_no_json_is_told_why(
+    gateway: FakeGateway, content: bytes, message: str
+) -> None:
+    async def sent() -> AsyncIterator[bytes]:
+        yield content
+
+    response = request(gateway, "POST", "/v1/completions", content=sent())
+
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(f"the body is not valid JSON: {message}")
+
+
+def test_a_client_that_leaves_before_its_body_has_come_is_no_error_of_ours(
+    gateway: FakeGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene() -> None:
+        connection = Connection(b"")
+        connection.is_gone.set()
+        await connection.run(app_of(gateway), "/v1/completions")
+
+    asyncio.run(scene())
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_the_arguments_of_earlier_calls_have_the_limit_together(gateway: FakeGateway) -> None:

@@ -34,7 +34,8 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 def served(gateway: FakeGateway, limits: ConnectionLimits) -> Iterator[tuple[str, int]]:
     """Yield the address of a server with that many connections."""
     listener = socket.create_server(("127.0.0.1", 0))
-    config = LimitedConfig(app_of(gateway, heartbeat_s=0.02), Connections(limits), timeout_keep_alive=1)
+    app = app_of(gateway, heartbeat_s=0.02, allowed_origins=("https://chat.example",))
+    config = LimitedConfig(app, Connections(limits), idle_s=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
@@ -84,6 +85,11 @@ def read_answer(connection: socket.socket) -> bytes:
     return head + b"\r\n\r\n" + body
 
 
+def headers_of(answer: bytes) -> dict[str, str]:
+    lines = answer.partition(b"\r\n\r\n")[0].decode().split("\r\n")[1:]
+    return dict(line.split(": ", 1) for line in lines)
+
+
 @pytest.mark.parametrize("beginning", [b"GET / HTTP/1.1\r\nx: ", b"GET /", b"GET / HTTP/1.1\r\n"])
 def test_headers_without_end_are_refused(connection: socket.socket, beginning: bytes) -> None:
     rest = MAX_HEAD_BYTES - len(beginning)
@@ -97,7 +103,117 @@ def test_headers_without_end_are_refused(connection: socket.socket, beginning: b
 
     assert answer.startswith(b"HTTP/1.1 431 ")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
+    assert headers_of(answer)["x-request-id"].startswith("req-")
     assert connection.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"NONSENSE\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+        b"GET /\xff HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        POST + b"transfer-encoding: chunked\r\n\r\nno chunk\r\n",
+    ],
+)
+def test_what_is_no_http_gets_the_error_object_and_an_id(connection: socket.socket, sent: bytes) -> None:
+    connection.sendall(sent)
+
+    answer = read_answer(connection)
+
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "bad_request")
+    assert headers_of(answer)["x-request-id"].startswith("req-")
+    assert connection.recv(1) == b""
+
+
+def test_strangers_write_nothing_into_the_log(
+    connection: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    connection.sendall(b"NONSENSE\r\n\r\n")
+    read_answer(connection)
+
+    assert caplog.text == ""
+
+
+def test_nonsense_after_a_request_does_not_speak_within_its_answer(
+    connection: socket.socket, gateway: FakeGateway
+) -> None:
+    gateway.script = lambda stream: None
+    body = json.dumps({"model": "tiny", "prompt": "a", "stream": True}).encode()
+    connection.sendall(POST + b"content-length: %d\r\n\r\n" % len(body) + body)
+    received = read_some(connection)
+    connection.sendall(b"NONSENSE\r\n\r\n")
+    with suppress(ConnectionResetError):
+        while some := connection.recv(65536):
+            received += some
+
+    assert received.count(b"HTTP/1.1 ") == 1
+
+
+def test_a_stream_over_http_1_0_comes_without_chunks(connection: socket.socket) -> None:
+    body = json.dumps({"model": "tiny", "prompt": "a", "stream": True}).encode()
+    old = POST.replace(b"HTTP/1.1", b"HTTP/1.0")
+    connection.sendall(old + b"content-length: %d\r\n\r\n" % len(body) + body)
+    received = b""
+    while some := connection.recv(65536):
+        received += some
+
+    head, _, events = received.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert events.startswith(b"data: {")
+    assert events.endswith(b"data: [DONE]\n\n")
+
+
+def test_an_answer_over_http_1_0_says_how_long_it_is(connection: socket.socket) -> None:
+    connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+    answer = read_answer(connection)
+
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert headers_of(answer)["connection"] == "close"
+
+
+@pytest.mark.parametrize("name", [b"Upgrade", b"upgrade"])
+def test_an_offer_of_http_2_does_not_cost_the_body(connection: socket.socket, name: bytes) -> None:
+    """As Java's client makes one with its first request."""
+    body = json.dumps({"model": "tiny", "prompt": "a"}).encode()
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\n%b: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n" % name
+    for _ in range(2):
+        connection.sendall(POST + offer + b"content-length: %d\r\n\r\n" % len(body) + body)
+        assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_client_that_waits_for_permission_gets_it_only_if_its_body_is_wanted(
+    connection: socket.socket, gateway: FakeGateway
+) -> None:
+    body = json.dumps({"model": "tiny", "prompt": "a"}).encode()
+    head = POST + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(body)
+    connection.sendall(head)
+    assert read_some(connection) == b"HTTP/1.1 100 Continue\r\n\r\n"
+    connection.sendall(body)
+    assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
+
+    gateway.keys = FakeKeys()
+    connection.sendall(head)
+    assert read_answer(connection).startswith(b"HTTP/1.1 401 ")
+
+
+def test_the_head_of_an_answer_comes_without_its_body(connection: socket.socket) -> None:
+    connection.sendall(GET.replace(b"GET", b"HEAD") + GET)
+    received = b""
+    while received.count(b"life-1") < 1:
+        received += read_some(connection)
+
+    head, get = received.split(b"HTTP/1.1 200 OK\r\n")[1:]
+    assert head.endswith(b"\r\n\r\n")
+    assert headers_of(head)["content-length"] == headers_of(get)["content-length"]
+
+
+def test_idle_connections_are_kept_as_long_as_is_configured(gateway: FakeGateway) -> None:
+    config = LimitedConfig(app_of(gateway), Connections(ConnectionLimits(1, 1)), idle_s=620)
+    assert config.timeout_keep_alive == 620
 
 
 def test_every_request_of_a_connection_has_the_limit_for_itself(connection: socket.socket) -> None:
@@ -170,11 +286,17 @@ def rest_of(connection: socket.socket) -> bytes:
 
 
 def test_a_body_that_drips_in_is_refused(hurry: None, connection: socket.socket) -> None:
-    connection.sendall(POST + b"content-length: 50000\r\n\r\n{")
+    page = b"x-request-id: mine\r\norigin: https://chat.example\r\n"
+    connection.sendall(POST + page + b"content-length: 50000\r\n\r\n{")
 
     answer = rest_of(connection)
 
     assert answer.startswith(b"HTTP/1.1 408 ")
+    headers = headers_of(answer)
+    assert (headers["x-request-id"], headers["access-control-allow-origin"]) == (
+        "mine",
+        "https://chat.example",
+    )
     error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
     assert (error["code"], "the limit: 0.1 s" in error["message"]) == ("body_too_slow", True)
 

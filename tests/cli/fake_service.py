@@ -250,7 +250,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _stream(self, events: list[object], is_done: bool = True) -> None:
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
-        self.send_header("x-request-id", "r1")
+        self.send_header("x-hearth-request-id", "r1")
         self.end_headers()
         self.wfile.write(b": waiting\n\n")
         for event in events:

@@ -31,7 +31,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[HearthConfig]:
 def test_every_flag_reaches_its_setting(hearth: Hearth, served: list[HearthConfig], tmp_path: Path) -> None:
     flags = (
         "--host 127.0.0.2 --port 0 --workers 2 --device cpu --memory 1GiB --host-memory 2GiB "
-        "--keep-alive 30m --max-queue 8 --api-keys-file k.json"
+        "--keep-alive 30m --max-queue 8 --api-keys-file k.json "
+        "--allow-origin https://Chat.example/ --allow-origin http://localhost:3000"
     )
     assert hearth("serve", *flags.split(), "--data-dir", str(tmp_path)).code == 0
 
@@ -41,6 +42,7 @@ def test_every_flag_reaches_its_setting(hearth: Hearth, served: list[HearthConfi
     assert (service.memory_bytes, config.store.host_bytes) == (1 << 30, 2 << 30)
     assert (service.keep_alive, service.max_queue, service.api_keys_file) == (1800.0, 8, "k.json")
     assert service.data_dir == str(tmp_path)
+    assert service.allowed_origins == ("https://chat.example", "http://localhost:3000")
 
 
 def test_flags_beat_settings_and_settings_beat_the_file(

@@ -101,3 +101,13 @@ def test_pauses_are_told_with_their_reason() -> None:
     assert "paused 3 times for other models, 300 ms in all" in lines
     assert "2 tokens came later than its pace" in lines
     assert any(line.startswith("paused ") and line.endswith("300 ms  its time was over") for line in lines)
+
+
+def test_a_request_shows_what_its_client_calls_it() -> None:
+    named = replace(EXPLANATION, client_request_id="order-17", traceparent="00-ab-cd-01")
+
+    assert waterfall(named, 80)[:3] == [
+        "r1  smol  stop",
+        "its client calls it order-17",
+        "traceparent 00-ab-cd-01",
+    ]

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from hearth.control.caller import ANYBODY, Caller, GroupId
+from hearth.control.correlation import Correlation
 from hearth.control.datadir import DataDir
 from hearth.control.fact_decoder import DecodedFact
 from hearth.control.gateway import MIN_TEXT_CHARS
@@ -225,6 +226,17 @@ def test_a_request_is_explained_to_its_own_group_and_to_monitors(
         monitor = Caller("eve", "monitor", GroupId("m"))
         told = [rig.gateway.explain(stream.request_id, caller) for caller in (ADA, AMY, monitor, BOB)]
         assert [one is not None for one in told] == [True, True, True, False]
+        rig.gateway.end_all()
+
+    with_rig(data_dir, scene)
+
+
+def test_a_request_is_explained_by_what_its_client_calls_it(data_dir: DataDir, deployed: Deployed) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        rig.join()
+        streams = [await rig.gateway.submit(ask(), caller, Correlation("mine")) for caller in (ADA, BOB)]
+        told = [rig.gateway.explain("mine", caller) for caller in (ADA, BOB)]
+        assert [one and one.request_id for one in told] == [stream.request_id for stream in streams]
         rig.gateway.end_all()
 
     with_rig(data_dir, scene)

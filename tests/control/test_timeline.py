@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hearth.control.caller import ANYBODY
+from hearth.control.caller import ANYBODY, OPERATOR, Caller, GroupId
+from hearth.control.correlation import Correlation, TraceParent
 from hearth.control.load_log import LoadLog
 from hearth.control.timeline import MAX_EXPLAINED, MAX_WAITS, Timeline, Timelines
 from hearth.messages import ModelLoaded, RungBytes
@@ -164,9 +165,37 @@ def test_the_last_thousand_are_kept() -> None:
     timelines = Timelines()
     for number in range(MAX_EXPLAINED + 5):
         timelines.add(Timeline(RequestId(f"r{number}"), "m", 0.0, 0.0, 1, ANYBODY.group))
-    assert timelines.get("r4") is None
-    assert timelines.get("r5") is not None
-    assert timelines.get(f"r{MAX_EXPLAINED + 4}") is not None
+    assert timelines.find("r4", ANYBODY) is None
+    assert timelines.find("r5", ANYBODY) is not None
+    assert timelines.find(f"r{MAX_EXPLAINED + 4}", ANYBODY) is not None
+
+
+def test_a_request_is_found_by_its_own_id_or_by_the_last_that_its_client_gave() -> None:
+    timelines = Timelines()
+    names = [("r0", "ada", "mine"), ("r1", "bob", "mine"), ("r2", "bob", "r0"), ("r3", "ada", "mine")]
+    for request_id, group, client_id in names:
+        correlation = Correlation(client_id)
+        timelines.add(
+            Timeline(RequestId(request_id), "m", 0.0, 0.0, 1, GroupId(group), correlation=correlation)
+        )
+
+    def found(request_id: str, caller: Caller) -> str | None:
+        timeline = timelines.find(request_id, caller)
+        return None if timeline is None else timeline.request_id
+
+    ada, bob = (Caller(name, "user", GroupId(name)) for name in ("ada", "bob"))
+    assert [found("mine", caller) for caller in (ada, bob, OPERATOR)] == ["r3", "r1", "r3"]
+    # Who calls a request by another's id hides nothing, and sees nothing but his own.
+    assert [found("r0", caller) for caller in (ada, bob, OPERATOR)] == ["r0", "r2", "r0"]
+    assert found("r1", ada) is None
+
+
+def test_the_clients_names_of_a_request_are_explained() -> None:
+    trace = TraceParent("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", is_sampled=True)
+    line = Timeline(RequestId("r0"), "m", 0.0, 0.0, 1, ANYBODY.group, correlation=Correlation("mine", trace))
+    told = line.explain(1.0)
+    assert (told.request_id, told.client_request_id) == ("r0", "mine")
+    assert told.traceparent == "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
 def test_every_pause_is_counted_and_the_first_ones_are_told() -> None:

@@ -55,6 +55,19 @@ def test_metrics_have_every_family_that_an_operator_needs(service: Service) -> N
         assert labels <= ({label} if label else set()), name
 
 
+def test_a_request_is_found_by_the_id_that_its_client_sent(service: Service) -> None:
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    answer = service.http.post(
+        "/v1/completions",
+        json={"model": "tiny-a", "prompt": "Hello there", "max_tokens": 1},
+        headers={"X-Request-Id": "shop/order-17", "traceparent": trace},
+    )
+    assert answer.headers["x-request-id"] == "shop/order-17"
+    explained = service.explain("shop/order-17")
+    assert explained["request_id"] == answer.headers["x-hearth-request-id"]
+    assert explained["traceparent"] == trace
+
+
 def test_metrics_count_what_was_asked_and_answered(service: Service) -> None:
     complete(service, "tiny-a")
     before = service.metrics()

@@ -106,18 +106,22 @@ def service_routes(gateway: Gateway) -> APIRouter:
     async def ps() -> Response:
         return as_json(await gateway.look())
 
-    @routes.get("/hearth/requests/{request_id}", summary="What happened to a request, and why")
+    @routes.get("/hearth/requests/{request_id:path}", summary="What happened to a request, and why")
     async def explain(request_id: str, request: Request) -> Response:
-        """Explain a request by its id or by that of its answer.
+        """Explain a request by its id, by that of its answer, or by the `x-request-id` that its client sent.
 
-        One that a key of another group has sent is unknown, unless the caller's key is a monitor's.
+        Of several that were sent with one id it is the last. One that a key of another group has sent is
+        unknown, unless the caller's key is a monitor's.
         """
+        caller = caller_of(request)
         plain = request_id.removeprefix(CHAT.id_prefix).removeprefix(COMPLETION.id_prefix)
-        explanation = gateway.explain(plain, caller_of(request))
+        explanation = gateway.explain(plain, caller)
+        if explanation is None and plain != request_id:  # a client's own id may begin like that, too
+            explanation = gateway.explain(request_id, caller)
         if explanation is None:
             raise UnknownRequest(
                 f"no request has the id `{request_id:.80}`, or it is too long ago; "
-                "an answer has its own in the header `x-request-id`"
+                "an answer has its own in the header `x-hearth-request-id`"
             )
         return as_json(explanation)
 

@@ -17,7 +17,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hearth.api.answer_spec import CHAT, AnswerSpec
-from hearth.api.errors import hearth_error_object, request_id_headers
+from hearth.api.errors import hearth_error_object
+from hearth.api.exchange import Exchange, exchange_of
 from hearth.api.sse import EventWriter, call_id, finish_reason, identity
 from hearth.api.unread_fields import ignored_fields_header
 from hearth.control.caller import Caller
@@ -55,19 +56,18 @@ class Answer(Response):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         streams: list[AnswerStream] = []
         try:
-            await self._submit(streams)
-            scope["request_ids"] = [stream.request_id for stream in streams]
+            await self._submit(streams, exchange_of(scope))
             if self._spec.is_stream:
                 await self._stream(streams, send)
             else:
                 body = msgspec.json.encode(await self._whole(streams))
-                answer = Response(body, 200, self._own_headers(streams), "application/json")
+                answer = Response(body, 200, self._own_headers(), "application/json")
                 await answer(scope, receive, send)
         finally:
             for stream in streams:
                 stream.close()
 
-    async def _submit(self, streams: list[AnswerStream]) -> None:
+    async def _submit(self, streams: list[AnswerStream], exchange: Exchange) -> None:
         """Add to `streams`, which then need to be closed. A prompt is tokenised once for all its answers."""
         num_answers = self._spec.num_answers
         prompt: list[int] | None = None
@@ -76,7 +76,9 @@ class Answer(Response):
                 prompt = await self._gateway.encode(request.model, request.prompt)
             if prompt is not None:
                 request = replace(request, prompt=prompt)
-            streams.append(await self._gateway.submit(request, self._caller))
+            stream = await self._gateway.submit(request, self._caller, exchange.correlation)
+            streams.append(stream)
+            exchange.request_ids.append(stream.request_id)
 
     async def _stream(self, streams: Sequence[AnswerStream], send: Send) -> None:
         first_deltas = await streams[0].next(self._heartbeat_s)
@@ -103,7 +105,7 @@ class Answer(Response):
                     return
                 deltas = await stream.next(self._heartbeat_s)
 
-        headers = SSE_HEADERS | self._own_headers(streams)
+        headers = SSE_HEADERS | self._own_headers()
         raw_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw_headers})
         echoes = await self._echoes(streams)
@@ -178,9 +180,8 @@ class Answer(Response):
             echoes += [prompt] * self._spec.num_answers
         return echoes
 
-    def _own_headers(self, streams: Sequence[AnswerStream]) -> dict[str, str]:
-        request_ids = [stream.request_id for stream in streams]
-        return request_id_headers(request_ids) | ignored_fields_header(self._spec.ignored_fields)
+    def _own_headers(self) -> dict[str, str]:
+        return ignored_fields_header(self._spec.ignored_fields)
 
     def _usage(self, streams: Sequence[AnswerStream], num_tokens: int) -> dict[str, object]:
         """Return the counts of tokens; a prompt counts once, however many answers it has."""

@@ -10,7 +10,9 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from hearth.api.admin import model_routes, service_routes
+from hearth.api.cors import AllowedOrigins
 from hearth.api.errors import ErrorBody, on_hearth_error, on_http_error, on_invalid_body
+from hearth.api.exchange import Exchanges
 from hearth.api.guard import Guard
 from hearth.api.openai import openai_routes
 from hearth.errors import HearthError
@@ -26,6 +28,7 @@ class ApiLimits:
 
     max_body_bytes: int
     stream_heartbeat_s: float  #: a stream that has had nothing to send for so long sends a comment
+    allowed_origins: tuple[str, ...] = ()  #: of web pages that may ask from a browser
 
 
 def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:
@@ -50,5 +53,7 @@ def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:
     app.include_router(openai_routes(gateway, limits.stream_heartbeat_s))
     app.include_router(model_routes(gateway, limits.stream_heartbeat_s))
     app.include_router(service_routes(gateway))
-    app.add_middleware(Guard, gateway=gateway, max_body_bytes=limits.max_body_bytes)
+    origins = AllowedOrigins(frozenset(limits.allowed_origins))
+    app.add_middleware(Guard, gateway=gateway, max_body_bytes=limits.max_body_bytes, origins=origins)
+    app.add_middleware(Exchanges, origins=origins)  # around the guard
     return app

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, SkipValidation, model_validator
 
 from hearth.api import unread_fields
 from hearth.api.answer_spec import CHAT, AnswerSpec, ToolUse
@@ -23,6 +23,8 @@ from hearth.text.tool_calls import OPEN, Tool, ToolFormat, call_grammar, tool_fo
 
 #: Variables that the service itself hands to a template.
 _RESERVED = frozenset(["self", "messages", "tools", "add_generation_prompt", "limit_s"])
+#: What a parser has made is JSON. To find that out, pydantic would call Python for each value in it.
+ParsedJson = SkipValidation[JsonValue]
 
 
 def _text_only(part: object) -> object:
@@ -91,7 +93,7 @@ class FunctionBody(Strict):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     description: Text | None = None
     strict: bool | None = Field(None, description="Kept where `tool_choice` demands a call.")
-    parameters: dict[str, JsonValue] | None = Field(None, description="A JSON schema.")
+    parameters: dict[str, ParsedJson] | None = Field(None, description="A JSON schema.")
 
 
 class ToolBody(Strict):
@@ -123,7 +125,7 @@ class ChatBody(Body):
     )
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = Field(None, description="Whether one answer may hold several calls.")
-    chat_template_kwargs: dict[str, JsonValue] | None = Field(
+    chat_template_kwargs: dict[str, ParsedJson] | None = Field(
         None, description="Further variables of the chat template."
     )
     reasoning_effort: Text | None = Field(
@@ -227,7 +229,7 @@ class _Tools:
         self.are_special = self._format is ToolFormat.HERMES and tag[0] in tokenizer.special_ids
 
     def shown(self) -> list[Json]:
-        return [tool.model_dump(exclude_unset=True) for tool in self._tools]
+        return [_as_given(tool) | {"function": _as_given(tool.function)} for tool in self._tools]
 
     def use(self) -> ToolUse | None:
         if self._format is None:
@@ -262,6 +264,11 @@ class _Tools:
             self._format, tools, may_repeat=may_repeat, tags_are_tokens=self._tags_are_tokens
         )
         return GuideOrder("lark", grammar)
+
+
+def _as_given(part: Strict) -> dict[str, Json]:
+    """Return the fields that were given, and what is in them itself: a copy would cost as much as parsing."""
+    return {name: value for name, value in part if name in part.model_fields_set}
 
 
 def _called(call: CalledTool, where: str) -> dict[str, Json]:

@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
 from hearth.api.unread_fields import REFUSED_FIELD
 from hearth.errors import HearthError
@@ -37,6 +38,7 @@ _CODE_BY_STATUS = {
     404: "not_found",
     405: "method_not_allowed",
     413: "body_too_large",
+    415: "unsupported_media_type",
     429: "overloaded",
     431: "headers_too_large",
 }
@@ -64,14 +66,9 @@ def hearth_error_object(error: HearthError) -> bytes:
     return error_object(error.http_status, str(error), _CODES.get(error.label, error.label))
 
 
-def request_id_headers(request_ids: Sequence[str]) -> dict[str, str]:
-    """Return the header with the ids of one answer; hundreds of them would be too long for many clients."""
-    return {"x-request-id": ",".join(request_ids[:16])} if request_ids else {}
-
-
 async def on_hearth_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HearthError), type(error)
-    headers = request_id_headers(request.scope.get("request_ids", []))
+    headers = {}
     if error.retry_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_s)))
     if error.http_status == 401:
@@ -86,10 +83,25 @@ async def on_http_error(request: Request, error: Exception) -> Response:
         case 404:
             message = f"there is nothing at `{path}`; `/openapi.json` lists what there is"
         case 405:
-            message = f"`{path}` does not take {method}; `/openapi.json` lists what there is"
+            allowed = ", ".join(_allowed_methods(request))
+            if method == "OPTIONS":
+                return Response(status_code=204, headers={"allow": allowed})
+            message = f"`{path}` takes {allowed}, given: {method}; `/openapi.json` lists what there is"
+            return error_response(405, message, headers={"allow": allowed})
         case _:
             message = str(error.detail)
     return error_response(error.status_code, message, headers=error.headers)
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """Return what may be done with a path: its methods may be those of several routes."""
+    at = {"type": "http", "path": request.scope["path"], "root_path": ""}
+    methods = [
+        method
+        for method in ("GET", "POST", "DELETE")
+        if any(route.matches({**at, "method": method})[0] is Match.FULL for route in request.app.routes)
+    ]
+    return [*methods, *(["HEAD"] if "GET" in methods else []), "OPTIONS"]
 
 
 async def on_invalid_body(request: Request, error: Exception) -> Response:
@@ -103,8 +115,6 @@ async def on_invalid_body(request: Request, error: Exception) -> Response:
         param = _param([*path, fault["ctx"]["field"]])
         return error_response(400, f"`{param:.80}` {fault['msg']}", "unsupported_parameter", param[:80])
     what = str(fault["msg"]).removeprefix("Value error, ")
-    if fault["type"] == "json_invalid":
-        return error_response(400, f"the body is not valid JSON: {fault['ctx']['error']}", "bad_request")
     param = _param(path)
     message = f"`{param or 'body'}`: {what[:1].lower()}{what[1:]}"
     if not path and error.body is None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hmac
 import logging
-import secrets
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,7 +16,9 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hearth.api.cors import AllowedOrigins
 from hearth.api.errors import body_too_large, error_response, on_hearth_error, too_many_bodies
+from hearth.api.exchange import exchange_of
 from hearth.control.caller import ANYBODY, OPERATOR, Caller, Role
 from hearth.control.crash import frames_of
 from hearth.control.keys import is_loopback
@@ -43,9 +44,10 @@ _CALLER = "hearth.caller"  #: in the scope of a request that was let in
 class Guard:
     """ASGI middleware around the whole API."""
 
-    def __init__(self, app: ASGIApp, gateway: Gateway, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, gateway: Gateway, max_body_bytes: int, origins: AllowedOrigins) -> None:
         self._app = app
         self._gateway = gateway
+        self._origins = origins
         self._max_body_bytes = max_body_bytes
         self._incoming = _IncomingBodies(max_body_bytes)
         self._keys_fault: str | None = None  #: why the keys cannot be read, as was logged; None: they can
@@ -82,16 +84,17 @@ class Guard:
                     body.release()
                 return
         except Exception as error:  # the one broad handler of the API
-            error_id = ",".join(scope.get("request_ids", [])) or f"err-{secrets.token_hex(8)}"
+            exchange = exchange_of(scope)
             # As Python spells it: a path may hold line breaks, and what looks like lines of this log.
             log.error(
-                "request_failed id=%s method=%r path=%r error=%s\n%s",
-                *(error_id, scope["method"], scope["path"], type(error).__name__, frames_of(error)),
+                "request_failed id=%s method=%r path=%r error=%s%s\n%s",
+                *(exchange.own_id, scope["method"], scope["path"], type(error).__name__),
+                *(exchange.correlation.log_fields, frames_of(error)),
             )
             if is_started:
                 return  # and the server closes the connection: the client sees that the end is missing
-            message = f"internal error; the service's log says more under `{error_id}`"
-            response = error_response(500, message, "internal", headers={"x-request-id": error_id})
+            message = f"internal error; the service's log says more under `{exchange.own_id}`"
+            response = error_response(500, message, "internal")
         await response(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: Headers) -> HearthError | None:
@@ -105,7 +108,9 @@ class Guard:
             are_required, self._keys_fault = self._gateway.keys.are_required, None
             if not are_required:
                 scope[_CALLER] = ANYBODY
-                return None if is_operator else _foreign_host(headers) or _foreign_page(headers)
+                return (
+                    None if is_operator else _foreign_host(headers) or _foreign_page(headers, self._origins)
+                )
             caller = OPERATOR if is_operator else self._gateway.keys.check(key) if key else None
         except ConfigError as error:  # somebody has changed their file, and nobody can tell who may come in
             if self._keys_fault != str(error):  # once, not with every request
@@ -217,13 +222,14 @@ def _is_own(host: str) -> bool:
     return name is not None and is_loopback(name)
 
 
-def _foreign_page(headers: Headers) -> Forbidden | None:
+def _foreign_page(headers: Headers, origins: AllowedOrigins) -> Forbidden | None:
     """Refuse pages of other sites, where there are no keys: by a form they could deploy and remove.
 
-    Pages that were loaded from here, by one of this machine's own names, are not foreign.
+    Pages that were loaded from here, by one of this machine's own names, are not foreign. Of allowed ones
+    only those that are named come in: `*` would make every page that anybody opens an admin.
     """
     origin = headers.get("origin")
-    if origin is None:
+    if origin is None or origins.names(origin):
         return None
     try:
         page = urlsplit(origin)
@@ -231,4 +237,7 @@ def _foreign_page(headers: Headers) -> Forbidden | None:
             return None
     except ValueError:
         pass  # no address at all
-    return Forbidden(f"requests from pages of other sites are not taken, given: {origin:.80}; use API keys")
+    return Forbidden(
+        f"without API keys requests from pages of other sites are not taken, given: {origin:.80}; make keys "
+        "with `hearth keys add NAME`, or name that origin, not `*`, in `service.allowed_origins`"
+    )

@@ -2,30 +2,36 @@
 
 A parser holds the interpreter until it is done, on whichever thread it runs, and what it makes can be ten
 times as large as the body. Text costs next to nothing; values do, so their number has a limit, which is
-checked on a thread and piece by piece. Knows no fields.
+checked on a thread and piece by piece. Fields are checked on that thread, too, where others get the
+interpreter between those that take Python to check. Knows no fields.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 
 from fastapi import HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import Scope
 
 #: The most values in one body, token ids included: about 0.1 s of parsing and checking.
 MAX_VALUES = 1 << 19
 #: The most lists and objects among them, each of which costs as much as ten numbers.
 MAX_CONTAINERS = 1 << 16
+_JSON_TYPE = re.compile(r"(application/(\S+\+)?json)?", re.IGNORECASE)
 #: A body up to this size is parsed where it is, in a few milliseconds at most.
 SMALL_BYTES = 64 << 10
 #: Counted at a time; between two pieces other threads get the interpreter.
 PIECE_BYTES = 64 << 10
 
-#: Parses large bodies, one after the other: what is made of them at once stays bounded, too.
+#: Parses and checks large bodies, one after the other: what is made of them at once stays bounded, too.
 _parser = ThreadPoolExecutor(1, "json-body")
 
 
@@ -48,6 +54,8 @@ def parse_json(text: bytes) -> object:
         parsed: object = json.loads(text)
     except RecursionError:
         raise json.JSONDecodeError("lists and objects are nested too deep", "", 0) from None
+    except UnicodeDecodeError:
+        raise json.JSONDecodeError("it must be in UTF-8", "", 0) from None
     return parsed
 
 
@@ -76,25 +84,79 @@ def count_values(text: bytes) -> None:
 
 
 class JsonRequest(Request):
-    """A request whose body is parsed within limits, and off the event loop if it is large."""
+    """A request whose body was parsed and checked by `check`, which is what `json` returns then."""
+
+    _checked: object = None
+
+    async def check(self, check: Callable[[object], object]) -> None:
+        """Parse the body and have it checked, off the event loop if it is large; none at all is left alone.
+
+        Raises:
+            HTTPException: it is not JSON, or has too many values.
+            Exception: as `check` raises.
+        """
+        try:
+            body = await self.body()
+        except ClientDisconnect as error:
+            raise HTTPException(400, "the body is not complete") from error  # there is nobody to tell
+        if len(body) > SMALL_BYTES:
+            run = asyncio.get_running_loop().run_in_executor
+            self._checked = await run(_parser, lambda: check(_parsed(body)))
+        elif body:
+            self._checked = check(_parsed(body))
 
     async def json(self) -> object:
-        body = await self.body()
-        try:
-            if len(body) <= SMALL_BYTES:
-                return parse_json(body)
-            return await asyncio.get_running_loop().run_in_executor(_parser, parse_json, body)
-        except TooManyValues as error:
-            raise HTTPException(400, str(error)) from error
+        return self._checked
 
 
 class JsonRoute(APIRoute):
     """A route that reads its body by `JsonRequest`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[None, None, Response]]:
-        handle = super().get_route_handler()
+        handle, field = super().get_route_handler(), self.body_field
+
+        def check(parsed: object) -> object:
+            assert field is not None, "only a body is checked"
+            made: object
+            made, faults = field.validate(parsed, {}, loc=("body",))
+            if faults:
+                raise RequestValidationError(faults, body=parsed)
+            return made  # which counts as checked when FastAPI looks at it again
 
         async def handle_json(request: Request) -> Response:
-            return await handle(JsonRequest(request.scope, request.receive))
+            if field is None:
+                return await handle(request)
+            _refuse_other_types(request.headers.get("content-type", ""))
+            json_request = JsonRequest(_as_json(request.scope), request.receive)
+            await json_request.check(check)
+            return await handle(json_request)
 
         return handle_json
+
+
+def _parsed(body: bytes) -> object:
+    try:
+        return parse_json(body)
+    except TooManyValues as error:
+        raise HTTPException(400, str(error)) from error
+    except ValueError as error:
+        what = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise HTTPException(400, f"the body is not valid JSON: {what}") from error
+
+
+def _refuse_other_types(content_type: str) -> None:
+    """Raise HTTPException for a body that says to be something else than JSON, as `curl -d` and forms do.
+
+    One that says nothing is read: programs mean JSON, and pages that are not allowed do not come this far.
+    """
+    kind = content_type.partition(";")[0].strip()
+    if not _JSON_TYPE.fullmatch(kind):
+        raise HTTPException(
+            415, f"the body must be JSON and say so; send `content-type: application/json`, given: {kind:.80}"
+        )
+
+
+def _as_json(scope: Scope) -> Scope:
+    """Return the scope of a request that says to be JSON: FastAPI reads no other."""
+    others = [header for header in scope["headers"] if header[0] != b"content-type"]
+    return {**scope, "headers": [*others, (b"content-type", b"application/json")]}

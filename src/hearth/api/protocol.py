@@ -2,22 +2,28 @@
 
 uvicorn keeps headers until they are complete, however many they are. It waits for headers and bodies however
 slowly they come, also for the rest of a body that was refused, and opens any number of connections.
-`guard.py` sees only headers that are complete.
+`guard.py` sees only headers that are complete. Where clients rely on it, this mends what uvicorn makes of
+HTTP/1.0 and of offers to upgrade, and refuses as the API does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 from http import HTTPStatus
 
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Send
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from hearth.api.connections import Connections
 from hearth.api.errors import error_object
+from hearth.api.exchange import Exchange, exchange_of
 from hearth.api.guard import LET_IN
+
+log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 << 10
 HEAD_S = 30.0
@@ -26,23 +32,27 @@ HANG_UP_S = 2
 #: A body has so long to come, and longer the more of it has come: slow lines may send large bodies.
 BODY_S = 30.0
 MIN_BODY_BYTES_PER_S = 16 << 10
+#: Java's client offers HTTP/2 by this header. A parser that sees it takes the body for another protocol's.
+_UPGRADE = re.compile(rb"(?<=\n)upgrade(?=[ \t]*:)", re.IGNORECASE)
+_NO_UPGRADE = b"x-offer"  #: as long
 
 
 class LimitedConfig(Config):
     """The configuration of a uvicorn server that serves `LimitedProtocol` and nothing else."""
 
-    def __init__(self, app: ASGIApp, connections: Connections, timeout_keep_alive: int = 5) -> None:
+    def __init__(self, app: ASGIApp, connections: Connections, idle_s: int) -> None:
         super().__init__(
             app,
             http=LimitedProtocol,
             ws="none",  # nothing here speaks it, and such connections would know no limits
             lifespan="off",
             log_config=None,
+            log_level=logging.ERROR,  # else strangers have it write two lines for each request that is none
             access_log=False,
             server_header=False,
             # As many as have room, if they all are accepted before the first can be closed.
             backlog=connections.limits.max_strangers,
-            timeout_keep_alive=timeout_keep_alive,
+            timeout_keep_alive=idle_s,
             timeout_graceful_shutdown=HANG_UP_S,
         )
         self.open_connections = connections
@@ -89,6 +99,8 @@ class LimitedProtocol(HttpToolsProtocol):
             if self._timer is None:
                 self._start_timer(HEAD_S)
             self._num_head_bytes += len(data)  # if the head ends in there, this is forgotten
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(_NO_UPGRADE, head) + end + rest
         super().data_received(data)
         if self.transport.is_closing():
             return
@@ -103,11 +115,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self.scope[LET_IN] = self._let_in  # type: ignore[literal-required] # for the guard
 
     def on_headers_complete(self) -> None:
+        super().on_headers_complete()  # first: it raises for an address that is none
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign, assignment] # before anything is sent
         self._is_in_head = False
         self._num_head_bytes = 0
         self._stop_timer()
         self._body_deadline_s = self.loop.time() + BODY_S
-        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         if not self.cycle.response_complete:  # what is thrown away gets no more time
@@ -125,6 +139,10 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self.pipeline:
             self._open_connections.wait(self)
         super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what the parser does not understand."""
+        self._refuse(400, "this is no valid HTTP request; send HTTP/1.1, without TLS", "bad_request")
 
     @property
     def _is_answering(self) -> bool:
@@ -175,10 +193,30 @@ class LimitedProtocol(HttpToolsProtocol):
         """Answer and close, or only close where the client would take this for a part of another answer."""
         is_expected = not self._is_answering if self._is_in_head else not self.cycle.response_started
         if is_expected:
+            exchange = Exchange() if self._is_in_head else exchange_of(self.cycle.scope)
+            log.debug("refused id=%s status=%d%s", exchange.own_id, status, exchange.correlation.log_fields)
             body = error_object(status, message, code)
+            headers = b"".join(b"%b: %b\r\n" % header for header in exchange.headers())
             self.transport.write(
                 b"HTTP/1.1 %d %b\r\nconnection: close\r\ncontent-type: application/json\r\n"
-                b"content-length: %d\r\n\r\n%b"
-                % (status, HTTPStatus(status).phrase.encode(), len(body), body)
+                b"content-length: %d\r\n%b\r\n%b"
+                % (status, HTTPStatus(status).phrase.encode(), len(body), headers, body)
             )
         self.transport.close()
+
+
+def _unchunked(cycle: RequestResponseCycle) -> Send:
+    """Have an answer of unknown length end with its connection: HTTP/1.0 knows no chunks."""
+    send: Send = cycle.send  # type: ignore[assignment] # the same by starlette's name
+    has_length = True
+
+    async def send_plain(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            cycle.chunked_encoding = None if has_length else False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return send_plain

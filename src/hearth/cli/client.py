@@ -188,7 +188,7 @@ class Client:
         }
         is_ended = False
         with self._answered("POST", path, body, is_stream=True) as response:
-            request_id = response.headers.get("x-request-id")
+            request_id = response.headers.get("x-hearth-request-id")
             for data in _server_sent(response.iter_bytes()):
                 chunk = self._streamed(data, _Chunk)
                 for choice in chunk.choices:

@@ -18,7 +18,11 @@ from hearth.control.views import Explanation
 def explain(
     context: typer.Context,
     request_id: Annotated[
-        str, typer.Argument(metavar="REQUEST_ID", help="The `id` of an answer, or its x-request-id header.")
+        str,
+        typer.Argument(
+            metavar="REQUEST_ID",
+            help="The `id` of an answer, or its x-request-id header, also one that the client has sent.",
+        ),
     ],
     url: Url = None,
     api_key: ApiKey = None,

@@ -34,6 +34,14 @@ def serve(
             metavar="FILE", help="Keys that are asked for; by default keys.json in the data directory."
         ),
     ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-origin",
+            metavar="ORIGIN",
+            help="Web pages that may ask from a browser, like https://chat.example; may be repeated.",
+        ),
+    ] = None,
     data_dir: Annotated[
         Path | None,
         typer.Option(
@@ -72,6 +80,7 @@ def serve(
         "service.keep_alive": keep_alive,
         "service.max_queue": max_queue,
         "service.api_keys_file": None if api_keys_file is None else str(api_keys_file),
+        "service.allowed_origins": allow_origin or None,
         "service.data_dir": None if data_dir is None else str(data_dir),
     }
     resolved = configured(config, settings, flags)

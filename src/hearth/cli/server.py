@@ -78,8 +78,12 @@ async def _serve(
             asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
         server = _Server(
             LimitedConfig(
-                create_app(gateway, ApiLimits(service.max_body_bytes, service.stream_heartbeat_s)),
+                create_app(
+                    gateway,
+                    ApiLimits(service.max_body_bytes, service.stream_heartbeat_s, service.allowed_origins),
+                ),
                 Connections(ConnectionLimits.within(max_open_files), gateway.count_closed_connection),
+                service.idle_connection_s,
             )
         )
         url = _url_of(listener)

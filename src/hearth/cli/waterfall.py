@@ -40,6 +40,10 @@ def waterfall(explained: Explanation, width: int) -> list[str]:
 
 def _heading(explained: Explanation) -> Iterator[str]:
     yield f"{explained.request_id}  {explained.model}  {explained.outcome}"
+    if explained.client_request_id is not None:
+        yield f"its client calls it {explained.client_request_id}"
+    if explained.traceparent is not None:
+        yield f"traceparent {explained.traceparent}"
     if explained.error is not None:
         yield explained.error
     if explained.worker is not None:

@@ -20,6 +20,7 @@ from hearth.config import ServiceConfig
 from hearth.control.active_request import ActiveRequest
 from hearth.control.caller import Caller, GroupId
 from hearth.control.catalog import Catalog, CatalogEntry
+from hearth.control.correlation import UNNAMED, Correlation
 from hearth.control.demand_reports import DemandReports
 from hearth.control.deploy import DeployOrder, DeployProgress
 from hearth.control.deployments import Deployments
@@ -95,7 +96,9 @@ class Gateway:
 
     # Requests.
 
-    async def submit(self, wanted: GenerationRequest, caller: Caller) -> AnswerStream:
+    async def submit(
+        self, wanted: GenerationRequest, caller: Caller, correlation: Correlation = UNNAMED
+    ) -> AnswerStream:
         """Take a caller's request; its answer arrives in the stream.
 
         Raises:
@@ -117,7 +120,9 @@ class Gateway:
         stream = AnswerStream(
             request_id, model, tokenizer, len(prompt), lambda: self._driver.cancel(request_id)
         )
-        timeline = Timeline(request_id, model, arrived_s, arrived_at_s, len(prompt), caller.group, pace)
+        timeline = Timeline(
+            *(request_id, model, arrived_s, arrived_at_s, len(prompt), caller.group, pace), correlation
+        )
         seed = secrets.randbits(63) if wanted.sampling.seed is None else wanted.sampling.seed
         active = ActiveRequest(
             request_id=request_id,

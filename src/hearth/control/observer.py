@@ -44,10 +44,8 @@ class Observer:
 
     def explain(self, request_id: str, now_s: float, caller: Caller) -> Explanation | None:
         """Return what happened to a request; None if it is none of the last ones, or not for the caller."""
-        timeline = self._recent.get(request_id)
-        if timeline is None or not caller.can_see(timeline.group):
-            return None
-        return timeline.explain(now_s)
+        timeline = self._recent.find(request_id, caller)
+        return None if timeline is None else timeline.explain(now_s)
 
     def close(self) -> None:
         """Expect workers to leave: from now on, one that does is not lost."""

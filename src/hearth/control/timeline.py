@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hearth.control.caller import GroupId
+from hearth.control.caller import Caller, GroupId
+from hearth.control.correlation import UNNAMED, Correlation
 from hearth.control.load_log import LoadLog
 from hearth.control.views import Explanation, RungView, TimelineMark, TimelineSpan
 from hearth.policy.fleet.events import Option
@@ -59,6 +60,7 @@ class Timeline:
     num_prompt_tokens: int
     group: GroupId  #: of the caller; others are not told of the request
     pace: Pace = field(default_factory=Pace)
+    correlation: Correlation = UNNAMED
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
@@ -194,6 +196,8 @@ class Timeline:
             num_pauses=self.num_pauses,
             paused_s=self._paused_s(now_s),
             num_late_tokens=self.num_late_tokens,
+            client_request_id=self.correlation.client_id,
+            traceparent=None if self.correlation.trace is None else str(self.correlation.trace),
             spans=tuple(self._spans(now_s, queue_end_s)),
             marks=tuple(
                 TimelineMark(at_s - began, what, detail) for at_s, what, detail in self._all_marks(now_s)
@@ -306,8 +310,22 @@ class Timelines:
         while len(self._timelines) > MAX_EXPLAINED:
             self._timelines.popitem(last=False)
 
-    def get(self, request_id: str) -> Timeline | None:
-        return self._timelines.get(RequestId(request_id))
+    def find(self, request_id: str, caller: Caller) -> Timeline | None:
+        """Return the request of an id, or else the last one that its client has called so.
+
+        Only those that the caller may know of are looked at: nobody hides a request by calling his own alike.
+        """
+        timeline = self._timelines.get(RequestId(request_id))
+        if timeline is not None and caller.can_see(timeline.group):
+            return timeline
+        return next(
+            (
+                one
+                for one in reversed(self._timelines.values())
+                if one.correlation.client_id == request_id and caller.can_see(one.group)
+            ),
+            None,
+        )
 
 
 def _since(began_s: float, at_s: float | None) -> float | None:

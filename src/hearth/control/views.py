@@ -196,6 +196,8 @@ class Explanation:
     num_pauses: int = 0  #: while other models had their turn
     paused_s: float = 0.0
     num_late_tokens: int = 0  #: by its pace
+    client_request_id: str | None = None  #: that the client has sent; others may have sent the same
+    traceparent: str | None = None  #: of the trace that the request is part of, as W3C spells it
 
 
 @dataclass(frozen=True, slots=True)
