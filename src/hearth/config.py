@@ -124,7 +124,8 @@ class ServiceConfig:
     api_keys_file: str | None = None  #: None: keys.json in the data directory
     drain_s: _Wait = 30.0  #: how long running requests may take to finish when the service stops
     heartbeat_s: Annotated[float, Limits(0.01, 3600.0)] = 1.0
-    max_missed: Annotated[int, Limits(1)] = 30  #: heartbeats without an answer until a worker is replaced
+    #: Heartbeats without an answer or an advance until a worker is replaced; a slow model's step has more.
+    max_missed: Annotated[int, Limits(1)] = 30
     start_s: _Wait = 180.0  #: a worker that is not ready by then is replaced
     max_body_bytes: Annotated[int, Limits(1024)] = 16 << 20  #: of a request
     template_s: _Wait = 2.0  #: time limit of a chat template

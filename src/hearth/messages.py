@@ -34,7 +34,7 @@ from hearth.types import (
 )
 
 #: The version that gateway and worker must share. Raise it with every change of this file.
-VERSION = 7
+VERSION = 8
 
 
 # What a process is told on its standard input, as one line of JSON, when it is started.
@@ -57,6 +57,7 @@ class WorkerSetup(Struct, frozen=True):
     num_threads: int | None  #: that torch may use; None: its own choice
     log_level: str
     turns: bool = False  #: models that do not fit together take turns
+    beacon: int | None = None  #: the descriptor of its beacon's memory; None: nobody looks
 
     def __repr__(self) -> str:
         """Leave the secret out: what is shown may be logged."""
@@ -239,7 +240,7 @@ class CancelRequest(Struct, frozen=True, tag=True):
 
 
 class Ping(Struct, frozen=True, tag=True):
-    """Ask for a `Pong`, which the step thread sends between two steps: so a pong proves that it lives."""
+    """Ask for a `Pong`, which the step thread sends between two steps; in a step its beacon tells."""
 
     number: int
 

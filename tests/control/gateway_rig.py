@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Literal
 
+from hearth.beacon import Beacon
 from hearth.config import HearthConfig, ModelConfig
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
@@ -43,6 +44,8 @@ class RecordingLink:
 
     def __init__(self) -> None:
         self.orders: list[Order] = []
+        self.beacon = Beacon()
+        self.why_killed: str | None = None
 
     def send(self, order: Order) -> None:
         self.orders.append(order)

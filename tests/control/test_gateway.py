@@ -24,9 +24,10 @@ from hearth.errors import (
     ServiceError,
     ShuttingDown,
     UnknownModel,
+    WorkersLost,
 )
 from hearth.messages import CancelRequest, HostModel, StartRequest, StepDone
-from hearth.types import FinishReason, Pace, SamplingParams
+from hearth.types import FinishReason, ModelId, Pace, SamplingParams
 from tests.control.gateway_rig import CONTEXT, GatewayRig, RecordingLink, ask, emit, with_rig
 
 USER = Caller("somebody", "user", GroupId("somebody"))
@@ -146,6 +147,33 @@ def test_a_request_whose_worker_is_lost_goes_on_with_all_that_was_said(
         explained = rig.gateway.explain(stream.request_id, ANYBODY)
         assert explained is not None
         assert (explained.outcome, explained.num_resumes, explained.num_output_tokens) == ("stop", 1, 3)
+
+    with_rig(data_dir, scene)
+
+
+def test_the_step_that_a_lost_worker_was_in_is_told_to_the_brain(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        stream = await rig.gateway.submit(ask(), ANYBODY)
+        for _ in range(5):
+            link = rig.join()
+            link.beacon.show(ModelId("another"), longest_s=0.1)
+            rig.receive(link, None)
+        assert stream.request_id in rig.driver.requests.by_id, "none of the losses was its own"
+        for _ in range(3):
+            link = rig.join()
+            link.beacon.show(ModelId("tiny"), longest_s=0.1)
+            emit(rig, link, 5)
+            rig.receive(link, None)
+        assert [piece.token for piece in await stream.next()] == [5, 5, 5], (
+            "a model that makes tokens goes on"
+        )
+        link = rig.join()
+        link.beacon.show(ModelId("tiny"), longest_s=0.1)
+        rig.receive(link, None)
+        with pytest.raises(WorkersLost, match="worker `w0` died under it; that was the loss number 4"):
+            await stream.next()
 
     with_rig(data_dir, scene)
 

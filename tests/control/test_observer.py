@@ -94,6 +94,22 @@ def test_a_lost_worker_is_counted_and_its_requests_are_resumed(scene: Scene) -> 
     assert [what for _, what in scene.marks()] == ["queued", "placed", "worker_lost", "resumed"]
 
 
+def test_a_request_is_told_in_whose_step_its_worker_was_lost_and_whether_that_counts(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.arrive(load(), dispatch())
+    hung = "did not advance for 30 s, limit: 30 s,"
+    scene.observer.observe(events.WorkerLost(12.0, W0, ModelId("b"), reason=hung), [load(W1), dispatch(W1)])
+    scene.observer.observe(events.WorkerLost(14.0, W1, A), [])
+    explained = scene.observer.explain(R0, 20.0, ANYBODY)
+    assert explained is not None
+    assert [mark.detail for mark in explained.marks if mark.what == "worker_lost"] == [
+        f"w0 {hung} in a step of another model, not counted against it, after 0 tokens",
+        "w1 died in a step of its model after 0 tokens",
+    ]
+    assert caplog.messages[0] == f"worker_lost worker=w0 model=b reason=`{hung}`"
+
+
 def test_a_worker_that_leaves_because_the_service_ends_is_not_lost(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:

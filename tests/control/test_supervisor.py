@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import asyncio
+import signal
 import subprocess
 import sys
 
-import pytest
+from hearth.beacon import StepSigns
+from hearth.control.supervisor import Supervisor, Vigilance
+from hearth.control.worker_link import WorkerLink
+from hearth.messages import KeeperSetup, WorkerHello
+from hearth.types import ModelId
 
-from hearth.control.supervisor import Silence
+#: How long a test waits for a process before it says that nothing will happen.
+PATIENCE_S = 60.0
 
 #: A supervisor that cannot say what a worker should be told, which is a bug.
 BROKEN = """
@@ -30,22 +37,38 @@ def test_a_supervisor_that_breaks_takes_the_process_along() -> None:
     assert "service_broken part=supervisor error=TypeError" in ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("waits_s", "num_missed"),
-    [
-        pytest.param([0.0, 0.0, 0.0], 3.0, id="it could run and hangs"),
-        pytest.param([2.0, 2.0, 2.0], 0.0, id="it never had a core"),
-        pytest.param([1.0, 1.5, 0.0], 1.75, id="it had one now and then"),
-        pytest.param([9.0, 0.0, 0.0], 2.0, id="the heartbeat itself came late"),
-    ],
-)
-def test_a_silent_worker_misses_only_the_heartbeats_that_it_had_a_core_for(
-    waits_s: list[float], num_missed: float
-) -> None:
-    silence, queued_s = Silence(heartbeat_s=2.0, queued_s=40.0), 40.0
-    for wait_s in waits_s:
-        queued_s += wait_s
-        silence.beat(queued_s, was_heard=False)
-    assert silence.num_missed == num_missed
-    silence.beat(queued_s, was_heard=True)
-    assert silence.num_missed == 0.0
+HEARTBEAT_S, MAX_MISSED = 0.01, 3
+KEEPER = KeeperSetup("", "cpu", "", None, 16 << 20, "info")
+
+
+def test_a_worker_whose_long_step_advances_lives_and_one_that_hangs_is_killed() -> None:
+    """It says nothing at all, as in a step; a process that sleeps stands in for it."""
+
+    async def scene() -> None:
+        vigilance = Vigilance(PATIENCE_S, HEARTBEAT_S, MAX_MISSED)
+        supervisor = Supervisor(lambda *_: NotImplemented, KEEPER, 1, vigilance, None)
+        (seat,) = supervisor.seats
+        process = seat.process = await asyncio.create_subprocess_exec("sleep", str(PATIENCE_S))
+        link = WorkerLink(b"", supervisor.expects, supervisor)  # type: ignore[arg-type] # nothing comes by it
+        supervisor.joined(link, WorkerHello(1, seat.worker, b"", b"", process.pid, "cpu", "", 0, False))
+        beacon = seat.beacon
+        beacon.show(ModelId("large"), longest_s=1e-6)
+        watch = asyncio.create_task(supervisor._watch(seat, process))
+        for _ in range(10 * MAX_MISSED):
+            beacon.mark()
+            await asyncio.sleep(HEARTBEAT_S / 2)
+        assert (watch.done(), link.why_killed) == (False, None)
+        assert await asyncio.wait_for(process.wait(), PATIENCE_S) == -signal.SIGKILL
+        await watch
+        assert link.why_killed == "did not advance for 0.03 s, limit: 0.03 s,"
+        assert link.beacon is beacon
+        assert beacon.read().model == "large", "of a worker that is gone it is still known what it did"
+
+    asyncio.run(scene())
+
+
+def test_a_step_has_as_long_as_slow_steps_of_its_model_tell() -> None:
+    vigilance = Vigilance(60.0, 1.0, 30)
+    assert vigilance.limit_s(StepSigns(5, None, None)) == 30.0
+    assert vigilance.limit_s(StepSigns(5, ModelId("large"), 20.0)) == 200.0
+    assert vigilance.limit_s(StepSigns(5, ModelId("large"), None)) == 300.0

@@ -116,8 +116,10 @@ def admissions_of(engine: Engine) -> list[Admission]:
     admissions: list[Admission] = []
     plan = engine.batcher.plan
 
-    def watched_plan(max_prompt_tokens: int | None = None) -> StepPlan | None:
-        made = plan(max_prompt_tokens)
+    def watched_plan(
+        max_prompt_tokens: int | None = None, max_lone_tokens: int | None = None
+    ) -> StepPlan | None:
+        made = plan(max_prompt_tokens, max_lone_tokens)
         admissions.extend(made.admissions if made else ())
         return made
 

@@ -14,6 +14,7 @@ from hearth.engine.engine import Engine, Usage
 from hearth.engine.runner import PendingStep
 from hearth.errors import BadPrompt, BadSampling, LogitsNotFinite, PromptTooLong
 from hearth.policy.batch.plan import StepPlan
+from hearth.policy.batch.prompt_allowance import FIRST_LONE_TOKENS
 from hearth.types import FinishReason, RequestId, SamplingParams
 from tests.engine.harness import (
     ROOMY,
@@ -90,6 +91,24 @@ def test_steps_are_measured() -> None:
     predicted_s = engine.allowance.predicted_s(1)
     assert predicted_s is not None
     assert predicted_s > 0
+
+
+def test_a_cpu_begins_with_few_tokens_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows yet how long it takes for more, be it the first step of a model or behind its load."""
+    (asked,) = prompts("llama-gqa", [60])
+    engine = engine_for("llama-gqa", replace(ROOMY, max_step=0.06))
+    num_tokens, launch = list[int](), engine.runner.launch
+
+    def watched_launch(plan: StepPlan) -> PendingStep:
+        num_tokens.append(plan.num_prompt_tokens)
+        return launch(plan)
+
+    monkeypatch.setattr(engine.runner, "launch", watched_launch)
+    (answer,) = ask(engine, [asked], greedy())
+
+    assert 0 < num_tokens[0] <= FIRST_LONE_TOKENS
+    assert sum(num_tokens) == 60
+    assert_greedy("llama-gqa", asked, answer.tokens)
 
 
 class ShutGate:

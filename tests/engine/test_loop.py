@@ -207,7 +207,7 @@ def test_when_a_step_raises_every_live_request_fails_and_later_ones_too(
 def test_an_engine_that_is_stuck_fails_its_requests_instead_of_spinning(
     engine: Engine, loop: StepLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.batcher, "plan", lambda max_prompt_tokens: None)
+    monkeypatch.setattr(engine.batcher, "plan", lambda max_prompt_tokens, max_lone_tokens: None)
     outbox: Outbox = SimpleQueue()
     loop.add(request(engine, "a"), outbox)
 

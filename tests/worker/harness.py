@@ -196,11 +196,15 @@ def greedy(max_tokens: int, **changes: object) -> Sampling:
 
 
 @contextmanager
-def process(module: str, setup: msgspec.Struct) -> Iterator[subprocess.Popen[bytes]]:
+def process(
+    module: str, setup: msgspec.Struct, descriptors: tuple[int, ...] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
     """One of Hearth's processes, ended as its parent would: by the end of its standard input."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     command = [sys.executable, "-m", module]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as started:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, pass_fds=descriptors
+    ) as started:
         assert started.stdin is not None
         started.stdin.write(msgspec.json.encode(setup) + b"\n")
         started.stdin.flush()
@@ -244,8 +248,8 @@ class Rig:
 
 
 @contextmanager
-def working(keeper_socket: str, **changes: object) -> Iterator[Rig]:
-    """A worker that has said hello."""
+def working(keeper_socket: str, beacon: int | None = None, **changes: object) -> Iterator[Rig]:
+    """A worker that has said hello, with the descriptor of a beacon."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(PATIENCE_S)
         # Little room, so that a worker whose gateway does not read has to wait.
@@ -264,8 +268,10 @@ def working(keeper_socket: str, **changes: object) -> Iterator[Rig]:
             engine=CONFIG.plain(),
             num_threads=1,
             log_level="warning",
+            beacon=beacon,
         )
-        with process("hearth.worker", msgspec.structs.replace(setup, **changes)) as worker:
+        descriptors = () if beacon is None else (beacon,)
+        with process("hearth.worker", msgspec.structs.replace(setup, **changes), descriptors) as worker:
             connection, _ = listener.accept()
             gateway = Gateway(connection)
             try:

@@ -43,6 +43,7 @@ from hearth.store.loader import Loader
 from hearth.store.tiers import Tiers
 from hearth.types import Hold, ModelId, TokenLogprobs
 from hearth.worker.model_kernels import ModelKernels
+from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.runtime import HostingResources
 from hearth.worker.worker_loop import DeviceLost, Inbox, WorkerLoop
 from tests.store.stored import PATIENCE_S
@@ -161,6 +162,7 @@ def working_in_process(
     max_facts: int = 0,
     turns: TurnRules | None = None,
     kernels: ModelKernels | None = None,
+    marks: WorkerMarks | None = None,
 ) -> Iterator[LoopGateway]:
     """With `max_facts`, the worker waits when so many lie there untaken."""
     device = device or torch.device("cpu")
@@ -171,7 +173,10 @@ def working_in_process(
             gateway.pool = new_pool(eviction_terms)
             return gateway.pool
 
-        resources = HostingResources(device, config, kept_pool, borrower, Loader(device), turns, kernels)
+        resources = HostingResources(
+            *(device, config, kept_pool, borrower, Loader(device), turns, kernels),
+            marks=marks or WorkerMarks(),
+        )
         worker = WorkerLoop(resources, gateway.inbox, gateway.facts.put)
 
         def run() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hearth import LLM
+from hearth.beacon import Beacon, new_beacon_file
 from hearth.messages import ModelLoaded, ModelTurn, RetireModel
 from hearth.types import ModelId, SamplingParams
 from tests.store.stored import converted
@@ -102,3 +104,27 @@ def test_models_that_do_not_fit_together_take_turns_and_answer_as_they_do_offlin
         for turn, following in itertools.pairwise(turns):
             assert turn.ended is not None or following.ended is not None, "two in turn do not fit"
         assert is_empty(gateway)
+
+
+def test_whose_step_is_under_way_is_shown_until_the_device_is_done_with_it() -> None:
+    """Steps of two models are in flight at once, by graphs: marks are passed as they are done."""
+    places = {name: converted(name) for name in ("llama-gqa", "opt-pre")}
+    descriptor = new_beacon_file()
+    try:
+        seen = Beacon.at(descriptor)
+        with (
+            folder() as place,
+            keeping(setup := keeper_setup(place, kind="cuda")),
+            working(setup.socket, descriptor, kind="cuda", budget_bytes=BUDGET_BYTES) as rig,
+        ):
+            gateway = rig.gateway
+            gateway.send(*(host_order(name, where) for name, where in places.items()))
+            runs = [gateway.start(name, PROMPT, greedy(40)) for name in places]
+            gateway.until_ended(*runs)
+            num_marks = seen.read().num_marks
+            gateway.until_ended(*(gateway.start(name, PROMPT, greedy(40)) for name in places))
+            gateway.ping()
+            assert seen.read().num_marks >= num_marks + 2 * 40
+            assert seen.read().model is None
+    finally:
+        os.close(descriptor)

@@ -65,6 +65,7 @@ class Driver:
         self._links: dict[WorkerId, WorkerLink] = {}
         #: The number of each stay of a model on a worker, by which facts of an earlier one are told apart.
         self._hostings: dict[tuple[WorkerId, ModelId], int] = {}
+        self._answered: set[tuple[WorkerId, ModelId]] = set()  #: stays in which tokens were made
         self._numbers = itertools.count(1)
         #: Why a model failed last, as the label of an error, until it is removed. The brain's message of it
         #: outlives a load: requests are refused for it until the model has served one.
@@ -148,6 +149,7 @@ class Driver:
                 self._dispatch(action)
             case events.LoadModel(model, worker):
                 hosting = self._hostings[worker, model] = next(self._numbers)
+                self._answered.discard((worker, model))
                 self._send(worker, self._host_order(action, hosting))
             case events.Evict(model, worker, _, is_freed):
                 self._hostings.pop((worker, model), None)
@@ -243,9 +245,9 @@ class Driver:
         now_s = self.now_s
         match fact:
             case None:
-                self._worker_lost(now_s, worker)
+                self._worker_lost(now_s, worker, decoded.link)
             case messages.StepDone():
-                self._stepped(now_s, fact, decoded)
+                self._stepped(now_s, worker, fact, decoded)
             case messages.RunFailed():
                 self._run_failed(now_s, fact)
             case messages.LoadProgress() | messages.ModelLoaded() | messages.HostingFailed():
@@ -266,8 +268,12 @@ class Driver:
             case _:
                 assert_never(fact)
 
-    def _stepped(self, now_s: float, step_done: messages.StepDone, decoded: DecodedFact) -> None:
+    def _stepped(
+        self, now_s: float, worker: WorkerId, step_done: messages.StepDone, decoded: DecodedFact
+    ) -> None:
         by_run = self.requests.by_run
+        if step_done.tokens:
+            self._answered.add((worker, step_done.model))
         for admitted in step_done.admitted:
             if admitted.run in by_run:
                 by_run[admitted.run].admitted(admitted.num_cached_tokens)
@@ -323,10 +329,13 @@ class Driver:
                 self.requests.detach(worker, model)
                 self.post(events.ModelFailed(now_s, worker, model, fact.reason))
 
-    def _worker_lost(self, now_s: float, worker: WorkerId) -> None:
+    def _worker_lost(self, now_s: float, worker: WorkerId, link: WorkerLink) -> None:
         del self._links[worker]
         self._pools.lost(worker)
         for key in [key for key in self._hostings if key[0] == worker]:
             del self._hostings[key]
         self.requests.detach(worker)
-        self.post(events.WorkerLost(now_s, worker))
+        culprit = None if link.beacon is None else link.beacon.read().model
+        has_answered = (worker, culprit) in self._answered
+        self._answered = {stay for stay in self._answered if stay[0] != worker}
+        self.post(events.WorkerLost(now_s, worker, culprit, has_answered, link.why_killed or "died"))

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 #: Raise it when events, actions, decisions or the records of the fleet change, so that an old recording is
 #: not taken for a wrong one.
-VERSION = 6
+VERSION = 7
 
 _EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 _ENCODER = msgspec.json.Encoder()

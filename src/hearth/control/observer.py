@@ -146,12 +146,16 @@ class Observer:
 
     def _worker_lost(self, lost: events.WorkerLost) -> None:
         if not self._is_closing:
-            log.error("worker_lost worker=%s", lost.worker)
+            log.error("worker_lost worker=%s model=%s reason=`%s`", lost.worker, lost.culprit, lost.reason)
             self._metrics.workers_lost.inc()
         self._loads.lose(lost.worker)
         self._in_turn = {key for key in self._in_turn if key[0] != lost.worker}
         for timeline in list(self._on_worker(lost.worker)):
-            timeline.lost(lost.now_s, lost.worker)
+            whose = (
+                "its model" if timeline.model == lost.culprit else "another model, not counted against it,"
+            )
+            where = "" if lost.culprit is None else f" in a step of {whose}"
+            timeline.lost(lost.now_s, lost.worker, f"{lost.reason}{where}")
 
     def _on_worker(self, worker: WorkerId, model: ModelId | None = None) -> Iterator[Timeline]:
         for timeline in self._active.values():

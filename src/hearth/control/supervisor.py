@@ -1,10 +1,11 @@
 """Keeps the processes of this machine alive: the keeper of the store and the workers. Decides no placement.
 
-A worker is pinged at every heartbeat, and its step thread, which alone speaks, answers between two steps. One
-that has said nothing for `max_missed` heartbeats hangs, and is killed; one that had no core to run on is only
-slow. One that dies, for whatever reason, is replaced: at once, or after a growing delay if it lived only
-shortly. The processes end with this one, however it ends: their standard input closes, and the kernel kills
-what does not heed that.
+A worker is pinged at every heartbeat, and its step thread, which alone speaks, answers between two steps; in
+a step, which may be long, its beacon shows how that advances (`beacon.py`). One that does neither for
+`max_missed` heartbeats, or longer where its steps were slow before (`policy/fleet/liveness.py`), hangs, and
+is killed; one that had no core to run on is only slow. One that dies, for whatever reason, is replaced: at
+once, or after a growing delay if it lived only shortly. The processes end with this one, however it ends:
+their standard input closes, and the kernel kills what does not heed that.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import itertools
 import json
 import logging
+import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Coroutine
@@ -22,11 +24,13 @@ from typing import IO
 
 import msgspec
 
+from hearth.beacon import Beacon, StepSigns, new_beacon_file
 from hearth.control.crash import end_process
 from hearth.control.worker_link import WorkerLink
 from hearth.cpus import queued_s
 from hearth.errors import HearthError, error_of
 from hearth.messages import KeeperSetup, Ping, Shutdown, WorkerHello, WorkerSetup
+from hearth.policy.fleet.liveness import Silence, max_silence_s
 from hearth.types import WorkerId
 
 #: A process that lived for less is started again only after a delay, which doubles up to the longest.
@@ -46,23 +50,14 @@ class Vigilance:
     heartbeat_s: float  #: between two pings
     max_missed: int
 
+    @property
+    def usual_s(self) -> float:
+        """How long a worker may be silent that makes no step."""
+        return self.max_missed * self.heartbeat_s
 
-@dataclass(slots=True)
-class Silence:
-    """How many heartbeats a worker has said nothing for. Mutable; written by the task that watches it.
-
-    A heartbeat counts less by the part of it that the worker waited for a core: where others keep the machine
-    busy, a healthy worker answers late. A heartbeat that came late itself, for want of a core, counts once.
-    """
-
-    heartbeat_s: float
-    queued_s: float  #: how long the worker has waited for a core, in all of its life
-    num_missed: float = 0.0
-
-    def beat(self, queued_s: float, *, was_heard: bool) -> None:
-        """Count the heartbeat that has just ended."""
-        waited_s, self.queued_s = queued_s - self.queued_s, queued_s
-        self.num_missed = 0.0 if was_heard else self.num_missed + max(0.0, 1.0 - waited_s / self.heartbeat_s)
+    def limit_s(self, signs: StepSigns) -> float:
+        """Return how long a worker with such signs may be silent."""
+        return self.usual_s if signs.model is None else max_silence_s(self.usual_s, signs.longest_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +69,7 @@ class WorkerSeat:
     process: Process | None = None
     link: WorkerLink | None = None
     hello: WorkerHello | None = None
+    beacon: Beacon = field(default_factory=Beacon)  #: of the process
     num_restarts: int = 0
     greeted: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -113,7 +109,7 @@ class Supervisor:
     def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
         seat = self._seat(hello.worker)
         assert seat is not None, f"{hello.worker=} was not expected"
-        seat.link, seat.hello = link, hello
+        seat.link, seat.hello, link.beacon = link, hello, seat.beacon
         seat.greeted.set()
         log.info("worker_ready worker=%s pid=%d device=%s", hello.worker, hello.pid, hello.device)
 
@@ -147,12 +143,13 @@ class Supervisor:
             await self._is_keeper_ready.wait()
             began_s = asyncio.get_running_loop().time()
             try:
-                seat.process = await self._spawn("hearth.worker", self._setup_of(seat.index, seat.worker))
+                await self._start_worker(seat)
             except OSError as error:  # the machine has no room for a process now
                 log.error("worker_not_started worker=%s reason=%s", seat.worker, error)
                 delay_s = _next_delay_s(delay_s, 0.0)
                 await asyncio.sleep(delay_s)
                 continue
+            assert seat.process is not None, "it was started"
             watch = _vital(self._watch(seat, seat.process))
             try:
                 code = await seat.process.wait()
@@ -165,6 +162,15 @@ class Supervisor:
             seat.process = seat.link = seat.hello = None  # or it would still count as ready
             delay_s = _next_delay_s(delay_s, lived_s)
             await asyncio.sleep(delay_s)
+
+    async def _start_worker(self, seat: WorkerSeat) -> None:
+        descriptor = new_beacon_file()
+        try:
+            seat.beacon = Beacon.at(descriptor)
+            setup = msgspec.structs.replace(self._setup_of(seat.index, seat.worker), beacon=descriptor)
+            seat.process = await self._spawn("hearth.worker", setup, descriptor)
+        finally:
+            os.close(descriptor)
 
     async def _watch(self, seat: WorkerSeat, process: Process) -> None:
         """Kill a worker that does not come up or hangs."""
@@ -179,18 +185,28 @@ class Supervisor:
         if queued_s(process.pid) is None:
             log.info("fallback silence=with_waits_for_cores worker=%s reason=no_schedstat", seat.worker)
         silence = Silence(self._vigilance.heartbeat_s, queued_s(process.pid) or 0.0)
-        num_received = 0
+        before, num_received, is_told = seat.beacon.read(), 0, False
         for number in itertools.count(1):
             link = seat.link
             if link is None:
                 return
             link.send(Ping(number))
             await asyncio.sleep(self._vigilance.heartbeat_s)
+            signs = seat.beacon.read()
             was_heard = link.num_received > num_received or link.is_held_back
+            was_heard = was_heard or signs.num_marks != before.num_marks
             silence.beat(queued_s(process.pid) or silence.queued_s, was_heard=was_heard)
-            num_received = link.num_received
-            if silence.num_missed >= self._vigilance.max_missed:
-                log.error("worker_killed worker=%s reason=hangs missed=%.1f", seat.worker, silence.num_missed)
+            before, num_received = signs, link.num_received
+            limit_s = self._vigilance.limit_s(signs)
+            told = (seat.worker, signs.model, silence.seconds, limit_s)
+            if silence.seconds < self._vigilance.usual_s:
+                is_told = False
+            elif silence.seconds < limit_s and not is_told:
+                is_told = True
+                log.warning("worker_slow worker=%s model=%s silent_s=%.1f limit_s=%.1f", *told)
+            if silence.seconds >= limit_s:
+                log.error("worker_killed worker=%s reason=hangs model=%s silent_s=%.1f limit_s=%.1f", *told)
+                link.why_killed = f"did not advance for {silence.seconds:.3g} s, limit: {limit_s:.3g} s,"
                 _kill(process)
                 return
 
@@ -220,12 +236,14 @@ class Supervisor:
             except (HearthError, OSError, ValueError) as error:  # whatever it is, the next try may do better
                 log.error("keeper_not_started reason=%s", error)
 
-    async def _spawn(self, module: str, setup: WorkerSetup | KeeperSetup) -> Process:
+    async def _spawn(self, module: str, setup: WorkerSetup | KeeperSetup, *descriptors: int) -> Process:
+        """Start a process, which inherits the descriptors."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", module),  # -P: not what lies in the directory it was started in
             stdin=PIPE,
             stdout=PIPE if isinstance(setup, KeeperSetup) else DEVNULL,
             stderr=self._errors,
+            pass_fds=descriptors,
         )
         assert process.stdin is not None, "asked for a pipe"
         process.stdin.write(msgspec.json.encode(setup) + b"\n")

@@ -143,6 +143,7 @@ class Timeline:
         return bool(self.stays) and self.stays[-1].started_s is not None
 
     def lost(self, now_s: float, worker: WorkerId, how: str = "died") -> None:
+        """Note that the worker of the request, or its replica there, is gone; `how` says what that did."""
         self.stays[-1].ended_s = now_s
         self.turn_began(now_s)  # it waits for a worker now
         self.mark(now_s, "worker_lost", f"{worker} {how} after {self.num_output_tokens} tokens")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 from hearth import wire
+from hearth.beacon import Beacon
 from hearth.errors import ServiceError
 from hearth.messages import VERSION, Challenge, Order, WorkerHello
 from hearth.types import WorkerId
@@ -48,6 +49,8 @@ class WorkerLink(asyncio.Protocol):
         self._unread_bytes = 0
         self.num_received = 0  #: frames so far
         self.is_held_back = False  #: nothing is read until more was consumed
+        self.beacon: Beacon | None = None  #: of the worker's process, once it has joined
+        self.why_killed: str | None = None  #: what the worker did, for people; None: nobody has killed it
         self._transport: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from hearth.engine.guide import Guides
 from hearth.engine.inputs import InputBuffers
 from hearth.engine.runner import Runner
 from hearth.engine.sampler import Sampler
+from hearth.engine.step_marks import StepMarks
 from hearth.engine.step_shape import PaddedSizes
 from hearth.engine.upload import Uploads
 from hearth.errors import DeviceError
@@ -31,6 +33,7 @@ from hearth.models.weights import Weights
 from hearth.models.workspace import Workspace
 from hearth.policy.batch.batcher import Batcher, BatchLimits
 from hearth.policy.batch.blocks import SINK_BLOCK, BlockBook
+from hearth.policy.batch.prompt_allowance import PromptAllowance
 from hearth.policy.batch.step_limits import step_limits
 from hearth.sizes import Buffer, StepLimits, StepSize, block_buffer
 
@@ -98,8 +101,9 @@ def assemble(
     config: EngineConfig,
     device: torch.device,
     memory: Memory | None = None,
+    marks: StepMarks | None = None,
 ) -> Engine:
-    """Return an engine over weights that have their place on the device.
+    """Return an engine over weights that have their place on the device, which tells `marks` of its steps.
 
     In `memory` that was set aside KV has no blocks yet: `Engine.add_blocks` gives them. Without such memory
     the engine takes its own, and what is left on the device goes to KV, for good.
@@ -113,7 +117,8 @@ def assemble(
     memory = memory or _own_memory(spec, config, device)
     if device.type == "cuda":
         _tell_if_slow(prompt_kernel_of(spec))
-    runner = assemble_runner(spec, weights, config, memory, _step_size(limits, device))
+    on_layer = None if marks is None else marks.layer_passed
+    runner = assemble_runner(spec, weights, config, memory, _step_size(limits, device), on_layer)
     if is_elastic:
         # Nothing is captured, for there may be no weights yet: see `worker/hosted_model.py`.
         book = BlockBook(limits.block_tokens, memory.floor_blocks)
@@ -125,13 +130,19 @@ def assemble(
     batcher = Batcher(batch_limits, book)
     vocab_size = spec.arch.vocab_size
     guides = Guides(spec.tokenizer_json, vocab_size, spec.eos_ids)
-    return Engine(batcher, runner, guides, vocab_size, spec.eos_ids, max_step_s=config.max_step)
+    allowance = PromptAllowance(config.max_step, is_slow=device.type == "cpu")
+    return Engine(batcher, runner, guides, vocab_size, spec.eos_ids, allowance, marks)
 
 
 def assemble_runner(
-    spec: ModelSpec, weights: Weights, config: EngineConfig, memory: Memory, size: StepSize
+    spec: ModelSpec,
+    weights: Weights,
+    config: EngineConfig,
+    memory: Memory,
+    size: StepSize,
+    on_layer: Callable[[], None] | None = None,
 ) -> Runner:
-    """Return what runs the steps of an engine, on the device that the memory is on."""
+    """Return what runs the steps of an engine, on the device of the memory. `on_layer` is as in `Decoder`."""
     arch, dtype, device, limits = spec.arch, spec.dtype, memory.workspace.device, spec.limits
     workspace = Workspace.bind(arch, dtype, size, memory.workspace)
     cos_sin = None if arch.rope is None else cos_sin_table(arch.rope, spec.max_context, device)
@@ -147,7 +158,7 @@ def assemble_runner(
         lambda num_rows: prompt_tile_tokens(heads, dtype, num_rows, limits.block_tokens),
     )
     kv = _bind_kv(spec, memory.kv)
-    decoder = Decoder(arch, weights, workspace, cos_sin)
+    decoder = Decoder(arch, weights, workspace, cos_sin, on_layer=on_layer)
     sizes = _padded_sizes(limits, device)
     is_captured = device.type == "cuda" and sizes.decode and config.graphs != "off"
     return Runner(decoder, kv, inputs, sampler, uploads, sizes, StepGraphs() if is_captured else None)

@@ -13,6 +13,7 @@ from hearth.engine.guide import Guides
 from hearth.engine.logit_bias import is_biased
 from hearth.engine.penalties import is_penalised
 from hearth.engine.runner import PendingStep, Runner, StepResult
+from hearth.engine.step_marks import NoMarks, StepMarks
 from hearth.engine.step_timer import StepTimer
 from hearth.errors import BadPrompt, BadSampling
 from hearth.policy.batch.batcher import Batcher
@@ -141,16 +142,18 @@ class Engine:
         guides: Guides,
         vocab_size: int,
         eos_ids: frozenset[int],
-        max_step_s: float,
+        allowance: PromptAllowance,
+        marks: StepMarks | None = None,
     ) -> None:
-        """`max_step_s`: how long prompts may make a step that others run in, as in `PromptAllowance`."""
+        """`marks` is told how steps advance."""
         self.batcher = batcher
         self.runner = runner
         self.elastic = Elastic(batcher.blocks.block_tokens)
         self.intake = Intake(batcher, guides, vocab_size, eos_ids)
         self.request = self.intake.request
         self._flight: _LaunchedStep | None = None
-        self.allowance = PromptAllowance(max_step_s)
+        self.allowance = allowance
+        self._marks: StepMarks = NoMarks() if marks is None else marks
         self._vocab_size = vocab_size
         #: Live requests that need a table of the sampler, which is there from the first one's step at latest.
         self._users_by_table: dict[SamplingTable, set[RequestId]] = {table: set() for table in SamplingTable}
@@ -241,7 +244,10 @@ class Engine:
 
         No step runs where there is work but an elastic KV has fewer blocks than it is promised.
         """
-        plan = self.batcher.plan(self.allowance.num_tokens(self.batcher.waiting_prompt_tokens()))
+        num_waiting_tokens = self.batcher.waiting_prompt_tokens()
+        plan = self.batcher.plan(
+            self.allowance.num_tokens(num_waiting_tokens), self.allowance.num_lone_tokens
+        )
         launched = None if plan is None else self._launch(plan)
         previous, self._flight = self._flight, launched
         blocks = self.batcher.blocks
@@ -264,6 +270,8 @@ class Engine:
         outputs, committed = StepOutputs(), CommittedStep()
         if previous is not None:
             result = previous.pending.wait()
+            if not previous.pending.is_computed:
+                self._marks.done()
             if previous.timer is not None:
                 plan, seconds = previous.plan, previous.timer.seconds()
                 self.allowance.measured(plan.num_decode_rows, plan.num_prompt_tokens, seconds)
@@ -281,13 +289,17 @@ class Engine:
         """Wait for what the device still computes, so that its memory may go. No other call may follow."""
         self._flight = None
         self.runner.synchronize()  # also for a step that broke half-way, whose inputs are still being read
+        self._marks.closed()
 
     def _launch(self, plan: StepPlan) -> _LaunchedStep:
         # One touch of unmapped memory would kill the context, and with it every model in the worker.
         written = [block for write in plan.table_writes for block in write.blocks]
         assert self.batcher.blocks.has_all(written), f"blocks that are not there: {plan.table_writes}"
         timer = StepTimer(self.runner.kv.device) if self.runner.is_warm(plan) else None
+        self._marks.begun()
         pending = self.runner.launch(plan)
+        if pending.is_computed:
+            self._marks.done()
         if timer is not None:
             timer.stop()
         return _LaunchedStep(plan, pending, timer)

@@ -49,6 +49,11 @@ class PendingStep:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch leaves it untyped
             self._event.record()
 
+    @property
+    def is_computed(self) -> bool:
+        """True if the device computed the step while it was launched, as a CPU does."""
+        return self._event is None
+
     def wait(self) -> StepResult:
         if self._event is not None:
             self._event.synchronize()

@@ -12,6 +12,7 @@ wanted. Between the two everything lies in the workspace. No batching, no sampli
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -40,7 +41,9 @@ class Decoder:
         workspace: Workspace,
         cos_sin: torch.Tensor | None,
         layers: range | None = None,
+        on_layer: Callable[[], None] | None = None,
     ) -> None:
+        """`on_layer` is called when a layer has run, or is launched where the device runs it later."""
         self.arch = arch
         self.layers = range(arch.num_layers) if layers is None else layers
         self._workspace = workspace
@@ -49,6 +52,7 @@ class Decoder:
         # Kept, because all layers of a step ask for the same.
         self._cut = lru_cache(maxsize=4)(workspace.cut)
         self._cos_sin = cos_sin
+        self._on_layer = on_layer
         self._heads = Heads(arch.num_heads, arch.num_kv_heads, arch.head_dim)
         self.rebind(weights)
 
@@ -98,6 +102,8 @@ class Decoder:
             attended = self.attend(layer, weights, qkv, step, layer_kv)
             if layer != self.layers[-1]:
                 delta = self.absorb(weights, residual, normed, attended)
+            if self._on_layer is not None:
+                self._on_layer()
 
     def tail(self, step: StepInputs, gate: WeightGate | None = None) -> torch.Tensor:
         """Return float32 logits of `step.logit_rows`, in that order, behind the `body` of the last layers."""

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import msgspec
 
+from hearth.beacon import Beacon
 from hearth.config import EngineConfig
 from hearth.errors import HearthError
 from hearth.kernels.compilations import COMPILATIONS
@@ -27,6 +28,7 @@ from hearth.store.die_with_parent import die_with_parent
 from hearth.store.loader import Loader
 from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
 from hearth.worker.model_kernels import ModelKernels
+from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.runtime import HostingResources, Runtime, start
 from hearth.worker.worker_loop import Inbox, WorkerLoop
 
@@ -65,6 +67,7 @@ def _serve(setup: WorkerSetup) -> None:
         *(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device)),
         kernels=_kernels(setup, runtime),
         turns=TurnRules() if setup.turns else None,
+        marks=WorkerMarks(None if setup.beacon is None else Beacon.at(setup.beacon)),
     )
     link = greet(connect(setup.host, setup.port), _introduction(setup, runtime), bytes.fromhex(setup.secret))
     inbox: Inbox = SimpleQueue()

@@ -271,6 +271,7 @@ class HostedModel:
             *(self._borrowed, spec, space, self._resources),
             prepare=lambda part: pool.prepare(name, part),
             post=lambda news: post(hosting, news),
+            marks=self._resources.marks.of(name),
             began_s=began_s,
             open_s=open_s,
             engine=engine,

@@ -15,6 +15,7 @@ import torch
 
 from hearth.engine.assemble import Memory, assemble
 from hearth.engine.engine import Engine
+from hearth.engine.step_marks import StepMarks
 from hearth.errors import LenderGone, ModelError
 from hearth.memory.pool import Space
 from hearth.messages import HostModel
@@ -86,6 +87,7 @@ class ModelLoad:
         prepare: Callable[[ByteRange], None],
         post: Callable[[HostingNews], None],
         *,
+        marks: StepMarks,
         began_s: float,
         open_s: float,
         engine: Engine | None = None,
@@ -93,9 +95,9 @@ class ModelLoad:
         """Start to put the engine together, unless the model has one, and to load what is missing.
 
         `prepare` makes a part of the space ready to be written. `borrowed`: the model as it was found, which
-        took `open_s`.
+        took `open_s`. `marks` is told how the engine's steps advance.
         """
-        self._spec, self._space, self._resources = spec, space, resources
+        self._spec, self._space, self._resources, self._marks = spec, space, resources, marks
         self._borrowed, self._post, self.began_s, self.open_s = borrowed, post, began_s, open_s
         gap_bytes = sum(gap.part.end - gap.part.begin for gap in space.gaps)
         #: Bytes as stored that need no load: the model's own, or those of a model like it.
@@ -146,7 +148,7 @@ class ModelLoad:
             # Not under the lock: it takes its time, and touches none of the space.
             weights = bind(spec.model.arch, spec.layout, space.places)
             memory = Memory(space.workspace, space.kv, space.sink, spec.floor_blocks)
-            engine = assemble(spec.model, weights, resources.config, resources.device, memory)
+            engine = assemble(spec.model, weights, resources.config, resources.device, memory, self._marks)
         # Only now: whatever else goes to the device would have to queue behind the weights.
         loan = self._borrow_missing() if space.gaps else None
         with self._lock:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.borrower import Borrower
 from hearth.store.loader import Loader
 from hearth.worker.model_kernels import ModelKernels
+from hearth.worker.model_marks import WorkerMarks
 
 #: Memory on a device besides the pool: graphs, inputs and tables of engines, the sampler's temporaries,
 #: workspaces of libraries. torch may take this much, and a share of the budget.
@@ -59,6 +60,7 @@ class HostingResources:
     loader: Loader
     turns: TurnRules | None = None  #: by which models that do not fit together take turns; None: they do not
     kernels: ModelKernels | None = None  #: None: the device runs none that have to be compiled
+    marks: WorkerMarks = field(default_factory=WorkerMarks)  #: told how the steps of all models advance
 
 
 def start(setup: WorkerSetup, config: EngineConfig) -> Runtime:

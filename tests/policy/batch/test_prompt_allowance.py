@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hearth.policy.batch.prompt_allowance import FAIR_SHARE, FIRST_TOKENS, SPREAD_STEPS, PromptAllowance
+from hearth.policy.batch.prompt_allowance import (
+    FAIR_SHARE,
+    FIRST_LONE_TOKENS,
+    FIRST_TOKENS,
+    GROWTH,
+    LONE_STEPS,
+    SPREAD_STEPS,
+    PromptAllowance,
+)
 
 MANY = 10**9  #: tokens that wait
 
@@ -140,3 +148,61 @@ def test_one_step_that_took_far_too_long_changes_little(
     after_s = allowance.predicted_s(num_before)
     assert after_s is not None
     assert predicted_s < after_s <= 1.26 * predicted_s
+
+
+# Where nobody decodes.
+
+
+def lone(allowance: PromptAllowance) -> int:
+    assert allowance.num_lone_tokens is not None
+    return allowance.num_lone_tokens
+
+
+def read_alone(weights_s: float, token_s: float, num_steps: int = 12) -> PromptAllowance:
+    """A slow device that has computed a long prompt, each step with as many tokens as it allowed."""
+    allowance = PromptAllowance(0.1, is_slow=True)
+    for _ in range(num_steps):
+        allowance.measured(0, lone(allowance), weights_s + token_s * lone(allowance))
+    return allowance
+
+
+def test_a_slow_device_begins_with_few_tokens_beside_others_too() -> None:
+    allowance = PromptAllowance(0.1, is_slow=True)
+    assert (lone(allowance), allowed(allowance)) == (FIRST_LONE_TOKENS, FIRST_LONE_TOKENS)
+    assert PromptAllowance(0.1).num_lone_tokens is None, "others take all at once in a moment"
+    assert PromptAllowance(math.inf, is_slow=True).num_lone_tokens is None, "nothing is held back"
+
+
+def test_a_large_model_on_few_cores_reads_prompts_in_steps_of_seconds() -> None:
+    """A 7B that takes 3 s for its weights and 0.3 s for a token: 512 of them would take 156 s."""
+    assert lone(read_alone(3.0, 0.3)) == FIRST_LONE_TOKENS
+    assert lone(read_alone(0.4, 0.04)) == pytest.approx(90, abs=5)
+
+
+def test_a_short_prompt_says_nothing_against_long_ones() -> None:
+    allowance = read_alone(0.4, 0.04)
+    before = lone(allowance)
+    allowance.measured(0, 3, 0.52)
+    assert lone(allowance) == before
+
+
+@given(st.floats(1e-4, 10.0), st.floats(1e-6, 1.0))
+def test_lone_steps_of_any_slow_device_are_as_long_as_they_may_be(weights_s: float, token_s: float) -> None:
+    longest_s = LONE_STEPS * 0.1
+    num_tokens = lone(read_alone(weights_s, token_s, num_steps=100))
+    assert num_tokens >= FIRST_LONE_TOKENS
+    if num_tokens > FIRST_LONE_TOKENS:
+        assert weights_s + token_s * num_tokens <= 1.01 * longest_s
+        assert weights_s + token_s * (num_tokens + 1) >= 0.85 * longest_s
+
+
+@given(st.lists(st.tuples(st.integers(1, 8192), st.floats(0.0, 1000.0)), max_size=40))
+def test_whatever_is_measured_lone_steps_grow_by_what_was_measured_alone(
+    steps: list[tuple[int, float]],
+) -> None:
+    allowance, most = PromptAllowance(0.1, is_slow=True), FIRST_LONE_TOKENS
+    for num_tokens, seconds in steps:
+        num_tokens = min(num_tokens, lone(allowance))
+        allowance.measured(0, num_tokens, seconds)
+        most = max(most, GROWTH * num_tokens)
+        assert FIRST_LONE_TOKENS <= lone(allowance) <= most

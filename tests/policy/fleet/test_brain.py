@@ -43,6 +43,7 @@ from hearth.policy.fleet.events import (
     WorkerJoined,
     WorkerLost,
 )
+from hearth.policy.fleet.failures import MAX_DELAY_S
 from hearth.policy.fleet.fleet import Fleet
 from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
 from tests.policy.fleet.world import profile
@@ -72,8 +73,9 @@ class Desk:
     def join(self, worker: str, budget_bytes: int = 100, kind: str = "cuda") -> list[Action]:
         return self._step(WorkerJoined(self.now_s, WorkerId(worker), kind, budget_bytes))
 
-    def lose(self, worker: str) -> list[Action]:
-        return self._step(WorkerLost(self.now_s, WorkerId(worker)))
+    def lose(self, worker: str, culprit: str | None = None, *, has_answered: bool = False) -> list[Action]:
+        model = None if culprit is None else ModelId(culprit)
+        return self._step(WorkerLost(self.now_s, WorkerId(worker), model, has_answered))
 
     def ask(self, request: str, model: str, keep_alive_s: float | None = None) -> list[Action]:
         event = RequestArrived(self.now_s, RequestId(request), ModelId(model), 10, None, keep_alive_s)
@@ -909,6 +911,7 @@ def test_a_pinned_model_under_which_workers_die_is_not_loaded_unasked_for_ever()
     for number in range(20):
         num_loads += len(of(LoadModel, desk.join(f"w{number}")))
         desk.lose(f"w{number}")
+        desk.now_s += MAX_DELAY_S  # else it would have to wait before that
     assert num_loads == 4
 
 

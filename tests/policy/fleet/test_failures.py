@@ -203,3 +203,99 @@ def test_however_often_a_broken_model_is_asked_for_it_is_loaded_once_per_worker_
             assert desk.now_s + reject.retry_s == max(open_s, desk.now_s + 1.0)
     delays = math.ceil(math.log2(MAX_DELAY_S / FIRST_DELAY_S)) + desk.now_s / MAX_DELAY_S + 1
     assert num_loads <= workers * (delays + 1)
+
+
+# Models that take their workers along.
+
+
+def lost_in_step(desk: Desk, number: int, culprit: str = "a") -> list[Action]:
+    """A worker comes, all that it loads is ready at once, and it is lost in a step of one of these."""
+    worker = f"v{number}"
+    actions = desk.join(worker)
+    for load in of(LoadModel, actions):
+        desk.ready(load.model, worker)
+    return actions + desk.lose(worker, culprit)
+
+
+def test_a_loss_counts_only_against_the_model_whose_step_was_under_way() -> None:
+    desk = desk_with("a", "b", workers=0)
+    desk.ask("guilty", "a")
+    desk.ask("bystander", "b")
+    rejects: list[Reject] = []
+    for number in range(10):
+        desk.now_s += MAX_DELAY_S
+        rejects += of(Reject, lost_in_step(desk, number))
+    assert [reject.request_id for reject in rejects] == ["guilty"]
+    assert "bystander" in sent(desk.join("w"))
+
+
+def test_a_model_that_takes_its_worker_along_twice_is_loaded_nowhere_for_a_while() -> None:
+    desk = desk_with("a", workers=0)
+    desk.ask("r1", "a")
+    assert of(Reject, lost_in_step(desk, 1)) == [], "once may have been chance"
+    (reject,) = of(Reject, lost_in_step(desk, 2))
+    assert (reject.reason, reject.retry_s) == (RejectReason.WORKERS_LOST, FIRST_DELAY_S)
+    assert reject.message == "worker `v2` died under it; it is tried again in 2 s"
+    desk.join("w")
+    (refused,) = desk.ask("r2", "a")
+    assert isinstance(refused, Reject)
+    assert refused.reason is RejectReason.WORKERS_LOST, "though this worker has never had it"
+    desk.now_s = 2.0
+    assert sent(desk.ask("r3", "a")) == {"r3": "w"}
+    desk.ready("a", "w")
+    (reject,) = of(Reject, desk.lose("w", "a"))
+    assert reject.retry_s == 2 * FIRST_DELAY_S, "each time costs a worker, so the time doubles at once"
+
+
+def test_a_model_that_makes_tokens_is_tried_again_at_once_however_often_its_worker_is_lost() -> None:
+    desk = desk_with("a", workers=0, config=BrainConfig(max_resumes=3))
+    desk.ask("r1", "a")
+    for number in range(3):
+        desk.join(f"v{number}")
+        desk.ready("a", f"v{number}")
+        assert of(Reject, desk.lose(f"v{number}", "a", has_answered=True)) == []
+    desk.join("w")
+    (reject,) = of(Reject, desk.lose("w", "a", has_answered=True))
+    assert reject.message == "worker `w` died under it; that was the loss number 4, the limit: 3"
+
+
+def test_a_model_that_has_served_since_may_lose_its_worker_again() -> None:
+    desk = desk_with("a", workers=0)
+    desk.ask("r1", "a")
+    lost_in_step(desk, 1)
+    desk.join("w")
+    desk.ready("a", "w")
+    desk.ask("r2", "a")
+    desk.finish("r1")
+    assert of(Reject, desk.lose("w", "a")) == []
+    assert of(Reject, lost_in_step(desk, 2)) == []
+
+
+def test_a_worker_that_is_lost_while_a_model_loads_counts_against_that_one_alone() -> None:
+    desk = desk_with("a", "b", workers=0, config=BrainConfig(max_resumes=0))
+    desk.ask("bystander", "b")
+    desk.join("w")
+    desk.ready("b", "w")
+    desk.ask("guilty", "a")
+    assert [reject.request_id for reject in of(Reject, desk.lose("w"))] == ["guilty"]
+
+
+def test_a_worker_that_is_lost_for_no_known_reason_counts_against_all_but_holds_nobody_back() -> None:
+    desk = desk_with("a", "b", workers=0, config=BrainConfig(max_resumes=2))
+    desk.ask("r1", "a")
+    desk.ask("r2", "b")
+    for number in range(2):
+        for load in of(LoadModel, desk.join(f"v{number}")):
+            desk.ready(load.model, load.worker)
+        assert of(Reject, desk.lose(f"v{number}")) == []
+    for load in of(LoadModel, desk.join("w")):
+        desk.ready(load.model, load.worker)
+    rejects = of(Reject, desk.lose("w"))
+    assert [reject.request_id for reject in rejects] == ["r1", "r2"]
+    assert rejects[0].message.endswith("that was the loss number 3, the limit: 2")
+
+
+def test_a_step_of_a_model_that_has_left_meanwhile_counts_against_nobody() -> None:
+    desk = desk_with("a", workers=0, config=BrainConfig(max_resumes=0))
+    desk.ask("r1", "a")
+    assert of(Reject, lost_in_step(desk, 1, culprit="gone")) == []

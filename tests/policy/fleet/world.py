@@ -174,8 +174,20 @@ class World:
             self.tell(WorkerJoined(self.now_s, name, kind, budget_bytes, kind == "cuda"))
 
     def lose(self, number: int) -> None:
+        """A worker is lost in a step of one of its models, or of one that has just left, or between steps."""
         if name := _pick(sorted(self.cluster.workers), number):
-            self.tell(WorkerLost(self.now_s, name))
+            ready = sorted(m for m, one in self.fleet.workers[name].replicas.items() if one.is_ready)
+            culprit = _pick([None, *ready, MODELS[number % len(MODELS)]], number // 5)
+            requests = dict(self.fleet.queues.requests)
+            num_losses = {request_id: request.num_losses for request_id, request in requests.items()}
+            actions = self.tell(WorkerLost(self.now_s, name, culprit, has_answered=number % 3 == 0))
+            for request_id, request in requests.items():
+                if culprit not in (None, request.model.name):
+                    assert request.num_losses == num_losses[request_id], f"charged for `{culprit}`: {request}"
+            for action in actions:
+                if culprit is not None and isinstance(action, Reject):
+                    is_at_fault = requests[action.request_id].model.name == culprit
+                    assert is_at_fault or action.reason is not RejectReason.WORKERS_LOST, f"{action}"
 
     def arrive(self, number: int) -> None:
         model = MODELS[number % len(MODELS)]

@@ -10,8 +10,8 @@ arrival, and when blocks run out the youngest gives up its own and is computed a
 running sequence is older than every waiting one, only the youngest can be in the midst of its prompt,
 and the oldest always advances.
 
-Whoever decodes waits for the end of the step. So beside such requests prompts may be allowed fewer tokens
-than the budget has; how many is not decided here (`prompt_allowance.py`).
+Whoever decodes waits for the end of the step, and so do other models of the device. So prompts may be allowed
+fewer tokens than the budget has; how many is not decided here (`prompt_allowance.py`).
 
 Steps run one ahead: step n+1 is planned before the tokens of step n are known.
 
@@ -158,16 +158,20 @@ class Batcher:
         self._end(self._sequences[request_id])
         return True
 
-    def plan(self, max_prompt_tokens: int | None = None) -> StepPlan | None:
+    def plan(
+        self, max_prompt_tokens: int | None = None, max_lone_tokens: int | None = None
+    ) -> StepPlan | None:
         """Decide the next step; None if nothing can be computed before a commit or an arrival.
 
-        `max_prompt_tokens`: of prompts beside requests that decode, though a block at least; None: what fits.
+        `max_prompt_tokens`: of prompts beside requests that decode, `max_lone_tokens`: where nobody does;
+        though a block at least. None: what fits.
         """
         assert len(self._flights) < MAX_IN_FLIGHT, f"commit first: {len(self._flights)} steps in flight"
         draft = PlanDraft(self.blocks.block_tokens, self.limits.step_sizes)
         has_decoding = self._add_decode_rows(draft)
         draft.allow_prompts(
-            self.limits.max_batch_tokens - len(draft.slots), max_prompt_tokens if has_decoding else None
+            self.limits.max_batch_tokens - len(draft.slots),
+            max_prompt_tokens if has_decoding else max_lone_tokens,
         )
         self._continue_prompt(draft)
         if not draft.has_preempted:

@@ -1,4 +1,4 @@
-"""How many tokens of prompts a step may have beside requests that decode, whose next token waits for its end.
+"""How many tokens of prompts a step may have: requests that decode, and other models, wait for its end.
 
 Measures nothing and plans nothing: it is told how long steps took, and says how many tokens fit into one.
 
@@ -9,6 +9,9 @@ their number and their context change little from one step to the next. `token_s
 prompt. Each measured step corrects both by a part of its error, each by its share in the step: one without
 prompts says nothing about `token_s`, and one with a few tokens of them next to nothing. That is as well, for
 where the device waits for weights a few are nearly free.
+
+Where nobody decodes, a GPU takes its whole budget in a moment, and nothing is held back. A slow device, which
+may take minutes for that, begins with few tokens and goes on with as many as fit by the last such steps.
 """
 
 from __future__ import annotations
@@ -24,6 +27,13 @@ FIRST_TOKENS = 256
 FAIR_SHARE = 0.6
 #: Prompts that wait may have as much time as spreads them over so many steps.
 SPREAD_STEPS = 12
+#: Where nobody decodes, a step of a slow device may take so many times `max_step`: other models wait, and
+#: orders, but shorter steps would read all weights for too few tokens.
+LONE_STEPS = 40
+#: Tokens of prompts in such a step before any was measured, and always.
+FIRST_LONE_TOKENS = 16
+#: The most tokens that such a step has, for each of those in one that was measured.
+GROWTH = 8
 #: Of the first step with prompts, what rows that decode take at least.
 _LEAST_SHARE = 0.05
 #: Less than anything takes.
@@ -33,10 +43,15 @@ _LEAST_S = 1e-9
 class PromptAllowance:
     """Mutable; whoever steps an engine tells it of each step that was measured."""
 
-    def __init__(self, max_step_s: float) -> None:
-        """`max_step_s` is the longest that a step should take because of prompts; infinite: any time."""
+    def __init__(self, max_step_s: float, *, is_slow: bool = False) -> None:
+        """`max_step_s` is the longest that a step should take because of prompts; infinite: any time.
+
+        `is_slow`: the device may take long for the whole budget.
+        """
         assert max_step_s > 0, f"{max_step_s=}"
         self._max_step_s = max_step_s
+        #: Tokens of prompts in a step where nobody decodes; None: any number.
+        self.num_lone_tokens = FIRST_LONE_TOKENS if is_slow and not math.isinf(max_step_s) else None
         #: As above, both positive; None: nothing of the kind was measured.
         self._rows_s: float | None = None
         self._token_s: float | None = None
@@ -52,7 +67,7 @@ class PromptAllowance:
         if math.isinf(self._max_step_s):
             return None
         if self._token_s is None:
-            return FIRST_TOKENS
+            return FIRST_TOKENS if self.num_lone_tokens is None else min(FIRST_TOKENS, self.num_lone_tokens)
         rows_s = self._rows_s or 0.0
         waiting_s = self._token_s * num_waiting_tokens
         self._is_crowded = num_waiting_tokens > 0 and (self._is_crowded or waiting_s > self._max_step_s)
@@ -73,6 +88,7 @@ class PromptAllowance:
             # It also read the weights, so that a token costs no more than that.
             most_s = seconds / num_prompt_tokens
             self._token_s = most_s if self._token_s is None else min(self._token_s, most_s)
+            self._measured_alone(num_prompt_tokens, seconds)
             return
         if num_prompt_tokens and self._token_s is None:
             self._token_s = seconds / 2 / num_prompt_tokens
@@ -86,3 +102,16 @@ class PromptAllowance:
         self._rows_s = max(_LEAST_S, rows_s * (1 + correction * rows_s))
         if self._token_s is not None:
             self._token_s = max(_LEAST_S, self._token_s * (1 + correction * prompts_s))
+
+    def _measured_alone(self, num_tokens: int, seconds: float) -> None:
+        """Learn how many tokens fit where nobody decodes.
+
+        More tokens are cheaper, each, so that what fits by the price of fewer does fit. A step that had few
+        and was short says nothing against more.
+        """
+        if self.num_lone_tokens is None:
+            return
+        longest_s = LONE_STEPS * self._max_step_s
+        num_fitting = int(num_tokens * min(GROWTH, longest_s / seconds))
+        if num_fitting > self.num_lone_tokens or seconds > longest_s:
+            self.num_lone_tokens = max(FIRST_LONE_TOKENS, num_fitting)

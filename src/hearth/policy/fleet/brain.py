@@ -51,8 +51,11 @@ from hearth.policy.fleet.failures import (
     back_off,
     clamp_retry_s,
     explain_failure,
+    failure_reason,
     find_retry_s,
+    find_suspects,
     is_proven,
+    record_loss,
     refuse_failing,
 )
 from hearth.policy.fleet.fleet import Fleet
@@ -78,8 +81,6 @@ from hearth.types import Hold, ModelId, WorkerId
 
 #: When a client is told to come back while there is no worker: most are up by then.
 NO_WORKER_S = 10.0
-#: A worker that is lost sooner after a model was ready may have been lost because of it.
-DEADLY_S = 60.0
 
 
 def step(fleet: Fleet, event: Event) -> list[Action]:
@@ -141,8 +142,8 @@ def _apply(fleet: Fleet, event: Event) -> list[Action]:
             return []
         case WorkerJoined():
             return _add_worker(fleet, event)
-        case WorkerLost(_, worker):
-            return _lose_worker(fleet, worker)
+        case WorkerLost():
+            return _lose_worker(fleet, event)
         case ModelDeployed(_, profile):
             return deploy_model(fleet, profile)
         case ModelRemoved(_, model):
@@ -187,7 +188,7 @@ def _refuse_unusable(
     """Refuse a request of a model that is on no worker: a load failed a moment ago, or pins leave no room."""
     if model.failure is not None and (retry_s := find_retry_s(fleet, model)) is not None:
         message = explain_failure(model.failure, retry_s)
-        return Reject(event.request_id, RejectReason.LOAD_FAILED, message, retry_s)
+        return Reject(event.request_id, failure_reason(model.failure), message, retry_s)
     if fleet.is_complete and (why_not := explain_pinned_out(fleet, profile)) is not None:
         return Reject(event.request_id, RejectReason.PINNED_OUT, why_not)
     return None
@@ -322,7 +323,7 @@ def _handle_failure(fleet: Fleet, event: ModelFailed) -> list[Action]:
     message = f"model `{model.name}` failed on worker `{event.worker}`: {event.reason}"
     record_bytes(model, replica.worker, 0)
     for request in requests:
-        fleet.requeue(request)
+        fleet.requeue(request, is_at_fault=True)
     fleet.remove(replica)
     if not replica.is_stale:  # Else it says nothing of the version that is deployed now.
         if was_proven := is_proven(replica, fleet.now_s):
@@ -346,17 +347,18 @@ def _add_worker(fleet: Fleet, event: WorkerJoined) -> list[Action]:
     return refuse_hopeless(fleet)
 
 
-def _lose_worker(fleet: Fleet, name: WorkerId) -> list[Action]:
-    worker = fleet.workers.get(name)
+def _lose_worker(fleet: Fleet, event: WorkerLost) -> list[Action]:
+    """Remove a worker: what it was doing goes on; what it may have been lost by is not tried for ever."""
+    worker = fleet.workers.get(event.worker)
     if worker is None:
         return []
-    for replica in worker.replicas.values():
-        if not replica.is_ready and not replica.is_in_turn:
-            continue  # Nothing was loaded for it.
-        is_deadly = not replica.is_ready or fleet.now_s < replica.ready_s + DEADLY_S
-        replica.model.num_deadly_loads = replica.model.num_deadly_loads + 1 if is_deadly else 0
-    requests = fleet.lose(worker)
-    return _resume(fleet, requests, RejectReason.WORKERS_LOST, f"worker `{name}` was lost under it")
+    suspects = find_suspects(worker, event.culprit)
+    is_certain = event.culprit is not None or not any(replica.is_ready for replica in suspects)
+    requests = fleet.lose(worker, suspects)
+    message = f"worker `{event.worker}` {event.reason} under it"
+    for suspect in suspects:
+        record_loss(fleet, suspect, message, is_certain=is_certain, has_answered=event.has_answered)
+    return _resume(fleet, requests, RejectReason.WORKERS_LOST, message)
 
 
 def _resume(fleet: Fleet, requests: list[Request], reason: RejectReason, message: str) -> list[Action]:
@@ -367,8 +369,8 @@ def _resume(fleet: Fleet, requests: list[Request], reason: RejectReason, message
         model, most = request.model, fleet.config.max_resumes
         if (why_not := explain_outdated(request)) is not None:
             actions.append(reject(fleet, request, RejectReason.MODEL_REMOVED, why_not))
-        elif request.num_resumes > most:
-            text = f"{message}; that was the loss number {request.num_resumes}, the limit: {most}"
+        elif request.num_losses > most:
+            text = f"{message}; that was the loss number {request.num_losses}, the limit: {most}"
             actions.append(reject(fleet, request, reason, text, find_retry_s(fleet, model)))
         else:
             models[model.name] = model

@@ -109,6 +109,9 @@ class WorkerLost:
 
     now_s: float
     worker: WorkerId
+    culprit: ModelId | None = None  #: the model whose step was under way; None: none was, or nobody knows
+    has_answered: bool = False  #: the culprit has made tokens on that worker
+    reason: str = "died"  #: what the worker did, for people
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +355,7 @@ class RejectReason(StrEnum):
     NEVER_FITS = "never_fits"
     PINNED_OUT = "pinned_out"  #: it would fit, were it not for what is pinned
     LOAD_FAILED = "load_failed"
-    WORKERS_LOST = "workers_lost"  #: it was resumed too often
+    WORKERS_LOST = "workers_lost"  #: because of it, or of its model, as far as can be told
     MODEL_REMOVED = "model_removed"  #: or another version took its place
 
 
@@ -424,7 +427,7 @@ class BrainConfig:
     patience_s: float = 2.0
     #: Workers have models that do not fit together take turns, and say whose turn it is.
     takes_turns: bool = False
-    max_resumes: int = 3  #: workers that may be lost under one request
+    max_resumes: int = 3  #: workers that may be lost because of a request, as far as can be told
     queue_weight: float = 1.0  #: of `queue_s` in the routing cost
     load_weight: float = 1.0  #: of `load_s` in the routing cost
     packing_s: float = 0.05  #: what an idle worker costs against a full one, in the routing cost

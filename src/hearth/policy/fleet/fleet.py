@@ -11,7 +11,7 @@ carries a change of a replica into all of these.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TypeVar
 
 from hearth.policy.fleet.capacity import FleetCapacity, Promises
@@ -86,12 +86,15 @@ class Fleet:
         self.capacity.put(worker.kind, worker.name, worker.promises)
         self.queues.must_serve = True
 
-    def lose(self, worker: Worker) -> list[Request]:
-        """Remove a worker and its replicas; return its requests, which wait again, in order of arrival."""
+    def lose(self, worker: Worker, suspects: Collection[Replica]) -> list[Request]:
+        """Remove a worker and its replicas; return its requests, which wait again, in order of arrival.
+
+        The loss counts against those of `suspects`.
+        """
         requests = [request for replica in worker.replicas.values() for request in replica.running.values()]
         requests.sort(key=lambda request: request.number)
         for request in requests:
-            self.requeue(request)
+            self.requeue(request, is_at_fault=request.replica in suspects)
         for replica in list(worker.replicas.values()):
             self.remove(replica)
         for model in worker.failed.values():
@@ -254,12 +257,15 @@ class Fleet:
             self.queues.must_serve = True
             self.queues.line_up(request.model)
 
-    def requeue(self, request: Request) -> None:
-        """Put a request that lost its replica back to its place in the order of arrival."""
+    def requeue(self, request: Request, *, is_at_fault: bool) -> None:
+        """Put a request that lost its replica back to its place in the order of arrival.
+
+        `is_at_fault`: because of its own model, as far as can be told.
+        """
         assert request.replica is not None, f"waits already: `{request.request_id}`"
         self._stop_running(request, request.replica)
         request.replica = None
-        request.num_resumes += 1
+        request.num_losses += is_at_fault
         self.queues.enqueue(request, self.now_s, self.step_number)
         self.queues.must_serve = True
 

@@ -28,7 +28,7 @@ class Request:
     number: int  #: in order of arrival; never used again
     keep_alive_s: float | None
     digest: str  #: of the version that it was accepted for; no other continues it
-    num_resumes: int = 0
+    num_losses: int = 0  #: replicas that it lost because of its model, as far as can be told
     #: Since when it waits, or waited last, and in which step of the brain that began.
     queued_s: float = 0.0
     queued_step: int = 0
@@ -42,11 +42,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
-    """A model failed, and no worker has room for it where it has not."""
+    """A model failed, and no worker has room for it where it has not; or workers are lost because of it."""
 
     message: str
     delay_s: float
     until_s: float  #: before that it is not loaded where it failed
+    is_deadly: bool = False  #: it takes workers along, so that before that it is loaded nowhere
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +61,8 @@ class Model:
     named_keep_alive_s: float | None = None
     #: A user stopped it, and nobody has asked for it since: it is not loaded unasked.
     is_stopped: bool = False
-    #: Workers that were lost one after the other soon after it had begun to load on them.
+    #: Workers that were lost one after the other because of it, as far as can be told, before it had made a
+    #: token on them.
     num_deadly_loads: int = 0
     #: The last time that it failed and had no other place; None: never, or it has served since.
     failure: LoadFailure | None = None
@@ -131,7 +133,7 @@ class Model:
 
     def clear_failure(self, worker: Worker) -> None:
         """Forget that the model failed on a worker, where it has served now."""
-        self.failure = None
+        self.failure, self.num_deadly_loads = None, 0
         self.failed_on.pop(worker.name, None)
         worker.failed.pop(self.name, None)
 

@@ -1,0 +1,84 @@
+"""Shows by a worker's beacon whose step is under way and how it advances. Judges nothing.
+
+The device computes steps in the order in which they were launched. So the step under way is the oldest that
+was launched and is not known to be done, whichever model the host waits for: if the worker dies or hangs, it
+is in that one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from hearth.beacon import Beacon
+from hearth.types import ModelId
+
+
+class WorkerMarks:
+    """The steps of all models of a worker. Mutable; written by the step thread alone."""
+
+    def __init__(self, beacon: Beacon | None = None) -> None:
+        """`beacon` None: nobody looks."""
+        self.beacon = beacon or Beacon()
+        self._under_way: deque[ModelMarks] = deque()  #: one for each step that is not done, oldest first
+
+    def of(self, model: ModelId) -> ModelMarks:
+        """Return what the engine of a model tells."""
+        return ModelMarks(model, self)
+
+    def begun(self, marks: ModelMarks) -> None:
+        self._under_way.append(marks)
+        self._show()
+
+    def done(self, marks: ModelMarks) -> None:
+        while self._under_way and self._under_way.popleft() is not marks:
+            pass
+        self._show()
+
+    def closed(self, marks: ModelMarks) -> None:
+        self._under_way = deque(one for one in self._under_way if one is not marks)
+        self._show()
+
+    def advanced(self) -> None:
+        self.beacon.mark()
+        self._show()
+
+    def _show(self) -> None:
+        if self._under_way:
+            self.beacon.show(self._under_way[0].model, self._under_way[0].longest_s)
+        else:
+            self.beacon.show(None, 0.0)
+
+
+class ModelMarks:
+    """The `StepMarks` of one model's engine. Mutable; written by the step thread alone."""
+
+    def __init__(self, model: ModelId, worker: WorkerMarks) -> None:
+        self.model = model
+        self.longest_s = 0.0  #: between two marks of a step so far
+        self._worker = worker
+        self._since_s: float | None = None  #: when the last mark of a step was passed; None: no step is made
+
+    def begun(self) -> None:
+        self._since_s = time.perf_counter()
+        self._worker.begun(self)
+
+    def layer_passed(self) -> None:
+        self._measure()
+        self._worker.advanced()
+
+    def done(self) -> None:
+        self._measure()
+        self._since_s = None
+        self._worker.done(self)
+        self._worker.advanced()
+
+    def closed(self) -> None:
+        self._since_s = None
+        self._worker.closed(self)
+
+    def _measure(self) -> None:
+        if self._since_s is not None:  # else graphs are captured between steps
+            now_s = time.perf_counter()
+            self.longest_s = max(self.longest_s, now_s - self._since_s)
+            self._since_s = now_s

@@ -1,0 +1,104 @@
+"""Whose step is under way on a worker, and that it advances: what its supervisor goes by."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from hearth.beacon import Beacon, new_beacon_file
+from hearth.memory.arena import ArenaPool
+from hearth.models.decoder import Decoder
+from hearth.types import ModelId
+from hearth.worker.model_marks import WorkerMarks
+from tests.store.stored import PATIENCE_S, converted, tiers_at
+from tests.worker.harness import BUDGET_BYTES, greedy
+from tests.worker.in_process import working_in_process
+
+A, B = ModelId("a"), ModelId("b")
+
+
+@pytest.fixture
+def shared() -> tuple[Beacon, Beacon]:
+    """A beacon as its worker has it, and as its supervisor does."""
+    descriptor = new_beacon_file()
+    pair = Beacon.at(descriptor), Beacon.at(descriptor)
+    os.close(descriptor)
+    return pair
+
+
+def test_the_step_under_way_is_the_oldest_that_is_not_done(shared: tuple[Beacon, Beacon]) -> None:
+    """The host is ahead of the device, and waits for one model while the device may hang in another."""
+    written, seen = shared
+    worker = WorkerMarks(written)
+    a, b = worker.of(A), worker.of(B)
+    assert seen.read().model is None
+    shown = []
+    for act in (a.begun, a.begun, a.done, b.begun, b.begun, b.done, a.begun, b.done, a.done):
+        act()
+        shown.append(seen.read().model)
+    assert shown == ["a", "a", "a", "a", "a", "b", "b", "a", None]
+
+
+def test_steps_of_an_engine_that_was_closed_are_not_under_way(shared: tuple[Beacon, Beacon]) -> None:
+    written, seen = shared
+    worker = WorkerMarks(written)
+    a, b = worker.of(ModelId("a-long-name")), worker.of(B)
+    a.begun()
+    b.begun()
+    a.closed()
+    assert seen.read().model == "b"
+    b.closed()
+    assert seen.read().model is None
+
+
+def test_marks_are_counted_and_the_longest_between_two_is_that_of_the_model(
+    shared: tuple[Beacon, Beacon],
+) -> None:
+    written, seen = shared
+    worker = WorkerMarks(written)
+    a, b = worker.of(A), worker.of(B)
+    b.layer_passed()  # as when graphs are captured between steps
+    a.begun()
+    assert (seen.read().num_marks, seen.read().longest_s) == (1, None)
+    a.layer_passed()
+    assert seen.read().num_marks == 2
+    assert seen.read().longest_s == a.longest_s > 0
+    a.done()
+    b.begun()
+    assert (seen.read().num_marks, seen.read().longest_s) == (3, None)
+
+
+def test_a_worker_in_a_long_step_advances_layer_by_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped in its second layer, where its supervisor sees one mark, and whose step it is."""
+    is_there, may_go_on = threading.Event(), threading.Event()
+    attend = Decoder.attend
+
+    def slow_attend(self: Decoder, layer: int, *others: object) -> torch.Tensor:
+        if layer == 1 and not is_there.is_set():
+            is_there.set()
+            assert may_go_on.wait(PATIENCE_S)
+        return attend(self, layer, *others)  # type: ignore[arg-type] # passed on
+
+    monkeypatch.setattr(Decoder, "attend", slow_attend)
+    marks = WorkerMarks()
+    with (
+        tiers_at(tmp_path) as tiers,
+        working_in_process(
+            tiers, lambda terms: ArenaPool(torch.device("cpu"), BUDGET_BYTES, terms), marks=marks
+        ) as gateway,
+    ):
+        gateway.load("a", converted("llama-gqa"))
+        run = gateway.start("a", (3, 14, 15), greedy(2))
+        assert is_there.wait(PATIENCE_S)
+        assert (marks.beacon.read().num_marks, marks.beacon.read().model) == (1, "a")
+        may_go_on.set()
+        gateway.until_ended(run)
+        gateway.ping()
+        assert marks.beacon.read().num_marks > 1
+        assert marks.beacon.read().model is None
