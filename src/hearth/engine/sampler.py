@@ -5,6 +5,9 @@ Logits pass, in this order: repetition penalty (prompt and output), presence and
 Logprobs are taken here, from the log-softmax before temperature. Then come temperature, top-k, top-p, min-p
 and the choice: the highest logit, for a random request after Gumbel noise is added. What runs is decided from
 what the host knows of each slot, so the host never waits for the device.
+
+The highest logit of every row is found in any case, as the end of a step that may be captured: `take_best`.
+That is all for rows of which nobody asks more. `sample` does what others ask for, and corrects the choice.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
 class SampleRows:
     """Rows of logits, and the tokens that are to be sampled from them."""
 
-    slots: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int64]  #: index in its sequence of each token to be sampled
+    slots: npt.NDArray[np.int32]
+    positions: npt.NDArray[np.int32]  #: of the last token of each, in its sequence: the next is sampled
     masks: Mapping[int, bytes]  #: by row, the tokens that its guide allows, as in `plan.Guide`
 
     def __len__(self) -> int:
@@ -49,14 +52,22 @@ class SampleRows:
 class Samples:
     """Sampled tokens on the device, one per row. If one row wants logprobs, they are there for all rows."""
 
-    tokens: torch.Tensor  #: int64 [n], always of the vocabulary
-    #: [n], the highest logit that the rules leave. Where it is not finite the row held NaN or infinity, or no
-    #: token was allowed, and its sampled token and logprobs mean nothing.
-    best_logits: torch.Tensor
+    #: int32 [n, 2]: a token, always of the vocabulary, and the bits of the highest logit that the rules leave.
+    #: Where that is not finite the row held NaN or infinity, or no token was allowed, and its sampled token
+    #: and logprobs mean nothing. The next step overwrites it.
+    chosen: torch.Tensor
     logprobs: torch.Tensor | None  #: [n], of the sampled tokens
     top_ids: torch.Tensor | None  #: [n, k], most likely first; k is the most that a row asked for
     top_logprobs: torch.Tensor | None  #: [n, k], minus infinity for a forbidden token
     num_logprobs: tuple[int | None, ...]  #: how many of the k each row asked for; None: no logprobs at all
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        return self.chosen[:, 0]
+
+    @property
+    def best_logits(self) -> torch.Tensor:
+        return self.chosen[:, 1].view(torch.float32)
 
 
 class _Part(IntFlag):
@@ -131,6 +142,8 @@ class Sampler:
         buffers = sampler_buffers(num_slots)
         #: The token that each slot sampled last, at a fixed address. The last row is a dummy for padding.
         self.tokens = zeros(buffers["tokens"], uploads.device)
+        #: `Samples.chosen` of each row of logits of the step that was queued last, at a fixed address.
+        self.chosen = zeros(buffers["chosen"], uploads.device)
         self._rules_by_slot: dict[int, _Rules] = {}
         #: The parts that the request in each slot needs, and its seed modulo 2^64.
         self._parts = np.zeros(num_slots, np.uint8)
@@ -189,33 +202,57 @@ class Sampler:
         """Give the row that a request had in a table to others: no row of the request will be sampled."""
         self._tables[table].free_row(request_id)
 
+    def take_best(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
+        """Choose the highest of each row of float32 `logits`, and note it in `tokens` for its slot.
+
+        Asks the host nothing, so that it may be captured. `slots` (int32) are dummies where nobody samples.
+        """
+        # Maxima propagate NaN, so that the best logit also tells whether the whole row is sound. The index of
+        # `max` rather than `argmax`: several times faster on a CPU.
+        best, tokens = logits.max(-1)
+        self._note(best, tokens)
+        self.tokens.index_copy_(0, slots.long(), tokens)
+
     def sample(self, logits: torch.Tensor, rows: SampleRows) -> Samples:
-        """Choose a token for each row of float32 `logits`, which are overwritten, and note it in `tokens`."""
-        assert logits.shape == (len(rows), self._vocab_size), f"{logits.shape=} {len(rows)=}"
-        assert logits.dtype == torch.float32, f"{logits.dtype=}"
-        work = self._sort_out(rows)
-        self._process(logits, work)
-        # Both propagate NaN, so that the best logit also tells whether the whole row is sound.
-        if len(work.random) == len(rows):
-            best = logits.amax(-1)
-            tokens = self._draw(logits, best, work)
-        else:
-            # The index of `max` rather than `argmax`: several times faster on a CPU.
+        """Choose a token for each row of `logits`, which may be overwritten, and note it in `tokens`.
+
+        `take_best` has seen the same logits. There may be more than `rows`: for those nobody samples.
+        """
+        assert len(rows) <= len(logits), f"{logits.shape=} {len(rows)=}"
+        assert logits.shape[1:] == (self._vocab_size,), f"{logits.shape=} {self._vocab_size=}"
+        samples = Samples(self.chosen[: len(logits)], None, None, None, ())
+        parts = _RowParts.of(self._parts[rows.slots])
+        if not parts.needed and not rows.masks:
+            return samples
+        work, logits = self._sort_out(rows, parts), logits[: len(rows)]
+        best, tokens = samples.best_logits[: len(rows)], samples.tokens[: len(rows)].long()
+        is_new = self._process(logits, work)
+        if is_new:
             best, tokens = logits.max(-1)
-            if len(work.random):
-                drawn = self._draw(logits[work.random], best[work.random], work)
-                tokens.index_copy_(0, work.random, drawn)
-        self.tokens.index_copy_(0, work.slots, tokens)
+        if len(work.random) == len(rows):
+            tokens = self._draw(logits, best, work)
+        elif len(work.random):
+            drawn = self._draw(logits[work.random], best[work.random], work)
+            tokens = tokens.index_copy(0, work.random, drawn)
+        if is_new or len(work.random):
+            self._note(best, tokens)
+            self.tokens.index_copy_(0, work.slots, tokens)
         if len(work.penalised):
             self._penalties.table.record(work.penalty_rows, tokens[work.penalised])
-        return _with_logprobs(tokens, best, logits, work.num_logprobs)
+        return _with_logprobs(samples, tokens, logits, work.num_logprobs)
 
-    def _sort_out(self, rows: SampleRows) -> _Work:
-        """Find which rows need which part, and send that to the device in one piece."""
-        parts = _RowParts.of(self._parts[rows.slots])
+    def _note(self, best: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Have these be what the first rows have chosen."""
+        self.chosen[: len(tokens), 0].copy_(tokens)
+        self.chosen[: len(tokens), 1].view(torch.float32).copy_(best)
+
+    def _sort_out(self, rows: SampleRows, parts: _RowParts) -> _Work:
+        """Send to the device in one piece which rows need which part."""
         random = parts.rows(_Part.DRAW)
         topped = np.flatnonzero(parts.by_row[random] & _Part.TOP.value) if len(random) else random
-        keys = noise_keys(self._seeds[rows.slots[random]], rows.positions[random]) if len(random) else random
+        keys = (
+            noise_keys(self._seeds[rows.slots[random]], rows.positions[random] + 1) if len(random) else random
+        )
         penalised, biased = parts.rows(_Part.PENALTIES), parts.rows(_Part.BIAS)
         num_logprobs: tuple[int | None, ...] = (None,) * len(rows)
         if parts.needed & _Part.LOGPROBS:
@@ -244,12 +281,12 @@ class Sampler:
         banned = []
         for row in early.tolist():
             rule = self._rules_by_slot[int(rows.slots[row])]
-            if rows.positions[row] < rule.banned_before:
+            if rows.positions[row] + 1 < rule.banned_before:
                 banned += [row * self._vocab_size + token for token in rule.banned]
         return banned
 
-    def _process(self, logits: torch.Tensor, work: _Work) -> None:
-        """Apply every rule that shapes the distribution before temperature, in place.
+    def _process(self, logits: torch.Tensor, work: _Work) -> bool:
+        """Apply every rule that shapes the distribution before temperature, in place; False: there is none.
 
         What is forbidden has minus infinity added rather than set, so that NaN and infinity stay to be seen.
         """
@@ -262,6 +299,7 @@ class Sampler:
         if len(work.banned):
             flat = logits.view(-1)
             flat.index_add_(0, work.banned, flat.new_full((len(work.banned),), -math.inf))
+        return work.masks is not None or any(map(len, (work.penalised, work.biased, work.banned)))
 
     def _draw(self, logits: torch.Tensor, best: torch.Tensor, work: _Work) -> torch.Tensor:
         """Draw a token for each random row, given the processed logits of just these rows."""
@@ -333,16 +371,16 @@ def apply_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -
 
 
 def _with_logprobs(
-    tokens: torch.Tensor, best: torch.Tensor, logits: torch.Tensor, num_logprobs: tuple[int | None, ...]
+    samples: Samples, tokens: torch.Tensor, logits: torch.Tensor, num_logprobs: tuple[int | None, ...]
 ) -> Samples:
     num_top = max((num for num in num_logprobs if num is not None), default=None)
     if num_top is None:
-        return Samples(tokens, best, None, None, None, num_logprobs)
+        return samples
     log_sum = logits.logsumexp(-1, keepdim=True)
     logprobs = (logits.gather(1, tokens.unsqueeze(-1)) - log_sum).squeeze(-1)
     if num_top == 0:
-        return Samples(tokens, best, logprobs, None, None, num_logprobs)
+        return Samples(samples.chosen, logprobs, None, None, num_logprobs)
     # Always as many as anybody may ask for: which of equals come first may depend on how many are ranked.
     top = logits.topk(min(MAX_LOGPROBS, logits.shape[-1]))
     ids, values = top.indices[:, :num_top].contiguous(), top.values[:, :num_top]
-    return Samples(tokens, best, logprobs, ids, values - log_sum, num_logprobs)
+    return Samples(samples.chosen, logprobs, ids, values - log_sum, num_logprobs)
