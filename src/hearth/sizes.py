@@ -202,15 +202,16 @@ def max_tiles(num_tokens: int, max_seqs: int) -> int:
 class PackedInputs:
     """Where the inputs of a step of so many rows lie in one int32 array. What a step does not need is behind.
 
-        | counts | logit rows | sample slots | slots | positions | tokens | tiles |
+        | counts | logit rows | sample slots | sample positions | slots | positions | tokens | tiles |
 
-    The first three lie at the same place whatever the number of rows. Each part begins at a multiple of
+    The first four lie at the same place whatever the number of rows. Each part begins at a multiple of
     16 bytes, for kernels are compiled once more for addresses that do not.
     """
 
     counts: slice  #: the number of decode rows and that of tiles
     logit_rows: slice  #: the rows whose logits are wanted, of a step with prompts
     sample_slots: slice  #: the slot that each of them samples for
+    sample_positions: slice  #: the positions of these rows
     slots: slice
     positions: slice
     tokens: slice
@@ -221,8 +222,8 @@ class PackedInputs:
     def of(num_rows: int, max_seqs: int) -> PackedInputs:
         """Return the places of a step of so many rows; every step asks for them."""
         num_tile_words = TILE_FIELDS * max_tiles(num_rows, max_seqs)
-        begins = accumulate(map(_aligned, (2, max_seqs, max_seqs, *[num_rows] * 3)), initial=0)
-        lengths = (2, max_seqs, max_seqs, *[num_rows] * 3, num_tile_words)
+        lengths = (2, *[max_seqs] * 3, *[num_rows] * 3, num_tile_words)
+        begins = accumulate(map(_aligned, lengths[:-1]), initial=0)
         return PackedInputs(*(slice(at, at + length) for at, length in zip(begins, lengths, strict=True)))
 
     def num_words(self, num_tiles: int) -> int:
@@ -251,7 +252,8 @@ def sampler_buffers(max_seqs: int) -> Mapping[str, Buffer]:
     return {
         "tokens": Buffer((max_seqs + 1,), "int64"),
         "chosen": Buffer((max_seqs, 2), "int32"),
-        "knobs": Buffer((max_seqs, 4), "float32"),
+        "knobs": Buffer((max_seqs + 1, 4), "float32"),
+        "seeds": Buffer((max_seqs + 1,), "int64"),
     }
 
 

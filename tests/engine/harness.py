@@ -135,13 +135,15 @@ def sample_rows(
 ) -> SampleRows:
     """Rows of these slots, at one position or each at its own."""
     last = np.broadcast_to(np.array(positions, np.int32) - 1, len(slots))
-    return SampleRows(np.array(slots, np.int32), last, masks or {})
+    own = np.array(slots, np.int32)
+    return SampleRows(own, last, masks or {}, torch.from_numpy(own), torch.from_numpy(last.copy()))
 
 
 def sample(sampler: Sampler, logits: torch.Tensor, rows: SampleRows) -> Samples:
     """Sample as a runner does, and keep what was chosen."""
-    sampler.take_best(logits, torch.from_numpy(rows.slots).to(logits.device))
-    samples = sampler.sample(logits, rows)
+    slots, positions = (one.to(logits.device) for one in (rows.device_slots, rows.device_positions))
+    sampler.take_best(logits, slots)
+    samples = sampler.sample(logits, replace(rows, device_slots=slots, device_positions=positions))
     return replace(samples, chosen=samples.chosen.clone())
 
 

@@ -70,9 +70,9 @@ class InputBuffers:
             self._write_table([admission.slot for admission in plan.admissions], plan.table_writes)
         return self._fill(plan.decode, plan.prompts, shape)
 
-    def park(self, shape: StepShape) -> None:
-        """Send a step that is all padding, so that running it touches nobody's KV."""
-        self._fill(DecodeRows(), (), shape)
+    def park(self, shape: StepShape) -> SampleRows:
+        """Send a step that is all padding, so that running it touches nobody's KV. No row samples."""
+        return self._fill(DecodeRows(), (), shape)
 
     def _fill(self, decode: DecodeRows, prompts: Sequence[Row], shape: StepShape) -> SampleRows:
         parts, host = PackedInputs.of(shape.num_rows, self._max_seqs), self._hosts[0]
@@ -82,7 +82,13 @@ class InputBuffers:
         slots[:num_decode], positions[:num_decode] = decode.slots, decode.positions
         slots[num_decode:], positions[num_decode:], packed[parts.tokens] = self._dummy_slot, 0, 0
         num_tiles = 0
-        rows = SampleRows(slots[:num_decode], positions[:num_decode], decode.masks)
+        rows = SampleRows(
+            slots[:num_decode],
+            positions[:num_decode],
+            decode.masks,
+            self._packed[parts.slots],
+            self._packed[parts.positions],
+        )
         if shape.has_prompts:
             rows, num_tiles = self._fill_prompts(packed, parts, rows, prompts, shape)
         packed[parts.counts] = num_decode, num_tiles
@@ -108,6 +114,7 @@ class InputBuffers:
             tokens[span.rows] = row.tokens
         # Also of a row that does not sample: whether its KV is sound shows in the logits behind it.
         logit_rows, sample_slots = packed[parts.logit_rows], packed[parts.sample_slots]
+        sample_positions = packed[parts.sample_positions]
         logit_rows[:num_decode] = np.arange(num_decode)
         logit_rows[num_decode:num_rows] = [span.rows.stop - 1 for span in spans]
         logit_rows[num_rows : shape.num_logits] = 0
@@ -115,11 +122,16 @@ class InputBuffers:
         assert num_samples == num_rows or not prompts[-1].samples, f"not only the last samples not: {prompts}"
         sample_slots[:num_samples] = slots[logit_rows[:num_samples]]
         sample_slots[num_samples : shape.num_logits] = self._dummy_slot
+        sample_positions[:num_samples] = positions[logit_rows[:num_samples]]
         tiles = cut_tiles(spans, self._tile_tokens_of(shape.num_rows))
         packed[parts.tiles][: len(tiles)] = tiles
         masks = {num_decode + at: row.mask for at, row in enumerate(prompts) if row.mask is not None}
         rows = SampleRows(
-            sample_slots[:num_samples], positions[logit_rows[:num_samples]], {**decode.masks, **masks}
+            sample_slots[:num_samples],
+            sample_positions[:num_samples],
+            {**decode.masks, **masks},
+            self._packed[parts.sample_slots],
+            self._packed[parts.sample_positions],
         )
         return rows, len(tiles) // TILE_FIELDS
 

@@ -73,6 +73,13 @@ class PendingStep:
         ]
 
 
+def _host_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory of the host for copies of a tensor; of one without memory, in a dry run, there are none."""
+    if tensor.is_meta:
+        return tensor
+    return torch.zeros_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+
+
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_cuda:
         return tensor
@@ -110,9 +117,7 @@ class Runner:
         self.sizes = sizes
         self.graphs = graphs
         #: Where what steps have chosen arrives. Two, for a step is launched before the last is waited for.
-        self._hosts = [
-            torch.zeros_like(sampler.chosen, device="cpu", pin_memory=kv.is_cuda) for _ in range(2)
-        ]
+        self._hosts = [_host_like(sampler.chosen) for _ in range(2)]
 
     @property
     def sink(self) -> int:
@@ -141,9 +146,10 @@ class Runner:
 
     @torch.inference_mode()
     def run_padding(self, shape: StepShape) -> None:
-        """Queue a step that is all padding, which touches nobody's KV."""
-        self._inputs.park(shape)
+        """Queue a step that is all padding, which touches nobody's KV; with the draws of one that samples."""
+        rows = self._inputs.park(shape)
         self._run(shape, None)
+        self._sampler.draw(self.decoder.logits[: shape.num_logits], rows)
 
     def follow(self, gate: WeightGate | None) -> None:
         """Run steps layer by layer behind weights that are still arriving, until the gate is open.

@@ -57,6 +57,7 @@ class Transcript:
 
         Only where there are no stop strings: with them, the text says which token was the last.
         """
-        assert not self.has_stop_strings and not self._num_tokens, f"{self._num_tokens=}"
+        assert not self.has_stop_strings, "stop strings are looked for token by token"
+        assert not self._num_tokens, f"{self._num_tokens=}"
         is_hidden = finish_reason is FinishReason.STOP and not self._keeps_stop_token
         return self._detokenizer.push_all(tokens[:-1] if is_hidden else tokens) + self._detokenizer.flush()
