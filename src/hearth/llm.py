@@ -19,7 +19,7 @@ from typing import Self
 from rich.progress import track
 
 from hearth.config import EngineConfig, StoreConfig
-from hearth.engine.engine import Engine, Output
+from hearth.engine.engine import Engine, Output, StepOutputs
 from hearth.engine.loop import Failed, Outbox, StepLoop
 from hearth.errors import BadPrompt, BadSampling, EngineFailed
 from hearth.offline import ModelOptions, OpenedModel, open_model
@@ -158,7 +158,11 @@ class LLM:
         loop.add(request, outbox)
         try:
             while answer.finish_reason is None:
-                yield answer.take(_received(outbox))
+                message = _received(outbox)
+                if isinstance(message, RequestFailed):
+                    raise message.error
+                for output in message:
+                    yield answer.take(output)
         finally:
             loop.cancel(request.request_id)
 
@@ -187,14 +191,19 @@ class LLM:
         try:
             while num_open:
                 message = _received(outbox)
-                answer = answers[message.request_id]
-                if answer.finish_reason is not None:
+                if isinstance(message, RequestFailed):
+                    if answers[message.request_id].finish_reason is None:
+                        raise message.error
                     continue  # it went on until the stop string was seen
-                answer.take(message)
-                if answer.finish_reason is not None:
-                    loop.cancel(message.request_id)
-                    num_open -= 1
-                    yield
+                for row, request_id in enumerate(message.request_ids):
+                    answer = answers[request_id]
+                    if answer.finish_reason is not None:
+                        continue  # likewise
+                    answer.note(message, row)
+                    if answer.finish_reason is not None:
+                        loop.cancel(request_id)
+                        num_open -= 1
+                        yield
         finally:
             for answer in answers.values():
                 if answer.finish_reason is None:
@@ -230,10 +239,8 @@ class _ReceivedAnswer:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
-    def take(self, output: Output | RequestFailed) -> Delta:
-        """Add a token. Raises the error of a request that has failed."""
-        if isinstance(output, RequestFailed):
-            raise output.error
+    def take(self, output: Output) -> Delta:
+        """Add a token, and return what is new."""
         text, self.finish_reason = "", output.finish_reason
         if self.transcript is not None:
             delta = self.transcript.push(output.token, output.finish_reason)
@@ -243,6 +250,18 @@ class _ReceivedAnswer:
         logprobs = () if output.logprobs is None else (output.logprobs,)
         self.logprobs.extend(logprobs)
         return Delta(text, (output.token,), self.finish_reason, logprobs or None)
+
+    def note(self, outputs: StepOutputs, row: int) -> None:
+        """Add one of the tokens of a step, of which nobody wants to see the text before the end."""
+        if self.transcript is not None and self.transcript.has_stop_strings:
+            self.take(outputs[row])
+            return
+        self.token_ids.append(outputs.tokens[row])
+        if outputs.logprobs is not None and (own := outputs.logprobs[row]) is not None:
+            self.logprobs.append(own)
+        self.finish_reason = outputs.finished.get(outputs.request_ids[row])
+        if self.transcript is not None and self.finish_reason is not None:
+            self.texts.append(self.transcript.whole(self.token_ids, self.finish_reason))
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None, f"{self.request.request_id} has not ended"
@@ -271,7 +290,7 @@ def _close(loop: StepLoop, opened: OpenedModel | None) -> None:
     loop.close()
 
 
-def _received(outbox: Outbox) -> Output | RequestFailed:
+def _received(outbox: Outbox) -> StepOutputs | RequestFailed:
     message = outbox.get()
     if isinstance(message, Failed):
         raise EngineFailed(

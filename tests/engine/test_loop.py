@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from queue import Empty, SimpleQueue
 
 import pytest
@@ -41,8 +41,12 @@ def messages(outbox: Outbox) -> list[Output | RequestFailed | Failed]:
     """Everything up to the end of one request."""
     received: list[Output | RequestFailed | Failed] = []
     while not received or not is_end(received[-1]):
-        received.append(outbox.get(timeout=PATIENCE_S))
+        received += one_by_one(outbox.get(timeout=PATIENCE_S))
     return received
+
+
+def one_by_one(message: StepOutputs | RequestFailed | Failed) -> Sequence[Output | RequestFailed | Failed]:
+    return list(message) if isinstance(message, StepOutputs) else [message]
 
 
 def is_end(message: Output | RequestFailed | Failed) -> bool:
@@ -53,7 +57,7 @@ def rest(outbox: Outbox) -> list[Output | RequestFailed | Failed]:
     received: list[Output | RequestFailed | Failed] = []
     while True:
         try:
-            received.append(outbox.get_nowait())
+            received += one_by_one(outbox.get_nowait())
         except Empty:
             return received
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 
 import torch
 
@@ -49,9 +48,22 @@ class StepOutputs:
         return len(self.tokens)
 
     def __iter__(self) -> Iterator[Output]:
-        logprobs = self.logprobs or repeat(None)
-        for request_id, token, own in zip(self.request_ids, self.tokens, logprobs, strict=False):
-            yield Output(request_id, token, own, self.finished.get(request_id))
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, row: int) -> Output:
+        request_id = self.request_ids[row]
+        logprobs = None if self.logprobs is None else self.logprobs[row]
+        return Output(request_id, self.tokens[row], logprobs, self.finished.get(request_id))
+
+    def only(self, rows: Sequence[int]) -> StepOutputs:
+        """Return the tokens of some requests, by their index."""
+        request_ids = [self.request_ids[row] for row in rows]
+        return StepOutputs(
+            request_ids,
+            [self.tokens[row] for row in rows],
+            None if self.logprobs is None else [self.logprobs[row] for row in rows],
+            {one: self.finished[one] for one in request_ids if one in self.finished},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +313,7 @@ class Engine:
         if pending.is_computed:
             self._marks.done()
         if timer is not None:
-            timer.stop()
+            timer.stop(pending.end)
         return _LaunchedStep(plan, pending, timer)
 
     def _outputs(self, committed: CommittedStep, result: StepResult) -> StepOutputs:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from hearth.engine.engine import Engine, Output
+from hearth.engine.engine import Engine, StepOutputs
 from hearth.errors import EngineFailed, HearthError
 from hearth.policy.batch.plan import EngineRequest, RequestFailed
 from hearth.types import RequestId
@@ -30,8 +31,11 @@ class Failed:
     cause: BaseException
 
 
-class Outbox(SimpleQueue[Output | RequestFailed | Failed]):
-    """A queue in which the outputs of one or more requests arrive, in the order of the steps."""
+class Outbox(SimpleQueue[StepOutputs | RequestFailed | Failed]):
+    """A queue in which the outputs of one or more requests arrive, in the order of the steps.
+
+    Those of one step come together: a message for each of a thousand tokens would cost more than the step.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +109,7 @@ class StepLoop:
         try:
             while self._take_commands(engine):
                 outcome = engine.step()
-                for output in outcome.outputs:
-                    self._deliver(output)
+                self._deliver(outcome.outputs)
                 for failure in outcome.failures:
                     self._outboxes.pop(failure.request_id).put(failure)
         except Exception as error:
@@ -132,11 +135,14 @@ class StepLoop:
                     return False
         return True
 
-    def _deliver(self, output: Output) -> None:
-        outbox = self._outboxes[output.request_id]
-        if output.finish_reason is not None:
-            del self._outboxes[output.request_id]
-        outbox.put(output)
+    def _deliver(self, outputs: StepOutputs) -> None:
+        rows_by_outbox: defaultdict[Outbox, list[int]] = defaultdict(list)
+        for row, request_id in enumerate(outputs.request_ids):
+            rows_by_outbox[self._outboxes[request_id]].append(row)
+        for request_id in outputs.finished:
+            del self._outboxes[request_id]
+        for outbox, rows in rows_by_outbox.items():
+            outbox.put(outputs if len(rows) == len(outputs) else outputs.only(rows))
 
     def _fail_all(self, cause: BaseException) -> None:
         while self._outboxes:

@@ -42,6 +42,12 @@ class Detokenizer:
         token = self._visible(token_id)
         return "" if token is None else self._stream.push(token_id, token)
 
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """Return what pushing one after the other would, some times faster."""
+        tokens = {token_id: self._visible(token_id) for token_id in set(token_ids)}
+        visible = [(token_id, token) for token_id in token_ids if (token := tokens[token_id]) is not None]
+        return self._stream.push_all(visible)
+
     def flush(self) -> str:
         """Return the text that was held back, at the end of the output."""
         return self._stream.flush()
@@ -93,6 +99,9 @@ class _ByteStream:
     def push(self, token_id: int, token: str) -> str:
         return self._strip(self._utf8.decode(self._spelling.bytes_of(token)))
 
+    def push_all(self, tokens: Sequence[tuple[int, str]]) -> str:
+        return self._strip(self._utf8.decode(b"".join(self._spelling.bytes_of(token) for _, token in tokens)))
+
     def flush(self) -> str:
         return self._strip(self._utf8.decode(b"", final=True))
 
@@ -133,6 +142,9 @@ class _Window:
         self._num_context = len(self._window)
         self._context_text = self._decode(self._window)
         return text
+
+    def push_all(self, tokens: Sequence[tuple[int, str]]) -> str:
+        return "".join(self.push(token_id, token) for token_id, token in tokens)
 
     def flush(self) -> str:
         return self._pending_text()

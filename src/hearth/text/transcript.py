@@ -26,6 +26,7 @@ class Transcript:
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int]) -> None:
         """Read the answer to `prompt`: the text that its tokens add to that of the prompt."""
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, prompt)
+        self.has_stop_strings = bool(params.stop_strings)
         self._stops = StopStrings(params.stop_strings, include=params.include_stop_str_in_output)
         self._min_tokens = params.min_tokens
         self._keeps_stop_token = params.include_stop_str_in_output
@@ -50,3 +51,13 @@ class Transcript:
             safe = match.text
         rest = self._stops.flush() if finish_reason is not None else ""
         return TextDelta(safe + rest, finish_reason, offset)
+
+    def whole(self, tokens: Sequence[int], finish_reason: FinishReason) -> str:
+        """Return the text of an answer that is complete, of which no token was pushed.
+
+        Only where there are no stop strings: with them, the text says which token was the last.
+        """
+        assert not self.has_stop_strings, "stop strings are looked for token by token"
+        assert not self._num_tokens, f"{self._num_tokens=}"
+        is_hidden = finish_reason is FinishReason.STOP and not self._keeps_stop_token
+        return self._detokenizer.push_all(tokens[:-1] if is_hidden else tokens) + self._detokenizer.flush()

@@ -47,7 +47,7 @@ from hearth.policy.batch.plan import (
     RequestFailed,
     StepPlan,
 )
-from hearth.policy.batch.plan_draft import PlanDraft, PlannedStep
+from hearth.policy.batch.plan_draft import DecodedSequences, PlanDraft, PlannedStep
 from hearth.policy.batch.prefix import KnownPrefix, extend_digests
 from hearth.policy.batch.sequence import LiveSequence, Sequences
 from hearth.types import FinishReason, RequestId
@@ -91,6 +91,7 @@ class Batcher:
         #: Planned and not committed, oldest first; at most MAX_IN_FLIGHT.
         self._flights: deque[PlannedStep] = deque()
         self._num_steps = 0
+        self._last_decode = DecodedSequences()  #: of the step that was planned last
 
     @property
     def _max_length(self) -> int:
@@ -170,7 +171,7 @@ class Batcher:
         draft = PlanDraft(self.blocks.block_tokens, self.limits.step_sizes)
         has_decoding = self._add_decode_rows(draft)
         draft.allow_prompts(
-            self.limits.max_batch_tokens - len(draft.slots),
+            self.limits.max_batch_tokens - len(draft.decode),
             max_prompt_tokens if has_decoding else max_lone_tokens,
         )
         self._continue_prompt(draft)
@@ -273,27 +274,26 @@ class Batcher:
         assert flight.plan is plan, f"{plan.step_id=} committed before {flight.plan.step_id=}"
         num_samples = plan.num_samples
         assert len(tokens) == num_samples, f"{len(tokens)} tokens for {num_samples} samples, {plan.step_id=}"
-        committed, block_tokens, lost = CommittedStep(), self.blocks.block_tokens, set[int]()
-        ends = [*(position + 1 for position in plan.decode.positions), *(row.end for row in plan.prompts)]
-        for index, (sequence, end) in enumerate(zip(flight.sequences, ends, strict=True)):
-            if sequence.is_ended or index in broken_rows:
+        committed, lost = CommittedStep(), set[int]()
+        for row in broken_rows:
+            flight.sequences[row].quiet_until = 0
+        for index, (sequence, token) in enumerate(zip(flight.sequences, tokens, strict=False)):
+            own_tokens = sequence.tokens
+            if len(own_tokens) < sequence.quiet_until and token not in sequence.stop_ids:
+                own_tokens.append(token)
+            elif sequence.is_ended or index in broken_rows:
                 lost.add(index)
                 self._lose(sequence, committed)
-                continue
-            if end // block_tokens > sequence.num_published:
-                self._publish(sequence, end)
-            if index == num_samples:  # only the last row may be one that does not sample
-                break
-            token, own_tokens = tokens[index], sequence.tokens
-            own_tokens.append(token)
-            if (
-                token in sequence.stop_ids
-                or len(own_tokens) == sequence.max_length
-                or sequence.guide is not None
-            ):
-                self._go_on_or_end(sequence, token, committed)
-        committed.request_ids = [*plan.decode.request_ids, *(r.request_id for r in plan.prompts if r.samples)]
-        committed.tokens, committed.sample_indices = list(tokens), list(range(num_samples))
+            else:
+                self._take(sequence, token, committed)
+        if plan.num_rows > num_samples:  # only the last row may be one that does not sample
+            sequence = flight.sequences[-1]
+            if sequence.is_ended or num_samples in broken_rows:
+                self._lose(sequence, committed)
+            else:
+                self._publish(sequence, plan.prompts[-1].end)
+        committed.request_ids, committed.tokens = plan.sampled_ids, tokens
+        committed.sample_indices = range(num_samples)
         return committed.without(lost) if lost else committed
 
     def decode_run(self, max_steps: int, more_blocks: int = 0) -> DecodeRun:
@@ -387,25 +387,19 @@ class Batcher:
 
     def _add_decode_rows(self, draft: PlanDraft) -> bool:
         """Add decode rows, oldest first; return whether anybody decodes, in this step or in the next."""
-        decoding, max_rows = self._sequences.decoding(), self.limits.max_batch_tokens
-        request_ids, slots, positions = draft.request_ids, draft.slots, draft.positions
-        for sequence in decoding:
-            slot, position = sequence.slot, sequence.num_planned
-            if len(slots) == max_rows:
-                break
-            if slot is None or position == sequence.max_planned:
-                continue  # preempted a moment ago, or nothing is to be computed before a commit
-            if position == sequence.room_tokens and not self._make_room(sequence, 1, draft):
-                continue
-            if sequence.guide is not None:
-                draft.masks[len(slots)] = sequence.guide.mask
-            sequence.num_planned = position + 1
-            request_ids.append(sequence.request_id)
-            slots.append(slot)
-            positions.append(position)
-            draft.sequences.append(sequence)
+        # Column by column: there may be a thousand rows, of which few need more than their number.
+        decoding = self._sequences.decoding()
+        ready = [one for one in decoding if one.num_planned < one.max_planned]
+        del ready[self.limits.max_batch_tokens :]
+        for sequence in [one for one in ready if one.num_planned == one.room_tokens]:
+            if sequence.slot is not None:  # else preempted a moment ago
+                self._make_room(sequence, 1, draft)
+        if draft.has_preempted:
+            ready = [one for one in ready if one.slot is not None]
+        draft.add_decode(ready, self._last_decode)
+        self._last_decode = DecodedSequences(ready, draft.decode)
         # A guided one that sits out this step waits for its end as those do that have a row.
-        return bool(slots) or any(one.guide is not None and one.slot is not None for one in decoding)
+        return bool(ready) or any(one.guide is not None and one.slot is not None for one in decoding)
 
     def _continue_prompt(self, draft: PlanDraft) -> None:
         """Go on with the prompt that is in the midst, if there is one."""
@@ -451,7 +445,7 @@ class Batcher:
 
         slot = self._sequences.start(sequence)
         sequence.num_planned = num_cached
-        sequence.num_published = len(hits)
+        sequence.published(len(hits), self.blocks.block_tokens)
         draft.admissions.append(
             Admission(
                 request_id=request.request_id,
@@ -481,13 +475,21 @@ class Batcher:
 
     def _publish(self, sequence: LiveSequence, num_computed: int) -> None:
         """Offer the blocks that are full of computed and known tokens to the prefix cache."""
-        if sequence.slot is None:
-            return  # preempted, and its blocks with it
         num_full = num_computed // self.blocks.block_tokens
+        if sequence.slot is None or num_full <= sequence.num_published:
+            return  # preempted, and its blocks with it, or nothing is new
         extend_digests(sequence.digests, sequence.tokens, sequence.request.salt, self.blocks.block_tokens)
         for index in range(sequence.num_published, num_full):
             self.blocks.publish(sequence.blocks[index], sequence.digests[index])
-        sequence.num_published = num_full
+        sequence.published(num_full, self.blocks.block_tokens)
+
+    def _take(self, sequence: LiveSequence, token: int, committed: CommittedStep) -> None:
+        """Give a sequence a token that may complete a block or the output, or that a guide waits for."""
+        self._publish(sequence, len(sequence.tokens))
+        sequence.tokens.append(token)
+        is_last = token in sequence.stop_ids or len(sequence.tokens) == sequence.max_length
+        if is_last or sequence.guide is not None:
+            self._go_on_or_end(sequence, token, committed)
 
     def _lose(self, sequence: LiveSequence, committed: CommittedStep) -> None:
         """Have the row of a sequence count for nothing: it has ended, or it fails now for its logits."""
@@ -524,6 +526,7 @@ class Batcher:
         self.blocks.release(self._sequences.preempt(sequence, self._num_steps))
 
     def _end(self, sequence: LiveSequence) -> None:
+        self._last_decode = DecodedSequences()  # or it would keep the text of who has ended
         self.blocks.release(self._sequences.end(sequence))
 
 

@@ -139,6 +139,12 @@ class StepPlan:
         return len(self.decode) + sum(row.samples for row in self.prompts)
 
     @property
+    def sampled_ids(self) -> Sequence[RequestId]:
+        """The request of each row that samples, in order."""
+        prompts = [row.request_id for row in self.prompts if row.samples]
+        return [*self.decode.request_ids, *prompts] if prompts else self.decode.request_ids
+
+    @property
     def context_tokens(self) -> int:
         """Tokens that the rows look back on, their own included."""
         decode_tokens = sum(self.decode.positions) + len(self.decode)
@@ -157,9 +163,9 @@ class RequestFailed:
 class CommittedStep:
     """Tokens that live requests got by one step, in columns of equal length. Written by `Batcher.commit`."""
 
-    request_ids: list[RequestId] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    sample_indices: list[int] = field(default_factory=list)  #: which of the step's samples each one was
+    request_ids: Sequence[RequestId] = ()
+    tokens: Sequence[int] = ()
+    sample_indices: Sequence[int] = ()  #: which of the step's samples each one was
     #: Requests that ended by their token.
     finished: dict[RequestId, FinishReason] = field(default_factory=dict)
     failures: list[RequestFailed] = field(default_factory=list)  #: requests that ended, behind their tokens

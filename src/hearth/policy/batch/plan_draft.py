@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from hearth.policy.batch.plan import Admission, DecodeRows, Row, StepPlan, TableWrite
 from hearth.policy.batch.sequence import LiveSequence
-from hearth.types import RequestId
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +19,14 @@ class PlannedStep:
 
     plan: StepPlan
     sequences: list[LiveSequence]  #: one for each row
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedSequences:
+    """The sequences that decode in a step, with their rows."""
+
+    sequences: list[LiveSequence] = field(default_factory=list)
+    rows: DecodeRows = field(default_factory=DecodeRows)
 
 
 @dataclass(slots=True)
@@ -34,11 +41,7 @@ class PlanDraft:
     margin_tokens: int = 0  #: of those, kept from prompts that are cut
     admissions: list[Admission] = field(default_factory=list)
     table_writes: list[TableWrite] = field(default_factory=list)
-    #: The columns of decode rows, as in `DecodeRows`.
-    request_ids: list[RequestId] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    masks: dict[int, bytes] = field(default_factory=dict)
+    decode: DecodeRows = field(default_factory=DecodeRows)
     prompts: list[Row] = field(default_factory=list)
     sequences: list[LiveSequence] = field(default_factory=list)  #: one for each row
     has_preempted: bool = False
@@ -66,7 +69,7 @@ class PlanDraft:
         num_most = self.tokens_left - self.margin_tokens
         if self.prompts and num_most < max(self.prompt_tokens // 4, self.block_tokens):
             return 0
-        num_before = len(self.slots) + self.prompt_tokens - self.tokens_left
+        num_before = len(self.decode) + self.prompt_tokens - self.tokens_left
         if at := bisect_right(self.step_sizes, num_before + num_most):
             num_unpadded = self.step_sizes[at - 1] - num_before
             if 2 * num_unpadded >= num_most:
@@ -80,6 +83,23 @@ class PlanDraft:
         self.table_writes.append(TableWrite(sequence.slot, len(sequence.blocks), tuple(blocks)))
         sequence.blocks += blocks
         sequence.room_tokens += len(blocks) * self.block_tokens
+
+    def add_decode(self, sequences: list[LiveSequence], before: DecodedSequences) -> None:
+        """Have the next token of each computed, for which it has a block. `before`: of the last step.
+
+        In most steps the same sequences decode as in the one before, so ids and slots are the same too.
+        """
+        positions = [one.num_planned for one in sequences]
+        for sequence, position in zip(sequences, positions, strict=True):
+            sequence.num_planned = position + 1
+        if sequences == before.sequences:
+            request_ids, slots = before.rows.request_ids, before.rows.slots
+        else:
+            request_ids = [one.request_id for one in sequences]
+            slots = [one.slot for one in sequences if one.slot is not None]
+        masks = {at: one.guide.mask for at, one in enumerate(sequences) if one.guide is not None}
+        self.decode = DecodeRows(request_ids, slots, positions, masks)
+        self.sequences += sequences
 
     def add_prompt(self, sequence: LiveSequence, num_tokens: int) -> None:
         """Have the next tokens of a prompt computed, for which the sequence has blocks."""
@@ -100,6 +120,6 @@ class PlanDraft:
             step_id,
             tuple(self.admissions),
             (*writes_before, *self.table_writes),
-            DecodeRows(self.request_ids, self.slots, self.positions, self.masks),
+            self.decode,
             tuple(self.prompts),
         )

@@ -48,6 +48,9 @@ class LiveSequence:
     num_planned: int = 0  #: tokens whose KV is computed by the steps planned so far
     max_planned: int = 0  #: what `num_planned` may become before the next commit
     num_published: int = 0  #: leading blocks that were offered to the prefix cache
+    #: While `tokens` are fewer, one more that stops nothing completes neither a block nor the output, and no
+    #: guide waits for it.
+    quiet_until: int = 0
 
     def __post_init__(self) -> None:
         self.request_id, self.guide = self.request.request_id, self.request.guide
@@ -75,6 +78,12 @@ class LiveSequence:
         the last token that may be sampled is not computed.
         """
         self.max_planned = len(self.tokens) if self.guide is not None else self.max_length - 1
+
+    def published(self, num_blocks: int, block_tokens: int) -> None:
+        """Note that so many leading blocks were offered to the prefix cache, or come from there."""
+        self.num_published = num_blocks
+        full = (num_blocks + 1) * block_tokens
+        self.quiet_until = min(full, self.max_length - 1) if self.guide is None else 0
 
 
 class Sequences:
@@ -167,7 +176,7 @@ class Sequences:
 
     def end(self, sequence: LiveSequence) -> list[int]:
         """End a sequence; return the blocks that it had."""
-        sequence.is_ended = True
+        sequence.is_ended, sequence.quiet_until = True, 0
         request_id = sequence.request_id
         del self._live[request_id]
         self._preempted = [one for one in self._preempted if one != request_id]
@@ -222,6 +231,8 @@ class Sequences:
             assert 0 <= num_pending <= num_in_flight, f"{s.arrival=} {num_pending=} {num_in_flight=}"
             assert s.room_tokens == len(s.blocks) * block_tokens, f"{s.arrival=} {s.room_tokens=}"
             assert s.num_planned <= min(s.room_tokens, s.max_planned), f"{s.arrival=} {s.num_planned=}"
+            assert s.quiet_until < s.max_length, f"{s.arrival=} {s.quiet_until=}"
+            assert s.quiet_until <= (s.num_published + 1) * block_tokens, f"{s.arrival=} {s.quiet_until=}"
         early = [s.arrival for s in waiting if in_flight[s.arrival] and s.waits_for_steps <= num_committed]
         assert not early, f"could be admitted with a row in flight: {early}"
 
