@@ -56,7 +56,7 @@ class PendingStep:
     @property
     def is_computed(self) -> bool:
         """True if the device computed the step while it was launched, as a CPU does."""
-        return self._event is None
+        return self.end is None
 
     def wait(self) -> StepResult:
         if self.end is not None:
