@@ -63,6 +63,12 @@ def test_a_wrong_flag_starts_nothing(hearth: Hearth, served: list[HearthConfig])
     assert "`service.memory_bytes`" in shown.err
 
 
+def test_less_memory_than_any_worker_needs_starts_nothing(hearth: Hearth, served: list[HearthConfig]) -> None:
+    shown = hearth("serve", "--memory", "1B")
+    assert (shown.code, served) == (2, [])
+    assert "`service.memory_bytes` must be at least 16MiB, given: 1" in " ".join(shown.err.split())
+
+
 class Stopped(Exception):
     """The end of a service that a test has seen enough of."""
 

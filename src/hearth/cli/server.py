@@ -22,7 +22,7 @@ from hearth.cli.console import LOG_FORMAT
 from hearth.cli.upgrade import tell, upgrade_held
 from hearth.config import HearthConfig, ServiceConfig
 from hearth.control.datadir import DataDir, ServiceFile
-from hearth.control.devices import Devices, resolve
+from hearth.control.devices import Devices, check_host_memory, resolve
 from hearth.control.gateway import Gateway
 from hearth.control.service import keys_of, log_unused_memory, running
 from hearth.errors import ConfigError
@@ -40,6 +40,7 @@ def run_service(config: HearthConfig, on_ready: Callable[[str, Gateway], None] =
         HearthError: a port that is taken, a data directory in use, a device that is not there, ...
     """
     devices = resolve(config.service)
+    check_host_memory(config.store, devices)
     log_unused_memory(config, devices)
     service = config.service
     with (

@@ -201,7 +201,7 @@ def _worker_setups(
             secret=secret.hex(),
             kind=devices.kind,
             device_index=devices.indices[index % len(devices.indices)],
-            num_sharing=-(-devices.num_workers // len(devices.indices)),
+            num_sharing=devices.num_sharing,
             budget_bytes=config.service.memory_bytes,
             keeper_socket=str(socket),
             kernels_path=str(data_dir.kernels_path),
