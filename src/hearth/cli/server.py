@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +24,7 @@ from hearth.config import HearthConfig, ServiceConfig
 from hearth.control.datadir import DataDir, ServiceFile
 from hearth.control.devices import Devices, check_host_memory, resolve
 from hearth.control.gateway import Gateway
-from hearth.control.process_log import is_open_as
+from hearth.control.process_log import STDERR, is_open_as
 from hearth.control.service import keys_of, log_unused_memory, running
 from hearth.errors import ConfigError
 
@@ -153,7 +152,7 @@ def _explained(service: ServiceConfig) -> Iterator[None]:
 @contextmanager
 def _log_file(path: Path) -> Iterator[None]:
     """Log to a file as well, to which the processes of the service write too, unless standard error is it."""
-    if is_open_as(path, sys.stderr.fileno()):
+    if is_open_as(path, STDERR):
         yield
         return
     handler = logging.FileHandler(path, encoding="utf-8")

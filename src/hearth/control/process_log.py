@@ -21,13 +21,14 @@ _READ_BYTES = 64 << 10
 MAX_WAIT_S = 1.0
 #: Time for the last lines, when the processes have ended.
 _CLOSING_S = 1.0
-_STDERR = 2
+#: The descriptor of standard error.
+STDERR = 2
 
 
 class ProcessLog:
     """The pipe that processes log to, and its reader. `fd` is for their standard error."""
 
-    def __init__(self, path: Path, *, to_stderr: bool, stderr: int = _STDERR) -> None:
+    def __init__(self, path: Path, *, to_stderr: bool, stderr: int = STDERR) -> None:
         """`path`: the log file, appended to. `to_stderr`: also write to `stderr`, unless that is the file."""
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._stderr = stderr if to_stderr and not is_open_as(path, stderr) else None

@@ -211,11 +211,6 @@ class Supervisor:
                 watch.cancel()
             lived_s = asyncio.get_running_loop().time() - began_s
             ending = ending_of(code, await _farewell(seat.process), seat.killed_for)
-            delay_s = _next_delay_s(delay_s, lived_s if seat.greeted.is_set() else 0.0)
-            log.warning(
-                "worker_ended worker=%s code=%d lived_s=%.1f next_try_s=%g reason=`%s`",
-                *(seat.worker, code, lived_s, delay_s, ending.reason.replace("`", "")),
-            )
             if seat.link is not None:
                 seat.link.abort()
             seat.process = seat.link = seat.hello = None  # or it would still count as ready
@@ -223,6 +218,11 @@ class Supervisor:
                 self.refusal = ConfigError(ending.reason)
                 self.refused.set()
                 return
+            delay_s = _next_delay_s(delay_s, lived_s if seat.greeted.is_set() else 0.0)
+            log.warning(
+                "worker_ended worker=%s code=%d lived_s=%.1f next_try_s=%g reason=`%s`",
+                *(seat.worker, code, lived_s, delay_s, ending.reason.replace("`", "")),
+            )
             await self._pause(seat, ending, delay_s)
 
     async def _pause(self, seat: WorkerSeat, ending: WorkerEnding, delay_s: float) -> None:
