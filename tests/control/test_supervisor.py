@@ -126,6 +126,24 @@ def test_when_no_worker_comes_up_who_waits_is_told_why_and_when_the_next_try_is(
     supervised(BreakingWorkers, 2, scene)
 
 
+def test_a_keeper_that_does_not_return_is_the_reason_when_no_worker_is_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervision, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(supervision, "MAX_FAILED_STARTS", 2)
+
+    async def scene(supervisor: Supervisor, told: list[NoWorkers]) -> None:
+        supervisor._keeper_setup = msgspec.structs.replace(supervisor._keeper_setup, host_bytes=1)
+        assert supervisor._keeper is not None
+        supervisor._keeper.kill()
+        while not any(
+            "the keeper of the store is not up: `store.host_bytes` must" in str(one) for one in told
+        ):
+            await asyncio.sleep(0.01)
+
+    supervised(BreakingWorkers, 1, scene)
+
+
 def test_a_worker_whose_settings_no_restart_cures_is_not_started_again() -> None:
     async def scene(supervisor: Supervisor, told: list[NoWorkers]) -> None:
         await supervisor.refused.wait()

@@ -37,7 +37,7 @@ from hearth.types import WorkerId
 #: the longest.
 SHORT_LIFE_S = 30.0
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
-#: Workers that end before they are ready, in a row, until the seat counts as one that nobody comes up in.
+#: Processes of a kind that end before they are ready, in a row, until none of them is expected to come up.
 MAX_FAILED_STARTS = 3
 #: Time for a process to end by itself before it is killed.
 GOODBYE_S = 5.0
@@ -94,7 +94,7 @@ class WorkerSeat:
         if self.link is not None or self.ending is None:
             return None
         times = {0: "", 1: " once"}.get(self.num_failed_starts, f" {self.num_failed_starts} times")
-        when = f"in {self.next_try_s - now_s:.0f} s" if self.process is None else "under way"
+        when = f"in {max(0.0, self.next_try_s - now_s):.0f} s" if self.process is None else "under way"
         before = " before it was ready" if self.num_failed_starts else ""
         return f"worker {self.index} ended{times}{before}: {self.ending.reason}; next try {when}"
 
@@ -118,6 +118,7 @@ class Supervisor:
         self.refused = asyncio.Event()
         self.refusal: ConfigError | None = None
         self._keeper_trouble: str | None = None  #: why there is no keeper; None: there is
+        self._num_failed_keepers = 0  #: in a row, as of a seat
         self.seats = [WorkerSeat(index, WorkerId(f"w{index}")) for index in range(num_workers)]
         self._keeper: Process | None = None
         self.reads_natively = True  #: False: the keeper has no C compiler, and its interpreter reads chunks
@@ -137,7 +138,7 @@ class Supervisor:
         """Say why workers are not up that should be; None: they are, or start for the first time."""
         now_s = time.monotonic()
         told = [trouble for seat in self.seats if (trouble := seat.trouble(now_s)) is not None]
-        if self._keeper_trouble is not None and (told or self._is_nobody_ready):
+        if self._keeper_trouble is not None:  # without which no worker is started, and no model loaded
             return f"the keeper of the store is not up: {self._keeper_trouble}"
         if not told:
             return None
@@ -145,17 +146,14 @@ class Supervisor:
 
     def outage(self) -> NoWorkers | None:
         """Return the error of requests while no worker comes up; None while one is up, or may come up."""
-        have_all_failed = all(seat.num_failed_starts >= MAX_FAILED_STARTS for seat in self.seats)
-        if not self._is_nobody_ready or not have_all_failed:
+        is_any_ready = any(seat.link is not None for seat in self.seats)
+        num_failed = max(min(seat.num_failed_starts for seat in self.seats), self._num_failed_keepers)
+        if is_any_ready or num_failed < MAX_FAILED_STARTS:
             return None
         error = NoWorkers(f"no worker is up: {self.trouble()}")
         next_try_s = min(seat.next_try_s for seat in self.seats)
         error.retry_s = max(1.0, next_try_s - time.monotonic())
         return error
-
-    @property
-    def _is_nobody_ready(self) -> bool:
-        return all(seat.link is None for seat in self.seats)
 
     def expects(self, worker: WorkerId) -> bool:
         return any(seat.worker == worker and seat.link is None for seat in self.seats)
@@ -230,9 +228,12 @@ class Supervisor:
         seat.ending, seat.next_try_s = ending, time.monotonic() + delay_s
         if not seat.greeted.is_set():
             seat.num_failed_starts += 1
+        self._tell_outage()
+        await asyncio.sleep(delay_s)
+
+    def _tell_outage(self) -> None:
         if (outage := self.outage()) is not None:
             self._on_outage(outage)
-        await asyncio.sleep(delay_s)
 
     async def _watch(self, seat: WorkerSeat, process: Process) -> None:
         """Kill a worker that does not come up or hangs."""
@@ -279,7 +280,7 @@ class Supervisor:
             await _end(self._keeper)
             raise error_of(answer["error"], answer["reason"])
         self.reads_natively = bool(answer["reads_natively"])
-        self._keeper_trouble = None
+        self._keeper_trouble, self._num_failed_keepers = None, 0
         self._is_keeper_ready.set()
 
     async def _keep_keeper(self) -> None:
@@ -297,8 +298,9 @@ class Supervisor:
             try:
                 await self._start_keeper()
             except (HearthError, OSError, ValueError) as error:  # whatever it is, the next try may do better
-                self._keeper_trouble = str(error)
+                self._keeper_trouble, self._num_failed_keepers = str(error), self._num_failed_keepers + 1
                 log.error("keeper_not_started reason=%s", error)
+                self._tell_outage()
 
     async def _spawn(self, module: str, setup: WorkerSetup | KeeperSetup) -> Process:
         process = await asyncio.create_subprocess_exec(
