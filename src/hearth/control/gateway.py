@@ -369,11 +369,7 @@ class Gateway:
                     pid=0 if seat.process is None else seat.process.pid,
                     kind=self._kind if hello is None else hello.kind,
                     device="" if hello is None else hello.device,
-                    state="ready"
-                    if hello is not None
-                    else "failing"
-                    if seat.num_failed_starts
-                    else "starting",
+                    state=seat.state,
                     budget_bytes=0 if hello is None else hello.budget_bytes,
                     used_bytes=used,
                     num_restarts=seat.num_restarts,

@@ -39,9 +39,7 @@ class ProcessLog:
     def close(self) -> None:
         """Write what has come. Called when the processes have ended."""
         os.close(self.fd)
-        self._thread.join(
-            _CLOSING_S
-        )  # one that has outlived them all may hold the pipe: it is not waited for
+        self._thread.join(_CLOSING_S)  # a process that outlives its parent may hold the pipe for longer
 
     def _copy_all(self) -> None:
         num_left_out = 0
@@ -54,9 +52,7 @@ class ProcessLog:
                 num_left_out += text.count(b"\n")
                 continue
             if num_left_out:
-                text = (
-                    b"log_lines_left_out lines=%d reason=`standard error took none`\n" % num_left_out + text
-                )
+                text = b"log_lines_left_out lines=%d reason=`no room`\n" % num_left_out + text
             num_left_out = self._tell(self._stderr, text)
         os.close(self._reader)
         os.close(self._file)

@@ -89,6 +89,13 @@ class WorkerSeat:
     ending: WorkerEnding | None = None  #: of the process before; None: there was none, or this one is ready
     next_try_s: float = 0.0  #: when the next process is started, on the clock of `time.monotonic`
 
+    @property
+    def state(self) -> str:
+        """The state that `WorkerView` has."""
+        if self.hello is not None:
+            return "ready"
+        return "failing" if self.num_failed_starts else "starting"
+
     def trouble(self, now_s: float) -> str | None:
         """Say why nobody is ready here; None: somebody is, or starts and is the first."""
         if self.link is not None or self.ending is None:

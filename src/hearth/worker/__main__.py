@@ -52,15 +52,19 @@ def main() -> NoReturn:
     os.dup2(2, 1)  # whatever else is printed must not stand before it
     sys.setswitchinterval(SWITCH_S)
     threading.Thread(target=_end_with_input, name="hearth-lifeline", daemon=True).start()
+    is_ready = False
     try:
-        _serve(setup)
+        loop = _start(setup)
+        is_ready = True
+        loop.run()
     except (HearthError, OSError) as error:
         log.error("worker_ended reason=%s", error)
         _say_farewell(farewell, error, str(error))
         os._exit(1)
     except BaseException as error:  # the process's top: it is replaced, which is all that can be done for it
         log.exception("worker_broke")
-        _say_farewell(farewell, error, repr(error))
+        # Everybody sees it: nothing of a request may be in it.
+        _say_farewell(farewell, error, type(error).__name__ if is_ready else repr(error))
         os._exit(1)
     os._exit(0)
 
@@ -72,7 +76,8 @@ def _say_farewell(fd: int, error: BaseException, reason: str) -> None:
         os.write(fd, msgspec.json.encode(WorkerFarewell(label, text[:MAX_FAREWELL])) + b"\n")
 
 
-def _serve(setup: WorkerSetup) -> None:
+def _start(setup: WorkerSetup) -> WorkerLoop:
+    """Return the loop of a worker that has everything it needs and has been welcomed by the gateway."""
     config = EngineConfig(**setup.engine)  # type: ignore[arg-type] # checked by the class itself
     runtime = start(setup, config)
     borrower = Borrower(Path(setup.keeper_socket), is_pinned=runtime.device.type == "cuda")
@@ -83,12 +88,11 @@ def _serve(setup: WorkerSetup) -> None:
     )
     inbox: Inbox = SimpleQueue()
     link = connect(setup.host, setup.port)
-    loop = WorkerLoop(
-        resources, inbox, link.send
-    )  # first: it takes its memory, and ends the start if it cannot
+    # First: it takes its memory, and a worker that cannot have that is not ready.
+    loop = WorkerLoop(resources, inbox, link.send)
     greet(link, _introduction(setup, runtime), bytes.fromhex(setup.secret))
     threading.Thread(target=_read, args=(link, inbox), name="hearth-reader", daemon=True).start()
-    loop.run()
+    return loop
 
 
 def _kernels(setup: WorkerSetup, runtime: Runtime) -> ModelKernels | None:
