@@ -14,7 +14,7 @@ Documented: TypeAlias = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncF
 BASE = {"types", "errors", "version", "sizes"}
 EXECUTION = BASE | {"config", "policy", "kernels", "models"}
 COMPOSITION = EXECUTION | {
-    "cpus",
+    *("cpus", "host_memory"),
     *("text", "messages", "engine", "memory", "store", "snapshot"),
     *("transfer", "worker", "control", "forecast", "api", "sim"),
 }
@@ -26,7 +26,9 @@ ARROWS: dict[str, set[str]] = {
     "sizes": set(),
     "types": {"errors"},
     "config": BASE,
-    "cpus": set(),
+    "cgroups": set(),
+    "cpus": {"cgroups"},
+    "host_memory": {"cgroups"},
     "cuda_driver": {"errors"},
     "beacon": BASE,
     "messages": BASE,
@@ -36,15 +38,17 @@ ARROWS: dict[str, set[str]] = {
     "model_files": {"errors"},
     "text": BASE | {"model_files"},
     "models": BASE | {"kernels", "model_files"},
-    "engine": EXECUTION | {"text"},
+    "engine": EXECUTION | {"host_memory", "text"},
     "memory": EXECUTION | {"cuda_driver"},
     "store": EXECUTION | {"cpus", "cuda_driver", "messages", "model_files"},
     "snapshot": EXECUTION,
     "transfer": EXECUTION | {"messages"},
     "worker": EXECUTION
-    | {"beacon", "cpus", "engine", "memory", "store", "snapshot", "transfer", "messages", "wire"},
+    | {"beacon", "cpus", "host_memory", "engine", "memory", "store", "snapshot", "transfer"}
+    | {"messages", "wire"},
     "forecast": BASE | {"policy"},
-    "control": BASE | {"beacon", "config", "cpus", "policy", "store", "messages", "wire", "forecast", "text"},
+    "control": BASE
+    | {"beacon", "config", "cpus", "host_memory", "policy", "store", "messages", "wire", "forecast", "text"},
     "api": BASE | {"config", "control", "messages", "policy", "text"},
     "sim": BASE | {"config", "policy", "snapshot"},
     "doctor": BASE | {"config", "cpus", "kernels", "store"},

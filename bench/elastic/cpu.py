@@ -19,7 +19,7 @@ from bench.elastic.setting import Batch, Scale, Surge
 from bench.elastic.stage import Arm, Body, Stage, blocks_for
 from bench.report import arguments, emit
 from hearth.config import EngineConfig
-from hearth.engine.assemble import machine_bytes
+from hearth.host_memory import machine_bytes
 from hearth.memory.arena import ArenaPool
 from hearth.models.families import arch_from_config
 

@@ -116,7 +116,8 @@ class ServiceConfig:
     port: Annotated[int, Limits(0, 65535)] = 8000  #: 0: any free one
     workers: Annotated[int | None, Limits(1, 1024)] = None  #: None: one per GPU, or a single one on the CPU
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    memory_bytes: Annotated[int | None, Limits(1)] = None  #: of each worker's device, for models
+    #: of each worker's device, for models; None: derived from the device. At least a page of a CUDA device.
+    memory_bytes: Annotated[int | None, Limits(16 << 20)] = None
     keep_alive: Annotated[float, _Spoken()] = (
         300.0  #: idle for longer, a model may leave memory; infinite: never
     )

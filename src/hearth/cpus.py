@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+from hearth.cgroups import cgroups_of, lines_of
 
 #: Settings that make threads sleep as soon as they wait: GNU's OpenMP, which torch brings, and Intel's.
 _SLEEP = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
@@ -77,7 +78,7 @@ def queued_s(pid: int) -> float | None:
 
     None for a process that is gone, and where the kernel does not count it.
     """
-    words = " ".join(_lines(Path(f"/proc/{pid}/schedstat"))).split()
+    words = " ".join(lines_of(Path(f"/proc/{pid}/schedstat"))).split()
     return int(words[1]) / 1e9 if len(words) == 3 and words[1].isdecimal() else None
 
 
@@ -91,70 +92,11 @@ class _Limit:
 
 def _limits(proc: Path) -> Iterator[_Limit]:
     """Yield the limits of the process's cgroups and of all above them: each of them applies."""
-    memberships = _memberships(proc)
-    for mount in _mounts(proc):
-        own = memberships.get(mount.controller)
-        if own is not None:
-            for directory in mount.directories(own):
-                limit = _limit_v2(directory) if mount.controller == "" else _limit_v1(directory)
-                if limit is not None:
-                    yield limit
-
-
-@dataclass(frozen=True, slots=True)
-class _Mount:
-    """A hierarchy of cgroups as this process sees it."""
-
-    controller: str  #: `cpu`; empty in version 2, where one hierarchy has all of them
-    root: PurePosixPath  #: the cgroup that is seen at `point`: in a container usually the container's own
-    point: Path
-
-    def directories(self, cgroup: PurePosixPath) -> Iterator[Path]:
-        """Yield the directory of a cgroup and of all above it, as far as they are seen from here."""
-        inside = cgroup.relative_to(self.root) if cgroup.is_relative_to(self.root) else PurePosixPath()
-        at = inside if ".." not in inside.parts else PurePosixPath()
-        yield self.point / at
-        yield from (self.point / parent for parent in at.parents)
-
-
-def _memberships(proc: Path) -> dict[str, PurePosixPath]:
-    """Return the process's cgroup by controller; lines of the file read `4:cpu,cpuacct:/a/b` or `0::/a/b`."""
-    found: dict[str, PurePosixPath] = {}
-    for line in _lines(proc / "cgroup"):
-        _, _, rest = line.partition(":")
-        controllers, colon, path = rest.partition(":")
-        if not colon:
-            continue
-        found.update((controller, PurePosixPath(path)) for controller in controllers.split(","))
-    return found
-
-
-def _mounts(proc: Path) -> Iterator[_Mount]:
-    """Yield the hierarchies that may limit processor time; see proc_pid_mountinfo(5) for the fields."""
-    for line in _lines(proc / "mountinfo"):
-        before, _, after = line.partition(" - ")
-        fields, (kind, *rest) = before.split(), after.split() or [""]
-        if len(fields) < 5:
-            continue
-        options = rest[1] if len(rest) > 1 else ""
-        root, point = PurePosixPath(_unescaped(fields[3])), Path(_unescaped(fields[4]))
-        if kind == "cgroup2":
-            yield _Mount("", root, point)
-        elif kind == "cgroup" and "cpu" in options.split(","):
-            yield _Mount("cpu", root, point)
-
-
-def _unescaped(path: str) -> str:
-    """Return a path of the kernel's with its blanks, which are written as octal numbers."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
-
-
-def _limit_v2(directory: Path) -> _Limit | None:
-    return _limit(" ".join(_lines(directory / "cpu.max")).split())
-
-
-def _limit_v1(directory: Path) -> _Limit | None:
-    return _limit([*_lines(directory / "cpu.cfs_quota_us"), *_lines(directory / "cpu.cfs_period_us")])
+    for cgroup in cgroups_of("cpu", proc):
+        names = ("cpu.max",) if cgroup.is_v2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        limit = _limit([word for name in names for word in cgroup.words(name)])
+        if limit is not None:
+            yield limit
 
 
 def _limit(words: Sequence[str]) -> _Limit | None:
@@ -162,11 +104,3 @@ def _limit(words: Sequence[str]) -> _Limit | None:
     if len(words) < 2 or not all(word.isdecimal() and int(word) > 0 for word in words[:2]):
         return None
     return _Limit(int(words[0]), int(words[1]))
-
-
-def _lines(path: Path) -> list[str]:
-    """Return the lines of a file of the kernel's; none where it has no such file."""
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []

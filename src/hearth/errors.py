@@ -26,6 +26,7 @@
     │   ├── NoCapacity        the model can never fit the memory of any worker
     │   ├── ShuttingDown      the service takes no new requests
     │   ├── WorkersLost       the request ended because workers kept dying under it
+    │   ├── NoWorkers         no worker comes up, for the reason that the last one gave
     │   └── Unreached         no service runs on the data directory, or answers at the URL
     └── StoreError            a rung of the store cannot deliver or take what it should
         ├── LenderGone        the process that lends host memory is not there
@@ -158,6 +159,10 @@ class ShuttingDown(ServiceError):
 
 class WorkersLost(ServiceError):
     label = "workers_lost"
+
+
+class NoWorkers(ServiceError):
+    label = "no_workers"
 
 
 class Unreached(ServiceError):

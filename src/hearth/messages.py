@@ -64,6 +64,13 @@ class WorkerSetup(Struct, frozen=True):
         return f"<WorkerSetup worker={self.worker} kind={self.kind} device_index={self.device_index}>"
 
 
+class WorkerFarewell(Struct, frozen=True):
+    """The one line that a worker which breaks writes to its standard output."""
+
+    error: str  #: the label of the error
+    reason: str
+
+
 class KeeperSetup(Struct, frozen=True):
     """The first line that the keeper of the store reads from its standard input."""
 

@@ -88,7 +88,9 @@ def test_models_are_removed_and_unloaded_by_any_name(gateway: FakeGateway) -> No
     assert gateway.done == ["remove tiny", "unload tiny True", "unload tiny False"]
 
 
-@pytest.mark.parametrize(("status", "code"), [("ok", 200), ("starting", 503), ("draining", 503)])
+@pytest.mark.parametrize(
+    ("status", "code"), [("ok", 200), ("starting", 503), ("failing", 503), ("draining", 503)]
+)
 def test_health_is_what_a_balancer_needs(gateway: FakeGateway, status: str, code: int) -> None:
     gateway.status = status
     response = request(gateway, "GET", "/health")

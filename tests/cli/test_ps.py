@@ -46,6 +46,19 @@ def recorded(data_dir: Path, service: FakeService) -> Iterator[FakeService]:
         yield service
 
 
+def test_ps_and_doctor_say_why_a_worker_is_not_ready(
+    hearth: Hearth, recorded: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "worker 0 ended 3 times before it was ready: it has no memory; next try in 8 s"
+    worker = replace(PROCESSES.workers[0], state="failing", reason=reason)
+    monkeypatch.setattr("tests.cli.fake_service.PROCESSES", replace(PROCESSES, workers=(worker,)))
+    shown = hearth("ps").out.splitlines()
+    assert "failing" in shown[1]
+    assert reason in shown
+    (told,) = json.loads(hearth("doctor", "--json").out)["service"]["workers"]
+    assert told.endswith(reason)
+
+
 def test_ps_shows_workers_models_and_the_queue(hearth: Hearth, recorded: FakeService) -> None:
     assert hearth("ps").out.splitlines() == [
         "WORKER  PID   DEVICE       STATE  MEMORY              RESTARTS",

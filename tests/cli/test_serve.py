@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import logging
 import socket
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -10,10 +13,13 @@ import pytest
 
 from hearth.cli import server
 from hearth.config import HearthConfig, ModelConfig, ServiceConfig
-from hearth.control.datadir import DataDir
+from hearth.control.datadir import DataDir, is_held
+from hearth.control.devices import Devices
+from hearth.control.gateway import Gateway
 from hearth.control.upgrade import Upgraded
 from hearth.errors import ConfigError
 from tests.cli.shell import Hearth
+from tests.control.gateway_rig import GatewayRig
 
 
 @pytest.fixture
@@ -63,6 +69,40 @@ def test_a_wrong_flag_starts_nothing(hearth: Hearth, served: list[HearthConfig])
     shown = hearth("serve", "--memory", "lots")
     assert (shown.code, shown.out, served) == (2, "", [])
     assert "`service.memory_bytes`" in shown.err
+
+
+def test_less_memory_than_any_worker_needs_starts_nothing(hearth: Hearth, served: list[HearthConfig]) -> None:
+    shown = hearth("serve", "--memory", "1B")
+    assert (shown.code, served) == (2, [])
+    assert "`service.memory_bytes` must be at least 16MiB, given: 1" in " ".join(shown.err.split())
+
+
+def test_settings_that_a_worker_refuses_as_it_starts_end_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @asynccontextmanager
+    async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> AsyncIterator[Gateway]:
+        with closing(GatewayRig(data_dir)) as rig:
+            rig.supervisor.refusal = ConfigError("its device has 80 GiB, given: 81 GiB; lower it")
+            rig.supervisor.refused.set()
+            yield rig.gateway
+
+    monkeypatch.setattr(server, "running", running)
+    config = HearthConfig(service=ServiceConfig(data_dir=str(tmp_path / "data"), port=0, device="cpu"))
+    with pytest.raises(ConfigError, match="its device has 80 GiB"):
+        server.run_service(config)
+    assert not is_held(tmp_path / "data")
+
+
+def test_a_line_is_logged_once_where_standard_error_is_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "service.log"
+    with path.open("w") as stderr:
+        monkeypatch.setattr(server, "STDERR", stderr.fileno())
+        with server._log_file(path):
+            logging.getLogger("hearth").error("said on standard error already")
+    assert path.read_text() == ""
 
 
 class Stopped(Exception):

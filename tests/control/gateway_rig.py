@@ -70,7 +70,9 @@ class GatewayRig:
             *(Fleet(brain), self.journal, observer, pools, catalog.host_order, catalog.prepare_orders)
         )
         nobody = KeeperSetup("", "cpu", "", None, 1 << 24, "info")
-        self.supervisor = Supervisor(lambda *_: NotImplemented, nobody, 1, Vigilance(1.0, 1.0, 1), None)
+        self.supervisor = Supervisor(
+            lambda *_: NotImplemented, nobody, 1, Vigilance(1.0, 1.0, 1), None, self.driver.fail_all
+        )
         keeper = KeeperClient(Path("/nowhere"))
         deployments = Deployments(self.registry, catalog, self.driver, keeper, data_dir)
         self.demand = DemandReports(keeper)

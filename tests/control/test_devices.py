@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from hearth.config import ServiceConfig
+from hearth.config import ServiceConfig, StoreConfig
 from hearth.control import devices
-from hearth.control.devices import Devices, Gpu, gpus, resolve
-from hearth.errors import DeviceError
+from hearth.control.devices import Devices, Gpu, check_host_memory, gpus, resolve
+from hearth.errors import ConfigError, DeviceError
 
 TWO = [Gpu(0, "one", 1 << 30), Gpu(1, "two", 1 << 30)]
 
@@ -52,6 +52,50 @@ def test_a_torch_without_cuda_means_the_cpu(
     assert "fallback device=cpu reason=`torch was built without CUDA`" in caplog.text
     with pytest.raises(DeviceError, match="but torch was built without CUDA"):
         resolve(ServiceConfig(device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "memory_bytes", "complaint"),
+    [
+        pytest.param(1, 8 << 30, None, id="all of it"),
+        pytest.param(
+            1,
+            (8 << 30) + 1,
+            r"at most 8\.00 GiB .* given: 8\.00 GiB \(8589934593 bytes\); lower it",
+            id="more",
+        ),
+        pytest.param(1, 900 << 30, r"of this machine or its cgroup, given: 900\.00 GiB", id="far more"),
+        pytest.param(4, 2 << 30, None, id="all of it together"),
+        pytest.param(4, 3 << 30, r"at most 2\.00 GiB .* which 4 workers share", id="more together"),
+    ],
+)
+def test_memory_that_the_machine_never_has_is_refused(
+    num_workers: int, memory_bytes: int, complaint: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "machine_bytes", lambda: 8 << 30)
+    service = ServiceConfig(device="cpu", workers=num_workers, memory_bytes=memory_bytes)
+    if complaint is None:
+        assert resolve(service).num_workers == num_workers
+    else:
+        with pytest.raises(ConfigError, match=complaint):
+            resolve(service)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_memory_that_a_gpu_never_has_is_refused() -> None:
+    assert resolve(ServiceConfig(memory_bytes=1 << 30)).kind == "cuda"
+    with pytest.raises(ConfigError, match=r"at most 1\.00 GiB .* CUDA device 0, given: 2\.00 GiB"):
+        resolve(ServiceConfig(memory_bytes=2 << 30))
+    with pytest.raises(ConfigError, match=r"at most 0\.50 GiB .* which 2 workers share"):
+        resolve(ServiceConfig(memory_bytes=1 << 30, workers=4))
+
+
+def test_host_memory_for_gpus_that_the_machine_never_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "machine_bytes", lambda: 8 << 30)
+    store = StoreConfig(host_bytes=900 << 30)
+    with pytest.raises(ConfigError, match=r"at most 8\.00 GiB .* given: 900\.00 GiB"):
+        check_host_memory(store, Devices("cuda", (0,), 1))
+    check_host_memory(store, Devices("cpu", (0,), 1))  # which takes little of it, and is told so
 
 
 @pytest.mark.parametrize(("num_workers", "num_threads"), [(1, 7), (2, 3), (1000, 1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import re
 from collections.abc import Callable
@@ -16,10 +17,12 @@ from hearth.control.fact_decoder import DecodedFact
 from hearth.control.gateway import MIN_TEXT_CHARS
 from hearth.control.generation import GenerationRequest
 from hearth.control.registry import Deployed, Registry
+from hearth.control.worker_ending import WorkerEnding
 from hearth.errors import (
     BadPrompt,
     EngineFailed,
     Forbidden,
+    NoWorkers,
     PromptTooLong,
     ServiceError,
     ShuttingDown,
@@ -87,6 +90,35 @@ def test_what_happens_while_a_prompt_is_encoded_is_noticed(
             with pytest.raises(ShuttingDown):
                 await rig.gateway.submit(ask(), ANYBODY)
         assert rig.driver.requests.by_id == {}
+
+    with_rig(data_dir, scene)
+
+
+def test_while_no_worker_comes_up_requests_end_with_the_reason_and_health_has_it(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    reason = "worker 0 ended 3 times before it was ready: it has no memory; next try in "
+
+    async def scene(rig: GatewayRig) -> None:
+        waiting, (seat,) = await rig.gateway.submit(ask(), ANYBODY), rig.supervisor.seats
+        assert rig.gateway.health().status == "starting"
+        for num_before in range(3):
+            assert (rig.gateway.health().status, seat.num_failed_starts) == ("starting", num_before)
+            pause = asyncio.create_task(rig.supervisor._pause(seat, WorkerEnding("it has no memory"), 60.0))
+            await asyncio.sleep(0)
+            pause.cancel()
+
+        with pytest.raises(NoWorkers, match=f"no worker is up: {reason}"):
+            await waiting.next()
+        with pytest.raises(NoWorkers, match=f"no worker is up: {reason}") as refused:
+            await rig.gateway.submit(ask(), ANYBODY)
+        assert refused.value.retry_s == pytest.approx(60.0, abs=30.0)
+        assert (refused.value.http_status, refused.value.label) == (503, "no_workers")
+        health, (worker,) = rig.gateway.health(), rig.gateway.ps().workers
+        assert (health.status, worker.state) == ("failing", "failing")
+        for told in (health.reason, worker.reason):
+            assert told is not None
+            assert told.startswith(reason)
 
     with_rig(data_dir, scene)
 

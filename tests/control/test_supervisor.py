@@ -4,15 +4,25 @@ import asyncio
 import signal
 import subprocess
 import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
 
 from hearth.beacon import StepSigns
-from hearth.control.supervisor import Supervisor, Vigilance
+from hearth.control import supervisor as supervision
+from hearth.control.supervisor import MAX_FAILED_STARTS, Supervisor, Vigilance
+from hearth.control.worker_ending import MAX_REASON, ending_of
 from hearth.control.worker_link import WorkerLink
-from hearth.messages import KeeperSetup, WorkerHello
-from hearth.types import ModelId
+from hearth.errors import NoWorkers
+from hearth.messages import KeeperSetup, WorkerFarewell, WorkerHello, WorkerSetup
+from hearth.types import ModelId, WorkerId
+from tests.worker.harness import folder, keeper_setup
 
 #: How long a test waits for a process before it says that nothing will happen.
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 #: A supervisor that cannot say what a worker should be told, which is a bug.
 BROKEN = """
@@ -46,7 +56,7 @@ def test_a_worker_whose_long_step_advances_lives_and_one_that_hangs_is_killed() 
 
     async def scene() -> None:
         vigilance = Vigilance(PATIENCE_S, HEARTBEAT_S, MAX_MISSED)
-        supervisor = Supervisor(lambda *_: NotImplemented, KEEPER, 1, vigilance, None)
+        supervisor = Supervisor(lambda *_: NotImplemented, KEEPER, 1, vigilance, None, lambda _: None)
         (seat,) = supervisor.seats
         process = seat.process = await asyncio.create_subprocess_exec("sleep", str(PATIENCE_S))
         link = WorkerLink(b"", supervisor.expects, supervisor)  # type: ignore[arg-type] # nothing comes by it
@@ -72,3 +82,118 @@ def test_a_step_has_as_long_as_slow_steps_of_its_model_tell() -> None:
     assert vigilance.limit_s(StepSigns(5, None, None)) == 30.0
     assert vigilance.limit_s(StepSigns(5, ModelId("large"), 20.0)) == 200.0
     assert vigilance.limit_s(StepSigns(5, ModelId("large"), None)) == 300.0
+
+
+#: A worker that says why it ends.
+BREAKS = "import sys; print(sys.argv[1]); sys.exit(1)"
+FAREWELL = msgspec.json.encode(WorkerFarewell("device", "cpu has\n no memory")).decode()
+
+
+class BreakingWorkers(Supervisor):
+    """A supervisor of real processes that end as soon as they are started. Mutable, as any."""
+
+    farewell = FAREWELL
+
+    async def _spawn(self, module: str, setup: WorkerSetup | KeeperSetup, *descriptors: int) -> Process:
+        if isinstance(setup, KeeperSetup):
+            return await super()._spawn(module, setup, *descriptors)
+        command = (sys.executable, "-S", "-c", BREAKS, self.farewell)
+        return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+
+
+def setup_of(index: int, worker: WorkerId) -> WorkerSetup:
+    """A worker whose engine takes no sequences, which no engine can."""
+    engine: dict[str, int | float | str | None] = {"max_seqs": 0}
+    return WorkerSetup(
+        *(worker, "127.0.0.1", 1, "", "cpu", index, 1, 1 << 24, "", "", engine, 1, "info"), turns=True
+    )
+
+
+def supervised(
+    kind: type[Supervisor], num_workers: int, scene: Callable[[Supervisor, list[NoWorkers]], Awaitable[None]]
+) -> None:
+    async def run(place: Path) -> None:
+        told: list[NoWorkers] = []
+        keeper = keeper_setup(place)
+        supervisor = kind(setup_of, keeper, num_workers, Vigilance(60.0, 60.0, 3), None, told.append)
+        await supervisor.start()
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await scene(supervisor, told)
+        finally:
+            await supervisor.close()
+
+    with folder() as place:
+        asyncio.run(run(place))
+
+
+def test_when_no_worker_comes_up_who_waits_is_told_why_and_when_the_next_try_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervision, "FIRST_DELAY_S", 0.01)
+
+    async def scene(supervisor: Supervisor, told: list[NoWorkers]) -> None:
+        assert supervisor.outage() is None
+        assert supervisor.trouble() is None, "they start for the first time"
+        while not told:
+            await asyncio.sleep(0.01)
+        assert [seat.num_failed_starts for seat in supervisor.seats] >= [MAX_FAILED_STARTS] * 2
+        why = r"worker 0 ended \d+ times before it was ready: cpu has no memory; next try .*; 1 more workers"
+        with pytest.raises(NoWorkers, match=f"no worker is up: {why}"):
+            raise told[0]
+        assert told[0].retry_s is not None
+
+    supervised(BreakingWorkers, 2, scene)
+
+
+def test_a_keeper_that_does_not_return_is_the_reason_when_no_worker_is_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervision, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(supervision, "MAX_FAILED_STARTS", 2)
+
+    async def scene(supervisor: Supervisor, told: list[NoWorkers]) -> None:
+        supervisor._keeper_setup = msgspec.structs.replace(supervisor._keeper_setup, host_bytes=1)
+        assert supervisor._keeper is not None
+        supervisor._keeper.kill()
+        while not any(
+            "the keeper of the store is not up: `store.host_bytes` must" in str(one) for one in told
+        ):
+            await asyncio.sleep(0.01)
+
+    supervised(BreakingWorkers, 1, scene)
+
+
+def test_a_worker_whose_settings_no_restart_cures_is_not_started_again() -> None:
+    async def scene(supervisor: Supervisor, told: list[NoWorkers]) -> None:
+        await supervisor.refused.wait()
+        assert "`engine.max_seqs` must be at least 1, given: 0" in str(supervisor.refusal)
+        assert supervisor.seats[0].num_restarts == 0
+        assert told == []
+
+    supervised(Supervisor, 1, scene)
+
+
+@pytest.mark.parametrize(
+    ("code", "farewell", "killed_for", "reason"),
+    [
+        pytest.param(1, FAREWELL, None, "cpu has no memory", id="it said why"),
+        pytest.param(-signal.SIGKILL, "", None, "SIGKILL, as if memory was short", id="by the kernel"),
+        pytest.param(-signal.SIGSEGV, "", None, "SIGSEGV", id="by itself"),
+        pytest.param(-signal.SIGKILL, "", "it hung", "it hung", id="by the supervisor"),
+        pytest.param(3, "nonsense", None, "exit code 3, the log says more", id="without a word"),
+    ],
+)
+def test_the_end_of_a_worker_has_a_reason(
+    code: int, farewell: str, killed_for: str | None, reason: str
+) -> None:
+    assert ending_of(code, farewell.encode(), killed_for).reason == reason
+
+
+def test_only_a_wrong_setting_is_final_and_long_reasons_are_cut() -> None:
+    def ending(label: str) -> tuple[bool, int]:
+        found = ending_of(1, msgspec.json.encode(WorkerFarewell(label, "x" * 9999)), None)
+        return found.is_final, len(found.reason)
+
+    assert ending("config") == (True, MAX_REASON + 4)
+    assert ending("device") == (False, MAX_REASON + 4)

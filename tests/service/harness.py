@@ -156,6 +156,10 @@ class Service:
                     sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
         return sums
 
+    def output(self) -> str:
+        """All that it has written to standard output and error."""
+        return self._output.read_text(errors="replace")
+
     def logs(self) -> str:
         """All that its processes have written anywhere."""
         paths = [self._output, *(self.data_dir / "logs").rglob("*")]

@@ -68,6 +68,14 @@ def test_a_request_is_found_by_the_id_that_its_client_sent(service: Service) -> 
     assert explained["traceparent"] == trace
 
 
+def test_what_a_worker_logs_is_on_standard_error_and_in_the_log_once_each(service: Service) -> None:
+    complete(service, "tiny-b")
+    for text in (service.output(), (service.data_dir / "logs" / "service.log").read_text()):
+        lines = [line for line in text.splitlines() if " w0 " in line]
+        assert any("model_loaded model=tiny-b" in line for line in lines), text[-2000:]
+        assert len(lines) == len(set(lines))
+
+
 def test_metrics_count_what_was_asked_and_answered(service: Service) -> None:
     complete(service, "tiny-a")
     before = service.metrics()

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from hearth.config import StoreConfig
-from hearth.errors import BadCheckpoint, ChunkMissing, LoadCancelled, StoreError
+from hearth.errors import BadCheckpoint, ChunkMissing, LenderGone, LoadCancelled, StoreError
 from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
 from hearth.store.borrower import Borrower, Loan
 from hearth.store.convert import convert
@@ -732,3 +732,24 @@ def test_a_load_of_a_model_that_is_another_by_now_says_so(model: Path, tmp_path:
         pytest.raises(StoreError, match="is another model by now"),
     ):
         borrower.fetch(borrowed, [0])
+
+
+def test_a_lender_that_hangs_up_before_its_greeting_is_gone(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(Borrower, path)
+            listener.accept()[0].close()
+
+            with pytest.raises(LenderGone, match="hung up at once"):
+                asked.result(PATIENCE_S)
+
+
+def test_a_message_that_its_sender_died_over_is_none() -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            theirs.sendall(encode(CancelLoad()) + encode(CancelLoad())[:-3])
+
+        assert list(received(ours)) == [CancelLoad()]

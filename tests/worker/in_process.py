@@ -165,8 +165,27 @@ def working_in_process(
     marks: WorkerMarks | None = None,
 ) -> Iterator[LoopGateway]:
     """With `max_facts`, the worker waits when so many lie there untaken."""
+    with (
+        folder() as place,
+        closing(Lender(tiers, place / "s")),
+        working_beside(place / "s", new_pool, device, config, max_facts, turns, kernels) as gateway,
+    ):
+        yield gateway
+
+
+@contextmanager
+def working_beside(
+    lender: Path,
+    new_pool: NewPool,
+    device: torch.device | None = None,
+    config: EngineConfig = CONFIG,
+    max_facts: int = 0,
+    turns: TurnRules | None = None,
+    kernels: ModelKernels | None = None,
+) -> Iterator[LoopGateway]:
+    """A worker that borrows from whoever lends at a socket, otherwise as `working_in_process`."""
     device = device or torch.device("cpu")
-    with folder() as place, closing(Lender(tiers, place / "s")), closing(Borrower(place / "s")) as borrower:
+    with closing(Borrower(lender, is_pinned=device.type == "cuda")) as borrower:
         gateway = LoopGateway(SimpleQueue(), Queue(max_facts), limits_of(config))
 
         def kept_pool(eviction_terms: EvictionTermsOf) -> Pool:

@@ -30,7 +30,8 @@ def greeted(
 ) -> tuple[GatewayLink, object]:
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(gateway, ends[1])
-        link = greet(ends[0], ME, SECRET)
+        link = GatewayLink(ends[0])
+        greet(link, ME, SECRET)
         return link, other.result()
 
 
@@ -77,14 +78,14 @@ def test_another_version_is_refused_with_both_numbers(ends: tuple[socket.socket,
     ends[1].sendall(wire.frame(Challenge(VERSION + 1, b"nonce")))
 
     with pytest.raises(ServiceError, match=f"version {VERSION + 1}, this side {VERSION}"):
-        greet(ends[0], ME, SECRET)
+        greet(GatewayLink(ends[0]), ME, SECRET)
 
 
 def test_a_peer_that_is_no_gateway_is_not_read_to_its_end(ends: tuple[socket.socket, socket.socket]) -> None:
     ends[1].sendall(b"HTTP/1.1 400 Bad Request\r\n")
 
     with pytest.raises(ServiceError, match="none of ours"):
-        greet(ends[0], ME, SECRET)
+        greet(GatewayLink(ends[0]), ME, SECRET)
 
 
 def test_a_port_where_nobody_listens_is_named() -> None:

@@ -34,12 +34,12 @@ from hearth.messages import (
     StepDone,
 )
 from hearth.sizes import StepLimits
+from hearth.store import patient_loan
 from hearth.store.borrower import Borrower
 from hearth.store.convert import convert
 from hearth.store.loader import Loader
 from hearth.store.manifest import WEIGHTS, read_manifest
 from hearth.types import FinishReason, Hold, ModelId, SamplingParams
-from hearth.worker import model_load
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.model_load import HostingNews
 from hearth.worker.runtime import HostingResources
@@ -501,7 +501,7 @@ def test_a_load_waits_for_a_keeper_that_is_started_anew(model: Path) -> None:
 
 
 def test_without_a_keeper_a_load_fails_in_the_end(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_load, "LENDER_PATIENCE_S", 0.0)
+    monkeypatch.setattr(patient_loan, "LENDER_PATIENCE_S", 0.0)
     news: SimpleQueue[HostingNews] = SimpleQueue()
     with folder() as place, keeping(keeper_setup(place)) as keeper:
         borrower = Borrower(Path(keeper_setup(place).socket), is_pinned=False)

@@ -89,7 +89,11 @@ def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
 def service_routes(gateway: Gateway) -> APIRouter:
     routes = APIRouter(tags=["Service"])
 
-    @routes.get("/health", summary="Whether requests are taken", responses={503: {"description": "Not yet."}})
+    @routes.get(
+        "/health",
+        summary="Whether requests are taken",
+        responses={503: {"description": "No: it is starting, failing (no worker comes up) or draining."}},
+    )
     async def health() -> Response:
         view = gateway.health()
         return as_json(view, 200 if view.status == "ok" else 503)

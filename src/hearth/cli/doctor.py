@@ -97,7 +97,7 @@ class _ServiceReport:
 
     data_dir: str
     num_models: int | None  #: None: its registry cannot be read
-    status: str  #: not running, starting, ok, draining, or why it does not answer
+    status: str  #: not running, starting, ok, failing, draining, or why it does not answer
     url: str | None
     workers: list[str]
 
@@ -133,6 +133,7 @@ def _service(data_dir: Path, num_models: int | None) -> _ServiceReport:
         f"{worker.device or worker.kind}, {worker.state}, {size(worker.used_bytes)} of "
         f"{size(worker.budget_bytes)} in use, {worker.num_restarts} restarts"
         + "".join(f", {fallback}" for fallback in fallbacks(worker))
+        + ("" if worker.reason is None else f", {worker.reason}")
         + "".join(
             f", {one.model} should be pinned and cannot be yet"
             for one in view.models

@@ -145,6 +145,9 @@ def _print_processes(view: ProcessView) -> None:
         for worker in view.workers
     ]
     print_columns(["WORKER", "PID", "DEVICE", "STATE", "MEMORY", "RESTARTS"], workers)
+    for worker in view.workers:
+        if worker.reason is not None:
+            typer.echo(f"\n{worker.reason}")
     keys = keys_of(view.models)
     signs = signs_for(out.encoding)
     for worker in view.workers:

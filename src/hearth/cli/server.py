@@ -22,8 +22,9 @@ from hearth.cli.console import LOG_FORMAT
 from hearth.cli.upgrade import tell, upgrade_held
 from hearth.config import HearthConfig, ServiceConfig
 from hearth.control.datadir import DataDir, ServiceFile
-from hearth.control.devices import Devices, resolve
+from hearth.control.devices import Devices, check_host_memory, resolve
 from hearth.control.gateway import Gateway
+from hearth.control.process_log import STDERR, is_open_as
 from hearth.control.service import keys_of, log_unused_memory, running
 from hearth.errors import ConfigError
 
@@ -37,9 +38,11 @@ def run_service(config: HearthConfig, on_ready: Callable[[str, Gateway], None] =
     """Serve until SIGTERM or SIGINT; a second one ends at once. `on_ready` is told the URL once it answers.
 
     Raises:
-        HearthError: a port that is taken, a data directory in use, a device that is not there, ...
+        HearthError: a port that is taken, a data directory in use, a device that is not there, ...; also
+            what a worker says as it starts, if no restart can help.
     """
     devices = resolve(config.service)
+    check_host_memory(config.store, devices)
     log_unused_memory(config, devices)
     service = config.service
     with (
@@ -93,12 +96,18 @@ async def _serve(
         log.info("serving url=%s workers=%d device=%s", url, devices.num_workers, devices.kind)
         on_ready(url, gateway)
         signalled = asyncio.create_task(signals.get())
-        await asyncio.wait((serving, signalled), return_when=asyncio.FIRST_COMPLETED)
-        if signalled.done():
+        refused = asyncio.create_task(gateway.refused())
+        await asyncio.wait((serving, signalled, refused), return_when=asyncio.FIRST_COMPLETED)
+        if refused.done():
+            gateway.end_all(refused.result())
+        elif signalled.done():
             await _drain(gateway, signals, service.drain_s)
         data_dir.withdraw()  # who comes from now on waits for the end, instead of finding the port closed
         server.should_exit = True
         await serving
+        if refused.done():
+            raise refused.result()
+        refused.cancel()
 
 
 def _raise_open_files() -> int:
@@ -146,7 +155,10 @@ def _explained(service: ServiceConfig) -> Iterator[None]:
 
 @contextmanager
 def _log_file(path: Path) -> Iterator[None]:
-    """Log to a file as well, to which the processes of the service write too."""
+    """Log to a file as well, to which the processes of the service write too, unless standard error is it."""
+    if is_open_as(path, STDERR):
+        yield
+        return
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     logging.getLogger().addHandler(handler)

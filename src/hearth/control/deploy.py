@@ -85,21 +85,24 @@ class Task:
     data_dir: str
 
 
-async def deploying(order: DeployOrder, data_dir: DataDir) -> AsyncGenerator[DeployEvent, None]:
+async def deploying(
+    order: DeployOrder, data_dir: DataDir, errors: int | None = None
+) -> AsyncGenerator[DeployEvent, None]:
     """Carry out an order; the last event is DeployDone. Leaving early, or being cancelled, calls it off.
 
-    Whoever gets DeployDone registers the model before asking for more, or its files go.
+    Whoever gets DeployDone registers the model before asking for more, or its files go. `errors`: where the
+    process logs to; None: to the log file of the data directory.
 
     Raises:
         HearthError: it cannot be done; nothing has changed then.
     """
     done = None
-    with _under_way(data_dir) as lock, data_dir.log_path.open("ab") as errors:
+    with _under_way(data_dir) as lock, data_dir.log_path.open("ab") as log_file:
         process = await asyncio.create_subprocess_exec(
             *_COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=errors,
+            stderr=log_file if errors is None else errors,
             env=_environment(),
             pass_fds=(lock,),
         )

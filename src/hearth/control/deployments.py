@@ -36,8 +36,16 @@ class Deployments:
     """Mutable; used on the event loop alone. Files are deleted on other threads."""
 
     def __init__(
-        self, registry: Registry, catalog: Catalog, driver: Driver, keeper: KeeperClient, data_dir: DataDir
+        self,
+        registry: Registry,
+        catalog: Catalog,
+        driver: Driver,
+        keeper: KeeperClient,
+        data_dir: DataDir,
+        errors: int | None = None,
     ) -> None:
+        """`errors`: where deploying processes log to, as in `deploying`."""
+        self._errors = errors
         self._registry, self._catalog, self._driver = registry, catalog, driver
         self._keeper, self._data_dir = keeper, data_dir
         self._looks = UpstreamLooks(keeper)
@@ -63,7 +71,7 @@ class Deployments:
         Raises:
             HearthError: it cannot be done; whatever had the name before is offered as before.
         """
-        async with aclosing(deploying(order, self._data_dir)) as progress:
+        async with aclosing(deploying(order, self._data_dir, self._errors)) as progress:
             async for event in progress:
                 if not isinstance(event, DeployDone):
                     yield event

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hearth.config import ServiceConfig
+from hearth.config import ServiceConfig, StoreConfig
 from hearth.cpus import num_usable_cores
-from hearth.errors import DeviceError
+from hearth.errors import ConfigError, DeviceError
+from hearth.host_memory import machine_bytes
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,11 @@ class Devices:
     num_workers: int
 
     @property
+    def num_sharing(self) -> int:
+        """The most workers that share one device."""
+        return -(-self.num_workers // len(self.indices))
+
+    @property
     def threads_per_worker(self) -> int:
         """Share the cores that this process may use evenly between its workers."""
         return max(1, num_usable_cores() // self.num_workers)
@@ -46,18 +52,49 @@ def resolve(service: ServiceConfig) -> Devices:
     """Return the devices that the configuration means.
 
     Raises:
+        ConfigError: they can never have the memory that was asked for.
         DeviceError: CUDA was asked for and there is none.
     """
     found = [] if service.device == "cpu" else gpus()
     obstacle = "torch was built without CUDA" if found and not _torch_has_cuda() else None
     if found and obstacle is None:
-        return Devices("cuda", tuple(gpu.index for gpu in found), service.workers or len(found))
+        devices = Devices("cuda", tuple(gpu.index for gpu in found), service.workers or len(found))
+        for gpu in found[: devices.num_workers]:
+            _check_memory(service, devices.num_sharing, gpu.total_bytes, f"CUDA device {gpu.index}")
+        return devices
     if service.device == "cuda":
         reason = obstacle or "the driver shows no CUDA device"
         raise DeviceError(f"device `cuda` was asked for, but {reason}; use `cpu` or `auto`")
     if obstacle is not None:
         log.warning("fallback device=cpu reason=`%s`", obstacle)
-    return Devices("cpu", (0,), service.workers or 1)
+    devices = Devices("cpu", (0,), service.workers or 1)
+    _check_memory(service, devices.num_sharing, machine_bytes(), "this machine or its cgroup")
+    return devices
+
+
+def check_host_memory(store: StoreConfig, devices: Devices) -> None:
+    """Raise ConfigError if the machine can never have the host memory that is to be kept for GPUs."""
+    limit_bytes = machine_bytes()
+    if devices.kind == "cuda" and store.host_bytes > limit_bytes:
+        raise ConfigError(
+            f"`store.host_bytes` must be at most {_gib(limit_bytes)}, the memory of this machine or its "
+            f"cgroup, given: {_gib(store.host_bytes)}; lower it (`--host-memory`)"
+        )
+
+
+def _check_memory(service: ServiceConfig, num_sharing: int, limit_bytes: int, whose: str) -> None:
+    """Refuse memory that workers which share a device can never have."""
+    if service.memory_bytes is None or service.memory_bytes * num_sharing <= limit_bytes:
+        return
+    shared = "" if num_sharing == 1 else f", which {num_sharing} workers share"
+    raise ConfigError(
+        f"`service.memory_bytes` must be at most {_gib(limit_bytes // num_sharing)}, by the memory of {whose}"
+        f"{shared}, given: {_gib(service.memory_bytes)}; lower it (`--memory`), or leave it out"
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB ({num_bytes} bytes)"
 
 
 def gpus() -> list[Gpu]:

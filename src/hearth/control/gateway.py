@@ -45,7 +45,16 @@ from hearth.control.views import (
     UnloadView,
     WorkerView,
 )
-from hearth.errors import BadPrompt, BadSampling, Forbidden, PromptTooLong, ServiceError, ShuttingDown
+from hearth.errors import (
+    BadPrompt,
+    BadSampling,
+    ConfigError,
+    Forbidden,
+    HearthError,
+    PromptTooLong,
+    ServiceError,
+    ShuttingDown,
+)
 from hearth.messages import Sampling
 from hearth.policy.fleet import events
 from hearth.text.tokenizer import Tokenizer
@@ -104,7 +113,7 @@ class Gateway:
         Raises:
             HearthError: the request is wrong, or cannot be taken. Nothing was started then.
         """
-        self._refuse_when_draining()
+        self._refuse_when_closed()
         arrived_s, arrived_at_s = self._driver.now_s, time.time()
         entry = self._deployments.find(wanted.model)
         _check_tokens(entry, wanted.sampling)
@@ -113,7 +122,7 @@ class Gateway:
         prompt = await self._encode(entry, wanted.prompt)
         if wanted.guide is not None:
             await self._encoder.check_guide(wanted.guide)
-        self._refuse_when_draining()  # again, and what follows: much may have happened since
+        self._refuse_when_closed()  # again, and what follows: much may have happened since
         self._refuse_replaced(entry, prompt)
         request_id = RequestId(secrets.token_hex(12))
         model = ModelId(entry.deployed.name)
@@ -242,8 +251,14 @@ class Gateway:
     def health(self) -> Health:
         seats = self._supervisor.seats
         num_ready = sum(seat.link is not None for seat in seats)
-        status = "draining" if self._is_draining else "ok" if num_ready else "starting"
-        return Health(status, len(seats), num_ready, hearth_version(), self.instance_id)
+        if self._is_draining:
+            status = "draining"
+        elif num_ready:
+            status = "ok"
+        else:
+            status = "starting" if self._supervisor.outage() is None else "failing"
+        reason = self._supervisor.trouble()
+        return Health(status, len(seats), num_ready, hearth_version(), self.instance_id, reason)
 
     # The end of the service.
 
@@ -252,11 +267,18 @@ class Gateway:
         self._is_draining = True
         await self._driver.requests.wait_empty()
 
-    def end_all(self) -> None:
-        """End all requests that still run with an error."""
+    async def refused(self) -> ConfigError:
+        """Return what a worker says of settings with which none can start, once one does."""
+        await self._supervisor.refused.wait()
+        assert self._supervisor.refusal is not None, "it is set before"
+        return self._supervisor.refusal
+
+    def end_all(self, error: HearthError | None = None) -> None:
+        """End all requests that still run, with this error or that of a service which ends."""
         self._is_draining = True
         self._driver.fail_all(
-            ShuttingDown(f"the service was shut down and waited {self._config.drain_s:g} s; ask again")
+            error
+            or ShuttingDown(f"the service was shut down and waited {self._config.drain_s:g} s; ask again")
         )
 
     def _watch(self, metrics: Metrics) -> None:
@@ -312,9 +334,12 @@ class Gateway:
         """Return what sets a group's cached prefixes apart, on every worker; nobody outside can guess it."""
         return hashlib.blake2b(group.encode(), key=self._salt_secret, digest_size=SALT_BYTES).digest()
 
-    def _refuse_when_draining(self) -> None:
+    def _refuse_when_closed(self) -> None:
+        """Refuse requests that nobody will serve: the service ends, or none of its workers comes up."""
         if self._is_draining:
             raise ShuttingDown("the service is shutting down and takes no new requests; ask another one")
+        if (outage := self._supervisor.outage()) is not None:
+            raise outage
 
     def _refuse_replaced(self, entry: CatalogEntry, prompt: tuple[int, ...]) -> None:
         """Refuse tokens that are another model's now, or too many for a context that has become shorter."""
@@ -349,11 +374,12 @@ class Gateway:
                     pid=0 if seat.process is None else seat.process.pid,
                     kind=self._kind if hello is None else hello.kind,
                     device="" if hello is None else hello.device,
-                    state="starting" if hello is None else "ready",
+                    state=seat.state,
                     budget_bytes=0 if hello is None else hello.budget_bytes,
                     used_bytes=used,
                     num_restarts=seat.num_restarts,
                     pool=pool,
+                    reason=seat.trouble(time.monotonic()),
                 )
             )
         return views

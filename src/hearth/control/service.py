@@ -28,6 +28,7 @@ from hearth.control.log_rotation import LogRotation
 from hearth.control.metrics import Metrics
 from hearth.control.observer import Observer
 from hearth.control.pool_reports import PoolReports
+from hearth.control.process_log import ProcessLog, logs_to_stderr
 from hearth.control.registry import LOOP_WAIT_S, Registry
 from hearth.control.residency import ResidencyReporter
 from hearth.control.supervisor import Supervisor, Vigilance
@@ -84,7 +85,8 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         )
         stack.callback(server.close)
         port: int = server.sockets[0].getsockname()[1]
-        log_file = stack.enter_context(data_dir.log_path.open("ab"))
+        process_log = ProcessLog(data_dir.log_path, to_stderr=logs_to_stderr())
+        stack.callback(process_log.close)
         stack.push_async_callback(LogRotation(data_dir.log_path).close)
         supervisor = Supervisor(
             setup_of=_worker_setups(config, devices, receiver.secret, port, socket, data_dir),
@@ -98,7 +100,8 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
             ),
             num_workers=devices.num_workers,
             vigilance=Vigilance(service.start_s, service.heartbeat_s, service.max_missed),
-            errors=log_file,
+            errors=process_log.fd,
+            on_outage=driver.fail_all,
         )
         receiver.supervisor = supervisor
         stack.push_async_callback(supervisor.close)
@@ -109,7 +112,7 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         residency = ResidencyReporter(keeper, catalog, driver)
         stack.push_async_callback(residency.close)
         driver.add_sink(residency.observe)
-        deployments = Deployments(registry, catalog, driver, keeper, data_dir)
+        deployments = Deployments(registry, catalog, driver, keeper, data_dir, process_log.fd)
         demand = DemandReports(keeper)
         stack.push_async_callback(demand.close)
         gateway = Gateway(
@@ -201,7 +204,7 @@ def _worker_setups(
             secret=secret.hex(),
             kind=devices.kind,
             device_index=devices.indices[index % len(devices.indices)],
-            num_sharing=-(-devices.num_workers // len(devices.indices)),
+            num_sharing=devices.num_sharing,
             budget_bytes=config.service.memory_bytes,
             keeper_socket=str(socket),
             kernels_path=str(data_dir.kernels_path),

@@ -4,8 +4,10 @@ A worker is pinged at every heartbeat, and its step thread, which alone speaks, 
 a step, which may be long, its beacon shows how that advances (`beacon.py`). One that does neither for
 `max_missed` heartbeats, or longer where its steps were slow before (`policy/fleet/liveness.py`), hangs, and
 is killed; one that had no core to run on is only slow. One that dies, for whatever reason, is replaced: at
-once, or after a growing delay if it lived only shortly. The processes end with this one, however it ends:
-their standard input closes, and the kernel kills what does not heed that.
+once, or after a growing delay if it lived only shortly. One that says at its first start that its settings
+are wrong is not: no restart would help. Why workers are not up can be asked for, and once none of them comes
+up whoever waits for one is told. The processes end with this one, however it ends: their standard input
+closes, and the kernel kills what does not heed that.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import json
 import logging
 import os
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
+import time
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,16 +29,20 @@ import msgspec
 
 from hearth.beacon import Beacon, StepSigns, new_beacon_file
 from hearth.control.crash import end_process
+from hearth.control.worker_ending import MAX_FAREWELL_BYTES, WorkerEnding, ending_of
 from hearth.control.worker_link import WorkerLink
 from hearth.cpus import queued_s
-from hearth.errors import HearthError, error_of
+from hearth.errors import ConfigError, HearthError, NoWorkers, ServiceError, error_of
 from hearth.messages import KeeperSetup, Ping, Shutdown, WorkerHello, WorkerSetup
 from hearth.policy.fleet.liveness import Silence, max_silence_s
 from hearth.types import WorkerId
 
-#: A process that lived for less is started again only after a delay, which doubles up to the longest.
+#: A process that lived for less, or was never ready, is started again only after a delay, which doubles up to
+#: the longest.
 SHORT_LIFE_S = 30.0
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
+#: Processes of a kind that end before they are ready, in a row, until none of them is expected to come up.
+MAX_FAILED_STARTS = 3
 #: Time for a process to end by itself before it is killed.
 GOODBYE_S = 5.0
 
@@ -72,6 +79,27 @@ class WorkerSeat:
     beacon: Beacon = field(default_factory=Beacon)  #: of the process
     num_restarts: int = 0
     greeted: asyncio.Event = field(default_factory=asyncio.Event)
+    was_ever_ready: bool = False
+    num_failed_starts: int = 0  #: in a row, without one that was ready
+    killed_for: str | None = None  #: why the present process was killed here; None: it was not
+    ending: WorkerEnding | None = None  #: of the process before; None: there was none, or this one is ready
+    next_try_s: float = 0.0  #: when the next process is started, on the clock of `time.monotonic`
+
+    @property
+    def state(self) -> str:
+        """The state that `WorkerView` has."""
+        if self.hello is not None:
+            return "ready"
+        return "failing" if self.num_failed_starts else "starting"
+
+    def trouble(self, now_s: float) -> str | None:
+        """Say why nobody is ready here; None: somebody is, or starts and is the first."""
+        if self.link is not None or self.ending is None:
+            return None
+        times = {0: "", 1: " once"}.get(self.num_failed_starts, f" {self.num_failed_starts} times")
+        when = f"in {max(0.0, self.next_try_s - now_s):.0f} s" if self.process is None else "under way"
+        before = " before it was ready" if self.num_failed_starts else ""
+        return f"worker {self.index} ended{times}{before}: {self.ending.reason}; next try {when}"
 
 
 class Supervisor:
@@ -84,10 +112,16 @@ class Supervisor:
         num_workers: int,
         vigilance: Vigilance,
         errors: IO[bytes] | int | None,
+        on_outage: Callable[[NoWorkers], None] = lambda error: None,
     ) -> None:
-        """`errors`: the file that the processes log to."""
+        """`errors`: the file that the processes log to. `on_outage` is told when no worker comes up."""
         self._setup_of, self._keeper_setup, self._vigilance = setup_of, keeper, vigilance
-        self._errors = errors
+        self._errors, self._on_outage = errors, on_outage
+        #: Set when a worker has said that its settings are wrong, and what it said.
+        self.refused = asyncio.Event()
+        self.refusal: ConfigError | None = None
+        self._keeper_trouble: str | None = None  #: why there is no keeper; None: there is
+        self._num_failed_keepers = 0  #: in a row, as of a seat
         self.seats = [WorkerSeat(index, WorkerId(f"w{index}")) for index in range(num_workers)]
         self._keeper: Process | None = None
         self.reads_natively = True  #: False: the keeper has no C compiler, and its interpreter reads chunks
@@ -103,6 +137,27 @@ class Supervisor:
         await self._start_keeper()
         self._tasks = [_vital(self._keep_keeper()), *(_vital(self._keep(seat)) for seat in self.seats)]
 
+    def trouble(self) -> str | None:
+        """Say why workers are not up that should be; None: they are, or start for the first time."""
+        now_s = time.monotonic()
+        told = [trouble for seat in self.seats if (trouble := seat.trouble(now_s)) is not None]
+        if self._keeper_trouble is not None:  # without which no worker is started, and no model loaded
+            return f"the keeper of the store is not up: {self._keeper_trouble}"
+        if not told:
+            return None
+        return told[0] if len(told) == 1 else f"{told[0]}; {len(told) - 1} more workers ended, too"
+
+    def outage(self) -> NoWorkers | None:
+        """Return the error of requests while no worker comes up; None while one is up, or may come up."""
+        is_any_ready = any(seat.link is not None for seat in self.seats)
+        num_failed = max(min(seat.num_failed_starts for seat in self.seats), self._num_failed_keepers)
+        if is_any_ready or num_failed < MAX_FAILED_STARTS:
+            return None
+        error = NoWorkers(f"no worker is up: {self.trouble()}")
+        next_try_s = min(seat.next_try_s for seat in self.seats)
+        error.retry_s = max(1.0, next_try_s - time.monotonic())
+        return error
+
     def expects(self, worker: WorkerId) -> bool:
         return any(seat.worker == worker and seat.link is None for seat in self.seats)
 
@@ -110,6 +165,7 @@ class Supervisor:
         seat = self._seat(hello.worker)
         assert seat is not None, f"{hello.worker=} was not expected"
         seat.link, seat.hello, link.beacon = link, hello, seat.beacon
+        seat.was_ever_ready, seat.num_failed_starts, seat.ending = True, 0, None
         seat.greeted.set()
         log.info("worker_ready worker=%s pid=%d device=%s", hello.worker, hello.pid, hello.device)
 
@@ -138,7 +194,7 @@ class Supervisor:
         for life in itertools.count():
             if life:
                 seat.worker = WorkerId(f"w{seat.index}.{life}")
-            seat.link, seat.hello, seat.num_restarts = None, None, life
+            seat.link, seat.hello, seat.num_restarts, seat.killed_for = None, None, life, None
             seat.greeted.clear()
             await self._is_keeper_ready.wait()
             began_s = asyncio.get_running_loop().time()
@@ -147,7 +203,7 @@ class Supervisor:
             except OSError as error:  # the machine has no room for a process now
                 log.error("worker_not_started worker=%s reason=%s", seat.worker, error)
                 delay_s = _next_delay_s(delay_s, 0.0)
-                await asyncio.sleep(delay_s)
+                await self._pause(seat, WorkerEnding(f"it cannot be started: {error}"), delay_s)
                 continue
             assert seat.process is not None, "it was started"
             watch = _vital(self._watch(seat, seat.process))
@@ -156,12 +212,32 @@ class Supervisor:
             finally:
                 watch.cancel()
             lived_s = asyncio.get_running_loop().time() - began_s
-            log.warning("worker_ended worker=%s code=%d lived_s=%.1f", seat.worker, code, lived_s)
+            ending = ending_of(code, await _farewell(seat.process), seat.killed_for)
             if seat.link is not None:
                 seat.link.abort()
             seat.process = seat.link = seat.hello = None  # or it would still count as ready
-            delay_s = _next_delay_s(delay_s, lived_s)
-            await asyncio.sleep(delay_s)
+            if ending.is_final and not seat.was_ever_ready:
+                self.refusal = ConfigError(ending.reason)
+                self.refused.set()
+                return
+            delay_s = _next_delay_s(delay_s, lived_s if seat.greeted.is_set() else 0.0)
+            log.warning(
+                "worker_ended worker=%s code=%d lived_s=%.1f next_try_s=%g reason=`%s`",
+                *(seat.worker, code, lived_s, delay_s, ending.reason.replace("`", "")),
+            )
+            await self._pause(seat, ending, delay_s)
+
+    async def _pause(self, seat: WorkerSeat, ending: WorkerEnding, delay_s: float) -> None:
+        """Wait before the next process of a seat; who waits for a worker is told if none comes up."""
+        seat.ending, seat.next_try_s = ending, time.monotonic() + delay_s
+        if not seat.greeted.is_set():
+            seat.num_failed_starts += 1
+        self._tell_outage()
+        await asyncio.sleep(delay_s)
+
+    def _tell_outage(self) -> None:
+        if (outage := self.outage()) is not None:
+            self._on_outage(outage)
 
     async def _start_worker(self, seat: WorkerSeat) -> None:
         descriptor = new_beacon_file()
@@ -177,9 +253,8 @@ class Supervisor:
         try:
             await asyncio.wait_for(seat.greeted.wait(), self._vigilance.start_s)
         except TimeoutError:
-            log.error(
-                "worker_killed worker=%s reason=`no hello in %.0f s`", seat.worker, self._vigilance.start_s
-            )
+            seat.killed_for = f"it was not ready within {self._vigilance.start_s:g} s (`service.start_s`)"
+            log.error("worker_killed worker=%s reason=`%s`", seat.worker, seat.killed_for.replace("`", ""))
             _kill(process)
             return
         if queued_s(process.pid) is None:
@@ -207,18 +282,28 @@ class Supervisor:
             if silence.seconds >= limit_s:
                 log.error("worker_killed worker=%s reason=hangs model=%s silent_s=%.1f limit_s=%.1f", *told)
                 link.why_killed = f"did not advance for {silence.seconds:.3g} s, limit: {limit_s:.3g} s,"
+                seat.killed_for = f"it hung: it {link.why_killed.rstrip(',')}"
                 _kill(process)
                 return
 
     async def _start_keeper(self) -> None:
         self._keeper = await self._spawn("hearth.store.keeper", self._keeper_setup)
         assert self._keeper.stdout is not None, "its first line is the answer"
-        line = await self._keeper.stdout.readline()
+        try:
+            line = await asyncio.wait_for(self._keeper.stdout.readline(), self._vigilance.start_s)
+        except TimeoutError:
+            _kill(self._keeper)
+            limit_s = self._vigilance.start_s
+            raise ServiceError(
+                f"the keeper of the store was not ready within {limit_s:g} s; see whether its disk answers, "
+                "or raise `service.start_s`"
+            ) from None
         answer = json.loads(line) if line else {"error": "", "reason": "the keeper of the store died at once"}
         if "error" in answer:
             await _end(self._keeper)
             raise error_of(answer["error"], answer["reason"])
         self.reads_natively = bool(answer["reads_natively"])
+        self._keeper_trouble, self._num_failed_keepers = None, 0
         self._is_keeper_ready.set()
 
     async def _keep_keeper(self) -> None:
@@ -228,20 +313,24 @@ class Supervisor:
             began_s = asyncio.get_running_loop().time()
             code = await self._keeper.wait()
             self._is_keeper_ready.clear()
-            log.error("keeper_ended code=%d", code)
             delay_s = _next_delay_s(delay_s, asyncio.get_running_loop().time() - began_s)
+            if self._keeper_trouble is None:
+                self._keeper_trouble = ending_of(code, b"", None).reason
+            log.error("keeper_ended code=%d next_try_s=%g reason=`%s`", code, delay_s, self._keeper_trouble)
             await asyncio.sleep(delay_s)
             try:
                 await self._start_keeper()
             except (HearthError, OSError, ValueError) as error:  # whatever it is, the next try may do better
+                self._keeper_trouble, self._num_failed_keepers = str(error), self._num_failed_keepers + 1
                 log.error("keeper_not_started reason=%s", error)
+                self._tell_outage()
 
     async def _spawn(self, module: str, setup: WorkerSetup | KeeperSetup, *descriptors: int) -> Process:
         """Start a process, which inherits the descriptors."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", module),  # -P: not what lies in the directory it was started in
             stdin=PIPE,
-            stdout=PIPE if isinstance(setup, KeeperSetup) else DEVNULL,
+            stdout=PIPE,
             stderr=self._errors,
             pass_fds=descriptors,
         )
@@ -268,6 +357,15 @@ def _next_delay_s(delay_s: float, lived_s: float) -> float:
     if lived_s >= SHORT_LIFE_S:
         return 0.0
     return min(LONGEST_DELAY_S, max(FIRST_DELAY_S, 2 * delay_s))
+
+
+async def _farewell(process: Process) -> bytes:
+    """Return what a process that has ended said on its standard output."""
+    assert process.stdout is not None, "asked for a pipe"
+    try:  # one that it has started may still hold its standard output
+        return await asyncio.wait_for(process.stdout.read(MAX_FAREWELL_BYTES), GOODBYE_S)
+    except TimeoutError:
+        return b""
 
 
 def _kill(process: Process) -> None:

@@ -73,11 +73,12 @@ class WorkerView:
     pid: int
     kind: str
     device: str
-    state: str  #: starting, ready
+    state: str  #: starting, ready, failing: it has ended before it was ready, and is started again
     budget_bytes: int
     used_bytes: int  #: not free; until the worker has reported, what models are promised
     num_restarts: int
     pool: PoolView | None = None  #: None: the worker has not reported yet
+    reason: str | None = None  #: why the one before has ended, and when the next is tried; None: it is ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +205,9 @@ class Explanation:
 class Health:
     """The state of the service, for probes."""
 
-    status: str  #: ok, starting, draining
+    status: str  #: ok, starting, failing: no worker comes up, draining
     num_workers: int
     num_ready_workers: int
     version: str
     instance_id: str  #: of this life of the service; commands recognise it by that
+    reason: str | None = None  #: why workers are not up that should be

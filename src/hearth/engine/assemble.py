@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +21,7 @@ from hearth.engine.step_marks import StepMarks
 from hearth.engine.step_shape import PaddedSizes
 from hearth.engine.upload import Uploads
 from hearth.errors import DeviceError
+from hearth.host_memory import machine_bytes
 from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.paged import Heads
 from hearth.kernels.prefill_attention import PromptKernel, prompt_kernel, prompt_tile_tokens
@@ -243,11 +243,3 @@ def _spare_bytes(config: EngineConfig, device: torch.device) -> int:
     # What an engine before this one has left in torch's hands is free as well.
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return max(0, int(free - (1.0 - config.memory_fraction) * total))
-
-
-def machine_bytes() -> int:
-    """The machine's memory, or the container's limit where that is lower."""
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return physical if text == "max" else min(physical, int(text))

@@ -317,7 +317,7 @@ class Loan:
     def __iter__(self) -> Iterator[HostChunk]:
         """Yield the chunks in order.
 
-        Raises what the lender met, LoadCancelled after `cancel`, StoreError if the lender is gone.
+        Raises what the lender met, LoadCancelled after `cancel`, LenderGone if the lender is gone.
         """
         for _ in range(self._num_chunks):
             yield self._accept(self._line.read())
@@ -357,7 +357,7 @@ class Loan:
             return LoadCancelled(f"the load of `{self._name}` was called off")
         if isinstance(message, Refused):
             return error_of(message)
-        return StoreError(f"whoever lent the chunks of `{self._name}` is gone; load it again")
+        return LenderGone(f"whoever lent the chunks of `{self._name}` is gone; load it again")
 
     def _hang_up_if_done(self) -> None:
         if self._has_hung_up or not self.is_finished:
@@ -378,6 +378,8 @@ def _introduce(path: Path, *, is_pinned: bool) -> tuple[socket.socket, Segment]:
             line, fds, _, _ = socket.recv_fds(connection, MAX_HELLO_BYTES, 1)
         except OSError as error:
             raise LenderGone(f"nobody lends host memory at `{path}`: {error.strerror or error}") from error
+        if not line:  # it took the connection, and died before it said anything
+            raise LenderGone(f"nobody lends host memory at `{path}`: it hung up at once")
         for fd in fds:
             undo.callback(os.close, fd)
         hello = parse(line)

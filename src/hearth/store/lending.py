@@ -235,10 +235,14 @@ def encode(message: Message) -> bytes:
 
 
 def received(connection: socket.socket) -> Generator[Message]:
-    """Yield messages until the other side closes. Raises StoreError for a line that is no message."""
+    """Yield messages until the other side closes, or dies in the middle of one.
+
+    Raises StoreError for a line that is no message.
+    """
     with connection.makefile("rb") as lines:
         for line in lines:
-            yield parse(line)
+            if line.endswith(b"\n"):
+                yield parse(line)
 
 
 def refusal(error: HearthError) -> Refused:

@@ -1,5 +1,6 @@
 """A worker's process: `python -m hearth.worker`, with a `WorkerSetup` as a line on standard input.
 
+One that breaks says why in a `WorkerFarewell`, a line on standard output; it logs to standard error.
 It ends at once, and leaves nothing behind, when its standard input or its connection to the gateway does.
 """
 
@@ -9,6 +10,7 @@ import logging
 import os
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NoReturn
@@ -21,7 +23,7 @@ from hearth.errors import HearthError
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.kernel_cache import KernelCache
-from hearth.messages import WorkerSetup
+from hearth.messages import WorkerFarewell, WorkerSetup
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.store.borrower import Borrower
 from hearth.store.die_with_parent import die_with_parent
@@ -35,6 +37,8 @@ from hearth.worker.worker_loop import Inbox, WorkerLoop
 #: How long a thread may keep the interpreter from the others. Models are put together while others step, and
 #: the usual 5 ms would show between two tokens.
 SWITCH_S = 0.0005
+#: The longest reason that is said, in characters: more might wait for somebody to read.
+MAX_FAREWELL = 2000
 
 log = logging.getLogger("hearth.worker")
 
@@ -46,20 +50,36 @@ def main() -> NoReturn:
         level=setup.log_level.upper(),
         format=f"%(asctime)s %(levelname)s {setup.worker} %(name)s %(message)s",
     )
+    farewell = os.dup(1)
+    os.dup2(2, 1)  # whatever else is printed must not stand before it
     sys.setswitchinterval(SWITCH_S)
     threading.Thread(target=_end_with_input, name="hearth-lifeline", daemon=True).start()
+    is_ready = False
     try:
-        _serve(setup)
+        loop = _start(setup)
+        is_ready = True
+        loop.run()
     except (HearthError, OSError) as error:
         log.error("worker_ended reason=%s", error)
+        _say_farewell(farewell, error, str(error))
         os._exit(1)
-    except BaseException:  # the process's top: it is replaced, which is all that can be done for it
+    except BaseException as error:  # the process's top: it is replaced, which is all that can be done for it
         log.exception("worker_broke")
+        # Everybody sees it: nothing of a request may be in it.
+        _say_farewell(farewell, error, type(error).__name__ if is_ready else repr(error))
         os._exit(1)
     os._exit(0)
 
 
-def _serve(setup: WorkerSetup) -> None:
+def _say_farewell(fd: int, error: BaseException, reason: str) -> None:
+    label = error.label if isinstance(error, HearthError) else HearthError.label
+    text = reason.encode(errors="backslashreplace").decode()
+    with suppress(OSError):  # nobody listens any more
+        os.write(fd, msgspec.json.encode(WorkerFarewell(label, text[:MAX_FAREWELL])) + b"\n")
+
+
+def _start(setup: WorkerSetup) -> WorkerLoop:
+    """Return the loop of a worker that has everything it needs and has been welcomed by the gateway."""
     config = EngineConfig(**setup.engine)  # type: ignore[arg-type] # checked by the class itself
     runtime = start(setup, config)
     borrower = Borrower(Path(setup.keeper_socket), is_pinned=runtime.device.type == "cuda")
@@ -69,10 +89,13 @@ def _serve(setup: WorkerSetup) -> None:
         turns=TurnRules() if setup.turns else None,
         marks=WorkerMarks(None if setup.beacon is None else Beacon.at(setup.beacon)),
     )
-    link = greet(connect(setup.host, setup.port), _introduction(setup, runtime), bytes.fromhex(setup.secret))
     inbox: Inbox = SimpleQueue()
+    link = connect(setup.host, setup.port)
+    # First: it takes its memory, and a worker that cannot have that is not ready.
+    loop = WorkerLoop(resources, inbox, link.send)
+    greet(link, _introduction(setup, runtime), bytes.fromhex(setup.secret))
     threading.Thread(target=_read, args=(link, inbox), name="hearth-reader", daemon=True).start()
-    WorkerLoop(resources, inbox, link.send).run()
+    return loop
 
 
 def _kernels(setup: WorkerSetup, runtime: Runtime) -> ModelKernels | None:

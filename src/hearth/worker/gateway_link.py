@@ -32,11 +32,16 @@ class Introduction:
 
 
 class GatewayLink:
-    """A connection to the gateway after the handshake. One thread receives, one sends."""
+    """A connection to the gateway. One thread receives, one sends, both only after `greet`."""
 
     def __init__(self, connection: socket.socket) -> None:
+        """`connection` may take `GREETING_S` for anything until the handshake is done."""
         self._connection = connection
         self._incoming = connection.makefile("rb", buffering=1 << 16)
+
+    def may_wait(self) -> None:
+        """Let both directions take any time from now on."""
+        self._connection.settimeout(None)
 
     def send(self, fact: Fact) -> None:
         """Send a fact. Raises OSError when the gateway is gone."""
@@ -56,23 +61,22 @@ class GatewayLink:
         return body if len(body) == length else None
 
 
-def connect(host: str, port: int) -> socket.socket:
+def connect(host: str, port: int) -> GatewayLink:
+    """Return a link to whoever listens there, to be greeted next."""
     try:
         connection = socket.create_connection((host, port), timeout=GREETING_S)
     except OSError as error:
         raise ServiceError(f"no gateway answers at {host}:{port}: {error}") from error
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
+    return GatewayLink(connection)
 
 
-def greet(connection: socket.socket, introduction: Introduction, secret: bytes) -> GatewayLink:
-    """Return a link to a gateway that knows the secret, as this worker has proven to it that it does.
+def greet(link: GatewayLink, introduction: Introduction, secret: bytes) -> None:
+    """Prove to the gateway that this worker knows the secret, and have it prove the same.
 
     Raises:
         ServiceError: another version, another secret, or the gateway wants none of it.
     """
-    connection.settimeout(GREETING_S)
-    link = GatewayLink(connection)
     nonce = wire.new_nonce()
     try:
         challenge = _challenge(link)
@@ -95,8 +99,7 @@ def greet(connection: socket.socket, introduction: Introduction, secret: bytes) 
     if not isinstance(welcome, Welcome):
         raise ServiceError(f"the gateway refused the worker `{introduction.worker}`; its log says why")
     wire.check_welcome(welcome, secret, nonce, introduction.worker)
-    connection.settimeout(None)
-    return link
+    link.may_wait()
 
 
 def _challenge(link: GatewayLink) -> Challenge:

@@ -14,13 +14,13 @@ from hearth.memory.pool import Space
 from hearth.messages import HostModel
 from hearth.models.layout import ByteRange, Layout
 from hearth.store.borrower import BorrowedModel, Prefetch
+from hearth.store.patient_loan import patiently
 from hearth.worker.map_ahead import MapAhead
 from hearth.worker.model_load import (
     FrontLoaded,
     HostClimbed,
     HostingNews,
     borrow,
-    patiently,
     start_thread,
 )
 from hearth.worker.runtime import HostingResources
@@ -105,6 +105,7 @@ class LoadAhead:
         borrowed, borrower = self._borrowed, self._resources.borrower
         chunks = missing_chunks(borrowed.manifest, to.gaps)
         try:
+            # A loan that ends with its lender: others may wait for the memory, and nobody for these bytes.
             loan = patiently(lambda: borrower.fetch(borrowed, chunks), lambda: self._is_cancelled)
             if not loan.is_in_host:
                 loan.cancel()

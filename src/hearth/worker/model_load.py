@@ -9,19 +9,19 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
 from hearth.engine.assemble import Memory, assemble
 from hearth.engine.engine import Engine
 from hearth.engine.step_marks import StepMarks
-from hearth.errors import LenderGone, ModelError
+from hearth.errors import ModelError
 from hearth.memory.pool import Space
 from hearth.messages import HostModel
 from hearth.models.layout import ByteRange
 from hearth.models.weights import bind
-from hearth.store.borrower import BorrowedModel, Borrower, Loan
+from hearth.store.borrower import BorrowedModel, Borrower
+from hearth.store.patient_loan import PatientLoan, patiently
 from hearth.store.record import LoadRecord
 from hearth.worker.failure import failure_of
 from hearth.worker.hosting_spec import HostingSpec
@@ -35,11 +35,6 @@ from hearth.worker.watched_load import (
     WeightsLoaded,
     missing_chunks,
 )
-
-T = TypeVar("T")
-
-#: How long a keeper that is not there is waited for, and how long between two looks.
-LENDER_PATIENCE_S, LENDER_DELAY_S = 15.0, 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +164,9 @@ class ModelLoad:
             self._map_ahead.wait()  # all of it is there, in other hands, and has to be mapped only
         self._post(EngineReady(engine, is_whole=not space.gaps))
 
-    def _borrow_missing(self) -> Loan:
-        borrowed, borrower = self._borrowed, self._resources.borrower
-        chunks = missing_chunks(borrowed.manifest, self._space.gaps)
-        return patiently(lambda: borrower.fetch(borrowed, chunks), lambda: self._is_cancelled)
+    def _borrow_missing(self) -> PatientLoan:
+        chunks = missing_chunks(self._borrowed.manifest, self._space.gaps)
+        return PatientLoan(self._resources.borrower, self._borrowed, chunks, lambda: self._is_cancelled)
 
 
 def start_thread(
@@ -205,19 +199,3 @@ def borrow(borrower: Borrower, order: HostModel, is_given_up: Callable[[], bool]
             f"deployed {order.digest}); deploy it again"
         )
     return model
-
-
-def patiently(ask: Callable[[], T], is_given_up: Callable[[], bool]) -> T:
-    """Return what the keeper answers; one that died is started anew within seconds.
-
-    Raises:
-        LenderGone: the keeper does not come back, or nobody wants the model any more.
-    """
-    give_up_s = time.monotonic() + LENDER_PATIENCE_S
-    while True:
-        try:
-            return ask()
-        except LenderGone:
-            if time.monotonic() > give_up_s or is_given_up():
-                raise
-            time.sleep(LENDER_DELAY_S)

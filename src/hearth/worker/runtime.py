@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from hearth.config import EngineConfig
-from hearth.engine.assemble import machine_bytes
-from hearth.errors import DeviceError
+from hearth.errors import ConfigError, DeviceError
+from hearth.host_memory import machine_bytes
 from hearth.memory.arena import ArenaPool
 from hearth.memory.cuda_pages import CudaPages, NoMapping
 from hearth.memory.pool import EvictionTermsOf, Pool
@@ -64,7 +64,12 @@ class HostingResources:
 
 
 def start(setup: WorkerSetup, config: EngineConfig) -> Runtime:
-    """Bring the device up. Raises DeviceError where there is no such device."""
+    """Bring the device up.
+
+    Raises:
+        ConfigError: the device can never be had as it was asked for.
+        DeviceError: it cannot be had now.
+    """
     if setup.num_threads is not None:
         torch.set_num_threads(setup.num_threads)
     runtime = _start_cuda(setup, config) if setup.kind == "cuda" else _start_cpu(setup)
@@ -84,12 +89,15 @@ def _start_cpu(setup: WorkerSetup) -> Runtime:
 def _start_cuda(setup: WorkerSetup, config: EngineConfig) -> Runtime:
     num_devices = torch.cuda.device_count()
     if setup.device_index >= num_devices:
-        raise DeviceError(
-            f"CUDA device {setup.device_index} was asked for, torch sees {num_devices}; use `--device cpu`"
+        raise ConfigError(
+            f"the driver shows CUDA device {setup.device_index}, and torch {torch.__version__} sees "
+            f"{num_devices} devices; install a torch that fits the driver, or use `--device cpu`"
         )
     torch.cuda.set_device(setup.device_index)
     device = torch.device("cuda", setup.device_index)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    if setup.budget_bytes is not None:
+        _check_free(setup.budget_bytes, free_bytes, total_bytes, device)
     # Read once, when nothing of ours is there: from here on the pool's own books count.
     budget_bytes = setup.budget_bytes or int(free_bytes * config.memory_fraction) // setup.num_sharing
     most_bytes = UNBOOKED_BYTES + int(budget_bytes * UNBOOKED_SHARE)
@@ -104,6 +112,20 @@ def _start_cuda(setup: WorkerSetup, config: EngineConfig) -> Runtime:
     _limit_torch(most_bytes / total_bytes, device)
     new_pool = partial(MappedPool, pages)
     return Runtime(device, name, pages.num_pages * pages.page_bytes, new_pool, shares_workspace=True)
+
+
+def _check_free(budget_bytes: int, free_bytes: int, total_bytes: int, device: torch.device) -> None:
+    """Refuse a budget that the device has not, or has not now: whoever holds the rest may end."""
+    if budget_bytes > total_bytes:
+        raise ConfigError(
+            f"`service.memory_bytes` must be at most the {total_bytes} bytes of {device}, given: "
+            f"{budget_bytes}; lower it"
+        )
+    if budget_bytes > free_bytes:
+        raise DeviceError(
+            f"{device} has {free_bytes} of {total_bytes} bytes free, `service.memory_bytes` asks for "
+            f"{budget_bytes}; end what else uses the device, or lower it"
+        )
 
 
 def _limit_torch(share: float, device: torch.device) -> None:

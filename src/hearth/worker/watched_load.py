@@ -19,8 +19,9 @@ from hearth.models.layout import ByteRange, Layout
 from hearth.models.weights import TensorPlace, WeightGate
 from hearth.store.borrower import BorrowedModel, Loan
 from hearth.store.fetch import HostChunk
-from hearth.store.loader import ChunkStream, Load, Loader, LoadGate, LoadPiece, chunks_of
+from hearth.store.loader import Load, Loader, LoadGate, LoadPiece, chunks_of
 from hearth.store.manifest import Manifest
+from hearth.store.patient_loan import PatientLoan
 from hearth.store.record import LoadRecord
 from hearth.store.widen_dtype import tell_widening, widen_in_place
 from hearth.worker.failure import Failure, failure_of
@@ -82,7 +83,7 @@ class WatchedLoad:
     def __init__(
         self,
         model: BorrowedModel,
-        loan: Loan,
+        loan: Loan | PatientLoan,
         to: Destination,
         loader: Loader,
         post: Callable[[LoadNews], None],
@@ -93,7 +94,7 @@ class WatchedLoad:
         self._is_widened = is_widened = to.layout != manifest.layout
         self._is_cancelled = is_cancelled = threading.Event()
         pieces = [LoadPiece(gap.part, gap.destination) for gap in to.gaps]
-        watch = _Watch(manifest, missing_chunks(manifest, to.gaps), loan.is_in_host)
+        watch = _Watch(manifest, missing_chunks(manifest, to.gaps))
 
         def tell(news: Progressed | AlmostLoaded) -> None:
             # No method: the load would hold this object, and this object the load, and both the memory.
@@ -178,9 +179,8 @@ class _MappedGate:
 class _Watch:
     """Which chunks have to come, and in which order. Not changed once it is made."""
 
-    def __init__(self, manifest: Manifest, chunks: Sequence[int], is_in_host: bool) -> None:
-        """`is_in_host`: nothing has to be read, so the rest comes as fast as what came before."""
-        self.manifest, self.is_in_host = manifest, is_in_host
+    def __init__(self, manifest: Manifest, chunks: Sequence[int]) -> None:
+        self.manifest = manifest
         self.layer_ends = [layer.end for layer in manifest.layers]
         sizes = [manifest.chunks[index].num_bytes for index in chunks]
         self.num_bytes = sum(sizes)
@@ -198,7 +198,7 @@ class _Watched:
 
     def __init__(
         self,
-        stream: ChunkStream,
+        stream: Loan | PatientLoan,
         watch: _Watch,
         prepare: Callable[[ByteRange], None],
         tell: Callable[[Progressed | AlmostLoaded], None],
@@ -210,7 +210,8 @@ class _Watched:
     def __iter__(self) -> Iterator[HostChunk]:
         is_almost_loaded, watch = False, self._watch
         for chunk in self._stream:
-            if watch.is_in_host and not is_almost_loaded:
+            # Of what is in host memory nothing has to be read: the rest comes as fast as what came before.
+            if self._stream.is_in_host and not is_almost_loaded:
                 is_almost_loaded = watch.rest_s(chunk, time.monotonic() - self._began_s) <= MAX_HOLD_S
                 if is_almost_loaded:
                     self._tell(AlmostLoaded())

@@ -1,0 +1,93 @@
+"""Brings what the processes of a service say on standard error to its log file and to the gateway's own.
+
+Containers and service managers read standard error, `hearth logs` reads the file. The processes write to one
+pipe, and a thread of the gateway reads it: so nobody but that thread waits for a terminal or another program
+that takes no more. Formats nothing and does not rotate the file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+#: What is read at once. A pipe that can be written to takes `select.PIPE_BUF` bytes without waiting.
+_READ_BYTES = 64 << 10
+#: How long standard error may take nothing before lines are left out of it; they are in the file.
+MAX_WAIT_S = 1.0
+#: Time for the last lines, when the processes have ended.
+_CLOSING_S = 1.0
+#: The descriptor of standard error.
+STDERR = 2
+
+
+class ProcessLog:
+    """The pipe that processes log to, and its reader. `fd` is for their standard error."""
+
+    def __init__(self, path: Path, *, to_stderr: bool, stderr: int = STDERR) -> None:
+        """`path`: the log file, appended to. `to_stderr`: also write to `stderr`, unless that is the file."""
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._stderr = stderr if to_stderr and not is_open_as(path, stderr) else None
+        self._reader, self.fd = os.pipe()
+        self._thread = threading.Thread(target=self._copy_all, name="hearth-log", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write what has come. Called when the processes have ended."""
+        os.close(self.fd)
+        self._thread.join(_CLOSING_S)  # a process that outlives its parent may hold the pipe for longer
+
+    def _copy_all(self) -> None:
+        num_left_out = 0
+        while text := os.read(self._reader, _READ_BYTES):
+            with suppress(OSError):  # a full disk, say, which nobody can be told of here
+                _write(self._file, text)
+            if self._stderr is None:
+                continue
+            if not _takes(self._stderr, 0.0 if num_left_out else MAX_WAIT_S):
+                num_left_out += text.count(b"\n")
+                continue
+            if num_left_out:
+                text = b"log_lines_left_out lines=%d reason=`no room`\n" % num_left_out + text
+            num_left_out = self._tell(self._stderr, text)
+        os.close(self._reader)
+        os.close(self._file)
+
+    def _tell(self, stderr: int, text: bytes) -> int:
+        """Write to standard error as long as it takes something; returns how many lines it did not."""
+        for begin in range(0, len(text), select.PIPE_BUF):
+            if not _takes(stderr, MAX_WAIT_S):
+                return text.count(b"\n", begin)
+            with suppress(OSError):  # closed, as a daemon's may be
+                _write(stderr, text[begin : begin + select.PIPE_BUF])
+        return 0
+
+
+def logs_to_stderr() -> bool:
+    """True if this process logs to its standard error, as `hearth serve` does and a demo does not."""
+    handlers = (one for one in logging.getLogger().handlers if isinstance(one, logging.StreamHandler))
+    return any(handler.stream is sys.stderr for handler in handlers)
+
+
+def is_open_as(path: Path, fd: int) -> bool:
+    """True if a descriptor is open on the file at a path, as after `2>>FILE`."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except OSError:
+        return False
+
+
+def _takes(fd: int, wait_s: float) -> bool:
+    """True once a descriptor takes bytes, or never will: writing to it then fails at once."""
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    return bool(poll.poll(1000 * wait_s))
+
+
+def _write(fd: int, text: bytes) -> None:
+    while text:
+        text = text[os.write(fd, text) :]
