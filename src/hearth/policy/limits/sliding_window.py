@@ -1,8 +1,8 @@
 """How much was taken in the last minute. Knows no key and no limit's meaning.
 
-What was taken counts for a minute, so that no minute, wherever it begins, has more than the limit; and it comes
-back as it was taken, little by little. A bucket that refills would let twice the limit pass in one minute, and
-a count that starts anew with every minute twice the limit around its turn.
+What was taken counts for a minute, so that no minute, wherever it begins, has more than the limit; and it
+comes back as it was taken, little by little. A bucket that refills would let twice the limit pass in one
+minute, and a count that starts anew with every minute twice the limit around its turn.
 
 What is taken within one second is kept as one slot, which counts until its youngest part is a minute old:
 however much is taken, there are no more than 61 slots.
