@@ -33,7 +33,9 @@ USER = Caller("somebody", "user", GroupId("somebody"))
 
 def test_a_prompt_is_encoded_and_checked(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
-        encode = rig.gateway.encode
+        async def encode(name: str, prompt: str | list[int] | ChatPrompt) -> list[int]:
+            return await rig.gateway.encode(name, prompt, ANYBODY)
+
         assert await encode("tiny", [1, 2, 3]) == [1, 2, 3]
         assert len(await encode("tiny", "!!!")) == 3
         assert await encode("tiny", "!" * (CONTEXT - 1))
@@ -73,17 +75,17 @@ def test_what_happens_while_a_prompt_is_encoded_is_noticed(
             with monkeypatch.context() as patch:
                 during_encoding(rig, lambda: other.replace(replace(deployed, digest="1" * 32)), patch)
                 with pytest.raises(ServiceError, match="`tiny` was replaced while the request was prepared"):
-                    await rig.gateway.submit(ask(), ANYBODY)
+                    await rig.submit(ask(), ANYBODY)
             other.replace(deployed)
             with monkeypatch.context() as patch:
                 during_encoding(rig, lambda: other.remove("tiny") and None, patch)
                 with pytest.raises(UnknownModel):
-                    await rig.gateway.submit(ask(), ANYBODY)
+                    await rig.submit(ask(), ANYBODY)
             other.add(deployed)
         with monkeypatch.context() as patch:
             during_encoding(rig, rig.gateway.end_all, patch)
             with pytest.raises(ShuttingDown):
-                await rig.gateway.submit(ask(), ANYBODY)
+                await rig.submit(ask(), ANYBODY)
         assert rig.driver.requests.by_id == {}
 
     with_rig(data_dir, scene)
@@ -94,7 +96,7 @@ def test_a_text_that_breaks_fails_its_request_and_frees_the_worker(
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        broken, other = await rig.gateway.submit(ask(), ANYBODY), await rig.gateway.submit(ask(), ANYBODY)
+        broken, other = await rig.submit(ask(), ANYBODY), await rig.submit(ask(), ANYBODY)
         starts = [order for order in link.orders if isinstance(order, StartRequest)]
         assert len(starts) == 2
         request = rig.driver.requests.by_id[broken.request_id]
@@ -114,9 +116,9 @@ def test_a_request_is_on_its_way_in_the_turn_in_which_it_is_taken(
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        await rig.gateway.submit(ask(), ANYBODY)
+        await rig.submit(ask(), ANYBODY)
         assert [type(order) for order in link.orders] == [HostModel, StartRequest]
-        await rig.gateway.submit(ask(), ANYBODY)
+        await rig.submit(ask(), ANYBODY)
         assert [type(order) for order in link.orders] == [HostModel, StartRequest, StartRequest]
         rig.gateway.end_all()
 
@@ -128,7 +130,7 @@ def test_a_request_whose_worker_is_lost_goes_on_with_all_that_was_said(
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         first = rig.join()
-        stream = await rig.gateway.submit(ask(), ANYBODY)
+        stream = await rig.submit(ask(), ANYBODY)
         emit(rig, first, 5, 6)
         rig.receive(first, None)
         second = rig.join()
@@ -163,7 +165,7 @@ def test_requests_of_one_group_have_its_salt_and_those_of_another_have_another(
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
         for caller in (ADA, BOB, AMY, ADA):
-            await rig.gateway.submit(ask(), caller)
+            await rig.submit(ask(), caller)
         ada, bob, amy, again = salts(link)
         assert ada == amy == again
         assert ada != bob
@@ -178,11 +180,11 @@ def test_an_answer_is_the_text_behind_its_prompt_whoever_goes_on_with_it(
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         first = rig.join()
-        stream = await rig.gateway.submit(ask("!!"), ANYBODY)
+        stream = await rig.submit(ask("!!"), ANYBODY)
         emit(rig, first, 5)
         rig.receive(first, None)
         emit(rig, rig.join(), 6, 7, finished=True)
-        prompt = await rig.gateway.encode("tiny", "!!")
+        prompt = await rig.gateway.encode("tiny", "!!", ANYBODY)
         answer = "".join(piece.text for piece in await stream.next())
         # A tokenizer without a decoder has a space between all tokens, so also before those of the answer.
         assert "! !" + answer == stream.tokenizer.decode([*prompt, 5, 6])  # the last one ends it unseen
@@ -198,7 +200,7 @@ def test_a_salt_is_guessed_from_no_name_and_written_nowhere(
 
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        stream = await rig.gateway.submit(ask(), ADA)
+        stream = await rig.submit(ask(), ADA)
         (salt,) = salts(link)
         assert repr(salt) not in repr(rig.driver.requests.by_id[stream.request_id])
         rig.gateway.end_all()
@@ -221,7 +223,7 @@ def test_a_request_is_explained_to_its_own_group_and_to_monitors(
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         rig.join()
-        stream = await rig.gateway.submit(ask(), ADA)
+        stream = await rig.submit(ask(), ADA)
         monitor = Caller("eve", "monitor", GroupId("m"))
         told = [rig.gateway.explain(stream.request_id, caller) for caller in (ADA, AMY, monitor, BOB)]
         assert [one is not None for one in told] == [True, True, True, False]
@@ -243,11 +245,9 @@ def test_ignored_fields_are_counted_by_label(data_dir: DataDir, deployed: Deploy
 def test_a_stop_string_ends_the_answer_and_frees_the_worker(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        tokenizer = await rig.gateway.tokenizer("tiny")
+        tokenizer = await rig.gateway.tokenizer("tiny", ANYBODY)
         (token, *_) = tokenizer.encode("!", add_special_tokens=False)
-        stream = await rig.gateway.submit(
-            GenerationRequest("tiny", "!!", SamplingParams(stop=["!"])), ANYBODY
-        )
+        stream = await rig.submit(GenerationRequest("tiny", "!!", SamplingParams(stop=["!"])), ANYBODY)
         emit(rig, link, token)
         assert [piece.finish_reason for piece in await stream.next()] == [FinishReason.STOP]
         assert isinstance(link.orders[-1], CancelRequest)
@@ -269,10 +269,10 @@ def test_only_an_admin_may_be_due_sooner_than_is_usual_for_the_model(
     async def scene(rig: GatewayRig) -> None:
         rig.join()
         with pytest.raises(Forbidden, match=re.escape(message)):
-            await rig.gateway.submit(replace(ask(), **wanted), USER)
+            await rig.submit(replace(ask(), **wanted), USER)
         assert rig.driver.requests.by_id == {}
-        await rig.gateway.submit(replace(ask(), **wanted), ANYBODY)
-        later = await rig.gateway.submit(replace(ask(), tokens_per_s=0.0, first_token_s=60.0), USER)
+        await rig.submit(replace(ask(), **wanted), ANYBODY)
+        later = await rig.submit(replace(ask(), tokens_per_s=0.0, first_token_s=60.0), USER)
         assert rig.driver.requests.by_id[later.request_id].pace == Pace(60.0, 0.0, 1.5)
         rig.gateway.end_all()
 

@@ -17,9 +17,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hearth.api.answer_spec import CHAT, AnswerSpec
-from hearth.api.errors import hearth_error_object, request_id_headers
+from hearth.api.errors import RATE_STATUS, hearth_error_object, request_id_headers
+from hearth.api.rate_limit_headers import rate_limit_headers
 from hearth.api.sse import EventWriter, call_id, finish_reason, identity
 from hearth.api.unread_fields import ignored_fields_header
+from hearth.control.admission import Admission
 from hearth.control.caller import Caller
 from hearth.control.generation import AnswerStream, TokenDelta
 from hearth.errors import HearthError
@@ -53,9 +55,19 @@ class Answer(Response):
         await unless_gone(receive, self._answer(scope, receive, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with self._gateway.admit(self._caller) as admission:
+                await self._answer_admitted(admission, scope, receive, send)
+        except HearthError:
+            scope[RATE_STATUS] = self._gateway.rate_status(self._caller)
+            raise
+
+    async def _answer_admitted(
+        self, admission: Admission, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         streams: list[AnswerStream] = []
         try:
-            await self._submit(streams)
+            await self._submit(streams, admission)
             scope["request_ids"] = [stream.request_id for stream in streams]
             if self._spec.is_stream:
                 await self._stream(streams, send)
@@ -67,16 +79,16 @@ class Answer(Response):
             for stream in streams:
                 stream.close()
 
-    async def _submit(self, streams: list[AnswerStream]) -> None:
+    async def _submit(self, streams: list[AnswerStream], admission: Admission) -> None:
         """Add to `streams`, which then need to be closed. A prompt is tokenised once for all its answers."""
         num_answers = self._spec.num_answers
         prompt: list[int] | None = None
         for index, request in enumerate(self._spec.requests):
             if num_answers > 1 and index % num_answers == 0:
-                prompt = await self._gateway.encode(request.model, request.prompt)
+                prompt = await self._gateway.encode(request.model, request.prompt, self._caller)
             if prompt is not None:
-                request = replace(request, prompt=prompt)
-            streams.append(await self._gateway.submit(request, self._caller))
+                request = replace(request, prompt=prompt, counts_prompt=index % num_answers == 0)
+            streams.append(await self._gateway.submit(request, admission))
 
     async def _stream(self, streams: Sequence[AnswerStream], send: Send) -> None:
         first_deltas = await streams[0].next(self._heartbeat_s)
@@ -180,7 +192,11 @@ class Answer(Response):
 
     def _own_headers(self, streams: Sequence[AnswerStream]) -> dict[str, str]:
         request_ids = [stream.request_id for stream in streams]
-        return request_id_headers(request_ids) | ignored_fields_header(self._spec.ignored_fields)
+        return (
+            request_id_headers(request_ids)
+            | ignored_fields_header(self._spec.ignored_fields)
+            | rate_limit_headers(self._gateway.rate_status(self._caller))
+        )
 
     def _usage(self, streams: Sequence[AnswerStream], num_tokens: int) -> dict[str, object]:
         """Return the counts of tokens; a prompt counts once, however many answers it has."""

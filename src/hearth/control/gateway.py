@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from hearth.config import ServiceConfig
 from hearth.control.active_request import ActiveRequest
+from hearth.control.admission import Admission, Admissions
 from hearth.control.caller import Caller, GroupId
 from hearth.control.catalog import Catalog, CatalogEntry
 from hearth.control.demand_reports import DemandReports
@@ -49,7 +50,7 @@ from hearth.messages import Sampling
 from hearth.policy.fleet import events
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import Transcript
-from hearth.types import ModelId, Pace, RequestId, Rung, SamplingParams
+from hearth.types import ModelId, Pace, RateStatus, RequestId, Rung, SamplingParams
 from hearth.version import hearth_version
 
 #: Time for workers to report their memory when somebody looks; else their last report is shown.
@@ -76,6 +77,7 @@ class Gateway:
         demand: DemandReports,
         host: HostReports,
         keys: ApiKeys,
+        admissions: Admissions,
         kind: str,
     ) -> None:
         self._config, self._deployments, self._catalog = config, deployments, catalog
@@ -86,7 +88,7 @@ class Gateway:
         self.metrics = metrics.registry
         self._ignored_fields = metrics.ignored_fields
         self._connections_closed = metrics.connections_closed
-        self.keys = keys
+        self.keys, self._admissions = keys, admissions
         self.admin_token = secrets.token_urlsafe(32)
         #: The salts of groups follow from it. Kept nowhere else: cached prefixes end with the service, too.
         self._salt_secret = secrets.token_bytes(SALT_BYTES)
@@ -95,15 +97,28 @@ class Gateway:
 
     # Requests.
 
-    async def submit(self, wanted: GenerationRequest, caller: Caller) -> AnswerStream:
-        """Take a caller's request; its answer arrives in the stream.
+    def admit(self, caller: Caller) -> Admission:
+        """Let a caller ask, as a context: all that is submitted in it is one request of the caller's key.
+
+        Raises:
+            RateLimited: the key has had what it may have for now.
+        """
+        return self._admissions.admit(caller)
+
+    def rate_status(self, caller: Caller) -> RateStatus | None:
+        """Return what is left of the limits of a caller's key; None: it has none."""
+        return self._admissions.status(caller)
+
+    async def submit(self, wanted: GenerationRequest, admission: Admission) -> AnswerStream:
+        """Take a request of a caller who was let in; its answer arrives in the stream.
 
         Raises:
             HearthError: the request is wrong, or cannot be taken. Nothing was started then.
         """
         self._refuse_when_draining()
+        caller = admission.caller
         arrived_s, arrived_at_s = self._driver.now_s, time.time()
-        entry = self._deployments.find(wanted.model)
+        entry = self._deployments.find(wanted.model, caller.terms.models)
         _check_tokens(entry, wanted.sampling)
         pace = _pace_of(entry, wanted, caller)
         tokenizer = await self._tokenizer(entry)
@@ -112,11 +127,15 @@ class Gateway:
             await self._encoder.check_guide(wanted.guide)
         self._refuse_when_draining()  # again, and what follows: much may have happened since
         self._refuse_replaced(entry, prompt)
+        max_tokens, left = wanted.sampling.max_tokens, entry.max_context - len(prompt)
+        max_tokens = left if max_tokens is None else min(max_tokens, left)
+        admission.charge(len(prompt) if wanted.counts_prompt else 0, max_tokens)
         request_id = RequestId(secrets.token_hex(12))
         model = ModelId(entry.deployed.name)
         stream = AnswerStream(
             request_id, model, tokenizer, len(prompt), lambda: self._driver.cancel(request_id)
         )
+        stream.is_batch = pace.is_batch
         timeline = Timeline(request_id, model, arrived_s, arrived_at_s, len(prompt), caller.group, pace)
         seed = secrets.randbits(63) if wanted.sampling.seed is None else wanted.sampling.seed
         active = ActiveRequest(
@@ -137,6 +156,7 @@ class Gateway:
         if stream.error is not None:
             raise stream.error
         self._demand.request_came(entry.deployed.digest)
+        admission.follow(stream, counts_prompt=wanted.counts_prompt)
         return stream
 
     def count_ignored_fields(self, labels: Sequence[str]) -> None:
@@ -148,31 +168,31 @@ class Gateway:
         """Count a connection that gave way because too many were open."""
         self._connections_closed.inc()
 
-    async def tokenizer(self, name: str) -> Tokenizer:
-        return await self._tokenizer(self._deployments.find(name))
+    async def tokenizer(self, name: str, caller: Caller) -> Tokenizer:
+        return await self._tokenizer(self._deployments.find(name, caller.terms.models))
 
-    async def encode(self, name: str, prompt: str | list[int] | ChatPrompt) -> list[int]:
+    async def encode(self, name: str, prompt: str | list[int] | ChatPrompt, caller: Caller) -> list[int]:
         """Return the tokens of a prompt.
 
         Raises:
             HearthError: the model cannot take it.
         """
-        return list(await self._encode(self._deployments.find(name), prompt))
+        return list(await self._encode(self._deployments.find(name, caller.terms.models), prompt))
 
-    # Models.
+    # Models. For a caller those are there that the caller's key may use.
 
-    def models(self) -> list[ModelView]:
-        return [self._catalog.view(entry) for entry in self._deployments.entries()]
+    def models(self, caller: Caller) -> list[ModelView]:
+        return [self._catalog.view(entry) for entry in self._deployments.entries(caller.terms.models)]
 
-    def model(self, name: str) -> ModelView:
-        return self._catalog.view(self._deployments.find(name))
+    def model(self, name: str, caller: Caller) -> ModelView:
+        return self._catalog.view(self._deployments.find(name, caller.terms.models))
 
     async def show(self, name: str, caller: Caller, *, look: bool) -> ModelView:
         """Return a model with what is known of its upstream, which is asked first if `look`.
 
         An admin sees what is there now, others what was there a moment ago.
         """
-        entry = self._deployments.find(name)
+        entry = self._deployments.find(name, caller.terms.models)
         max_age_s = 0.0 if caller.has_role("admin") else KEPT_S
         upstream = await self._deployments.upstream(entry.deployed, look=look, max_age_s=max_age_s)
         return replace(self._catalog.view(entry), upstream=upstream)
@@ -380,6 +400,8 @@ def _pace_of(entry: CatalogEntry, wanted: GenerationRequest, caller: Caller) -> 
         Forbidden: somebody else asks for that.
     """
     usual = entry.pace
+    if wanted.is_batch or caller.terms.service_class == "batch":
+        return _batch_pace(usual, wanted, caller)
     tokens_per_s = usual.tokens_per_s if wanted.tokens_per_s is None else wanted.tokens_per_s
     first_token_s = usual.first_token_s if wanted.first_token_s is None else wanted.first_token_s
     if not caller.has_role("admin"):
@@ -399,6 +421,16 @@ def _pace_of(entry: CatalogEntry, wanted: GenerationRequest, caller: Caller) -> 
                     f"`models.NAME.{field}`"
                 )
     return Pace(first_token_s, tokens_per_s, usual.max_pause_s)
+
+
+def _batch_pace(usual: Pace, wanted: GenerationRequest, caller: Caller) -> Pace:
+    """Return the pace of a batch request: none. Raises BadSampling: the request names one."""
+    if wanted.tokens_per_s:
+        remedy = "leave it out"
+        if caller.terms.service_class != "batch":
+            remedy += ', or ask for the `service_tier` "default"'
+        raise BadSampling(f"`pace` must be 0 for batch requests, given: {wanted.tokens_per_s:g}; {remedy}")
+    return replace(usual, tokens_per_s=0.0)
 
 
 def _check_tokens(entry: CatalogEntry, sampling: SamplingParams) -> None:

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from hearth.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig
+from hearth.control.admission import Admissions
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
 from hearth.control.demand_reports import DemandReports
@@ -23,6 +24,7 @@ from hearth.control.fact_decoder import FactDecoder
 from hearth.control.gateway import Gateway
 from hearth.control.host_reports import HostReports
 from hearth.control.journal import Journal
+from hearth.control.key_usage import KeyUsage
 from hearth.control.keys import ApiKeys, is_loopback
 from hearth.control.log_rotation import LogRotation
 from hearth.control.metrics import Metrics
@@ -112,10 +114,14 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         deployments = Deployments(registry, catalog, driver, keeper, data_dir)
         demand = DemandReports(keeper)
         stack.push_async_callback(demand.close)
+        keys = keys_of(service, data_dir)
+        usage = KeyUsage(data_dir.usage_path, keys.ids, metrics)
+        stack.push_async_callback(usage.close)
         gateway = Gateway(
             *(service, deployments, catalog, encoder, driver, observer, pools, supervisor, metrics, demand),
             host=HostReports(keeper),
-            keys=keys_of(service, data_dir),
+            keys=keys,
+            admissions=Admissions(usage, metrics, lambda: driver.now_s),
             kind=devices.kind,
         )
         yield gateway

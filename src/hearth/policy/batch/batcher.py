@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hearth.errors import BadPrompt, ConfigError, GuideStuck, HearthError, LogitsNotFinite, PromptTooLong
@@ -211,7 +211,7 @@ class Batcher:
         if (midway := self._sequences.midway()) is not None:
             tokens_left -= midway.num_prefill - midway.num_planned
             num_wanted += self._num_blocks(midway.num_prefill) - len(midway.blocks)
-        for sequence in self._sequences.next_in_line(self._num_committed):
+        for sequence in self._coming():
             if tokens_left <= 0:
                 break
             num_hits = len(self._known_prefix(sequence))
@@ -384,6 +384,13 @@ class Batcher:
     @property
     def _num_committed(self) -> int:
         return self._num_steps - len(self._flights)
+
+    def _coming(self) -> Iterator[LiveSequence]:
+        """Yield who could be admitted now if there were blocks, also one for whom a slot is given up."""
+        yield from self._sequences.next_in_line(self._num_committed)
+        first = self._sequences.first_waiting(self._num_committed)
+        if first is not None and not self._sequences.has_free_slot and self._sequences.behind(first):
+            yield first
 
     def _next_in_line(self) -> LiveSequence | None:
         """Return the first that waits, if it has a slot and could be admitted now."""

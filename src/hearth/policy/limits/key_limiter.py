@@ -134,7 +134,8 @@ class KeyLimiter(Generic[Key]):
         """Charge a request for an answer, of at most so many tokens; None: it may have it."""
         assert ticket.is_open, f"charged after its end: {ticket}"
         window, most = ticket.state.tokens, limits.tokens_per_min
-        num_tokens = num_prompt_tokens + min(max_output_tokens or MAX_ESTIMATE_TOKENS, MAX_ESTIMATE_TOKENS)
+        num_output = MAX_ESTIMATE_TOKENS if max_output_tokens is None else max_output_tokens
+        num_tokens = num_prompt_tokens + min(num_output, MAX_ESTIMATE_TOKENS)
         if most is not None:
             left = most - ticket.charged_tokens
             num_tokens = max(num_prompt_tokens, min(num_tokens, left))
