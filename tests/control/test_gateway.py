@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from hearth.control.caller import ANYBODY, Caller, GroupId
+from hearth.control.caller import ANYBODY, Caller, GroupId, KeyId, KeyTerms
 from hearth.control.datadir import DataDir
 from hearth.control.fact_decoder import DecodedFact
 from hearth.control.gateway import MIN_TEXT_CHARS
@@ -17,6 +17,7 @@ from hearth.control.generation import GenerationRequest
 from hearth.control.registry import Deployed, Registry
 from hearth.errors import (
     BadPrompt,
+    BadSampling,
     EngineFailed,
     Forbidden,
     PromptTooLong,
@@ -25,6 +26,7 @@ from hearth.errors import (
     UnknownModel,
 )
 from hearth.messages import CancelRequest, HostModel, StartRequest, StepDone
+from hearth.policy.limits.key_limiter import KeyLimits
 from hearth.types import FinishReason, Pace, SamplingParams
 from tests.control.gateway_rig import CONTEXT, GatewayRig, RecordingLink, ask, emit, with_rig
 
@@ -33,7 +35,7 @@ USER = Caller("somebody", "user", GroupId("somebody"))
 
 def test_a_prompt_is_encoded_and_checked(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
-        async def encode(name: str, prompt: str | list[int] | ChatPrompt) -> list[int]:
+        async def encode(name: str, prompt: str | list[int]) -> list[int]:
             return await rig.gateway.encode(name, prompt, ANYBODY)
 
         assert await encode("tiny", [1, 2, 3]) == [1, 2, 3]
@@ -275,5 +277,94 @@ def test_only_an_admin_may_be_due_sooner_than_is_usual_for_the_model(
         later = await rig.submit(replace(ask(), tokens_per_s=0.0, first_token_s=60.0), USER)
         assert rig.driver.requests.by_id[later.request_id].pace == Pace(60.0, 0.0, 1.5)
         rig.gateway.end_all()
+
+    with_rig(data_dir, scene)
+
+
+def terms(**changes: object) -> Caller:
+    """Somebody whose key has other terms."""
+    return replace(USER, terms=KeyTerms(**changes), key_id=KeyId("somebody"))  # type: ignore[arg-type] # its fields
+
+
+def test_a_model_that_a_key_may_not_use_is_as_unknown_as_one_that_is_not_there(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        rig.join()
+        others, own = terms(models=("another", "tiny-2")), terms(models=("tiny",))
+        told = []
+        for name in ("tiny", "tinz"):
+            with pytest.raises(UnknownModel) as refused:
+                await rig.submit(replace(ask(), model=name), others)
+            told.append(str(refused.value).replace(name, "NAME"))
+            with pytest.raises(UnknownModel, match=name):
+                rig.gateway.model(name, others)
+            with pytest.raises(UnknownModel):
+                await rig.gateway.encode(name, "!", others)
+            with pytest.raises(UnknownModel):
+                await rig.gateway.tokenizer(name, others)
+            with pytest.raises(UnknownModel):
+                await rig.gateway.show(name, others, look=False)
+        assert (
+            told == ["no model is deployed under `NAME`; none is; deploy one with `hearth deploy SOURCE`"] * 2
+        )
+        assert rig.gateway.models(others) == []
+        assert [view.name for view in rig.gateway.models(own)] == ["tiny"]
+        await rig.submit(ask(), own)
+        rig.gateway.end_all()
+
+    with_rig(data_dir, scene)
+
+
+def test_batch_requests_have_no_pace_whether_they_or_their_key_say_so(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        nightly = terms(service_class="batch")
+        for wanted, caller in (
+            (replace(ask(), is_batch=True), USER),
+            (ask(), nightly),
+            (replace(ask(), tokens_per_s=0.0), USER),
+        ):
+            stream = await rig.submit(wanted, caller)
+            assert rig.driver.requests.by_id[stream.request_id].pace == Pace(0.5, 0.0, 1.5)
+            assert rig.driver.fleet.queues.requests[stream.request_id].is_batch
+            assert stream.is_batch
+        assert all(order.pace.is_batch for order in link.orders if isinstance(order, StartRequest))
+        for wanted, caller in (
+            (replace(ask(), is_batch=True, tokens_per_s=5.0), USER),
+            (replace(ask(), tokens_per_s=5.0), nightly),
+        ):
+            with pytest.raises(BadSampling, match="`pace` must be 0 for batch requests, given: 5; leave it"):
+                await rig.submit(wanted, caller)
+        rig.gateway.end_all()
+
+    with_rig(data_dir, scene)
+
+
+def test_what_a_request_used_is_settled_and_counted_however_it_ends(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        caller = terms(limits=KeyLimits(tokens_per_min=100, concurrent=1))
+        for is_finished in (True, False):
+            with rig.gateway.admit(caller) as admission:
+                stream = await rig.gateway.submit(ask("!!"), admission)
+                charged = rig.gateway.rate_status(caller)
+                emit(rig, link, 5, 6, 7, finished=is_finished)
+                stream.close()
+        assert charged is not None
+        assert charged.tokens is not None
+        assert charged.tokens.remaining == 100 - (2 + 3) - (2 + 16)
+        settled = rig.gateway.rate_status(caller)
+        assert settled is not None
+        assert settled.tokens is not None
+        assert settled.tokens.remaining == 100 - 2 * (2 + 3)
+        value = rig.gateway.metrics.get_sample_value
+        assert value("hearth_key_requests_total", {"key": "somebody"}) == 2
+        assert value("hearth_key_prompt_tokens_total", {"key": "somebody"}) == 4
+        assert value("hearth_key_output_tokens_total", {"key": "somebody"}) == 6
 
     with_rig(data_dir, scene)

@@ -154,8 +154,8 @@ def list_keys(
 ) -> None:
     """List who has a key, for what, with which limits, and how much was asked with each.
 
-    Keys of one GROUP share cached prompts. RPM and TPM are requests and tokens per minute. REQUESTS and TOKENS
-    are all since the key was made, a few seconds old where a service runs.
+    Keys of one GROUP share cached prompts. RPM and TPM are requests and tokens per minute. REQUESTS and
+    TOKENS are all since the key was made, a few seconds old where a service runs.
     """
     known = keys.list_keys(_path(file, data_dir))
     usage = _usage(data_dir)
@@ -164,7 +164,7 @@ def list_keys(
         return
     header = ["NAME", "ROLE", "GROUP", "CLASS", "RPM", "TPM", "CONCURRENT", "MODELS"]
     print_columns([*header, "REQUESTS", "TOKENS", "USED", "CREATED"], [_row(key, usage) for key in known])
-    if any(key.created_at_s < usage.since_s for key in known):
+    if usage.keys and any(key.created_at_s < usage.since_s for key in known):
         since = f"requests and tokens are counted since {duration(time.time() - usage.since_s)} ago"
         err.print(Text(since, style="dim"), soft_wrap=True)
 
