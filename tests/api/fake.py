@@ -12,9 +12,9 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter
 
-from hearth.control.admission import Admission, Admissions
 from hearth.control.caller import OPERATOR, Caller, GroupId
 from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest, TokenDelta
+from hearth.control.key_admission import KeyAdmission, KeyAdmissions
 from hearth.control.key_usage import KeyUsage
 from hearth.control.keys import ApiKeys
 from hearth.control.metrics import Metrics
@@ -98,16 +98,16 @@ class FakeGateway:
     def __post_init__(self) -> None:
         metrics = Metrics()
         self.usage = KeyUsage(Path("/nowhere/usage.json"), set, metrics)
-        self.admissions = Admissions(self.usage, metrics, lambda: self.now_s)
+        self.admissions = KeyAdmissions(self.usage, metrics, lambda: self.now_s)
         Counter("hearth_test", "Something to see.", registry=self.metrics).inc()
 
-    def admit(self, caller: Caller) -> Admission:
+    def admit(self, caller: Caller) -> KeyAdmission:
         return self.admissions.admit(caller)
 
     def rate_status(self, caller: Caller) -> RateStatus | None:
         return self.admissions.status(caller)
 
-    async def submit(self, request: GenerationRequest, admission: Admission) -> AnswerStream:
+    async def submit(self, request: GenerationRequest, admission: KeyAdmission) -> AnswerStream:
         self.requests.append(request)
         self.callers.append(admission.caller)
         if self.refusal is not None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 from hearth.config import HearthConfig, ModelConfig
-from hearth.control.admission import Admissions
 from hearth.control.caller import Caller
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
@@ -21,6 +20,7 @@ from hearth.control.gateway import Gateway
 from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest, TokenDelta
 from hearth.control.host_reports import HostReports
 from hearth.control.journal import Journal
+from hearth.control.key_admission import KeyAdmissions
 from hearth.control.key_usage import KeyUsage
 from hearth.control.keys import ApiKeys
 from hearth.control.metrics import Metrics
@@ -79,7 +79,7 @@ class GatewayRig:
             *(config.service, deployments, catalog, self.encoder, self.driver, observer, pools),
             *(self.supervisor, metrics, self.demand, HostReports(keeper)),
             keys=ApiKeys(data_dir.keys_path),
-            admissions=Admissions(self.usage, metrics, lambda: self.driver.now_s),
+            admissions=KeyAdmissions(self.usage, metrics, lambda: self.driver.now_s),
             kind="cpu",
         )
 

@@ -21,9 +21,9 @@ from hearth.api.errors import RATE_STATUS, hearth_error_object, request_id_heade
 from hearth.api.rate_limit_headers import rate_limit_headers
 from hearth.api.sse import EventWriter, call_id, finish_reason, identity
 from hearth.api.unread_fields import ignored_fields_header
-from hearth.control.admission import Admission
 from hearth.control.caller import Caller
 from hearth.control.generation import AnswerStream, TokenDelta
+from hearth.control.key_admission import KeyAdmission
 from hearth.errors import HearthError
 from hearth.text.detokenizer import prompt_text
 from hearth.text.tool_calls import ToolCall
@@ -63,7 +63,7 @@ class Answer(Response):
             raise
 
     async def _answer_admitted(
-        self, admission: Admission, scope: Scope, receive: Receive, send: Send
+        self, admission: KeyAdmission, scope: Scope, receive: Receive, send: Send
     ) -> None:
         streams: list[AnswerStream] = []
         try:
@@ -79,7 +79,7 @@ class Answer(Response):
             for stream in streams:
                 stream.close()
 
-    async def _submit(self, streams: list[AnswerStream], admission: Admission) -> None:
+    async def _submit(self, streams: list[AnswerStream], admission: KeyAdmission) -> None:
         """Add to `streams`, which then need to be closed. A prompt is tokenised once for all its answers."""
         num_answers = self._spec.num_answers
         prompt: list[int] | None = None

@@ -24,7 +24,7 @@ SERVICE_CLASSES: tuple[ServiceClass, ...] = ("interactive", "batch")
 
 @dataclass(frozen=True, slots=True)
 class KeyTerms:
-    """What a key may ask for, and how much of it."""
+    """The models, limits and class of service of a key."""
 
     limits: KeyLimits = field(default_factory=KeyLimits)
     models: tuple[str, ...] | None = None  #: names or aliases; None: all

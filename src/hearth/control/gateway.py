@@ -18,7 +18,6 @@ from prometheus_client import CollectorRegistry
 
 from hearth.config import ServiceConfig
 from hearth.control.active_request import ActiveRequest
-from hearth.control.admission import Admission, Admissions
 from hearth.control.caller import Caller, GroupId
 from hearth.control.catalog import Catalog, CatalogEntry
 from hearth.control.demand_reports import DemandReports
@@ -27,6 +26,7 @@ from hearth.control.deployments import Deployments
 from hearth.control.driver import Driver
 from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest
 from hearth.control.host_reports import HostReports
+from hearth.control.key_admission import KeyAdmission, KeyAdmissions
 from hearth.control.keys import ApiKeys
 from hearth.control.metrics import Metrics
 from hearth.control.observer import Observer
@@ -77,7 +77,7 @@ class Gateway:
         demand: DemandReports,
         host: HostReports,
         keys: ApiKeys,
-        admissions: Admissions,
+        admissions: KeyAdmissions,
         kind: str,
     ) -> None:
         self._config, self._deployments, self._catalog = config, deployments, catalog
@@ -97,7 +97,7 @@ class Gateway:
 
     # Requests.
 
-    def admit(self, caller: Caller) -> Admission:
+    def admit(self, caller: Caller) -> KeyAdmission:
         """Let a caller ask, as a context: all that is submitted in it is one request of the caller's key.
 
         Raises:
@@ -109,7 +109,7 @@ class Gateway:
         """Return what is left of the limits of a caller's key; None: it has none."""
         return self._admissions.status(caller)
 
-    async def submit(self, wanted: GenerationRequest, admission: Admission) -> AnswerStream:
+    async def submit(self, wanted: GenerationRequest, admission: KeyAdmission) -> AnswerStream:
         """Take a request of a caller who was let in; its answer arrives in the stream.
 
         Raises:

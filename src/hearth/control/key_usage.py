@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class KeyUse:
-    """What was asked with one key. Mutable; written by `KeyUsage`."""
+    """The use that was made of one key. Mutable; written by `KeyUsage`."""
 
     num_requests: int = 0  #: that were let in and have ended, however they did
     prompt_tokens: int = 0

@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from hearth.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig
-from hearth.control.admission import Admissions
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
 from hearth.control.demand_reports import DemandReports
@@ -24,6 +23,7 @@ from hearth.control.fact_decoder import FactDecoder
 from hearth.control.gateway import Gateway
 from hearth.control.host_reports import HostReports
 from hearth.control.journal import Journal
+from hearth.control.key_admission import KeyAdmissions
 from hearth.control.key_usage import KeyUsage
 from hearth.control.keys import ApiKeys, is_loopback
 from hearth.control.log_rotation import LogRotation
@@ -121,7 +121,7 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
             *(service, deployments, catalog, encoder, driver, observer, pools, supervisor, metrics, demand),
             host=HostReports(keeper),
             keys=keys,
-            admissions=Admissions(usage, metrics, lambda: driver.now_s),
+            admissions=KeyAdmissions(usage, metrics, lambda: driver.now_s),
             kind=devices.kind,
         )
         yield gateway

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hearth.policy.batch.plan import EngineRequest
-from hearth.types import BATCH_PATIENCE_S
+from hearth.types import BATCH_PATIENCE_S, Pace
 from tests.policy.batch.device import Loop, launched, loop, names, request
 
 
@@ -102,6 +102,16 @@ def test_only_a_first_token_that_somebody_waits_for_is_urgent() -> None:
     assert engine.batcher.has_newcomer
     engine.drain()
     assert not engine.batcher.has_newcomer
+
+
+@given(st.floats(0.0, 100.0), st.floats(0.0, 100.0), st.booleans())
+def test_a_place_in_line_is_that_of_the_arrival_here_and_of_batch_requests_that_of_their_patience(
+    arrived_s: float, age_s: float, is_batch: bool
+) -> None:
+    now_s = arrived_s + age_s
+    placed = request("r", [1]).in_line(Pace(tokens_per_s=0.0 if is_batch else 10.0), arrived_s, now_s)
+    assert placed.is_batch is is_batch
+    assert placed.line_s == (max(now_s, arrived_s + BATCH_PATIENCE_S) if is_batch else now_s)
 
 
 def runs_first(engine: Loop, names_: set[str]) -> bool:

@@ -61,7 +61,7 @@ class LimitRefusal:
 
 @dataclass(slots=True, eq=False)
 class _KeyState:
-    """What one key has taken. Mutable; written by the `KeyLimiter`."""
+    """The requests and tokens that one key has taken. Mutable; written by the `KeyLimiter`."""
 
     requests: SlidingWindow = field(default_factory=SlidingWindow)
     tokens: SlidingWindow = field(default_factory=SlidingWindow)

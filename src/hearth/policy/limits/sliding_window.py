@@ -20,7 +20,7 @@ SLOT_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class WindowSlot:
-    """What was taken within one second. Mutable; written by the `SlidingWindow` that made it."""
+    """The amount that was taken within one second. Mutable; written by the `SlidingWindow` that made it."""
 
     number: int  #: of its second
     last_s: float  #: when something was taken last

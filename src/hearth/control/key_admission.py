@@ -21,25 +21,25 @@ from hearth.types import RateStatus
 CONCURRENT_RETRY_S = 1.0
 
 
-class Admissions:
+class KeyAdmissions:
     """The gate of all API keys. Mutable; used on the event loop alone."""
 
     def __init__(self, usage: KeyUsage, metrics: Metrics, now_s: Callable[[], float]) -> None:
         self._usage, self._metrics, self._now_s = usage, metrics, now_s
         self._limiter: KeyLimiter[KeyId] = KeyLimiter()
 
-    def admit(self, caller: Caller) -> Admission:
+    def admit(self, caller: Caller) -> KeyAdmission:
         """Let a request in, which has to be ended: it is a context.
 
         Raises:
             RateLimited: the key of the caller has had what it may have for now.
         """
         if caller.key_id is None:
-            return Admission(self, caller, None)
+            return KeyAdmission(self, caller, None)
         outcome = self._limiter.begin(caller.key_id, caller.terms.limits, self._now_s())
         if isinstance(outcome, LimitRefusal):
             raise self._refused(caller, outcome)
-        return Admission(self, caller, outcome)
+        return KeyAdmission(self, caller, outcome)
 
     def status(self, caller: Caller) -> RateStatus | None:
         """Return what is left of the limits of a caller; None: there are none."""
@@ -90,10 +90,10 @@ class Admissions:
         return RateLimited(what, refusal.kind, refusal.retry_s)
 
 
-class Admission:
+class KeyAdmission:
     """A request that was let in, until it ends. Mutable; used by the one task that answers it."""
 
-    def __init__(self, gate: Admissions, caller: Caller, ticket: Ticket | None) -> None:
+    def __init__(self, gate: KeyAdmissions, caller: Caller, ticket: Ticket | None) -> None:
         """`ticket` is None where there is no key."""
         self.caller = caller
         self._gate, self._ticket = gate, ticket
@@ -113,7 +113,7 @@ class Admission:
         """Have the tokens of a stream counted at the end."""
         self._streams.append((stream, counts_prompt))
 
-    def __enter__(self) -> Admission:
+    def __enter__(self) -> KeyAdmission:
         return self
 
     def __exit__(
