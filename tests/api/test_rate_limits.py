@@ -15,6 +15,7 @@ from hearth.control import keys
 from hearth.control.caller import KeyTerms
 from hearth.control.generation import AnswerStream
 from hearth.control.keys import ApiKeys
+from hearth.errors import EngineFailed
 from hearth.policy.limits.key_limiter import KeyLimits
 from tests.api.conftest import Connection, app_of, request
 from tests.api.fake import FakeGateway, tokens_of
@@ -178,6 +179,17 @@ def test_a_request_that_failed_gives_its_place_back(gateway: FakeGateway, tmp_pa
         assert client.ask(model="nobody").status_code == 404
         assert client.ask(temperature="hot").status_code == 400
     assert client.ask().status_code == 200
+
+
+def test_a_request_that_the_service_fails_before_its_first_token_pays_nothing(
+    gateway: FakeGateway, tmp_path: Path
+) -> None:
+    client = Client(gateway, tmp_path / "k.json", KeyLimits(requests_per_min=5, tokens_per_min=100))
+    gateway.script = lambda stream: stream.fail(EngineFailed("broken"))
+    failed = client.ask()
+    assert failed.status_code == 500
+    assert limited(failed)["remaining-requests"] == "4"
+    assert limited(failed)["remaining-tokens"] == "100"
 
 
 def test_a_changed_limit_counts_at_once(gateway: FakeGateway, tmp_path: Path) -> None:

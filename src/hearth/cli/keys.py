@@ -95,7 +95,7 @@ def add(
     and each may explain the requests of the others. Limits are each key's own.
 
     A request beyond a limit is answered with 429 and the time to come back, which OpenAI's clients keep by
-    themselves. A model that a key may not use does not exist for it. `hearth keys set` changes all of this.
+    themselves. A model that a key may not use does not exist for it. `hearth keys set` changes limits.
 
     [bold]Examples[/bold]
 

@@ -119,9 +119,16 @@ class KeyAdmission:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> None:
-        """End the request, however it ended: settle what it was charged. A second time changes nothing."""
+        """End the request, however it ended: settle what it was charged. A second time changes nothing.
+
+        A prompt counts once somebody may have computed it: not if the service has failed before a token came.
+        """
         if self._ticket is None:
             return
-        prompt_tokens = sum(stream.num_prompt_tokens for stream, counts in self._streams if counts)
+        prompt_tokens = sum(
+            stream.num_prompt_tokens
+            for stream, counts_prompt in self._streams
+            if counts_prompt and (stream.error is None or stream.num_output_tokens)
+        )
         output_tokens = sum(stream.num_output_tokens for stream, _ in self._streams)
         self._gate.end(self.caller, self._ticket, prompt_tokens, output_tokens)

@@ -118,7 +118,7 @@ def runs_first(engine: Loop, names_: set[str]) -> bool:
     return bool(names_ & {str(one.request_id) for one in engine.batcher._sequences.running()})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0.1, 6.0), st.integers(1, 12), st.integers(1, 6)), min_size=5, max_size=30),
     st.integers(1, 3),

@@ -131,7 +131,7 @@ MOVES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(MOVES, st.sampled_from([1, 2, 4, 9]))
 def test_whoever_starts_before_a_batch_request_that_waits_came_within_its_patience(
     moves: list[tuple[float, str]], max_seqs: int
