@@ -82,6 +82,18 @@ def test_who_is_in_the_midst_of_a_batch_prompt_lets_an_interactive_one_go_first(
     engine.drain()
 
 
+def test_a_batch_request_decodes_beside_the_chunks_of_a_long_interactive_prompt() -> None:
+    engine = loop(max_batch_tokens=8)
+    engine.add(batch("b", 2, 20))
+    for _ in range(3):
+        engine.step()
+    engine.add(interactive("i", 30, came_s=1.0))
+    assert [names(launched(engine))] == [["b", "i"]]
+    engine.commit()
+    assert [names(launched(engine))] == [["b", "i"]]
+    engine.drain()
+
+
 def test_a_batch_request_gives_way_to_nobody_who_came_after_its_patience() -> None:
     engine = loop(max_seqs=1)
     engine.add(batch("b", 2))

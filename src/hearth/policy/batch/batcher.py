@@ -6,8 +6,8 @@ The founding idea: there is no prefill phase and no decode phase. Every sequence
 of those whose KV is planned; a step moves that count forward for as many sequences as the token budget
 allows, the first in line first. A sequence that runs needs one token (the one it sampled last), a sequence
 that starts needs many and takes them in chunks. The line decides everything: sequences are admitted in its
-order, and when blocks run out the last one gives up its own and is computed again later. So only the last
-can be in the midst of its prompt, and the first always advances.
+order, and when blocks run out the last one gives up its own and is computed again later. Nobody starts while
+another is in the midst of its prompt, and the first always advances.
 
 The line is that of arrival, but who adds a request may have it stand there since another time (`line_s`), as
 batch requests do, which give way. Then one that waits may stand before some that run. It starts beside them,
@@ -409,6 +409,7 @@ class Batcher:
         num_lacking = num_wanted - (self.blocks.num_available - len(self.blocks.cached_among(hits)))
         if num_lacking > sum(len(one.blocks) for one in behind):
             return []
+        behind.sort(key=lambda one: one.is_in_prompt, reverse=True)  # stable: the last in line next
         chosen: list[LiveSequence] = []
         num_released = Counter[int]()
         for sequence in behind:

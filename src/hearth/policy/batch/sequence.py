@@ -94,7 +94,9 @@ class Sequences:
         self._live: dict[RequestId, LiveSequence] = {}
         self._running: dict[RequestId, LiveSequence] = {}  #: by their places
         self._waiting: deque[LiveSequence] = deque()  #: by their places
-        self._newest: LiveSequence | None = None  #: the last one with a reader that started
+        #: The last one that started, and the last one with a reader.
+        self._newest: LiveSequence | None = None
+        self._newest_read: LiveSequence | None = None
         self._free_slots = list(range(max_seqs))  #: a heap
         #: Since `take_preempted` was called last, in order.
         self._preempted: list[RequestId] = []
@@ -124,14 +126,16 @@ class Sequences:
         return list(self._running.values())
 
     def midway(self) -> LiveSequence | None:
-        """Return who is in the midst of its prompt: the last in line of those that run, or nobody."""
-        last = next(reversed(self._running.values()), None)
-        return last if last is not None and last.is_in_prompt else None
+        """Return who is in the midst of its prompt: the last one that started, or nobody."""
+        newest = self._newest
+        return newest if newest is not None and newest.slot is not None and newest.is_in_prompt else None
 
     def decoding(self) -> list[LiveSequence]:
         """Return the running sequences whose prompt is planned, the first in line first."""
-        running = self.running()
-        return running if self.midway() is None else running[:-1]
+        running, midway = self.running(), self.midway()
+        if midway is not None:
+            running.remove(midway)
+        return running
 
     def last(self) -> LiveSequence:
         """Return the running sequence that is the last in line."""
@@ -140,7 +144,7 @@ class Sequences:
     @property
     def awaits_first_token(self) -> bool:
         """True if a running sequence with a reader has no token yet; the last that started has none then."""
-        newest = self._newest
+        newest = self._newest_read
         return newest is not None and newest.slot is not None and not newest.num_output
 
     def first_waiting(self, num_committed: int) -> LiveSequence | None:
@@ -180,8 +184,9 @@ class Sequences:
         self._running[sequence.request_id] = sequence
         if not is_last:
             self._running = dict(sorted(self._running.items(), key=lambda item: item[1].place))
+        self._newest = sequence
         if not sequence.request.is_batch:
-            self._newest = sequence
+            self._newest_read = sequence
         sequence.slot = slot = heapq.heappop(self._free_slots)
         sequence.num_prefill = len(sequence.tokens)
         sequence.allow_next()
@@ -243,8 +248,8 @@ class Sequences:
         assert slots == list(range(self._max_seqs)), f"slots lost or given twice: {slots}"
         holding = [s.arrival for s in waiting if s.slot is not None or s.blocks]
         assert not holding, f"waiting with a slot or blocks: {holding}"
-        midway = [s.arrival for s in running[:-1] if s.is_in_prompt]
-        assert not midway, f"in the midst of the prompt and not the last in line: {midway}"
+        midway = [s.arrival for s in running if s.is_in_prompt and s is not self._newest]
+        assert not midway, f"in the midst of the prompt and not the last that started: {midway}"
         moved = self._moved_indices.keys()
         assert moved <= self._running.keys(), f"{moved=} {self._running.keys()=}"
         in_flight = Counter(s.arrival for flight in flights for s in flight)
