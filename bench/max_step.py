@@ -27,7 +27,7 @@ from hearth.policy.memory.kv_range import KvRange
 from hearth.sim.profile import Profile, ShapeProfile
 from hearth.sim.report import Percentiles
 from hearth.sim.stepped_engine import SteppedEngine
-from hearth.types import RequestId
+from hearth.types import Pace, RequestId
 
 MAX_STEPS_S = (0.04, 0.06, 0.1, math.inf)
 LOADS = (0.5, 0.8, 0.95)  #: of saturation
@@ -77,7 +77,8 @@ def serve(shape: ShapeProfile, requests: Sequence[Asked], max_step_s: float) -> 
         while to_come and to_come[0].arrived_s <= now_s:
             asked, request_id = to_come.popleft(), RequestId(str(len(to_come)))
             times_s[request_id] = [asked.arrived_s]
-            engine.add(request_id, asked.num_prompt_tokens, asked.num_output_tokens, num_sent=0)
+            num_prompt, num_output = asked.num_prompt_tokens, asked.num_output_tokens
+            engine.add(request_id, num_prompt, num_output, 0, Pace(), asked.arrived_s, now_s)
         call = engine.launch(max(now_s, device_free_s))
         device_free_s = device_free_s if call.launched is None else call.launched.end_s
         if call.awaited is not None:

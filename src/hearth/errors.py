@@ -20,7 +20,8 @@
     │   ├── UnknownRequest    nothing is known of that request, or no longer
     │   ├── NameTaken         a model is deployed under that name, or it is busy
     │   ├── Unauthorized      the API key is missing or wrong
-    │   └── Forbidden         the API key is right, but not for this
+    │   ├── Forbidden         the API key is right, but not for this
+    │   └── RateLimited       the API key has had what it may have for now; try again after `retry_s`
     ├── ServiceError          the service cannot take or finish the request now
     │   ├── Overloaded        the queue is full; try again after `retry_s`
     │   ├── NoCapacity        the model can never fit the memory of any worker
@@ -135,6 +136,17 @@ class Forbidden(RequestError):
     http_status, label = 403, "forbidden"
 
 
+class RateLimited(RequestError):
+    """The API key has had what it may have for now; try again after `retry_s`. None: that would not help."""
+
+    http_status, label = 429, "rate_limit_exceeded"
+
+    def __init__(self, message: str, what: str, retry_s: float | None) -> None:
+        """`what` there is a limit of: requests or tokens."""
+        super().__init__(message)
+        self.what, self.retry_s = what, retry_s
+
+
 class ServiceError(HearthError):
     http_status, label = 503, "service"
 
@@ -214,4 +226,4 @@ def _by_label() -> dict[str, Callable[[str], HearthError]]:
     kinds: list[type[HearthError]] = [HearthError]
     for kind in kinds:  # grows as it goes, down the whole tree
         kinds += kind.__subclasses__()
-    return {kind.label: kind for kind in kinds if kind is not Overloaded}
+    return {kind.label: kind for kind in kinds if kind not in (Overloaded, RateLimited)}

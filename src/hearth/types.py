@@ -35,6 +35,11 @@ class Hold(IntEnum):
     PINNED = 4  #: never gives way
 
 
+#: A batch request stands in every line as one that came so much later: it gives way to interactive ones, but
+#: to none that come later than that.
+BATCH_PATIENCE_S = 30.0
+
+
 @dataclass(frozen=True, slots=True)
 class Pace:
     """When the tokens of a request are due: what comes sooner is slack, which others may use."""
@@ -42,6 +47,33 @@ class Pace:
     first_token_s: float = 0.5  #: after its arrival
     tokens_per_s: float = 10.0  #: from then on; 0: nobody reads along, so it gives way first
     max_pause_s: float = 1.5  #: between two tokens, however many were sent ahead
+
+    @property
+    def is_batch(self) -> bool:
+        """True if nobody reads along: the request is of the class batch, not interactive."""
+        return self.tokens_per_s == 0
+
+    @property
+    def patience_s(self) -> float:
+        """How long after its arrival the request gives way to those that came later."""
+        return BATCH_PATIENCE_S if self.is_batch else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WindowStatus:
+    """How much of a limit per minute is left."""
+
+    limit: int
+    remaining: int
+    reset_s: float  #: until all of it is left, if nothing more is taken
+
+
+@dataclass(frozen=True, slots=True)
+class RateStatus:
+    """How much of an API key's limits per minute is left; None: there is no such limit."""
+
+    requests: WindowStatus | None
+    tokens: WindowStatus | None
 
 
 class TurnEnd(StrEnum):

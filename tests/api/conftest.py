@@ -107,6 +107,7 @@ class Connection:
     received: list[bytes] = field(default_factory=list)
     status: int | None = None
     is_gone: asyncio.Event = field(default_factory=asyncio.Event)
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 
     async def run(self, app: Callable[..., Awaitable[None]], path: str) -> None:
         scope = {
@@ -115,7 +116,7 @@ class Connection:
             "method": "POST",
             "path": path,
             "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
+            "headers": [(b"content-type", b"application/json"), *self.headers],
         }
         await app(scope, self._receive, self._send)
 

@@ -12,14 +12,17 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter
 
-from hearth.control.caller import Caller, GroupId
+from hearth.control.caller import OPERATOR, Caller, GroupId
 from hearth.control.correlation import Correlation
 from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest, TokenDelta
+from hearth.control.key_admission import KeyAdmission, KeyAdmissions
+from hearth.control.key_usage import KeyUsage
 from hearth.control.keys import ApiKeys
+from hearth.control.metrics import Metrics
 from hearth.control.views import Explanation, Health, ModelView, ProcessView, UnloadView, UpstreamView
 from hearth.errors import HearthError, NameTaken, UnknownModel
 from hearth.text.tokenizer import Tokenizer
-from hearth.types import FinishReason, ModelId, RequestId, TokenLogprob, TokenLogprobs
+from hearth.types import FinishReason, ModelId, RateStatus, RequestId, TokenLogprob, TokenLogprobs
 
 MODEL = ModelView(
     name="tiny",
@@ -92,18 +95,29 @@ class FakeGateway:
     explanation: Explanation | None = None
     deploy_failure: HearthError | None = None
     done: list[str] = field(default_factory=list)
+    now_s: float = 0.0  #: by the clock of limits
 
     def __post_init__(self) -> None:
+        metrics = Metrics()
+        self.usage = KeyUsage(Path("/nowhere/usage.json"), set, metrics)
+        self.admissions = KeyAdmissions(self.usage, metrics, lambda: self.now_s)
         Counter("hearth_test", "Something to see.", registry=self.metrics).inc()
 
+    def admit(self, caller: Caller) -> KeyAdmission:
+        return self.admissions.admit(caller)
+
+    def rate_status(self, caller: Caller) -> RateStatus | None:
+        return self.admissions.status(caller)
+
     async def submit(
-        self, request: GenerationRequest, caller: Caller, correlation: Correlation
+        self, request: GenerationRequest, admission: KeyAdmission, correlation: Correlation
     ) -> AnswerStream:
         self.requests.append(request)
         self.correlations.append(correlation)
-        self.callers.append(caller)
+        self.callers.append(admission.caller)
         if self.refusal is not None:
             raise self.refusal
+        admission.charge(5 if request.counts_prompt else 0, request.sampling.max_tokens)
         request_id = RequestId(f"r{len(self.streams)}")
 
         def cancel() -> None:
@@ -113,22 +127,25 @@ class FakeGateway:
         stream = AnswerStream(request_id, ModelId("tiny"), self.tokenizer_, 5, cancel)
         stream.num_cached_tokens = 2
         self.streams.append(stream)
+        stream.is_batch = request.is_batch
+        admission.follow(stream, counts_prompt=request.counts_prompt)
         self.script(stream)
         return stream
 
     def count_ignored_fields(self, labels: Sequence[str]) -> None:
         self.ignored += labels
 
-    async def encode(self, name: str, prompt: str | list[int] | ChatPrompt) -> list[int]:
+    async def encode(self, name: str, prompt: str | list[int] | ChatPrompt, caller: Caller) -> list[int]:
         self.encoded.append(prompt)
         if self.refusal is not None:
             raise self.refusal
         return self.tokenizer_.encode(prompt) if isinstance(prompt, str) else [1, 2, 3]
 
-    def models(self) -> list[ModelView]:
+    def models(self, caller: Caller) -> list[ModelView]:
+        self.callers.append(caller)
         return [MODEL]
 
-    def model(self, name: str) -> ModelView:
+    def model(self, name: str, caller: Caller = OPERATOR) -> ModelView:
         if name not in ("tiny", "small"):
             raise UnknownModel(f"no model is deployed under `{name}`, there are: `tiny`; deploy it")
         return MODEL
@@ -139,7 +156,7 @@ class FakeGateway:
             return self.model(name)
         return replace(self.model(name), upstream=UpstreamView("unchanged", "v1"))
 
-    async def tokenizer(self, name: str) -> Tokenizer:
+    async def tokenizer(self, name: str, caller: Caller) -> Tokenizer:
         self.model(name)
         return self.tokenizer_
 

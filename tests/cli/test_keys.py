@@ -1,10 +1,17 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
+import msgspec
+import pytest
+
+from hearth.control.caller import KeyTerms
 from hearth.control.datadir import DataDir
-from hearth.control.keys import ApiKeys
+from hearth.control.key_usage import KeyUse, UsageRecord
+from hearth.control.keys import ApiKeys, list_keys
+from hearth.policy.limits.key_limiter import KeyLimits
 from tests.cli.fake_service import FakeService
 from tests.cli.shell import Hearth
 
@@ -32,7 +39,7 @@ def test_keys_are_listed_without_themselves(hearth: Hearth, data_dir: Path) -> N
         ["eve", "monitor", "watchers"],
     ]
     (ada, _, eve) = json.loads(hearth("keys", "list", "--json").out)
-    assert ada.keys() == {"name", "role", "created_at_s", "group"}
+    assert not {"salt", "hash", "key_id"} & ada.keys()
     assert (ada["group"], eve["group"]) == (None, "watchers")
 
 
@@ -99,3 +106,93 @@ def test_a_key_is_made_also_where_the_service_cannot_be_told(hearth: Hearth, dat
 
 def test_without_a_service_nothing_is_said_of_one(hearth: Hearth, data_dir: Path) -> None:
     assert "service" not in hearth("keys", "add", "ada").err
+
+
+def columns(shown: str) -> list[dict[str, str]]:
+    header, *rows = [line.split() for line in shown.splitlines()]
+    return [dict(zip(header, row, strict=False)) for row in rows]
+
+
+def test_limits_are_given_changed_and_lifted_and_the_key_stays(hearth: Hearth, data_dir: Path) -> None:
+    given = (
+        "--rpm",
+        "60",
+        "--tpm",
+        "9000",
+        "--concurrent",
+        "4",
+        "--models",
+        "tiny, small",
+        "--class",
+        "batch",
+    )
+    key = hearth("keys", "add", "ada", *given).out.strip()
+    known = ApiKeys.load(data_dir / "keys.json")
+    before = known.check(key)
+    assert before is not None
+    assert before.terms == KeyTerms(KeyLimits(60, 9000, 4), ("tiny", "small"), "batch")
+    (row,) = columns(hearth("keys", "list").out)
+    limits = {"CLASS": "batch", "RPM": "60", "TPM": "9000", "CONCURRENT": "4", "MODELS": "tiny,small"}
+    assert row.items() >= limits.items()
+
+    changed = hearth("keys", "set", "ada", "--rpm", "none", "--models", "all", "--class", "interactive")
+
+    assert changed.out == "ada: rpm none, tpm 9000, concurrent 4, models all, interactive\n"
+    after = known.check(key)
+    assert after is not None
+    assert after.terms == KeyTerms(KeyLimits(None, 9000, 4))
+    assert (after.key_id, after.group) == (before.key_id, before.group)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((), "name what to change"),
+        (("--rpm", "0"), "--rpm is a number above 0, or none"),
+        (("--tpm", "many"), "--tpm is a number above 0, or none"),
+        (("--class", "fast"), "--class is interactive or batch, given: fast"),
+        (("--models", ","), "may be limited to 1 to 64 models, given: 0"),
+    ],
+)
+def test_limits_that_mean_nothing_are_wrong_input(
+    hearth: Hearth, data_dir: Path, given: tuple[str, ...], message: str
+) -> None:
+    hearth("keys", "add", "ada", "--rpm", "5")
+    refused = hearth("keys", "set", "ada", *given)
+    assert refused.code == 2
+    assert message in " ".join(refused.err.replace("│", " ").split())
+    (info,) = list_keys(data_dir / "keys.json")
+    assert info.terms == KeyTerms(KeyLimits(requests_per_min=5))
+
+
+def test_the_limits_of_nobody_cannot_be_changed(hearth: Hearth, data_dir: Path) -> None:
+    hearth("keys", "add", "ada")
+    refused = hearth("keys", "set", "bob", "--rpm", "5")
+    assert refused.code == 2
+    assert "holds no key named 'bob'; it holds: ada" in " ".join(refused.err.split())
+
+
+def test_what_was_asked_with_a_key_is_listed(hearth: Hearth, data_dir: Path) -> None:
+    hearth("keys", "add", "ada")
+    hearth("keys", "add", "bob")
+    (ada, bob) = list_keys(data_dir / "keys.json")
+    use = KeyUse(num_requests=3, prompt_tokens=1500, output_tokens=250, last_used_at_s=time.time() - 65)
+    record = UsageRecord(since_s=bob.created_at_s - 1e-3, keys={ada.key_id: use})
+    (data_dir / "usage.json").write_bytes(msgspec.json.encode(record))
+
+    shown = hearth("keys", "list")
+
+    assert [row["REQUESTS"] for row in columns(shown.out)] == ["3", "0"]
+    assert [row["TOKENS"] for row in columns(shown.out)] == ["1.8K", "0"]
+    assert [row["USED"] for row in columns(shown.out)] == ["1m5s", "never"]
+    assert "requests and tokens are counted since" in shown.err
+    listed = json.loads(hearth("keys", "list", "--json").out)
+    assert [(one["num_requests"], one["prompt_tokens"]) for one in listed] == [(3, 1500), (0, 0)]
+
+
+def test_keys_are_listed_also_where_their_use_cannot_be_read(hearth: Hearth, data_dir: Path) -> None:
+    hearth("keys", "add", "ada")
+    (data_dir / "usage.json").write_text("{")
+    shown = hearth("keys", "list")
+    assert (shown.code, columns(shown.out)[0]["NAME"]) == (0, "ada")
+    assert "cannot be read as the use of API keys" in " ".join(shown.err.split())

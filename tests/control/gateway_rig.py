@@ -10,6 +10,7 @@ from typing import Literal
 
 from hearth.beacon import Beacon
 from hearth.config import HearthConfig, ModelConfig
+from hearth.control.caller import Caller
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
 from hearth.control.demand_reports import DemandReports
@@ -17,9 +18,11 @@ from hearth.control.deployments import Deployments
 from hearth.control.driver import Driver
 from hearth.control.fact_decoder import DecodedFact, DecodedToken
 from hearth.control.gateway import Gateway
-from hearth.control.generation import ChatPrompt, GenerationRequest, TokenDelta
+from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest, TokenDelta
 from hearth.control.host_reports import HostReports
 from hearth.control.journal import Journal
+from hearth.control.key_admission import KeyAdmissions
+from hearth.control.key_usage import KeyUsage
 from hearth.control.keys import ApiKeys
 from hearth.control.metrics import Metrics
 from hearth.control.observer import Observer
@@ -76,12 +79,18 @@ class GatewayRig:
         keeper = KeeperClient(Path("/nowhere"))
         deployments = Deployments(self.registry, catalog, self.driver, keeper, data_dir)
         self.demand = DemandReports(keeper)
+        self.usage = KeyUsage(data_dir.usage_path, ApiKeys(data_dir.keys_path).ids, metrics)
         self.gateway = Gateway(
             *(config.service, deployments, catalog, self.encoder, self.driver, observer, pools),
             *(self.supervisor, metrics, self.demand, HostReports(keeper)),
             keys=ApiKeys(data_dir.keys_path),
+            admissions=KeyAdmissions(self.usage, metrics, lambda: self.driver.now_s),
             kind="cpu",
         )
+
+    async def submit(self, wanted: GenerationRequest, caller: Caller) -> AnswerStream:
+        """Submit a request that is let in and never ends, as far as limits are concerned."""
+        return await self.gateway.submit(wanted, self.gateway.admit(caller))
 
     def join(self, budget_bytes: int = 1 << 40, kind: Literal["cpu", "cuda"] = "cpu") -> RecordingLink:
         link = RecordingLink()

@@ -61,7 +61,7 @@ def loaded(rig: GatewayRig, link: RecordingLink, come_bytes: int = BYTES) -> Non
 
 async def answered(rig: GatewayRig, link: RecordingLink, come_bytes: int | None = None) -> Explanation:
     """A request from its arrival to its end, with the load that it causes."""
-    stream = await rig.gateway.submit(ask(), ANYBODY)
+    stream = await rig.submit(ask(), ANYBODY)
     if come_bytes is not None:
         loaded(rig, link, come_bytes)
     emit(rig, link, 5, finished=True)
@@ -78,7 +78,7 @@ def metric(rig: GatewayRig, name: str) -> float:
 def test_a_model_is_hosted_with_its_floor_and_its_most_of_kv(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        await rig.gateway.submit(ask(), ANYBODY)
+        await rig.submit(ask(), ANYBODY)
         (order,) = host_orders(link)
         assert 0 < order.kv_floor_bytes <= order.max_kv_bytes
         rig.gateway.end_all()
@@ -116,7 +116,7 @@ def test_a_model_that_makes_room_is_retired_and_its_bytes_stay(data_dir: DataDir
         assert profile is not None
         link = rig.join(budget_bytes=profile.footprints["cpu"].least_bytes * 3 // 2)
         await answered(rig, link, BYTES)
-        await rig.gateway.submit(replace(ask([1, 2]), model="other"), ANYBODY)
+        await rig.submit(replace(ask([1, 2]), model="other"), ANYBODY)
         assert [type(order) for order in link.orders[2:]] == [RetireModel, HostModel, StartRequest]
         assert metric(rig, "hearth_evictions_total") == 1
         rig.gateway.end_all()
@@ -151,7 +151,7 @@ def test_stopping_tells_what_there_was_to_stop_in_every_state(data_dir: DataDir,
             return view.was_loaded, view.num_requests
 
         assert await stopped() == (False, 0), "deployed and never asked for"
-        stream = await rig.gateway.submit(ask(), ANYBODY)
+        stream = await rig.submit(ask(), ANYBODY)
         assert await stopped() == (False, 1), "waits for a worker"
         link = rig.join()
         assert await stopped() == (True, 1), "loading"
@@ -212,7 +212,7 @@ def test_a_request_that_comes_between_the_end_of_a_load_and_word_of_the_bytes_wa
         link = rig.join()
         await answered(rig, link, BYTES)
         rig.receive(link, DeviceResidency({TINY: 600}))
-        await rig.gateway.submit(ask(), ANYBODY)
+        await rig.submit(ask(), ANYBODY)
         rungs = (RungBytes(Rung.HOST, 400, 0.1),)
         rig.receive(link, ModelLoaded(TINY, host_orders(link)[-1].hosting, rungs, 600, 0, 0.0, 0.0, 0.0, 0.1))
         assert (await answered(rig, link)).load_s is None
@@ -225,7 +225,7 @@ def test_a_request_that_is_preempted_and_admitted_again_in_one_step_is_shown_so(
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        stream = await rig.gateway.submit(ask(), ANYBODY)
+        stream = await rig.submit(ask(), ANYBODY)
         loaded(rig, link)
         (run,) = rig.driver.requests.by_run
         rig.receive(link, StepDone(TINY, [], [], admitted=[Admitted(run, 1, 0.0)]))
@@ -245,7 +245,7 @@ def test_weights_that_are_taken_while_a_request_is_on_its_way_are_shown_too(
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
         await answered(rig, link, BYTES)
-        stream = await rig.gateway.submit(ask(), ANYBODY)
+        stream = await rig.submit(ask(), ANYBODY)
         rig.receive(link, DeviceResidency({TINY: 600}))
         rig.receive(link, LoadProgress(TINY, host_orders(link)[-1].hosting, 100, 1))
         loaded(rig, link, come_bytes=400)
@@ -264,7 +264,7 @@ def test_a_load_that_fails_when_the_model_was_ready_before_moves_its_requests(
         link = rig.join()
         await answered(rig, link, BYTES)
         rig.receive(link, DeviceResidency({TINY: 600}))
-        stream = await rig.gateway.submit(ask(), ANYBODY)
+        stream = await rig.submit(ask(), ANYBODY)
         rig.receive(
             link, HostingFailed(TINY, host_orders(link)[-1].hosting, "store_error", "the disk is gone")
         )
@@ -281,7 +281,7 @@ def test_a_model_that_breaks_at_its_first_step_is_loaded_once_and_clients_are_to
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        stream = await rig.gateway.submit(ask(), ANYBODY)
+        stream = await rig.submit(ask(), ANYBODY)
         loaded(rig, link)
         reason = "its engine broke: RuntimeError('no kernel')"
         rig.receive(link, HostingFailed(TINY, host_orders(link)[-1].hosting, "engine_failed", reason))
@@ -290,7 +290,7 @@ def test_a_model_that_breaks_at_its_first_step_is_loaded_once_and_clients_are_to
         assert failed.value.retry_s == 2.0
         for _ in range(20):
             with pytest.raises(EngineFailed, match="no kernel") as refused:
-                await (await rig.gateway.submit(ask(), ANYBODY)).next(1.0)
+                await (await rig.submit(ask(), ANYBODY)).next(1.0)
             assert refused.value.retry_s is not None
         assert len(host_orders(link)) == 1
 
@@ -300,7 +300,7 @@ def test_a_model_that_breaks_at_its_first_step_is_loaded_once_and_clients_are_to
 def test_a_load_that_fails_says_when_it_is_tried_again(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        stream = await rig.gateway.submit(ask(), ANYBODY)
+        stream = await rig.submit(ask(), ANYBODY)
         rig.receive(link, HostingFailed(TINY, host_orders(link)[-1].hosting, "store", "the disk is gone"))
         with pytest.raises(StoreError, match="the disk is gone; it is tried again in 2 s") as failed:
             await stream.next(1.0)
@@ -355,7 +355,7 @@ def test_who_stops_a_model_hears_what_it_has_on_devices_and_what_stays_in_host_m
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        await rig.gateway.submit(ask(), ANYBODY)
+        await rig.submit(ask(), ANYBODY)
         loaded(rig, link)
         rig.driver.post(ResidencyReported(rig.driver.now_s, TINY, {Rung.HOST: 700, Rung.DISK: BYTES}))
         stopping = asyncio.create_task(rig.gateway.unload("tiny", free=True))
@@ -399,7 +399,7 @@ def test_stopping_a_model_that_is_removed_meanwhile_finds_none(data_dir: DataDir
         assert isinstance(ping, Ping)
         with Registry.open(data_dir) as registry:
             registry.remove("tiny")
-        assert rig.gateway.models() == []
+        assert rig.gateway.models(ANYBODY) == []
         rig.receive(link, Pong(ping.number, 10_000, 10_000, 0, 0, 0, {}, ()))
 
         with pytest.raises(UnknownModel):
@@ -415,7 +415,7 @@ def test_a_worker_that_does_not_answer_is_shown_as_the_brain_sees_it(
 
     async def scene(rig: GatewayRig) -> None:
         rig.join()
-        await rig.gateway.submit(ask(), ANYBODY)
+        await rig.submit(ask(), ANYBODY)
         view = await rig.gateway.look()
         assert [(one.model, one.state) for one in view.models] == [("tiny", "loading")]
         assert view.workers[0].pool is None
@@ -430,7 +430,7 @@ def test_a_run_that_fails_ends_its_request_with_the_error_and_is_counted(
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        broken, sound = await rig.gateway.submit(ask(), ANYBODY), await rig.gateway.submit(ask(), ANYBODY)
+        broken, sound = await rig.submit(ask(), ANYBODY), await rig.submit(ask(), ANYBODY)
         loaded(rig, link)
         emit(rig, link, 5)
         run = rig.driver.requests.by_id[broken.request_id].run
@@ -465,7 +465,7 @@ def test_a_driver_that_is_closed_does_not_wake_up_when_its_journal_is_closed_too
         faults: list[dict[str, object]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
         link = rig.join()
-        stream = await rig.gateway.submit(replace(ask(), keep_alive_s=0.01), ANYBODY)
+        stream = await rig.submit(replace(ask(), keep_alive_s=0.01), ANYBODY)
         loaded(rig, link)
         emit(rig, link, 5, finished=True)
         assert rig.gateway.explain(stream.request_id, ANYBODY) is not None
@@ -482,7 +482,7 @@ def test_turns_of_a_model_are_told_to_the_brain_and_those_of_an_earlier_stay_are
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        await rig.gateway.submit(ask(), ANYBODY)
+        await rig.submit(ask(), ANYBODY)
         hosting = host_orders(link)[-1].hosting
         (replica,) = rig.driver.fleet.replicas()
         assert replica.hold is Hold.PAUSED
@@ -501,7 +501,7 @@ def test_turns_of_a_model_are_told_to_the_brain_and_those_of_an_earlier_stay_are
 def test_a_paused_request_is_explained_and_goes_on(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        stream = await rig.gateway.submit(ask(), ANYBODY)
+        stream = await rig.submit(ask(), ANYBODY)
         hosting = host_orders(link)[-1].hosting
         rig.receive(link, ModelTurn(TINY, hosting))
         emit(rig, link, 5)
@@ -525,7 +525,7 @@ def test_a_worker_is_told_the_pace_of_a_request_and_how_long_ago_it_came(
     data_dir: DataDir, deployed: Deployed
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
-        await rig.gateway.submit(replace(ask(), first_token_s=2.0), ANYBODY)
+        await rig.submit(replace(ask(), first_token_s=2.0), ANYBODY)
         await asyncio.sleep(0.01)
         link = rig.join()
         (start,) = [order for order in link.orders if isinstance(order, StartRequest)]

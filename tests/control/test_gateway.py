@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from hearth.control.caller import ANYBODY, Caller, GroupId
+from hearth.control.caller import ANYBODY, Caller, GroupId, KeyId, KeyTerms
 from hearth.control.correlation import Correlation
 from hearth.control.datadir import DataDir
 from hearth.control.fact_decoder import DecodedFact
@@ -20,6 +20,7 @@ from hearth.control.registry import Deployed, Registry
 from hearth.control.worker_ending import WorkerEnding
 from hearth.errors import (
     BadPrompt,
+    BadSampling,
     EngineFailed,
     Forbidden,
     NoWorkers,
@@ -30,6 +31,7 @@ from hearth.errors import (
     WorkersLost,
 )
 from hearth.messages import CancelRequest, HostModel, StartRequest, StepDone
+from hearth.policy.limits.key_limiter import KeyLimits
 from hearth.types import FinishReason, ModelId, Pace, SamplingParams
 from tests.control.gateway_rig import CONTEXT, GatewayRig, RecordingLink, ask, emit, with_rig
 
@@ -38,7 +40,9 @@ USER = Caller("somebody", "user", GroupId("somebody"))
 
 def test_a_prompt_is_encoded_and_checked(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
-        encode = rig.gateway.encode
+        async def encode(name: str, prompt: str | list[int]) -> list[int]:
+            return await rig.gateway.encode(name, prompt, ANYBODY)
+
         assert await encode("tiny", [1, 2, 3]) == [1, 2, 3]
         assert len(await encode("tiny", "!!!")) == 3
         assert await encode("tiny", "!" * (CONTEXT - 1))
@@ -78,17 +82,17 @@ def test_what_happens_while_a_prompt_is_encoded_is_noticed(
             with monkeypatch.context() as patch:
                 during_encoding(rig, lambda: other.replace(replace(deployed, digest="1" * 32)), patch)
                 with pytest.raises(ServiceError, match="`tiny` was replaced while the request was prepared"):
-                    await rig.gateway.submit(ask(), ANYBODY)
+                    await rig.submit(ask(), ANYBODY)
             other.replace(deployed)
             with monkeypatch.context() as patch:
                 during_encoding(rig, lambda: other.remove("tiny") and None, patch)
                 with pytest.raises(UnknownModel):
-                    await rig.gateway.submit(ask(), ANYBODY)
+                    await rig.submit(ask(), ANYBODY)
             other.add(deployed)
         with monkeypatch.context() as patch:
             during_encoding(rig, rig.gateway.end_all, patch)
             with pytest.raises(ShuttingDown):
-                await rig.gateway.submit(ask(), ANYBODY)
+                await rig.submit(ask(), ANYBODY)
         assert rig.driver.requests.by_id == {}
 
     with_rig(data_dir, scene)
@@ -128,7 +132,7 @@ def test_a_text_that_breaks_fails_its_request_and_frees_the_worker(
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        broken, other = await rig.gateway.submit(ask(), ANYBODY), await rig.gateway.submit(ask(), ANYBODY)
+        broken, other = await rig.submit(ask(), ANYBODY), await rig.submit(ask(), ANYBODY)
         starts = [order for order in link.orders if isinstance(order, StartRequest)]
         assert len(starts) == 2
         request = rig.driver.requests.by_id[broken.request_id]
@@ -148,9 +152,9 @@ def test_a_request_is_on_its_way_in_the_turn_in_which_it_is_taken(
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        await rig.gateway.submit(ask(), ANYBODY)
+        await rig.submit(ask(), ANYBODY)
         assert [type(order) for order in link.orders] == [HostModel, StartRequest]
-        await rig.gateway.submit(ask(), ANYBODY)
+        await rig.submit(ask(), ANYBODY)
         assert [type(order) for order in link.orders] == [HostModel, StartRequest, StartRequest]
         rig.gateway.end_all()
 
@@ -162,7 +166,7 @@ def test_a_request_whose_worker_is_lost_goes_on_with_all_that_was_said(
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         first = rig.join()
-        stream = await rig.gateway.submit(ask(), ANYBODY)
+        stream = await rig.submit(ask(), ANYBODY)
         emit(rig, first, 5, 6)
         rig.receive(first, None)
         second = rig.join()
@@ -224,7 +228,7 @@ def test_requests_of_one_group_have_its_salt_and_those_of_another_have_another(
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
         for caller in (ADA, BOB, AMY, ADA):
-            await rig.gateway.submit(ask(), caller)
+            await rig.submit(ask(), caller)
         ada, bob, amy, again = salts(link)
         assert ada == amy == again
         assert ada != bob
@@ -239,11 +243,11 @@ def test_an_answer_is_the_text_behind_its_prompt_whoever_goes_on_with_it(
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         first = rig.join()
-        stream = await rig.gateway.submit(ask("!!"), ANYBODY)
+        stream = await rig.submit(ask("!!"), ANYBODY)
         emit(rig, first, 5)
         rig.receive(first, None)
         emit(rig, rig.join(), 6, 7, finished=True)
-        prompt = await rig.gateway.encode("tiny", "!!")
+        prompt = await rig.gateway.encode("tiny", "!!", ANYBODY)
         answer = "".join(piece.text for piece in await stream.next())
         # A tokenizer without a decoder has a space between all tokens, so also before those of the answer.
         assert "! !" + answer == stream.tokenizer.decode([*prompt, 5, 6])  # the last one ends it unseen
@@ -259,7 +263,7 @@ def test_a_salt_is_guessed_from_no_name_and_written_nowhere(
 
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        stream = await rig.gateway.submit(ask(), ADA)
+        stream = await rig.submit(ask(), ADA)
         (salt,) = salts(link)
         assert repr(salt) not in repr(rig.driver.requests.by_id[stream.request_id])
         rig.gateway.end_all()
@@ -282,7 +286,7 @@ def test_a_request_is_explained_to_its_own_group_and_to_monitors(
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         rig.join()
-        stream = await rig.gateway.submit(ask(), ADA)
+        stream = await rig.submit(ask(), ADA)
         monitor = Caller("eve", "monitor", GroupId("m"))
         told = [rig.gateway.explain(stream.request_id, caller) for caller in (ADA, AMY, monitor, BOB)]
         assert [one is not None for one in told] == [True, True, True, False]
@@ -315,11 +319,9 @@ def test_ignored_fields_are_counted_by_label(data_dir: DataDir, deployed: Deploy
 def test_a_stop_string_ends_the_answer_and_frees_the_worker(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
         link = rig.join()
-        tokenizer = await rig.gateway.tokenizer("tiny")
+        tokenizer = await rig.gateway.tokenizer("tiny", ANYBODY)
         (token, *_) = tokenizer.encode("!", add_special_tokens=False)
-        stream = await rig.gateway.submit(
-            GenerationRequest("tiny", "!!", SamplingParams(stop=["!"])), ANYBODY
-        )
+        stream = await rig.submit(GenerationRequest("tiny", "!!", SamplingParams(stop=["!"])), ANYBODY)
         emit(rig, link, token)
         assert [piece.finish_reason for piece in await stream.next()] == [FinishReason.STOP]
         assert isinstance(link.orders[-1], CancelRequest)
@@ -341,11 +343,100 @@ def test_only_an_admin_may_be_due_sooner_than_is_usual_for_the_model(
     async def scene(rig: GatewayRig) -> None:
         rig.join()
         with pytest.raises(Forbidden, match=re.escape(message)):
-            await rig.gateway.submit(replace(ask(), **wanted), USER)
+            await rig.submit(replace(ask(), **wanted), USER)
         assert rig.driver.requests.by_id == {}
-        await rig.gateway.submit(replace(ask(), **wanted), ANYBODY)
-        later = await rig.gateway.submit(replace(ask(), tokens_per_s=0.0, first_token_s=60.0), USER)
+        await rig.submit(replace(ask(), **wanted), ANYBODY)
+        later = await rig.submit(replace(ask(), tokens_per_s=0.0, first_token_s=60.0), USER)
         assert rig.driver.requests.by_id[later.request_id].pace == Pace(60.0, 0.0, 1.5)
         rig.gateway.end_all()
+
+    with_rig(data_dir, scene)
+
+
+def terms(**changes: object) -> Caller:
+    """Somebody whose key has other terms."""
+    return replace(USER, terms=KeyTerms(**changes), key_id=KeyId("somebody"))  # type: ignore[arg-type] # its fields
+
+
+def test_a_model_that_a_key_may_not_use_is_as_unknown_as_one_that_is_not_there(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        rig.join()
+        others, own = terms(models=("another", "tiny-2")), terms(models=("tiny",))
+        told = []
+        for name in ("tiny", "tinz"):
+            with pytest.raises(UnknownModel) as refused:
+                await rig.submit(replace(ask(), model=name), others)
+            told.append(str(refused.value).replace(name, "NAME"))
+            with pytest.raises(UnknownModel, match=name):
+                rig.gateway.model(name, others)
+            with pytest.raises(UnknownModel):
+                await rig.gateway.encode(name, "!", others)
+            with pytest.raises(UnknownModel):
+                await rig.gateway.tokenizer(name, others)
+            with pytest.raises(UnknownModel):
+                await rig.gateway.show(name, others, look=False)
+        assert (
+            told == ["no model is deployed under `NAME`; none is; deploy one with `hearth deploy SOURCE`"] * 2
+        )
+        assert rig.gateway.models(others) == []
+        assert [view.name for view in rig.gateway.models(own)] == ["tiny"]
+        await rig.submit(ask(), own)
+        rig.gateway.end_all()
+
+    with_rig(data_dir, scene)
+
+
+def test_batch_requests_have_no_pace_whether_they_or_their_key_say_so(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        nightly = terms(service_class="batch")
+        for wanted, caller in (
+            (replace(ask(), is_batch=True), USER),
+            (ask(), nightly),
+            (replace(ask(), tokens_per_s=0.0), USER),
+        ):
+            stream = await rig.submit(wanted, caller)
+            assert rig.driver.requests.by_id[stream.request_id].pace == Pace(0.5, 0.0, 1.5)
+            assert rig.driver.fleet.queues.requests[stream.request_id].is_batch
+            assert stream.is_batch
+        assert all(order.pace.is_batch for order in link.orders if isinstance(order, StartRequest))
+        for wanted, caller in (
+            (replace(ask(), is_batch=True, tokens_per_s=5.0), USER),
+            (replace(ask(), tokens_per_s=5.0), nightly),
+        ):
+            with pytest.raises(BadSampling, match="`pace` must be 0 for batch requests, given: 5; leave it"):
+                await rig.submit(wanted, caller)
+        rig.gateway.end_all()
+
+    with_rig(data_dir, scene)
+
+
+def test_what_a_request_used_is_settled_and_counted_however_it_ends(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        caller = terms(limits=KeyLimits(tokens_per_min=100, concurrent=1))
+        for is_finished in (True, False):
+            with rig.gateway.admit(caller) as admission:
+                stream = await rig.gateway.submit(ask("!!"), admission)
+                charged = rig.gateway.rate_status(caller)
+                emit(rig, link, 5, 6, 7, finished=is_finished)
+                stream.close()
+        assert charged is not None
+        assert charged.tokens is not None
+        assert charged.tokens.remaining == 100 - (2 + 3) - (2 + 16)
+        settled = rig.gateway.rate_status(caller)
+        assert settled is not None
+        assert settled.tokens is not None
+        assert settled.tokens.remaining == 100 - 2 * (2 + 3)
+        value = rig.gateway.metrics.get_sample_value
+        assert value("hearth_key_requests_total", {"key": "somebody"}) == 2
+        assert value("hearth_key_prompt_tokens_total", {"key": "somebody"}) == 4
+        assert value("hearth_key_output_tokens_total", {"key": "somebody"}) == 6
 
     with_rig(data_dir, scene)

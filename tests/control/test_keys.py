@@ -3,13 +3,16 @@ from __future__ import annotations
 import json
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hearth.control import keys
+from hearth.control.caller import KeyTerms
 from hearth.control.keys import ApiKeys
 from hearth.errors import ConfigError
+from hearth.policy.limits.key_limiter import KeyLimits
 
 
 @pytest.fixture
@@ -158,3 +161,53 @@ def test_a_directory_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written: "):
         keys.add(tmp_path / "file" / "keys.json", "ada", "user")
+
+
+def test_limits_are_kept_with_a_key_and_a_running_service_learns_of_changes_at_once(path: Path) -> None:
+    key = keys.add(path, "ada", "user", terms=KeyTerms(KeyLimits(1, 2, 3), ("tiny",), "batch"))
+    known = ApiKeys.load(path)
+    before = known.check(key)
+    assert before is not None
+    assert before.terms == KeyTerms(KeyLimits(1, 2, 3), ("tiny",), "batch")
+    keys.change(path, "ada", lambda terms: replace(terms, models=None))
+    after = known.check(key)
+    assert after is not None
+    assert after.terms == KeyTerms(KeyLimits(1, 2, 3), None, "batch")
+    assert known.ids() == {before.key_id} == {after.key_id}
+
+
+def test_a_key_made_before_there_were_limits_has_none(path: Path) -> None:
+    key = keys.add(path, "ada", "user")
+    (entry,) = json.loads(path.read_text())
+    fields = ("name", "role", "salt", "hash", "created_at_s")
+    path.write_text(json.dumps([{field: entry[field] for field in fields}]))
+    caller = ApiKeys.load(path).check(key)
+    assert caller is not None
+    assert caller.terms == KeyTerms()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"requests_per_min": 0},
+        {"concurrent": -1},
+        {"models": []},
+        {"models": [""]},
+        {"service_class": "fast"},
+    ],
+)
+def test_limits_that_no_key_can_have_let_nobody_in(path: Path, wrong: dict[str, object]) -> None:
+    keys.add(path, "ada", "user")
+    (entry,) = json.loads(path.read_text())
+    path.write_text(json.dumps([entry | wrong]))
+    with pytest.raises(ConfigError, match="cannot be read as API keys"):
+        ApiKeys.load(path)
+
+
+def test_a_key_of_the_same_name_has_another_id(path: Path) -> None:
+    ids = set()
+    for _ in range(2):
+        keys.add(path, "ada", "user")
+        ids |= ApiKeys.load(path).ids()
+        keys.remove(path, "ada")
+    assert len(ids) == 2

@@ -265,3 +265,16 @@ def test_the_nearest_of_thousands_of_names_is_found_without_comparing_with_each(
         sys.setprofile(None)
     assert str(error).endswith("did you mean `org-llama-0420`?")
     assert 0 < num_compared <= MAX_COMPARED
+
+
+def test_who_may_know_of_some_models_is_told_of_no_other() -> None:
+    names = Names([TINY, OTHER], {"tiny": ModelConfig(aliases=("gpt-4",))})
+    for name in ("tiny", "gpt-4"):
+        assert names.resolve(name, ["gpt-4"]) is TINY
+    told = set()
+    for hidden in ("Other-1.0", "Other-1.1"):  # there, and not there
+        with pytest.raises(UnknownModel) as refused:
+            names.resolve(hidden, ["tiny", "not-deployed"])
+        told.add(str(refused.value).replace(hidden, "NAME"))
+    assert told == {"no model is deployed under `NAME`; deployed: gpt-4, tiny"}
+    assert names.allowed(["gpt-4", "not-deployed"]) == {"tiny"}

@@ -41,7 +41,7 @@ from hearth.messages import (
 )
 from hearth.sizes import StepLimits
 from hearth.store.manifest import read_manifest
-from hearth.types import FinishReason, ModelId, SamplingParams, WorkerId
+from hearth.types import FinishReason, ModelId, Pace, SamplingParams, WorkerId
 
 F = TypeVar("F", bound=Fact)
 
@@ -94,10 +94,15 @@ class Gateway:
         output: Sequence[int] = (),
         guide: GuideOrder | None = None,
         salt: bytes = b"",
+        pace: Pace | None = None,
     ) -> int:
         run = next(self._numbers)
         self.runs[run] = Run()
-        self.send(StartRequest(run, ModelId(model), tuple(prompt), tuple(output), sampling, salt, guide))
+        self.send(
+            StartRequest(
+                *(run, ModelId(model), tuple(prompt), tuple(output), sampling, salt, guide), pace or Pace()
+            )
+        )
         return run
 
     def hear(self) -> Fact | None:

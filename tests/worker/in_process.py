@@ -168,7 +168,7 @@ def working_in_process(
     with (
         folder() as place,
         closing(Lender(tiers, place / "s")),
-        working_beside(place / "s", new_pool, device, config, max_facts, turns, kernels) as gateway,
+        working_beside(place / "s", new_pool, device, config, max_facts, turns, kernels, marks) as gateway,
     ):
         yield gateway
 
@@ -182,6 +182,7 @@ def working_beside(
     max_facts: int = 0,
     turns: TurnRules | None = None,
     kernels: ModelKernels | None = None,
+    marks: WorkerMarks | None = None,
 ) -> Iterator[LoopGateway]:
     """A worker that borrows from whoever lends at a socket, otherwise as `working_in_process`."""
     device = device or torch.device("cpu")

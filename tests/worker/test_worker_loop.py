@@ -39,7 +39,7 @@ from hearth.store.borrower import Borrower
 from hearth.store.convert import convert
 from hearth.store.loader import Loader
 from hearth.store.manifest import WEIGHTS, read_manifest
-from hearth.types import FinishReason, Hold, ModelId, SamplingParams
+from hearth.types import FinishReason, Hold, ModelId, Pace, SamplingParams
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.model_load import HostingNews
 from hearth.worker.runtime import HostingResources
@@ -258,6 +258,18 @@ def test_a_model_runs_as_many_requests_at_a_time_as_its_order_says_also_when_it_
         steps = [len(fact.runs) for fact in gateway.facts if isinstance(fact, StepDone)]
         assert max(steps) == max_seqs
         gateway.send(RetireModel(ModelId("a")))
+
+
+def test_a_batch_request_gives_its_slot_to_an_interactive_one_and_goes_on_later(
+    gateway: Gateway, model: Path
+) -> None:
+    gateway.host("a", model, limits=StepLimits(max_batch_tokens=64, max_seqs=1, block_tokens=4))
+    batch = gateway.start("a", PROMPT, greedy(40), pace=Pace(tokens_per_s=0.0))
+    interactive = gateway.start("a", PROMPT[::-1], greedy(3))
+    gateway.until_ended(interactive)
+    assert gateway.runs[batch].finish_reason is None
+    (ended,) = gateway.until_ended(batch)
+    assert ended.tokens == answer(model, PROMPT, SamplingParams(temperature=0.0, max_tokens=40))
 
 
 def test_the_model_s_end_tokens_end_its_answers(gateway: Gateway, model: Path) -> None:

@@ -55,8 +55,8 @@ def model_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
     routes = APIRouter(prefix=MODELS_PATH, tags=["Models"], route_class=JsonRoute)
 
     @routes.get("", summary="List the deployed models")
-    async def list_models() -> Response:
-        return as_json(gateway.models())
+    async def list_models(request: Request) -> Response:
+        return as_json(gateway.models(caller_of(request)))
 
     @routes.get("/{name:path}", summary="Show a deployed model")
     async def show_model(name: str, request: Request, look: bool = False) -> Response:

@@ -17,12 +17,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hearth.api.answer_spec import CHAT, AnswerSpec
-from hearth.api.errors import hearth_error_object
+from hearth.api.errors import RATE_STATUS, hearth_error_object
 from hearth.api.exchange import Exchange, exchange_of
+from hearth.api.rate_limit_headers import rate_limit_headers
 from hearth.api.sse import EventWriter, call_id, finish_reason, identity
 from hearth.api.unread_fields import ignored_fields_header
 from hearth.control.caller import Caller
 from hearth.control.generation import AnswerStream, TokenDelta
+from hearth.control.key_admission import KeyAdmission
 from hearth.errors import HearthError
 from hearth.text.detokenizer import prompt_text
 from hearth.text.tool_calls import ToolCall
@@ -54,9 +56,19 @@ class Answer(Response):
         await unless_gone(receive, self._answer(scope, receive, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with self._gateway.admit(self._caller) as admission:
+                await self._answer_admitted(admission, scope, receive, send)
+        except HearthError:
+            scope[RATE_STATUS] = self._gateway.rate_status(self._caller)
+            raise
+
+    async def _answer_admitted(
+        self, admission: KeyAdmission, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         streams: list[AnswerStream] = []
         try:
-            await self._submit(streams, exchange_of(scope))
+            await self._submit(streams, admission, exchange_of(scope))
             if self._spec.is_stream:
                 await self._stream(streams, send)
             else:
@@ -67,16 +79,16 @@ class Answer(Response):
             for stream in streams:
                 stream.close()
 
-    async def _submit(self, streams: list[AnswerStream], exchange: Exchange) -> None:
+    async def _submit(self, streams: list[AnswerStream], admission: KeyAdmission, exchange: Exchange) -> None:
         """Add to `streams`, which then need to be closed. A prompt is tokenised once for all its answers."""
         num_answers = self._spec.num_answers
         prompt: list[int] | None = None
         for index, request in enumerate(self._spec.requests):
             if num_answers > 1 and index % num_answers == 0:
-                prompt = await self._gateway.encode(request.model, request.prompt)
+                prompt = await self._gateway.encode(request.model, request.prompt, self._caller)
             if prompt is not None:
-                request = replace(request, prompt=prompt)
-            stream = await self._gateway.submit(request, self._caller, exchange.correlation)
+                request = replace(request, prompt=prompt, counts_prompt=index % num_answers == 0)
+            stream = await self._gateway.submit(request, admission, exchange.correlation)
             streams.append(stream)
             exchange.request_ids.append(stream.request_id)
 
@@ -181,7 +193,8 @@ class Answer(Response):
         return echoes
 
     def _own_headers(self) -> dict[str, str]:
-        return ignored_fields_header(self._spec.ignored_fields)
+        rate_status = self._gateway.rate_status(self._caller)
+        return ignored_fields_header(self._spec.ignored_fields) | rate_limit_headers(rate_status)
 
     def _usage(self, streams: Sequence[AnswerStream], num_tokens: int) -> dict[str, object]:
         """Return the counts of tokens; a prompt counts once, however many answers it has."""

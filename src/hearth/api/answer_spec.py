@@ -79,6 +79,7 @@ class AnswerSpec:
     tool_use: ToolUse | None = None
     is_echo: bool = False  #: an answer begins with its prompt
     ignored_fields: tuple[str, ...] = ()  #: of the request, by the names that the client gave them
+    has_service_tier: bool = False  #: the client has named one, and is told which it got
 
     @property
     def has_logprobs(self) -> bool:

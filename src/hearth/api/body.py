@@ -197,6 +197,11 @@ class Body(Strict):
         allow_inf_nan=False,
         description="Seconds until the first token is due, where models have to take turns.",
     )
+    service_tier: Literal["auto", "default", "flex", "batch", "scale", "priority"] | None = Field(
+        None,
+        description="`flex` or `batch`: nobody reads along, so the request has no pace and gives way to "
+        "others for its first 30 s. All others: as the key's class of service has it.",
+    )
     # As vLLM has them.
     top_k: int | None = Field(None, ge=-1, le=MAX_INT)
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
@@ -221,6 +226,10 @@ class Body(Strict):
 
     def value_of(self, name: str) -> object:
         return self.token_limit if name == "max_tokens" else super().value_of(name)
+
+    @property
+    def is_batch(self) -> bool:
+        return self.service_tier in ("flex", "batch")
 
     @property
     def num_answers(self) -> int:

@@ -166,7 +166,8 @@ class ChatBody(Body):
             format=CHAT,
             requests=[
                 GenerationRequest(
-                    *(self.model, chat, params, guide, keep_alive_s, self.pace, self.first_token_target)
+                    *(self.model, chat, params, guide, keep_alive_s, self.pace, self.first_token_target),
+                    is_batch=self.is_batch,
                 )
                 for params in seeds(sampling, self.num_answers)
             ],
@@ -176,6 +177,7 @@ class ChatBody(Body):
             fingerprint=fingerprint,
             tool_use=None if tools is None else tools.use(),
             ignored_fields=self.ignored_fields,
+            has_service_tier=self.service_tier is not None,
         )
 
     def _ignored_fields(self) -> Iterator[str]:

@@ -57,7 +57,8 @@ class CompletionBody(Body):
             format=COMPLETION,
             requests=[
                 GenerationRequest(
-                    *(self.model, prompt, params, guide, keep_alive_s, self.pace, self.first_token_target)
+                    *(self.model, prompt, params, guide, keep_alive_s, self.pace, self.first_token_target),
+                    is_batch=self.is_batch,
                 )
                 for prompt in prompts
                 for params in seeds(sampling, self.num_answers)
@@ -68,6 +69,7 @@ class CompletionBody(Body):
             fingerprint=fingerprint,
             is_echo=bool(self.echo),
             ignored_fields=self.ignored_fields,
+            has_service_tier=self.service_tier is not None,
         )
 
     def _check(self) -> None:

@@ -13,8 +13,9 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import Response
 from starlette.routing import Match
 
+from hearth.api.rate_limit_headers import rate_limit_headers, retry_headers
 from hearth.api.unread_fields import REFUSED_FIELD
-from hearth.errors import HearthError
+from hearth.errors import HearthError, RateLimited
 
 
 class ErrorDetail(BaseModel):
@@ -30,6 +31,9 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+#: In the scope of a request: what is left of the limits of its key.
+RATE_STATUS = "hearth.rate_status"
+
 #: The codes of errors that clients know by another name than our label.
 _CODES = {"prompt_too_long": "context_length_exceeded", "unauthorized": "invalid_api_key"}
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -44,8 +48,10 @@ _CODE_BY_STATUS = {
 }
 
 
-def error_object(status: int, message: str, code: str | None, param: str | None = None) -> bytes:
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+def error_object(
+    status: int, message: str, code: str | None, param: str | None = None, kind: str | None = None
+) -> bytes:
+    kind = kind or _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     error = {"message": message, "type": kind, "param": param, "code": code}
     # Not by msgspec: what was given may hold half characters, which only escapes can spell.
     return json.dumps({"error": error}).encode()
@@ -63,13 +69,16 @@ def error_response(
 
 
 def hearth_error_object(error: HearthError) -> bytes:
-    return error_object(error.http_status, str(error), _CODES.get(error.label, error.label))
+    kind = error.what if isinstance(error, RateLimited) else None  # as OpenAI has it
+    return error_object(error.http_status, str(error), _CODES.get(error.label, error.label), kind=kind)
 
 
 async def on_hearth_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HearthError), type(error)
-    headers = {}
-    if error.retry_s is not None:
+    headers = rate_limit_headers(request.scope.get(RATE_STATUS))
+    if isinstance(error, RateLimited):
+        headers |= retry_headers(error.retry_s)
+    elif error.retry_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_s)))
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"

@@ -33,24 +33,25 @@ def openai_routes(gateway: Gateway, heartbeat_s: float) -> APIRouter:
     routes = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
 
     @routes.get("/models", summary="List the deployed models")
-    async def list_models() -> Response:
-        return as_json({"object": "list", "data": [_model(view) for view in gateway.models()]})
+    async def list_models(request: Request) -> Response:
+        models = gateway.models(caller_of(request))
+        return as_json({"object": "list", "data": [_model(view) for view in models]})
 
     @routes.get("/models/{name:path}", summary="Show a deployed model")
-    async def show_model(name: str) -> Response:
-        return as_json(_model(gateway.model(name)))
+    async def show_model(name: str, request: Request) -> Response:
+        return as_json(_model(gateway.model(name, caller_of(request))))
 
     @routes.post("/completions", summary="Continue a text", responses=_ANSWER)
     async def complete(body: CompletionBody, request: Request) -> Response:
         _check_pin(body, request)
-        spec = body.answer_spec(_fingerprint(gateway, body.model))
+        spec = body.answer_spec(_fingerprint(gateway, body.model, request))
         return _answer(gateway, spec, request, heartbeat_s)
 
     @routes.post("/chat/completions", summary="Answer a conversation", responses=_ANSWER)
     async def chat(body: ChatBody, request: Request) -> Response:
         _check_pin(body, request)
-        fingerprint = _fingerprint(gateway, body.model)
-        tokenizer = await gateway.tokenizer(body.model) if body.uses_tools else None
+        fingerprint = _fingerprint(gateway, body.model, request)
+        tokenizer = await gateway.tokenizer(body.model, caller_of(request)) if body.uses_tools else None
         return _answer(gateway, body.answer_spec(fingerprint, tokenizer), request, heartbeat_s)
 
     return routes
@@ -74,8 +75,8 @@ def _check_pin(body: Body, request: Request) -> None:
         )
 
 
-def _fingerprint(gateway: Gateway, name: str) -> str:
-    return f"fp_{gateway.model(name).digest[:12]}"
+def _fingerprint(gateway: Gateway, name: str, request: Request) -> str:
+    return f"fp_{gateway.model(name, caller_of(request)).digest[:12]}"
 
 
 def _model(view: ModelView) -> dict[str, object]:

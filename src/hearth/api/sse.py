@@ -25,12 +25,14 @@ encode = msgspec.json.Encoder().encode
 
 def identity(spec: AnswerSpec, kind: str, stream: AnswerStream) -> dict[str, object]:
     """Return the fields that an answer and each of its chunks begin with; `stream`: of the first choice."""
+    tier = {"service_tier": "flex" if stream.is_batch else "default"} if spec.has_service_tier else {}
     return {
         "id": spec.format.id_prefix + stream.request_id,
         "object": kind,
         "created": int(time.time()),
         "model": stream.model,
         "system_fingerprint": spec.fingerprint,
+        **tier,
     }
 
 

@@ -23,7 +23,7 @@ MAX_NAME_CHARS = 64
 #: Fields that many clients send and that change no answer. Metrics count them by name, all others as one.
 FREQUENT = frozenset(
     [
-        *("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prediction"),
+        *("metadata", "store", "safety_identifier", "prompt_cache_key", "prediction"),
         *("priority", "request_id", "cache_prompt", "return_progress", "guided_decoding_backend"),
         *("stream_options.include_obfuscation", "stream_options.continuous_usage_stats"),
         "tools.function.strict",

@@ -1,9 +1,11 @@
-"""Who sends a request: what they may do, and with whom they share. Checks no key: that is `keys.py`."""
+"""Who sends a request: what they may do, how much, and with whom they share. Checks no key: see `keys.py`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NewType
+
+from hearth.policy.limits.key_limiter import KeyLimits
 
 #: A user may ask, a monitor may also look at the whole service, an admin may also change it.
 Role = Literal["user", "monitor", "admin"]
@@ -11,6 +13,22 @@ ROLES: tuple[Role, ...] = ("user", "monitor", "admin")  #: each may do all that 
 
 #: Callers of one group find each other's cached prefixes and may have each other's requests explained.
 GroupId = NewType("GroupId", str)
+
+#: One life of an API key: a later key of the same name has another id.
+KeyId = NewType("KeyId", str)
+
+#: Somebody reads along with interactive requests; batch requests have no pace and give way first.
+ServiceClass = Literal["interactive", "batch"]
+SERVICE_CLASSES: tuple[ServiceClass, ...] = ("interactive", "batch")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyTerms:
+    """The models, limits and class of service of a key."""
+
+    limits: KeyLimits = field(default_factory=KeyLimits)
+    models: tuple[str, ...] | None = None  #: names or aliases; None: all
+    service_class: ServiceClass = "interactive"  #: the best that its requests get
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +38,8 @@ class Caller:
     name: str
     role: Role
     group: GroupId
+    terms: KeyTerms = field(default_factory=KeyTerms)
+    key_id: KeyId | None = None  #: None: there is no key, so nothing is limited and nothing counted
 
     def has_role(self, role: Role) -> bool:
         """True if the caller may do what a role may."""

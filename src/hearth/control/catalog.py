@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from hearth.config import EngineConfig, ModelConfig
@@ -128,12 +128,16 @@ class Catalog:
         self._log_cuts()
         return [entry for name, entry in self._entries.items() if entry != before[name]]
 
-    def entries(self) -> list[CatalogEntry]:
-        return list(self._entries.values())
+    def entries(self, allowed: Collection[str] | None = None) -> list[CatalogEntry]:
+        """Return all models, or those that names or aliases mean."""
+        if allowed is None:
+            return list(self._entries.values())
+        names = self._names.allowed(allowed)
+        return [entry for name, entry in self._entries.items() if name in names]
 
-    def find(self, name: str) -> CatalogEntry:
-        """Return the model that a name or an alias means. Raises UnknownModel."""
-        return self._entries[ModelId(self._names.resolve(name).name)]
+    def find(self, name: str, allowed: Collection[str] | None = None) -> CatalogEntry:
+        """Return the model that a name or an alias means, if it is `allowed`. Raises UnknownModel."""
+        return self._entries[ModelId(self._names.resolve(name, allowed).name)]
 
     def host_order(self, order: LoadModel, hosting: int) -> HostModel:
         """Return the order to host a model as the brain wants it, for a stay of that number."""

@@ -3,6 +3,7 @@
 VERSION             of this layout
 registry.db         deployed models (`registry.py`)
 keys.json           API keys (`keys.py`)
+usage.json          how much was asked with each of them (`key_usage.py`)
 models/ chunks/     the store's: converted models, chunks from object storage
 hashes/             the store's: what this machine found of files that it has checked
 upgrade/            the way back to the format before, until the first model is deployed or removed
@@ -125,6 +126,10 @@ class DataDir:
     @property
     def keys_path(self) -> Path:
         return self.path / "keys.json"
+
+    @property
+    def usage_path(self) -> Path:
+        return self.path / "usage.json"
 
     @property
     def models_path(self) -> Path:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from pathlib import Path
 
@@ -56,14 +56,15 @@ class Deployments:
         for entry in catalog.entries():
             driver.post(events.ModelDeployed(driver.now_s, entry.profile))
 
-    def entries(self) -> list[CatalogEntry]:
+    def entries(self, allowed: Collection[str] | None = None) -> list[CatalogEntry]:
+        """Return all models, or those that names or aliases mean."""
         self._follow()
-        return self._catalog.entries()
+        return self._catalog.entries(allowed)
 
-    def find(self, name: str) -> CatalogEntry:
-        """Return the model that a name or an alias means. Raises UnknownModel."""
+    def find(self, name: str, allowed: Collection[str] | None = None) -> CatalogEntry:
+        """Return the model that a name or an alias means, if it is `allowed`. Raises UnknownModel."""
         self._follow()
-        return self._catalog.find(name)
+        return self._catalog.find(name, allowed)
 
     async def deploy(self, order: DeployOrder) -> AsyncGenerator[DeployProgress | CatalogEntry, None]:
         """Yield progress as it is made, and last the model, which is offered then. Leaving calls it off.

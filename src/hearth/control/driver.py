@@ -94,6 +94,7 @@ class Driver:
                 *(self.now_s, request.request_id, request.model, len(request.prompt)),
                 *(max_tokens, keep_alive_s),
                 digest=request.digest,
+                is_batch=request.pace.is_batch,
             )
         )
 

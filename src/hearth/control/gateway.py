@@ -27,6 +27,7 @@ from hearth.control.deployments import Deployments
 from hearth.control.driver import Driver
 from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest
 from hearth.control.host_reports import HostReports
+from hearth.control.key_admission import KeyAdmission, KeyAdmissions
 from hearth.control.keys import ApiKeys
 from hearth.control.metrics import Metrics
 from hearth.control.observer import Observer
@@ -59,7 +60,7 @@ from hearth.messages import Sampling
 from hearth.policy.fleet import events
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import Transcript
-from hearth.types import ModelId, Pace, RequestId, Rung, SamplingParams
+from hearth.types import ModelId, Pace, RateStatus, RequestId, Rung, SamplingParams
 from hearth.version import hearth_version
 
 #: Time for workers to report their memory when somebody looks; else their last report is shown.
@@ -86,6 +87,7 @@ class Gateway:
         demand: DemandReports,
         host: HostReports,
         keys: ApiKeys,
+        admissions: KeyAdmissions,
         kind: str,
     ) -> None:
         self._config, self._deployments, self._catalog = config, deployments, catalog
@@ -96,7 +98,7 @@ class Gateway:
         self.metrics = metrics.registry
         self._ignored_fields = metrics.ignored_fields
         self._connections_closed = metrics.connections_closed
-        self.keys = keys
+        self.keys, self._admissions = keys, admissions
         self.admin_token = secrets.token_urlsafe(32)
         #: The salts of groups follow from it. Kept nowhere else: cached prefixes end with the service, too.
         self._salt_secret = secrets.token_bytes(SALT_BYTES)
@@ -105,17 +107,30 @@ class Gateway:
 
     # Requests.
 
+    def admit(self, caller: Caller) -> KeyAdmission:
+        """Let a caller ask, as a context: all that is submitted in it is one request of the caller's key.
+
+        Raises:
+            RateLimited: the key has had what it may have for now.
+        """
+        return self._admissions.admit(caller)
+
+    def rate_status(self, caller: Caller) -> RateStatus | None:
+        """Return what is left of the limits of a caller's key; None: it has none."""
+        return self._admissions.status(caller)
+
     async def submit(
-        self, wanted: GenerationRequest, caller: Caller, correlation: Correlation = UNNAMED
+        self, wanted: GenerationRequest, admission: KeyAdmission, correlation: Correlation = UNNAMED
     ) -> AnswerStream:
-        """Take a caller's request; its answer arrives in the stream.
+        """Take a request of a caller who was let in; its answer arrives in the stream.
 
         Raises:
             HearthError: the request is wrong, or cannot be taken. Nothing was started then.
         """
         self._refuse_when_closed()
+        caller = admission.caller
         arrived_s, arrived_at_s = self._driver.now_s, time.time()
-        entry = self._deployments.find(wanted.model)
+        entry = self._deployments.find(wanted.model, caller.terms.models)
         _check_tokens(entry, wanted.sampling)
         pace = _pace_of(entry, wanted, caller)
         tokenizer = await self._tokenizer(entry)
@@ -124,11 +139,15 @@ class Gateway:
             await self._encoder.check_guide(wanted.guide)
         self._refuse_when_closed()  # again, and what follows: much may have happened since
         self._refuse_replaced(entry, prompt)
+        max_tokens, left = wanted.sampling.max_tokens, entry.max_context - len(prompt)
+        max_tokens = left if max_tokens is None else min(max_tokens, left)
+        admission.charge(len(prompt) if wanted.counts_prompt else 0, max_tokens)
         request_id = RequestId(secrets.token_hex(12))
         model = ModelId(entry.deployed.name)
         stream = AnswerStream(
             request_id, model, tokenizer, len(prompt), lambda: self._driver.cancel(request_id)
         )
+        stream.is_batch = pace.is_batch
         timeline = Timeline(
             *(request_id, model, arrived_s, arrived_at_s, len(prompt), caller.group, pace), correlation
         )
@@ -151,6 +170,7 @@ class Gateway:
         if stream.error is not None:
             raise stream.error
         self._demand.request_came(entry.deployed.digest)
+        admission.follow(stream, counts_prompt=wanted.counts_prompt)
         return stream
 
     def count_ignored_fields(self, labels: Sequence[str]) -> None:
@@ -162,31 +182,31 @@ class Gateway:
         """Count a connection that gave way because too many were open."""
         self._connections_closed.inc()
 
-    async def tokenizer(self, name: str) -> Tokenizer:
-        return await self._tokenizer(self._deployments.find(name))
+    async def tokenizer(self, name: str, caller: Caller) -> Tokenizer:
+        return await self._tokenizer(self._deployments.find(name, caller.terms.models))
 
-    async def encode(self, name: str, prompt: str | list[int] | ChatPrompt) -> list[int]:
+    async def encode(self, name: str, prompt: str | list[int] | ChatPrompt, caller: Caller) -> list[int]:
         """Return the tokens of a prompt.
 
         Raises:
             HearthError: the model cannot take it.
         """
-        return list(await self._encode(self._deployments.find(name), prompt))
+        return list(await self._encode(self._deployments.find(name, caller.terms.models), prompt))
 
-    # Models.
+    # Models. For a caller those are there that the caller's key may use.
 
-    def models(self) -> list[ModelView]:
-        return [self._catalog.view(entry) for entry in self._deployments.entries()]
+    def models(self, caller: Caller) -> list[ModelView]:
+        return [self._catalog.view(entry) for entry in self._deployments.entries(caller.terms.models)]
 
-    def model(self, name: str) -> ModelView:
-        return self._catalog.view(self._deployments.find(name))
+    def model(self, name: str, caller: Caller) -> ModelView:
+        return self._catalog.view(self._deployments.find(name, caller.terms.models))
 
     async def show(self, name: str, caller: Caller, *, look: bool) -> ModelView:
         """Return a model with what is known of its upstream, which is asked first if `look`.
 
         An admin sees what is there now, others what was there a moment ago.
         """
-        entry = self._deployments.find(name)
+        entry = self._deployments.find(name, caller.terms.models)
         max_age_s = 0.0 if caller.has_role("admin") else KEPT_S
         upstream = await self._deployments.upstream(entry.deployed, look=look, max_age_s=max_age_s)
         return replace(self._catalog.view(entry), upstream=upstream)
@@ -411,6 +431,8 @@ def _pace_of(entry: CatalogEntry, wanted: GenerationRequest, caller: Caller) -> 
         Forbidden: somebody else asks for that.
     """
     usual = entry.pace
+    if wanted.is_batch or caller.terms.service_class == "batch":
+        return _batch_pace(usual, wanted, caller)
     tokens_per_s = usual.tokens_per_s if wanted.tokens_per_s is None else wanted.tokens_per_s
     first_token_s = usual.first_token_s if wanted.first_token_s is None else wanted.first_token_s
     if not caller.has_role("admin"):
@@ -430,6 +452,16 @@ def _pace_of(entry: CatalogEntry, wanted: GenerationRequest, caller: Caller) -> 
                     f"`models.NAME.{field}`"
                 )
     return Pace(first_token_s, tokens_per_s, usual.max_pause_s)
+
+
+def _batch_pace(usual: Pace, wanted: GenerationRequest, caller: Caller) -> Pace:
+    """Return the pace of a batch request: none. Raises BadSampling: the request names one."""
+    if wanted.tokens_per_s:
+        remedy = "leave it out"
+        if caller.terms.service_class != "batch":
+            remedy += ', or ask for the `service_tier` "default"'
+        raise BadSampling(f"`pace` must be 0 for batch requests, given: {wanted.tokens_per_s:g}; {remedy}")
+    return replace(usual, tokens_per_s=0.0)
 
 
 def _check_tokens(entry: CatalogEntry, sampling: SamplingParams) -> None:

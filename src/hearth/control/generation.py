@@ -34,6 +34,8 @@ class GenerationRequest:
     keep_alive_s: float | None = None  #: infinite pins the model; None: as it is configured
     tokens_per_s: float | None = None  #: of its `Pace`, as is the next; None: as is usual for the model
     first_token_s: float | None = None
+    is_batch: bool = False  #: it should have no pace
+    counts_prompt: bool = True  #: False: another answer to a prompt that was counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class AnswerStream:
         self.tokenizer = tokenizer
         self.num_prompt_tokens = num_prompt_tokens
         self.num_cached_tokens = 0  #: of the prompt; known with the first token
+        self.num_output_tokens = 0  #: that have come, whether they were read or not
+        self.is_batch = False
         self.is_ended = False  #: everything was delivered, or it was closed
         self._cancel = cancel
         self._deltas: list[TokenDelta] = []
@@ -111,6 +115,7 @@ class AnswerStream:
 
     def put(self, deltas: Sequence[TokenDelta]) -> None:
         self._deltas += deltas
+        self.num_output_tokens += len(deltas)
         self.is_ended = self.is_ended or deltas[-1].finish_reason is not None
         self._wake()
 

@@ -13,19 +13,23 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
 
 import msgspec
 
-from hearth.control.caller import Caller, GroupId, Role
+from hearth.control.caller import Caller, GroupId, KeyId, KeyTerms, Role, ServiceClass
 from hearth.control.datadir import write_private
 from hearth.errors import ConfigError
+from hearth.policy.limits.key_limiter import KeyLimits
 
 PREFIX = "hearth-"
+#: The most models that a key may be limited to.
+MAX_MODELS = 64
+MAX_LIMIT = 10**12
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9@._-]{0,63}", re.ASCII)
 _SALT_BYTES = 16
@@ -39,6 +43,8 @@ class KeyInfo:
     role: Role
     created_at_s: float  #: since the epoch
     group: str | None  #: of keys that share cached prefixes; None: the key shares with no other
+    terms: KeyTerms
+    key_id: KeyId
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +57,36 @@ class _StoredKey:
     hash: str
     created_at_s: float
     group: str | None = None
+    requests_per_min: int | None = None
+    tokens_per_min: int | None = None
+    concurrent: int | None = None
+    models: tuple[str, ...] | None = None
+    service_class: ServiceClass = "interactive"
+
+    @property
+    def terms(self) -> KeyTerms:
+        limits = KeyLimits(self.requests_per_min, self.tokens_per_min, self.concurrent)
+        return KeyTerms(limits, self.models, self.service_class)
+
+    def with_terms(self, terms: KeyTerms) -> _StoredKey:
+        """Return the same key with other terms."""
+        return replace(
+            self,
+            requests_per_min=terms.limits.requests_per_min,
+            tokens_per_min=terms.limits.tokens_per_min,
+            concurrent=terms.limits.concurrent,
+            models=terms.models,
+            service_class=terms.service_class,
+        )
+
+    @property
+    def key_id(self) -> KeyId:
+        """A name of this key alone, which tells nothing of its salt."""
+        return KeyId(hashlib.blake2b(bytes.fromhex(self.salt), digest_size=16).hexdigest())
 
     @property
     def info(self) -> KeyInfo:
-        return KeyInfo(self.name, self.role, self.created_at_s, self.group)
+        return KeyInfo(self.name, self.role, self.created_at_s, self.group, self.terms, self.key_id)
 
     @property
     def caller(self) -> Caller:
@@ -63,15 +95,18 @@ class _StoredKey:
         A key's own group is known by its salt: no name leads into it, nor does a later key of the same name.
         """
         group = f"key:{self.salt}" if self.group is None else f"group:{self.group}"
-        return Caller(self.name, self.role, GroupId(group))
+        return Caller(self.name, self.role, GroupId(group), self.terms, self.key_id)
 
 
-def add(path: Path, name: str, role: Role, group: str | None = None) -> str:
+def add(path: Path, name: str, role: Role, group: str | None = None, terms: KeyTerms | None = None) -> str:
     """Make a key and return it; nothing can tell it again.
 
     Raises:
-        ConfigError: the name is taken or cannot be one, nor the group's, or the file cannot be used.
+        ConfigError: the name is taken or cannot be one, nor the group's, the terms are wrong, or the file
+            cannot be used.
     """
+    terms = terms or KeyTerms()
+    _check_terms(terms)
     _check_name("key", name)
     if group is not None:
         _check_name("group", group)
@@ -82,10 +117,26 @@ def add(path: Path, name: str, role: Role, group: str | None = None) -> str:
             raise ConfigError(
                 f"`{path}` holds a key named `{name}` already; choose another name, or remove that one first"
             )
-        _write(
-            path, [*entries, _StoredKey(name, role, salt.hex(), _hash(key, salt).hex(), time.time(), group)]
-        )
+        entry = _StoredKey(name, role, salt.hex(), _hash(key, salt).hex(), time.time(), group)
+        _write(path, [*entries, entry.with_terms(terms)])
     return key
+
+
+def change(path: Path, name: str, alter: Callable[[KeyTerms], KeyTerms]) -> KeyTerms:
+    """Change the terms of a key, which stays what it is; return what they are now.
+
+    Raises:
+        ConfigError: there is no key of that name, the terms are wrong, or the file cannot be used.
+    """
+    with _changing(path):
+        entries = _read(path)
+        known = next((entry for entry in entries if entry.name == name), None)
+        if known is None:
+            raise _unknown(path, name, entries)
+        terms = alter(known.terms)
+        _check_terms(terms)
+        _write(path, [entry.with_terms(terms) if entry is known else entry for entry in entries])
+    return terms
 
 
 def remove(path: Path, name: str) -> None:
@@ -94,9 +145,13 @@ def remove(path: Path, name: str) -> None:
         entries = _read(path)
         others = [entry for entry in entries if entry.name != name]
         if len(others) == len(entries):
-            names = ", ".join(entry.name for entry in entries) or "none"
-            raise ConfigError(f"`{path}` holds no key named {name!r:.80}; it holds: {names}")
+            raise _unknown(path, name, entries)
         _write(path, others)
+
+
+def _unknown(path: Path, name: str, entries: Sequence[_StoredKey]) -> ConfigError:
+    names = ", ".join(entry.name for entry in entries) or "none"
+    return ConfigError(f"`{path}` holds no key named {name!r:.80}; it holds: {names}")
 
 
 def is_loopback(host: str) -> bool:
@@ -169,6 +224,11 @@ class ApiKeys:
                 found = entry.caller
         return found
 
+    def ids(self) -> set[KeyId]:
+        """Return the ids of all keys. Raises ConfigError: the file has changed and cannot be understood."""
+        self._refresh()
+        return {entry.key_id for entry in self._entries}
+
     def _refresh(self) -> None:
         """Read the file again if it has changed; to look costs microseconds, so it is done for every key."""
         version = _version_of(self._path)
@@ -184,6 +244,25 @@ def _check_name(what: str, name: str) -> None:
             f"the name of a {what} is 1 to 64 letters, digits, `@`, `.`, `_` or `-` and begins with a letter "
             f"or digit, given: {name!r:.80}"
         )
+
+
+def _check_terms(terms: KeyTerms) -> None:
+    """Raise ConfigError if a key cannot have these terms."""
+    limits = {
+        "requests per minute": terms.limits.requests_per_min,
+        "tokens per minute": terms.limits.tokens_per_min,
+        "concurrent requests": terms.limits.concurrent,
+    }
+    for what, limit in limits.items():
+        if limit is not None and not 1 <= limit <= MAX_LIMIT:
+            raise ConfigError(f"{what} of a key must be from 1 to {MAX_LIMIT}, given: {limit}")
+    if terms.models is not None and not 1 <= len(terms.models) <= MAX_MODELS:
+        raise ConfigError(
+            f"a key may be limited to 1 to {MAX_MODELS} models, given: {len(terms.models)}; allow all of them"
+        )
+    bad = next((one for one in terms.models or () if not 1 <= len(one) <= 256 or not one.isprintable()), None)
+    if bad is not None:
+        raise ConfigError(f"the name of a model has 1 to 256 characters, given: {bad!r:.80}")
 
 
 def _hash(key: str, salt: bytes) -> bytes:
@@ -204,9 +283,10 @@ def _read(path: Path) -> list[_StoredKey]:
         for entry in entries:
             if len(bytes.fromhex(entry.salt)) != _SALT_BYTES or len(bytes.fromhex(entry.hash)) != 32:
                 raise ValueError(f"salt or hash of `{entry.name}` has another length")
+            _check_terms(entry.terms)
     except FileNotFoundError:
         return []
-    except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+    except (OSError, ValueError, ConfigError) as error:  # msgspec's errors are ValueErrors
         raise ConfigError(
             f"`{path}` cannot be read as API keys: {error}; move it away and make new ones with "
             "`hearth keys add NAME`"

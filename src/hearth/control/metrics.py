@@ -125,6 +125,16 @@ class Metrics:
         self.connections_closed = self._counter(
             "hearth_connections_closed", "Connections that gave way because too many were open."
         )
+        self.key_requests = self._counter("hearth_key_requests", "Requests that ended, by API key.", "key")
+        self.key_prompt_tokens = self._counter(
+            "hearth_key_prompt_tokens", "Tokens of prompts, by API key.", "key"
+        )
+        self.key_output_tokens = self._counter(
+            "hearth_key_output_tokens", "Tokens of answers, by API key.", "key"
+        )
+        self.key_refusals = self._counter(
+            "hearth_key_refusals", "Requests beyond a limit of their API key.", "key", "limit"
+        )
         self.fallbacks = self._counter("hearth_fallbacks", "Ways that had to be gone around.", "what")
 
     def loaded(self, ready: ModelReady) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -263,12 +263,22 @@ class Names:
                     )
                 self._name_by_alias[alias] = name
 
-    def resolve(self, name: str) -> Deployed:
-        """Return the model that a name or an alias means. Raises UnknownModel."""
+    def resolve(self, name: str, allowed: Collection[str] | None = None) -> Deployed:
+        """Return the model that a name or an alias means, one of those that are `allowed`; None: all.
+
+        Raises:
+            UnknownModel: there is none, or it is not allowed, which nobody can tell apart.
+        """
         found = self._by_name.get(self._name_by_alias.get(name, name))
+        if allowed is not None and (found is None or found.name not in self.allowed(allowed)):
+            raise self._unknown_among(name, self.allowed(allowed))
         if found is None:
             raise self.unknown(name)
         return found
+
+    def allowed(self, allowed: Collection[str]) -> set[str]:
+        """Return the deployed models that names or aliases mean; what is not deployed means none."""
+        return {self._name_by_alias.get(one, one) for one in allowed} & self._by_name.keys()
 
     def waiting(self) -> dict[str, str]:
         """Return the models whose settings wait until they are deployed, with hints at what was meant."""
@@ -277,13 +287,16 @@ class Names:
     def unknown(self, name: str) -> UnknownModel:
         return UnknownModel(f"no model is deployed under `{name:.80}`; {self._hint(name)}")
 
+    def _unknown_among(self, name: str, allowed: Collection[str]) -> UnknownModel:
+        """Return the error for who may know of some models alone, and is told of no other."""
+        aliases = (alias for alias, one in self._name_by_alias.items() if one in allowed)
+        known = sorted({*allowed, *aliases})
+        return UnknownModel(
+            f"no model is deployed under `{name:.80}`; {_describe_known(name, known, NearestName(known))}"
+        )
+
     def _hint(self, name: str) -> str:
-        if (nearest := self._nearest.find(name)) is not None:
-            return f"did you mean `{nearest}`?"
-        if not self._known:
-            return "none is; deploy one with `hearth deploy SOURCE`"
-        more = ", ..." if len(self._known) > _MAX_LISTED else ""
-        return f"deployed: {', '.join(self._known[:_MAX_LISTED])}{more}"
+        return _describe_known(name, self._known, self._nearest)
 
     # Made when the first unknown name is asked for, and kept: many may follow.
 
@@ -295,6 +308,16 @@ class Names:
     @cached_property
     def _nearest(self) -> NearestName:
         return NearestName(self._known)
+
+
+def _describe_known(name: str, known: Sequence[str], nearest: NearestName) -> str:
+    """Say which of the known names may have been meant, or what there is."""
+    if (meant := nearest.find(name)) is not None:
+        return f"did you mean `{meant}`?"
+    if not known:
+        return "none is; deploy one with `hearth deploy SOURCE`"
+    more = ", ..." if len(known) > _MAX_LISTED else ""
+    return f"deployed: {', '.join(known[:_MAX_LISTED])}{more}"
 
 
 def _check_table(name: str) -> None:

@@ -23,6 +23,8 @@ from hearth.control.fact_decoder import FactDecoder
 from hearth.control.gateway import Gateway
 from hearth.control.host_reports import HostReports
 from hearth.control.journal import Journal
+from hearth.control.key_admission import KeyAdmissions
+from hearth.control.key_usage import KeyUsage
 from hearth.control.keys import ApiKeys, is_loopback
 from hearth.control.log_rotation import LogRotation
 from hearth.control.metrics import Metrics
@@ -115,10 +117,14 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         deployments = Deployments(registry, catalog, driver, keeper, data_dir, process_log.fd)
         demand = DemandReports(keeper)
         stack.push_async_callback(demand.close)
+        keys = keys_of(service, data_dir)
+        usage = KeyUsage(data_dir.usage_path, keys.ids, metrics)
+        stack.push_async_callback(usage.close)
         gateway = Gateway(
             *(service, deployments, catalog, encoder, driver, observer, pools, supervisor, metrics, demand),
             host=HostReports(keeper),
-            keys=keys_of(service, data_dir),
+            keys=keys,
+            admissions=KeyAdmissions(usage, metrics, lambda: driver.now_s),
             kind=devices.kind,
         )
         yield gateway

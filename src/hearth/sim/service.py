@@ -138,7 +138,8 @@ class SimulatedService:
             self.num_open += 1
             # All that it is on its way for, there and back, comes before the brain hears of it.
             at_s = request.arrival_s + self.profile.request_s
-            self.schedule(RequestArrived(at_s, request_id, model, num_prompt, num_output))
+            is_batch = self.setting.pace.is_batch
+            self.schedule(RequestArrived(at_s, request_id, model, num_prompt, num_output, is_batch=is_batch))
 
     def schedule(self, event: Event) -> None:
         """Have an event happen at its time."""

@@ -12,7 +12,7 @@ from hearth.policy.batch.plan import CommittedStep, EngineRequest, StepPlan
 from hearth.policy.batch.prompt_allowance import PromptAllowance
 from hearth.policy.memory.kv_range import KvRange
 from hearth.sim.profile import ShapeProfile
-from hearth.types import RequestId, SamplingParams
+from hearth.types import Pace, RequestId, SamplingParams
 
 #: What every step samples: nothing depends on it.
 _TOKEN = 0
@@ -61,7 +61,14 @@ class SteppedEngine:
         return self.batcher.has_work
 
     def add(
-        self, request_id: RequestId, num_prompt_tokens: int, num_output_tokens: int, num_sent: int
+        self,
+        request_id: RequestId,
+        num_prompt_tokens: int,
+        num_output_tokens: int,
+        num_sent: int,
+        pace: Pace,
+        arrived_s: float,
+        now_s: float,
     ) -> None:
         """Queue a request with a prompt that begins like no other, and an answer of just that length.
 
@@ -70,7 +77,8 @@ class SteppedEngine:
         self._num_added += 1
         prompt = (self._num_added,) * num_prompt_tokens
         sampling = SamplingParams(max_tokens=num_output_tokens, ignore_eos=True, seed=0)
-        self.batcher.add(EngineRequest(request_id, prompt, sampling, output=(_TOKEN,) * num_sent))
+        request = EngineRequest(request_id, prompt, sampling, output=(_TOKEN,) * num_sent)
+        self.batcher.add(request.in_line(pace, arrived_s, now_s))
 
     @property
     def is_placed(self) -> bool:

@@ -244,7 +244,10 @@ class SteppedWorker:
         model, now_s = start.model, self._now_s
         hosted = self.hosted[model]
         hosted.requests[start.request_id] = start
-        hosted.engine.add(start.request_id, start.num_prompt_tokens, start.num_output_tokens, start.num_sent)
+        hosted.engine.add(
+            *(start.request_id, start.num_prompt_tokens, start.num_output_tokens, start.num_sent),
+            *(start.pace, start.arrived_s, now_s),
+        )
         self.reclaimer.costs.asked(model, now_s)
         if hosted.hold is Hold.RETAINED:
             hosted.hold = Hold.WARM

@@ -336,7 +336,9 @@ class WorkerLoop:
             self._cancel(order.run)
             self._send(RunFailed(order.run, outcome.label, str(outcome)))
             return
-        hosted.add(order.run, outcome)
+        now_s = time.perf_counter()
+        arrived_s = self._runs[order.run].since_s - order.age_s
+        hosted.add(order.run, outcome.in_line(order.pace, arrived_s, now_s))
         if isinstance(hosted.state, Incomplete):  # others took from it while it was idle
             self._try(order.model, lambda: self._models.load_in_turn(hosted))
 

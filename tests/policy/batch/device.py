@@ -354,6 +354,8 @@ SAMPLING = st.builds(
     stop_token_ids=st.sampled_from([(), (STOP,), (STOP, 7)]),
 )
 SALTS = st.sampled_from([b"", b"", b"other"])
+#: How many that come later a request gives way to, as a batch request does.
+LATE = st.sampled_from([0, 0, 4, 20])
 GUIDES = st.none() | st.builds(Alternating, st.integers(1, 12), st.none() | st.integers(1, 12))
 
 
@@ -366,12 +368,20 @@ class Driven(RuleBasedStateMachine):
     engine: Loop
     num_added: int
 
-    @rule(prompt=PROMPTS, sampling=SAMPLING, salt=SALTS, guide=GUIDES)
+    @rule(prompt=PROMPTS, sampling=SAMPLING, salt=SALTS, guide=GUIDES, late=LATE)
     def add(
-        self, prompt: tuple[int, ...], sampling: SamplingParams, salt: bytes, guide: Alternating | None
+        self,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        salt: bytes,
+        guide: Alternating | None,
+        late: int,
     ) -> None:
-        guide = guide and guide.afresh()
-        self.engine.add(EngineRequest(RequestId(str(self.num_added)), prompt, sampling, salt, guide=guide))
+        guide, request_id = guide and guide.afresh(), RequestId(str(self.num_added))
+        line_s, is_batch = float(self.num_added + late), late > 0
+        self.engine.add(
+            EngineRequest(request_id, prompt, sampling, salt, guide=guide, is_batch=is_batch, line_s=line_s)
+        )
         self.num_added += 1
 
     @rule(max_prompt_tokens=st.none() | st.integers(1, 12))

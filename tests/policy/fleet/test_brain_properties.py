@@ -94,7 +94,7 @@ def check_nobody_waits_in_vain(fleet: Fleet) -> None:
     for model in [fleet.models[name] for name in fleet.queues.for_slot]:
         first = model.first_waiting
         assert first is not None
-        if not model.loading and fleet.now_s >= first.queued_s + fleet.config.patience_s:
+        if not model.loading and fleet.now_s >= first.overdue_s(fleet.config.patience_s):
             assert not any(can_take(worker, model, Hold.RETAINED, Hold.WARM) for worker in open_)
 
 
@@ -163,6 +163,7 @@ def test_whatever_happens_the_books_are_right_and_every_request_ends_once(
     assert not world.cluster.requests, "somebody waits for ever"
     assert world.cluster.num_arrived == world.cluster.num_ended
     assert not world.fleet.queues.patient
+    assert not world.fleet.queues.patient_batch
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -65,7 +65,7 @@ def check_drain(fleet: Fleet, model: Model, drain: Drain) -> None:
         assert replica.worker is worker
         assert replica.hold is not Hold.PINNED
         assert replica.is_ready or not replica.running
-        assert other is None or other.number > first.number
+        assert other is None or other.place > first.place
     footprint = model.profile.footprints[worker.kind]
     assert without(worker, victims).has_room(footprint)
     for needless in victims:

@@ -11,7 +11,7 @@ from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.events import Promise, RequestArrived
 from hearth.policy.fleet.queues import RequestQueues
 from hearth.policy.fleet.records import Model, Replica, Request, Worker
-from hearth.types import ModelId, RequestId, WorkerId
+from hearth.types import BATCH_PATIENCE_S, ModelId, RequestId, WorkerId
 from tests.policy.fleet.world import profile
 
 PATIENCE_S = 5.0
@@ -32,10 +32,11 @@ def change(
     queues: RequestQueues, models: list[Model], requests: dict[Request, bool], kind: str, at: int
 ) -> None:
     """`requests`: whether each waits."""
-    now_s = float(queues.next_number)
+    now_s = 4.0 * queues.next_number
     if kind == "accept":
-        event = RequestArrived(now_s, RequestId(f"r{queues.next_number}"), ModelId("a"), 1, None)
-        request = queues.accept(event, models[at % len(models)])
+        request_id, is_batch = RequestId(f"r{queues.next_number}"), at % 3 == 0
+        event = RequestArrived(now_s, request_id, ModelId("a"), 1, None, is_batch=is_batch)
+        request = queues.accept(event, models[at % len(models)], now_s)
         queues.enqueue(request, now_s, 0)
         requests[request] = True
         return
@@ -56,8 +57,13 @@ def change(
         del requests[request]
 
 
+def came_s(request: Request) -> tuple[float, int]:
+    """When a request came, by a clock that is 30 s late for the class batch."""
+    return 4.0 * request.number + (30.0 if request.is_batch else 0.0), request.number
+
+
 @settings(max_examples=400, deadline=None)
-@given(CHANGES, st.floats(0.0, 60.0))
+@given(CHANGES, st.floats(0.0, 240.0))
 def test_models_stand_in_the_order_of_their_first_request(
     changes: list[tuple[str, int]], now_s: float
 ) -> None:
@@ -65,7 +71,7 @@ def test_models_stand_in_the_order_of_their_first_request(
     requests: dict[Request, bool] = {}
     for kind, at in changes:
         change(queues, models, requests, kind, at)
-    waiting = sorted((one for one, is_waiting in requests.items() if is_waiting), key=lambda one: one.number)
+    waiting = sorted((one for one, is_waiting in requests.items() if is_waiting), key=came_s)
     assert queues.num_waiting == len(waiting)
     assert queues.num_running == len(requests) - len(waiting)
     first = list(dict.fromkeys(request.model.name for request in waiting))
@@ -73,6 +79,6 @@ def test_models_stand_in_the_order_of_their_first_request(
     assert list(queues.for_slot) == [name for name in first if name == "a"]
     for model in models:
         assert list(model.waiting.values()) == [request for request in waiting if request.model is model]
-    ends_s = [request.queued_s + PATIENCE_S for request in waiting]
+    ends_s = [one.queued_s + (BATCH_PATIENCE_S if one.is_batch else PATIENCE_S) for one in waiting]
     expected_s = min((end_s for end_s in ends_s if end_s > now_s), default=math.inf)
     assert queues.next_overdue_s(now_s, PATIENCE_S) == expected_s

@@ -14,7 +14,7 @@ CHANGES = st.lists(st.tuples(st.sampled_from("abcdef"), st.none() | st.integers(
 def test_a_ranking_is_always_sorted_by_rank_and_id(
     changes: list[tuple[str, int | None]], threshold: int
 ) -> None:
-    ranking: Ranking[str] = Ranking()
+    ranking: Ranking[str, int] = Ranking()
     ranks: dict[str, int] = {}
     for id_, rank in changes:
         if rank is None:

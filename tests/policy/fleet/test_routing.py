@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hearth.policy.fleet.events import BrainConfig
+from hearth.policy.fleet.records import Request
 from hearth.policy.fleet.routing import MAX_OPTIONS, choose_replica, has_untried_place, routing_cost
-from hearth.types import Hold
+from hearth.types import Hold, RequestId
 from tests.policy.fleet.world import CONFIGS, LONG_LIVES, Moves, played
 
 SECONDS = st.floats(0.0, 1e4)
@@ -35,7 +36,8 @@ def test_a_request_would_go_to_the_cheapest_replica_with_a_free_slot(
 ) -> None:
     fleet = played(config, moves).fleet
     for model in fleet.models.values():
-        chosen = choose_replica(fleet, model)
+        request = Request(RequestId("r"), model, number=10_000, keep_alive_s=None, digest="")
+        chosen = choose_replica(fleet, request)
         is_open = {n for n, one in model.usable.items() if len(one.running) < one.max_seqs}
         if chosen is None:
             assert not is_open

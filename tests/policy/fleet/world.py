@@ -193,7 +193,8 @@ class World:
         model = MODELS[number % len(MODELS)]
         keep_alive_s = KEEP_ALIVES_S[number // len(MODELS) % len(KEEP_ALIVES_S)]
         request_id = RequestId(self.new_id("r"))
-        self.tell(RequestArrived(self.now_s, request_id, model, 10, None, keep_alive_s))
+        is_batch = number // len(MODELS) // len(KEEP_ALIVES_S) % 3 == 1
+        self.tell(RequestArrived(self.now_s, request_id, model, 10, None, keep_alive_s, is_batch=is_batch))
 
     def finish(self, number: int) -> None:
         if request_id := _pick(self._running(), number):

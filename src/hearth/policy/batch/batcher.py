@@ -4,11 +4,16 @@ Runs nothing and knows no text, no clock and no device: a `StepPlan` goes out, t
 
 The founding idea: there is no prefill phase and no decode phase. Every sequence has tokens, and a count
 of those whose KV is planned; a step moves that count forward for as many sequences as the token budget
-allows, oldest first. A sequence that runs needs one token (the one it sampled last), a sequence that
-starts needs many and takes them in chunks. Age decides everything: sequences are admitted in order of
-arrival, and when blocks run out the youngest gives up its own and is computed again later. So every
-running sequence is older than every waiting one, only the youngest can be in the midst of its prompt,
-and the oldest always advances.
+allows, the first in line first. A sequence that runs needs one token (the one it sampled last), a sequence
+that starts needs many and takes them in chunks. The line decides everything: sequences are admitted in its
+order, and when blocks run out the last one gives up its own and is computed again later. Nobody starts while
+another is in the midst of its prompt, and the first always advances.
+
+The line is that of arrival, but who adds a request may have it stand there since another time (`line_s`), as
+batch requests do, which give way. Then one that waits may stand before some that run. It starts beside them,
+unless it lacks a slot or blocks: for these the last in line give up theirs, as does who is behind it and in
+the midst of a prompt. Whoever stands before all that may still come is preempted by none of them: so a
+request that is `line_s` late gives way for just as long.
 
 Whoever decodes waits for the end of the step, and so do other models of the device. So prompts may be allowed
 fewer tokens than the budget has; how many is not decided here (`prompt_allowance.py`).
@@ -26,14 +31,14 @@ runs steps in order: whatever a late row writes, the next owner overwrites befor
 Who only simulates steps may `skip` those in which nothing happens but that every sequence gets a token.
 
 KV may grow and shrink between steps. `wanted_blocks` says what the next plan could use; `clear` takes blocks
-away, for which live ones move, with their copies queued behind the steps in flight, or the youngest give up.
+away, for which live ones move, with their copies queued behind the steps in flight, or the last give up.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hearth.errors import BadPrompt, ConfigError, GuideStuck, HearthError, LogitsNotFinite, PromptTooLong
@@ -113,10 +118,11 @@ class Batcher:
 
     @property
     def has_newcomer(self) -> bool:
-        """True if a request that runs, or could, waits for its first token."""
-        if self._next_in_line() is not None:
+        """True if a request with a reader that runs, or could, waits for its first token."""
+        first = self._sequences.first_waiting(self._num_committed)
+        if first is not None and not first.request.is_batch and (self._next_in_line() or self._in_the_way()):
             return True
-        return self.num_running > 0 and not self._sequences.youngest().num_output
+        return self._sequences.awaits_first_token
 
     def check_fits(self, request: EngineRequest) -> None:
         """Raise if the request can never be served. Reads limits only, so any thread may ask.
@@ -168,6 +174,8 @@ class Batcher:
         though a block at least. None: what fits.
         """
         assert len(self._flights) < MAX_IN_FLIGHT, f"commit first: {len(self._flights)} steps in flight"
+        for sequence in self._in_the_way():
+            self._preempt(sequence)
         draft = PlanDraft(self.blocks.block_tokens, self.limits.step_sizes)
         has_decoding = self._add_decode_rows(draft)
         draft.allow_prompts(
@@ -208,7 +216,7 @@ class Batcher:
         if (midway := self._sequences.midway()) is not None:
             tokens_left -= midway.num_prefill - midway.num_planned
             num_wanted += self._num_blocks(midway.num_prefill) - len(midway.blocks)
-        for sequence in self._sequences.next_in_line(self._num_committed):
+        for sequence in self._coming():
             if tokens_left <= 0:
                 break
             num_hits = len(self._known_prefix(sequence))
@@ -308,7 +316,7 @@ class Batcher:
         run = DecodeRun(0, request_ids, sum(s.num_planned + 1 for s in running))
         num_flights = len(self._flights)
         assert num_flights < MAX_IN_FLIGHT, f"commit first: {num_flights} steps in flight"
-        if len(running) > self.limits.max_batch_tokens or self._next_in_line() is not None:
+        if len(running) > self.limits.max_batch_tokens or self._next_in_line() or self._in_the_way():
             return run
         is_decoding = all(
             s.num_planned - num_flights >= s.num_prefill and s.num_pending == num_flights and s.guide is None
@@ -381,12 +389,46 @@ class Batcher:
     def _num_committed(self) -> int:
         return self._num_steps - len(self._flights)
 
+    def _coming(self) -> Iterator[LiveSequence]:
+        """Yield who could be admitted now if there were blocks, also one for whom a slot is given up."""
+        yield from self._sequences.next_in_line(self._num_committed)
+        first = self._sequences.first_waiting(self._num_committed)
+        if first is not None and not self._sequences.has_free_slot and self._sequences.behind(first):
+            yield first
+
     def _next_in_line(self) -> LiveSequence | None:
-        """Return the oldest that waits, if it has a slot and could be admitted now."""
+        """Return the first that waits, if it has a slot and could be admitted now."""
         return next(self._sequences.next_in_line(self._num_committed), None)
 
+    def _in_the_way(self) -> list[LiveSequence]:
+        """Return who has to give up slot and blocks for the first that waits: the last in line, as few as do.
+
+        Nobody, where none that runs stands behind it, or where all of them would not be enough.
+        """
+        first = self._sequences.first_waiting(self._num_committed)
+        if first is None or not (behind := self._sequences.behind(first)):
+            return []
+        hits = self._known_prefix(first).blocks
+        num_wanted = self._num_blocks(len(first.tokens)) - len(hits)
+        num_lacking = num_wanted - (self.blocks.num_available - len(self.blocks.cached_among(hits)))
+        if num_lacking > sum(len(one.blocks) for one in behind):
+            return []
+        behind.sort(key=lambda one: one.is_in_prompt, reverse=True)  # stable: the last in line next
+        chosen: list[LiveSequence] = []
+        num_released = Counter[int]()
+        for sequence in behind:
+            has_slot = self._sequences.has_free_slot or bool(chosen)
+            if has_slot and num_lacking <= 0 and not sequence.is_in_prompt:
+                break
+            chosen.append(sequence)
+            for block in sequence.blocks:
+                num_released[block] += 1
+                if num_released[block] == self.blocks.num_holders(block) and block not in hits:
+                    num_lacking -= 1
+        return chosen if num_lacking <= 0 else []
+
     def _add_decode_rows(self, draft: PlanDraft) -> bool:
-        """Add decode rows, oldest first; return whether anybody decodes, in this step or in the next."""
+        """Add decode rows, in line; return whether anybody decodes, in this step or in the next."""
         # Column by column: there may be a thousand rows, of which few need more than their number.
         decoding = self._sequences.decoding()
         ready = [one for one in decoding if one.num_planned < one.max_planned]
@@ -409,26 +451,26 @@ class Batcher:
                 draft.add_prompt(midway, num_tokens)
 
     def _make_room(self, sequence: LiveSequence, num_tokens: int, draft: PlanDraft) -> bool:
-        """Give a sequence blocks for its next tokens, preempting the youngest; False if that was itself."""
+        """Give a sequence blocks for its next tokens, preempting the last in line; False if that was it."""
         num_blocks = self._num_blocks(sequence.num_planned + num_tokens) - len(sequence.blocks)
         if num_blocks <= 0:
             return True
         while (blocks := self.blocks.allocate(num_blocks)) is None:
-            youngest = self._sequences.youngest()
-            self._preempt(youngest)
+            last = self._sequences.last()
+            self._preempt(last)
             draft.has_preempted = True
-            if youngest is sequence:
+            if last is sequence:
                 return False
         draft.assign(sequence, blocks)
         return True
 
     def _admit_waiting(self, draft: PlanDraft) -> None:
-        while draft.tokens_left and (oldest := self._next_in_line()) is not None:
-            if not self._admit(oldest, draft):
+        while draft.tokens_left and (first := self._next_in_line()) is not None:
+            if not self._admit(first, draft):
                 return
 
     def _admit(self, sequence: LiveSequence, draft: PlanDraft) -> bool:
-        """Start the oldest waiting one, on top of the prefix that is found; False if it must wait."""
+        """Start the first waiting one, on top of the prefix that is found; False if it must wait."""
         request, num_tokens = sequence.request, len(sequence.tokens)
         hits = self._known_prefix(sequence).blocks
         num_cached = len(hits) * self.blocks.block_tokens
@@ -522,7 +564,7 @@ class Batcher:
         committed.failures.append(RequestFailed(sequence.request_id, error))
 
     def _preempt(self, sequence: LiveSequence) -> None:
-        """Have a sequence wait at the head: the youngest that ran is older than all that wait."""
+        """Have a sequence wait, at its place, with nothing but its tokens."""
         self.blocks.release(self._sequences.preempt(sequence, self._num_steps))
 
     def _end(self, sequence: LiveSequence) -> None:
@@ -533,10 +575,10 @@ class Batcher:
 def _preempted_for(
     book: BlockBook, running: Sequence[LiveSequence], extent: range, *, may_move: bool, may_preempt: bool
 ) -> list[LiveSequence] | None:
-    """Return whom of the running ones (oldest first) to preempt before an extent can leave the book.
+    """Return whom of the running ones, which are in line, to preempt before an extent can leave the book.
 
-    As few as it takes, the youngest first; whatever is live in the extent after that has to move. None: it
-    cannot leave. As one sequence never needs more than what is promised, the oldest gives way only where
+    As few as it takes, the last first; whatever is live in the extent after that has to move. None: it
+    cannot leave. As one sequence never needs more than what is promised, the first gives way only where
     blocks may not move, or where less than that would be left.
     """
     num_inside = len(book.live_in(extent))

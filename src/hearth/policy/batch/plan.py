@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from hearth.errors import HearthError
-from hearth.types import FinishReason, RequestId, SamplingParams
+from hearth.types import FinishReason, Pace, RequestId, SamplingParams
 
 
 class Guide(Protocol):
@@ -41,6 +41,16 @@ class EngineRequest:
     salt: bytes = field(default=b"", repr=False)
     output: tuple[int, ...] = ()  #: what it had sampled before it came here; all limits count it
     guide: Guide | None = field(default=None, compare=False, repr=False)  #: has taken `output`
+    is_batch: bool = False  #: nobody reads along, so that its first token is no more urgent than the others
+    line_s: float = 0.0  #: since when it stands in line, by any clock; of equals the first that came is first
+
+    def in_line(self, pace: Pace, arrived_s: float, now_s: float) -> EngineRequest:
+        """Return the request at its place in line, now that its engine gets it.
+
+        Nobody stands before those who were here earlier, but before batch requests while they give way.
+        """
+        line_s = max(now_s, arrived_s + pace.patience_s)
+        return replace(self, is_batch=pace.is_batch, line_s=line_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class PlanDraft:
     block_tokens: int
     step_sizes: Sequence[int] = ()  #: tokens that a step with prompts is padded to; none: it is not padded
     prompt_tokens: int = 0  #: that the step may have of prompts
-    #: Of those; none once a prompt was cut, for only the youngest can be in the midst of its own.
+    #: Of those; none once a prompt was cut, for only the last that started can be in the midst of its own.
     tokens_left: int = 0
     margin_tokens: int = 0  #: of those, kept from prompts that are cut
     admissions: list[Admission] = field(default_factory=list)

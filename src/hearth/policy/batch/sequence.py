@@ -6,10 +6,12 @@ Decides nothing.
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
+from operator import attrgetter
 
 from hearth.policy.batch.blocks import BlockMove
 from hearth.policy.batch.plan import EngineRequest, Guide, TableWrite
@@ -32,6 +34,8 @@ class LiveSequence:
     request_id: RequestId = field(init=False)
     guide: Guide | None = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
+    #: By which sequences stand in line, the least first: since when it does, then its arrival.
+    place: tuple[float, int] = field(init=False)
     #: Digests of the full blocks of `tokens`, as far as needed so far.
     digests: list[bytes] = field(default_factory=list)
     prefix: KnownPrefix = field(default_factory=KnownPrefix)  #: of what it waits with
@@ -55,6 +59,7 @@ class LiveSequence:
     def __post_init__(self) -> None:
         self.request_id, self.guide = self.request.request_id, self.request.guide
         self.stop_ids = frozenset(self.request.sampling.stop_ids)
+        self.place = (self.request.line_s, self.arrival)
 
     @property
     def num_output(self) -> int:
@@ -89,16 +94,18 @@ class LiveSequence:
 class Sequences:
     """All sequences that have not ended. Mutable; written only by the `Batcher` that owns it.
 
-    Each either runs, in a slot and with blocks, or waits without. Every one that runs is older than every one
-    that waits.
+    Each either runs, in a slot and with blocks, or waits without. Both stand in line by their places.
     """
 
     def __init__(self, max_seqs: int) -> None:
         self._max_seqs = max_seqs
         #: All of them; each is in one of the two below.
         self._live: dict[RequestId, LiveSequence] = {}
-        self._running: dict[RequestId, LiveSequence] = {}  #: oldest first
-        self._waiting: deque[LiveSequence] = deque()  #: oldest first
+        self._running: dict[RequestId, LiveSequence] = {}  #: by their places
+        self._waiting: deque[LiveSequence] = deque()  #: by their places
+        #: The last one that started, and the last one with a reader.
+        self._newest: LiveSequence | None = None
+        self._newest_read: LiveSequence | None = None
         self._free_slots = list(range(max_seqs))  #: a heap
         #: Since `take_preempted` was called last, in order.
         self._preempted: list[RequestId] = []
@@ -124,53 +131,81 @@ class Sequences:
         return len(self._waiting)
 
     def running(self) -> list[LiveSequence]:
-        """Return the running sequences, oldest first."""
+        """Return the running sequences, the first in line first."""
         return list(self._running.values())
 
     def midway(self) -> LiveSequence | None:
-        """Return who is in the midst of its prompt: the youngest, or nobody."""
-        youngest = next(reversed(self._running.values()), None)
-        return youngest if youngest is not None and youngest.is_in_prompt else None
+        """Return who is in the midst of its prompt: the last one that started, or nobody."""
+        newest = self._newest
+        return newest if newest is not None and newest.slot is not None and newest.is_in_prompt else None
 
     def decoding(self) -> list[LiveSequence]:
-        """Return the running sequences whose prompt is planned, oldest first."""
-        running = self.running()
-        return running if self.midway() is None else running[:-1]
+        """Return the running sequences whose prompt is planned, the first in line first."""
+        running, midway = self.running(), self.midway()
+        if midway is not None:
+            running.remove(midway)
+        return running
 
-    def youngest(self) -> LiveSequence:
-        """Return the running sequence that came last."""
+    def last(self) -> LiveSequence:
+        """Return the running sequence that is the last in line."""
         return next(reversed(self._running.values()))
 
+    @property
+    def awaits_first_token(self) -> bool:
+        """True if a running sequence with a reader has no token yet; the last that started has none then."""
+        newest = self._newest_read
+        return newest is not None and newest.slot is not None and not newest.num_output
+
+    def first_waiting(self, num_committed: int) -> LiveSequence | None:
+        """Return who is admitted next, once so many steps are committed, if there is a slot for it."""
+        first = next(iter(self._waiting), None)
+        return None if first is None or first.waits_for_steps > num_committed else first
+
+    def behind(self, sequence: LiveSequence) -> list[LiveSequence]:
+        """Return the running sequences that stand behind one in line, the last one first."""
+        place = sequence.place
+        return list(takewhile(lambda one: one.place > place, reversed(self._running.values())))
+
+    @property
+    def has_free_slot(self) -> bool:
+        return bool(self._free_slots)
+
     def next_in_line(self, num_committed: int) -> Iterator[LiveSequence]:
-        """Yield who has a slot and could be admitted, once so many steps are committed, oldest first."""
+        """Yield who has a slot and could be admitted, once so many steps are committed, in line."""
         for sequence in islice(self._waiting, len(self._free_slots)):
             if sequence.waits_for_steps > num_committed:
                 return
             yield sequence
 
     def add(self, request: EngineRequest, max_length: int) -> None:
-        """Have a new request wait, behind all others."""
+        """Have a new request wait at its place, behind all others of the same time."""
         tokens = [*request.prompt, *request.output]
         sequence = LiveSequence(request, self._num_arrivals, tokens, max_length)
         self._num_arrivals += 1
         self._live[request.request_id] = sequence
-        self._waiting.append(sequence)
+        self._line_up(sequence)
 
     def start(self, sequence: LiveSequence) -> int:
-        """Have the oldest that waits run; return its slot."""
-        oldest = self._waiting.popleft()
-        assert oldest is sequence, f"{sequence.arrival=} starts before {oldest.arrival=}"
+        """Have the first that waits run; return its slot."""
+        first = self._waiting.popleft()
+        assert first is sequence, f"{sequence.arrival=} starts before {first.arrival=}"
+        is_last = not self._running or self.last().place < sequence.place
         self._running[sequence.request_id] = sequence
+        if not is_last:
+            self._running = dict(sorted(self._running.items(), key=lambda item: item[1].place))
+        self._newest = sequence
+        if not sequence.request.is_batch:
+            self._newest_read = sequence
         sequence.slot = slot = heapq.heappop(self._free_slots)
         sequence.num_prefill = len(sequence.tokens)
         sequence.allow_next()
         return slot
 
     def preempt(self, sequence: LiveSequence, num_planned_steps: int) -> list[int]:
-        """Have the youngest that runs wait, as the oldest of those; return the blocks that it had."""
+        """Have a sequence that runs wait at its place; return the blocks that it had."""
         blocks = self._stop(sequence)
         sequence.waits_for_steps = num_planned_steps
-        self._waiting.appendleft(sequence)
+        self._line_up(sequence)
         self._preempted.append(sequence.request_id)
         return blocks
 
@@ -214,15 +249,16 @@ class Sequences:
     def check(self, flights: Sequence[Sequence[LiveSequence]], num_committed: int, block_tokens: int) -> None:
         """Raise if the books disagree with each other; `flights` are the sequences of each step in flight."""
         running, waiting = self.running(), list(self._waiting)
-        order = [sequence.arrival for sequence in running + waiting]
-        assert order == sorted(set(order)), f"running, then waiting, must be in order of arrival: {order}"
+        for line in (running, waiting):
+            places = [sequence.place for sequence in line]
+            assert places == sorted(set(places)), f"out of line: {places}"
         assert {s.request_id for s in running + waiting} == self._live.keys(), f"{self._live.keys()=}"
         slots = sorted([s.slot for s in running if s.slot is not None] + self._free_slots)
         assert slots == list(range(self._max_seqs)), f"slots lost or given twice: {slots}"
         holding = [s.arrival for s in waiting if s.slot is not None or s.blocks]
         assert not holding, f"waiting with a slot or blocks: {holding}"
-        midway = [s.arrival for s in running[:-1] if s.is_in_prompt]
-        assert not midway, f"in the midst of the prompt and not the youngest: {midway}"
+        midway = [s.arrival for s in running if s.is_in_prompt and s is not self._newest]
+        assert not midway, f"in the midst of the prompt and not the last that started: {midway}"
         moved = self._moved_indices.keys()
         assert moved <= self._running.keys(), f"{moved=} {self._running.keys()=}"
         in_flight = Counter(s.arrival for flight in flights for s in flight)
@@ -235,6 +271,14 @@ class Sequences:
             assert s.quiet_until <= (s.num_published + 1) * block_tokens, f"{s.arrival=} {s.quiet_until=}"
         early = [s.arrival for s in waiting if in_flight[s.arrival] and s.waits_for_steps <= num_committed]
         assert not early, f"could be admitted with a row in flight: {early}"
+
+    def _line_up(self, sequence: LiveSequence) -> None:
+        if not self._waiting or self._waiting[-1].place < sequence.place:
+            self._waiting.append(sequence)
+        elif sequence.place < self._waiting[0].place:
+            self._waiting.appendleft(sequence)
+        else:
+            insort(self._waiting, sequence, key=attrgetter("place"))
 
     def _stop(self, sequence: LiveSequence) -> list[int]:
         assert sequence.slot is not None, f"{sequence.arrival=}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from itertools import islice
 
 from hearth.policy.fleet.capacity import CapacityIndex, Promises
 from hearth.policy.fleet.events import Promise
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.records import Model, Worker
+from hearth.policy.fleet.records import Model, Worker, share_for_batch
 from hearth.types import Hold
 
 
@@ -110,12 +111,17 @@ def _check_model(fleet: Fleet, model: Model) -> None:
     is_open = {n: len(r.running) for n, r in usable.items() if r.has_free_slot}
     ranks = {n: model.with_free_slot.rank(n) for n in model.with_free_slot}
     assert ranks == is_open, f"`{name}`: {ranks=} {is_open=}"
-    assert list(model.waiting) == sorted(model.waiting), f"out of order: `{name}`: {list(model.waiting)}"
-    assert not (model.waiting and is_open), f"`{name}` waits beside a free slot: {is_open}"
+    places = [request.place for request in model.waiting.values()]
+    assert places == sorted(places), f"out of order: `{name}`: {places}"
+    for request in islice(model.waiting.values(), 1):
+        is_free = [n for n in is_open if usable[n].has_slot_for(request, fleet.now_s)]
+        assert request.is_batch or not is_free, f"`{name}` waits beside a free slot: {is_open}"
+        most = [share_for_batch(usable[n].max_seqs) for n in is_open]
+        assert all(num >= one for num, one in zip(is_open.values(), most, strict=True)), f"{name} {is_open=}"
     queue = (fleet.queues.for_slot if usable else fleet.queues.for_room) if model.waiting else None
     assert model.queue is queue, f"`{name}` stands in the wrong queue"
     if model.queue is not None:
-        assert model.queue.rank(name) == next(iter(model.waiting)), f"`{name}` stands in the wrong place"
+        assert model.queue.rank(name) == places[0], f"`{name}` stands in the wrong place"
     for worker, num_bytes in model.resident_bytes.items():
         assert model.profile is not None, f"bytes of a removed model: `{name}` on `{worker}`"
         assert 0 < num_bytes <= model.profile.num_bytes, f"`{name}` on `{worker}`: {num_bytes=}"

@@ -60,7 +60,7 @@ from hearth.policy.fleet.failures import (
 )
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.pins import grant_pins
-from hearth.policy.fleet.records import Model, Replica, Request
+from hearth.policy.fleet.records import Model, Replica, Request, share_for_batch
 from hearth.policy.fleet.refusals import (
     explain_misfit,
     explain_outdated,
@@ -171,7 +171,7 @@ def _accept_request(fleet: Fleet, event: RequestArrived) -> list[Action]:
         return [Reject(event.request_id, RejectReason.NEVER_FITS, why_not)]
     if not model.usable and (refused := _refuse_unusable(fleet, event, model, model.profile)) is not None:
         return [refused]
-    if _has_full_queue(fleet) and _must_await_turn(fleet, model):
+    if _has_full_queue(fleet, event) and _must_await_turn(fleet, model):
         return [_refuse_for_queue(fleet, event)]
     fleet.estimates.reload.asked(model.name, fleet.now_s)
     request = fleet.accept(event, model)
@@ -204,13 +204,19 @@ def _must_await_turn(fleet: Fleet, model: Model) -> bool:
     return not model.usable and choose_place(fleet, model, most=Hold.WARM) is None
 
 
-def _has_full_queue(fleet: Fleet) -> bool:
-    return fleet.queues.num_waiting + fleet.queues.num_awaiting_turn >= fleet.config.max_queue
+def _has_full_queue(fleet: Fleet, event: RequestArrived) -> bool:
+    return fleet.queues.num_waiting + fleet.queues.num_awaiting_turn >= _max_queue(fleet, event)
+
+
+def _max_queue(fleet: Fleet, event: RequestArrived) -> int:
+    """Return how many requests may wait, of both classes, that one of this class may wait too."""
+    most = fleet.config.max_queue
+    return share_for_batch(most) if event.is_batch else most
 
 
 def _reject_beyond_queue(fleet: Fleet, event: RequestArrived) -> Reject | None:
     """Reject a new request that has to wait while too many others do."""
-    queues, max_queue = fleet.queues, fleet.config.max_queue
+    queues, max_queue = fleet.queues, _max_queue(fleet, event)
     request = queues.requests.get(event.request_id)
     if request is None or request.replica is not None:
         return None
@@ -222,14 +228,15 @@ def _reject_beyond_queue(fleet: Fleet, event: RequestArrived) -> Reject | None:
 
 def _refuse_for_queue(fleet: Fleet, event: RequestArrived) -> Reject:
     """Refuse a request because too many others wait, and say when fewer do."""
-    queues, max_queue = fleet.queues, fleet.config.max_queue
+    queues, max_queue = fleet.queues, _max_queue(fleet, event)
     num_waiting = queues.num_waiting + queues.num_awaiting_turn
     num_running = max(1, queues.num_running - queues.num_awaiting_turn)
     wait_s = fleet.estimates.run_s() * num_waiting / num_running if fleet.workers else NO_WORKER_S
     retry_s = clamp_retry_s(wait_s)
     what = "room, a free slot or their turn" if fleet.config.takes_turns else "room or a free slot"
+    limit = "the limit for batch requests" if event.is_batch else "the limit"
     message = (
-        f"{max_queue} requests wait for {what}, the limit: {max_queue}; try again in {math.ceil(retry_s)} s"
+        f"{num_waiting} requests wait for {what}, {limit}: {max_queue}; try again in {math.ceil(retry_s)} s"
     )
     return Reject(event.request_id, RejectReason.QUEUE_FULL, message, retry_s)
 

@@ -173,14 +173,14 @@ class CapacityIndex:
     """
 
     promises: dict[WorkerId, Promises] = field(default_factory=dict)
-    free: Ranking[WorkerId] = field(default_factory=Ranking)
+    free: Ranking[WorkerId, int] = field(default_factory=Ranking)
     #: Free once all retained replicas are gone.
-    retained: Ranking[WorkerId] = field(default_factory=Ranking)
+    retained: Ranking[WorkerId, int] = field(default_factory=Ranking)
     #: Free once all idle, unpinned replicas are gone.
-    idle: Ranking[WorkerId] = field(default_factory=Ranking)
+    idle: Ranking[WorkerId, int] = field(default_factory=Ranking)
     #: Free once all unpinned replicas are gone, busy ones included.
-    unpinned: Ranking[WorkerId] = field(default_factory=Ranking)
-    budget: Ranking[WorkerId] = field(default_factory=Ranking)
+    unpinned: Ranking[WorkerId, int] = field(default_factory=Ranking)
+    budget: Ranking[WorkerId, int] = field(default_factory=Ranking)
 
     def put(self, name: WorkerId, promises: Promises) -> None:
         """Rank a worker by what it has promised now."""
@@ -219,7 +219,7 @@ class CapacityIndex:
                 yield name
 
     @property
-    def rankings(self) -> tuple[Ranking[WorkerId], ...]:
+    def rankings(self) -> tuple[Ranking[WorkerId, int], ...]:
         """All five rankings, each with the same workers."""
         return self.free, self.retained, self.idle, self.unpinned, self.budget
 

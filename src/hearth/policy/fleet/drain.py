@@ -91,7 +91,7 @@ def _find_drainable(worker: Worker, model: Model) -> Iterator[Replica]:
 def _may_go(replica: Replica, model: Model) -> bool:
     """True if a replica may give way to a model at all."""
     own, other = replica.model.first_waiting, model.first_waiting
-    is_earlier = own is not None and other is not None and own.number < other.number
+    is_earlier = own is not None and other is not None and own.place < other.place
     return replica.hold is not Hold.PINNED and not is_earlier
 
 

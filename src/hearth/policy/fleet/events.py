@@ -125,6 +125,7 @@ class RequestArrived:
     max_tokens: int | None
     keep_alive_s: float | None = None  #: of this request; infinite pins the model; None: the model's own
     digest: str | None = None  #: of the version that its tokens were made for; None: whatever is deployed
+    is_batch: bool = False  #: nobody reads along, so it gives way to others
 
 
 class End(StrEnum):

@@ -217,7 +217,7 @@ class Fleet:
 
     def accept(self, event: RequestArrived, model: Model) -> Request:
         """Have a new request wait, if only for a moment; the caller decides whether `must_serve` follows."""
-        request = self.queues.accept(event, model)
+        request = self.queues.accept(event, model, self.now_s)
         if model.is_stopped:
             model.is_stopped = False
             self.update_unplaced(model)
@@ -234,8 +234,8 @@ class Fleet:
         first = model.first_waiting
         if self.queues.for_room and request.queued_step < self.step_number:
             self.queues.must_serve = True  # Who waits for room may have waited longer than those behind it.
-        if first is not None and first.queued_s < request.queued_s:
-            self.queues.must_serve = True  # Who came later, but has waited longer, is the first now.
+        if first is not None and (first.queued_s < request.queued_s or request.is_batch):
+            self.queues.must_serve = True  # Who may have waited too long already is the first now.
         replica.running[request.request_id] = request
         if replica.stop is not None and request.number >= replica.stop.number:
             replica.stop = None

@@ -1,7 +1,8 @@
 """Accepted requests, and the two queues of models that wait. Keeps the books; `serving.py` decides.
 
 Both queues are in order of arrival: models that wait for *room*, because no worker serves them, and models
-that wait for a *slot*, because all their replicas are full.
+that wait for a *slot*, because all their replicas are full. A batch request stands there as one that came
+`BATCH_PATIENCE_S` later: it gives way to interactive ones that come until then, and to none that come after.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import math
 
 from hearth.policy.fleet.events import RequestArrived
 from hearth.policy.fleet.ranking import Ranking
-from hearth.policy.fleet.records import Model, Request
-from hearth.types import ModelId, RequestId
+from hearth.policy.fleet.records import Model, Place, Request
+from hearth.types import BATCH_PATIENCE_S, ModelId, RequestId
 
 
 class RequestQueues:
@@ -23,16 +24,18 @@ class RequestQueues:
         self.num_waiting = 0
         #: Those that were given to a replica which has had no turn since.
         self.num_awaiting_turn = 0
-        #: Models with waiting requests, by the number of the first: in one queue those without a usable
+        #: Models with waiting requests, by the place of the first: in one queue those without a usable
         #: replica, in the other those whose replicas are all full.
-        self.for_room: Ranking[ModelId] = Ranking()
-        self.for_slot: Ranking[ModelId] = Ranking()
+        self.for_room: Ranking[ModelId, Place] = Ranking()
+        self.for_slot: Ranking[ModelId, Place] = Ranking()
         #: Something happened that may let a waiting request run, or makes one wait.
         self.must_serve = False
         #: A replica was pinned, which may make room impossible for those who wait for some.
         self.must_refuse = False
-        #: Requests that wait and whose patience may not be over, in the order in which it ends; by number.
+        #: Requests that wait and whose patience may not be over, in the order in which it ends; by number. In
+        #: one the interactive ones, in the other those of the class batch, which have more of it.
         self.patient: dict[int, Request] = {}
+        self.patient_batch: dict[int, Request] = {}
         #: The number of the request that arrives next.
         self.next_number = 0
 
@@ -41,12 +44,15 @@ class RequestQueues:
         """How many requests have a slot."""
         return len(self.requests) - self.num_waiting
 
-    def accept(self, event: RequestArrived, model: Model) -> Request:
-        """Enter a request, which is in no queue yet."""
+    def accept(self, event: RequestArrived, model: Model, now_s: float) -> Request:
+        """Enter a request that came now, and is in no queue yet."""
         assert event.request_id not in self.requests, f"arrived twice: request `{event.request_id}`"
         assert model.profile is not None, f"removed: `{model.name}`"
         digest = model.profile.digest
-        request = Request(event.request_id, model, self.next_number, event.keep_alive_s, digest)
+        line_s = now_s + (BATCH_PATIENCE_S if event.is_batch else 0.0)
+        request = Request(
+            *(event.request_id, model, self.next_number, event.keep_alive_s, digest, line_s, event.is_batch)
+        )
         self.next_number += 1
         self.requests[request.request_id] = request
         return request
@@ -56,22 +62,22 @@ class RequestQueues:
         del self.requests[request.request_id]
 
     def enqueue(self, request: Request, now_s: float, step_number: int) -> None:
-        """Have a request wait, at its place in the order of arrival."""
+        """Have a request wait, at its place."""
         waiting = request.model.waiting
-        is_last = not waiting or next(reversed(waiting)) < request.number
+        is_last = not waiting or next(reversed(waiting.values())).place < request.place
         waiting[request.number] = request
         if not is_last:
-            request.model.waiting = dict(sorted(waiting.items()))
+            request.model.waiting = dict(sorted(waiting.items(), key=lambda item: item[1].place))
         self.num_waiting += 1
         request.queued_s, request.queued_step = now_s, step_number
-        self.patient[request.number] = request
+        self._patient_like(request)[request.number] = request
         self.line_up(request.model)
 
     def dequeue(self, request: Request) -> None:
         """Take a request out of its model's queue; `line_up` has to follow."""
         del request.model.waiting[request.number]
         self.num_waiting -= 1
-        self.patient.pop(request.number, None)
+        self._patient_like(request).pop(request.number, None)
 
     def await_turn(self, request: Request, *, is_waiting: bool) -> None:
         """Note that a request waits for the first turn of its model, or does not any more."""
@@ -86,13 +92,21 @@ class RequestQueues:
             model.queue.drop(model.name)
         model.queue = queue
         if queue is not None and first is not None:
-            queue.put(model.name, first.number)
+            queue.put(model.name, first.place)
 
     def next_overdue_s(self, now_s: float, patience_s: float) -> float:
         """Return when the next waiting request loses its patience; infinite if none does."""
-        while (first := next(iter(self.patient.values()), None)) is not None:
-            until_s = first.queued_s + patience_s
-            if until_s > now_s:
-                return until_s
-            del self.patient[first.number]
-        return math.inf
+        return min(_next_end_s(one, now_s, patience_s) for one in (self.patient, self.patient_batch))
+
+    def _patient_like(self, request: Request) -> dict[int, Request]:
+        return self.patient_batch if request.is_batch else self.patient
+
+
+def _next_end_s(patient: dict[int, Request], now_s: float, patience_s: float) -> float:
+    """Return when the next patience ends, and forget those whose patience has."""
+    while (first := next(iter(patient.values()), None)) is not None:
+        until_s = first.overdue_s(patience_s)
+        if until_s > now_s:
+            return until_s
+        del patient[first.number]
+    return math.inf

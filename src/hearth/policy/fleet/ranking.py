@@ -1,4 +1,4 @@
-"""Ids in the order of a number that each has, its rank. Knows nothing of what the numbers mean."""
+"""Ids in the order of a value that each has, its rank. Knows nothing of what the ranks mean."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 Id = TypeVar("Id", bound=str)
+Rank = TypeVar("Rank")  #: a number, or anything else that has an order
 
 
-class Ranking(Generic[Id]):
+class Ranking(Generic[Id, Rank]):
     """Ids sorted by rank. Equal ranks go by id, so the order is always the same. Mutable; one owner.
 
     A sorted list: finding a place takes the logarithm of its length, and moving what is behind it a few
@@ -20,8 +21,8 @@ class Ranking(Generic[Id]):
 
     def __init__(self) -> None:
         #: The same pairs twice: sorted here, by id there.
-        self._ranked: list[tuple[int, Id]] = []
-        self._rank_by_id: dict[Id, int] = {}
+        self._ranked: list[tuple[Rank, Id]] = []
+        self._rank_by_id: dict[Id, Rank] = {}
 
     def __len__(self) -> int:
         return len(self._ranked)
@@ -33,29 +34,29 @@ class Ranking(Generic[Id]):
         """Iterate over the ids that are there now, lowest rank first, whatever changes meanwhile."""
         return (id_ for _, id_ in self._ranked.copy())
 
-    def from_rank(self, rank: int) -> Iterator[Id]:
+    def from_rank(self, rank: Rank) -> Iterator[Id]:
         """Iterate over ids of at least this rank, lowest first. Not to be continued after a change."""
         return (self._ranked[at][1] for at in range(self._first(rank), len(self._ranked)))
 
-    def down_to_rank(self, rank: int) -> Iterator[Id]:
+    def down_to_rank(self, rank: Rank) -> Iterator[Id]:
         """Iterate over ids of at least this rank, highest first. Not to be continued after a change."""
         return (self._ranked[at][1] for at in range(len(self._ranked) - 1, self._first(rank) - 1, -1))
 
     @property
-    def lowest(self) -> int | None:
+    def lowest(self) -> Rank | None:
         """The lowest rank that an id has; None if there is no id."""
         return self._ranked[0][0] if self._ranked else None
 
     @property
-    def highest(self) -> int | None:
+    def highest(self) -> Rank | None:
         """The highest rank that an id has; None if there is no id."""
         return self._ranked[-1][0] if self._ranked else None
 
-    def rank(self, id_: Id) -> int | None:
+    def rank(self, id_: Id) -> Rank | None:
         """Return the rank of an id; None if it is not there."""
         return self._rank_by_id.get(id_)
 
-    def put(self, id_: Id, rank: int) -> None:
+    def put(self, id_: Id, rank: Rank) -> None:
         """Add an id, or change the rank of one that is there."""
         if self._rank_by_id.get(id_) == rank:
             return
@@ -69,5 +70,5 @@ class Ranking(Generic[Id]):
         if rank is not None:
             del self._ranked[bisect_left(self._ranked, (rank, id_))]
 
-    def _first(self, rank: int) -> int:
+    def _first(self, rank: Rank) -> int:
         return bisect_left(self._ranked, (rank, ""))

@@ -9,14 +9,29 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.events import ModelProfile, Promise
 from hearth.policy.fleet.ranking import Ranking
-from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
+from hearth.types import BATCH_PATIENCE_S, Hold, ModelId, RequestId, Rung, WorkerId
 
 #: How long further replicas of a model that is kept for ever stay warm: for ever means one.
 SPARE_KEEP_ALIVE_S = 300.0
+#: One in so many slots of a replica, and places in the queue, is kept for interactive requests.
+INTERACTIVE_SHARE = 4
+
+
+def share_for_batch(most: int) -> int:
+    """Return how many of so many slots, or places in the queue, batch requests may fill."""
+    return most - most // INTERACTIVE_SHARE
+
+
+class Place(NamedTuple):
+    """The place of a request among those that wait; the least is the first."""
+
+    line_s: float  #: when it came; a batch request `BATCH_PATIENCE_S` later
+    number: int
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +43,8 @@ class Request:
     number: int  #: in order of arrival; never used again
     keep_alive_s: float | None
     digest: str  #: of the version that it was accepted for; no other continues it
+    line_s: float = 0.0  #: as in its `Place`
+    is_batch: bool = False
     num_losses: int = 0  #: replicas that it lost because of its model, as far as can be told
     #: Since when it waits, or waited last, and in which step of the brain that began.
     queued_s: float = 0.0
@@ -38,6 +55,19 @@ class Request:
     started_s: float = 0.0
     #: Its replica has had no turn since it was given to it.
     awaits_turn: bool = False
+
+    @property
+    def place(self) -> Place:
+        """Where the request stands among those that wait, or would."""
+        return Place(self.line_s, self.number)
+
+    def gives_way(self, now_s: float) -> bool:
+        """True while an interactive request that came now would stand before this one."""
+        return self.is_batch and now_s < self.line_s
+
+    def overdue_s(self, patience_s: float) -> float:
+        """Return when the request has waited too long, by the patience of an interactive one."""
+        return self.queued_s + (max(patience_s, BATCH_PATIENCE_S) if self.is_batch else patience_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +100,20 @@ class Model:
     #: Of its weights, in the device memory of workers that have any. Written only by `device_bytes.py`.
     resident_bytes: dict[WorkerId, int] = field(default_factory=dict)
     #: Workers of `resident_bytes` without a replica, by how many bytes: it was evicted, and some are left.
-    retired: Ranking[WorkerId] = field(default_factory=Ranking)
+    retired: Ranking[WorkerId, int] = field(default_factory=Ranking)
     replicas: dict[WorkerId, Replica] = field(default_factory=dict)
     #: Those of `replicas` that new requests may go to; of these, those still loading.
     usable: dict[WorkerId, Replica] = field(default_factory=dict)
     loading: dict[WorkerId, Replica] = field(default_factory=dict)
     #: Workers of `usable` replicas that have a free slot, by how many requests run there.
-    with_free_slot: Ranking[WorkerId] = field(default_factory=Ranking)
+    with_free_slot: Ranking[WorkerId, int] = field(default_factory=Ranking)
     #: Workers on which it failed and has served nobody since. They are tried again only where it has no
     #: replica and no other worker has room: one broken device must not use up the requests of a model.
     failed_on: dict[WorkerId, Worker] = field(default_factory=dict)
-    #: By number, ascending. Empty while any replica has a free slot.
+    #: By number, in the order of their places. Empty while any replica has a slot for the first.
     waiting: dict[int, Request] = field(default_factory=dict)
     #: The queue of the fleet that it stands in; None exactly if nothing waits.
-    queue: Ranking[ModelId] | None = None
+    queue: Ranking[ModelId, Place] | None = None
 
     @property
     def keep_alive_s(self) -> float:
@@ -124,7 +154,7 @@ class Model:
 
     @property
     def first_waiting(self) -> Request | None:
-        """The waiting request that arrived first."""
+        """The waiting request whose place is the first."""
         return next(iter(self.waiting.values()), None)
 
     def record_failure(self, worker: Worker) -> None:
@@ -193,8 +223,13 @@ class Replica:
 
     @property
     def has_free_slot(self) -> bool:
-        """True if one more request may run on the replica."""
+        """True if one more interactive request may run on the replica."""
         return len(self.running) < self.max_seqs
+
+    def has_slot_for(self, request: Request, now_s: float) -> bool:
+        """True if a request may run on the replica: one that gives way leaves some slots to others."""
+        most = share_for_batch(self.max_seqs) if request.gives_way(now_s) else self.max_seqs
+        return len(self.running) < most
 
     @property
     def booked_hold(self) -> Hold:

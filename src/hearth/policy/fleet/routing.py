@@ -21,7 +21,7 @@ from hearth.policy.fleet.device_bytes import count_missing_bytes
 from hearth.policy.fleet.events import BrainConfig, Footprint, ModelProfile, Option
 from hearth.policy.fleet.evictions import EvictionPlan, plan_evictions, plan_turn_evictions
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.records import Model, Replica, Worker
+from hearth.policy.fleet.records import Model, Replica, Request, Worker
 from hearth.policy.fleet.refusals import explain_shortage
 from hearth.types import Hold, WorkerId
 
@@ -115,9 +115,12 @@ def _fits_within(one: Footprint, other: Footprint) -> bool:
     return mine.own_bytes <= theirs.own_bytes and mine.workspace_bytes <= theirs.workspace_bytes
 
 
-def choose_replica(fleet: Fleet, model: Model) -> FreeReplica | None:
-    """Return the cheapest replica of a model with a free slot; None if there is none."""
-    replicas = [model.replicas[name] for name in islice(model.with_free_slot, MAX_OPTIONS)]
+def choose_replica(fleet: Fleet, request: Request) -> FreeReplica | None:
+    """Return the cheapest replica with a slot for a request; None if there is none."""
+    model = request.model
+    free = (model.replicas[name] for name in model.with_free_slot)
+    open_ = (replica for replica in free if replica.has_slot_for(request, fleet.now_s))
+    replicas = list(islice(open_, MAX_OPTIONS))
     if not replicas:
         return None
     options = [_price_option(fleet, model, replica.worker) for replica in replicas]

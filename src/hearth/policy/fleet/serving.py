@@ -11,6 +11,9 @@ take turns, and nobody waits for room who could have a turn. One that was loaded
 Whoever has waited for room for `patience_s` has busy models of one worker drained (`drain.py`): so
 models that do not fit side by side alternate. From then on only that worker is kept for it.
 
+Slots go in the same order. One in four of a replica's is kept for interactive requests, until the batch
+request that waits for it has stood in line for `BATCH_PATIENCE_S`.
+
 What is left goes to second replicas, where loading one takes less time than waiting for a slot and no warm
 model has to go. Who has waited for a slot for `patience_s` has shown the estimate wrong, and gets one anyway.
 Last come models that are deployed as pinned and on no worker: nobody has asked, so nothing warm goes.
@@ -30,11 +33,16 @@ from hearth.types import Hold
 
 def serve_queues(fleet: Fleet) -> list[Action]:
     """Give all room there is to those who wait, in their order; then see to those who wait too long."""
-    actions = _end_needless_drains(fleet) + _share_out(fleet)
+    actions = _end_needless_drains(fleet) + _fill_kept_slots(fleet) + _share_out(fleet)
     while _drain_for_overdue(fleet):  # From now on only that worker is kept for it.
         actions += _share_out(fleet)
     fleet.queues.must_serve = False
     return actions
+
+
+def _fill_kept_slots(fleet: Fleet) -> list[Action]:
+    """Give slots that were kept for interactive requests to batch requests whose patience is over."""
+    return [action for name in fleet.queues.for_slot for action in fill_slots(fleet, fleet.models[name])]
 
 
 def _share_out(fleet: Fleet) -> list[Action]:
@@ -163,7 +171,7 @@ def _load(fleet: Fleet, model: Model, place: ReplicaPlace) -> list[Action]:
 def fill_slots(fleet: Fleet, model: Model) -> list[Action]:
     """Send those who wait for a model to its free slots."""
     actions: list[Action] = []
-    while (first := model.first_waiting) is not None and (chosen := choose_replica(fleet, model)) is not None:
+    while (first := model.first_waiting) is not None and (chosen := choose_replica(fleet, first)) is not None:
         why = Why.RESIDENT if chosen.replica.is_ready else Why.LOADING
         actions.append(_dispatch(fleet, first, chosen.replica, why, chosen.options))
     return actions
@@ -237,4 +245,4 @@ def _is_overdue(fleet: Fleet, model: Model) -> bool:
     """True if the first request that waits for a model has lost its patience."""
     first = model.first_waiting
     assert first is not None, f"nobody waits for `{model.name}`"
-    return fleet.now_s >= first.queued_s + fleet.config.patience_s
+    return fleet.now_s >= first.overdue_s(fleet.config.patience_s)

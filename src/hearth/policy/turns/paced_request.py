@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 
-from hearth.types import Pace
-
-#: A request that nobody reads along with is due so long after its arrival, and after its last token.
-BATCH_PATIENCE_S = 30.0
+from hearth.types import BATCH_PATIENCE_S, Pace
 
 
 class PacedRequest:
     """A request that has not ended, and how far it is. Mutable; written by the `TurnPolicy` that has it.
 
-    A worker may tell of a thousand tokens with every step, so `due_s` is kept and not worked out when asked.
+    A batch request, which nobody reads along with, is due `BATCH_PATIENCE_S` after its arrival, and after its
+    last token. A worker may tell of a thousand tokens with every step, so `due_s` is kept and not worked out
+    when asked.
     """
 
     __slots__ = ("_first_due_s", "_max_pause_s", "_token_s", "due_s", "num_tokens", "pace")
@@ -21,7 +20,7 @@ class PacedRequest:
     def __init__(self, pace: Pace, arrived_s: float, num_tokens: int, now_s: float) -> None:
         """`num_tokens` were sent so far, also by workers that are gone; the last one now, if there is any."""
         self.pace = pace
-        is_read = pace.tokens_per_s > 0
+        is_read = not pace.is_batch
         self._first_due_s = arrived_s + (pace.first_token_s if is_read else BATCH_PATIENCE_S)
         self._token_s = 1 / pace.tokens_per_s if is_read else math.inf  #: from one token to the next
         self._max_pause_s = pace.max_pause_s if is_read else BATCH_PATIENCE_S

@@ -1,0 +1,36 @@
+"""The headers by which OpenAI's clients know how much they may ask, and when again. Limits nothing."""
+
+from __future__ import annotations
+
+import math
+
+from hearth.types import RateStatus
+
+
+def rate_limit_headers(status: RateStatus | None) -> dict[str, str]:
+    """Return what is left of a key's limits per minute; nothing of a limit that it has not."""
+    headers: dict[str, str] = {}
+    if status is not None:
+        for what, window in (("requests", status.requests), ("tokens", status.tokens)):
+            if window is not None:
+                headers[f"x-ratelimit-limit-{what}"] = str(window.limit)
+                headers[f"x-ratelimit-remaining-{what}"] = str(window.remaining)
+                headers[f"x-ratelimit-reset-{what}"] = openai_duration(window.reset_s)
+    return headers
+
+
+def retry_headers(retry_s: float | None) -> dict[str, str]:
+    """Return when to try again, in whole seconds and more exactly; None: that would not help."""
+    if retry_s is None:
+        return {"x-should-retry": "false"}
+    num_ms = math.ceil(retry_s * 1000)
+    return {"retry-after": str(max(1, math.ceil(retry_s))), "retry-after-ms": str(num_ms)}
+
+
+def openai_duration(seconds: float) -> str:
+    """Return a duration as OpenAI spells them: `0s`, `120ms`, `7.66s`, `1m0s`."""
+    num_ms = math.ceil(seconds * 1000)
+    if 0 < num_ms < 1000:
+        return f"{num_ms}ms"
+    minutes, rest_ms = divmod(num_ms, 60_000)
+    return (f"{minutes}m" if minutes else "") + f"{rest_ms / 1000:g}s"

@@ -1,0 +1,197 @@
+"""Who of those with an API key may ask now: requests and tokens per minute, and requests at a time. Pure.
+
+A request goes through three moments:
+    - it begins: it counts as a request of this minute, and as one of those that run;
+    - its prompt is known, or each of several: it is charged the prompt and an estimate of its output;
+    - it ends, however it does: what was charged is settled to the tokens that there were.
+One that is refused counts for nothing, so that who tries again too often is not kept out by that.
+
+The estimate is what the request allows itself, but at most `MAX_ESTIMATE_TOKENS` of an answer, and never so
+much that the request could not pass at all. Tokens beyond it are charged when the request ends, also beyond
+the limit: then those that follow wait for longer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+from hearth.policy.limits.sliding_window import SlidingWindow, WindowSlot
+from hearth.types import RateStatus, WindowStatus
+
+#: The most tokens that one answer is charged in advance.
+MAX_ESTIMATE_TOKENS = 1024
+#: So many keys, or twice those that counted last, are remembered before those are sought that count no more.
+MIN_KEYS = 16
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """The limits of one API key; None: there is none."""
+
+    requests_per_min: int | None = None
+    tokens_per_min: int | None = None
+    concurrent: int | None = None  #: requests that have begun and not ended
+
+
+class LimitKind(StrEnum):
+    """The limit that a request has met."""
+
+    REQUESTS = "requests"
+    TOKENS = "tokens"
+    CONCURRENT = "concurrent"
+
+
+@dataclass(frozen=True, slots=True)
+class LimitRefusal:
+    """A request may not begin, or not go on."""
+
+    kind: LimitKind
+    limit: int
+    used: int  #: of the limit, by others
+    wanted: int
+    #: When the same request would pass, if no other came. None: never, as it is too large; or nobody knows.
+    retry_s: float | None
+
+
+@dataclass(slots=True, eq=False)
+class _KeyState:
+    """The requests and tokens that one key has taken. Mutable; written by the `KeyLimiter`."""
+
+    requests: SlidingWindow = field(default_factory=SlidingWindow)
+    tokens: SlidingWindow = field(default_factory=SlidingWindow)
+    num_running: int = 0
+
+    def counts(self, now_s: float) -> bool:
+        """True if anything that the key has taken matters still."""
+        self.requests.advance(now_s)
+        self.tokens.advance(now_s)
+        return bool(self.num_running or self.requests.used or self.tokens.used)
+
+
+@dataclass(frozen=True, slots=True)
+class _Charge:
+    slot: WindowSlot
+    num_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request that was let in. Mutable; written by the `KeyLimiter` that gave it out."""
+
+    state: _KeyState
+    request: WindowSlot  #: where it is counted as a request
+    charges: list[_Charge] = field(default_factory=list)
+    is_open: bool = True
+
+    @property
+    def charged_tokens(self) -> int:
+        """Tokens that were charged in advance."""
+        return sum(charge.num_tokens for charge in self.charges)
+
+
+class KeyLimiter(Generic[Key]):
+    """Mutable; written by the one thread that asks. Holds nothing of keys that have not asked for a minute.
+
+    Limits are told with every question, so that a change counts from the next request on.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[Key, _KeyState] = {}
+        self._max_states = MIN_KEYS
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def begin(self, key: Key, limits: KeyLimits, now_s: float) -> Ticket | LimitRefusal:
+        """Let a request in, or say why not."""
+        state = self._states.get(key) or _KeyState()
+        most = limits.concurrent
+        if most is not None and state.num_running >= most:
+            return LimitRefusal(LimitKind.CONCURRENT, most, state.num_running, 1, retry_s=None)
+        most = limits.requests_per_min
+        if most is not None and (wait_s := state.requests.wait_s(1, most, now_s)) > 0:
+            return LimitRefusal(LimitKind.REQUESTS, most, state.requests.used, 1, wait_s)
+        if key not in self._states:
+            self._forget_idle(now_s)
+            self._states[key] = state
+        state.num_running += 1
+        return Ticket(state, state.requests.take(1, now_s))
+
+    def charge(
+        self,
+        ticket: Ticket,
+        limits: KeyLimits,
+        num_prompt_tokens: int,
+        max_output_tokens: int | None,
+        now_s: float,
+    ) -> LimitRefusal | None:
+        """Charge a request for an answer, of at most so many tokens; None: it may have it."""
+        assert ticket.is_open, f"charged after its end: {ticket}"
+        window, most = ticket.state.tokens, limits.tokens_per_min
+        num_output = MAX_ESTIMATE_TOKENS if max_output_tokens is None else max_output_tokens
+        num_tokens = num_prompt_tokens + min(num_output, MAX_ESTIMATE_TOKENS)
+        if most is not None:
+            left = most - ticket.charged_tokens
+            num_tokens = max(num_prompt_tokens, min(num_tokens, left))
+            wait_s = math.inf if num_tokens > left else window.wait_s(num_tokens, most, now_s)
+            if wait_s > 0:
+                used = window.used - sum(one.num_tokens for one in ticket.charges if not one.slot.is_gone)
+                wanted = ticket.charged_tokens + num_tokens
+                retry_s = None if math.isinf(wait_s) else wait_s
+                return LimitRefusal(LimitKind.TOKENS, most, used, wanted, retry_s)
+        ticket.charges.append(_Charge(window.take(num_tokens, now_s), num_tokens))
+        return None
+
+    def end(self, ticket: Ticket, num_tokens: int, now_s: float) -> None:
+        """Note that a request has ended, and how many tokens it had; a second time changes nothing."""
+        if not self._close(ticket):
+            return
+        surplus = ticket.charged_tokens - num_tokens
+        if surplus < 0:
+            ticket.state.tokens.take(-surplus, now_s)
+        for charge in reversed(ticket.charges):
+            given_back = max(0, min(surplus, charge.num_tokens))
+            ticket.state.tokens.give_back(charge.slot, given_back)
+            surplus -= given_back
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Have a request that was refused after all count for nothing."""
+        if self._close(ticket):
+            ticket.state.requests.give_back(ticket.request, 1)
+            for charge in ticket.charges:
+                ticket.state.tokens.give_back(charge.slot, charge.num_tokens)
+
+    def status(self, key: Key, limits: KeyLimits, now_s: float) -> RateStatus:
+        """Return how much of the limits per minute is left."""
+        state = self._states.get(key) or _KeyState()
+        return RateStatus(
+            _describe(state.requests, limits.requests_per_min, now_s),
+            _describe(state.tokens, limits.tokens_per_min, now_s),
+        )
+
+    def _close(self, ticket: Ticket) -> bool:
+        """Return whether a ticket was open, and have it closed."""
+        if not ticket.is_open:
+            return False
+        ticket.is_open = False
+        ticket.state.num_running -= 1
+        return True
+
+    def _forget_idle(self, now_s: float) -> None:
+        """Forget keys that have taken nothing that matters, once they may be as many as the others."""
+        if len(self._states) >= self._max_states:
+            self._states = {key: one for key, one in self._states.items() if one.counts(now_s)}
+            self._max_states = max(MIN_KEYS, 2 * len(self._states))
+
+
+def _describe(window: SlidingWindow, limit: int | None, now_s: float) -> WindowStatus | None:
+    if limit is None:
+        return None
+    reset_s = window.reset_s(now_s)
+    return WindowStatus(limit, max(0, limit - window.used), reset_s)
