@@ -20,17 +20,18 @@ from hearth.policy.fleet.events import (
     WorkerJoined,
     WorkerLost,
 )
+from hearth.policy.turns.paced_request import BATCH_PATIENCE_S
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.sim.profile import Profile
 from hearth.sim.service import SimulatedService
 from hearth.sim.setting import KIND, Policy, SimulationSetting
 from hearth.sim.stepped_worker import SteppedWorker, TokensSent, WorkerFact
 from hearth.sim.traces import TracedRequest
-from hearth.types import ModelId, RequestId, TurnEnd, WorkerId
+from hearth.types import ModelId, Pace, RequestId, TurnEnd, WorkerId
 from tests.sim.small_machine import GB, HOST_BYTES_PER_S, MACHINE, MEMORY_BYTES, REQUESTS, SHAPES
 
 SETTING = SimulationSetting(SHAPES, MEMORY_BYTES)
-A, B = ModelId("a"), ModelId("b")
+A, B, C = ModelId("a"), ModelId("b"), ModelId("c")
 POLICIES = st.sampled_from(list(Policy))
 #: Numbers of requests, and when their clients go away.
 CANCELS = st.lists(st.tuples(st.integers(0, 13), st.floats(0.0, 8.0)), max_size=6)
@@ -132,19 +133,60 @@ def test_jumping_over_steps_changes_no_time_of_any_token(
     assert jumped.num_turns == stepped.num_turns
 
 
-@given(REQUESTS)
+@given(REQUESTS, st.integers(1, 2), st.booleans(), st.booleans())
 @settings(max_examples=25, deadline=None)
-def test_nobody_waits_beyond_the_bound_of_turns(requests: list[TracedRequest]) -> None:
-    """So few and short requests are below saturation."""
-    service = served(requests)
-    rules = TurnRules()
-    load_s = {model: MACHINE.shape(shape).weights_bytes / HOST_BYTES_PER_S for model, shape in SHAPES.items()}
-    own_s = MACHINE.assemble_s + MACHINE.switch_s
-    step_s = max(MACHINE.shape(shape).step_s(4096, 14, 8192) for shape in SHAPES.values())
-    bound_s = sum(rules.max_turn_s + one_s + own_s + step_s for one_s in load_s.values())
+def test_nobody_waits_beyond_the_bound_of_turns(
+    requests: list[TracedRequest], num_workers: int, is_read: bool, is_pinned: bool
+) -> None:
+    """So few and short requests are below saturation. Every model has room beside the pinned one."""
+    pace = Pace() if is_read else Pace(tokens_per_s=0.0)
+    service = SimulatedService(replace(SETTING, num_workers=num_workers, pace=pace), MACHINE)
+    profile = SETTING.model_profile(C, MACHINE.shape(SHAPES[C]))
+    service.schedule(ModelDeployed(0.0, replace(profile, is_pinned=is_pinned)))
+    service.ask(requests)
+    service.run()
+    bound_s = wait_bound_s()
     for answer in service.answers.values():
-        assert answer.first_token_s <= bound_s
-        assert answer.longest_pause_s <= bound_s
+        assert answer.is_whole
+        assert answer.first_token_s <= bound_s + (pace.first_token_s if is_read else BATCH_PATIENCE_S)
+        assert answer.longest_pause_s <= bound_s + (pace.max_pause_s if is_read else BATCH_PATIENCE_S)
+
+
+def wait_bound_s() -> float:
+    """What `turn_policy.py` states for all models of the machine, and up to 14 requests."""
+    shapes = [MACHINE.shape(shape) for shape in SHAPES.values()]
+    own_s = TurnRules().max_turn_s + MACHINE.assemble_s + MACHINE.switch_s
+    return sum(own_s + one.weights_bytes / HOST_BYTES_PER_S + one.step_s(4096, 14, 8192) for one in shapes)
+
+
+@pytest.mark.parametrize("policy", [Policy.TURNS, Policy.DRAIN])
+def test_a_long_request_and_one_that_has_no_room_beside_it_hold_up_nobody_else(policy: Policy) -> None:
+    """For `a` and for `c`, which fits beside both, others are served while the long one runs."""
+    setting = replace(SETTING, policy=policy, context=16384, memory_bytes=30 << 30)
+    others = [TracedRequest(3.0 + 2.5 * number, "ac"[number % 2], 50, 10) for number in range(24)]
+    service = served([TracedRequest(0.0, "a", 50, 16000), TracedRequest(1.0, "b", 50, 20), *others], setting)
+    long, waiter, *rest = service.answers.values()
+    assert long.ended_s is not None
+    assert long.ended_s > 80.0
+    if policy is Policy.TURNS:
+        assert waiter.first_token_s < wait_bound_s()
+        assert all(one.first_token_s < wait_bound_s() for one in rest)
+    else:
+        config = service.fleet.config
+        held_s = max(one.first_token_s for one in rest if one.model == A)
+        assert config.max_drain_s - 5.0 < held_s < config.max_drain_s + 1.0
+        assert all(one.first_token_s < config.patience_s + 1.0 for one in rest if one.model == C)
+
+
+def test_kv_that_is_computed_anew_in_each_turn_does_not_eat_it_up() -> None:
+    """There is no room for the KV of both models, and a turn is as long as its prompt takes."""
+    rules = TurnRules(min_turn_s=0.05, quantum_s=0.1, max_turn_s=0.1)
+    setting = SimulationSetting({A: "7B", B: "7B"}, 18 << 30, context=8192, rules=rules)
+    service = served([TracedRequest(0.0, "a", 8000, 60), TracedRequest(0.0, "b", 8000, 60)], setting)
+    (worker,) = service.workers.values()
+    assert worker.num_preempted > 0
+    alone_s = MACHINE.shape("7B").step_s(8000, 1, 8000) + 60 * MACHINE.shape("7B").step_s(1, 1, 8000)
+    assert worker.step_s <= 2.5 * 2 * alone_s
 
 
 @given(REQUESTS)

@@ -313,6 +313,33 @@ def test_a_paused_request_can_be_cancelled_and_leaves_nothing(kind: str, tmp_pat
         assert_empty_when_dropped(gateway, first, second)
 
 
+@pytest.mark.parametrize("kind", ["arena", "mapped"])
+def test_a_model_that_is_always_busy_and_one_that_waits_hold_up_nobody(kind: str, tmp_path: Path) -> None:
+    """Requests follow each other on one model, another has no room beside it, and a third has."""
+    setting = SETTINGS[kind]
+    turn_bytes = {
+        name: one.own_bytes - one.standing_bytes for name, one in promises_of(setting, setting.names).items()
+    }
+    small, *_, busy, waiter = sorted(turn_bytes, key=lambda name: turn_bytes[name])
+    assert turn_bytes[small] < turn_bytes[busy]
+    rules = TurnRules(min_turn_s=0.01, quantum_s=0.02, max_turn_s=0.1)
+    is_small_beside = False
+    with taking_turns(kind, tmp_path, [waiter, busy, small], turn_bytes[small], rules) as gateway:
+        stream = [gateway.start(busy, [1, 2, 3], LONG)]
+        while not gateway.answers[stream[0]].tokens:
+            gateway.hear()
+        others = [gateway.start(name, [4, 5, 6], LONG) for name in (waiter, small)]
+        while not all(gateway.answers[run].is_ended for run in others):
+            if len(gateway.answers[stream[-1]].tokens) > 20:
+                stream.append(gateway.start(busy, [1, 2, 3], LONG))
+            gateway.hear()
+            assert not {ModelId(busy), ModelId(waiter)} <= gateway.in_turn.keys()
+            is_small_beside |= {ModelId(busy), ModelId(small)} <= gateway.in_turn.keys()
+        answers = gateway.until_ended(*stream, *others)
+    assert is_small_beside
+    assert all(len(answer.tokens) == LONG.max_tokens for answer in answers)
+
+
 def assert_empty_when_dropped(gateway: LoopGateway, *names: str) -> None:
     for name in names:
         gateway.drop(name)

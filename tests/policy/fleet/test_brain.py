@@ -667,9 +667,9 @@ def test_who_waits_holds_up_only_those_who_want_room_that_it_could_have() -> Non
 
 def test_once_a_worker_is_drained_for_who_waits_others_may_have_room_elsewhere() -> None:
     desk = Desk(BrainConfig(patience_s=2.0))
-    desk.deploy(profile("a", 80), profile("b", 80), profile("c", 80), profile("d", 10))
+    desk.deploy(profile("a", 80), profile("b", 80), profile("c", 100), profile("d", 30))
     for worker in ("w1", "w2"):
-        desk.join(worker, budget_bytes=110)
+        desk.join(worker, budget_bytes=130)
     for request, model in (("ra", "a"), ("rb", "b")):
         desk.ask(request, model)
     desk.ready("a", "w1")
@@ -714,7 +714,7 @@ def test_who_has_waited_long_enough_has_a_busy_model_drained() -> None:
     desk = full_house(BrainConfig(patience_s=2.0))
     assert desk.ask("rc", "c") == [SetTimer(2.0)]
     desk.now_s = 2.0
-    assert desk.fire() == []
+    assert desk.fire() == [SetTimer(32.0)], "then the drain would be in vain"
     drained = [name for name in ("a", "b") if not desk.fleet.models[ModelId(name)].usable]
     assert len(drained) == 1
     (name,) = drained
@@ -732,6 +732,65 @@ def test_a_drain_ends_with_the_request_that_it_was_for() -> None:
     (name,) = [name for name in ("a", "b") if not desk.fleet.models[ModelId(name)].usable]
     desk.ask("later", name)
     assert sent(desk.cancel("rc")) == {"later": "w1"}
+
+
+def test_two_requests_do_not_hold_a_worker() -> None:
+    desk = Desk(BrainConfig(patience_s=2.0, max_drain_s=30.0))
+    desk.deploy(profile("a", 60, max_seqs=256), profile("y", 60), profile("small", 20))
+    desk.join("w1")
+    desk.ask("long", "a")
+    desk.ready("a", "w1")
+    desk.ask("ry", "y")
+    desk.now_s = 2.0
+    desk.fire()
+    assert sent(desk.ask("r1", "small")) == {"r1": "w1"}, "it fits beside `a` now and beside `y` then"
+    desk.ready("small", "w1")
+    desk.now_s = 3.0
+    assert sent(desk.ask("r2", "a")) == {}
+    desk.now_s = 32.0
+    assert sent(desk.fire()) == {"r2": "w1"}, "nobody knows when the long one ends"
+    desk.now_s = 61.0
+    assert sent(desk.ask("r3", "a")) == {"r3": "w1"}
+    assert desk.fleet.timer_s == 62.0
+    desk.now_s = 62.0
+    desk.fire()
+    assert sent(desk.ask("r4", "a")) == {}, "the worker has rested for as long as it was drained"
+    actions = [action for request in ("long", "r2", "r3") for action in desk.finish(request)]
+    assert sent(actions) == {"ry": "w1"}
+
+
+def test_who_would_leave_no_room_to_the_one_that_waits_is_loaded_when_its_drain_was_in_vain() -> None:
+    desk = Desk(BrainConfig(patience_s=2.0, max_drain_s=30.0))
+    desk.deploy(profile("a", 60), profile("y", 80), profile("small", 20))
+    desk.join("w1")
+    desk.ask("long", "a")
+    desk.ready("a", "w1")
+    desk.ask("ry", "y")
+    desk.now_s = 2.0
+    desk.fire()
+    assert sent(desk.ask("r1", "small")) == {}
+    desk.now_s = 32.0
+    assert sent(desk.fire()) == {"r1": "w1"}
+
+
+def test_who_cannot_have_a_worker_drained_keeps_its_room_from_others_no_longer() -> None:
+    desk = Desk(BrainConfig(patience_s=2.0, max_drain_s=30.0))
+    desk.deploy(profile("a", 60, max_seqs=1), profile("y", 80), profile("b", 40), profile("z", 40))
+    desk.deploy(profile("small", 20))
+    desk.join("w1")
+    desk.join("w2", budget_bytes=50)
+    for request, model, worker in (("ra", "a", "w1"), ("rb", "b", "w2")):
+        assert sent(desk.ask(request, model)) == {request: worker}
+        desk.ready(model, worker)
+    for request, model in (("ra2", "a"), ("ry", "y"), ("rz", "z"), ("rs", "small")):
+        assert sent(desk.ask(request, model)) == {}
+    desk.now_s = 2.0
+    desk.fire()
+    assert not desk.fleet.drains, "somebody waits for a slot of `a` who came before `y`"
+    assert desk.fleet.timer_s == 32.0
+    desk.now_s = 32.0
+    assert sent(desk.fire()) == {"rs": "w1"}
+    assert list(desk.fleet.drains) == ["z"]
 
 
 def test_each_model_on_a_worker_has_as_many_slots_as_its_own_memory_was_sized_for() -> None:

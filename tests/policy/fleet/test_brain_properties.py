@@ -33,6 +33,7 @@ def checked(config: BrainConfig, moves: Moves) -> World:
     for kind, number in moves:
         world.move(kind, number)
         check_nobody_waits_in_vain(world.fleet)
+        check_nobody_is_held_up_for_long(world.fleet)
         check_places(world.fleet)
         check_only_one_replica_is_pinned(world.fleet)
     return world
@@ -81,21 +82,51 @@ def check_nobody_waits_in_vain(fleet: Fleet) -> None:
 
     Who has waited too long for a slot has no room for a second replica.
     """
-    reserved, workers = ReservedWorkers(), list(fleet.workers.values())
+    reserved = ReservedWorkers(fleet)
     for model in [fleet.models[name] for name in fleet.queues.for_room]:
         assert model.profile is not None
         if fleet.capacity.could_fit(model.profile):
-            open_ = [worker for worker in workers if worker not in reserved]
-            assert not any(could_host(fleet, worker, model) for worker in open_)
+            assert not any(could_host(fleet, worker, model) for worker in find_open(reserved, model))
             reserve_room(fleet, model, reserved)
         else:
             assert not fleet.is_complete, f"`{model.name}` waits, but cannot have room"
-    open_ = [worker for worker in workers if worker not in reserved]
-    for model in [fleet.models[name] for name in fleet.queues.for_slot]:
+    for model in [fleet.models[name] for name in fleet.queues.for_slot if not reserved.has_all]:
         first = model.first_waiting
         assert first is not None
         if not model.loading and fleet.now_s >= first.overdue_s(fleet.config.patience_s):
+            open_ = find_open(reserved, model)
             assert not any(can_take(worker, model, Hold.RETAINED, Hold.WARM) for worker in open_)
+
+
+def check_nobody_is_held_up_for_long(fleet: Fleet) -> None:
+    """Who could be served, but for somebody who waits for room, is held up by that one for a limited time."""
+    now_s, max_drain_s = fleet.now_s, fleet.config.max_drain_s
+    for drain in fleet.drains.values():
+        assert now_s < drain.began_s + max_drain_s or not any(one.running for one in drain.victims)
+    earlier: list[Model] = []
+    for model in [fleet.models[name] for name in fleet.queues.for_room]:
+        for worker in fleet.workers.values():
+            if could_host(fleet, worker, model):
+                assert any(is_keeping(fleet, one, worker) for one in earlier), f"`{model.name}` is held up"
+        earlier.append(model)
+
+
+def is_keeping(fleet: Fleet, model: Model, worker: Worker) -> bool:
+    """Whether a model that waits may keep others from a worker: it is drained for it, or may be yet."""
+    if (drain := fleet.drains.get(model.name)) is not None:
+        return drain.worker is worker
+    first = model.first_waiting
+    most_s = fleet.config.patience_s + fleet.config.max_drain_s
+    return first is not None and worker.name not in fleet.resting and fleet.now_s < first.queued_s + most_s
+
+
+def find_open(reserved: ReservedWorkers, model: Model) -> list[Worker]:
+    """The workers whose room is not kept for somebody before a model."""
+    profile = model.profile
+    if profile is None:
+        return []
+    workers = reserved.fleet.workers.values()
+    return [worker for worker in workers if not reserved.bars(worker, profile.footprints[worker.kind])]
 
 
 def check_only_one_replica_is_pinned(fleet: Fleet) -> None:

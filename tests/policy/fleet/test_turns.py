@@ -136,6 +136,19 @@ def test_who_has_no_room_beside_what_others_keep_waits_and_has_them_drained() ->
     assert sent(desk.finish("r1"))["r2"] == "w1"
 
 
+def test_who_needs_all_of_a_worker_does_not_stop_it_for_long() -> None:
+    desk = TurnsDesk(BrainConfig(takes_turns=True, patience_s=2.0, max_drain_s=30.0))
+    desk.deploy(profile("a", 60, sink_bytes=5, max_seqs=256), profile("all", 95), profile("small", 20))
+    desk.join("w1")
+    desk.run("long", "a")
+    desk.ask("r1", "all")
+    desk.now_s = 2.0
+    desk.fire()
+    assert sent(desk.ask("r2", "a")) | sent(desk.ask("r3", "small")) == {}
+    desk.now_s = 32.0
+    assert sent(desk.fire()) == {"r2": "w1", "r3": "w1"}
+
+
 def test_a_model_is_not_hosted_where_another_would_never_have_its_turn_again() -> None:
     desk = TurnsDesk()
     desk.deploy(profile("large", 90), profile("small", 30, sink_bytes=5), profile("tiny", 30, sink_bytes=1))

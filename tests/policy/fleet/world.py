@@ -385,6 +385,7 @@ CONFIGS = st.builds(
     BrainConfig,
     max_queue=st.sampled_from([0, 2, 512]),
     patience_s=st.sampled_from([0.0, 2.0]),
+    max_drain_s=st.sampled_from([1.0, 30.0]),
     max_resumes=st.sampled_from([0, 3]),
     takes_turns=st.booleans(),
 )

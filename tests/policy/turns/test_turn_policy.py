@@ -132,6 +132,46 @@ def test_waiting_for_first_tokens_has_an_end() -> None:
     assert EndTurn(A, TurnEnd.TIME) in table.decide(RULES.max_turn_s)
 
 
+def test_who_is_left_out_of_two_turns_is_waited_for_longer() -> None:
+    """Its KV may be lost with each pause, and then a long prompt is begun anew in each turn."""
+    table = Table()
+    reader = table.ask(A, 0.0, "reader")
+    long = table.ask(A, 0.0, "long")
+    table.decide(0.0)
+    table.load(A, 0.0)
+    now_s = 0.0
+    for number, wait_s in enumerate((2.0, 2.0, 4.0, 8.0, 16.0, 16.0)):
+        table.send(reader, now_s, num_tokens=500)
+        other = table.ask(B, now_s, str(number))
+        assert table.decide(now_s + wait_s - 0.1) == []
+        assert math.isclose(table.policy.wake_s, now_s + wait_s)
+        assert BeginTurn(B) in table.decide(now_s + wait_s)
+        table.load(B, now_s + wait_s)
+        table.send(other, now_s + wait_s, num_tokens=500)
+        now_s += wait_s + RULES.quantum_s
+        assert BeginTurn(A) in table.decide(now_s)
+        table.policy.ended(B, other)
+    table.send(reader, now_s, num_tokens=500)
+    table.send(long, now_s, num_tokens=500)
+    table.ask(B, now_s, "last")
+    assert BeginTurn(B) in table.decide(now_s + RULES.max_turn_s)
+
+
+def test_a_turn_goes_on_for_as_long_as_it_took_to_compute_the_kv_of_paused_requests_anew() -> None:
+    table = Table()
+    request_id = running(table)
+    other = table.ask(B, 0.1)
+    assert BeginTurn(B) in table.decide(1.0)
+    table.load(B, 1.0)
+    table.send(other, 1.0, num_tokens=500)
+    assert BeginTurn(A) in table.decide(2.0)
+    table.ask(B, 2.0, "new")
+    table.send(request_id, 4.5)
+    assert table.decide(6.9) == []
+    assert math.isclose(table.policy.wake_s, 7.0)
+    assert BeginTurn(B) in table.decide(7.0)
+
+
 def test_a_turn_that_has_brought_nobody_on_does_not_end() -> None:
     table = Table()
     request_id = table.ask(A, 0.0)

@@ -24,6 +24,8 @@ def audit(fleet: Fleet) -> None:
         assert name in fleet.queues.for_room, f"a drain for `{name}`, which does not wait for room"
         assert fleet.workers.get(drain.worker.name) is drain.worker, f"a drain for `{name}` on a lost worker"
         assert drain.worker.drain is drain, f"two drains on worker `{drain.worker.name}`"
+        assert drain.worker.name not in fleet.resting, f"worker `{drain.worker.name}` rests from drains"
+    assert fleet.resting.keys() <= fleet.workers.keys(), f"lost workers rest: {fleet.resting}"
 
 
 def _check_requests(fleet: Fleet) -> None:

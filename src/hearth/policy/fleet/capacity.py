@@ -200,7 +200,7 @@ class CapacityIndex:
     def find_fitting(
         self, footprint: Footprint, most: Hold | None, *, roomiest_first: bool = False
     ) -> Iterator[WorkerId]:
-        """Yield workers with room for a model once every replica that is held at most so is gone.
+        """Return workers with room for a model once every replica that is held at most so is gone.
 
         With `most` None nobody goes. Not to be continued after a change.
         """
@@ -213,10 +213,12 @@ class CapacityIndex:
         ranking = by_hold[most]
         own_bytes = footprint.promise.own_bytes
         names = ranking.down_to_rank(own_bytes) if roomiest_first else ranking.from_rank(own_bytes)
-        for name in names:
-            promises = self.promises[name]
-            if promises.has_room(footprint) if most is None else promises.could_have_room(footprint, most):
-                yield name
+        return (name for name in names if self.fits(name, footprint, most))
+
+    def fits(self, name: WorkerId, footprint: Footprint, most: Hold | None) -> bool:
+        """True if a worker has room for a model once every replica that is held at most so is gone."""
+        promises = self.promises[name]
+        return promises.has_room(footprint) if most is None else promises.could_have_room(footprint, most)
 
     @property
     def rankings(self) -> tuple[Ranking[WorkerId, int], ...]:

@@ -8,6 +8,10 @@ no new requests, and when the last of their running ones has ended there is room
 for they would have to go anyway and must not become busy meanwhile. A loading model is not drained: those who
 wait for it have waited as well, so they are served first, and the load is not wasted. Nor is one for which
 somebody waits who came earlier.
+
+Nobody knows how long a running request will be. So a drain that is not done after `max_drain_s` is given up:
+its worker serves everybody again, rests from drains for as long, and only then may be drained once more.
+Meanwhile a model is loaded there as long as the one that waits will have room beside it.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ def plan_drain(fleet: Fleet, model: Model) -> Drain | None:
     if not plans or not all(_has_busy(plan) for plan in plans):
         return None
     best = min(plans, key=lambda plan: (sum(victim.cost_s for victim in plan), plan[0].replica.worker.name))
-    return Drain(model, best[0].replica.worker, tuple(victim.replica for victim in best))
+    victims = tuple(victim.replica for victim in best)
+    return Drain(model, victims[0].worker, victims, fleet.now_s)
 
 
 def begin_drain(fleet: Fleet, drain: Drain) -> None:
@@ -55,6 +60,23 @@ def begin_drain(fleet: Fleet, drain: Drain) -> None:
 def is_done(drain: Drain) -> bool:
     """True if no victim runs a request any more."""
     return not any(replica.running for replica in drain.victims)
+
+
+def is_in_vain(fleet: Fleet, drain: Drain) -> bool:
+    """True if victims still run requests after all the time that a drain may take."""
+    return fleet.now_s >= drain.began_s + fleet.config.max_drain_s and not is_done(drain)
+
+
+def leaves_room(fleet: Fleet, drain: Drain, footprint: Footprint) -> bool:
+    """True if the model that waits has room once its drain is done, also if another is loaded meanwhile."""
+    profile, promises = drain.model.profile, drain.worker.promises.copy()
+    if profile is None:
+        return True
+    for replica in drain.victims:
+        if replica.hold is not None:
+            promises.release(replica.promise, replica.hold)
+    promises.add(footprint.promise, Hold.BUSY)
+    return _has_room(fleet, promises, profile.footprints[drain.worker.kind])
 
 
 def is_needless(fleet: Fleet, drain: Drain) -> bool:
@@ -74,7 +96,7 @@ def _has_room(fleet: Fleet, promises: Promises, footprint: Footprint) -> bool:
 
 def _is_suited(fleet: Fleet, worker: Worker, model: Model, footprint: Footprint) -> bool:
     """True if a worker would have room for a model without its drainable replicas."""
-    if worker.drain is not None or model.name in worker.replicas:
+    if worker.drain is not None or worker.name in fleet.resting or model.name in worker.replicas:
         return False
     promises = worker.promises.copy()
     for replica in _find_drainable(worker, model):

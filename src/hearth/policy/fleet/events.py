@@ -426,6 +426,8 @@ class BrainConfig:
     max_queue: int = 512  #: requests that wait for a slot, for room or for the first turn of their model
     #: Waiting for longer, a request has a busy model drained for its own, unless they can take turns.
     patience_s: float = 2.0
+    #: A drain that is not done after so long is given up, and its worker rests from drains for as long.
+    max_drain_s: float = 30.0
     #: Workers have models that do not fit together take turns, and say whose turn it is.
     takes_turns: bool = False
     max_resumes: int = 3  #: workers that may be lost because of a request, as far as can be told

@@ -45,8 +45,13 @@ class Fleet:
         self.unplaced: dict[ModelId, Model] = {}
         #: Replicas that should be pinned and are not, because others would have no room for their turns.
         self.refused_pins: dict[Replica, None] = {}
-        #: By the model that waits; at most one per worker.
+        #: By the model that waits, in the order in which they began; at most one per worker.
         self.drains: dict[ModelId, Drain] = {}
+        #: Workers that were drained in vain, and until when no room of theirs is kept for who waits;
+        #: the first rests no longer than those after it.
+        self.resting: dict[WorkerId, float] = {}
+        #: When the first model that waits, and has no drain, keeps room from others no longer.
+        self.kept_until_s = math.inf
         #: The last time ordered that has not come yet.
         self.timer_s: float | None = None
         #: The most workers there have been at a time: a lost one is replaced.
@@ -63,6 +68,9 @@ class Fleet:
         self.now_s = max(self.now_s, now_s)
         while (replica := self.expiries.pop_due(self.now_s)) is not None:
             self.reindex(replica)
+        while self.resting and next(iter(self.resting.values())) <= self.now_s:
+            del self.resting[next(iter(self.resting))]
+            self.queues.must_serve = True
 
     def replicas(self) -> Iterator[Replica]:
         """Yield every replica of every worker."""
@@ -102,6 +110,7 @@ class Fleet:
         forget_worker(worker)
         if worker.drain is not None:
             del self.drains[worker.drain.model.name]
+        self.resting.pop(worker.name, None)
         del self.workers[worker.name]
         self.capacity.drop(worker.kind, worker.name)
         self.queues.must_serve = True

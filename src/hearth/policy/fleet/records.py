@@ -300,3 +300,4 @@ class Drain:
     model: Model  #: that waits for the room
     worker: Worker
     victims: tuple[Replica, ...]
+    began_s: float

@@ -16,12 +16,13 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from hearth.policy.fleet.capacity import CapacityIndex, FleetCapacity
+from hearth.policy.fleet.capacity import CapacityIndex
 from hearth.policy.fleet.device_bytes import count_missing_bytes
+from hearth.policy.fleet.drain import leaves_room
 from hearth.policy.fleet.events import BrainConfig, Footprint, ModelProfile, Option
 from hearth.policy.fleet.evictions import EvictionPlan, plan_evictions, plan_turn_evictions
 from hearth.policy.fleet.fleet import Fleet
-from hearth.policy.fleet.records import Model, Replica, Request, Worker
+from hearth.policy.fleet.records import Drain, Model, Replica, Request, Worker
 from hearth.policy.fleet.refusals import explain_shortage
 from hearth.types import Hold, WorkerId
 
@@ -78,35 +79,65 @@ class ReplicaPlace:
 class ReservedWorkers:
     """Workers whose room is for those who came before. Mutable; written by `serving.py`, within a step."""
 
-    names: set[WorkerId] = field(default_factory=set)
+    fleet: Fleet
+    #: Those that are drained for somebody. Who leaves that one room may be loaded there all the same, unless
+    #: so many are drained that it would take long to look at each.
+    drains: dict[WorkerId, Drain] = field(default_factory=dict)
     #: By kind of device: workers are reserved that could have room for any of these, were all unpinned models
     #: gone. None of them is larger in every way than another.
     footprints_by_kind: dict[str, list[Footprint]] = field(default_factory=dict)
 
-    def add_suited(self, capacity: FleetCapacity, profile: ModelProfile) -> None:
-        """Reserve all workers that could ever hold a model."""
-        for kind in capacity.by_kind:
+    def add_suited(self, profile: ModelProfile) -> None:
+        """Reserve all workers that could ever hold a model, but those that rest."""
+        for kind in self.fleet.capacity.by_kind:
             if (footprint := profile.footprints.get(kind)) is not None:
                 known = self.footprints_by_kind.get(kind, [])
                 if not any(_fits_within(one, footprint) for one in known):
                     kept = [one for one in known if not _fits_within(footprint, one)]
                     self.footprints_by_kind[kind] = [*kept, footprint]
 
-    def has_all(self, fleet: Fleet) -> bool:
-        """True if no worker is left for anybody else."""
-        return len(self.names) >= len(fleet.workers) or all(
-            self.has_kind(kind, index) for kind, index in fleet.capacity.by_kind.items()
-        )
+    @property
+    def has_all(self) -> bool:
+        """True if every worker is reserved, but those that rest."""
+        return len(self.drains) >= len(self.fleet.workers) or self._has_all_kinds
 
-    def has_kind(self, kind: str, index: CapacityIndex) -> bool:
-        """True if no worker of a kind of device is left for anybody else."""
+    @property
+    def has_all_for_sure(self) -> bool:
+        """True if every worker is reserved, and none would be open to anybody else all the same."""
+        is_drained = len(self.drains) >= len(self.fleet.workers) > MAX_OPTIONS
+        return not self.fleet.resting and (is_drained or self._has_all_kinds)
+
+    @property
+    def _has_all_kinds(self) -> bool:
+        return all(self._has_kind(kind, index) for kind, index in self.fleet.capacity.by_kind.items())
+
+    def _has_kind(self, kind: str, index: CapacityIndex) -> bool:
+        """True if no worker of a kind of device is left for anybody else, but those that rest."""
         least_bytes = min((one.least_bytes for one in self.footprints_by_kind.get(kind, ())), default=None)
         return least_bytes is not None and least_bytes <= (index.unpinned.lowest or 0)
 
-    def __contains__(self, worker: Worker) -> bool:
-        footprints = self.footprints_by_kind.get(worker.kind, ())
-        is_suited = any(worker.promises.could_have_room(one, Hold.BUSY) for one in footprints)
-        return is_suited or worker.name in self.names
+    def find_open(
+        self, kind: str, footprint: Footprint, most: Hold | None, *, roomiest_first: bool
+    ) -> Iterator[WorkerId]:
+        """Return workers as `CapacityIndex.find_fitting` does, without those that are for somebody else."""
+        index = self.fleet.capacity.by_kind[kind]
+        names = index.find_fitting(footprint, most, roomiest_first=roomiest_first)
+        if self._has_kind(kind, index):
+            resting = (name for name in self.fleet.resting if name in index.promises)
+            names = (name for name in resting if index.fits(name, footprint, most))
+        return (name for name in names if not self.bars(self.fleet.workers[name], footprint))
+
+    def bars(self, worker: Worker, footprint: Footprint) -> bool:
+        """True if a model would take room of a worker that is for somebody else."""
+        if worker.name in self.fleet.resting:
+            return False
+        drain = self.drains.get(worker.name)
+        if drain is not None:
+            is_closed = len(self.drains) > MAX_OPTIONS or not leaves_room(self.fleet, drain, footprint)
+            if is_closed:
+                return True
+        kept = self.footprints_by_kind.get(worker.kind, ())
+        return any(worker.promises.could_have_room(one, Hold.BUSY) for one in kept)
 
 
 def _fits_within(one: Footprint, other: Footprint) -> bool:
@@ -142,7 +173,7 @@ def choose_place(
     Replicas that are held at most so may have to go for it; busy ones do not go, but take turns with it. None
     if no worker that does not have the model yet has room, or could make it, and is not reserved.
     """
-    profile, reserved = model.profile, reserved or ReservedWorkers()
+    profile, reserved = model.profile, reserved or ReservedWorkers(fleet)
     if profile is None or not fleet.capacity.has_fitting(profile, most):
         return None
     barred = model.replicas.keys()
@@ -163,7 +194,7 @@ def has_untried_place(fleet: Fleet, model: Model) -> bool:
     if model.profile.is_pinned:
         most = Hold.RETAINED
     barred = model.replicas.keys() | model.failed_on.keys()
-    return _choose_unbarred(fleet, model, model.profile, barred, ReservedWorkers(), most) is not None
+    return _choose_unbarred(fleet, model, model.profile, barred, ReservedWorkers(fleet), most) is not None
 
 
 def _choose_unbarred(
@@ -212,7 +243,7 @@ def _plan_where_bytes_are(
         footprint = profile.footprints.get(worker.kind)
         if footprint is None or not _could_take(worker, footprint, most):
             continue
-        if name in barred or worker in reserved:
+        if name in barred or reserved.bars(worker, footprint):
             continue
         evictions = _plan_evictions(fleet, profile, worker, most)
         saved_s = all_s - fleet.estimates.load_s(count_missing_bytes(model, worker), model.bytes_by_rung)
@@ -247,11 +278,7 @@ def _classify_workers(
     Each time with what may go on a worker that has bytes of the model: warm ones only if nobody has room
     without. With busy ones a model takes turns.
     """
-    suited = [
-        (index, footprint)
-        for kind, index in fleet.capacity.by_kind.items()
-        if (footprint := profile.footprints.get(kind)) is not None and not reserved.has_kind(kind, index)
-    ]
+    kinds = [kind for kind in fleet.capacity.by_kind if kind in profile.footprints]
 
     def find_few(going: Hold | None) -> list[WorkerId]:
         """Return a few that nobody bars and that have room once those held at most so are gone.
@@ -259,10 +286,11 @@ def _classify_workers(
         The tightest and the roomiest ones.
         """
         found: dict[WorkerId, None] = {}
-        for index, footprint in suited:
+        for kind in kinds:
+            footprint = profile.footprints[kind]
             for roomiest_first in (False, True):
-                names = index.find_fitting(footprint, going, roomiest_first=roomiest_first)
-                others = (n for n in names if n not in barred and fleet.workers[n] not in reserved)
+                names = reserved.find_open(kind, footprint, going, roomiest_first=roomiest_first)
+                others = (n for n in names if n not in barred)
                 if going is Hold.BUSY:
                     others = (n for n in others if _could_take(fleet.workers[n], footprint, going))
                 found.update(dict.fromkeys(islice(others, MAX_OPTIONS // 2)))

@@ -9,7 +9,9 @@ take turns, and nobody waits for room who could have a turn. One that was loaded
 `patience_s` is loaded a second time for a new request, where there is room for it.
 
 Whoever has waited for room for `patience_s` has busy models of one worker drained (`drain.py`): so
-models that do not fit side by side alternate. From then on only that worker is kept for it.
+models that do not fit side by side alternate. From then on only that worker is kept for it, and only from
+those that would leave it no room. Who has no worker that can be drained keeps room for `max_drain_s` more and
+no longer, or all behind it would wait as long as it does.
 
 Slots go in the same order. One in four of a replica's is kept for interactive requests, until the batch
 request that waits for it has stood in line for `BATCH_PATIENCE_S`.
@@ -22,18 +24,22 @@ Last come models that are deployed as pinned and on no worker: nobody has asked,
 from __future__ import annotations
 
 import math
+from itertools import islice
 
-from hearth.policy.fleet.drain import begin_drain, is_done, is_needless, plan_drain
+from hearth.policy.fleet.drain import begin_drain, is_done, is_in_vain, is_needless, plan_drain
 from hearth.policy.fleet.events import Action, Dispatch, Evict, LoadModel, Option, SetTimer, Why
 from hearth.policy.fleet.fleet import Fleet
 from hearth.policy.fleet.records import Drain, Model, Replica, Request
 from hearth.policy.fleet.routing import ReplicaPlace, ReservedWorkers, choose_place, choose_replica
 from hearth.types import Hold
 
+#: Models that are looked at behind those that keep all room, or can have no worker drained.
+MAX_BEHIND = 8
+
 
 def serve_queues(fleet: Fleet) -> list[Action]:
     """Give all room there is to those who wait, in their order; then see to those who wait too long."""
-    actions = _end_needless_drains(fleet) + _fill_kept_slots(fleet) + _share_out(fleet)
+    actions = _end_drains(fleet) + _fill_kept_slots(fleet) + _share_out(fleet)
     while _drain_for_overdue(fleet):  # From now on only that worker is kept for it.
         actions += _share_out(fleet)
     fleet.queues.must_serve = False
@@ -47,9 +53,9 @@ def _fill_kept_slots(fleet: Fleet) -> list[Action]:
 
 def _share_out(fleet: Fleet) -> list[Action]:
     """Give room to those who wait for some, then to second replicas, then to pinned models."""
-    reserved = ReservedWorkers()
+    reserved = ReservedWorkers(fleet)
     actions = _serve_room_queue(fleet, reserved)
-    if not reserved.has_all(fleet):
+    if not reserved.has_all:
         actions += _serve_slot_queue(fleet, reserved)
         actions += _load_unasked(fleet, reserved)
     return actions
@@ -58,18 +64,22 @@ def _share_out(fleet: Fleet) -> list[Action]:
 def _serve_room_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
     """Load models that wait for room, and add to `reserved` what is kept for those who get none yet."""
     actions: list[Action] = []
+    fleet.kept_until_s, num_behind = math.inf, 0
     for name in fleet.queues.for_room:
         model = fleet.models[name]
         if name not in fleet.queues.for_room or not _could_fit(fleet, model):
             continue  # A drain has ended and gave it its replica back; or no room would do for it.
         most = Hold.BUSY if fleet.config.takes_turns else Hold.WARM
         if (place := choose_place(fleet, model, most=most, reserved=reserved)) is not None:
-            actions += _load(fleet, model, place) + _end_needless_drains(fleet)
+            actions += _load(fleet, model, place) + _end_drains(fleet)
             continue
         if (drain := fleet.drains.get(name)) is not None and is_done(drain):
             actions += _end_drain(fleet, drain)  # Somebody else got its room: it needs another one.
         reserve_room(fleet, model, reserved)
-        if reserved.has_all(fleet):
+        if name not in fleet.drains and _keeps_room(fleet, model):
+            fleet.kept_until_s = min(fleet.kept_until_s, _kept_until_s(fleet, model))
+        num_behind += reserved.has_all
+        if reserved.has_all_for_sure or num_behind > MAX_BEHIND:
             break
     return actions
 
@@ -77,9 +87,9 @@ def _serve_room_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
 def reserve_room(fleet: Fleet, model: Model, reserved: ReservedWorkers) -> None:
     """Keep room for a model that waits for some: of the worker that is drained for it, else of all."""
     if (drain := fleet.drains.get(model.name)) is not None:
-        reserved.names.add(drain.worker.name)
-    elif model.profile is not None:
-        reserved.add_suited(fleet.capacity, model.profile)
+        reserved.drains[drain.worker.name] = drain
+    elif model.profile is not None and _keeps_room(fleet, model):
+        reserved.add_suited(model.profile)
 
 
 def _serve_slot_queue(fleet: Fleet, reserved: ReservedWorkers) -> list[Action]:
@@ -196,24 +206,39 @@ def _could_fit(fleet: Fleet, model: Model) -> bool:
 
 
 def _drain_for_overdue(fleet: Fleet) -> bool:
-    """Begin a drain for the first who has none yet, if that one has waited too long. False: for nobody."""
-    for name in fleet.queues.for_room:
+    """Begin a drain for the first who has none yet, if that one has waited too long. False: for nobody.
+
+    Those are passed over that have kept room for long enough and can have none.
+    """
+    undrained = (name for name in fleet.queues.for_room if name not in fleet.drains)
+    for name in islice(undrained, MAX_BEHIND):
         model = fleet.models[name]
-        if name in fleet.drains or not _could_fit(fleet, model):
+        if not _could_fit(fleet, model):
             continue
-        if not _is_overdue(fleet, model) or (drain := plan_drain(fleet, model)) is None:
+        drain = plan_drain(fleet, model) if _is_overdue(fleet, model) else None
+        if drain is not None:
+            begin_drain(fleet, drain)
+            return True
+        if _keeps_room(fleet, model):
             return False
-        begin_drain(fleet, drain)
-        return True
     return False
 
 
-def _end_needless_drains(fleet: Fleet) -> list[Action]:
-    """End drains that nobody needs any more. One may give a model its replica back, and so end another."""
+def _end_drains(fleet: Fleet) -> list[Action]:
+    """End drains that nobody needs any more, or that are in vain; the workers of these rest.
+
+    A drain that ends may give a model its replica back, and so end another.
+    """
     actions: list[Action] = []
-    while (drain := next((d for d in fleet.drains.values() if is_needless(fleet, d)), None)) is not None:
+    while (drain := next((one for one in fleet.drains.values() if _must_end(fleet, one)), None)) is not None:
+        if not is_needless(fleet, drain):
+            fleet.resting[drain.worker.name] = fleet.now_s + fleet.config.max_drain_s
         actions += _end_drain(fleet, drain)
     return actions
+
+
+def _must_end(fleet: Fleet, drain: Drain) -> bool:
+    return is_needless(fleet, drain) or is_in_vain(fleet, drain)
 
 
 def _end_drain(fleet: Fleet, drain: Drain) -> list[Action]:
@@ -232,13 +257,32 @@ def _end_drain(fleet: Fleet, drain: Drain) -> list[Action]:
 def set_timer(fleet: Fleet) -> list[Action]:
     """Order a timer for the next one whose patience ends; an earlier one that is set already will do.
 
-    Also for the next warm model that ends being warm: its worker has to know.
+    Also for the next warm model that ends being warm, for its worker has to know, and for the next time that
+    a drain is in vain, or that a worker or somebody who waits keeps others out no longer.
     """
-    at_s = min(fleet.expiries.next_s(), fleet.queues.next_overdue_s(fleet.now_s, fleet.config.patience_s))
+    at_s = min(
+        fleet.expiries.next_s(),
+        fleet.queues.next_overdue_s(fleet.now_s, fleet.config.patience_s),
+        fleet.kept_until_s,
+        next(iter(fleet.resting.values()), math.inf),
+        next((one.began_s for one in fleet.drains.values() if not is_done(one)), math.inf)
+        + fleet.config.max_drain_s,
+    )
     if at_s >= (math.inf if fleet.timer_s is None else fleet.timer_s):
         return []
     fleet.timer_s = at_s
     return [SetTimer(at_s)]
+
+
+def _keeps_room(fleet: Fleet, model: Model) -> bool:
+    """True if a model that waits for room, and has no drain, still keeps others out."""
+    return fleet.now_s < _kept_until_s(fleet, model)
+
+
+def _kept_until_s(fleet: Fleet, model: Model) -> float:
+    first = model.first_waiting
+    assert first is not None, f"nobody waits for `{model.name}`"
+    return first.queued_s + fleet.config.patience_s + fleet.config.max_drain_s
 
 
 def _is_overdue(fleet: Fleet, model: Model) -> bool:

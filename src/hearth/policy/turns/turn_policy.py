@@ -12,8 +12,11 @@ that waits.
 
 Otherwise models in turn give way, the least urgent first, each
     - once its requests that waited when its turn began have a token, or `max_turn_s` are over; those that
-      came later do not count, but one token it has sent in any case: so every turn brings somebody on,
-    - once it has had `min_turn_s`, and as long as its bytes take to come back: so a switch pays. Where
+      came later do not count, but one token it has sent in any case: so every turn brings somebody on. If
+      the same request is left out twice it has twice as long next time, up to `catch_up` times: a pause may
+      cost KV, and a long prompt that is begun anew in each turn would never be done,
+    - once it has had `min_turn_s`, as long as its bytes take to come back, and after that as long as its
+      paused requests took to have a token again, whose KV was computed anew: so a switch pays. Where
       nobody else would compute meanwhile, it has `crowding` times as long again for each further model that
       waits and is overdue: where more is asked for than can be had, switching less is all that helps,
     - and if it is so far ahead of its pace that nobody notices, or its quantum is over. The quantum of a
@@ -24,8 +27,10 @@ free memory and in the place of weights out of turn whose reload cost is less.
 Nobody gives way to a request that is ahead of its pace, before that has to be brought back. Pinned models
 want a turn always and never give way.
 
-A request waits at most, below saturation, for the sum over all models that cannot be in memory with its own
-of `max_turn_s`, the time to load the model and its longest step.
+The bound: a token is sent, at the latest, the sum over all models that want a turn, its own included, of
+`max_turn_s`, the time to load the model and the time in which it sends a token to everyone who waits, after
+the time until which it may be due: the target of a first token, else the longest pause. So it is below
+saturation, that is where nobody is left out of a turn, and each model fits beside what is pinned.
 """
 
 from __future__ import annotations
@@ -47,6 +52,7 @@ class TurnRules:
     quantum_s: float = 0.6  #: a model that is not ahead of its pace may go on for so long
     max_turn_s: float = 2.0  #: what a quantum grows to, and the end of waiting for first tokens or for a load
     growth: float = 1.5  #: of the quantum of a model that gives way although it is late
+    catch_up: int = 8  #: times `max_turn_s` that somebody is waited for who is left out of turn after turn
     #: How far ahead of its pace a model must be to give way, in times that its bytes take to come back.
     slack_reloads: float = 2.0
     crowding: float = 2.0  #: what each overdue model adds to a turn, in times that bytes take to come back
@@ -87,6 +93,8 @@ class _Turn:
 
     loaded_s: float | None  #: since when all of it is there; None: it is being loaded
     unserved: set[RequestId]  #: those that waited when it began, and have no token since
+    resuming: set[RequestId]  #: of these, the ones that had tokens before
+    resumed_s: float | None = None  #: when the last of those had a token
     has_sent: bool = False  #: a token, since it began
 
 
@@ -94,11 +102,13 @@ class _Turn:
 class _Model:
     promise: Promise
     quantum_s: float
+    wait_s: float  #: that its turn waits for requests without a token
     is_pinned: bool = False
     requests: dict[RequestId, PacedRequest] = field(default_factory=dict)
     turn: _Turn | None = None
     began_s: float | None = None  #: its turn, or the last one; None: it never had one, and has no memory
     waits_since_s: float = 0.0  #: meaningless while it is in turn or wants none
+    left_out: RequestId | None = None  #: the first one that had no token in the last turn, if any
     known_due_s: float | None = None  #: `due_s`; None since a request came, was sent a token or ended
 
     @property
@@ -149,7 +159,7 @@ class TurnPolicy:
     def hosted(self, model: ModelId, promise: Promise) -> None:
         """Note a model that requests may come for."""
         assert model not in self._models, f"hosted twice: `{model}`"
-        self._models[model] = _Model(promise, self._rules.quantum_s)
+        self._models[model] = _Model(promise, self._rules.quantum_s, self._rules.max_turn_s)
 
     def forget(self, model: ModelId) -> None:
         """Forget a model that is hosted no longer, with its turn; one that is unknown is no matter."""
@@ -183,6 +193,9 @@ class TurnPolicy:
             turn.has_sent = True
             if turn.unserved:
                 turn.unserved.difference_update(request_ids)
+            if turn.resuming:
+                turn.resuming.difference_update(request_ids)
+                turn.resumed_s = None if turn.resuming else now_s
 
     def ended(self, model: ModelId, request_id: RequestId) -> None:
         """Note that a request has ended, however it did; one that is unknown is no matter."""
@@ -192,6 +205,7 @@ class TurnPolicy:
         known.known_due_s = None
         if known.turn is not None:
             known.turn.unserved.discard(request_id)
+            known.turn.resuming.discard(request_id)
 
     def loaded(self, model: ModelId, now_s: float) -> None:
         """Note that all of a model in turn is there."""
@@ -260,7 +274,9 @@ class TurnPolicy:
     def _begin(self, model: ModelId, now_s: float, weights_of: Callable[[ModelId], WeightsView]) -> BeginTurn:
         known = self._models[model]
         is_whole = not weights_of(model).missing_s
-        known.turn, known.began_s = _Turn(now_s if is_whole else None, set(known.requests)), now_s
+        resuming = {name for name, request in known.requests.items() if request.num_tokens}
+        known.turn = _Turn(now_s if is_whole else None, set(known.requests), resuming)
+        known.began_s = now_s
         self._bound = None
         assert self.bound_bytes() <= self._budget_bytes, f"`{model}` begins beyond the budget: {self._models}"
         return BeginTurn(model)
@@ -270,9 +286,20 @@ class TurnPolicy:
         is_late = why is TurnEnd.TIME and known.due_s < now_s
         grown_s = min(self._rules.max_turn_s, known.quantum_s * self._rules.growth)
         known.quantum_s = grown_s if is_late else self._rules.quantum_s
+        self._note_left_out(known)
         known.turn, known.waits_since_s = None, now_s
         self._bound = None
         return EndTurn(model, why)
+
+    def _note_left_out(self, known: _Model) -> None:
+        """Have the next turn of a model wait longer if it is the second one to leave out the same request."""
+        unserved, rules = set() if known.turn is None else known.turn.unserved, self._rules
+        left_out = next((name for name in known.requests if name in unserved), None)
+        if left_out is None:
+            known.wait_s = rules.max_turn_s
+        elif left_out == known.left_out:
+            known.wait_s = min(2 * known.wait_s, rules.catch_up * rules.max_turn_s)
+        known.left_out = left_out
 
     def _want(self, known: _Model, now_s: float) -> None:
         """Note since when a model waits that wants a turn from now on."""
@@ -412,11 +439,13 @@ class TurnPolicy:
         if turn is None or turn.loaded_s is None or not turn.has_sent:
             return math.inf
         if turn.unserved:
-            return turn.loaded_s + rules.max_turn_s
+            return turn.loaded_s + known.wait_s
         reload_s = self._reload_s(model, other, weights_of)
         num_overdue = 0 if self._has_company(model) else self._num_overdue(other, now_s, weights_of)
         crowded_s = reload_s * (1 + rules.crowding * num_overdue)
         least_s = turn.loaded_s + max(rules.min_turn_s, min(rules.max_turn_s, crowded_s))
+        if turn.resumed_s is not None:
+            least_s = max(least_s, 2 * turn.resumed_s - turn.loaded_s)
         if self._is_ahead(known, reload_s, now_s):
             return least_s
         return max(least_s, turn.loaded_s + known.quantum_s)
