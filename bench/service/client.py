@@ -152,7 +152,9 @@ class Connection(asyncio.Protocol):
             self._done.set_result(self._reply)
 
 
-def completion(model: str, prompt: list[int], max_tokens: int, **fields: object) -> bytes:
+def completion(
+    model: str, prompt: list[int], max_tokens: int, *, key: str | None = None, **fields: object
+) -> bytes:
     """Return a question for a stream, greedy unless said otherwise, that does not stop by itself."""
     body: Mapping[str, object] = {
         "model": model,
@@ -164,12 +166,17 @@ def completion(model: str, prompt: list[int], max_tokens: int, **fields: object)
         "stream_options": {"include_usage": True},
         **fields,
     }
-    return request("POST", "/v1/completions", body)
+    return request("POST", "/v1/completions", body, key)
 
 
-def request(method: str, path: str, body: Mapping[str, object] | None = None) -> bytes:
+def request(
+    method: str, path: str, body: Mapping[str, object] | None = None, key: str | None = None
+) -> bytes:
+    """Return a request with a body of JSON, from the owner of an API key where there is one."""
     data = b"" if body is None else json.dumps(body).encode()
     head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    if key is not None:
+        head += f"Authorization: Bearer {key}\r\n"
     return f"{head}Accept: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
 
 
@@ -193,9 +200,9 @@ async def ask_all(port: int, questions: list[bytes]) -> list[Reply]:
             connection.close()
 
 
-async def metrics_of(port: int) -> dict[str, float]:
+async def metrics_of(port: int, key: str | None = None) -> dict[str, float]:
     """Return what the service counts, without histograms' buckets and the times when counters began."""
-    reply = await ask(port, request("GET", "/metrics"))
+    reply = await ask(port, request("GET", "/metrics", key=key))
     lines = reply.body.decode().splitlines()
     samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
     return {name: float(value) for name, _, value in samples if not ("_bucket" in name or "_created" in name)}

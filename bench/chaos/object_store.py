@@ -1,0 +1,59 @@
+"""The object store that some models come from: it answers well, slowly, or with lies. Knows no service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+from tests.store.bad_server import (
+    BadServer,
+    Behaviour,
+    Exchange,
+    cuts_the_body,
+    flips_a_bit,
+    hangs_up,
+    promises_too_little,
+    says,
+    serve,
+    serves_another_range,
+    stalls_in_the_body,
+    trickles,
+    well,
+)
+
+SLOW_S = 2.0
+#: More than are asked for while a fault lasts.
+NUM_PLANNED = 1000
+
+
+def slow(exchange: Exchange) -> None:
+    exchange.server.is_closing.wait(SLOW_S)
+    well(exchange)
+
+
+SLOWNESS: tuple[Behaviour, ...] = (slow, slow, slow, stalls_in_the_body, trickles)
+LIES: tuple[Behaviour, ...] = (
+    *(flips_a_bit, serves_another_range, promises_too_little, cuts_the_body, hangs_up),
+    *(says(500), says(503), says(404), well),
+)
+
+
+@contextmanager
+def behaving(server: BadServer, behaviours: tuple[Behaviour, ...], seed: int) -> Iterator[None]:
+    """Have the server answer by these behaviours, drawn at random, until the context ends."""
+    server.plan.extend(Random(seed).choices(behaviours, k=NUM_PLANNED))
+    try:
+        yield
+    finally:
+        server.plan.clear()
+
+
+@contextmanager
+def serving_models(directory: Path) -> Iterator[BadServer]:
+    """Serve every model in a directory, each under its name."""
+    files = {f"/{path.parent.name}/{path.name}": path.read_bytes() for path in directory.glob("*/*")}
+    with serve(files) as server:
+        server.socket.listen(64)  # all readers knock at once
+        yield server
