@@ -31,7 +31,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from bench.chaos.attackers import ATTACKERS, SERVED
+from bench.chaos.attackers import ATTACKERS, SERVED, UNDER_WAY
 from bench.chaos.clients import HonestClients, learn, violations
 from bench.chaos.faults import FAULTS, Scene
 from bench.chaos.flatness import Flatness, growth
@@ -231,8 +231,12 @@ def broken_promises(run: Run) -> list[str]:
     if len(run.spans) >= MIN_JUDGED_WINDOWS:
         grown = growth(run.flatness.thirds(run.spans[0].began_s, run.spans[-1].ended_s))
     asked = violations(run.clients.asked, run.clients.probes)
-    served = [name for name in SERVED if name in run.options.attackers]
-    idle = [f"{name} was never served: {run.attacks}" for name in served if not run.attacks[f"{name}: 200"]]
+    served = {name for name in SERVED for how in ("200", UNDER_WAY) if run.attacks[f"{name}: {how}"]}
+    idle = [
+        f"{name} was never served, so it attacked nothing"
+        for name in SERVED
+        if name in run.options.attackers and name not in served
+    ]
     return [*asked, *idle, *run.scene.violations, *run.service.violations, *grown]
 
 

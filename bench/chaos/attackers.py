@@ -25,13 +25,14 @@ from bench.service.client import Connection, completion, request
 NUM_SLOW, TRICKLE_S = 300, 5.0
 NUM_DEAF, DEAF_S = 4, 10.0
 NUM_STOPPING, NUM_CALLING, NUM_LEAVING = 2, 1, 2
-#: Of a call: with room around them for what makes it one.
-NUM_PARAGRAPHS, CALL_TOKENS = 150, 1800
+#: The argument of a call, and tokens that are enough for it and for what makes it a call.
+HTML, CALL_TOKENS = r"^(<p>\{a\}</p>){150}$", 1800
 LARGE_EVERY_S = 0.5
 LARGE_BYTES = 15 << 20
 #: Before another try where nobody listens: the gateway may be starting again.
 RETRY_S = 0.5
 LOWEST_PRIORITY = 19
+UNDER_WAY = "under way"  #: when an attack ended
 
 
 @dataclass(slots=True)
@@ -54,9 +55,12 @@ class Target:
             return
         try:
             reply = await connection.ask(question)
+        except asyncio.CancelledError:
+            self.counts[f"{name}: {UNDER_WAY if connection.num_reads else 'waiting'}"] += 1
+            raise
         finally:
             connection.close()
-        self.counts[f"{name}: {_outcome(reply.status, reply.is_whole)}"] += 1
+        self.counts[f"{name}: {reply.status}{'' if reply.is_whole else ' broken off'}"] += 1
 
 
 async def send_slow_bodies(target: Target) -> None:
@@ -123,7 +127,7 @@ async def call_with_html(target: Target) -> None:
     """Have a model stream calls whose arguments are HTML, full of what might end a call."""
     parameters = {
         "type": "object",
-        "properties": {"html": {"type": "string", "pattern": r"^(<p>\{a\}</p>){%d}$" % NUM_PARAGRAPHS}},
+        "properties": {"html": {"type": "string", "pattern": HTML}},
         "required": ["html"],
         "additionalProperties": False,
     }
@@ -153,7 +157,6 @@ async def leave_early(target: Target) -> None:
             asking = asyncio.create_task(target.ask("leavers", question))
             await asyncio.sleep(target.random.expovariate(2.0))
             asking.cancel()
-            target.counts["leavers: left"] += 1
 
     await asyncio.gather(*(leave() for _ in range(NUM_LEAVING)))
 
@@ -187,10 +190,6 @@ ATTACKERS: dict[str, Callable[[Target], Awaitable[None]]] = {
 }
 #: Attackers that do harm, if any, only while they are served.
 SERVED = ("long_stops", "html_calls")
-
-
-def _outcome(status: int, is_whole: bool) -> str:
-    return str(status) if is_whole else f"{status} broken off"
 
 
 async def attack(target: Target, names: list[str]) -> None:

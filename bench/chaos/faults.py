@@ -1,21 +1,15 @@
-"""Faults that strike a service from outside, one function each. None needs more rights than the service has.
-
-A disk that fails writes is made by `RLIMIT_FSIZE` of running processes: from then on every write to a file
-fails, with EFBIG, as it would with ENOSPC on a full disk. Mounting a small one would take rights that a CI
-machine does not give, and permissions mean nothing to files that are open, or to root.
-"""
+"""Faults that strike a service from outside, one function each. None needs rights that the service lacks."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import resource
 import signal
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 
@@ -24,6 +18,7 @@ from bench.chaos.schedule import Strike
 from bench.chaos.service import FAR_MODELS, SPARE_MODEL, Models, ServiceUnderTest
 from bench.service.client import Reply, ask, request
 from tests.store.bad_server import BadServer
+from tests.store.failing_disk import allow_writes, failing_writes
 
 #: How long what passes by itself lasts.
 PAUSE_S, GATEWAY_PAUSE_S = (2.0, 4.0), (0.5, 2.0)
@@ -134,7 +129,7 @@ async def fail_writes(scene: Scene, random: Random) -> None:
         refused = await _deploy_spare(scene)
         await asyncio.sleep(DISK_S / 2)
     for pids in scene.service.processes().values():  # what was started meanwhile fails to write, too
-        _allow_writes(pids)
+        allow_writes(pids)
     if refused.status not in (200, 201, *HONEST_REFUSALS, 0):
         scene.violations.append(f"deploying on a full disk: {refused.status} {_tail(refused)}")
     if not scene.service.is_up:
@@ -158,29 +153,6 @@ FAULTS: dict[str, Callable[[Scene, Random], Awaitable[None]]] = {
     "store_slow": slow_store,
     "store_lies": lying_store,
 }
-
-
-@contextmanager
-def failing_writes(pids: Sequence[int]) -> Iterator[None]:
-    """Let every write of these processes to a file fail until the context ends."""
-    for pid in pids:
-        _limit_files(pid, 0)
-    try:
-        yield
-    finally:
-        _allow_writes(pids)
-
-
-def _allow_writes(pids: Sequence[int]) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            _limit_files(pid, resource.prlimit(pid, resource.RLIMIT_FSIZE)[1])
-
-
-def _limit_files(pid: int, soft_bytes: int) -> None:
-    with suppress(ProcessLookupError):
-        hard_bytes = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft_bytes, hard_bytes))
 
 
 def _signal(pid: int | None, number: signal.Signals) -> None:

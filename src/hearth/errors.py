@@ -59,7 +59,7 @@ class ConfigError(HearthError):
 
 
 class DataDirError(HearthError):
-    label = "data_dir"
+    http_status, label = 503, "data_dir"
 
 
 class DeviceError(HearthError):
