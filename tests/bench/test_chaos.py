@@ -1,4 +1,4 @@
-"""The chaos run can fail: it tells lost, wrong and dishonest answers from right ones, and growth from none."""
+"""The chaos run can fail: it tells lost, wrong and dishonest answers from right ones, growth from none."""
 
 from __future__ import annotations
 
