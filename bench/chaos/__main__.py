@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -54,7 +55,7 @@ from bench.soak.setting import NUM_FITTING, NUM_WORKERS
 LOOK_EVERY_S = 2.0
 SHOW_EVERY_S = 0.5
 MODELS = (*LOCAL_MODELS, *FAR_MODELS)  #: that honest clients ask
-#: Fewer rounds compare a third without attackers with one beside them: growth is told, not judged.
+#: In fewer rounds caches still fill, and growth is told, not judged.
 MIN_JUDGED_WINDOWS = 6
 
 
@@ -79,10 +80,12 @@ class Run:
     flatness: Flatness = field(default_factory=Flatness)
     attacks: Counter[str] = field(default_factory=Counter)
     spans: list[Span] = field(default_factory=list)
+    setting: str = ""  #: of the window that it goes through now
 
     async def through(self, window: Window) -> None:
         """Go through a window: faults strike when it is time, beside attackers or not."""
         began_s = time.perf_counter()
+        self.setting = "beside attackers" if window.has_attackers else "without attackers"
         attacking = asyncio.create_task(self._attack(window)) if window.has_attackers else None
         striking = []
         for strike in window.strikes:
@@ -102,7 +105,8 @@ class Run:
                 num_tasks = None
                 with suppress(OSError, KeyError, TimeoutError):  # it is being killed, or stopped
                     num_tasks = await asyncio.wait_for(self.service.num_tasks(), LOOK_EVERY_S)
-                self.flatness.look(time.perf_counter(), self.service.processes(), num_tasks)
+                processes = self.service.processes()
+                self.flatness.look(time.perf_counter(), self.setting, processes, num_tasks)
 
     async def _attack(self, window: Window) -> None:
         """Have attackers attack for as long as a window lasts."""
@@ -183,6 +187,7 @@ async def _sleep_until(at_s: float) -> None:
 
 def main() -> None:
     given = parsed()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and the service ends, too
     names = [name for name in given.only or [*FAULTS, *ATTACKERS] if name not in given.without]
     options = Options(
         *(given.minutes, given.seed, given.per_s),
@@ -211,7 +216,7 @@ def figures(run: Run) -> dict[str, object]:
     """Return all that a run has seen."""
     asked, ended = run.clients.asked, endings(run.clients.asked)
     found = compared(asked, run.clients.probes, run.scene.struck, run.spans)
-    thirds = run.flatness.thirds(run.spans[0].began_s, run.spans[-1].ended_s)
+    thirds = run.flatness.thirds()
     return {
         "ended": ended,
         "errors": errors(asked),
@@ -227,9 +232,7 @@ def figures(run: Run) -> dict[str, object]:
 
 def broken_promises(run: Run) -> list[str]:
     """Return all that must not be, but was."""
-    grown = []
-    if len(run.spans) >= MIN_JUDGED_WINDOWS:
-        grown = growth(run.flatness.thirds(run.spans[0].began_s, run.spans[-1].ended_s))
+    grown = growth(run.flatness.thirds()) if len(run.spans) >= MIN_JUDGED_WINDOWS else []
     asked = violations(run.clients.asked, run.clients.probes)
     served = {name for name in SERVED for how in ("200", UNDER_WAY) if run.attacks[f"{name}: {how}"]}
     idle = [

@@ -1,7 +1,7 @@
 """Memory, descriptors, threads and tasks of each role over a run: is the last third like the first?
 
-A role outlives its processes, which faults kill: what a gateway leaves to the next one shows here, too.
-Kills nothing and asks nothing.
+A role outlives its processes, which faults kill: what a gateway leaves to the next one shows here, too. Times
+with and without attackers are compared each with their like. Kills nothing and asks nothing.
 """
 
 from __future__ import annotations
@@ -19,16 +19,8 @@ MIN_SAMPLES = 9  #: of a role
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """A sample of a process of a role."""
-
-    at_s: float
-    sample: Sample
-
-
-@dataclass(frozen=True, slots=True)
 class Thirds:
-    """Medians of the first and the last third of a run."""
+    """Medians of the first and the last third of samples."""
 
     first: float
     last: float
@@ -38,38 +30,42 @@ class Thirds:
 
 
 class Flatness:
-    """Samples by role. Mutable; written by whoever samples."""
+    """Samples of a run. Mutable; written by whoever samples."""
 
     def __init__(self) -> None:
         self._first_seen_s: dict[int, float] = {}  #: by process
-        self.seen: defaultdict[str, list[Seen]] = defaultdict(list)
+        self.samples: defaultdict[str, list[Sample]] = defaultdict(list)  #: by role and setting
 
-    def look(self, now_s: float, processes: Mapping[str, Sequence[int]], num_tasks: int | None) -> None:
-        """Sample all processes that have settled. `num_tasks`: of the gateway, where it tells."""
+    def look(
+        self, now_s: float, setting: str, processes: Mapping[str, Sequence[int]], num_tasks: int | None
+    ) -> None:
+        """Sample all processes that have settled.
+
+        `setting`: samples of one are compared with each other. `num_tasks`: of the gateway, where it tells.
+        """
         for role, pids in processes.items():
             for pid in pids:
                 if now_s - self._first_seen_s.setdefault(pid, now_s) < SETTLE_S:
                     continue
                 sample = sampled(pid, num_tasks if role == "gateway" else None)
                 if sample is not None:
-                    self.seen[role].append(Seen(now_s, sample))
+                    self.samples[f"{role} {setting}"].append(sample)
 
-    def thirds(self, began_s: float, ended_s: float) -> dict[str, dict[str, Thirds]]:
-        """Return, by role, what is known of both the first and the last third of a run."""
-        third_s = (ended_s - began_s) / 3
-        found: dict[str, dict[str, Thirds]] = {}
-        for role, seen in self.seen.items():
-            if len(seen) < MIN_SAMPLES:
-                continue
-            first = [asdict(each.sample) for each in seen if each.at_s < began_s + third_s]
-            last = [asdict(each.sample) for each in seen if each.at_s >= ended_s - third_s]
-            known = {what: (_known(first, what), _known(last, what)) for what in SLACK}
-            found[role] = {
-                what: Thirds(median(before), median(after))
-                for what, (before, after) in known.items()
-                if before and after
-            }
-        return found
+    def thirds(self) -> dict[str, dict[str, Thirds]]:
+        """Return, by role and setting, what is known of both the first and the last third of its samples."""
+        return {
+            role: _thirds(samples) for role, samples in self.samples.items() if len(samples) >= MIN_SAMPLES
+        }
+
+
+def _thirds(samples: Sequence[Sample]) -> dict[str, Thirds]:
+    size = len(samples) // 3
+    found = {}
+    for what in SLACK:
+        first, last = (_known(part, what) for part in (samples[:size], samples[-size:]))
+        if first and last:
+            found[what] = Thirds(median(first), median(last))
+    return found
 
 
 def growth(thirds: Mapping[str, Mapping[str, Thirds]]) -> list[str]:
@@ -82,5 +78,5 @@ def growth(thirds: Mapping[str, Mapping[str, Thirds]]) -> list[str]:
     ]
 
 
-def _known(samples: Sequence[Mapping[str, int | None]], what: str) -> list[int]:
-    return [value for sample in samples if (value := sample[what]) is not None]
+def _known(samples: Sequence[Sample], what: str) -> list[int]:
+    return [value for sample in samples if (value := asdict(sample)[what]) is not None]

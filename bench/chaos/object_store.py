@@ -19,11 +19,11 @@ from tests.store.bad_server import (
     serve,
     serves_another_range,
     stalls_in_the_body,
-    trickles,
     well,
 )
 
 SLOW_S = 2.0
+NUM_PIECES = 8  #: of a body that comes slowly
 #: More than are asked for while a fault lasts.
 NUM_PLANNED = 1000
 
@@ -33,7 +33,17 @@ def slow(exchange: Exchange) -> None:
     well(exchange)
 
 
-SLOWNESS: tuple[Behaviour, ...] = (slow, slow, slow, stalls_in_the_body, trickles)
+def sends_pieces(exchange: Exchange) -> None:
+    """Never silent for long, and done in the end: one that is never done is waited for by design."""
+    body = exchange.whole[exchange.span]
+    exchange.answer(body, num_sent=0)
+    size = -(-len(body) // NUM_PIECES)
+    for at in range(0, len(body), size):
+        exchange.server.is_closing.wait(SLOW_S / NUM_PIECES)
+        exchange.wfile.write(body[at : at + size])
+
+
+SLOWNESS: tuple[Behaviour, ...] = (slow, slow, sends_pieces, sends_pieces, stalls_in_the_body)
 LIES: tuple[Behaviour, ...] = (
     *(flips_a_bit, serves_another_range, promises_too_little, cuts_the_body, hangs_up),
     *(says(500), says(503), says(404), well),

@@ -38,7 +38,7 @@ class Verdict:
     """The ending of one request, and what a reader needs to know of it."""
 
     ending: Ending
-    detail: str = ""  #: the code of an error, or what is missing or wrong
+    detail: str = ""  #: code and message of an honest error, or what is missing or wrong
     first_s: float | None = None  #: from the question to the first token; of right answers that streamed
     pace_s: float | None = None  #: from one token to the next, on average; likewise
 
@@ -61,7 +61,7 @@ def judge(reply: Reply, text: str, num_tokens: int, *, is_cut: bool, has_ended: 
         fault = _dishonesty(reply, answer.error)
         if fault is not None:
             return Verdict(Ending.WRONG, fault)
-        return Verdict(Ending.HONEST_ERROR, answer.error)
+        return Verdict(Ending.HONEST_ERROR, f"{answer.error}: {_error_of(reply)['message']}")
     if answer.text != text or answer.num_tokens != num_tokens:
         return Verdict(
             Ending.WRONG,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ from bench.report import Row, percentiles
 #: How much worse honest clients may fare beside attackers.
 AIM = "at most 1.5 times"
 #: A fault is felt for so long after it has passed.
-FELT_S = 5.0
+FELT_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,14 @@ def endings(asked: Sequence[Asked]) -> dict[str, int]:
     return {"asked": len(asked), **{ending.value: counts[ending] for ending in Ending}}
 
 
-def errors(asked: Sequence[Asked]) -> dict[str, int]:
-    """Count honest errors by their code."""
-    codes = [each.verdict.detail for each in asked if each.verdict.ending is Ending.HONEST_ERROR]
-    return dict(sorted(Counter(codes).items()))
+def errors(asked: Sequence[Asked]) -> dict[str, dict[str, object]]:
+    """Count honest errors by their code, each with an example of what it says."""
+    found: dict[str, dict[str, object]] = {}
+    honest = [each.verdict.detail for each in asked if each.verdict.ending is Ending.HONEST_ERROR]
+    for code, details in itertools.groupby(sorted(honest), lambda detail: detail.partition(": ")[0]):
+        told = list(details)
+        found[code] = {"count": len(told), "example": told[0].partition(": ")[2]}
+    return found
 
 
 def compared(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 
 #: The time from one fault to the next: many are still being repaired when the next one strikes.
-MIN_GAP_S, MAX_GAP_S = 5.0, 12.0
+MIN_GAP_S, MAX_GAP_S = 6.0, 16.0
 ROUND_MINUTES = 2.0
 
 

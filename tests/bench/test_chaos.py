@@ -13,9 +13,9 @@ import pytest
 
 from bench.chaos.clients import NUM_TOKENS, Asked, HonestClients, Probe, violations
 from bench.chaos.faults import FAULTS, Struck
-from bench.chaos.flatness import SETTLE_S, Flatness, Seen, growth
+from bench.chaos.flatness import SETTLE_S, Flatness, growth
 from bench.chaos.outcome import Ending, Verdict, judge
-from bench.chaos.report import FELT_S, Span, compared, endings
+from bench.chaos.report import FELT_S, Span, compared, endings, errors
 from bench.chaos.schedule import windows
 from bench.chaos.service import ProcessId, started_ticks
 from bench.service.client import Reply
@@ -124,7 +124,10 @@ def test_a_killed_gateway_excuses_a_broken_connection_but_no_wrong_token() -> No
     ],
 )
 def test_an_error_that_says_what_happened_is_honest(reply: Reply) -> None:
-    assert verdict(reply).ending is Ending.HONEST_ERROR
+    found = verdict(reply)
+    assert found.ending is Ending.HONEST_ERROR
+    (code,) = errors([Asked("m", "", 0.0, 1.0, found)])
+    assert f'"{code}"'.encode() in reply.body
 
 
 @pytest.mark.parametrize(
@@ -271,9 +274,9 @@ def test_a_process_is_alive_until_it_has_ended_whoever_gets_its_number() -> None
 def test_what_grows_from_the_first_to_the_last_third_is_told_by_role() -> None:
     flatness = Flatness()
     for number in range(30):
-        flatness.seen["gateway"].append(Seen(float(number), Sample(1 << 20, 30 + 5 * number, 8, 12)))
-        flatness.seen["keeper"].append(Seen(float(number), Sample(1 << 20, 30 + number % 3, 8)))
-    grown = growth(flatness.thirds(0.0, 30.0))
+        flatness.samples["gateway"].append(Sample(1 << 20, 30 + 5 * number, 8, 12))
+        flatness.samples["keeper"].append(Sample(1 << 20, 30 + number % 3, 8))
+    grown = growth(flatness.thirds())
 
     assert len(grown) == 1
     assert grown[0].startswith("num_fds of the gateway grew from 52 to 152, limit: ")
@@ -284,9 +287,9 @@ def test_a_process_that_still_starts_is_not_sampled() -> None:
     flatness = Flatness()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         for now_s in (0.0, SETTLE_S - 1, SETTLE_S + 1):
-            flatness.look(now_s, {"worker": [process.pid]}, None)
+            flatness.look(now_s, "without attackers", {"worker": [process.pid]}, None)
         process.kill()
-    assert [seen.at_s for seen in flatness.seen["worker"]] == [SETTLE_S + 1]
+    assert len(flatness.samples["worker without attackers"]) == 1
 
 
 def test_requests_are_compared_by_window_and_by_whether_a_fault_was_near() -> None:
