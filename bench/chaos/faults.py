@@ -13,12 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 
+from bench.bad_server import BadServer
 from bench.chaos.object_store import LIES, SLOWNESS, behaving
 from bench.chaos.schedule import Strike
 from bench.chaos.service import FAR_MODELS, SPARE_MODEL, Models, ServiceUnderTest
+from bench.failing_disk import allow_writes, failing_writes
 from bench.service.client import Reply, ask, request
-from tests.store.bad_server import BadServer
-from tests.store.failing_disk import allow_writes, failing_writes
 
 #: How long what passes by itself lasts.
 PAUSE_S, GATEWAY_PAUSE_S = (2.0, 4.0), (0.5, 2.0)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
-from tests.store.bad_server import (
+from bench.bad_server import (
     BadServer,
     Behaviour,
     Exchange,

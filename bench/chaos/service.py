@@ -26,11 +26,15 @@ from hearth.control.deployer import carry_out
 from hearth.control.journal import previous, replay
 from hearth.control.registry import Registry
 from hearth.errors import DataDirError
-from tests.service.checkpoints import HERMES_TEMPLATE
 
 LOCAL_MODELS = tuple(f"near{number}" for number in range(6))
 FAR_MODELS = tuple(f"far{number}" for number in range(3))  #: in the object store
 CALLING_MODEL = "calls"  #: knows tools
+#: A template by which it writes calls as Qwen does.
+TEMPLATE = """\
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for message in messages %}{{ message.content or '' }}{% endfor %}
+Write: <tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>"""
 SPARE_MODEL = "spare"  #: deployed and removed while the service runs
 LONG_CONFIG = {**CONFIG, "max_position_embeddings": 2560}  #: with room for long calls of tools
 SETTINGS = (
@@ -56,7 +60,7 @@ class Models:
         names = [(models.near, name) for name in (*LOCAL_MODELS, CALLING_MODEL, SPARE_MODEL)]
         names += [(models.far, name) for name in FAR_MODELS]
         for seed, (folder, name) in enumerate(names):
-            template = HERMES_TEMPLATE if name == CALLING_MODEL else None
+            template = TEMPLATE if name == CALLING_MODEL else None
             write_random(folder / name, LONG_CONFIG, "float32", seed, torch.device("cpu"), template)
         return models
 

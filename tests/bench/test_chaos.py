@@ -18,10 +18,10 @@ from bench.chaos.outcome import Ending, Verdict, judge
 from bench.chaos.report import FELT_S, Span, compared, endings, errors
 from bench.chaos.schedule import windows
 from bench.chaos.service import ProcessId, started_ticks
+from bench.failing_disk import allow_writes, failing_writes
 from bench.service.client import Reply
 from bench.soak.load import Reference
 from bench.soak.watch import SLACK, Sample
-from tests.store.failing_disk import allow_writes, failing_writes
 
 TEXT = " w7" * NUM_TOKENS
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.failing_disk import failing_writes
 from hearth.control.driver import Driver
 from hearth.control.journal import RETRY_S, Journal, Replay, previous, replay
 from hearth.control.metrics import Metrics
@@ -27,7 +28,6 @@ from hearth.policy.fleet.fleet import Fleet
 from hearth.types import ModelId, RequestId, WorkerId
 from tests.control.broken_driver import run_broken_driver
 from tests.policy.fleet.world import MOVES, World
-from tests.store.failing_disk import failing_writes
 
 PLENTY = 1 << 30
 

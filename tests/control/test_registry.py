@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.failing_disk import failing_writes
 from hearth.config import ModelConfig
 from hearth.control.datadir import DataDir
 from hearth.control.nearest_name import MAX_COMPARED
 from hearth.control.registry import Deployed, Names, Registry, check_name
 from hearth.errors import ConfigError, DataDirError, NameTaken, RequestError, StoreError, UnknownModel
 from tests.policy.fleet.test_footprint import LARGE
-from tests.store.failing_disk import failing_writes
 
 TINY = Deployed("tiny", "/source", "/models/tiny", "/models/tiny", "0" * 32, LARGE, 1.5)
 OTHER = replace(TINY, name="Other-1.0", source="hf:org/other")
