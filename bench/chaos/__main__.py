@@ -24,7 +24,7 @@ from argparse import Namespace, RawDescriptionHelpFormatter
 from asyncio.subprocess import PIPE
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -52,7 +52,7 @@ from bench.report import arguments, emit, tell
 from bench.service.process import ROOT
 from bench.soak.setting import NUM_FITTING, NUM_WORKERS
 
-LOOK_EVERY_S = 2.0
+LOOK_EVERY_S, NUM_LOOKS = 0.5, 4  #: after each window
 SHOW_EVERY_S = 0.5
 MODELS = (*LOCAL_MODELS, *FAR_MODELS)  #: that honest clients ask
 #: In fewer rounds caches still fill, and growth is told, not judged.
@@ -80,12 +80,11 @@ class Run:
     flatness: Flatness = field(default_factory=Flatness)
     attacks: Counter[str] = field(default_factory=Counter)
     spans: list[Span] = field(default_factory=list)
-    setting: str = ""  #: of the window that it goes through now
 
     async def through(self, window: Window) -> None:
         """Go through a window: faults strike when it is time, beside attackers or not."""
         began_s = time.perf_counter()
-        self.setting = "beside attackers" if window.has_attackers else "without attackers"
+        asking = asyncio.create_task(self.clients.run(self.options.per_s))
         attacking = asyncio.create_task(self._attack(window)) if window.has_attackers else None
         striking = []
         for strike in window.strikes:
@@ -94,19 +93,18 @@ class Run:
         await _sleep_until(began_s + window.seconds)
         if attacking is not None:
             await attacking
+        if asking.done():  # by itself only with an error
+            asking.result()
+        asking.cancel()
         self.spans.append(Span(window.has_attackers, began_s, time.perf_counter()))
         await asyncio.gather(*striking)
+        await self.clients.wait_ended()
 
-    async def look_on(self) -> None:
-        """Sample all processes until this is cancelled."""
-        while True:
+    async def look(self) -> None:
+        """Look at all processes while nobody asks."""
+        for _ in range(NUM_LOOKS):
             await asyncio.sleep(LOOK_EVERY_S)
-            if self.service.is_up:
-                num_tasks = None
-                with suppress(OSError, KeyError, TimeoutError):  # it is being killed, or stopped
-                    num_tasks = await asyncio.wait_for(self.service.num_tasks(), LOOK_EVERY_S)
-                processes = self.service.processes()
-                self.flatness.look(time.perf_counter(), self.setting, processes, num_tasks)
+            self.flatness.look(self.service.processes(), await self.service.num_tasks())
 
     async def _attack(self, window: Window) -> None:
         """Have attackers attack for as long as a window lasts."""
@@ -146,16 +144,10 @@ async def chaos(service: ServiceUnderTest, keys: Keys, scene: Scene, options: Op
     clients = HonestClients(service.port, keys.honest, references, options.seed, service.was_absent)
     run = Run(options, service, keys, scene, clients)
     planned = windows(options.minutes, options.seed, options.faults)
-    asking = asyncio.create_task(clients.run(options.per_s))
-    looking = asyncio.create_task(run.look_on())
     with progress(run, sum(window.seconds for window in planned)):
         for window in planned:
             await run.through(window)
-    for task in (asking, looking):
-        if task.done():  # by itself only with an error
-            scene.violations.append(f"the run broke off: {task.exception()!r}")
-        task.cancel()
-    await clients.wait_ended()
+            await run.look()
     return run
 
 
@@ -219,6 +211,7 @@ def figures(run: Run) -> dict[str, object]:
     thirds = run.flatness.thirds()
     return {
         "ended": ended,
+        "held_back": run.clients.num_held_back,
         "errors": errors(asked),
         "faults": dict(sorted(run.scene.counts.items())),
         "attacks": dict(sorted(run.attacks.items())),

@@ -17,6 +17,7 @@ NUM_REFERENCES = 4  #: per model
 #: A question that has no end after this is lost; a health probe that has no answer has failed.
 PATIENCE_S, PROBE_PATIENCE_S = 120.0, 10.0
 PROBE_EVERY_S = 1.0
+MAX_OPEN = 64  #: questions at a time: more would only measure a machine that is too slow for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +81,9 @@ class HonestClients:
         self._random = Random(seed)
         self._was_absent, self._patience_s = was_absent, patience_s
         self._open: set[asyncio.Task[None]] = set()
+        self.num_held_back = 0  #: questions, because too many were open
         self.asked: list[Asked] = []
         self.probes: list[Probe] = []
-
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
 
     async def run(self, per_s: float) -> None:
         """Ask so often, by Poisson's law, and look at /health every second, until this is cancelled."""
@@ -93,6 +91,9 @@ class HonestClients:
         try:
             while True:
                 await asyncio.sleep(self._random.expovariate(per_s))
+                if len(self._open) >= MAX_OPEN:
+                    self.num_held_back += 1
+                    continue
                 task = asyncio.create_task(self.ask())
                 self._open.add(task)
                 task.add_done_callback(self._open.discard)

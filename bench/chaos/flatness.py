@@ -1,16 +1,19 @@
 """Memory, descriptors, threads and tasks of each role over a run: is the last third like the first?
 
-A role outlives its processes, which faults kill: what a gateway leaves to the next one shows here, too. Times
-with and without attackers are compared each with their like. Kills nothing and asks nothing.
+They are looked at while nobody asks or attacks, so that whatever is there was left behind. A role outlives
+its processes, which faults kill: what a gateway leaves to the next one shows here, too. Kills nothing.
 """
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 
+from bench.chaos.service import started_ticks
 from bench.soak.watch import SHARE, SLACK, Sample, sampled
 
 #: A process that is younger is still starting, and says nothing.
@@ -32,30 +35,31 @@ class Thirds:
 class Flatness:
     """Samples of a run. Mutable; written by whoever samples."""
 
-    def __init__(self) -> None:
-        self._first_seen_s: dict[int, float] = {}  #: by process
-        self.samples: defaultdict[str, list[Sample]] = defaultdict(list)  #: by role and setting
+    def __init__(self, settle_s: float = SETTLE_S) -> None:
+        self._settle_s = settle_s
+        self.samples: defaultdict[str, list[Sample]] = defaultdict(list)  #: by role
 
-    def look(
-        self, now_s: float, setting: str, processes: Mapping[str, Sequence[int]], num_tasks: int | None
-    ) -> None:
-        """Sample all processes that have settled.
-
-        `setting`: samples of one are compared with each other. `num_tasks`: of the gateway, where it tells.
-        """
+    def look(self, processes: Mapping[str, Sequence[int]], num_tasks: int | None) -> None:
+        """Sample all processes that have settled. `num_tasks`: of the gateway, where it tells."""
         for role, pids in processes.items():
             for pid in pids:
-                if now_s - self._first_seen_s.setdefault(pid, now_s) < SETTLE_S:
-                    continue
                 sample = sampled(pid, num_tasks if role == "gateway" else None)
-                if sample is not None:
-                    self.samples[f"{role} {setting}"].append(sample)
+                if sample is not None and (age_s(pid) or 0.0) >= self._settle_s:
+                    self.samples[role].append(sample)
 
     def thirds(self) -> dict[str, dict[str, Thirds]]:
-        """Return, by role and setting, what is known of both the first and the last third of its samples."""
+        """Return, by role, what is known of both the first and the last third of its samples."""
         return {
             role: _thirds(samples) for role, samples in self.samples.items() if len(samples) >= MIN_SAMPLES
         }
+
+
+def age_s(pid: int) -> float | None:
+    """Return how long ago a process started; None if it has ended."""
+    ticks = started_ticks(pid)
+    if ticks is None:
+        return None
+    return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _thirds(samples: Sequence[Sample]) -> dict[str, Thirds]:

@@ -83,7 +83,7 @@ class Journal:
         try:
             with suppress(FileNotFoundError):
                 path.replace(previous(path))
-            self._file = path.open("wb")
+            self._file: BinaryIO = path.open("wb")
         except OSError as error:
             raise DataDirError(
                 f"the journal `{path}` cannot be begun: {error}; check the data directory, or choose "
