@@ -83,7 +83,7 @@ def _fill(base: torch.Tensor, spec: TensorSpec, generator: torch.Generator) -> N
 
 def tokenizer_json(vocab_size: int, spaces: Sequence[str] = ()) -> str:
     """Return a byte-level tokenizer; each token adds whole characters, so each is an event of a stream."""
-    # All that byte-level spelling leaves as they are.
+    # Byte-level spelling leaves printable characters as they are.
     printable = [*(chr(code) for code in range(33, 127)), *spaces]
     words = [f"\u0120w{number}" for number in range(vocab_size - len(printable))]
     backend = Backend(models.BPE(vocab={token: at for at, token in enumerate(printable + words)}, merges=[]))

@@ -26,7 +26,7 @@ STORE_S, DISK_S = 6.0, 6.0
 #: A worker that hangs is replaced within this, on a busy machine too.
 FOUND_S = 60.0
 #: What an operator's order may be answered with while the disk fails.
-HONEST_REFUSALS = frozenset([409, 503, 507])
+DONE, HONEST_REFUSALS = (200, 201), (409, 503, 507)
 _LOOK_S = 0.2
 
 
@@ -51,17 +51,20 @@ class Scene:
     violations: list[str] = field(default_factory=list)
 
     async def strike(self, strike: Strike) -> None:
-        """Let a fault strike, unless the gateway is not there."""
-        if not self.service.is_up:
-            self.counts[f"{strike.fault}: nobody there"] += 1
-            return
+        """Let a fault strike, as soon as the gateway is there."""
+        await self.service.is_up.wait()
         began_s = time.perf_counter()
         try:
             await FAULTS[strike.fault](self, Random(strike.seed))
         except (OSError, RuntimeError, ValueError) as error:
-            self.violations.append(f"{strike.fault} could not be carried out: {error!r}")
+            self.violate(began_s, f"{strike.fault} could not be carried out: {error!r}")
         self.counts[strike.fault] += 1
         self.struck.append(Struck(strike.fault, began_s, time.perf_counter()))
+
+    def violate(self, began_s: float, what: str) -> None:
+        """Note what must not be, unless the gateway was killed since a fault began and explains it."""
+        if not self.service.was_absent(began_s, time.perf_counter()):
+            self.violations.append(what)
 
     def pick(self, role: str, random: Random) -> int | None:
         """Return one of the processes of a role; None where there is none at the moment."""
@@ -123,21 +126,19 @@ async def lying_store(scene: Scene, random: Random) -> None:
 
 async def fail_writes(scene: Scene, random: Random) -> None:
     """Have the gateway and the keeper write nothing for a while, and deploy a model meanwhile and after."""
-    processes = scene.service.processes()
+    began_s, processes = time.perf_counter(), scene.service.processes()
     with failing_writes([*processes["gateway"], *processes["keeper"]]):
         await _fetch_anew(scene, DISK_S / 2)
         refused = await _deploy_spare(scene)
         await asyncio.sleep(DISK_S / 2)
     for pids in scene.service.processes().values():  # what was started meanwhile fails to write, too
         allow_writes(pids)
-    if refused.status not in (200, 201, *HONEST_REFUSALS, 0):
-        scene.violations.append(f"deploying on a full disk: {refused.status} {_tail(refused)}")
-    if not scene.service.is_up:
-        return
-    if refused.status not in (200, 201):
+    if refused.status not in (*DONE, *HONEST_REFUSALS):
+        scene.violate(began_s, f"deploying on a full disk: {refused.status} {_tail(refused)}")
+    if refused.status not in DONE:
         deployed = await _deploy_spare(scene)
-        if deployed.status not in (200, 201) and scene.service.is_up:
-            scene.violations.append(f"deploying after a full disk: {deployed.status} {_tail(deployed)}")
+        if deployed.status not in DONE:
+            scene.violate(began_s, f"deploying after a full disk: {deployed.status} {_tail(deployed)}")
     await scene.order("DELETE", f"/hearth/models/{SPARE_MODEL}")
 
 

@@ -111,6 +111,7 @@ class ServiceUnderTest:
         self.data_dir = data_dir
         self.port = free_port()
         self.absences: list[Absence] = []
+        self.is_up = asyncio.Event()
         self.violations: list[str] = []
         self._journals = place / "journals"
         self._journals.mkdir()
@@ -148,10 +149,6 @@ class ServiceUnderTest:
         assert self._service is not None, "it was started"
         return self._service
 
-    @property
-    def is_up(self) -> bool:
-        return not self.absences or self.absences[-1].ended_s < float("inf")
-
     def was_absent(self, began_s: float, ended_s: float) -> bool:
         """True if the gateway was not there at some time in between."""
         return any(each.began_s <= ended_s and began_s <= each.ended_s for each in self.absences)
@@ -161,14 +158,18 @@ class ServiceUnderTest:
         ids = self.process_ids()
         absence = Absence(time.perf_counter())
         self.absences.append(absence)
+        self.is_up.clear()
         self.service.process.kill()
-        await asyncio.to_thread(self._begin_again)
+        try:
+            await asyncio.to_thread(self._begin_again)
+        finally:
+            absence.ended_s = time.perf_counter()
+            self.is_up.set()
         self._check_gone(ids)
         sockets = [path.name for path in self.data_dir.run_path.glob("keeper-*.sock")]
         if sockets != [f"keeper-{self.service.process.pid}.sock"]:
             self.violations.append(f"sockets after a killed gateway: {sockets}, must be that of the new one")
         self._keep_journal(previous(self.data_dir.journal_path))
-        absence.ended_s = time.perf_counter()
 
     def processes(self) -> dict[str, list[int]]:
         """Return the processes that are there now, by role."""
@@ -218,7 +219,8 @@ class ServiceUnderTest:
         self.violations += [f"{name} outlived its gateway" for name, one in ids.items() if one.is_alive]
 
     def _keep_journal(self, path: Path) -> None:
-        shutil.copy(path, self._journals / f"{len(self.absences):03}.jsonl")
+        number = len(list(self._journals.iterdir()))
+        shutil.copy(path, self._journals / f"{number:03}.jsonl")
 
 
 @contextmanager
@@ -229,6 +231,7 @@ def running(place: Path, models: Models, object_url: str) -> Iterator[tuple[Serv
     made = Keys.make(data_dir)
     service = ServiceUnderTest(data_dir, place)
     service.start()
+    service.is_up.set()
     try:
         yield service, made
     finally:
