@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from random import Random
 
-from bench.service.client import Connection, completion, request
+from bench.service.client import Connection, completion, request, with_key
 
 NUM_SLOW, TRICKLE_S = 300, 5.0
 NUM_DEAF, DEAF_S = 4, 10.0
@@ -54,7 +54,7 @@ class Target:
             await asyncio.sleep(RETRY_S)
             return
         try:
-            reply = await connection.ask(question)
+            reply = await connection.ask(with_key(question, self.key))
         except asyncio.CancelledError:
             self.counts[f"{name}: {UNDER_WAY if connection.num_reads else 'waiting'}"] += 1
             raise
@@ -98,7 +98,7 @@ async def use_long_stops(target: Target) -> None:
     async def stream() -> None:
         while True:
             prompt = [target.random.randrange(256) for _ in range(16)]
-            question = completion(target.model, prompt, 500, key=target.key, stop=stops)
+            question = completion(target.model, prompt, 500, stop=stops)
             await target.ask("long_stops", question)
 
     await asyncio.gather(*(stream() for _ in range(NUM_STOPPING)))
@@ -109,7 +109,7 @@ async def send_large_bodies(target: Target) -> None:
     while True:
         prompt = target.random.choice(_large_prompts())
         body = b'{"model": "%b", "max_tokens": 1, "prompt": %b}' % (target.model.encode(), prompt)
-        head = request("POST", "/v1/completions", {}, target.key).partition(b"Accept: ")[0]
+        head = request("POST", "/v1/completions", {}).partition(b"Accept: ")[0]
         await target.ask("large_bodies", b"%bContent-Length: %d\r\n\r\n%b" % (head, len(body), body))
         await asyncio.sleep(LARGE_EVERY_S)
 
@@ -143,7 +143,7 @@ async def call_with_html(target: Target) -> None:
 
     async def call() -> None:
         while True:
-            await target.ask("html_calls", request("POST", "/v1/chat/completions", body, target.key))
+            await target.ask("html_calls", request("POST", "/v1/chat/completions", body))
 
     await asyncio.gather(*(call() for _ in range(NUM_CALLING)))
 
@@ -153,7 +153,7 @@ async def leave_early(target: Target) -> None:
 
     async def leave() -> None:
         while True:
-            question = completion(target.model, [1, 2, 3], 500, key=target.key)
+            question = completion(target.model, [1, 2, 3], 500)
             asking = asyncio.create_task(target.ask("leavers", question))
             await asyncio.sleep(target.random.expovariate(2.0))
             asking.cancel()
@@ -172,7 +172,7 @@ async def read_nothing(target: Target) -> None:
                 await asyncio.sleep(RETRY_S)
                 continue
             writer.transport.pause_reading()  # type: ignore[attr-defined] # of a socket's transport
-            writer.write(completion(target.model, [4, 5, 6], 900, key=target.key, logprobs=5))
+            writer.write(with_key(completion(target.model, [4, 5, 6], 900, logprobs=5), target.key))
             await asyncio.sleep(DEAF_S)
             writer.transport.abort()
             target.counts["deaf_readers: left"] += 1

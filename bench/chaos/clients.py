@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random import Random
 
 from bench.chaos.outcome import Ending, Verdict, judge
-from bench.service.client import Connection, Reply, ask, completion, read, request
+from bench.service.client import Connection, Reply, ask, completion, read, request, with_key
 from bench.soak.load import MIN_MARGIN, VOCAB_SIZE, Reference, margin_of
 
 NUM_TOKENS = 64  #: of an answer: long enough to be met by a fault
@@ -53,8 +53,8 @@ async def learn(port: int, key: str, models: Sequence[str], seed: int) -> list[R
         num_left = NUM_REFERENCES
         while num_left:
             prompt = [random.randrange(VOCAB_SIZE) for _ in range(random.randint(4, 40))]
-            question = completion(model, prompt, NUM_TOKENS, key=key, stream=False, logprobs=2)
-            reply = await ask(port, question)
+            question = completion(model, prompt, NUM_TOKENS, stream=False, logprobs=2)
+            reply = await ask(port, with_key(question, key))
             answer = read(reply)
             if answer.num_tokens != NUM_TOKENS:
                 raise RuntimeError(f"no reference from `{model}`: {reply.status} {reply.body[-300:]!r}")
@@ -108,9 +108,9 @@ class HonestClients:
         """Ask one question and keep the verdict on its answer."""
         reference = self._random.choice(self._references)
         is_stream = self._random.random() < 0.8
-        question = completion(reference.model, reference.prompt, NUM_TOKENS, key=self._key, stream=is_stream)
+        question = completion(reference.model, reference.prompt, NUM_TOKENS, stream=is_stream)
         asked_s = time.perf_counter()
-        reply, has_ended = await _reply_within(self._port, question, self._patience_s)
+        reply, has_ended = await _reply_within(self._port, with_key(question, self._key), self._patience_s)
         ended_s = time.perf_counter()
         is_cut = self._was_absent(asked_s, ended_s)
         verdict = judge(reply, reference.text, NUM_TOKENS, is_cut=is_cut, has_ended=has_ended)

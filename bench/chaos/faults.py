@@ -18,7 +18,7 @@ from bench.chaos.object_store import LIES, SLOWNESS, behaving
 from bench.chaos.schedule import Strike
 from bench.chaos.service import FAR_MODELS, SPARE_MODEL, Models, ServiceUnderTest
 from bench.failing_disk import allow_writes, failing_writes
-from bench.service.client import Reply, ask, request
+from bench.service.client import Reply, ask, request, with_key
 
 #: How long what passes by itself lasts.
 PAUSE_S, GATEWAY_PAUSE_S = (2.0, 4.0), (0.5, 2.0)
@@ -74,7 +74,7 @@ class Scene:
     async def order(self, method: str, path: str, body: dict[str, object] | None = None) -> Reply:
         """Ask as the operator."""
         key = self.service.data_dir.read_admin_token()
-        return await ask(self.service.port, request(method, path, body, key))
+        return await ask(self.service.port, with_key(request(method, path, body), key))
 
 
 async def kill_worker(scene: Scene, random: Random) -> None:

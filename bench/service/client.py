@@ -152,9 +152,7 @@ class Connection(asyncio.Protocol):
             self._done.set_result(self._reply)
 
 
-def completion(
-    model: str, prompt: list[int], max_tokens: int, *, key: str | None = None, **fields: object
-) -> bytes:
+def completion(model: str, prompt: list[int], max_tokens: int, **fields: object) -> bytes:
     """Return a question for a stream, greedy unless said otherwise, that does not stop by itself."""
     body: Mapping[str, object] = {
         "model": model,
@@ -166,18 +164,20 @@ def completion(
         "stream_options": {"include_usage": True},
         **fields,
     }
-    return request("POST", "/v1/completions", body, key)
+    return request("POST", "/v1/completions", body)
 
 
-def request(
-    method: str, path: str, body: Mapping[str, object] | None = None, key: str | None = None
-) -> bytes:
-    """Return a request with a body of JSON, from the owner of an API key where there is one."""
+def request(method: str, path: str, body: Mapping[str, object] | None = None) -> bytes:
     data = b"" if body is None else json.dumps(body).encode()
     head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-    if key is not None:
-        head += f"Authorization: Bearer {key}\r\n"
     return f"{head}Accept: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def with_key(question: bytes, key: str | None) -> bytes:
+    """Return a question that shows an API key, where there is one."""
+    if key is None:
+        return question
+    return question.replace(b"\r\n", b"\r\nAuthorization: Bearer %b\r\n" % key.encode(), 1)
 
 
 async def ask(port: int, question: bytes) -> Reply:
@@ -202,7 +202,7 @@ async def ask_all(port: int, questions: list[bytes]) -> list[Reply]:
 
 async def metrics_of(port: int, key: str | None = None) -> dict[str, float]:
     """Return what the service counts, without histograms' buckets and the times when counters began."""
-    reply = await ask(port, request("GET", "/metrics", key=key))
+    reply = await ask(port, with_key(request("GET", "/metrics"), key))
     lines = reply.body.decode().splitlines()
     samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
     return {name: float(value) for name, _, value in samples if not ("_bucket" in name or "_created" in name)}
