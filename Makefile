@@ -37,7 +37,7 @@ MODULE_elastic_cpu := elastic.cpu
 module = bench.$(or $(MODULE_$(1)),$(1))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check style types arrows format soak test-gpu bench-gpu bench-cpu clean
+.PHONY: help demo test check style types arrows format soak chaos test-gpu bench-gpu bench-cpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +87,9 @@ format: $(READY) ## rewrite the code in the project's format
 
 soak: $(READY) ## ten minutes of many models in little memory, with cancels and kills; prints figures as JSON
 	$(BIN)/python -m bench.soak
+
+chaos: $(READY) ## ten minutes of faults and attackers beside honest clients; SAVE=1 keeps it; ARGS, such as --seed 2
+	$(BIN)/python -m bench.chaos $(if $(SAVE),--save) $(ARGS)
 
 test-gpu: ## tests that need a CUDA device, with this machine's own python3
 	OMP_NUM_THREADS=2 $(ON_GPU) -m pytest -m gpu -n 8 -p no:benchmark $(NOT_ON_GPU:%=--ignore=%) tests

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -31,11 +31,21 @@ TINY: Mapping[str, object] = {
     "tie_word_embeddings": False,
 }
 
+SPACES = ("\u0120", "\u010a")  #: space and line feed in byte-level spelling
+
 
 def write_random(
-    directory: Path, config: Mapping[str, object], dtype: str, seed: int, device: torch.device
+    directory: Path,
+    config: Mapping[str, object],
+    dtype: str,
+    seed: int,
+    device: torch.device,
+    chat_template: str | None = None,
 ) -> Path:
-    """Write a converted model, the same for one seed and device; one that is there is kept."""
+    """Write a converted model, the same for one seed and device; one that is there is kept.
+
+    With a chat template its words include white space alone, of which chats and calls of tools are full.
+    """
     if (directory / MANIFEST).exists():
         return directory
     directory.mkdir(parents=True, exist_ok=True)
@@ -52,6 +62,9 @@ def write_random(
             chunks.append(chunk_of(data))
             file.write(data)
     files = {"tokenizer.json": tokenizer_json(arch.vocab_size).encode()}
+    if chat_template is not None:
+        files["tokenizer.json"] = tokenizer_json(arch.vocab_size, SPACES).encode()
+        files["chat_template.jinja"] = chat_template.encode()
     for name, content in files.items():
         (directory / name).write_bytes(content)
     manifest = Manifest.of(arch, dtype, "none", tuple(chunks), CHUNK_BYTES, files)
@@ -68,9 +81,10 @@ def _fill(base: torch.Tensor, spec: TensorSpec, generator: torch.Generator) -> N
         tensor.normal_(std=0.02 if base.nbytes > 1 << 30 else 0.5, generator=generator)
 
 
-def tokenizer_json(vocab_size: int) -> str:
+def tokenizer_json(vocab_size: int, spaces: Sequence[str] = ()) -> str:
     """Return a byte-level tokenizer; each token adds whole characters, so each is an event of a stream."""
-    printable = [chr(code) for code in range(33, 127)]  # which byte-level spelling leaves as they are
+    # Byte-level spelling leaves printable characters as they are.
+    printable = [*(chr(code) for code in range(33, 127)), *spaces]
     words = [f"\u0120w{number}" for number in range(vocab_size - len(printable))]
     backend = Backend(models.BPE(vocab={token: at for at, token in enumerate(printable + words)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -173,6 +173,13 @@ def request(method: str, path: str, body: Mapping[str, object] | None = None) ->
     return f"{head}Accept: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
 
 
+def with_key(question: bytes, key: str | None) -> bytes:
+    """Return a question that shows an API key, where there is one."""
+    if key is None:
+        return question
+    return question.replace(b"\r\n", b"\r\nAuthorization: Bearer %b\r\n" % key.encode(), 1)
+
+
 async def ask(port: int, question: bytes) -> Reply:
     """Ask on a connection of its own."""
     connection = await Connection.open(port)
@@ -193,9 +200,9 @@ async def ask_all(port: int, questions: list[bytes]) -> list[Reply]:
             connection.close()
 
 
-async def metrics_of(port: int) -> dict[str, float]:
+async def metrics_of(port: int, key: str | None = None) -> dict[str, float]:
     """Return what the service counts, without histograms' buckets and the times when counters began."""
-    reply = await ask(port, request("GET", "/metrics"))
+    reply = await ask(port, with_key(request("GET", "/metrics"), key))
     lines = reply.body.decode().splitlines()
     samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
     return {name: float(value) for name, _, value in samples if not ("_bucket" in name or "_created" in name)}

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from hearth.cli.client import Client
 from hearth.control.datadir import DataDir, running_service
@@ -39,7 +40,7 @@ class Service:
         """Return the processes that are there now, by what they are."""
         workers = {worker.worker: worker.pid for worker in self.client.ps().workers if worker.pid}
         others = [pid for pid in children(self.process.pid) if pid not in workers.values()]
-        keepers = [pid for pid in others if "hearth.store.keeper" in _command(pid)]
+        keepers = [pid for pid in others if "hearth.store.keeper" in command_of(pid)]
         return {"gateway": self.process.pid, **dict(zip(["keeper"], keepers, strict=False)), **workers}
 
     def cpu_s(self) -> dict[str, float]:
@@ -64,14 +65,23 @@ class Service:
 
 @contextmanager
 def serving(
-    data_dir: Path, flags: Sequence[str], *, num_workers: int = 1, command: Sequence[str] = ("hearth.cli",)
+    data_dir: Path,
+    flags: Sequence[str],
+    *,
+    num_workers: int = 1,
+    command: Sequence[str] = ("hearth.cli",),
+    port: int = 0,
+    errors: IO[bytes] | None = None,
 ) -> Iterator[Service]:
-    """Run `hearth serve` on a free port until the context ends. `command`: another module that does."""
+    """Run `hearth serve` until the context ends. `command`: another module that does; `port`: 0 for any
+    free one; `errors`: a file for what it writes to standard error.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-m", *command, "serve", "--port", "0", "--data-dir", str(data_dir), *flags],
+        [sys.executable, "-m", *command, "serve", "--port", str(port), "--data-dir", str(data_dir), *flags],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
+        stderr=errors,
     )
     try:
         deadline_s = time.monotonic() + START_S
@@ -133,7 +143,8 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def _command(pid: int) -> str:
+def command_of(pid: int) -> str:
+    """Return the command line of a process; empty if it is gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except (FileNotFoundError, ProcessLookupError):

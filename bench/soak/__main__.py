@@ -25,24 +25,18 @@ from pathlib import Path
 import torch
 import uvloop
 
-from bench.random_model import TINY, write_random
+from bench.random_model import write_random
 from bench.report import arguments, emit, tell
 from bench.service.client import ask, metrics_of, request
 from bench.service.process import Service, deploy, serving
 from bench.soak.load import Load, Tally
+from bench.soak.setting import CONFIG, NUM_FITTING, NUM_WORKERS, flags
 from bench.soak.watch import Watch
 from hearth.control.datadir import DataDir
 from hearth.control.journal import replay
-from hearth.control.registry import Registry
-from hearth.policy.fleet.footprint import footprint
-from hearth.sizes import StepLimits
 
 NUM_MODELS = 20
-NUM_WORKERS = 2
-NUM_FITTING = 3  #: models in the budget of a worker
 NUM_VOLATILE = 4  #: models that come and go, the least popular ones
-LIMITS = StepLimits(max_batch_tokens=512, max_seqs=16, block_tokens=16)
-CONFIG = {**TINY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 KILL_EVERY_S, CHANGE_EVERY_S, REDEPLOY_EVERY_S, LOOK_EVERY_S = 30.0, 4.0, 45.0, 2.0
 IDLE_S = 30.0  #: for everything to come to rest at the end
 
@@ -176,17 +170,6 @@ def books(began: Mapping[str, float], ended: Mapping[str, float], tally: Tally) 
     return wrong
 
 
-def budget_bytes(data_dir: Path) -> int:
-    """Return a budget for so many models with all KV they may have, or hardly less than one more needs."""
-    with Registry.open(DataDir.open(data_dir)) as registry:
-        facts = [deployed.facts for deployed in registry.all()]
-    sizes = [footprint(fact, "cpu", LIMITS) for fact in facts]
-    most = NUM_FITTING * max(size.fixed_bytes + size.max_kv_bytes for size in sizes)
-    room = min(most, (NUM_FITTING + 1) * min(size.least_bytes for size in sizes) - 1)
-    assert room >= NUM_FITTING * max(size.least_bytes for size in sizes), f"{room=} {sizes=}"
-    return room
-
-
 def leftovers(pids: Mapping[str, int]) -> list[str]:
     """Name processes that outlived their service."""
     alive = {name: pid for name, pid in pids.items() if Path(f"/proc/{pid}").exists()}
@@ -218,7 +201,9 @@ def main() -> None:
             for number in range(NUM_MODELS)
         }
         deploy_all(data_dir, sources)
-        with serving(data_dir, flags(data_dir), num_workers=NUM_WORKERS) as service:
+        with serving(
+            data_dir, [*flags(DataDir.open(data_dir)), "--keep-alive", "5s"], num_workers=NUM_WORKERS
+        ) as service:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 result = runner.run(soak(service, sources, options))
             pids = service.pids()
@@ -233,13 +218,6 @@ def main() -> None:
 def deploy_all(data_dir: Path, sources: Mapping[str, Path]) -> None:
     for name, source in sources.items():
         deploy(data_dir, source, name)
-
-
-def flags(data_dir: Path) -> list[str]:
-    engine = {"max_batch_tokens": LIMITS.max_batch_tokens, "max_seqs": LIMITS.max_seqs}
-    settings = [part for key, value in engine.items() for part in ("--set", f"engine.{key}={value}")]
-    sizes = ["--memory", str(budget_bytes(data_dir)), "--host-memory", "64MiB"]
-    return ["--device", "cpu", "--workers", str(NUM_WORKERS), *sizes, "--keep-alive", "5s", *settings]
 
 
 if __name__ == "__main__":

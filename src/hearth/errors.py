@@ -61,7 +61,7 @@ class ConfigError(HearthError):
 
 
 class DataDirError(HearthError):
-    label = "data_dir"
+    http_status, label = 503, "data_dir"
 
 
 class DeviceError(HearthError):

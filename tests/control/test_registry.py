@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import sqlite3
 import subprocess
@@ -14,11 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.failing_disk import failing_writes
 from hearth.config import ModelConfig
 from hearth.control.datadir import DataDir
 from hearth.control.nearest_name import MAX_COMPARED
 from hearth.control.registry import Deployed, Names, Registry, check_name
-from hearth.errors import ConfigError, DataDirError, NameTaken, RequestError, UnknownModel
+from hearth.errors import ConfigError, DataDirError, NameTaken, RequestError, StoreError, UnknownModel
 from tests.policy.fleet.test_footprint import LARGE
 
 TINY = Deployed("tiny", "/source", "/models/tiny", "/models/tiny", "0" * 32, LARGE, 1.5)
@@ -144,6 +146,18 @@ def test_a_registry_that_another_keeps_busy_is_told(data_dir: DataDir) -> None:
         assert registry.all() == [], "who only reads waits for nobody"
         with pytest.raises(DataDirError, match=r"another process keeps `.*registry.db` busy; try again"):
             registry.add(TINY)
+
+
+def test_a_disk_that_fails_writes_is_told_and_works_again_when_it_does(data_dir: DataDir) -> None:
+    with Registry.open(data_dir) as registry:
+        with (
+            failing_writes([os.getpid()]),
+            pytest.raises(StoreError, match=r"`.*registry.db` .*: room, quotas"),
+        ):
+            registry.add(TINY)
+        assert registry.all() == []
+        registry.add(TINY)
+        assert registry.all() == [TINY]
 
 
 def test_a_change_by_another_is_noticed_once(data_dir: DataDir) -> None:

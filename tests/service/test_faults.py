@@ -17,9 +17,9 @@ import psutil
 import pytest
 from openai.types import Completion
 
+from bench.bad_server import Exchange, well
 from tests.service.checkpoints import write_tiny
 from tests.service.harness import PATIENCE_S, SMALL, Service, Shelf, eventually, serving
-from tests.store.bad_server import Exchange, well
 from tests.store.stored import flip
 from tests.store.stored import serving as serving_files
 

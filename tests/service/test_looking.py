@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.bad_server import Exchange, well
 from hearth.store.manifest import read_manifest
 from tests.service.checkpoints import write_tiny
 from tests.service.harness import Service, eventually
-from tests.store.bad_server import Exchange, well
 from tests.store.stored import files_of
 from tests.store.stored import serving as serving_files
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.store.bad_server import BadServer
+from bench.bad_server import BadServer
 from tests.store.s3_server import start_s3
 from tests.store.stored import serving
 

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 
+from bench.bad_server import BadServer, serve
 from hearth.config import StoreConfig
 from hearth.errors import ChunkMissing, StoreError
 from hearth.models.families import arch_from_config
@@ -31,7 +32,6 @@ from hearth.store.segment import Segment
 from hearth.store.tiers import Tiers
 from hearth.types import ChunkId, Rung
 from tests.models.zoo import build
-from tests.store.bad_server import BadServer, serve
 
 CHUNK_BYTES = 4096
 #: How long a test waits for another thread before it says that none will come.

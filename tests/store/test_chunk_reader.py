@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from bench import bad_server
+from bench.bad_server import BadServer
 from hearth.errors import ChunkCorrupt, ChunkMissing, Unreachable
 from hearth.policy.memory.eviction import Price
 from hearth.store.chunk_reader import MAX_WRONG_ANSWERS, ChunkReader
@@ -20,8 +22,6 @@ from hearth.store.manifest import WEIGHTS
 from hearth.store.model import StoredModel
 from hearth.store.remote import RemoteModel
 from hearth.types import Rung
-from tests.store import bad_server
-from tests.store.bad_server import BadServer
 from tests.store.stored import CHUNK_BYTES, QUICK, flip, serving, stored_at, write_model
 
 #: The chunk of these tests.

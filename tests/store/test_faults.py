@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import bad_server
+from bench.bad_server import BadServer, Behaviour
 from hearth import LLM, SamplingParams
 from hearth.errors import ChunkCorrupt, ChunkMissing, Unreachable
 from hearth.store.loader import Loader, whole
@@ -19,8 +21,6 @@ from hearth.store.record import LoadRecord
 from hearth.store.remote import RemoteModel
 from hearth.store.tiers import Tiers
 from hearth.types import Rung
-from tests.store import bad_server
-from tests.store.bad_server import BadServer, Behaviour
 from tests.store.s3_server import S3Server
 from tests.store.stored import (
     CHUNK_BYTES,

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from bench import bad_server
+from bench.bad_server import BadServer, Behaviour
 from hearth.errors import BadCheckpoint, ChunkMissing, ConfigError, Unreachable
 from hearth.store.remote import RemoteModel, Retry
-from tests.store import bad_server
-from tests.store.bad_server import BadServer, Behaviour
 from tests.store.s3_server import S3Server, free_ports
 
 CALM = Retry(num_tries=3, first_delay_s=0.01, max_delay_s=0.02)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from bench import bad_server
+from bench.bad_server import BadServer
 from hearth.config import CPU_HOST_BYTES, StoreConfig
 from hearth.errors import BadCheckpoint, ChunkCorrupt, StoreError, Unreachable, UpstreamChanged
 from hearth.store.manifest import MANIFEST, WEIGHTS, TextFile, digest_of
@@ -19,8 +21,6 @@ from hearth.store.record import LoadRecord, RungTotals
 from hearth.store.tiers import Tiers
 from hearth.store.upstream import Upstream, note_version, read_upstream
 from hearth.types import Rung
-from tests.store import bad_server
-from tests.store.bad_server import BadServer
 from tests.store.stored import (
     CHUNK_BYTES,
     all_chunks,

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 
+from bench.bad_server import BadServer, says
 from hearth.errors import BadCheckpoint, ChunkMissing, StoreError, Unreachable
 from hearth.store.keeper_client import KeeperClient
 from hearth.store.lender import Lender
@@ -28,7 +29,6 @@ from hearth.store.upstream import (
     version_now,
     write_upstream,
 )
-from tests.store.bad_server import BadServer, says
 from tests.store.stored import serving, stored_at, tiers_at, write_model
 
 DIGEST = "0123456789abcdef" * 2

@@ -147,7 +147,7 @@ class Deployments:
         try:
             if self._registry.has_changed():
                 self._refresh()
-        except (ConfigError, DataDirError) as error:  # what is offered already is offered on
+        except (ConfigError, DataDirError, StoreError) as error:  # what is offered already is offered on
             log.warning("registry_not_followed reason=%s", error)
 
     def _refresh(self) -> None:

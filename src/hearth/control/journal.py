@@ -9,7 +9,8 @@ actions that followed, both under the names of their types:
 drives the brain, a simulator or a test, runs the policy that was live.
 
 A file that has taken half of the journal's bytes is set aside for the next one, whose first line also holds
-the fleet as it was: its events are replayed from there, and what happened last is always on disk.
+the fleet as it was: its events are replayed from there, and what happened last is always on disk. So is one
+that the disk would not take: the next one begins when the disk does again.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ log = logging.getLogger(__name__)
 #: not taken for a wrong one.
 VERSION = 7
 
+#: Between two tries to go on after the disk took no more, by the times of events.
+RETRY_S = 60.0
+
 _EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 _ENCODER = msgspec.json.Encoder()
 
@@ -47,8 +51,8 @@ _ENCODER = msgspec.json.Encoder()
 class Journal:
     """The file of events, and the one before. Mutable; written by the driver alone.
 
-    Both together take `max_bytes`. Recording ends, logged once, where that is too little for a snapshot or
-    the disk takes no more: the service matters more.
+    Both together take `max_bytes`. Recording ends, logged once, where that is too little for a snapshot, and
+    while the disk takes no more: the service matters more.
     """
 
     def __init__(
@@ -66,14 +70,20 @@ class Journal:
             DataDirError: the file cannot be written.
         """
         self.path = path
-        self.is_full = False
+        self.is_stopped = False
+        #: When to try again, by the time of events; infinite unless the disk is why recording has stopped.
+        self._retry_s = math.inf
+        self._now_s = 0.0  #: of the last event
+        self._num_missed = 0  #: events since recording has stopped
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._header: dict[str, object] = {"version": VERSION, "config": config}
         if renamed_digests:
             self._header["renamed_digests"] = dict(renamed_digests)
         try:
-            self._file = _next_file(path)
+            with suppress(FileNotFoundError):
+                path.replace(previous(path))
+            self._file: BinaryIO = path.open("wb")
         except OSError as error:
             raise DataDirError(
                 f"the journal `{path}` cannot be begun: {error}; check the data directory, or choose "
@@ -83,8 +93,12 @@ class Journal:
 
     @property
     def must_rotate(self) -> bool:
-        """True if the file has its half of the bytes: the other half is that of the file before."""
-        return self._num_bytes >= self._max_bytes // 2 and not self.is_full
+        """True if the file has its half of the bytes, the other half being that of the file before; or if it
+        is time to see whether a disk that took no more does so again.
+        """
+        if self.is_stopped:
+            return self._now_s >= self._retry_s
+        return self._num_bytes >= self._max_bytes // 2
 
     def rotate(self, fleet: Fleet) -> None:
         """Set the file aside and begin the next one with the fleet, to which all that was recorded happened.
@@ -103,16 +117,20 @@ class Journal:
             )
             return
         try:
-            self._file.close()
-            self._file = _next_file(self.path)
+            file = _next_file(self.path, header)
         except OSError as error:
-            self._stop(f"the next file cannot be begun: {error}")
+            self._stop(f"the next file cannot be begun: {error}", self._now_s + RETRY_S)
             return
-        self._num_bytes = 0
-        self._write(header)
+        self.close()
+        self._file, self._num_bytes = file, len(header) + 1
+        if self.is_stopped:
+            log.info("journal_resumed path=%s num_missed=%d", self.path, self._num_missed)
+        self.is_stopped, self._retry_s, self._num_missed = False, math.inf, 0
 
     def record(self, event: Event, actions: Sequence[Action]) -> None:
-        if self.is_full:
+        self._now_s = event.now_s
+        if self.is_stopped:
+            self._num_missed += 1
             return
         fields = _infinite_json(event) if _is_infinite(event) else _ENCODER.encode(event)
         orders = _ENCODER.encode([(type(action).__name__, action) for action in actions])
@@ -123,7 +141,7 @@ class Journal:
         try:
             self._file.close()
         except OSError as error:
-            self._stop(f"the disk takes no more: {error}")
+            self._stop(f"the disk takes no more: {error}", self._now_s + RETRY_S)
 
     def __enter__(self) -> Self:
         return self
@@ -141,11 +159,12 @@ class Journal:
             self._num_bytes += self._file.write(line + b"\n")
             self._file.flush()  # two microseconds, for which a process that is killed leaves all it recorded
         except OSError as error:
-            self._stop(f"the disk takes no more: {error}")
+            self._stop(f"the disk takes no more: {error}", self._now_s + RETRY_S)
 
-    def _stop(self, why: str) -> None:
-        if not self.is_full:
-            self.is_full = True
+    def _stop(self, why: str, retry_s: float = math.inf) -> None:
+        self._retry_s = retry_s
+        if not self.is_stopped:
+            self.is_stopped = True
             log.warning("journal_stopped path=%s num_bytes=%d reason=%s", self.path, self._num_bytes, why)
 
 
@@ -185,11 +204,24 @@ def previous(path: Path) -> Path:
     return path.with_name(f"{path.stem}.1{path.suffix}")
 
 
-def _next_file(path: Path) -> BinaryIO:
-    """Set the file aside that is there, and open a new one."""
-    with suppress(FileNotFoundError):
+def _next_file(path: Path, header: bytes) -> BinaryIO:
+    """Begin a file, and only once its first line is on disk set the one aside that is there."""
+    beginning = path.with_name(f".{path.name}")
+    try:
+        file = beginning.open("wb")
+        try:
+            file.write(header + b"\n")
+            file.flush()
+        except OSError:
+            with suppress(OSError):  # again, for what was not written
+                file.close()
+            raise
         path.replace(previous(path))
-    return path.open("wb")
+        beginning.replace(path)
+    except OSError:
+        beginning.unlink(missing_ok=True)
+        raise
+    return file
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -16,7 +16,15 @@ import msgspec
 from hearth.config import ModelConfig
 from hearth.control.datadir import DataDir
 from hearth.control.nearest_name import NearestName
-from hearth.errors import ConfigError, DataDirError, NameTaken, RequestError, StoreFull, UnknownModel
+from hearth.errors import (
+    ConfigError,
+    DataDirError,
+    NameTaken,
+    RequestError,
+    StoreError,
+    StoreFull,
+    UnknownModel,
+)
 from hearth.policy.fleet.footprint import Facts
 
 #: How long one process waits for another's write. Writes take milliseconds; the event loop waits for less.
@@ -97,6 +105,7 @@ class Registry:
 
         Raises:
             DataDirError: the file is damaged or cannot be opened.
+            StoreError: its disk fails.
         """
         return Registry(data_dir, wait_s)
 
@@ -226,6 +235,10 @@ class Registry:
         except sqlite3.Error as error:
             if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
                 raise StoreFull(f"no room to write `{self._path}`; make room on its disk") from error
+            if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_IOERR:  # such as a quota
+                raise StoreError(
+                    f"`{self._path}` cannot be read or written: {error}; check its disk: room, quotas, health"
+                ) from error
             if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
                 raise DataDirError(f"another process keeps `{self._path}` busy; try again") from error
             raise DataDirError(

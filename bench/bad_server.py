@@ -40,7 +40,7 @@ class Exchange(BaseHTTPRequestHandler):
             self.close_connection = True  # the client had heard enough, as it may
 
     def log_message(self, format: str, *args: object) -> None:
-        """Tests are silent."""
+        """Say nothing: what was asked is in `asked`."""
 
     @property
     def whole(self) -> bytes:
