@@ -133,19 +133,22 @@ def greedy(max_tokens: int = 12) -> SamplingParams:
 
 
 def sample_rows(
-    slots: Sequence[int], positions: int | Sequence[int], masks: Mapping[int, bytes] | None = None
+    slots: Sequence[int],
+    positions: int | Sequence[int],
+    masks: Mapping[int, bytes] | None = None,
+    device: torch.device | str = "cpu",
 ) -> SampleRows:
     """Rows of these slots, at one position or each at its own."""
     last = np.broadcast_to(np.array(positions, np.int32) - 1, len(slots))
     own = np.array(slots, np.int32)
-    return SampleRows(own, last, masks or {}, torch.from_numpy(own), torch.from_numpy(last.copy()))
+    on_device = (torch.from_numpy(column.copy()).to(device) for column in (own, last))
+    return SampleRows(own, last, masks or {}, *on_device)
 
 
 def sample(sampler: Sampler, logits: torch.Tensor, rows: SampleRows) -> Samples:
     """Sample as a runner does, and keep what was chosen."""
-    slots, positions = (one.to(logits.device) for one in (rows.device_slots, rows.device_positions))
-    sampler.take_best(logits, slots)
-    samples = sampler.sample(logits, replace(rows, device_slots=slots, device_positions=positions))
+    sampler.take_best(logits, rows.device_slots)
+    samples = sampler.sample(logits, rows)
     return replace(samples, chosen=samples.chosen.clone())
 
 

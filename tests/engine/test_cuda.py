@@ -258,7 +258,7 @@ def test_guided_rows_are_masked_on_the_device() -> None:
     params = SamplingParams(temperature=1.0, seed=1)
     sampler.admit([Admission(RequestId(str(slot)), slot, (1,), 1, 0, params) for slot in range(4)])
     mask = sum(1 << token for token in (31, 32, 99)).to_bytes(16, "little")
-    rows = sample_rows(range(4), 1, {1: mask, 3: mask})
+    rows = sample_rows(range(4), 1, {1: mask, 3: mask}, "cuda")
 
     tokens = sample(sampler, torch.randn(4, 100, device="cuda"), rows).tokens.tolist()
 
@@ -308,7 +308,7 @@ def test_a_row_that_is_not_finite_is_named_and_changes_no_other(broken: float, t
         given = logits.clone()
         if is_broken:
             given[1, 77] = broken
-        samples = sample(sampler, given, sample_rows(range(4), 1))
+        samples = sample(sampler, given, sample_rows(range(4), 1, device="cuda"))
         results.append(waited(samples))
 
     sound, disturbed = results
@@ -326,7 +326,8 @@ def test_each_row_gets_the_logprobs_it_asked_for() -> None:
     sampler = Sampler(4, 1000, Uploads(torch.device("cuda")))
     params = [SamplingParams(temperature=0.0, logprobs=wish) for wish in wishes]
     sampler.admit([Admission(RequestId(str(at)), at, (1,), 1, 0, each) for at, each in enumerate(params)])
-    samples = sample(sampler, torch.randn(4, 1000, device="cuda"), sample_rows(range(4), 1))
+    rows = sample_rows(range(4), 1, device="cuda")
+    samples = sample(sampler, torch.randn(4, 1000, device="cuda"), rows)
 
     told = waited(samples).logprobs
 

@@ -75,6 +75,27 @@ def test_a_request_gets_its_tokens_and_one_end(engine: Engine, loop: StepLoop) -
     assert rest(outbox) == []
 
 
+def test_the_tokens_of_a_step_come_as_one_message_to_each_outbox(engine: Engine, loop: StepLoop) -> None:
+    shared, own = Outbox(), Outbox()
+    mine = [request(engine, name, max_tokens=3) for name in ("a", "b", "c")]
+    other = request(engine, "d", max_tokens=3)
+    for one, outbox in [*((one, shared) for one in mine), (other, own)]:
+        loop.add(one, outbox)
+
+    assert len(messages(own)) == 3
+    steps: list[StepOutputs] = []
+    while sum(map(len, steps)) < 9:
+        message = shared.get(timeout=PATIENCE_S)
+        assert isinstance(message, StepOutputs)
+        steps.append(message)
+
+    assert max(len(step) for step in steps) == 3
+    assert {output.request_id for step in steps for output in step} == {"a", "b", "c"}
+    ends = [output for step in steps for output in step if output.finish_reason is not None]
+    assert [end.request_id for end in ends] == ["a", "b", "c"]
+    assert all(step.finished.keys() <= set(step.request_ids) for step in steps)
+
+
 def test_whatever_threads_add_and_cancel_every_request_ends_exactly_once(
     engine: Engine, loop: StepLoop
 ) -> None:

@@ -373,12 +373,12 @@ def test_a_mixed_batch_draws_the_same_tokens_on_the_gpu_without_waiting_for_it()
     for device in (CPU, torch.device("cuda")):
         sampler = Sampler(16, 32_000, Uploads(device))
         steps = [random_logits(16, 32_000, seed=step).to(device) for step in range(6)]
+        rows = [sample_rows(range(16), 3 + step, device=device) for step in range(6)]
         try:
             torch.cuda.set_sync_debug_mode("error")
             sampler.admit(admissions)
             drawn[device.type] = [
-                sample(sampler, logits, sample_rows(range(16), 3 + step)).tokens
-                for step, logits in enumerate(steps)
+                sample(sampler, logits, own).tokens for logits, own in zip(steps, rows, strict=True)
             ]
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -415,7 +415,7 @@ def test_a_thousand_rows_of_a_large_vocabulary_are_sampled_within_four_gigabytes
     logits = torch.randn(num_rows, vocab_size, device=device)
     torch.cuda.reset_peak_memory_stats()
     before_bytes = torch.cuda.memory_allocated()
-    sample(sampler, logits, sample_rows(range(num_rows), 3))
+    sample(sampler, logits, sample_rows(range(num_rows), 3, device=device))
     assert torch.cuda.max_memory_allocated() - before_bytes < 4 << 30
 
 

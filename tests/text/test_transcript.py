@@ -44,6 +44,21 @@ def test_the_pieces_are_the_text_and_only_the_last_has_a_finish_reason(tokenizer
     assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [LENGTH]
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+@pytest.mark.parametrize("last", [STOP, LENGTH])
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(include_stop_str_in_output=True)])
+def test_an_answer_read_as_a_whole_has_the_text_of_its_pieces(
+    tokenizers: dict[str, Tokenizer], kind: str, last: FinishReason, params: SamplingParams
+) -> None:
+    tokenizer = tokenizers[kind]
+    prompt, ids = tokenizer.encode("a鬱")[:-1], tokenizer.encode("鬱 the hearth \u00e9 keeps")
+    for end in range(1, len(ids) + 1):
+        for answer in (ids[:end], [*ids[-end:], 10**6, 0]):
+            pieces = read(tokenizer, answer, params, last, prompt)
+
+            assert Transcript(tokenizer, params, prompt).whole(answer, last) == text_of(pieces)
+
+
 def test_no_piece_holds_half_a_character(tokenizer: Tokenizer) -> None:
     pieces = read(tokenizer, tokenizer.encode("a鬱b"), SamplingParams())
 

@@ -48,7 +48,9 @@ class InputBuffers:
         self._uploads = uploads
         self._packed = zeros(buffers["packed"], device)
         is_cuda = device.type == "cuda"
-        self._hosts = [torch.zeros_like(self._packed, device="cpu", pin_memory=is_cuda) for _ in range(2)]
+        hosts = [torch.zeros_like(self._packed, device="cpu", pin_memory=is_cuda) for _ in range(2)]
+        #: Each with the array that writes it: to ask for that takes longer than to write.
+        self._hosts = [(host, host.numpy()) for host in hosts]
         self._max_seqs, self._tile_tokens_of = max_seqs, tile_tokens_of
         self._dummy_slot = max_seqs
         self._last_tokens = last_tokens
@@ -75,9 +77,9 @@ class InputBuffers:
         return self._fill(DecodeRows(), (), shape)
 
     def _fill(self, decode: DecodeRows, prompts: Sequence[Row], shape: StepShape) -> SampleRows:
-        parts, host = PackedInputs.of(shape.num_rows, self._max_seqs), self._hosts[0]
+        parts, num_decode = PackedInputs.of(shape.num_rows, self._max_seqs), len(decode)
         self._hosts.reverse()
-        packed, num_decode = host.numpy(), len(decode)
+        host, packed = self._hosts[0]
         slots, positions = packed[parts.slots], packed[parts.positions]
         slots[:num_decode], positions[:num_decode] = decode.slots, decode.positions
         slots[num_decode:], positions[num_decode:], packed[parts.tokens] = self._dummy_slot, 0, 0

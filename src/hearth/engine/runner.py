@@ -79,7 +79,7 @@ class PendingStep:
 
 
 def _host_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return memory of the host for copies of a tensor; of one without memory, in a dry run, there are none."""
+    """Return memory of the host for copies of a tensor, or the tensor if it has none, as in a dry run."""
     if tensor.is_meta:
         return tensor
     return torch.zeros_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

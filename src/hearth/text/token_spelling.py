@@ -9,8 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hearth.text.chat_template import Json
+
+#: Text has the same tokens again and again: the bytes of so many are kept.
+_KEPT_TOKENS = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ _BYTE_LEVEL_ALPHABET = _byte_level_alphabet()
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
+@lru_cache(_KEPT_TOKENS)
 def _byte_level(token: str) -> bytes:
     """Return a token's bytes; one with a letter outside the alphabet was added by hand: it is its text."""
     try:
@@ -78,6 +83,7 @@ def fallback_byte(token: str) -> bytes | None:
 
 
 def _byte_fallback(mark: str, space: str) -> Callable[[str], bytes]:
+    @lru_cache(_KEPT_TOKENS)
     def bytes_of(token: str) -> bytes:
         if (byte := fallback_byte(token)) is not None:
             return byte

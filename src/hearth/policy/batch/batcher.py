@@ -433,9 +433,7 @@ class Batcher:
         decoding = self._sequences.decoding()
         ready = [one for one in decoding if one.num_planned < one.max_planned]
         del ready[self.limits.max_batch_tokens :]
-        for sequence in [one for one in ready if one.num_planned == one.room_tokens]:
-            if sequence.slot is not None:  # else preempted a moment ago
-                self._make_room(sequence, 1, draft)
+        self._make_room_for_all([one for one in ready if one.num_planned == one.room_tokens], draft)
         if draft.has_preempted:
             ready = [one for one in ready if one.slot is not None]
         draft.add_decode(ready, self._last_decode)
@@ -449,6 +447,17 @@ class Batcher:
             num_tokens = draft.chunk_tokens(midway.num_planned, midway.num_prefill)
             if self._make_room(midway, num_tokens, draft):
                 draft.add_prompt(midway, num_tokens)
+
+    def _make_room_for_all(self, sequences: Sequence[LiveSequence], draft: PlanDraft) -> None:
+        """Give each sequence a block for its next token, preempting the youngest where there are too few."""
+        blocks = self.blocks.allocate(len(sequences))
+        if blocks is not None:
+            for sequence, block in zip(sequences, blocks, strict=True):
+                draft.assign(sequence, [block])
+            return
+        for sequence in sequences:
+            if sequence.slot is not None:  # else preempted a moment ago
+                self._make_room(sequence, 1, draft)
 
     def _make_room(self, sequence: LiveSequence, num_tokens: int, draft: PlanDraft) -> bool:
         """Give a sequence blocks for its next tokens, preempting the last in line; False if that was it."""

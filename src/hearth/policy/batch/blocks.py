@@ -52,13 +52,16 @@ class FreeBlocks:
         self._free.difference_update(blocks)
         self._trim_heap()
 
-    def pop_lowest(self) -> int:
-        """Take out the lowest block; there must be one."""
-        while (block := heapq.heappop(self._heap)) not in self._free:
-            pass
-        self._free.remove(block)
+    def pop_lowest(self, num_blocks: int) -> list[int]:
+        """Take out so many of the lowest blocks, or all, the lowest first."""
+        free, heap, blocks = self._free, self._heap, list[int]()
+        num_blocks = min(num_blocks, len(free))
+        while len(blocks) < num_blocks:
+            if (block := heapq.heappop(heap)) in free:
+                free.remove(block)
+                blocks.append(block)
         self._trim_heap()
-        return block
+        return blocks
 
     def lowest_outside(self, extent: range, num_blocks: int) -> list[int]:
         """Return so many of the lowest blocks, or all, that are not in an extent."""
@@ -222,9 +225,11 @@ class BlockBook:
         """Hold `num_blocks` blocks of no content, or none at all if there are too few."""
         if num_blocks > self.num_available:
             return None
-        blocks = [self._pop_available() for _ in range(num_blocks)]
-        for block in blocks:
-            self._num_holders[block] = 1
+        blocks = self._free.pop_lowest(num_blocks)
+        for block in list(islice(self._cached, num_blocks - len(blocks))):
+            self._forget(block)
+            blocks.append(block)
+        self._num_holders.update(dict.fromkeys(blocks, 1))
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -279,13 +284,6 @@ class BlockBook:
             held, count = num_holders.get(block, 0), self.num_holders(block)
             assert held == count, f"{block=} held {held} times, in the book {count}"
             assert count <= 1 or block in self.prefixes, f"{block=} shared without digest"
-
-    def _pop_available(self) -> int:
-        if self._free:
-            return self._free.pop_lowest()
-        block = next(iter(self._cached))
-        self._forget(block)
-        return block
 
     def _forget(self, block: int) -> None:
         """Have the content of a cached block be worth nothing; the caller says what becomes of the block."""
