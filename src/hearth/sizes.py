@@ -252,6 +252,8 @@ def sampler_buffers(max_seqs: int) -> Mapping[str, Buffer]:
     return {
         "tokens": Buffer((max_seqs + 1,), "int64"),
         "chosen": Buffer((max_seqs, 2), "int32"),
+        "best": Buffer((max_seqs,), "float32"),
+        "best_tokens": Buffer((2, max_seqs), "int64"),
         "knobs": Buffer((max_seqs + 1, 4), "float32"),
         "seeds": Buffer((max_seqs + 1,), "int64"),
     }

@@ -141,6 +141,9 @@ class Sampler:
         self._rules_by_slot: dict[int, _Rules] = {}
         #: The parts that the request in each slot needs.
         self._parts = np.zeros(num_slots, np.uint8)
+        #: What `take_best` finds, and the slots that it is for: all that is captured has a fixed address.
+        self._best = zeros(buffers["best"], uploads.device)
+        self._best_tokens, self._best_slots = zeros(buffers["best_tokens"], uploads.device)
         #: As in `draw_tokens`; those of a slot without a random request have temperature 0, and so a dummy's.
         self._knobs = zeros(buffers["knobs"], uploads.device)
         self._seeds = zeros(buffers["seeds"], uploads.device)
@@ -204,11 +207,13 @@ class Sampler:
 
         Asks the host nothing, so that it may be captured. `slots` (int32) are dummies where nobody samples.
         """
+        columns = (self._best, self._best_tokens, self._best_slots)
+        best, tokens, own_slots = (column[: len(logits)] for column in columns)
         # Maxima propagate NaN, so that the best logit also tells whether the whole row is sound. The index of
         # `max` rather than `argmax`: several times faster on a CPU.
-        best, tokens = logits.max(-1)
+        torch.max(logits, -1, out=(best, tokens))
         self._note(best, tokens)
-        self.tokens.index_copy_(0, slots.long(), tokens)
+        self.tokens.index_copy_(0, own_slots.copy_(slots), tokens)
 
     def sample(self, logits: torch.Tensor, rows: SampleRows) -> Samples:
         """Choose a token for each row of `logits`, which may be overwritten, and note it in `tokens`.
