@@ -82,7 +82,10 @@ def test_an_engine_allocates_exactly_what_is_told(name: str, dtype: str) -> None
     size = StepSize.of(LIMITS, "cpu")
     told_bytes = tables_bytes + workspace_bytes(dimensions, dimensions.layers, dtype, size)
     # The host has two copies of a step's inputs and of what it chose, whatever the device is.
-    staged = (input_buffers(LIMITS, context)["packed"], sampler_buffers(LIMITS.max_seqs)["chosen"])
+    staged = (
+        input_buffers(LIMITS, context)["packed"],
+        sampler_buffers(LIMITS.max_seqs, dimensions.vocab_size)["chosen"],
+    )
     staged_bytes = 2 * sum(buffer.num_bytes for buffer in staged)
 
     assert memory_beside_weights_and_kv(engine) == told_bytes + staged_bytes

@@ -27,6 +27,8 @@ WORKSPACE_ALIGNMENT_BYTES = 256
 _PROGRAMS_PER_PROCESSOR, _MAX_PROCESSORS = 4, 192
 #: Logits that the sampler works on at a time where it needs several temporaries of each.
 _LOGITS_AT_ONCE = 1 << 25
+#: Logits of a row that one program looks at.
+LOGIT_CHUNK = 8192
 #: Rows of an optional table at least, where there are as many slots.
 _MIN_TABLE_ROWS = 8
 #: Prompts are cut into tiles of at least so many tokens, each of which the device has this many numbers of.
@@ -186,7 +188,7 @@ def table_buffers(dimensions: Dimensions, limits: StepLimits, context: int) -> M
     """All that an engine always has besides weights, workspace and KV, whichever layers it runs."""
     parts = {
         "inputs": input_buffers(limits, context),
-        "sampler": sampler_buffers(limits.max_seqs),
+        "sampler": sampler_buffers(limits.max_seqs, dimensions.vocab_size),
         "attention": {"counters": counter_buffer(dimensions, limits.max_seqs)},
         "rotary": {"cos_sin": rotary_buffer(dimensions.rope_dim, context)},
     }
@@ -247,11 +249,12 @@ def input_buffers(limits: StepLimits, context: int) -> Mapping[str, Buffer]:
     }
 
 
-def sampler_buffers(max_seqs: int) -> Mapping[str, Buffer]:
-    """The state that a sampler has of every slot (`engine/sampler.py`)."""
+def sampler_buffers(max_seqs: int, vocab_size: int) -> Mapping[str, Buffer]:
+    """The state that a sampler has of every slot, and its scratch (`engine/sampler.py`)."""
     return {
         "tokens": Buffer((max_seqs + 1,), "int64"),
         "chosen": Buffer((max_seqs, 2), "int32"),
+        "parts": Buffer((max_seqs, -(-vocab_size // LOGIT_CHUNK), 2), "int32"),
         "knobs": Buffer((max_seqs + 1, 4), "float32"),
         "seeds": Buffer((max_seqs + 1,), "int64"),
     }

@@ -151,10 +151,14 @@ class Runner:
 
     @torch.inference_mode()
     def run_padding(self, shape: StepShape) -> None:
-        """Queue a step that is all padding, which touches nobody's KV; with the draws of one that samples."""
-        rows = self._inputs.park(shape)
+        """Queue a step that is all padding, which touches nobody's KV."""
+        self._inputs.park(shape)
         self._run(shape, None)
-        self._sampler.draw(self.decoder.logits[: shape.num_logits], rows)
+
+    @torch.inference_mode()
+    def draw_padding(self, shape: StepShape) -> None:
+        """Queue the draws of a step that is all padding, in which no token is drawn."""
+        self._sampler.draw(self.decoder.logits[: shape.num_logits], self._inputs.park(shape))
 
     def follow(self, gate: WeightGate | None) -> None:
         """Run steps layer by layer behind weights that are still arriving, until the gate is open.

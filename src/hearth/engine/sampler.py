@@ -25,6 +25,7 @@ from hearth.engine.logit_bias import LogitBias, is_biased
 from hearth.engine.optional_table import OptionalTable
 from hearth.engine.penalties import Penalties, is_penalised
 from hearth.engine.upload import Uploads
+from hearth.kernels.best_token import best_tokens
 from hearth.kernels.draw import draw_tokens
 from hearth.kernels.noise import signed64
 from hearth.models.buffers import zeros
@@ -118,7 +119,6 @@ class _Work:
 
     num_logprobs: tuple[int | None, ...]  #: of every row
     masks: torch.Tensor | None  #: of the guided rows, int32 [rows, words]
-    slots: torch.Tensor  #: of every row
     penalised: torch.Tensor  #: rows
     penalty_rows: torch.Tensor  #: of the penalised rows, in their table
     biased: torch.Tensor  #: rows
@@ -133,7 +133,7 @@ class Sampler:
     def __init__(self, num_slots: int, vocab_size: int, uploads: Uploads) -> None:
         self._vocab_size = vocab_size
         self._uploads = uploads
-        buffers = sampler_buffers(num_slots)
+        buffers = sampler_buffers(num_slots, vocab_size)
         #: The token that each slot sampled last, at a fixed address. The last row is a dummy for padding.
         self.tokens = zeros(buffers["tokens"], uploads.device)
         #: `Samples.chosen` of each row of logits of the step that was queued last, at a fixed address.
@@ -141,6 +141,7 @@ class Sampler:
         self._rules_by_slot: dict[int, _Rules] = {}
         #: The parts that the request in each slot needs.
         self._parts = np.zeros(num_slots, np.uint8)
+        self._parts_of_rows = zeros(buffers["parts"], uploads.device)  #: scratch of `best_tokens`
         #: As in `draw_tokens`; those of a slot without a random request have temperature 0, and so a dummy's.
         self._knobs = zeros(buffers["knobs"], uploads.device)
         self._seeds = zeros(buffers["seeds"], uploads.device)
@@ -202,13 +203,17 @@ class Sampler:
     def take_best(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
         """Choose the highest of each row of float32 `logits`, and note it in `tokens` for its slot.
 
-        Asks the host nothing, so that it may be captured. `slots` (int32) are dummies where nobody samples.
+        Asks the host nothing, so that it may be captured. `slots` (int32) are dummies where nobody samples;
+        there may be more of them than rows.
         """
-        # Maxima propagate NaN, so that the best logit also tells whether the whole row is sound. The index of
-        # `max` rather than `argmax`: several times faster on a CPU.
-        best, tokens = logits.max(-1)
-        self._note(best, tokens)
-        self.tokens.index_copy_(0, slots.long(), tokens)
+        # It propagates NaN, so that the best logit also tells whether the whole row is sound.
+        best_tokens(
+            logits,
+            slots,
+            chosen=self.chosen[: len(logits)],
+            last_tokens=self.tokens,
+            parts=self._parts_of_rows,
+        )
 
     def sample(self, logits: torch.Tensor, rows: SampleRows) -> Samples:
         """Choose a token for each row of `logits`, which may be overwritten, and note it in `tokens`.
@@ -224,9 +229,7 @@ class Sampler:
         work = self._sort_out(rows, parts) if parts.needed & ~_Part.DRAW or rows.masks else None
         sampled = logits[: len(rows)]
         if work is not None and self._process(sampled, work):
-            best, tokens = sampled.max(-1)
-            self._note(best, tokens)
-            self.tokens.index_copy_(0, work.slots, tokens)
+            self.take_best(sampled, rows.device_slots)
         if parts.needed & _Part.DRAW:
             self.draw(logits, rows)
         if work is None:
@@ -248,11 +251,6 @@ class Sampler:
             last_tokens=self.tokens,
         )
 
-    def _note(self, best: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Have these be what the first rows have chosen."""
-        self.chosen[: len(tokens), 0].copy_(tokens)
-        self.chosen[: len(tokens), 1].view(torch.float32).copy_(best)
-
     def _sort_out(self, rows: SampleRows, parts: _RowParts) -> _Work:
         """Send to the device in one piece which rows need which part."""
         penalised, biased = parts.rows(_Part.PENALTIES), parts.rows(_Part.BIAS)
@@ -263,7 +261,6 @@ class Sampler:
             num_logprobs,
             self._uploads.words(list(rows.masks.values())) if rows.masks else None,
             *self._uploads.ints(
-                rows.slots,
                 penalised,
                 [self._penalties.row(slot) for slot in rows.slots[penalised].tolist()],
                 biased,

@@ -20,11 +20,8 @@ import torch
 from hearth.kernels.jit import cdiv, launch, next_power_of_2, runs_triton, tl, triton
 from hearth.kernels.noise import gumbel, noise_keys
 from hearth.kernels.top_k_top_p import rank_cutoff
-from hearth.sizes import sampled_pieces
+from hearth.sizes import LOGIT_CHUNK, sampled_pieces
 
-#: Tokens that a program looks at for the first draw. It does not depend on the number of rows, so that a sum
-#: has the same last bits whoever shares the step.
-_CHUNK = 8192
 _BLOCK = 2048
 
 
@@ -103,7 +100,8 @@ def draw_tokens_triton(
     assert chosen.stride(0) == 2, f"{chosen.stride()=}"
     if not num_rows:
         return
-    num_chunks = cdiv(vocab_size, _CHUNK)
+    # Chunks do not depend on the number of rows: a sum has the same last bits whoever shares the step.
+    num_chunks = cdiv(vocab_size, LOGIT_CHUNK)
     # Of each chunk: the score of its draw, the x and the id of that token, the mass of all.
     firsts = torch.empty((num_rows, num_chunks, 4), dtype=torch.float32, device=logits.device)
     launch(
@@ -113,7 +111,7 @@ def draw_tokens_triton(
         *(logits, chosen, slots, positions, knobs, seeds),
         logits.stride(0),
         vocab_size,
-        CHUNK=_CHUNK,
+        CHUNK=LOGIT_CHUNK,
         BLOCK=_BLOCK,
         num_warps=8,
     )
