@@ -79,7 +79,6 @@ class _TimedWait:
 
     def __init__(self, watch: StepWatch, pending: PendingStep) -> None:
         self._watch, self._pending = watch, pending
-        self.end = pending.end
 
     def wait(self) -> StepResult:
         began_s = time.perf_counter()

@@ -17,6 +17,7 @@ import torch
 from hearth import LLM
 from hearth.config import EngineConfig
 from hearth.engine.engine import Output
+from hearth.engine.runner import PendingStep
 from hearth.engine.sampler import Sampler
 from hearth.engine.step_shape import GraphKey, StepPart
 from hearth.engine.upload import Uploads
@@ -34,9 +35,7 @@ from tests.engine.harness import (
     new_id,
     prompts_for,
     run,
-    sample,
     sample_rows,
-    waited,
 )
 from tests.models.zoo import build
 
@@ -258,9 +257,9 @@ def test_guided_rows_are_masked_on_the_device() -> None:
     params = SamplingParams(temperature=1.0, seed=1)
     sampler.admit([Admission(RequestId(str(slot)), slot, (1,), 1, 0, params) for slot in range(4)])
     mask = sum(1 << token for token in (31, 32, 99)).to_bytes(16, "little")
-    rows = sample_rows(range(4), 1, {1: mask, 3: mask}, "cuda")
+    rows = sample_rows(range(4), 1, {1: mask, 3: mask})
 
-    tokens = sample(sampler, torch.randn(4, 100, device="cuda"), rows).tokens.tolist()
+    tokens = sampler.sample(torch.randn(4, 100, device="cuda"), rows).tokens.tolist()
 
     assert {tokens[1], tokens[3]} <= {31, 32, 99}
 
@@ -308,8 +307,8 @@ def test_a_row_that_is_not_finite_is_named_and_changes_no_other(broken: float, t
         given = logits.clone()
         if is_broken:
             given[1, 77] = broken
-        samples = sample(sampler, given, sample_rows(range(4), 1, device="cuda"))
-        results.append(waited(samples))
+        samples = sampler.sample(given, sample_rows(range(4), 1))
+        results.append(PendingStep(samples, samples.best_logits).wait())
 
     sound, disturbed = results
     assert (sound.broken_rows, disturbed.broken_rows) == ([], [1])
@@ -326,10 +325,9 @@ def test_each_row_gets_the_logprobs_it_asked_for() -> None:
     sampler = Sampler(4, 1000, Uploads(torch.device("cuda")))
     params = [SamplingParams(temperature=0.0, logprobs=wish) for wish in wishes]
     sampler.admit([Admission(RequestId(str(at)), at, (1,), 1, 0, each) for at, each in enumerate(params)])
-    rows = sample_rows(range(4), 1, device="cuda")
-    samples = sample(sampler, torch.randn(4, 1000, device="cuda"), rows)
+    samples = sampler.sample(torch.randn(4, 1000, device="cuda"), sample_rows(range(4), 1))
 
-    told = waited(samples).logprobs
+    told = PendingStep(samples, samples.best_logits).wait().logprobs
 
     assert told is not None
     assert [None if one is None else len(one.top) for one in told] == list(wishes)

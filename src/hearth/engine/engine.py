@@ -313,7 +313,7 @@ class Engine:
         if pending.is_computed:
             self._marks.done()
         if timer is not None:
-            timer.stop(pending.end)
+            timer.stop()
         return _LaunchedStep(plan, pending, timer)
 
     def _outputs(self, committed: CommittedStep, result: StepResult) -> StepOutputs:
