@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from hearth.config import EngineConfig
+from hearth.engine import inputs
 from hearth.engine.engine import Engine
 from hearth.engine.graphs import Work
 from hearth.engine.step_shape import GraphKey, PaddedSizes, StepPart
+from hearth.kernels.host_read import read_host
 from hearth.policy.batch.plan import DecodeRows, Row, StepPlan
 from hearth.sizes import StepLimits
 from hearth.types import RequestId
@@ -155,3 +157,25 @@ def test_every_size_is_captured_at_start_and_only_once() -> None:
     assert graphs.num_replayed == num_replayed, "a graph that is there is left alone"
     others = [block for block in range(len(engine.runner.kv)) if block != engine.runner.sink]
     assert bool(engine.runner.kv[others].isnan().all())
+
+
+def test_what_is_sent_stays_on_the_host_until_a_slow_device_has_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind a capture two steps are launched at once; a device may read as late as it is waited for."""
+    engine = padded("llama-gqa", replace(ROOMY, max_batch_tokens=8, max_seqs=2), FirstWork())
+    unread: list[tuple[torch.Tensor, torch.Tensor]] = []  # memory of the host, and what was to be read there
+
+    def sent(out: torch.Tensor, host: torch.Tensor) -> None:
+        unread.append((host, host.clone()))
+        read_host(out, host)
+
+    monkeypatch.setattr(inputs, "read_host", sent)
+    monkeypatch.setattr(engine.runner, "synchronize", unread.clear)
+    engine.runner.capture_all()
+    for position in (0, 1):
+        row = Row(RequestId("a"), 0, position, 1, (5,), samples=True)
+        engine.runner.launch(StepPlan(0, (), (), DecodeRows(), (row,)))
+
+    assert unread
+    assert all(host.equal(written) for host, written in unread)

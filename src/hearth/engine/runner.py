@@ -134,6 +134,7 @@ class Runner:
             if any(key not in self.graphs for key in shape.keys):
                 self.synchronize()  # for what is sent is written where that of the step before the last lies
                 self.run_padding(shape)
+        self.synchronize()  # likewise: nobody waits for the last of them before the next two are launched
 
     @torch.inference_mode()
     def run_padding(self, shape: StepShape) -> None:
