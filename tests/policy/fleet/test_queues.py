@@ -11,7 +11,7 @@ from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.events import Promise, RequestArrived
 from hearth.policy.fleet.queues import RequestQueues
 from hearth.policy.fleet.records import Model, Replica, Request, Worker
-from hearth.types import BATCH_PATIENCE_S, ModelId, RequestId, WorkerId
+from hearth.types import ModelId, RequestId, WorkerId
 from tests.policy.fleet.world import profile
 
 PATIENCE_S = 5.0
@@ -67,7 +67,7 @@ def came_s(request: Request) -> tuple[float, int]:
 def test_models_stand_in_the_order_of_their_first_request(
     changes: list[tuple[str, int]], now_s: float
 ) -> None:
-    queues, models = RequestQueues(), new_models()
+    queues, models = RequestQueues(PATIENCE_S), new_models()
     requests: dict[Request, bool] = {}
     for kind, at in changes:
         change(queues, models, requests, kind, at)
@@ -79,6 +79,6 @@ def test_models_stand_in_the_order_of_their_first_request(
     assert list(queues.for_slot) == [name for name in first if name == "a"]
     for model in models:
         assert list(model.waiting.values()) == [request for request in waiting if request.model is model]
-    ends_s = [one.queued_s + (BATCH_PATIENCE_S if one.is_batch else PATIENCE_S) for one in waiting]
+    ends_s = [max(came_s(one)[0], one.queued_s + PATIENCE_S) for one in waiting]
     expected_s = min((end_s for end_s in ends_s if end_s > now_s), default=math.inf)
-    assert queues.next_overdue_s(now_s, PATIENCE_S) == expected_s
+    assert queues.next_overdue_s(now_s) == expected_s
