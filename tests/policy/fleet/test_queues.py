@@ -62,8 +62,19 @@ def came_s(request: Request) -> tuple[float, int]:
     return 4.0 * request.number + (30.0 if request.is_batch else 0.0), request.number
 
 
+def test_a_batch_request_that_waits_again_is_patient_until_its_line_and_no_longer() -> None:
+    queues, (model, _) = RequestQueues(PATIENCE_S), new_models()
+    event = RequestArrived(0.0, RequestId("r"), model.name, 1, None, is_batch=True)
+    request = queues.accept(event, model, now_s=0.0)
+    for queued_s, expected_s in ((0.0, 30.0), (20.0, 30.0), (40.0, 40.0 + PATIENCE_S)):
+        queues.enqueue(request, queued_s, 0)
+        assert queues.next_overdue_s(queued_s) == expected_s
+        queues.dequeue(request)
+        queues.line_up(model)
+
+
 @settings(max_examples=400, deadline=None)
-@given(CHANGES, st.floats(0.0, 240.0))
+@given(CHANGES, st.floats(0.0, 120.0))
 def test_models_stand_in_the_order_of_their_first_request(
     changes: list[tuple[str, int]], now_s: float
 ) -> None:
