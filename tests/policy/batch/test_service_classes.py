@@ -145,6 +145,17 @@ def test_a_prompt_in_chunks_ends_beside_any_batch_requests(
     assert len(engine.reasons) == num_batch + 1
 
 
+def test_a_prompt_that_gives_way_may_begin_anew_in_the_same_step() -> None:
+    engine = loop(max_batch_tokens=8)
+    engine.add(batch("b", 16))
+    launched(engine)
+    engine.commit()  # so that nothing of it is in flight
+    engine.add(interactive("i", 2, came_s=1.0))
+    assert names(launched(engine)) == ["i", "b"]
+    assert engine.batcher.take_preempted() == ("b",)
+    engine.drain()
+
+
 def test_only_a_first_token_that_somebody_waits_for_is_urgent() -> None:
     engine = loop()
     engine.add(batch("b", 2))

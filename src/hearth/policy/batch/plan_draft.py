@@ -102,7 +102,7 @@ class PlanDraft:
         self.sequences += sequences
 
     def drop_preempted(self) -> None:
-        """Have no row, and no blocks, of who lost its slot since it got them. No prompt is in the draft yet."""
+        """Have no rows and blocks of those who lost their slots since. No prompt is in the draft yet."""
         kept = [at for at, one in enumerate(self.sequences) if one.slot is not None]
         if len(kept) == len(self.sequences):
             return
