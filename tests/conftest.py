@@ -17,8 +17,10 @@ import torch
 # One process of the tests per core, and so one thread for each, and for the processes that they start.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
-hypothesis.settings.register_profile("dev", deadline=None, max_examples=60)
-hypothesis.settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True)
+# However slow the machine is, for others may use it too.
+_UNCHECKED = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile("dev", deadline=None, suppress_health_check=_UNCHECKED, max_examples=60)
+hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("dev"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 #: Files of `tests/service` that start services of their own.

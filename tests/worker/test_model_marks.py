@@ -37,10 +37,22 @@ def test_the_step_under_way_is_the_oldest_that_is_not_done(shared: tuple[Beacon,
     a, b = worker.of(A), worker.of(B)
     assert seen.read().model is None
     shown = []
-    for act in (a.begun, a.begun, a.done, b.begun, b.begun, b.done, a.begun, b.done, a.done):
+    for act in (a.begun, a.begun, a.done, b.begun, b.begun, b.done, a.begun, b.done, a.done, a.done):
         act()
         shown.append(seen.read().model)
-    assert shown == ["a", "a", "a", "a", "a", "b", "b", "a", None]
+    assert shown == ["a", "a", "a", "a", "a", "b", "b", "a", "a", None]
+
+
+def test_a_step_that_is_waited_for_late_takes_no_later_one_along(shared: tuple[Beacon, Beacon]) -> None:
+    """The last step of a model whose turn ends is waited for before older ones of others are."""
+    written, seen = shared
+    worker = WorkerMarks(written)
+    a, b = worker.of(A), worker.of(B)
+    shown = []
+    for act in (b.begun, a.begun, a.done, b.begun, b.done, b.done):
+        act()
+        shown.append(seen.read().model)
+    assert shown == ["b", "b", None, "b", "b", None]
 
 
 def test_steps_of_an_engine_that_was_closed_are_not_under_way(shared: tuple[Beacon, Beacon]) -> None:

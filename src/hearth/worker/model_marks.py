@@ -20,23 +20,30 @@ class WorkerMarks:
     def __init__(self, beacon: Beacon | None = None) -> None:
         """`beacon` None: nobody looks."""
         self.beacon = beacon or Beacon()
-        self._under_way: deque[ModelMarks] = deque()  #: one for each step that is not done, oldest first
+        self._num_begun = 0
+        #: By number: whose step it is. One for each step that is not known to be done, oldest first.
+        self._under_way: dict[int, ModelMarks] = {}
 
     def of(self, model: ModelId) -> ModelMarks:
         """Return what the engine of a model tells."""
         return ModelMarks(model, self)
 
-    def begun(self, marks: ModelMarks) -> None:
-        self._under_way.append(marks)
+    def begun(self, marks: ModelMarks) -> int:
+        """Note a step that is launched now; return its number."""
+        number = self._num_begun
+        self._num_begun += 1
+        self._under_way[number] = marks
         self._show()
+        return number
 
-    def done(self, marks: ModelMarks) -> None:
-        while self._under_way and self._under_way.popleft() is not marks:
-            pass
+    def done(self, number: int) -> None:
+        """Note that a step is done, and so are those that were launched before it, whoever waits for them."""
+        while self._under_way and (oldest := next(iter(self._under_way))) <= number:
+            del self._under_way[oldest]
         self._show()
 
     def closed(self, marks: ModelMarks) -> None:
-        self._under_way = deque(one for one in self._under_way if one is not marks)
+        self._under_way = {number: one for number, one in self._under_way.items() if one is not marks}
         self._show()
 
     def advanced(self) -> None:
@@ -44,8 +51,9 @@ class WorkerMarks:
         self._show()
 
     def _show(self) -> None:
-        if self._under_way:
-            self.beacon.show(self._under_way[0].model, self._under_way[0].longest_s)
+        oldest = next(iter(self._under_way.values()), None)
+        if oldest is not None:
+            self.beacon.show(oldest.model, oldest.longest_s)
         else:
             self.beacon.show(None, 0.0)
 
@@ -57,11 +65,12 @@ class ModelMarks:
         self.model = model
         self.longest_s = 0.0  #: between two marks of a step so far
         self._worker = worker
+        self._numbers: deque[int] = deque()  #: of its steps that were not waited for, oldest first
         self._since_s: float | None = None  #: when the last mark of a step was passed; None: no step is made
 
     def begun(self) -> None:
         self._since_s = time.perf_counter()
-        self._worker.begun(self)
+        self._numbers.append(self._worker.begun(self))
 
     def layer_passed(self) -> None:
         self._measure()
@@ -70,11 +79,12 @@ class ModelMarks:
     def done(self) -> None:
         self._measure()
         self._since_s = None
-        self._worker.done(self)
+        self._worker.done(self._numbers.popleft())
         self._worker.advanced()
 
     def closed(self) -> None:
         self._since_s = None
+        self._numbers.clear()
         self._worker.closed(self)
 
     def _measure(self) -> None:

@@ -203,7 +203,8 @@ class Loop:
         tokens_left = self.limits.max_batch_tokens - plan.num_decode_rows
         if plan.num_decode_rows and self.max_prompt_tokens is not None:
             assert plan.num_prompt_tokens <= max(self.max_prompt_tokens, block_tokens)
-        if midway is not None and midway.slot is not None and tokens_left:
+        has_begun_anew = midway is not None and midway.request_id in [a.request_id for a in plan.admissions]
+        if midway is not None and midway.slot is not None and tokens_left and not has_begun_anew:
             assert plan.prompts[0].request_id == midway.request_id, "who has begun goes on"
         assert all(row.samples or row.end % block_tokens == 0 for row in plan.prompts) or (
             tokens_left < block_tokens

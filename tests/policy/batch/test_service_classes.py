@@ -102,6 +102,60 @@ def test_a_batch_request_gives_way_to_nobody_who_came_after_its_patience() -> No
     assert names(launched(engine)) == ["b"]
 
 
+def test_a_prompt_in_chunks_takes_blocks_of_those_behind_it_before_they_decode_with_them() -> None:
+    engine = loop(num_blocks=9, block_tokens=1)
+    engine.max_prompt_tokens = 1
+    engine.add(batch("b", 1, 7))
+    engine.step()
+    engine.add(interactive("i", 4, 2, came_s=1.0))
+    for _ in range(3):
+        plan = engine.step()
+        assert plan is not None
+        assert names(plan) == ["b", "i"]
+    assert engine.batcher.blocks.num_available == 1  # for the next token of one of them
+    plan = engine.step()
+    assert plan is not None
+    assert names(plan) == ["i"]
+    engine.drain()
+    assert engine.reasons.keys() == {"b", "i"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_blocks=st.integers(4, 12),
+    block_tokens=st.integers(1, 2),
+    num_batch=st.integers(1, 4),
+    num_tokens=st.integers(1, 6),
+    num_prompt=st.integers(1, 9),
+    num_steps=st.integers(1, 4),
+)
+def test_a_prompt_in_chunks_ends_beside_any_batch_requests(
+    num_blocks: int, block_tokens: int, num_batch: int, num_tokens: int, num_prompt: int, num_steps: int
+) -> None:
+    """The fake device notices where two write or read the same block."""
+    engine = loop(num_blocks=1 + num_blocks, block_tokens=block_tokens)
+    engine.max_prompt_tokens = 1
+    capacity = engine.batcher.blocks.capacity_tokens
+    for number in range(num_batch):
+        engine.add(batch(f"b{number}", min(2, capacity - 1), num_tokens))
+    for _ in range(num_steps):
+        engine.step()
+    engine.add(interactive("i", min(num_prompt, capacity - 1), came_s=1.0))
+    engine.drain()
+    assert len(engine.reasons) == num_batch + 1
+
+
+def test_a_prompt_that_gives_way_may_begin_anew_in_the_same_step() -> None:
+    engine = loop(max_batch_tokens=8)
+    engine.add(batch("b", 16))
+    launched(engine)
+    engine.commit()  # so that nothing of it is in flight
+    engine.add(interactive("i", 2, came_s=1.0))
+    assert names(launched(engine)) == ["i", "b"]
+    assert engine.batcher.take_preempted() == ("b",)
+    engine.drain()
+
+
 def test_only_a_first_token_that_somebody_waits_for_is_urgent() -> None:
     engine = loop()
     engine.add(batch("b", 2))

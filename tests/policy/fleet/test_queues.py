@@ -11,7 +11,7 @@ from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.events import Promise, RequestArrived
 from hearth.policy.fleet.queues import RequestQueues
 from hearth.policy.fleet.records import Model, Replica, Request, Worker
-from hearth.types import BATCH_PATIENCE_S, ModelId, RequestId, WorkerId
+from hearth.types import ModelId, RequestId, WorkerId
 from tests.policy.fleet.world import profile
 
 PATIENCE_S = 5.0
@@ -62,12 +62,23 @@ def came_s(request: Request) -> tuple[float, int]:
     return 4.0 * request.number + (30.0 if request.is_batch else 0.0), request.number
 
 
+def test_a_batch_request_that_waits_again_is_patient_until_its_line_and_no_longer() -> None:
+    queues, (model, _) = RequestQueues(PATIENCE_S), new_models()
+    event = RequestArrived(0.0, RequestId("r"), model.name, 1, None, is_batch=True)
+    request = queues.accept(event, model, now_s=0.0)
+    for queued_s, expected_s in ((0.0, 30.0), (20.0, 30.0), (40.0, 40.0 + PATIENCE_S)):
+        queues.enqueue(request, queued_s, 0)
+        assert queues.next_overdue_s(queued_s) == expected_s
+        queues.dequeue(request)
+        queues.line_up(model)
+
+
 @settings(max_examples=400, deadline=None)
-@given(CHANGES, st.floats(0.0, 240.0))
+@given(CHANGES, st.floats(0.0, 120.0))
 def test_models_stand_in_the_order_of_their_first_request(
     changes: list[tuple[str, int]], now_s: float
 ) -> None:
-    queues, models = RequestQueues(), new_models()
+    queues, models = RequestQueues(PATIENCE_S), new_models()
     requests: dict[Request, bool] = {}
     for kind, at in changes:
         change(queues, models, requests, kind, at)
@@ -79,6 +90,6 @@ def test_models_stand_in_the_order_of_their_first_request(
     assert list(queues.for_slot) == [name for name in first if name == "a"]
     for model in models:
         assert list(model.waiting.values()) == [request for request in waiting if request.model is model]
-    ends_s = [one.queued_s + (BATCH_PATIENCE_S if one.is_batch else PATIENCE_S) for one in waiting]
+    ends_s = [max(came_s(one)[0], one.queued_s + PATIENCE_S) for one in waiting]
     expected_s = min((end_s for end_s in ends_s if end_s > now_s), default=math.inf)
-    assert queues.next_overdue_s(now_s, PATIENCE_S) == expected_s
+    assert queues.next_overdue_s(now_s) == expected_s

@@ -122,6 +122,15 @@ def test_nobody_is_drained_for_a_batch_request_before_its_patience_is_over() -> 
     assert list(scene.fleet.drains) == [B]
 
 
+def test_a_batch_request_keeps_room_from_those_behind_it_until_its_drain_would_be_in_vain() -> None:
+    scene = Scene(config=BrainConfig(patience_s=2.0, max_drain_s=5.0))
+    scene.ask("first")
+    scene.ask("b1", batch=True, model=B)
+    assert scene.fleet.kept_until_s == BATCH_PATIENCE_S + 5.0
+    scene.ask("i1", model=B)
+    assert scene.fleet.kept_until_s == 2.0 + 5.0
+
+
 #: (time since the one before, what)
 MOVES = st.lists(
     st.tuples(

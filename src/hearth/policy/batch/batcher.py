@@ -445,7 +445,10 @@ class Batcher:
         """Go on with the prompt that is in the midst, if there is one."""
         if draft.tokens_left and (midway := self._sequences.midway()) is not None:
             num_tokens = draft.chunk_tokens(midway.num_planned, midway.num_prefill)
-            if self._make_room(midway, num_tokens, draft):
+            has_room = self._make_room(midway, num_tokens, draft)
+            if draft.has_preempted:
+                draft.drop_preempted()  # who stands behind it may have had a row
+            if has_room:
                 draft.add_prompt(midway, num_tokens)
 
     def _make_room_for_all(self, sequences: Sequence[LiveSequence], draft: PlanDraft) -> None:
@@ -574,6 +577,7 @@ class Batcher:
 
     def _preempt(self, sequence: LiveSequence) -> None:
         """Have a sequence wait, at its place, with nothing but its tokens."""
+        self._last_decode = DecodedSequences()  # or the next rows could name a slot that it has no more
         self.blocks.release(self._sequences.preempt(sequence, self._num_steps))
 
     def _end(self, sequence: LiveSequence) -> None:

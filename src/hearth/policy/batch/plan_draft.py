@@ -101,6 +101,21 @@ class PlanDraft:
         self.decode = DecodeRows(request_ids, slots, positions, masks)
         self.sequences += sequences
 
+    def drop_preempted(self) -> None:
+        """Have no rows and blocks of those who lost their slots since. No prompt is in the draft yet."""
+        kept = [at for at, one in enumerate(self.sequences) if one.slot is not None]
+        if len(kept) == len(self.sequences):
+            return
+        rows, self.sequences = self.decode, [self.sequences[at] for at in kept]
+        lost_slots = set(rows.slots).difference(rows.slots[at] for at in kept)
+        self.table_writes = [write for write in self.table_writes if write.slot not in lost_slots]
+        self.decode = DecodeRows(
+            [rows.request_ids[at] for at in kept],
+            [rows.slots[at] for at in kept],
+            [rows.positions[at] for at in kept],
+            {new: rows.masks[at] for new, at in enumerate(kept) if at in rows.masks},
+        )
+
     def add_prompt(self, sequence: LiveSequence, num_tokens: int) -> None:
         """Have the next tokens of a prompt computed, for which the sequence has blocks."""
         assert sequence.slot is not None, f"{sequence.arrival=}"

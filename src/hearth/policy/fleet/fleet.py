@@ -37,7 +37,7 @@ class Fleet:
         self.step_number = 0
         self.models: dict[ModelId, Model] = {}
         self.workers: dict[WorkerId, Worker] = {}
-        self.queues = RequestQueues()
+        self.queues = RequestQueues(config.patience_s)
         self.capacity = FleetCapacity()
         self.expiries = Expiries()
         self.notices = HoldNotices()
@@ -243,8 +243,8 @@ class Fleet:
         first = model.first_waiting
         if self.queues.for_room and request.queued_step < self.step_number:
             self.queues.must_serve = True  # Who waits for room may have waited longer than those behind it.
-        if first is not None and (first.queued_s < request.queued_s or request.is_batch):
-            self.queues.must_serve = True  # Who may have waited too long already is the first now.
+        if first is not None and first.overdue_s(self.config.patience_s) <= self.now_s:
+            self.queues.must_serve = True  # Who has waited too long already is the first now.
         replica.running[request.request_id] = request
         if replica.stop is not None and request.number >= replica.stop.number:
             replica.stop = None

@@ -18,7 +18,9 @@ from hearth.types import BATCH_PATIENCE_S, ModelId, RequestId
 class RequestQueues:
     """All requests that have not ended, and who of them waits. Mutable; written only by the fleet."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float) -> None:
+        """`patience_s`: for how long an interactive request waits before it has waited too long."""
+        self._patience_s = patience_s
         #: Accepted and not ended.
         self.requests: dict[RequestId, Request] = {}
         self.num_waiting = 0
@@ -32,10 +34,8 @@ class RequestQueues:
         self.must_serve = False
         #: A replica was pinned, which may make room impossible for those who wait for some.
         self.must_refuse = False
-        #: Requests that wait and whose patience may not be over, in the order in which it ends; by number. In
-        #: one the interactive ones, in the other those of the class batch, which have more of it.
-        self.patient: dict[int, Request] = {}
-        self.patient_batch: dict[int, Request] = {}
+        #: Requests that wait and whose patience may not be over, by when it ends.
+        self.patient: Ranking[RequestId, float] = Ranking()
         #: The number of the request that arrives next.
         self.next_number = 0
 
@@ -70,14 +70,14 @@ class RequestQueues:
             request.model.waiting = dict(sorted(waiting.items(), key=lambda item: item[1].place))
         self.num_waiting += 1
         request.queued_s, request.queued_step = now_s, step_number
-        self._patient_like(request)[request.number] = request
+        self.patient.put(request.request_id, request.overdue_s(self._patience_s))
         self.line_up(request.model)
 
     def dequeue(self, request: Request) -> None:
         """Take a request out of its model's queue; `line_up` has to follow."""
         del request.model.waiting[request.number]
         self.num_waiting -= 1
-        self._patient_like(request).pop(request.number, None)
+        self.patient.drop(request.request_id)
 
     def await_turn(self, request: Request, *, is_waiting: bool) -> None:
         """Note that a request waits for the first turn of its model, or does not any more."""
@@ -94,19 +94,10 @@ class RequestQueues:
         if queue is not None and first is not None:
             queue.put(model.name, first.place)
 
-    def next_overdue_s(self, now_s: float, patience_s: float) -> float:
+    def next_overdue_s(self, now_s: float) -> float:
         """Return when the next waiting request loses its patience; infinite if none does."""
-        return min(_next_end_s(one, now_s, patience_s) for one in (self.patient, self.patient_batch))
-
-    def _patient_like(self, request: Request) -> dict[int, Request]:
-        return self.patient_batch if request.is_batch else self.patient
-
-
-def _next_end_s(patient: dict[int, Request], now_s: float, patience_s: float) -> float:
-    """Return when the next patience ends, and forget those whose patience has."""
-    while (first := next(iter(patient.values()), None)) is not None:
-        until_s = first.overdue_s(patience_s)
-        if until_s > now_s:
-            return until_s
-        del patient[first.number]
-    return math.inf
+        while (until_s := self.patient.lowest) is not None:
+            if until_s > now_s:
+                return until_s
+            self.patient.drop(next(self.patient.from_rank(until_s)))
+        return math.inf

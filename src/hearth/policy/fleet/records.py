@@ -14,7 +14,7 @@ from typing import NamedTuple
 from hearth.policy.fleet.capacity import Promises
 from hearth.policy.fleet.events import ModelProfile, Promise
 from hearth.policy.fleet.ranking import Ranking
-from hearth.types import BATCH_PATIENCE_S, Hold, ModelId, RequestId, Rung, WorkerId
+from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
 
 #: How long further replicas of a model that is kept for ever stay warm: for ever means one.
 SPARE_KEEP_ALIVE_S = 300.0
@@ -66,8 +66,11 @@ class Request:
         return self.is_batch and now_s < self.line_s
 
     def overdue_s(self, patience_s: float) -> float:
-        """Return when the request has waited too long, by the patience of an interactive one."""
-        return self.queued_s + (max(patience_s, BATCH_PATIENCE_S) if self.is_batch else patience_s)
+        """Return when the request has waited too long, by the patience of an interactive one.
+
+        A batch request has more of it, but no more once it stands before all that come.
+        """
+        return max(self.line_s, self.queued_s + patience_s)
 
 
 @dataclass(frozen=True, slots=True)

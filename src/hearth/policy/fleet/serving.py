@@ -262,7 +262,7 @@ def set_timer(fleet: Fleet) -> list[Action]:
     """
     at_s = min(
         fleet.expiries.next_s(),
-        fleet.queues.next_overdue_s(fleet.now_s, fleet.config.patience_s),
+        fleet.queues.next_overdue_s(fleet.now_s),
         fleet.kept_until_s,
         next(iter(fleet.resting.values()), math.inf),
         next((one.began_s for one in fleet.drains.values() if not is_done(one)), math.inf)
@@ -282,7 +282,7 @@ def _keeps_room(fleet: Fleet, model: Model) -> bool:
 def _kept_until_s(fleet: Fleet, model: Model) -> float:
     first = model.first_waiting
     assert first is not None, f"nobody waits for `{model.name}`"
-    return first.queued_s + fleet.config.patience_s + fleet.config.max_drain_s
+    return first.overdue_s(fleet.config.patience_s) + fleet.config.max_drain_s
 
 
 def _is_overdue(fleet: Fleet, model: Model) -> bool:
