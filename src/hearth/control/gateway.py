@@ -138,7 +138,7 @@ class Gateway:
         if wanted.guide is not None:
             await self._encoder.check_guide(wanted.guide)
         self._refuse_when_closed()  # again, and what follows: much may have happened since
-        self._refuse_replaced(entry, prompt)
+        self._refuse_replaced(entry, prompt, caller)
         max_tokens, left = wanted.sampling.max_tokens, entry.max_context - len(prompt)
         max_tokens = left if max_tokens is None else min(max_tokens, left)
         admission.charge(len(prompt) if wanted.counts_prompt else 0, max_tokens)
@@ -266,7 +266,15 @@ class Gateway:
         return ProcessView(workers, residents, num_waiting, num_running, self._host.view)
 
     def explain(self, request_id: str, caller: Caller) -> Explanation | None:
-        return self._observer.explain(request_id, self._driver.now_s, caller)
+        """Return what happened to a request; None if it is none of the last ones, or not for the caller."""
+        found = self._observer.explain(request_id, self._driver.now_s, caller)
+        if found is None or caller.terms.models is None or caller.has_role("monitor"):
+            return found
+        known = {*caller.terms.models, *(view.name for view in self.models(caller))}
+        if found.model not in known:  # one that another key of the group may use
+            return None
+        # Obstacles name the models that are in the way.
+        return replace(found, options=tuple(one for one in found.options if one.obstacle is None))
 
     def health(self) -> Health:
         seats = self._supervisor.seats
@@ -361,10 +369,10 @@ class Gateway:
         if (outage := self._supervisor.outage()) is not None:
             raise outage
 
-    def _refuse_replaced(self, entry: CatalogEntry, prompt: tuple[int, ...]) -> None:
+    def _refuse_replaced(self, entry: CatalogEntry, prompt: tuple[int, ...], caller: Caller) -> None:
         """Refuse tokens that are another model's now, or too many for a context that has become shorter."""
         name = entry.deployed.name
-        current = self._deployments.find(name)
+        current = self._deployments.find(name, caller.terms.models)
         if current.deployed.digest != entry.deployed.digest:
             raise ServiceError(f"`{name}` was replaced while the request was prepared; ask again")
         _check_prompt(current, prompt)
