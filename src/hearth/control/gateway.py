@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -89,7 +89,10 @@ class Gateway:
         keys: ApiKeys,
         admissions: KeyAdmissions,
         kind: str,
+        notes: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
+        """`notes` returns what the service has to do without, and why."""
+        self._notes = notes
         self._config, self._deployments, self._catalog = config, deployments, catalog
         self._encoder, self._driver, self._observer = encoder, driver, observer
         self._pools, self._supervisor, self._kind = pools, supervisor, kind
@@ -263,7 +266,7 @@ class Gateway:
         queues = fleet.queues
         num_awaiting = queues.num_awaiting_turn
         num_waiting, num_running = queues.num_waiting + num_awaiting, queues.num_running - num_awaiting
-        return ProcessView(workers, residents, num_waiting, num_running, self._host.view)
+        return ProcessView(workers, residents, num_waiting, num_running, self._host.view, self._notes())
 
     def explain(self, request_id: str, caller: Caller) -> Explanation | None:
         """Return what happened to a request; None if it is none of the last ones, or not for the caller."""
@@ -355,6 +358,11 @@ class Gateway:
             "hearth_kv_blocks",
             "Blocks of KV that there are.",
             lambda: sum(use.kv_blocks for pong in pools.pongs.values() for use in pong.models),
+        )
+        watch(
+            "hearth_service_notes",
+            "Things that the service has to do without now; `hearth doctor` names them.",
+            lambda: len(self._notes()),
         )
         watch("hearth_gateway_tasks", "Tasks of the gateway's event loop.", lambda: len(asyncio.all_tasks()))
 
