@@ -155,6 +155,16 @@ def test_tokens_beyond_the_limit_are_refused_and_what_ended_is_settled(
     assert client.ask(max_tokens=14).status_code == 200
 
 
+def test_of_prompts_that_are_too_many_together_none_is_computed(gateway: FakeGateway, tmp_path: Path) -> None:
+    client = Client(gateway, tmp_path / "k.json", KeyLimits(requests_per_min=1, tokens_per_min=14))
+    body = {"model": "tiny", "prompt": ["one", "two", "three"], "max_tokens": 2}
+    refused = request(gateway, "POST", "/v1/completions", body, headers=client.headers)
+    assert (refused.status_code, refused.headers["x-should-retry"]) == (429, "false")
+    assert gateway.streams == []
+    assert limited(refused)["remaining-requests"] == "1"
+    assert limited(refused)["remaining-tokens"] == "14"
+
+
 def test_what_can_never_pass_is_not_to_be_tried_again(gateway: FakeGateway, tmp_path: Path) -> None:
     client = Client(gateway, tmp_path / "k.json", KeyLimits(tokens_per_min=4))
     refused = client.ask()

@@ -93,7 +93,7 @@ class GatewayRig:
         self, wanted: GenerationRequest, caller: Caller, correlation: Correlation = UNNAMED
     ) -> AnswerStream:
         """Submit a request that is let in and never ends, as far as limits are concerned."""
-        return await self.gateway.submit(wanted, self.gateway.admit(caller), correlation)
+        return self.gateway.start(await self.gateway.prepare(wanted, self.gateway.admit(caller)), correlation)
 
     def join(self, budget_bytes: int = 1 << 40, kind: Literal["cpu", "cuda"] = "cpu") -> RecordingLink:
         link = RecordingLink()

@@ -452,7 +452,7 @@ def test_what_a_request_used_is_settled_and_counted_however_it_ends(
         caller = terms(limits=KeyLimits(tokens_per_min=100, concurrent=1))
         for is_finished in (True, False):
             with rig.gateway.admit(caller) as admission:
-                stream = await rig.gateway.submit(ask("!!"), admission)
+                stream = rig.gateway.start(await rig.gateway.prepare(ask("!!"), admission))
                 charged = rig.gateway.rate_status(caller)
                 emit(rig, link, 5, 6, 7, finished=is_finished)
                 stream.close()

@@ -76,15 +76,21 @@ class Answer(Response):
                 stream.close()
 
     async def _submit(self, streams: list[AnswerStream], admission: KeyAdmission, exchange: Exchange) -> None:
-        """Add to `streams`, which then need to be closed. A prompt is tokenised once for all its answers."""
+        """Add to `streams`, which then need to be closed. A prompt is tokenised once for all its answers.
+
+        Nothing is started before all is charged for.
+        """
         num_answers = self._spec.num_answers
         prompt: list[int] | None = None
+        prepared = []
         for index, request in enumerate(self._spec.requests):
             if num_answers > 1 and index % num_answers == 0:
                 prompt = await self._gateway.encode(request.model, request.prompt, self._caller)
             if prompt is not None:
                 request = replace(request, prompt=prompt, counts_prompt=index % num_answers == 0)
-            stream = await self._gateway.submit(request, admission, exchange.correlation)
+            prepared.append(await self._gateway.prepare(request, admission))
+        for one in prepared:
+            stream = self._gateway.start(one, exchange.correlation)
             streams.append(stream)
             exchange.request_ids.append(stream.request_id)
 

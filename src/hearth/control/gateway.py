@@ -33,6 +33,7 @@ from hearth.control.metrics import Metrics
 from hearth.control.observer import Observer
 from hearth.control.pool_reports import PoolReports
 from hearth.control.pool_views import resident_views
+from hearth.control.prepared_request import PreparedRequest
 from hearth.control.supervisor import Supervisor
 from hearth.control.timeline import Timeline
 from hearth.control.tokenization import PromptEncoder
@@ -122,13 +123,14 @@ class Gateway:
         """Return what is left of the limits of a caller's key; None: it has none."""
         return self._admissions.status(caller)
 
-    async def submit(
-        self, wanted: GenerationRequest, admission: KeyAdmission, correlation: Correlation = UNNAMED
-    ) -> AnswerStream:
-        """Take a request of a caller who was let in; its answer arrives in the stream.
+    async def prepare(self, wanted: GenerationRequest, admission: KeyAdmission) -> PreparedRequest:
+        """Tokenise a request of a caller who was let in, check it and charge for it.
+
+        Several that belong together are all prepared before the first is started: if a limit refuses one,
+        nothing was computed for the others.
 
         Raises:
-            HearthError: the request is wrong, or cannot be taken. Nothing was started then.
+            HearthError: the request is wrong, or cannot be taken.
         """
         self._refuse_when_closed()
         caller = admission.caller
@@ -145,6 +147,20 @@ class Gateway:
         max_tokens, left = wanted.sampling.max_tokens, entry.max_context - len(prompt)
         max_tokens = left if max_tokens is None else min(max_tokens, left)
         admission.charge(len(prompt) if wanted.counts_prompt else 0, max_tokens)
+        return PreparedRequest(
+            *(wanted, admission, entry, tokenizer, prompt, pace, arrived_s, arrived_at_s),
+        )
+
+    def start(self, prepared: PreparedRequest, correlation: Correlation = UNNAMED) -> AnswerStream:
+        """Start a request; its answer arrives in the stream.
+
+        Raises:
+            HearthError: it cannot be taken. Nothing was started then.
+        """
+        wanted, entry, prompt, pace = prepared.wanted, prepared.entry, prepared.prompt, prepared.pace
+        tokenizer, caller, arrived_s = prepared.tokenizer, prepared.admission.caller, prepared.arrived_s
+        self._refuse_when_closed()  # again: others may have been prepared since
+        self._refuse_replaced(entry, prompt, caller)
         request_id = RequestId(secrets.token_hex(12))
         model = ModelId(entry.deployed.name)
         stream = AnswerStream(
@@ -152,7 +168,8 @@ class Gateway:
         )
         stream.is_batch = pace.is_batch
         timeline = Timeline(
-            *(request_id, model, arrived_s, arrived_at_s, len(prompt), caller.group, pace), correlation
+            *(request_id, model, arrived_s, prepared.arrived_at_s, len(prompt), caller.group, pace),
+            correlation,
         )
         seed = secrets.randbits(63) if wanted.sampling.seed is None else wanted.sampling.seed
         active = ActiveRequest(
@@ -173,7 +190,7 @@ class Gateway:
         if stream.error is not None:
             raise stream.error
         self._demand.request_came(entry.deployed.digest)
-        admission.follow(stream, counts_prompt=wanted.counts_prompt)
+        prepared.admission.follow(stream, counts_prompt=wanted.counts_prompt)
         return stream
 
     def count_ignored_fields(self, labels: Sequence[str]) -> None:
