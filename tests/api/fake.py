@@ -109,15 +109,23 @@ class FakeGateway:
     def rate_status(self, caller: Caller) -> RateStatus | None:
         return self.admissions.status(caller)
 
-    async def submit(
-        self, request: GenerationRequest, admission: KeyAdmission, correlation: Correlation
-    ) -> AnswerStream:
+    async def prepare(
+        self, request: GenerationRequest, admission: KeyAdmission
+    ) -> tuple[GenerationRequest, KeyAdmission]:
         self.requests.append(request)
-        self.correlations.append(correlation)
         self.callers.append(admission.caller)
         if self.refusal is not None:
             raise self.refusal
         admission.charge(5 if request.counts_prompt else 0, request.sampling.max_tokens)
+        return request, admission
+
+    def start(
+        self, prepared: tuple[GenerationRequest, KeyAdmission], correlation: Correlation
+    ) -> AnswerStream:
+        request, admission = prepared
+        self.correlations.append(correlation)
+        if self.refusal is not None:
+            raise self.refusal
         request_id = RequestId(f"r{len(self.streams)}")
 
         def cancel() -> None:

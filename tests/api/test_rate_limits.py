@@ -60,6 +60,57 @@ def test_every_answer_tells_what_is_left(gateway: FakeGateway, tmp_path: Path) -
     assert limited(streamed)["remaining-requests"] == "8"
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("GET", "/v1/models", None, 200),
+        ("GET", "/v1/models/nobody", None, 404),
+        ("GET", "/nowhere", None, 404),
+        ("GET", "/metrics", None, 403),
+        ("POST", CHAT, {"model": "nobody", "messages": MESSAGES}, 404),
+        ("POST", CHAT, {"model": "tiny", "messages": MESSAGES, "n": 0}, 400),
+        ("POST", CHAT, {"model": "tiny", "messages": "x" * 200_000}, 413),
+        ("PUT", CHAT, None, 405),
+    ],
+)
+def test_what_is_no_answer_tells_it_too_and_takes_nothing(
+    gateway: FakeGateway, tmp_path: Path, method: str, path: str, body: dict[str, object] | None, status: int
+) -> None:
+    client = Client(gateway, tmp_path / "k.json", KeyLimits(10))
+    response = request(gateway, method, path, body, headers=client.headers)
+    assert response.status_code == status
+    assert limited(response) == {
+        "limit-requests": "10",
+        "remaining-requests": "10",
+        "reset-requests": "0s",
+    }
+
+
+def test_who_has_no_key_is_told_of_no_limits(gateway: FakeGateway, tmp_path: Path) -> None:
+    Client(gateway, tmp_path / "k.json", KeyLimits(10))
+    assert limited(request(gateway, "GET", "/v1/models")) == {}
+    assert limited(request(gateway, "GET", "/health")) == {}
+
+
+@pytest.mark.parametrize("limits", [KeyLimits(1), KeyLimits(tokens_per_min=4)])
+def test_a_page_may_read_every_header_of_a_refusal(
+    gateway: FakeGateway, tmp_path: Path, limits: KeyLimits
+) -> None:
+    client = Client(gateway, tmp_path / "k.json", limits)
+    client.ask()
+    page = {"origin": "https://chat.example"}
+    body = {"model": "tiny", "messages": MESSAGES}
+    refused = request(
+        *(gateway, "POST", CHAT, body),
+        headers=client.headers | page,
+        allowed_origins=(page["origin"],),
+    )
+    assert refused.status_code == 429
+    exposed = set(refused.headers["access-control-expose-headers"].split(", "))
+    own = {name for name in refused.headers if name.startswith(("x-", "retry-"))}
+    assert own <= exposed
+
+
 def test_without_limits_there_are_no_such_headers(gateway: FakeGateway, tmp_path: Path) -> None:
     assert limited(Client(gateway, tmp_path / "k.json", KeyLimits(concurrent=3)).ask()) == {}
 
@@ -102,6 +153,16 @@ def test_tokens_beyond_the_limit_are_refused_and_what_ended_is_settled(
         in (refused.json()["error"]["message"])
     )
     assert client.ask(max_tokens=14).status_code == 200
+
+
+def test_of_prompts_that_are_too_many_together_none_is_computed(gateway: FakeGateway, tmp_path: Path) -> None:
+    client = Client(gateway, tmp_path / "k.json", KeyLimits(requests_per_min=1, tokens_per_min=14))
+    body = {"model": "tiny", "prompt": ["one", "two", "three"], "max_tokens": 2}
+    refused = request(gateway, "POST", "/v1/completions", body, headers=client.headers)
+    assert (refused.status_code, refused.headers["x-should-retry"]) == (429, "false")
+    assert gateway.streams == []
+    assert limited(refused)["remaining-requests"] == "1"
+    assert limited(refused)["remaining-tokens"] == "14"
 
 
 def test_what_can_never_pass_is_not_to_be_tried_again(gateway: FakeGateway, tmp_path: Path) -> None:

@@ -378,7 +378,17 @@ def test_doctor_tells_of_the_service(hearth: Hearth, recorded: FakeService) -> N
         **{"data_dir": os.environ["HEARTH_DATA_DIR"], "num_models": 0, "status": "ok"},
         "url": recorded.url,
         "workers": ["Neoverse-N1, ready, 3.7 GiB of 8.0 GiB in use, 1 restarts"],
+        "notes": [],
     }
+
+
+def test_doctor_says_what_the_service_does_without(
+    hearth: Hearth, recorded: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = "the journal has stopped: no room"
+    monkeypatch.setattr("tests.cli.fake_service.PROCESSES", replace(PROCESSES, notes=(note,)))
+    assert f"note: {note}" in hearth("doctor").out
+    assert json.loads(hearth("doctor", "--json").out)["service"]["notes"] == [note]
 
 
 def test_doctor_names_the_fallbacks_of_pools(

@@ -12,6 +12,7 @@ from hearth.beacon import Beacon
 from hearth.config import HearthConfig, ModelConfig
 from hearth.control.caller import Caller
 from hearth.control.catalog import Catalog
+from hearth.control.correlation import UNNAMED, Correlation
 from hearth.control.datadir import DataDir
 from hearth.control.demand_reports import DemandReports
 from hearth.control.deployments import Deployments
@@ -68,7 +69,7 @@ class GatewayRig:
         configs = {"tiny": ModelConfig(context=CONTEXT, pace=20.0)}
         catalog = Catalog(self.registry, configs, config.engine, config.service.keep_alive)
         metrics, pools = Metrics(), PoolReports()
-        observer = Observer(metrics, takes_turns=takes_turns)
+        observer = self.observer = Observer(metrics, takes_turns=takes_turns)
         self.driver = Driver(
             *(Fleet(brain), self.journal, observer, pools, catalog.host_order, catalog.prepare_orders)
         )
@@ -88,9 +89,11 @@ class GatewayRig:
             kind="cpu",
         )
 
-    async def submit(self, wanted: GenerationRequest, caller: Caller) -> AnswerStream:
+    async def submit(
+        self, wanted: GenerationRequest, caller: Caller, correlation: Correlation = UNNAMED
+    ) -> AnswerStream:
         """Submit a request that is let in and never ends, as far as limits are concerned."""
-        return await self.gateway.submit(wanted, self.gateway.admit(caller))
+        return self.gateway.start(await self.gateway.prepare(wanted, self.gateway.admit(caller)), correlation)
 
     def join(self, budget_bytes: int = 1 << 40, kind: Literal["cpu", "cuda"] = "cpu") -> RecordingLink:
         link = RecordingLink()

@@ -17,6 +17,7 @@ from hearth.control.fact_decoder import DecodedFact
 from hearth.control.gateway import MIN_TEXT_CHARS
 from hearth.control.generation import GenerationRequest
 from hearth.control.registry import Deployed, Registry
+from hearth.control.timeline import Timeline
 from hearth.control.worker_ending import WorkerEnding
 from hearth.errors import (
     BadPrompt,
@@ -31,9 +32,10 @@ from hearth.errors import (
     WorkersLost,
 )
 from hearth.messages import CancelRequest, HostModel, StartRequest, StepDone
+from hearth.policy.fleet.events import Option
 from hearth.policy.limits.key_limiter import KeyLimits
-from hearth.types import FinishReason, ModelId, Pace, SamplingParams
-from tests.control.gateway_rig import CONTEXT, GatewayRig, RecordingLink, ask, emit, with_rig
+from hearth.types import FinishReason, ModelId, Pace, RequestId, SamplingParams, WorkerId
+from tests.control.gateway_rig import CONTEXT, WORKER, GatewayRig, RecordingLink, ask, emit, with_rig
 
 USER = Caller("somebody", "user", GroupId("somebody"))
 
@@ -104,7 +106,7 @@ def test_while_no_worker_comes_up_requests_end_with_the_reason_and_health_has_it
     reason = "worker 0 ended 3 times before it was ready: it has no memory; next try in "
 
     async def scene(rig: GatewayRig) -> None:
-        waiting, (seat,) = await rig.gateway.submit(ask(), ANYBODY), rig.supervisor.seats
+        waiting, (seat,) = await rig.submit(ask(), ANYBODY), rig.supervisor.seats
         assert rig.gateway.health().status == "starting"
         for num_before in range(3):
             assert (rig.gateway.health().status, seat.num_failed_starts) == ("starting", num_before)
@@ -115,7 +117,7 @@ def test_while_no_worker_comes_up_requests_end_with_the_reason_and_health_has_it
         with pytest.raises(NoWorkers, match=f"no worker is up: {reason}"):
             await waiting.next()
         with pytest.raises(NoWorkers, match=f"no worker is up: {reason}") as refused:
-            await rig.gateway.submit(ask(), ANYBODY)
+            await rig.submit(ask(), ANYBODY)
         assert refused.value.retry_s == pytest.approx(60.0, abs=30.0)
         assert (refused.value.http_status, refused.value.label) == (503, "no_workers")
         health, (worker,) = rig.gateway.health(), rig.gateway.ps().workers
@@ -191,7 +193,7 @@ def test_the_step_that_a_lost_worker_was_in_is_told_to_the_brain(
     data_dir: DataDir, deployed: Deployed
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
-        stream = await rig.gateway.submit(ask(), ANYBODY)
+        stream = await rig.submit(ask(), ANYBODY)
         for _ in range(5):
             link = rig.join()
             link.beacon.show(ModelId("another"), longest_s=0.1)
@@ -298,7 +300,7 @@ def test_a_request_is_explained_to_its_own_group_and_to_monitors(
 def test_a_request_is_explained_by_what_its_client_calls_it(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
         rig.join()
-        streams = [await rig.gateway.submit(ask(), caller, Correlation("mine")) for caller in (ADA, BOB)]
+        streams = [await rig.submit(ask(), caller, Correlation("mine")) for caller in (ADA, BOB)]
         told = [rig.gateway.explain("mine", caller) for caller in (ADA, BOB)]
         assert [one and one.request_id for one in told] == [stream.request_id for stream in streams]
         rig.gateway.end_all()
@@ -388,6 +390,33 @@ def test_a_model_that_a_key_may_not_use_is_as_unknown_as_one_that_is_not_there(
     with_rig(data_dir, scene)
 
 
+def test_a_key_with_models_is_told_of_no_others(
+    data_dir: DataDir, deployed: Deployed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        rig.registry.add(replace(deployed, name="secret"))
+        for model in ("tiny", "secret"):
+            timeline = Timeline(RequestId(f"of-{model}"), model, 0.0, 0.0, 1, USER.group)
+            costs = (0.0, 0.0, 0.0, 0.0)
+            options = (Option(WORKER, *costs), Option(WorkerId("w1"), *costs, "makes room for `secret`"))
+            timeline.placed(0.0, WORKER, "free_room", options, None)
+            rig.observer.begin(timeline)
+        own, monitor = terms(models=("tiny",)), replace(terms(models=("tiny",)), role="monitor")
+        whole, cut = (rig.gateway.explain("of-tiny", caller) for caller in (USER, own))
+        assert whole is not None
+        assert cut == replace(whole, options=whole.options[:1])
+        assert rig.gateway.explain("of-tiny", monitor) == whole
+        told = [rig.gateway.explain("of-secret", caller) is not None for caller in (USER, own, monitor)]
+        assert told == [True, False, True]
+        with Registry.open(data_dir) as other:
+            during_encoding(rig, lambda: other.remove("tiny") and None, monkeypatch)
+            with pytest.raises(UnknownModel, match="`tiny`; none is; deploy one"):
+                await rig.submit(ask(), own)
+        assert rig.gateway.explain("of-tiny", own) == cut
+
+    with_rig(data_dir, scene)
+
+
 def test_batch_requests_have_no_pace_whether_they_or_their_key_say_so(
     data_dir: DataDir, deployed: Deployed
 ) -> None:
@@ -423,7 +452,7 @@ def test_what_a_request_used_is_settled_and_counted_however_it_ends(
         caller = terms(limits=KeyLimits(tokens_per_min=100, concurrent=1))
         for is_finished in (True, False):
             with rig.gateway.admit(caller) as admission:
-                stream = await rig.gateway.submit(ask("!!"), admission)
+                stream = rig.gateway.start(await rig.gateway.prepare(ask("!!"), admission))
                 charged = rig.gateway.rate_status(caller)
                 emit(rig, link, 5, 6, 7, finished=is_finished)
                 stream.close()

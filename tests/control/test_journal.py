@@ -197,6 +197,8 @@ def test_a_journal_goes_on_when_the_disk_does(tmp_path: Path, caplog: pytest.Log
             post(journal, 2.0)
             post(journal, 2.0 + RETRY_S)  # a try that fails keeps what is there
             assert replay(path).num_events == 1
+            assert journal.note is not None
+            assert journal.note.startswith(f"the journal `{path}` has stopped: the next file cannot be begun")
         post(journal, 3.0 + RETRY_S)
         assert journal.is_stopped, "it is not asked with every event"
         for number in range(3):

@@ -30,6 +30,7 @@ def counted(usage_path: Path, known: ApiKeys, *uses: tuple[Caller, int, int]) ->
         for caller, prompt_tokens, output_tokens in uses:
             usage.count(caller, prompt_tokens, output_tokens)
         await usage.close()
+        assert (usage.note is None) == usage_path.exists()
         return metrics
 
     return asyncio.run(live())

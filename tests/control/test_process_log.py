@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ def test_lines_of_processes_are_in_the_file_and_on_standard_error(tmp_path: Path
         say(log, "two\n")
         log.close()
 
+        assert log.note is None
         assert path.read_text() == "before\none\ntwo\n"
         assert os.read(reader, 100) == b"one\ntwo\n"
 
@@ -88,4 +90,16 @@ def test_a_standard_error_that_takes_nothing_holds_up_nobody(
     in_file = (tmp_path / "service.log").read_bytes()
     assert in_file.startswith(b"".join(lines))
     assert b"log_lines_left_out lines=" in taken
+    assert log.note is not None
+    assert re.match(r"\d+ lines of its processes were left out of standard error", log.note)
     assert len(taken) < len(in_file)
+
+
+def test_a_file_that_takes_no_line_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "service.log").symlink_to("/dev/full")
+    log = ProcessLog(tmp_path / "service.log", to_stderr=False)
+    os.write(log.fd, b"one\n")
+    log.close()
+
+    assert log.note is not None
+    assert log.note.endswith("service.log` cannot be written: [Errno 28] No space left on device")

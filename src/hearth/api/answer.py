@@ -17,9 +17,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hearth.api.answer_spec import CHAT, AnswerSpec
-from hearth.api.errors import RATE_STATUS, hearth_error_object
+from hearth.api.errors import hearth_error_object
 from hearth.api.exchange import Exchange, exchange_of
-from hearth.api.rate_limit_headers import rate_limit_headers
 from hearth.api.sse import EventWriter, call_id, finish_reason, identity
 from hearth.api.unread_fields import ignored_fields_header
 from hearth.control.caller import Caller
@@ -56,12 +55,8 @@ class Answer(Response):
         await unless_gone(receive, self._answer(scope, receive, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            with self._gateway.admit(self._caller) as admission:
-                await self._answer_admitted(admission, scope, receive, send)
-        except HearthError:
-            scope[RATE_STATUS] = self._gateway.rate_status(self._caller)
-            raise
+        with self._gateway.admit(self._caller) as admission:
+            await self._answer_admitted(admission, scope, receive, send)
 
     async def _answer_admitted(
         self, admission: KeyAdmission, scope: Scope, receive: Receive, send: Send
@@ -73,22 +68,29 @@ class Answer(Response):
                 await self._stream(streams, send)
             else:
                 body = msgspec.json.encode(await self._whole(streams))
-                answer = Response(body, 200, self._own_headers(), "application/json")
+                headers = ignored_fields_header(self._spec.ignored_fields)
+                answer = Response(body, 200, headers, "application/json")
                 await answer(scope, receive, send)
         finally:
             for stream in streams:
                 stream.close()
 
     async def _submit(self, streams: list[AnswerStream], admission: KeyAdmission, exchange: Exchange) -> None:
-        """Add to `streams`, which then need to be closed. A prompt is tokenised once for all its answers."""
+        """Add to `streams`, which then need to be closed. A prompt is tokenised once for all its answers.
+
+        Nothing is started before all is charged for.
+        """
         num_answers = self._spec.num_answers
         prompt: list[int] | None = None
+        prepared = []
         for index, request in enumerate(self._spec.requests):
             if num_answers > 1 and index % num_answers == 0:
                 prompt = await self._gateway.encode(request.model, request.prompt, self._caller)
             if prompt is not None:
                 request = replace(request, prompt=prompt, counts_prompt=index % num_answers == 0)
-            stream = await self._gateway.submit(request, admission, exchange.correlation)
+            prepared.append(await self._gateway.prepare(request, admission))
+        for one in prepared:
+            stream = self._gateway.start(one, exchange.correlation)
             streams.append(stream)
             exchange.request_ids.append(stream.request_id)
 
@@ -117,7 +119,7 @@ class Answer(Response):
                     return
                 deltas = await stream.next(self._heartbeat_s)
 
-        headers = SSE_HEADERS | self._own_headers()
+        headers = SSE_HEADERS | ignored_fields_header(spec.ignored_fields)
         raw_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw_headers})
         echoes = await self._echoes(streams)
@@ -191,10 +193,6 @@ class Answer(Response):
             assert isinstance(prompt, str), "only texts and tokens are echoed"
             echoes += [prompt] * self._spec.num_answers
         return echoes
-
-    def _own_headers(self) -> dict[str, str]:
-        rate_status = self._gateway.rate_status(self._caller)
-        return ignored_fields_header(self._spec.ignored_fields) | rate_limit_headers(rate_status)
 
     def _usage(self, streams: Sequence[AnswerStream], num_tokens: int) -> dict[str, object]:
         """Return the counts of tokens; a prompt counts once, however many answers it has."""

@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from hearth.api.errors import error_response
+from hearth.api.rate_limit_headers import RATE_LIMIT_HEADERS, RETRY_HEADERS
 from hearth.api.unread_fields import IGNORED_FIELDS
 
 ANY = "*"
@@ -21,14 +22,7 @@ ANY = "*"
 PREFLIGHT_S = 7200
 #: Beyond those that any page may read.
 EXPOSED_HEADERS = ", ".join(
-    (
-        *("x-request-id", "x-hearth-request-id", IGNORED_FIELDS, "retry-after"),
-        *(
-            f"x-ratelimit-{figure}-{unit}"
-            for figure in ("limit", "remaining", "reset")
-            for unit in ("requests", "tokens")
-        ),
-    )
+    ("x-request-id", "x-hearth-request-id", IGNORED_FIELDS, *RETRY_HEADERS, *RATE_LIMIT_HEADERS)
 )
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9_.,\t -]*")
 

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import Response
 from starlette.routing import Match
 
-from hearth.api.rate_limit_headers import rate_limit_headers, retry_headers
+from hearth.api.rate_limit_headers import retry_headers
 from hearth.api.unread_fields import REFUSED_FIELD
 from hearth.errors import HearthError, RateLimited
 
@@ -30,9 +30,6 @@ class ErrorBody(BaseModel):
 
     error: ErrorDetail
 
-
-#: In the scope of a request: what is left of the limits of its key.
-RATE_STATUS = "hearth.rate_status"
 
 #: The codes of errors that clients know by another name than our label.
 _CODES = {"prompt_too_long": "context_length_exceeded", "unauthorized": "invalid_api_key"}
@@ -75,9 +72,9 @@ def hearth_error_object(error: HearthError) -> bytes:
 
 async def on_hearth_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HearthError), type(error)
-    headers = rate_limit_headers(request.scope.get(RATE_STATUS))
+    headers: dict[str, str] = {}
     if isinstance(error, RateLimited):
-        headers |= retry_headers(error.retry_s)
+        headers = retry_headers(error.retry_s)
     elif error.retry_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_s)))
     if error.http_status == 401:

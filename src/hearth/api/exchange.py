@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hearth.api.cors import AllowedOrigins
+from hearth.api.rate_limit_headers import rate_limit_headers
 from hearth.control.correlation import Correlation
-from hearth.types import RequestId
+from hearth.types import RateStatus, RequestId
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +28,14 @@ _EXCHANGE = "hearth.exchange"  #: in the scope of every request
 
 @dataclass(slots=True)
 class Exchange:
-    """A request and its response. Mutable; `request_ids` is written by whoever generates."""
+    """A request and its response. Mutable; written by the guard and by whoever generates."""
 
     correlation: Correlation = field(default_factory=Correlation)
     cors_headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     #: The requests of the gateway that came of it, each of which can be explained.
     request_ids: list[RequestId] = field(default_factory=list)
+    #: Returns what is left of the limits of the caller's key; None: there are none, or no caller yet.
+    rate_status: Callable[[], RateStatus | None] = lambda: None
     #: Of one that none came of.
     http_id: str = field(default_factory=lambda: f"req-{secrets.token_hex(12)}")
 
@@ -42,11 +45,12 @@ class Exchange:
         return ",".join(self.request_ids[:MAX_TOLD_IDS]) or self.http_id
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return what every response has: an id, the client's own if it has sent one, and ours."""
-        own_id = self.own_id
+        """Return what every response has: the client's id if it has sent one, ours, and what limits leave."""
+        own_id, limits = self.own_id, rate_limit_headers(self.rate_status())
         return [
             (b"x-request-id", (self.correlation.client_id or own_id).encode()),
             (b"x-hearth-request-id", own_id.encode()),
+            *((name.encode(), value.encode()) for name, value in limits.items()),
             *self.cors_headers,
         ]
 

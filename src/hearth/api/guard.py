@@ -9,6 +9,7 @@ import hmac
 import logging
 from collections.abc import Awaitable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -125,6 +126,7 @@ class Guard:
                 "that `hearth keys add` made"
             )
         scope[_CALLER] = caller
+        exchange_of(scope).rate_status = partial(self._gateway.rate_status, caller)
         needed = _needed_role(scope)
         if not caller.has_role(needed):
             return Forbidden(

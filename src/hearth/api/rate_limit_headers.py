@@ -6,6 +6,14 @@ import math
 
 from hearth.types import RateStatus
 
+#: All that the functions below may return, for browsers to show them to pages.
+RATE_LIMIT_HEADERS = tuple(
+    f"x-ratelimit-{figure}-{what}"
+    for figure in ("limit", "remaining", "reset")
+    for what in ("requests", "tokens")
+)
+RETRY_HEADERS = ("retry-after", "retry-after-ms", "x-should-retry")
+
 
 def rate_limit_headers(status: RateStatus | None) -> dict[str, str]:
     """Return what is left of a key's limits per minute; nothing of a limit that it has not."""

@@ -82,7 +82,7 @@ def doctor(
     for number, worker in enumerate(service.workers):
         facts[f"worker {number}"] = worker
     print_table("hearth doctor", facts)
-    for note in report.notes:
+    for note in (*report.notes, *service.notes):
         out.print(Text(f"note: {note}", style="yellow"))
 
 
@@ -100,6 +100,7 @@ class _ServiceReport:
     status: str  #: not running, starting, ok, failing, draining, or why it does not answer
     url: str | None
     workers: list[str]
+    notes: tuple[str, ...] = ()  #: what it has to do without, and why
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ def _service(data_dir: Path, num_models: int | None) -> _ServiceReport:
         )
         for worker in view.workers
     ]
-    return _ServiceReport(str(data_dir), num_models, status, found.url, workers)
+    return _ServiceReport(str(data_dir), num_models, status, found.url, workers, view.notes)
 
 
 @app.command("config", rich_help_panel="This machine")

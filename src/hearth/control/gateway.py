@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from hearth.control.metrics import Metrics
 from hearth.control.observer import Observer
 from hearth.control.pool_reports import PoolReports
 from hearth.control.pool_views import resident_views
+from hearth.control.prepared_request import PreparedRequest
 from hearth.control.supervisor import Supervisor
 from hearth.control.timeline import Timeline
 from hearth.control.tokenization import PromptEncoder
@@ -89,7 +90,10 @@ class Gateway:
         keys: ApiKeys,
         admissions: KeyAdmissions,
         kind: str,
+        notes: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
+        """`notes` returns what the service has to do without, and why."""
+        self._notes = notes
         self._config, self._deployments, self._catalog = config, deployments, catalog
         self._encoder, self._driver, self._observer = encoder, driver, observer
         self._pools, self._supervisor, self._kind = pools, supervisor, kind
@@ -119,13 +123,14 @@ class Gateway:
         """Return what is left of the limits of a caller's key; None: it has none."""
         return self._admissions.status(caller)
 
-    async def submit(
-        self, wanted: GenerationRequest, admission: KeyAdmission, correlation: Correlation = UNNAMED
-    ) -> AnswerStream:
-        """Take a request of a caller who was let in; its answer arrives in the stream.
+    async def prepare(self, wanted: GenerationRequest, admission: KeyAdmission) -> PreparedRequest:
+        """Tokenise a request of a caller who was let in, check it and charge for it.
+
+        Several that belong together are all prepared before the first is started: if a limit refuses one,
+        nothing was computed for the others.
 
         Raises:
-            HearthError: the request is wrong, or cannot be taken. Nothing was started then.
+            HearthError: the request is wrong, or cannot be taken.
         """
         self._refuse_when_closed()
         caller = admission.caller
@@ -138,10 +143,24 @@ class Gateway:
         if wanted.guide is not None:
             await self._encoder.check_guide(wanted.guide)
         self._refuse_when_closed()  # again, and what follows: much may have happened since
-        self._refuse_replaced(entry, prompt)
+        self._refuse_replaced(entry, prompt, caller)
         max_tokens, left = wanted.sampling.max_tokens, entry.max_context - len(prompt)
         max_tokens = left if max_tokens is None else min(max_tokens, left)
         admission.charge(len(prompt) if wanted.counts_prompt else 0, max_tokens)
+        return PreparedRequest(
+            *(wanted, admission, entry, tokenizer, prompt, pace, arrived_s, arrived_at_s),
+        )
+
+    def start(self, prepared: PreparedRequest, correlation: Correlation = UNNAMED) -> AnswerStream:
+        """Start a request; its answer arrives in the stream.
+
+        Raises:
+            HearthError: it cannot be taken. Nothing was started then.
+        """
+        wanted, entry, prompt, pace = prepared.wanted, prepared.entry, prepared.prompt, prepared.pace
+        tokenizer, caller, arrived_s = prepared.tokenizer, prepared.admission.caller, prepared.arrived_s
+        self._refuse_when_closed()  # again: others may have been prepared since
+        self._refuse_replaced(entry, prompt, caller)
         request_id = RequestId(secrets.token_hex(12))
         model = ModelId(entry.deployed.name)
         stream = AnswerStream(
@@ -149,7 +168,8 @@ class Gateway:
         )
         stream.is_batch = pace.is_batch
         timeline = Timeline(
-            *(request_id, model, arrived_s, arrived_at_s, len(prompt), caller.group, pace), correlation
+            *(request_id, model, arrived_s, prepared.arrived_at_s, len(prompt), caller.group, pace),
+            correlation,
         )
         seed = secrets.randbits(63) if wanted.sampling.seed is None else wanted.sampling.seed
         active = ActiveRequest(
@@ -170,7 +190,7 @@ class Gateway:
         if stream.error is not None:
             raise stream.error
         self._demand.request_came(entry.deployed.digest)
-        admission.follow(stream, counts_prompt=wanted.counts_prompt)
+        prepared.admission.follow(stream, counts_prompt=wanted.counts_prompt)
         return stream
 
     def count_ignored_fields(self, labels: Sequence[str]) -> None:
@@ -263,10 +283,18 @@ class Gateway:
         queues = fleet.queues
         num_awaiting = queues.num_awaiting_turn
         num_waiting, num_running = queues.num_waiting + num_awaiting, queues.num_running - num_awaiting
-        return ProcessView(workers, residents, num_waiting, num_running, self._host.view)
+        return ProcessView(workers, residents, num_waiting, num_running, self._host.view, self._notes())
 
     def explain(self, request_id: str, caller: Caller) -> Explanation | None:
-        return self._observer.explain(request_id, self._driver.now_s, caller)
+        """Return what happened to a request; None if it is none of the last ones, or not for the caller."""
+        found = self._observer.explain(request_id, self._driver.now_s, caller)
+        if found is None or caller.terms.models is None or caller.has_role("monitor"):
+            return found
+        known = {*caller.terms.models, *(view.name for view in self.models(caller))}
+        if found.model not in known:  # one that another key of the group may use
+            return None
+        # Obstacles name the models that are in the way.
+        return replace(found, options=tuple(one for one in found.options if one.obstacle is None))
 
     def health(self) -> Health:
         seats = self._supervisor.seats
@@ -348,6 +376,11 @@ class Gateway:
             "Blocks of KV that there are.",
             lambda: sum(use.kv_blocks for pong in pools.pongs.values() for use in pong.models),
         )
+        watch(
+            "hearth_service_notes",
+            "Things that the service has to do without now; `hearth doctor` names them.",
+            lambda: len(self._notes()),
+        )
         watch("hearth_gateway_tasks", "Tasks of the gateway's event loop.", lambda: len(asyncio.all_tasks()))
 
     def _salt_of(self, group: GroupId) -> bytes:
@@ -361,10 +394,10 @@ class Gateway:
         if (outage := self._supervisor.outage()) is not None:
             raise outage
 
-    def _refuse_replaced(self, entry: CatalogEntry, prompt: tuple[int, ...]) -> None:
+    def _refuse_replaced(self, entry: CatalogEntry, prompt: tuple[int, ...], caller: Caller) -> None:
         """Refuse tokens that are another model's now, or too many for a context that has become shorter."""
         name = entry.deployed.name
-        current = self._deployments.find(name)
+        current = self._deployments.find(name, caller.terms.models)
         if current.deployed.digest != entry.deployed.digest:
             raise ServiceError(f"`{name}` was replaced while the request was prepared; ask again")
         _check_prompt(current, prompt)

@@ -71,6 +71,7 @@ class Journal:
         """
         self.path = path
         self.is_stopped = False
+        self._why_stopped = ""
         #: When to try again, by the time of events; infinite unless the disk is why recording has stopped.
         self._retry_s = math.inf
         self._now_s = 0.0  #: of the last event
@@ -99,6 +100,11 @@ class Journal:
         if self.is_stopped:
             return self._now_s >= self._retry_s
         return self._num_bytes >= self._max_bytes // 2
+
+    @property
+    def note(self) -> str | None:
+        """Say why nothing is recorded; None: it is."""
+        return f"the journal `{self.path}` has stopped: {self._why_stopped}" if self.is_stopped else None
 
     def rotate(self, fleet: Fleet) -> None:
         """Set the file aside and begin the next one with the fleet, to which all that was recorded happened.
@@ -162,7 +168,7 @@ class Journal:
             self._stop(f"the disk takes no more: {error}", self._now_s + RETRY_S)
 
     def _stop(self, why: str, retry_s: float = math.inf) -> None:
-        self._retry_s = retry_s
+        self._retry_s, self._why_stopped = retry_s, why
         if not self.is_stopped:
             self.is_stopped = True
             log.warning("journal_stopped path=%s num_bytes=%d reason=%s", self.path, self._num_bytes, why)

@@ -104,6 +104,15 @@ class KeyUsage:
         self._labels.add(caller.name)
         return caller.name
 
+    @property
+    def note(self) -> str | None:
+        """Say why the file is not up to date; None: it is, or will be in a moment."""
+        if self._fault is None:
+            return None
+        return (
+            f"the use of API keys cannot be written: {self._fault}; `hearth keys list` shows what was before"
+        )
+
     async def close(self) -> None:
         """Write what is not written yet."""
         if self._writing is not None:

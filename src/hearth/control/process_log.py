@@ -32,9 +32,22 @@ class ProcessLog:
         """`path`: the log file, appended to. `to_stderr`: also write to `stderr`, unless that is the file."""
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._stderr = stderr if to_stderr and not is_open_as(path, stderr) else None
+        self._path = path
+        self._file_fault: str | None = None  #: why the file did not take the last lines; None: it did
+        self._num_left_out = 0  #: lines of standard error, in all
         self._reader, self.fd = os.pipe()
         self._thread = threading.Thread(target=self._copy_all, name="hearth-log", daemon=True)
         self._thread.start()
+
+    @property
+    def note(self) -> str | None:
+        """Say where lines are missing; None: nowhere. Any thread may ask."""
+        if self._file_fault is not None:
+            return f"the log `{self._path}` cannot be written: {self._file_fault}"
+        if self._num_left_out:
+            left_out = f"{self._num_left_out} lines of its processes were left out of standard error"
+            return f"{left_out}, which took no more; `{self._path}` has them"
+        return None
 
     def close(self) -> None:
         """Write what has come. Called when the processes have ended."""
@@ -42,18 +55,23 @@ class ProcessLog:
         self._thread.join(_CLOSING_S)  # a process that outlives its parent may hold the pipe for longer
 
     def _copy_all(self) -> None:
-        num_left_out = 0
+        num_left_out = 0  # since standard error has taken something
         while text := os.read(self._reader, _READ_BYTES):
-            with suppress(OSError):  # a full disk, say, which nobody can be told of here
+            try:
                 _write(self._file, text)
+                self._file_fault = None
+            except OSError as error:  # a full disk, say, which only `note` can tell of
+                self._file_fault = str(error)
             if self._stderr is None:
                 continue
             if not _takes(self._stderr, 0.0 if num_left_out else MAX_WAIT_S):
                 num_left_out += text.count(b"\n")
+                self._num_left_out += text.count(b"\n")
                 continue
             if num_left_out:
                 text = b"log_lines_left_out lines=%d reason=`no room`\n" % num_left_out + text
             num_left_out = self._tell(self._stderr, text)
+            self._num_left_out += num_left_out
         os.close(self._reader)
         os.close(self._file)
 

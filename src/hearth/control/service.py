@@ -126,6 +126,9 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
             keys=keys,
             admissions=KeyAdmissions(usage, metrics, lambda: driver.now_s),
             kind=devices.kind,
+            notes=lambda: tuple(
+                note for note in (usage.note, journal.note, process_log.note) if note is not None
+            ),
         )
         yield gateway
         observer.close()

@@ -122,6 +122,7 @@ class ProcessView:
     num_waiting: int  #: requests that wait for a slot, for room or for the first turn of their model
     num_running: int
     host: HostMemoryView | None = None  #: None: its keeper is starting
+    notes: tuple[str, ...] = ()  #: what the service has to do without, and why
 
 
 @dataclass(frozen=True, slots=True)

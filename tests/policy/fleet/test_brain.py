@@ -620,16 +620,17 @@ def test_who_needs_no_room_may_overtake_and_who_needs_some_may_not() -> None:
     assert sent(actions) == {"rt": "w1"}
 
 
-def test_a_model_that_only_pins_keep_out_is_refused_at_once_with_their_names() -> None:
+def test_a_model_that_only_pins_keep_out_is_refused_at_once_without_their_names() -> None:
     desk = Desk()
-    desk.deploy(profile("pinned", is_pinned=True), profile("big", fixed_bytes=80))
+    desk.deploy(profile("secret", is_pinned=True), profile("big", fixed_bytes=80))
     desk.join("w1")
-    desk.ready("pinned", "w1")
+    desk.ready("secret", "w1")
     (reject,) = of(Reject, desk.ask("r1", "big"))
     assert reject.reason is RejectReason.PINNED_OUT
     assert "it needs 85 bytes, at most 65 bytes of 100 bytes can be freed" in reject.message
-    assert "pinned: pinned;" in reject.message
-    desk.stop("pinned")
+    assert "unpin one that `hearth ps` shows" in reject.message
+    assert "secret" not in reject.message
+    desk.stop("secret")
     assert sent(desk.ask("r2", "big")) == {"r2": "w1"}
 
 

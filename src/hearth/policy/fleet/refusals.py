@@ -82,9 +82,13 @@ def explain_pinned_out(fleet: Fleet, profile: ModelProfile) -> str | None:
             freeable_bytes = worker.promises.freeable_bytes(Hold.BUSY)
             texts.append(
                 f"it needs {_format_bytes(footprint.least_bytes)}, at most {_format_bytes(freeable_bytes)} "
-                f"of {_format_bytes(budget_bytes)} can be freed, on worker `{roomiest}`{_name_pinned(worker)}"
+                f"of {_format_bytes(budget_bytes)} can be freed, on worker `{roomiest}`"
             )
-    advice = "unpin a model with `hearth stop NAME` or a finite keep_alive, or give workers more memory"
+    # Without their names: who asks may not know of these models.
+    advice = (
+        "unpin one that `hearth ps` shows with `hearth stop NAME` or a finite keep_alive, or give workers "
+        "more memory"
+    )
     return f"model `{profile.model}` has no room beside pinned ones: {'; '.join(texts)}; {advice}"
 
 
