@@ -80,6 +80,10 @@ class _TimedWait:
     def __init__(self, watch: StepWatch, pending: PendingStep) -> None:
         self._watch, self._pending = watch, pending
 
+    @property
+    def is_computed(self) -> bool:
+        return self._pending.is_computed
+
     def wait(self) -> StepResult:
         began_s = time.perf_counter()
         try:

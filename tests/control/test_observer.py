@@ -107,7 +107,7 @@ def test_a_request_is_told_in_whose_step_its_worker_was_lost_and_whether_that_co
         f"w0 {hung} in a step of another model, not counted against it, after 0 tokens",
         "w1 died in a step of its model after 0 tokens",
     ]
-    assert caplog.messages[0] == f"worker_lost worker=w0 model=b reason=`{hung}`"
+    assert f"worker_lost worker=w0 model=b reason=`{hung}`" in caplog.messages
 
 
 def test_a_worker_that_leaves_because_the_service_ends_is_not_lost(

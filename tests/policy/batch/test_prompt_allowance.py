@@ -206,3 +206,15 @@ def test_whatever_is_measured_lone_steps_grow_by_what_was_measured_alone(
         allowance.measured(0, num_tokens, seconds)
         most = max(most, GROWTH * num_tokens)
         assert FIRST_LONE_TOKENS <= lone(allowance) <= most
+
+
+def test_long_prompts_behind_short_ones_are_given_what_many_tokens_cost() -> None:
+    """Few tokens hide behind the weights: by their price a crowd would take twice as long as it may."""
+    allowance = PromptAllowance(0.1)
+    allowance.measured(0, 8000, 0.16)
+    for _ in range(200):
+        allowance.measured(64, 0, 0.01)
+        allowance.measured(64, 200, 0.01 + 200 * 10e-6)
+    num_tokens = allowance.num_tokens(20_000)
+    assert num_tokens is not None
+    assert 0.01 + 20e-6 * num_tokens == pytest.approx(0.1, rel=0.05)

@@ -8,7 +8,8 @@ Measures nothing and plans nothing: it is told how long steps took, and says how
 their number and their context change little from one step to the next. `token_s` is the price of a token of a
 prompt. Each measured step corrects both by a part of its error, each by its share in the step: one without
 prompts says nothing about `token_s`, and one with a few tokens of them next to nothing. That is as well, for
-where the device waits for weights a few are nearly free.
+where the device waits for weights a few are nearly free. So what many of them cost is kept beside it, from
+the last step that had many: behind short prompts long ones would else be given more than fits.
 
 Where nobody decodes, a GPU takes its whole budget in a moment, and nothing is held back. A slow device, which
 may take minutes for that, begins with few tokens and goes on with as many as fit by the last such steps.
@@ -27,6 +28,8 @@ FIRST_TOKENS = 256
 FAIR_SHARE = 0.6
 #: Prompts that wait may have as much time as spreads them over so many steps.
 SPREAD_STEPS = 12
+#: A step has many tokens of prompts if it has at least this part of those in the last step that had many.
+MANY_SHARE = 0.25
 #: Where nobody decodes, a step of a slow device may take so many times `max_step`: other models wait, and
 #: orders, but shorter steps would read all weights for too few tokens.
 LONE_STEPS = 40
@@ -55,6 +58,8 @@ class PromptAllowance:
         #: As above, both positive; None: nothing of the kind was measured.
         self._rows_s: float | None = None
         self._token_s: float | None = None
+        #: The tokens of prompts in the last step that had many, and the price of each there.
+        self._num_many, self._many_token_s = 0, 0.0
         self._is_crowded = False  #: until nobody waits
 
     def num_tokens(self, num_waiting_tokens: int) -> int | None:
@@ -73,7 +78,9 @@ class PromptAllowance:
         self._is_crowded = num_waiting_tokens > 0 and (self._is_crowded or waiting_s > self._max_step_s)
         wanted_s = waiting_s if self._is_crowded else waiting_s / SPREAD_STEPS
         prompts_s = max(FAIR_SHARE * rows_s, min(wanted_s, self._max_step_s - rows_s))
-        return max(1, int(prompts_s / self._token_s))
+        fair_tokens = FAIR_SHARE * rows_s / self._token_s
+        most_tokens = (self._max_step_s - rows_s) / max(self._token_s, self._many_token_s)
+        return max(1, int(min(prompts_s / self._token_s, max(fair_tokens, most_tokens))))
 
     def predicted_s(self, num_prompt_tokens: int) -> float | None:
         """Return how long the next step takes with so many tokens of prompts; None: nobody knows yet."""
@@ -84,6 +91,9 @@ class PromptAllowance:
     def measured(self, num_decode_rows: int, num_prompt_tokens: int, seconds: float) -> None:
         """Learn from a step that took so long."""
         seconds = max(seconds, _LEAST_S)
+        if num_prompt_tokens and MANY_SHARE * self._num_many <= num_prompt_tokens:
+            own_s = seconds - (self._rows_s or 0.0) if num_decode_rows else seconds
+            self._num_many, self._many_token_s = num_prompt_tokens, max(0.0, own_s) / num_prompt_tokens
         if not num_decode_rows:
             # It also read the weights, so that a token costs no more than that.
             most_s = seconds / num_prompt_tokens
