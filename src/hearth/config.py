@@ -117,7 +117,7 @@ class ServiceConfig:
     workers: Annotated[int | None, Limits(1, 1024)] = None  #: None: one per GPU, or a single one on the CPU
     device: Literal["auto", "cuda", "cpu"] = "auto"
     #: of each worker's device, for models; None: derived from the device. At least a page of a CUDA device.
-    memory_bytes: Annotated[int | None, Limits(16 << 20)] = None
+    memory_bytes: Annotated[int | None, Limits(1 << 20)] = None
     keep_alive: Annotated[float, _Spoken()] = (
         300.0  #: idle for longer, a model may leave memory; infinite: never
     )

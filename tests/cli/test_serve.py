@@ -74,7 +74,7 @@ def test_a_wrong_flag_starts_nothing(hearth: Hearth, served: list[HearthConfig])
 def test_less_memory_than_any_worker_needs_starts_nothing(hearth: Hearth, served: list[HearthConfig]) -> None:
     shown = hearth("serve", "--memory", "1B")
     assert (shown.code, served) == (2, [])
-    assert "`service.memory_bytes` must be at least 16MiB, given: 1" in " ".join(shown.err.split())
+    assert "`service.memory_bytes` must be at least 1MiB, given: 1" in " ".join(shown.err.split())
 
 
 def test_settings_that_a_worker_refuses_as_it_starts_end_the_service(
