@@ -70,7 +70,7 @@ class GatewayRig:
         self.encoder = PromptEncoder(2.0)
         configs = {"tiny": ModelConfig(context=CONTEXT, pace=20.0)}
         catalog = Catalog(self.registry, configs, config.engine, config.service.keep_alive)
-        metrics, pools = Metrics(), PoolReports()
+        metrics, pools = Metrics(device_hour_price=1.0), PoolReports()
         self.metrics = metrics
         observer = self.observer = Observer(metrics, takes_turns=takes_turns)
         self.driver = Driver(

@@ -1,4 +1,4 @@
-"""What is written down of one HTTP request and its response, for metrics, the access log and traces.
+"""A record of one HTTP request and its response, for metrics, the access log and traces.
 
 The record travels with the task that answers: whatever is started on its behalf is noted in it, by whichever
 way it was asked for. Holds no body, and no header but the client's names for the request. Writes nothing.

@@ -101,7 +101,9 @@ class Metrics:
         self.tokens_on_time = self._counter(
             "hearth_tokens_on_time", "Tokens that came when the pace of their request said; at its end."
         )
-        self.tokens_late = self._counter("hearth_tokens_late", "Tokens that came later than that.")
+        self.tokens_late = self._counter(
+            "hearth_tokens_late", "Tokens that came later than the pace of their request said; at its end."
+        )
         self.requests_on_time = self._counter(
             "hearth_requests_on_time", "Answered requests all of whose tokens came on time."
         )
