@@ -147,6 +147,10 @@ class ServiceConfig:
     #: Seconds after which a connection without a request is closed. A proxy in front should close its own
     #: sooner, or it sends requests into connections that are closing: nginx waits for 60, others up to 600.
     idle_connection_s: Annotated[int, Limits(1, 86400)] = 120
+    #: A line per HTTP request in logs/access.log of the data directory: for people, or as JSON.
+    access_log: Literal["text", "json", "off"] = "text"
+    #: What an hour of a device costs, in any currency, for metrics of money by model; None: there are none.
+    device_hour_price: Annotated[float | None, Limits(0.0)] = None
 
     def __post_init__(self) -> None:
         _check_section(self, "service")

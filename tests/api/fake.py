@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from hearth.control.caller import OPERATOR, Caller, GroupId
 from hearth.control.correlation import Correlation
+from hearth.control.exchange_record import ExchangeRecord
 from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest, TokenDelta
 from hearth.control.key_admission import KeyAdmission, KeyAdmissions
 from hearth.control.key_usage import KeyUsage
@@ -96,6 +97,7 @@ class FakeGateway:
     deploy_failure: HearthError | None = None
     done: list[str] = field(default_factory=list)
     now_s: float = 0.0  #: by the clock of limits
+    ended: list[ExchangeRecord] = field(default_factory=list)  #: HTTP exchanges
 
     def __post_init__(self) -> None:
         metrics = Metrics()
@@ -188,8 +190,11 @@ class FakeGateway:
             name, free, was_loaded=True, num_requests=2, device_bytes=3 << 20, host_bytes=2 << 20
         )
 
-    async def measure(self) -> CollectorRegistry:
-        return self.metrics
+    async def measure(self) -> bytes:
+        return generate_latest(self.metrics)
+
+    def exchange_ended(self, record: ExchangeRecord) -> None:
+        self.ended.append(record)
 
     async def look(self) -> ProcessView:
         return ProcessView((), (), 0, 0)

@@ -93,9 +93,16 @@ def test_models_are_removed_and_unloaded_by_any_name(gateway: FakeGateway) -> No
 )
 def test_health_is_what_a_balancer_needs(gateway: FakeGateway, status: str, code: int) -> None:
     gateway.status = status
-    response = request(gateway, "GET", "/health")
+    for path in ("/health", "/readyz"):
+        response = request(gateway, "GET", path)
+        assert (response.status_code, response.json()["status"]) == (code, status)
 
-    assert (response.status_code, response.json()["status"]) == (code, status)
+
+def test_a_service_that_is_not_ready_is_alive_all_the_same(gateway: FakeGateway) -> None:
+    gateway.status = "failing"
+    response = request(gateway, "GET", "/livez")
+
+    assert (response.status_code, response.json()) == (200, {"status": "ok"})
 
 
 def test_metrics_are_prometheus_text(gateway: FakeGateway) -> None:
@@ -107,7 +114,8 @@ def test_metrics_are_prometheus_text(gateway: FakeGateway) -> None:
 
 def test_the_rest_of_the_service_is_shown(gateway: FakeGateway) -> None:
     assert request(gateway, "GET", "/hearth/ps").json()["num_running"] == 0
-    assert request(gateway, "GET", "/hearth/version").json() == {"version": "0.1.0"}
+    for path in ("/version", "/hearth/version"):
+        assert request(gateway, "GET", path).json() == {"version": "0.1.0"}
     assert "/v1/chat/completions" in request(gateway, "GET", "/openapi.json").json()["paths"]
 
 

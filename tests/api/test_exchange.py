@@ -127,7 +127,16 @@ def test_choices_that_were_taken_before_a_refusal_are_named_by_it(gateway: FakeG
 @pytest.mark.parametrize(
     "path",
     [
-        *("/health", "/metrics", "/openapi.json", "/v1/models", "/v1/models/tiny"),
+        *(
+            "/health",
+            "/livez",
+            "/readyz",
+            "/version",
+            "/metrics",
+            "/openapi.json",
+            "/v1/models",
+            "/v1/models/tiny",
+        ),
         *("/hearth/models", "/hearth/models/tiny", "/hearth/ps", "/hearth/version", "/v1/models/none"),
     ],
 )

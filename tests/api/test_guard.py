@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from hearth.api import guard
+from hearth.api.guard import OPEN_PATHS
 from hearth.control import keys
 from hearth.control.keys import ApiKeys
 from tests.api.conftest import app_of, chat, request
@@ -47,8 +48,8 @@ def test_without_a_right_key_nothing_is_shown(
     assert response.headers["www-authenticate"] == "Bearer"
 
 
-def test_health_is_open(locked: FakeGateway) -> None:
-    assert request(locked, "GET", "/health").status_code == 200
+def test_probes_need_no_key(locked: FakeGateway) -> None:
+    assert {request(locked, "GET", path).status_code for path in OPEN_PATHS} == {200}
 
 
 @pytest.mark.parametrize(

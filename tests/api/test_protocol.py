@@ -15,6 +15,7 @@ import uvicorn
 
 from hearth.api import protocol
 from hearth.api.connections import ConnectionLimits, Connections
+from hearth.api.guard import OPEN_PATHS
 from hearth.api.protocol import MAX_HEAD_BYTES, LimitedConfig
 from tests.api.conftest import app_of
 from tests.api.fake import FakeGateway, FakeKeys, tokens_of
@@ -35,7 +36,7 @@ def served(gateway: FakeGateway, limits: ConnectionLimits) -> Iterator[tuple[str
     """Yield the address of a server with that many connections."""
     listener = socket.create_server(("127.0.0.1", 0))
     app = app_of(gateway, heartbeat_s=0.02, allowed_origins=("https://chat.example",))
-    config = LimitedConfig(app, Connections(limits), idle_s=1)
+    config = LimitedConfig(app, Connections(limits), 1, gateway.exchange_ended)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
@@ -52,10 +53,10 @@ def connect(address: tuple[str, int]) -> socket.socket:
     return socket.create_connection(address, timeout=15)
 
 
-def probe(address: tuple[str, int]) -> None:
+def probe(address: tuple[str, int], path: str = "/health") -> None:
     """Ask for the health of the service, which has accepted all earlier connections when it answers."""
     with connect(address) as prober:
-        prober.sendall(GET)
+        prober.sendall(b"GET %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % path.encode())
         assert read_answer(prober).startswith(b"HTTP/1.1 200 ")
 
 
@@ -127,6 +128,18 @@ def test_what_is_no_http_gets_the_error_object_and_an_id(connection: socket.sock
     assert (error["type"], error["code"]) == ("invalid_request_error", "bad_request")
     assert headers_of(answer)["x-request-id"].startswith("req-")
     assert connection.recv(1) == b""
+
+
+@pytest.mark.parametrize(("sent", "status"), [(b"NONSENSE\r\n\r\n", 400), (b"GET /" + b"a" * 70_000, 431)])
+def test_what_never_reaches_the_application_is_noted_all_the_same(
+    gateway: FakeGateway, connection: socket.socket, sent: bytes, status: int
+) -> None:
+    connection.sendall(sent)
+    answer = read_answer(connection)
+
+    (record,) = gateway.ended
+    assert (record.status, record.route, record.peer) == (status, None, "127.0.0.1")
+    assert record.request_id == headers_of(answer)["x-request-id"]
 
 
 def test_strangers_write_nothing_into_the_log(
@@ -285,7 +298,9 @@ def rest_of(connection: socket.socket) -> bytes:
     return received
 
 
-def test_a_body_that_drips_in_is_refused(hurry: None, connection: socket.socket) -> None:
+def test_a_body_that_drips_in_is_refused(
+    hurry: None, gateway: FakeGateway, connection: socket.socket
+) -> None:
     page = b"x-request-id: mine\r\norigin: https://chat.example\r\n"
     connection.sendall(POST + page + b"content-length: 50000\r\n\r\n{")
 
@@ -299,6 +314,20 @@ def test_a_body_that_drips_in_is_refused(hurry: None, connection: socket.socket)
     )
     error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
     assert (error["code"], "the limit: 0.1 s" in error["message"]) == ("body_too_slow", True)
+    while not gateway.ended:  # its task finds the connection closed
+        time.sleep(0.01)
+    assert [(record.status, record.is_whole) for record in gateway.ended] == [(408, True)]
+
+
+def test_a_client_that_leaves_amid_its_body_is_noted_as_gone(
+    gateway: FakeGateway, connection: socket.socket
+) -> None:
+    connection.sendall(POST + b"content-length: 50000\r\n\r\n{")
+    connection.close()
+
+    while not gateway.ended:
+        time.sleep(0.01)
+    assert [record.status_code for record in gateway.ended] == [499]
 
 
 @pytest.mark.parametrize("head", [POST, b"GET /health HTTP/1.1\r\nhost: localhost\r\n"])
@@ -377,7 +406,8 @@ def test_beyond_what_can_be_answered_at_once_requests_are_refused_and_health_ans
         late = stack.enter_context(connect(address))
         late.sendall(request)
         refused = read_answer(late)
-        probe(address)
+        for path in sorted(OPEN_PATHS):
+            probe(address, path)
 
     assert refused.startswith(b"HTTP/1.1 429 ")
     assert b"retry-after: 1" in refused

@@ -17,6 +17,7 @@ from hearth.control.datadir import DataDir
 from hearth.control.demand_reports import DemandReports
 from hearth.control.deployments import Deployments
 from hearth.control.driver import Driver
+from hearth.control.exchange_record import ExchangeRecord
 from hearth.control.fact_decoder import DecodedFact, DecodedToken
 from hearth.control.gateway import Gateway
 from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest, TokenDelta
@@ -63,12 +64,14 @@ class GatewayRig:
 
     def __init__(self, data_dir: DataDir, *, takes_turns: bool = False) -> None:
         config, brain = HearthConfig(), BrainConfig(takes_turns=takes_turns)
+        self.exchange_sinks: list[Callable[[ExchangeRecord], None]] = []
         self.registry = Registry.open(data_dir)
         self.journal = Journal(data_dir.journal_path, brain, 1 << 30)
         self.encoder = PromptEncoder(2.0)
         configs = {"tiny": ModelConfig(context=CONTEXT, pace=20.0)}
         catalog = Catalog(self.registry, configs, config.engine, config.service.keep_alive)
-        metrics, pools = Metrics(), PoolReports()
+        metrics, pools = Metrics(device_hour_price=1.0), PoolReports()
+        self.metrics = metrics
         observer = self.observer = Observer(metrics, takes_turns=takes_turns)
         self.driver = Driver(
             *(Fleet(brain), self.journal, observer, pools, catalog.host_order, catalog.prepare_orders)
@@ -87,6 +90,7 @@ class GatewayRig:
             keys=ApiKeys(data_dir.keys_path),
             admissions=KeyAdmissions(self.usage, metrics, lambda: self.driver.now_s),
             kind="cpu",
+            exchange_sinks=self.exchange_sinks,
         )
 
     async def submit(

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from msgspec import structs
-from prometheus_client import generate_latest
 
 from hearth.control.caller import ANYBODY
 from hearth.control.datadir import DataDir
@@ -40,6 +39,7 @@ from hearth.sizes import StepLimits
 from hearth.types import Hold, ModelId, Pace, Rung, TurnEnd
 from tests.control.broken_driver import run_broken_driver
 from tests.control.gateway_rig import GatewayRig, RecordingLink, ask, emit, with_rig
+from tests.control.shown_metrics import shown_value
 
 TINY = ModelId("tiny")
 BYTES = 1000
@@ -71,8 +71,7 @@ async def answered(rig: GatewayRig, link: RecordingLink, come_bytes: int | None 
 
 
 def metric(rig: GatewayRig, name: str) -> float:
-    lines = generate_latest(rig.gateway.metrics).decode().splitlines()
-    return next(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
+    return shown_value(rig.metrics, name)
 
 
 def test_a_model_is_hosted_with_its_floor_and_its_most_of_kv(data_dir: DataDir, deployed: Deployed) -> None:
@@ -442,7 +441,7 @@ def test_a_run_that_fails_ends_its_request_with_the_error_and_is_counted(
         emit(rig, link, 6, finished=True)
         assert [delta.token for delta in await sound.next()] == [5, 6]
         for outcome in ("logits_not_finite", "stop"):
-            assert metric(rig, f'hearth_requests_total{{outcome="{outcome}"}}') == 1
+            assert metric(rig, f'hearth_requests_total{{model="tiny",outcome="{outcome}"}}') == 1
 
     with_rig(data_dir, scene)
 
@@ -492,7 +491,7 @@ def test_turns_of_a_model_are_told_to_the_brain_and_those_of_an_earlier_stay_are
         assert replica.hold is Hold.BUSY
         rig.receive(link, ModelTurn(TINY, hosting, TurnEnd.AHEAD, 1))
         assert replica.hold is Hold.PAUSED
-        assert metric(rig, 'hearth_turns_total{why="ahead"}') == 1
+        assert metric(rig, 'hearth_turns_total{model="tiny",why="ahead"}') == 1
         rig.gateway.end_all()
 
     with_rig(data_dir, scene, takes_turns=True)

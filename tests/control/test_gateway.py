@@ -311,7 +311,7 @@ def test_a_request_is_explained_by_what_its_client_calls_it(data_dir: DataDir, d
 def test_ignored_fields_are_counted_by_label(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
         rig.gateway.count_ignored_fields(["store", "other", "other"])
-        name, metrics = "hearth_ignored_fields_total", rig.gateway.metrics
+        name, metrics = "hearth_ignored_fields_total", rig.metrics.registry
         assert metrics.get_sample_value(name, {"field": "other"}) == 2
         assert metrics.get_sample_value(name, {"field": "store"}) == 1
 
@@ -463,7 +463,7 @@ def test_what_a_request_used_is_settled_and_counted_however_it_ends(
         assert settled is not None
         assert settled.tokens is not None
         assert settled.tokens.remaining == 100 - 2 * (2 + 3)
-        value = rig.gateway.metrics.get_sample_value
+        value = rig.metrics.registry.get_sample_value
         assert value("hearth_key_requests_total", {"key": "somebody"}) == 2
         assert value("hearth_key_prompt_tokens_total", {"key": "somebody"}) == 4
         assert value("hearth_key_output_tokens_total", {"key": "somebody"}) == 6

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import generate_latest
 
-from hearth.control.metrics import Latencies, Metrics
+from hearth.control.latencies import Latencies
+from hearth.control.metrics import Metrics
+from tests.control.shown_metrics import shown
 
 
 def test_a_histogram_counts_what_lies_at_or_below_each_bound() -> None:
@@ -16,10 +18,10 @@ def test_a_histogram_counts_what_lies_at_or_below_each_bound() -> None:
 
 
 def test_every_family_is_there_before_anything_happened() -> None:
-    text = generate_latest(Metrics().registry).decode()
+    text = shown(Metrics())
     for family in (
-        "hearth_ttft_seconds_bucket",
-        "hearth_itl_seconds_bucket",
+        "# TYPE hearth_ttft_seconds histogram",
+        "# TYPE hearth_itl_seconds histogram",
         "hearth_queue_seconds_bucket",
         'hearth_cold_start_seconds_bucket{le="0.05",tier="host"}',
         "# TYPE hearth_loaded_bytes_total counter",

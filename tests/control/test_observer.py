@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from prometheus_client import generate_latest
 
 from hearth.control.caller import ANYBODY
 from hearth.control.metrics import Metrics
 from hearth.control.observer import Observer
 from hearth.control.timeline import Timeline
-from hearth.messages import LoadProgress, ModelLoaded, RungBytes, StepDone
+from hearth.messages import LoadProgress, ModelLoaded, ModelUse, Pong, RungBytes, StepDone
 from hearth.policy.fleet import events
 from hearth.policy.fleet.events import RejectReason, Why
-from hearth.types import ModelId, RequestId, Rung, WorkerId
+from hearth.types import Hold, ModelId, RequestId, Rung, WorkerId
+from tests.control.shown_metrics import shown, shown_value
 
 A = ModelId("a")
 W0, W1 = WorkerId("w0"), WorkerId("w1")
@@ -22,17 +22,19 @@ R0 = RequestId("r0")
 class Scene:
     """An observer, told of one request that arrives at 10 s."""
 
-    def __init__(self, *, takes_turns: bool = False) -> None:
-        self._metrics = Metrics()
-        self.observer = Observer(self._metrics, takes_turns=takes_turns)
+    def __init__(self, *, takes_turns: bool = False, device_share: float = 1.0) -> None:
+        self._metrics = Metrics(device_hour_price=7.2)
+        self.observer = Observer(self._metrics, takes_turns=takes_turns, device_share=lambda _: device_share)
         self.observer.begin(Timeline(R0, A, 10.0, 0.0, 7, ANYBODY.group))
 
     def arrive(self, *actions: events.Action) -> None:
         self.observer.observe(events.RequestArrived(10.5, R0, A, 7, None), actions)
 
     def metric(self, name: str) -> float:
-        lines = generate_latest(self._metrics.registry).decode().splitlines()
-        return next(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
+        return shown_value(self._metrics, name)
+
+    def shown(self) -> str:
+        return shown(self._metrics)
 
     def marks(self) -> list[tuple[float, str]]:
         explained = self.observer.explain(R0, 100.0, ANYBODY)
@@ -55,9 +57,9 @@ def load(worker: WorkerId = W0) -> events.LoadModel:
 
 def test_a_request_that_is_taken_counts_its_prompt_and_one_that_is_rejected_does_not(scene: Scene) -> None:
     scene.arrive(events.Reject(R0, RejectReason.QUEUE_FULL, "full"))
-    assert scene.metric("hearth_prompt_tokens_total") == 0
+    assert scene.metric('hearth_prompt_tokens_total{model="a"}') == 0
     scene.arrive()
-    assert scene.metric("hearth_prompt_tokens_total") == 7
+    assert scene.metric('hearth_prompt_tokens_total{model="a"}') == 7
 
 
 def test_the_queue_is_measured_from_the_arrival_at_the_gateway_to_the_order(scene: Scene) -> None:
@@ -73,6 +75,7 @@ def test_events_and_orders_alone_tell_a_cold_start(scene: Scene, caplog: pytest.
     scene.observer.observe(ready, [])
     assert scene.metric('hearth_cold_start_seconds_sum{tier="disk"}') == 1.25
     assert scene.metric('hearth_loaded_bytes_total{tier="disk"}') == 500
+    assert scene.metric('hearth_loads_total{model="a",tier="disk"}') == 1
     assert [record.getMessage() for record in caplog.records] == [
         "model_loading model=a worker=w0 kv_floor_bytes=1",
         "model_ready model=a worker=w0 load_s=1.250 reused_bytes=0 rungs=disk:500",
@@ -154,11 +157,47 @@ def test_steps_tokens_and_ends_are_measured(scene: Scene) -> None:
     scene.observer.delivered(11.5, R0)
     scene.observer.ended(12.0, R0, "stop", None)
     assert scene.metric("hearth_step_seconds_sum") == 0.25
-    assert scene.metric("hearth_output_tokens_total") == 1
+    assert scene.metric('hearth_output_tokens_total{model="a"}') == 1
     assert scene.metric("hearth_preemptions_total") == 1, "also of a request that has just ended"
-    assert (scene.metric("hearth_ttft_seconds_sum"), scene.metric("hearth_itl_seconds_sum")) == (1.0, 0.5)
-    assert scene.metric('hearth_requests_total{outcome="stop"}') == 1
+    assert scene.metric('hearth_ttft_seconds_sum{model="a"}') == 1.0
+    assert scene.metric('hearth_itl_seconds_sum{model="a"}') == 0.5
+    assert scene.metric('hearth_e2e_seconds_sum{model="a"}') == 2.0
+    assert scene.metric('hearth_busy_seconds_total{model="a"}') == 0.25
+    assert scene.metric('hearth_requests_total{model="a",outcome="stop"}') == 1
     assert scene.marks()[-1] == (2.0, "ended")
+
+
+def test_the_series_of_a_removed_model_end_also_for_what_still_runs(scene: Scene) -> None:
+    scene.arrive(load(), dispatch())
+    scene.observer.observe(events.ModelRemoved(11.0, A), [])
+    scene.observer.stepped(11.0, StepDone(A, [1], [5], step_s=0.25), {}, 1)
+    scene.observer.delivered(11.0, R0)
+    scene.observer.ended(12.0, R0, "model_removed", "it was removed")
+    assert 'model="a"' not in scene.shown()
+
+
+def test_a_devices_time_is_shared_out_by_the_memory_that_models_hold() -> None:
+    """Of 1000 bytes `a` holds 400 for 10 s; `b` is retained, so that anybody may have its bytes."""
+    scene = Scene(device_share=0.5)
+    scene.arrive(load(), dispatch())
+    held = ModelUse(A, Hold.WARM, True, 350, 350, 50, 90, tables_bytes=10)
+    retained = ModelUse(ModelId("b"), Hold.RETAINED, True, 500, 500, 0, 0)
+    for now_s in (20.0, 30.0):
+        pong = Pong(1, 1000, 0, 50, 0, 0, {}, (held, retained))
+        scene.observer.pool_reported(now_s, W0, pong)
+    assert scene.metric('hearth_device_seconds_total{model="a"}') == pytest.approx(0.4 * 10 * 0.5)
+    assert scene.metric('hearth_cost_total{model="a"}') == pytest.approx(2.0 * 7.2 / 3600)
+    assert 'model="b"' not in scene.shown()
+
+
+def test_a_lost_worker_costs_no_time_until_its_successor_reports() -> None:
+    scene = Scene()
+    scene.arrive(load(), dispatch())
+    pong = Pong(1, 1000, 0, 0, 0, 0, {}, (ModelUse(A, Hold.WARM, True, 1000, 1000, 0, 0),))
+    scene.observer.pool_reported(20.0, W0, pong)
+    scene.observer.observe(events.WorkerLost(21.0, W0), [])
+    scene.observer.pool_reported(100.0, W0, pong)
+    assert scene.metric('hearth_device_seconds_total{model="a"}') == 0
 
 
 def test_a_load_begins_with_the_turn_that_it_waits_for() -> None:

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.bad_server import Exchange, well
 from hearth.store.manifest import read_manifest
+from tests.control.shown_metrics import check_with_promtool
 from tests.service.checkpoints import write_tiny
 from tests.service.harness import Service, eventually
 from tests.store.stored import files_of
@@ -19,20 +20,27 @@ pytestmark = pytest.mark.e2e
 
 #: With the labels that they have.
 FAMILIES = {
-    "hearth_ttft_seconds": None,
-    "hearth_itl_seconds": None,
-    "hearth_queue_seconds": None,
-    "hearth_cold_start_seconds": "tier",
-    "hearth_loaded_bytes": "tier",
-    "hearth_requests": "outcome",
-    "hearth_prompt_tokens": None,
-    "hearth_output_tokens": None,
-    "hearth_evictions": None,
-    "hearth_workers_lost": None,
-    "hearth_kv_blocks_used": None,
-    "hearth_kv_blocks": None,
-    "hearth_device_used_bytes": None,
-    "hearth_device_budget_bytes": None,
+    "hearth_ttft_seconds": {"model"},
+    "hearth_itl_seconds": {"model"},
+    "hearth_e2e_seconds": {"model"},
+    "hearth_queue_seconds": set(),
+    "hearth_cold_start_seconds": {"tier"},
+    "hearth_loads": {"model", "tier"},
+    "hearth_loaded_bytes": {"tier"},
+    "hearth_requests": {"model", "outcome"},
+    "hearth_prompt_tokens": {"model"},
+    "hearth_output_tokens": {"model"},
+    "hearth_busy_seconds": {"model"},
+    "hearth_device_seconds": {"model"},
+    "hearth_http_responses": {"route", "status"},
+    "hearth_evictions": set(),
+    "hearth_workers_lost": set(),
+    "hearth_kv_blocks_used": set(),
+    "hearth_kv_blocks": set(),
+    "hearth_device_used_bytes": set(),
+    "hearth_device_budget_bytes": set(),
+    "hearth_build_info": {"version", "python"},
+    "process_cpu_seconds": set(),
 }
 
 
@@ -50,9 +58,42 @@ def test_metrics_have_every_family_that_an_operator_needs(service: Service) -> N
     text = service.http.get("/metrics").text
     found = {family.name: family for family in text_string_to_metric_families(text)}
     assert set(found) >= set(FAMILIES)
-    for name, label in FAMILIES.items():
-        labels = {key for sample in found[name].samples for key in sample.labels} - {"le"}
-        assert labels <= ({label} if label else set()), name
+    for name, labels in FAMILIES.items():
+        shown = {key for sample in found[name].samples for key in sample.labels} - {"le"}
+        assert shown == labels, name
+    assert "_created" not in text
+    check_with_promtool(text)
+
+
+def test_time_on_devices_is_counted_by_model(service: Service) -> None:
+    def seconds() -> dict[str, float]:
+        families = text_string_to_metric_families(service.http.get("/metrics").text)
+        return {
+            sample.labels["model"]: sample.value
+            for family in families
+            if family.name == "hearth_device_seconds"
+            for sample in family.samples
+        }
+
+    complete(service, "tiny-a")
+    before = seconds()["tiny-a"]
+    grown = eventually("a heartbeat", lambda: seconds()["tiny-a"] - before or None)
+    assert 0 < grown < 60
+    assert "hearth_cost" not in service.http.get("/metrics").text, "there is no price"
+
+
+def test_each_request_is_a_line_of_the_access_log(service: Service) -> None:
+    asked = complete(service, "tiny-a", max_tokens=5)
+    service.http.get("/v1/models", headers={"x-request-id": "look/1"})
+    path = service.data_dir / "logs" / "access.log"
+    eventually("the last line", lambda: "client_id=look/1" in path.read_text().splitlines()[-1])
+    lines = path.read_text().splitlines()
+    (line,) = [line for line in lines if f" id={asked} " in line]
+    fields = dict(word.partition("=")[::2] for word in line.split()[1:])
+    assert (fields["status"], fields["route"], fields["model"]) == ("200", "/v1/completions", "tiny-a")
+    assert (fields["key"], fields["output_tokens"], fields["complete"]) == ("anybody", "5", "yes")
+    assert 0 <= float(fields["queue_s"]) <= float(fields["first_token_s"]) <= float(fields["total_s"])
+    assert service.cli("logs", "--access", "-n", "1").stdout.strip() == lines[-1]
 
 
 def test_a_request_is_found_by_the_id_that_its_client_sent(service: Service) -> None:

@@ -1,7 +1,7 @@
 """Hearth's own routes: what is deployed and running, deploying and removing, health and metrics.
 
-They lie under `/hearth`, away from `/api`, where clients of Ollama expect Ollama's format; `/health` and
-`/metrics` lie where scrapers look for them. Answers no prompts: that is done by dialects, such as `openai/`.
+They lie under `/hearth`, away from `/api`, where clients of Ollama expect Ollama's format; probes
+and `/metrics` lie where scrapers look for them. Answers no prompts: that is what dialects do, such as `openai/`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from fastapi import APIRouter, Request
-from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import Field
 from starlette.responses import Response
@@ -101,9 +100,24 @@ def service_routes(gateway: Gateway) -> APIRouter:
 
     @routes.get("/metrics", summary="Prometheus metrics")
     async def metrics() -> Response:
-        return Response(generate_latest(await gateway.measure()), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(await gateway.measure(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    @routes.get("/hearth/version", summary="The version of the service")
+    @routes.get("/livez", summary="Whether the process answers")
+    async def live() -> Response:
+        """For a probe that restarts the process; of workers, which the service restarts, see `/readyz`."""
+        return as_json({"status": "ok"})
+
+    @routes.get(
+        "/readyz",
+        summary="Whether requests should be sent here",
+        responses={503: {"description": "No: it is starting, failing (no worker comes up) or draining."}},
+    )
+    async def ready() -> Response:
+        status = gateway.health().status
+        return as_json({"status": status}, 200 if status == "ok" else 503)
+
+    @routes.get("/version", summary="The version of the service")
+    @routes.get("/hearth/version", summary="The same, for commands")
     async def version() -> Response:
         return as_json({"version": hearth_version()})
 

@@ -51,10 +51,17 @@ def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:
         },
         redirect_slashes=False,
     )
-    app.include_router(openai_routes(gateway, Answers(gateway, limits.stream_heartbeat_s)))
-    app.include_router(model_routes(gateway, limits.stream_heartbeat_s))
-    app.include_router(service_routes(gateway))
+    routes = [*app.routes]
+    for router in (
+        openai_routes(gateway, Answers(gateway, limits.stream_heartbeat_s)),
+        model_routes(gateway, limits.stream_heartbeat_s),
+        service_routes(gateway),
+    ):
+        app.include_router(router)
+        routes += router.routes
     origins = AllowedOrigins(frozenset(limits.allowed_origins))
     app.add_middleware(Guard, gateway=gateway, max_body_bytes=limits.max_body_bytes, origins=origins)
-    app.add_middleware(Exchanges, origins=origins)  # around the guard
+    app.add_middleware(  # around the guard
+        Exchanges, origins=origins, routes=routes, on_end=gateway.exchange_ended
+    )
     return app

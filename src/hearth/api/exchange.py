@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hearth.api.cors import AllowedOrigins
 from hearth.api.rate_limit_headers import rate_limit_headers
 from hearth.control.correlation import Correlation
+from hearth.control.exchange_record import ExchangeRecord, set_current_exchange
 from hearth.types import RateStatus, RequestId
 
 log = logging.getLogger(__name__)
@@ -30,7 +33,7 @@ _EXCHANGE = "hearth.exchange"  #: in the scope of every request
 class Exchange:
     """A request and its response. Mutable; written by the guard and by whoever generates."""
 
-    correlation: Correlation = field(default_factory=Correlation)
+    record: ExchangeRecord = field(default_factory=ExchangeRecord)
     cors_headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     #: The requests of the gateway that came of it, each of which can be explained.
     request_ids: list[RequestId] = field(default_factory=list)
@@ -38,6 +41,10 @@ class Exchange:
     rate_status: Callable[[], RateStatus | None] = lambda: None
     #: Of one that none came of.
     http_id: str = field(default_factory=lambda: f"req-{secrets.token_hex(12)}")
+
+    @property
+    def correlation(self) -> Correlation:
+        return self.record.correlation
 
     @property
     def own_id(self) -> str:
@@ -58,23 +65,40 @@ class Exchange:
 class Exchanges:
     """ASGI middleware around the whole API, the guard included."""
 
-    def __init__(self, app: ASGIApp, origins: AllowedOrigins) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        origins: AllowedOrigins,
+        routes: Sequence[BaseRoute],
+        on_end: Callable[[ExchangeRecord], None],
+    ) -> None:
+        """`routes`: all there are. `on_end` is told of each exchange when nothing more will be sent."""
         self._app = app
         self._origins = origins
+        self._routes = routes
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers, method = Headers(scope=scope), scope["method"]
-        exchange = Exchange(
+        peer = scope.get("client")
+        record = ExchangeRecord(
+            *(method, scope["path"]),
             Correlation.read(headers.getlist("x-request-id"), headers.getlist("traceparent")),
-            self._origins.headers(headers.get("origin")),
+            None if peer is None else peer[0],
         )
+        exchange = Exchange(record, self._origins.headers(headers.get("origin")))
         scope[_EXCHANGE] = exchange
+        set_current_exchange(record)
+
+        is_gone = False
 
         def answer(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
+                if not is_gone:  # or refused meanwhile, while its body came too slowly
+                    record.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *exchange.headers()]
                 # As Python spells it: a path may hold line breaks, and what looks like lines of this log.
                 log.debug(
@@ -82,15 +106,47 @@ class Exchanges:
                     *(exchange.own_id, method, scope["path"], message["status"]),
                     exchange.correlation.log_fields,
                 )
+            elif not is_gone:
+                record.num_sent_bytes += len(message.get("body", b""))
+                record.is_whole = not message.get("more_body", False)
             return send(message)
 
-        if (response := self._origins.preflight(method, headers)) is not None:
-            await response(scope, receive, answer)
-            return
-        scope["path"] = scope["path"].rstrip("/") or "/"
-        if method == "HEAD":  # as GET; the server leaves out the body
-            scope = {**scope, "method": "GET"}
-        await self._app(scope, receive, answer)
+        async def hear() -> Message:
+            nonlocal is_gone
+            message = await receive()
+            is_gone = is_gone or message["type"] == "http.disconnect"
+            record.num_received_bytes += len(message.get("body", b""))
+            return message
+
+        try:
+            if (response := self._origins.preflight(method, headers)) is not None:
+                await response(scope, hear, answer)
+                return
+            scope["path"] = scope["path"].rstrip("/") or "/"
+            if method == "HEAD":  # as GET; the server leaves out the body
+                scope = {**scope, "method": "GET"}
+            await self._app(scope, hear, answer)
+        finally:
+            self._end(exchange, scope)
+
+    def _end(self, exchange: Exchange, scope: Scope) -> None:
+        record = exchange.record
+        record.request_id, record.ended_s = exchange.own_id, time.monotonic()
+        if record.method == "HEAD":
+            record.num_sent_bytes = 0
+        record.route, parameters = self._route_of(scope)
+        record.model = record.model or parameters.get("name")
+        self._on_end(record)
+
+    def _route_of(self, scope: Scope) -> tuple[str | None, Mapping[str, str]]:
+        """Return the template of a path and what stands in its places, also of a request that was refused."""
+        if (route := scope.get("route")) is not None:
+            return route.path_format, scope["path_params"]
+        for route in self._routes:
+            match, found = route.matches(scope)
+            if match is not Match.NONE:
+                return getattr(route, "path_format", None), found.get("path_params", {})
+        return None, {}
 
 
 def exchange_of(scope: Mapping[str, object]) -> Exchange:

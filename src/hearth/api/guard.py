@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 32 << 10
 #: Bodies of the largest size that may be held at once while they are still coming.
 MAX_INCOMING_BODIES = 16
-OPEN_PATHS = frozenset(["/health"])
+#: Paths for probes, which bring no key and must be answered however many others are connected.
+OPEN_PATHS = frozenset(["/health", "/livez", "/readyz", "/version"])
 #: Paths that show the whole service, other callers' requests included: each counts, and is timed, in them.
 MONITOR_PATHS = frozenset(["/metrics", "/hearth/ps"])
 MODELS_PATH = "/hearth/models"  #: where models are listed, and admins alone deploy, remove and unload
@@ -108,7 +109,7 @@ class Guard:
         try:
             are_required, self._keys_fault = self._gateway.keys.are_required, None
             if not are_required:
-                scope[_CALLER] = ANYBODY
+                _note_caller(scope, ANYBODY)
                 return (
                     None if is_operator else _foreign_host(headers) or _foreign_page(headers, self._origins)
                 )
@@ -125,7 +126,7 @@ class Guard:
                 f"the API key is {'wrong' if key else 'missing'}; send `Authorization: Bearer KEY` with one "
                 "that `hearth keys add` made"
             )
-        scope[_CALLER] = caller
+        _note_caller(scope, caller)
         exchange_of(scope).rate_status = partial(self._gateway.rate_status, caller)
         needed = _needed_role(scope)
         if not caller.has_role(needed):
@@ -186,6 +187,11 @@ def caller_of(request: Request) -> Caller:
     caller = request.scope[_CALLER]
     assert isinstance(caller, Caller), f"{type(caller)=}"
     return caller
+
+
+def _note_caller(scope: Scope, caller: Caller) -> None:
+    scope[_CALLER] = caller
+    exchange_of(scope).record.caller = caller.name
 
 
 def _needed_role(scope: Scope) -> Role:

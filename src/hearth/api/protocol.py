@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
+from collections.abc import Callable
 from http import HTTPStatus
 
 from starlette.types import ASGIApp, Message, Send
@@ -22,6 +24,7 @@ from hearth.api.connections import Connections
 from hearth.api.error_spelling import Fault, spell
 from hearth.api.exchange import Exchange, exchange_of
 from hearth.api.guard import LET_IN
+from hearth.control.exchange_record import ExchangeRecord
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +43,14 @@ _NO_UPGRADE = b"x-offer"  #: as long
 class LimitedConfig(Config):
     """The configuration of a uvicorn server that serves `LimitedProtocol` and nothing else."""
 
-    def __init__(self, app: ASGIApp, connections: Connections, idle_s: int) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        connections: Connections,
+        idle_s: int,
+        on_refused: Callable[[ExchangeRecord], None] = lambda record: None,
+    ) -> None:
+        """`on_refused` is told of each answer to what never reached the application."""
         super().__init__(
             app,
             http=LimitedProtocol,
@@ -55,7 +65,7 @@ class LimitedConfig(Config):
             timeout_keep_alive=idle_s,
             timeout_graceful_shutdown=HANG_UP_S,
         )
-        self.open_connections = connections
+        self.open_connections, self.on_refused = connections, on_refused
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -70,7 +80,7 @@ class LimitedProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         assert isinstance(config, LimitedConfig), f"{type(config)=}"
-        self._open_connections = config.open_connections
+        self._open_connections, self._on_refused = config.open_connections, config.on_refused
         #: The next bytes belong to the request line or headers of a request.
         self._is_in_head = True
         self._num_head_bytes = 0
@@ -196,6 +206,12 @@ class LimitedProtocol(HttpToolsProtocol):
             exchange = Exchange() if self._is_in_head else exchange_of(self.cycle.scope)
             log.debug("refused id=%s status=%d%s", exchange.own_id, status, exchange.correlation.log_fields)
             body = spell(Fault(status, message, code), path="")
+            record = exchange.record
+            record.status, record.num_sent_bytes, record.is_whole = status, len(body), True
+            if self._is_in_head:  # else the application ends the exchange when it finds the client gone
+                record.request_id, record.ended_s = exchange.own_id, time.monotonic()
+                record.peer = None if self.client is None else self.client[0]
+                self._on_refused(record)
             headers = b"".join(b"%b: %b\r\n" % header for header in exchange.headers())
             self.transport.write(
                 b"HTTP/1.1 %d %b\r\nconnection: close\r\ncontent-type: application/json\r\n"

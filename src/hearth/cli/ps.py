@@ -92,6 +92,7 @@ def stop(
 def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is added.")] = False,
     num_lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many, from the end.")] = 100,
+    access: Annotated[bool, typer.Option("--access", help="The access log: a line per request.")] = False,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
 ) -> None:
     """Print the log of the service on this machine.
@@ -104,7 +105,7 @@ def logs(
 
       hearth logs -f
     """
-    path = DataDir(data_dir).log_path
+    path = DataDir(data_dir).access_log_path if access else DataDir(data_dir).log_path
     if not path.exists():
         raise DataDirError(f"no log at `{path}`; `hearth serve` writes it: name its `--data-dir`")
     if follow:  # tail waits for the file itself and goes on when it is replaced

@@ -87,6 +87,7 @@ async def _serve(
                 ),
                 Connections(ConnectionLimits.within(max_open_files), gateway.count_closed_connection),
                 service.idle_connection_s,
+                gateway.exchange_ended,
             )
         )
         url = _url_of(listener)

@@ -152,6 +152,10 @@ class DataDir:
         return self.logs_path / "service.log"
 
     @property
+    def access_log_path(self) -> Path:
+        return self.logs_path / "access.log"
+
+    @property
     def run_path(self) -> Path:
         return self.path / "run"
 

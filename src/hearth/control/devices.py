@@ -42,6 +42,12 @@ class Devices:
         """The most workers that share one device."""
         return -(-self.num_workers // len(self.indices))
 
+    def share_of(self, index: int) -> float:
+        """Return how much of a device a worker has, which others may share with it."""
+        num_devices = len(self.indices)
+        num_sharing = len(range(index % num_devices, self.num_workers, num_devices))
+        return 1.0 / num_sharing
+
     @property
     def threads_per_worker(self) -> int:
         """Share the cores that this process may use evenly between its workers."""

@@ -264,6 +264,7 @@ class Driver:
                 self.post(events.DeviceReported(now_s, worker, bytes_by_model))
             case messages.Pong():
                 self._pools.received(worker, fact, now_s)
+                self._observer.pool_reported(now_s, worker, fact)
             case messages.WorkerHello():
                 decoded.link.abort()
             case _:

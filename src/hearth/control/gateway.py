@@ -14,8 +14,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry
-
 from hearth.config import ServiceConfig
 from hearth.control.active_request import ActiveRequest
 from hearth.control.caller import Caller, GroupId
@@ -25,6 +23,7 @@ from hearth.control.demand_reports import DemandReports
 from hearth.control.deploy import DeployOrder, DeployProgress
 from hearth.control.deployments import Deployments
 from hearth.control.driver import Driver
+from hearth.control.exchange_record import ExchangeRecord, current_exchange
 from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest
 from hearth.control.host_reports import HostReports
 from hearth.control.key_admission import KeyAdmission, KeyAdmissions
@@ -91,15 +90,20 @@ class Gateway:
         admissions: KeyAdmissions,
         kind: str,
         notes: Callable[[], tuple[str, ...]] = tuple,
+        exchange_sinks: Sequence[Callable[[ExchangeRecord], None]] = (),
     ) -> None:
-        """`notes` returns what the service has to do without, and why."""
+        """`notes` returns what the service has to do without, and why.
+
+        `exchange_sinks` are handed every HTTP exchange that has ended, one after the other.
+        """
         self._notes = notes
+        self._exchange_sinks = exchange_sinks
         self._config, self._deployments, self._catalog = config, deployments, catalog
         self._encoder, self._driver, self._observer = encoder, driver, observer
         self._pools, self._supervisor, self._kind = pools, supervisor, kind
         self._is_draining = False
         self._demand, self._host = demand, host
-        self.metrics = metrics.registry
+        self._metrics = metrics
         self._ignored_fields = metrics.ignored_fields
         self._connections_closed = metrics.connections_closed
         self.keys, self._admissions = keys, admissions
@@ -136,6 +140,8 @@ class Gateway:
         caller = admission.caller
         arrived_s, arrived_at_s = self._driver.now_s, time.time()
         entry = self._deployments.find(wanted.model, caller.terms.models)
+        if (exchange := current_exchange()) is not None:
+            exchange.model = entry.deployed.name
         _check_tokens(entry, wanted.sampling)
         pace = _pace_of(entry, wanted, caller)
         tokenizer = await self._tokenizer(entry)
@@ -185,6 +191,8 @@ class Gateway:
             pace=pace,
             arrived_s=arrived_s,
         )
+        if (exchange := current_exchange()) is not None:
+            exchange.started(timeline, counts_prompt=wanted.counts_prompt)
         self._observer.begin(timeline)
         self._driver.start(active, wanted.sampling.max_tokens, wanted.keep_alive_s)
         if stream.error is not None:
@@ -197,6 +205,11 @@ class Gateway:
         """Count fields of a request that nothing reads, by labels of a closed set."""
         for label in labels:
             self._ignored_fields.labels(label).inc()
+
+    def exchange_ended(self, record: ExchangeRecord) -> None:
+        """Write down an HTTP exchange of which nothing more will be sent."""
+        for sink in self._exchange_sinks:
+            sink(record)
 
     def count_closed_connection(self) -> None:
         """Count a connection that gave way because too many were open."""
@@ -271,10 +284,10 @@ class Gateway:
         await self._host.refresh(LOOK_S)
         return self.ps()
 
-    async def measure(self) -> CollectorRegistry:
+    async def measure(self) -> bytes:
         """Return the metrics, after the keeper has reported its memory anew; workers do at each heartbeat."""
         await self._host.refresh(LOOK_S)
-        return self.metrics
+        return await self._metrics.text()
 
     def ps(self) -> ProcessView:
         fleet, now_s = self._driver.fleet, self._driver.now_s
@@ -345,7 +358,7 @@ class Gateway:
             "hearth_workers_ready", "Workers that can take requests.", lambda: self.health().num_ready_workers
         )
         watch("hearth_models_resident", "Models on workers.", lambda: sum(1 for _ in fleet.replicas()))
-        self.metrics.register(pools)
+        metrics.registry.register(pools)
         watch(
             "hearth_device_used_bytes",
             "Device memory that models take, by the pools' own books.",

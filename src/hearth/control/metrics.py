@@ -2,47 +2,38 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import asyncio
+import platform
 from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Info,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from hearth.control.exchange_record import ExchangeRecord
+from hearth.control.latencies import Latencies
+from hearth.control.model_metrics import FIRST_TOKEN_S, INTER_TOKEN_S, ModelMetrics
 from hearth.policy.fleet.events import ModelReady
 from hearth.types import Rung
+from hearth.version import hearth_version
 
-_FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
-_INTER_TOKEN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 _QUEUE_S = (0.001, 0.01, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 _COLD_START_S = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 #: The tier of a load for which no byte had to come.
 ON_DEVICE = "device"
+#: The route of requests that none is for.
+NO_ROUTE = "none"
 
-
-class Latencies:
-    """A histogram that costs a token a third of a microsecond. Mutable; used on the event loop alone."""
-
-    def __init__(self, bounds_s: tuple[float, ...]) -> None:
-        self._bounds_s = bounds_s
-        self._counts = [0] * (len(bounds_s) + 1)
-        self._sum_s = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(self._bounds_s, seconds)] += 1
-        self._sum_s += seconds
-
-    def buckets(self) -> list[tuple[str, float]]:
-        below, buckets = 0, []
-        for bound, count in zip([*map(str, self._bounds_s), "+Inf"], self._counts, strict=True):
-            below += count
-            buckets.append((bound, float(below)))
-        return buckets
-
-    @property
-    def sum_s(self) -> float:
-        return self._sum_s
+disable_created_metrics()  # a second series for each counter, of which nobody asks when it began
 
 
 class _Histograms:
@@ -74,15 +65,15 @@ class _Histograms:
 class Metrics:
     """Mutable; used on the event loop alone."""
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, device_hour_price: float | None = None) -> None:
+        """`device_hour_price`: of a device for an hour; None: there is no metric of money."""
+        self.registry = CollectorRegistry()  #: of all metrics but those by model
+        self.models = ModelMetrics(device_hour_price)
+        ProcessCollector(registry=self.registry)
+        Info("hearth_build", "The version that runs.", registry=self.registry).info(
+            {"version": hearth_version(), "python": platform.python_version()}
+        )
         histograms = _Histograms()
-        self.first_token = histograms.add(
-            "hearth_ttft_seconds", "From a request's arrival to its first token.", _FIRST_TOKEN_S
-        )
-        self.inter_token = histograms.add(
-            "hearth_itl_seconds", "Between two tokens of a request.", _INTER_TOKEN_S
-        )
         self.queue = histograms.add(
             "hearth_queue_seconds", "From a request's arrival until a worker has it.", _QUEUE_S
         )
@@ -92,35 +83,36 @@ class Metrics:
             [ON_DEVICE, *Rung],
         )
         self.step = histograms.add(
-            "hearth_step_seconds", "Steps of engines, as workers see them.", _INTER_TOKEN_S
+            "hearth_step_seconds", "Steps of engines, as workers see them.", INTER_TOKEN_S
         )
         self.pause = histograms.add(
-            "hearth_pause_seconds", "From a pause of a request to the next turn of its model.", _FIRST_TOKEN_S
+            "hearth_pause_seconds", "From a pause of a request to the next turn of its model.", FIRST_TOKEN_S
         )
         self.registry.register(histograms)
         self.rung_bytes = self._counter("hearth_loaded_bytes", "Bytes of weights loaded.", "tier")
         self.reused_bytes = self._counter(
             "hearth_reused_bytes", "Bytes of weights that were on the device already when a model was loaded."
         )
-        self.requests = self._counter("hearth_requests", "Requests that ended.", "outcome")
-        self.prompt_tokens = self._counter("hearth_prompt_tokens", "Tokens of prompts that were taken.")
-        self.output_tokens = self._counter("hearth_output_tokens", "Tokens of answers.")
         self.evictions = self._counter("hearth_evictions", "Models that had to make room.")
         self.workers_lost = self._counter("hearth_workers_lost", "Workers that died or were killed.")
         self.resumes = self._counter("hearth_resumes", "Requests that went on on another worker.")
         self.preemptions = self._counter("hearth_preemptions", "Requests whose KV had to make room.")
-        self.turns = self._counter("hearth_turns", "Turns of models that ended.", "why")
         self.pauses = self._counter("hearth_pauses", "Times that a request waited for its model's next turn.")
         self.tokens_on_time = self._counter(
             "hearth_tokens_on_time", "Tokens that came when the pace of their request said; at its end."
         )
-        self.tokens_late = self._counter("hearth_tokens_late", "Tokens that came later than that.")
+        self.tokens_late = self._counter(
+            "hearth_tokens_late", "Tokens that came later than the pace of their request said; at its end."
+        )
         self.requests_on_time = self._counter(
             "hearth_requests_on_time", "Answered requests all of whose tokens came on time."
         )
         self.requests_late = self._counter("hearth_requests_late", "Answered requests with late tokens.")
         self.ignored_fields = self._counter(
             "hearth_ignored_fields", "Fields of requests that nothing reads.", "field"
+        )
+        self._http_responses = self._counter(
+            "hearth_http_responses", "HTTP responses; status 499: the client left first.", "route", "status"
         )
         self.connections_closed = self._counter(
             "hearth_connections_closed", "Connections that gave way because too many were open."
@@ -141,7 +133,21 @@ class Metrics:
         for use in ready.rungs:
             self.rung_bytes.labels(use.rung).inc(use.num_bytes)
         slowest = max((use.rung for use in ready.rungs), key=list(Rung).index, default=None)
-        self.cold_start[ON_DEVICE if slowest is None else slowest].observe(ready.total_s)
+        tier = ON_DEVICE if slowest is None else slowest
+        self.cold_start[tier].observe(ready.total_s)
+        self.models.take(ready.model).loads[tier] += 1
+
+    def count_response(self, record: ExchangeRecord) -> None:
+        """Count an HTTP exchange that has ended."""
+        self._http_responses.labels(record.route or NO_ROUTE, record.status_code).inc()
+
+    async def text(self) -> bytes:
+        """Return all metrics as Prometheus reads them. Others have the event loop in between."""
+        parts = [generate_latest(self.registry)]
+        for family in self.models.families():
+            parts.append(family.encode())
+            await asyncio.sleep(0)
+        return b"".join(parts)
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
         """Add a gauge whose value is asked for when the metrics are collected."""

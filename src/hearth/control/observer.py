@@ -8,15 +8,17 @@ and orders alone is taken from them, so that a simulation that hands them over i
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from hearth.control.active_request import ActiveRequest
 from hearth.control.caller import Caller
 from hearth.control.load_log import LoadLog, LoadLogs
 from hearth.control.metrics import Metrics
+from hearth.control.model_metrics import ModelSeries
+from hearth.control.pool_views import held_bytes
 from hearth.control.timeline import Timeline, Timelines
 from hearth.control.views import Explanation
-from hearth.messages import LoadProgress, ModelLoaded, StepDone
+from hearth.messages import LoadProgress, ModelLoaded, Pong, StepDone
 from hearth.policy.fleet import events
 from hearth.policy.fleet.events import Action, Event
 from hearth.types import FinishReason, ModelId, RequestId, WorkerId
@@ -27,19 +29,33 @@ log = logging.getLogger(__name__)
 class Observer:
     """The sink of events, orders and facts. Mutable; used on the event loop alone."""
 
-    def __init__(self, metrics: Metrics, *, takes_turns: bool = False) -> None:
-        """`takes_turns`: models that do not fit together do, and workers tell whose turn it is."""
-        self._metrics, self._takes_turns = metrics, takes_turns
+    def __init__(
+        self,
+        metrics: Metrics,
+        *,
+        takes_turns: bool = False,
+        device_share: Callable[[WorkerId], float] = lambda _: 1.0,
+    ) -> None:
+        """`takes_turns`: models that do not fit together do, and workers tell whose turn it is.
+
+        `device_share`: how much of a device a worker has.
+        """
+        self._metrics, self._takes_turns, self._device_share = metrics, takes_turns, device_share
         self._in_turn: set[tuple[WorkerId, ModelId]] = set()
         self._loads = LoadLogs()
         #: The timelines of requests that have not ended.
         self._active: dict[RequestId, Timeline] = {}
+        #: The series of their models.
+        self._series: dict[RequestId, ModelSeries] = {}
+        #: When each worker reported its memory last.
+        self._reported_s: dict[WorkerId, float] = {}
         self._recent = Timelines()
         self._is_closing = False
 
     def begin(self, timeline: Timeline) -> None:
         """Follow a request, from before its arrival is told to the brain."""
         self._active[timeline.request_id] = timeline
+        self._series[timeline.request_id] = self._metrics.models.take(timeline.model)
         self._recent.add(timeline)
 
     def explain(self, request_id: str, now_s: float, caller: Caller) -> Explanation | None:
@@ -57,7 +73,9 @@ class Observer:
         match event:
             case events.RequestArrived():
                 if not any(_rejects(action, event.request_id) for action in actions):
-                    self._metrics.prompt_tokens.inc(event.num_prompt_tokens)
+                    self._series[event.request_id].num_prompt_tokens += event.num_prompt_tokens
+            case events.ModelRemoved(_, model):
+                self._metrics.models.remove(model)
             case events.ModelReady():
                 self._model_ready(event)
             case events.ModelFailed():
@@ -115,7 +133,8 @@ class Observer:
 
     def _turn_ended(self, ended: events.TurnEnded) -> None:
         self._in_turn.discard((ended.worker, ended.model))
-        self._metrics.turns.labels(ended.why).inc()
+        if (series := self._metrics.models.find(ended.model)) is not None:
+            series.turns[ended.why] += 1
         for timeline in self._on_worker(ended.worker, ended.model):
             num_before = timeline.num_pauses
             timeline.turn_ended(ended.now_s, ended.why)
@@ -149,6 +168,7 @@ class Observer:
             log.error("worker_lost worker=%s model=%s reason=`%s`", lost.worker, lost.culprit, lost.reason)
             self._metrics.workers_lost.inc()
         self._loads.lose(lost.worker)
+        self._reported_s.pop(lost.worker, None)
         self._in_turn = {key for key in self._in_turn if key[0] != lost.worker}
         for timeline in list(self._on_worker(lost.worker)):
             whose = (
@@ -202,29 +222,43 @@ class Observer:
             if admitted.run in requests:
                 timeline = self._active[requests[admitted.run].request_id]
                 timeline.started(began_s, admitted.num_cached_tokens, admitted.waited_s)
-        self._metrics.output_tokens.inc(num_tokens)
+        if (series := self._metrics.models.find(step.model)) is not None:
+            series.num_output_tokens += num_tokens
+            series.busy_s += step.step_s
         self._metrics.step.observe(step.step_s)
+
+    def pool_reported(self, now_s: float, worker: WorkerId, pong: Pong) -> None:
+        """Share out a device's time since the last report among the models that hold its memory."""
+        seconds = now_s - self._reported_s.get(worker, now_s)
+        self._reported_s[worker] = now_s
+        per_byte_s = seconds * self._device_share(worker) / pong.budget_bytes
+        for model, num_bytes in held_bytes(pong).items():
+            if (series := self._metrics.models.find(model)) is not None:
+                series.device_s += num_bytes * per_byte_s
 
     def delivered(self, now_s: float, request_id: RequestId) -> None:
         """Note a token that a client was given."""
         timeline = self._active[request_id]
         if timeline.last_token_s is None:
-            self._metrics.first_token.observe(now_s - timeline.arrived_s)
+            self._series[request_id].first_token.observe(now_s - timeline.arrived_s)
         else:
-            self._metrics.inter_token.observe(now_s - timeline.last_token_s)
+            self._series[request_id].inter_token.observe(now_s - timeline.last_token_s)
         timeline.token(now_s)
 
     def ended(self, now_s: float, request_id: RequestId, outcome: str, error: str | None) -> None:
         """Note the end of a request: the reason of its last token, `cancelled`, or the label of an error."""
-        timeline = self._active.pop(request_id)
+        timeline, series = self._active.pop(request_id), self._series.pop(request_id)
         timeline.ended(now_s, outcome, error)
-        self._metrics.requests.labels(outcome).inc()
+        is_answered = error is None and outcome != FinishReason.CANCELLED
+        series.requests[outcome] += 1
+        if is_answered:
+            series.whole.observe(now_s - timeline.arrived_s)
         if not timeline.pace.tokens_per_s:
             return  # nobody reads along
         num_late = timeline.num_late_tokens
         self._metrics.tokens_on_time.inc(timeline.num_output_tokens - num_late)
         self._metrics.tokens_late.inc(num_late)
-        if error is None and outcome != FinishReason.CANCELLED:
+        if is_answered:
             (self._metrics.requests_late if num_late else self._metrics.requests_on_time).inc()
 
 

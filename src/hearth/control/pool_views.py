@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hearth.control.views import PartView, ResidentView
 from hearth.messages import ModelUse, Pong
 from hearth.policy.fleet.events import Resident, State
-from hearth.types import Hold, WorkerId
+from hearth.types import Hold, ModelId, WorkerId
 
 
 def pool_parts(pong: Pong) -> tuple[PartView, ...]:
@@ -33,6 +33,15 @@ def pool_parts(pong: Pong) -> tuple[PartView, ...]:
     found.append(PartView("lost", "spare", None, lost_bytes))
     found.append(PartView("free", "spare", None, left_bytes - lost_bytes))
     return tuple(part for part in found if part.num_bytes)
+
+
+def held_bytes(pong: Pong) -> dict[ModelId, int]:
+    """Return the memory that each model keeps from others: none that is retained, shared or all models'."""
+    return {
+        use.model: use.weights_bytes - use.shared_bytes + use.kv_bytes + use.tables_bytes
+        for use in pong.models
+        if _weights_state(use) == "active"
+    }
 
 
 def resident_views(

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from hearth.config import CPU_HOST_BYTES, HearthConfig, ServiceConfig
+from hearth.control.access_log import LINE_FORMATS, AccessLog
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
 from hearth.control.demand_reports import DemandReports
@@ -19,6 +20,7 @@ from hearth.control.deploy import collect
 from hearth.control.deployments import Deployments
 from hearth.control.devices import Devices
 from hearth.control.driver import Driver
+from hearth.control.exchange_record import ExchangeRecord
 from hearth.control.fact_decoder import FactDecoder
 from hearth.control.gateway import Gateway
 from hearth.control.host_reports import HostReports
@@ -33,8 +35,9 @@ from hearth.control.pool_reports import PoolReports
 from hearth.control.process_log import ProcessLog, logs_to_stderr
 from hearth.control.registry import LOOP_WAIT_S, Registry
 from hearth.control.residency import ResidencyReporter
-from hearth.control.supervisor import Supervisor, Vigilance
+from hearth.control.supervisor import Supervisor, Vigilance, seat_index
 from hearth.control.tokenization import PromptEncoder
+from hearth.control.tracing import tracing_of
 from hearth.control.worker_link import WorkerLink
 from hearth.errors import ConfigError
 from hearth.messages import KeeperSetup, WorkerHello, WorkerSetup
@@ -57,8 +60,11 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         HearthError: something that the configuration asks for cannot be had.
     """
     service = config.service
+    tracing = tracing_of(os.environ)
     brain = BrainConfig(max_queue=service.max_queue, patience_s=service.patience_s, takes_turns=service.turns)
     async with AsyncExitStack() as stack:
+        if tracing is not None:
+            stack.push_async_callback(tracing.close)
         registry = Registry.open(data_dir, LOOP_WAIT_S)
         stack.callback(registry.close)
         collect(data_dir, registry)
@@ -72,8 +78,13 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         catalog.check_settings()
         journal = Journal(*(data_dir.journal_path, brain, service.journal_bytes, registry.renamed_digests()))
         stack.callback(journal.close)
-        metrics = Metrics()
-        observer, pools = Observer(metrics, takes_turns=service.turns), PoolReports()
+        metrics = Metrics(service.device_hour_price)
+        observer = Observer(
+            metrics,
+            takes_turns=service.turns,
+            device_share=lambda worker: devices.share_of(seat_index(worker)),
+        )
+        pools = PoolReports()
         driver = Driver(*(Fleet(brain), journal, observer, pools, catalog.host_order, catalog.prepare_orders))
         stack.callback(driver.close)
         decoder = FactDecoder(asyncio.get_running_loop(), driver.requests.by_run, driver.receive)
@@ -90,6 +101,16 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         process_log = ProcessLog(data_dir.log_path, to_stderr=logs_to_stderr())
         stack.callback(process_log.close)
         stack.push_async_callback(LogRotation(data_dir.log_path).close)
+        sinks: list[Callable[[ExchangeRecord], None]] = [metrics.count_response]
+        if tracing is not None:
+            sinks.append(tracing.trace)
+        access_log = None
+        if service.access_log != "off":
+            line_format = LINE_FORMATS[service.access_log]
+            access_log = AccessLog(data_dir.access_log_path, line_format, metrics)
+            stack.callback(access_log.close)
+            stack.push_async_callback(LogRotation(data_dir.access_log_path).close)
+            sinks.append(access_log.write)
         supervisor = Supervisor(
             setup_of=_worker_setups(config, devices, receiver.secret, port, socket, data_dir),
             keeper=KeeperSetup(
@@ -127,8 +148,11 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
             admissions=KeyAdmissions(usage, metrics, lambda: driver.now_s),
             kind=devices.kind,
             notes=lambda: tuple(
-                note for note in (usage.note, journal.note, process_log.note) if note is not None
+                one.note
+                for one in (usage, journal, process_log, access_log)
+                if one is not None and one.note is not None
             ),
+            exchange_sinks=sinks,
         )
         yield gateway
         observer.close()

@@ -382,3 +382,8 @@ async def _end(process: Process) -> None:
     except TimeoutError:
         _kill(process)
         await process.wait()
+
+
+def seat_index(worker: WorkerId) -> int:
+    """Return the seat of a worker or of one of its successors, by its name: `w0`, then `w0.1`."""
+    return int(worker.partition(".")[0].removeprefix("w"))

@@ -133,6 +133,12 @@ class Timeline:
         self.mark(now_s, "preempted", "its KV memory was needed; what it had is computed again")
 
     @property
+    def queue_s(self) -> float | None:
+        """The time until a worker had the request, or until it ended without one; None: it waits."""
+        end_s = self.stays[0].placed_s if self.stays else self.ended_s
+        return None if end_s is None else end_s - self.arrived_s
+
+    @property
     def worker(self) -> WorkerId | None:
         """The worker that has the request; None: it waits for one."""
         return self.stays[-1].worker if self.stays and self.stays[-1].ended_s is None else None

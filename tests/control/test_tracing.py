@@ -1,0 +1,231 @@
+"""Traces as a collector receives them: spans of real exchanges, sent by the real exporter over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+
+from hearth.api.app import ApiLimits, create_app
+from hearth.control.datadir import DataDir
+from hearth.control.exchange_record import ExchangeRecord
+from hearth.control.registry import Deployed
+from hearth.control.tracing import tracing_of
+from hearth.errors import ConfigError
+from tests.control.gateway_rig import GatewayRig, RecordingLink, emit, with_rig
+
+pytest.importorskip("opentelemetry.sdk", reason="the extra `otel` is not installed")
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+@dataclass
+class Collector:
+    """An HTTP server that takes traces. Mutable; written by its threads."""
+
+    url: str = ""
+    requests: list[ExportTraceServiceRequest] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+
+    def spans(self) -> list[Span]:
+        resources = [resource for request in self.requests for resource in request.resource_spans]
+        return [span for resource in resources for scope in resource.scope_spans for span in scope.spans]
+
+    def resource(self) -> dict[str, str]:
+        attributes = self.requests[0].resource_spans[0].resource.attributes
+        return {one.key: one.value.string_value for one in attributes}
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    found = Collector()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            if self.headers.get("content-encoding") == "gzip":
+                body = gzip.decompress(body)
+            found.requests.append(ExportTraceServiceRequest.FromString(body))
+            found.headers.append({"path": self.path, **dict(self.headers.items())})
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    found.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield found
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def environment(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The variables of a service that traces; the SDK reads those of the process."""
+    environment = {ENDPOINT: collector.url, "OTEL_EXPORTER_OTLP_HEADERS": "api-key=secret"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return environment
+
+
+async def asked(rig: GatewayRig, link: RecordingLink, **headers: str) -> httpx.Response:
+    """Ask the real API; the worker answers two tokens when it has the request."""
+
+    async def answer() -> None:
+        while not rig.driver.requests.by_run:
+            await asyncio.sleep(0)
+        emit(rig, link, 5, 6, finished=True)
+
+    app = create_app(rig.gateway, ApiLimits(100_000, 30.0))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        body = {"model": "tiny", "prompt": "!!"}
+        response, _ = await asyncio.gather(
+            client.post("/v1/completions", json=body, headers=headers), answer()
+        )
+        await client.get("/health")
+        await client.get("/metrics")
+    return response
+
+
+def traced(
+    data_dir: DataDir,
+    environment: dict[str, str],
+    check: Callable[[httpx.Response, list[ExchangeRecord]], None] = lambda *_: None,
+    **headers: str,
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        tracing = tracing_of(environment)
+        assert tracing is not None
+        ended: list[ExchangeRecord] = []
+        rig.exchange_sinks += [tracing.trace, ended.append]
+        check(await asked(rig, rig.join(), **headers), ended)
+        await tracing.close()
+
+    with_rig(data_dir, scene)
+
+
+def by_name(spans: list[Span]) -> dict[str, Span]:
+    assert len({span.name for span in spans}) == len(spans)
+    return {span.name: span for span in spans}
+
+
+def values(span: Span) -> dict[str, object]:
+    return {one.key: one.value.string_value or one.value.int_value for one in span.attributes}
+
+
+def test_a_request_is_a_trace_with_the_spans_of_its_waterfall(
+    data_dir: DataDir, deployed: Deployed, collector: Collector, environment: dict[str, str]
+) -> None:
+    records: list[ExchangeRecord] = []
+    traced(data_dir, environment, lambda _, ended: records.extend(ended))
+
+    spans = by_name(collector.spans())
+    assert spans.keys() >= {"POST /v1/completions", "generate tiny", "queue", "decode"}
+    server, generated = spans["POST /v1/completions"], spans["generate tiny"]
+    assert server.kind == Span.SPAN_KIND_SERVER
+    assert not server.parent_span_id
+    assert generated.parent_span_id == server.span_id
+    phases = [span for span in spans.values() if span not in (server, generated)]
+    assert {span.parent_span_id for span in phases} == {generated.span_id}
+    assert {span.trace_id for span in spans.values()} == {bytes.fromhex(records[0].trace_id or "")}
+    assert values(server)["http.response.status_code"] == 200
+    told = values(generated)
+    assert (told["gen_ai.usage.output_tokens"], told["gen_ai.request.model"]) == (2, "tiny")
+    assert {event.name for event in generated.events} >= {"queued", "placed", "first_token", "ended"}
+    for span in spans.values():
+        assert span.start_time_unix_nano <= span.end_time_unix_nano
+
+
+def test_the_trace_of_the_client_goes_on(
+    data_dir: DataDir, deployed: Deployed, collector: Collector, environment: dict[str, str]
+) -> None:
+    traced(data_dir, environment, traceparent=f"00-{TRACE_ID}-{SPAN_ID}-01")
+
+    server = by_name(collector.spans())["POST /v1/completions"]
+    assert (server.trace_id.hex(), server.parent_span_id.hex()) == (TRACE_ID, SPAN_ID)
+
+
+def test_a_client_that_records_nothing_has_nothing_recorded_here(
+    data_dir: DataDir, deployed: Deployed, collector: Collector, environment: dict[str, str]
+) -> None:
+    traced(data_dir, environment, traceparent=f"00-{TRACE_ID}-{SPAN_ID}-00")
+
+    assert collector.requests == []
+
+
+def test_standard_variables_are_respected(
+    data_dir: DataDir,
+    deployed: Deployed,
+    collector: Collector,
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test,service.name=other")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "my-hearth")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
+    traced(data_dir, environment)
+
+    resource = collector.resource()
+    assert (resource["service.name"], resource["deployment.environment"]) == ("my-hearth", "test")
+    assert collector.headers[0]["path"] == "/v1/traces"
+    assert collector.headers[0]["api-key"] == "secret"
+
+
+def test_a_collector_that_is_gone_holds_up_neither_requests_nor_the_end(
+    data_dir: DataDir, deployed: Deployed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hearth.control.tracing.CLOSING_S", 0.2)
+    monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:9")
+    statuses: list[int] = []
+    traced(
+        data_dir, {ENDPOINT: "http://127.0.0.1:9"}, lambda response, _: statuses.append(response.status_code)
+    )
+
+    assert statuses == [200]
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {ENDPOINT: ""},
+        {ENDPOINT: "http://127.0.0.1:9", "OTEL_SDK_DISABLED": "true"},
+        {ENDPOINT: "http://127.0.0.1:9", "OTEL_TRACES_EXPORTER": "none"},
+    ],
+)
+def test_nothing_is_traced_unless_the_environment_asks_for_it(environment: dict[str, str]) -> None:
+    assert tracing_of(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc"),
+        ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json"),
+        ("OTEL_TRACES_EXPORTER", "zipkin"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_the_name_of_the_variable(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be .*, given: `{value}`"):
+        tracing_of({ENDPOINT: "http://127.0.0.1:9", name: value})
+
+
+def test_missing_packages_are_told_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(ConfigError, match=f"{ENDPOINT} is set, and .* is missing: .*extra `otel`"):
+        tracing_of({ENDPOINT: "http://127.0.0.1:9"})
