@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +18,7 @@ from types import ModuleType
 import pytest
 import torch
 from rich.console import Console
+from typer.core import TyperGroup
 from typer.main import get_group
 
 from hearth import doctor
@@ -38,6 +42,8 @@ def hearth(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pyte
 
 
 COMMANDS = get_group(app).commands
+#: The text of a terminal of 80, which has a margin on both sides.
+HELP_COLUMNS = 78
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ class Calls:
     prompt: object = None
     params: SamplingParams | None = None
     is_closed: bool = False
+    logs: list[tuple[int, str]] = field(default_factory=list)  #: what it is to log as it is made
 
 
 @pytest.fixture
@@ -68,6 +75,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         def __init__(
             self, path: str, *, device: str, dtype: str, engine: EngineConfig, store: StoreConfig
         ) -> None:
+            for level, message in calls.logs:
+                logging.getLogger("hearth.llm").log(level, message)
             calls.made = {"path": path, "device": device, "dtype": dtype, "engine": engine, "store": store}
 
         def wait_loaded(self) -> LoadRecord:
@@ -116,10 +125,71 @@ def test_a_command_without_arguments_shows_its_commands(hearth: Hearth) -> None:
     assert "Exit codes: 0 done" in shown.out
 
 
+def _words_of_commands(group: TyperGroup, *before: str) -> Iterator[tuple[str, ...]]:
+    """Yield the words that call each command, those of groups included."""
+    for name, command in group.commands.items():
+        yield (*before, name)
+        if isinstance(command, TyperGroup):
+            yield from _words_of_commands(command, *before, name)
+
+
+ALL_COMMANDS = [(), *_words_of_commands(get_group(app))]
+
+
+@pytest.mark.parametrize("words", ALL_COMMANDS, ids=" ".join)
+def test_help_is_short_for_h_too_and_gives_flags_no_type(hearth: Hearth, words: tuple[str, ...]) -> None:
+    shown = hearth(*words, "-h")
+    assert shown == hearth(*words, "--help")
+    assert shown.code == 0
+    assert "<bool>" not in shown.out.lower()
+    assert re.findall(r"<[^<>\n]*\n", shown.out) == [], "a type in two lines"
+
+
+@pytest.mark.parametrize("words", ALL_COMMANDS, ids=" ".join)
+def test_help_fills_its_lines_and_breaks_no_example(hearth: Hearth, words: tuple[str, ...]) -> None:
+    lines = [line.strip() for line in hearth(*words, "--help").out.splitlines()]
+    prose = lines[: next(number for number, line in enumerate(lines) if line.startswith("╭"))]
+    for line, following in itertools.pairwise(prose):
+        if line and following:
+            assert len(f"{line} {following.split()[0]}") > HELP_COLUMNS, f"broken early: {line}"
+            assert not line.startswith("hearth "), f"an example too long for a line: {line}"
+
+
+def test_the_demo_is_listed(hearth: Hearth) -> None:
+    assert re.search(r"^[│|] demo +Deploy a small model", hearth("--help").out, re.MULTILINE)
+
+
 def test_version_is_one_line(hearth: Hearth) -> None:
     shown = hearth("--version")
     assert shown.out.startswith("hearth ")
     assert shown.out.count("\n") == 1
+
+
+@contextmanager
+def _no_log_yet() -> Iterator[None]:
+    """Take away what pytest logs to, as it is in a process that has just started."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers = []
+    try:
+        yield
+    finally:
+        root.handlers = handlers
+        root.setLevel(level)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"), [((), ["odd"]), (("--set", "log.level=debug"), ["usual", "odd"])]
+)
+def test_run_logs_beside_the_answer_only_what_is_wrong(
+    hearth: Hearth, calls: Calls, source: str, settings: tuple[str, ...], told: list[str]
+) -> None:
+    calls.logs = [(logging.INFO, "usual"), (logging.WARNING, "odd")]
+
+    with _no_log_yet():
+        shown = hearth("run", source, "hi", *settings)
+
+    assert [line.rsplit(" ", 1)[1] for line in shown.err.splitlines() if " hearth.llm " in line] == told
 
 
 def test_run_streams_the_answer_through_the_chat_template(

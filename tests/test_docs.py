@@ -11,14 +11,22 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
-from typer.main import get_group
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from hearth import cli
+from hearth.api.app import ApiLimits, create_app
+from hearth.config import HearthConfig, ModelConfig, load
+from hearth.errors import HearthError
 from hearth.models.families import FAMILIES
 from tests.cli.fake_service import serving
 from tests.models.speaking import save_speaking
@@ -27,7 +35,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "hearth"
 README = ROOT / "README.md"
 STRUCTURE = ROOT / "docs" / "structure.md"
-DOCUMENTS = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CONFIGURATION = ROOT / "docs" / "configuration.md"
+EXAMPLE = ROOT / "examples" / "hearth.toml"
 PLACEHOLDER = "path/to/model"
 SERVICE = "http://127.0.0.1:8000"
 MAX_README_LINES = 150
@@ -44,14 +54,16 @@ class Block:
 
 def blocks(document: Path, language: str) -> list[Block]:
     text = document.read_text(encoding="utf-8")
-    found = re.finditer(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    all_blocks = [Block(match[1], text.count("\n", 0, match.start(2)), match[2]) for match in found]
+    found = re.finditer(r"^( *)```(\w+)\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)
+    all_blocks = [Block(m[2], text.count("\n", 0, m.start(3)), textwrap.dedent(m[3])) for m in found]
     return [block for block in all_blocks if block.language == language]
 
 
 def spans(document: Path) -> list[str]:
     """Code within sentences."""
-    prose = re.sub(r"^```.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    prose = re.sub(
+        r"^ *```.*?^ *```$", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
     return re.findall(r"`([^`\n]+)`", prose)
 
 
@@ -59,13 +71,22 @@ def shell_lines() -> list[str]:
     return [line for block in blocks(README, "sh") for line in block.code.splitlines()]
 
 
-def commands(document: Path) -> Iterator[list[str]]:
-    """Shell commands in blocks and sentences, as words without the folder of the program."""
-    lines = [line for block in blocks(document, "sh") for line in block.code.splitlines()]
-    for line in [*lines, *spans(document)]:
-        if re.match(r"(\.venv/bin/\w+|make|hearth) ", line):
-            program, *words = shlex.split(line, comments=True)
-            yield [Path(program).name, *words]
+@dataclass(frozen=True, slots=True)
+class Command:
+    program: str  #: without its folder
+    words: list[str]
+    is_whole: bool  #: one to copy, not one that a sentence only names
+
+
+def commands(document: Path) -> Iterator[Command]:
+    """Shell commands in blocks and sentences, those behind pipes and variables included."""
+    code = "\n".join(block.code for block in blocks(document, "sh")).replace("\\\n", " ")
+    lines = [*((line, True) for line in code.splitlines()), *((line, False) for line in spans(document))]
+    for line, is_whole in lines:
+        for part in re.split(r" \| | && |; ", line):
+            if re.match(r"(\w+=\S* )*(\.venv/bin/\w+|make|hearth|curl)( |$)", part):
+                words = shlex.split(re.sub(r"^(\w+=\S* )*", "", part), comments=True)
+                yield Command(Path(words[0]).name, words[1:], is_whole)
 
 
 def listed(document: Path, heading: str) -> list[str]:
@@ -134,28 +155,113 @@ def test_the_readme_opens_with_the_two_commands_and_shows_how_to_ask() -> None:
 def test_commands_in_documents_exist(document: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
-    subcommands = get_group(cli.app).commands.keys()
-    for program, *words in commands(document):
-        match program:
+    for command in commands(document):
+        match command.program:
             case "make":
-                assert words[0] in targets, f"no such target: make {words[0]}"
+                assert not command.words or command.words[0] in targets, f"no such target: {command.words}"
             case "hearth":
-                assert words[0] in subcommands, f"no such command: hearth {words[0]}"
-            case _:
+                check_parses(command)
+            case "curl":
+                check_route(command)
+            case program:
                 assert (Path(sys.executable).parent / program).exists(), f"not in .venv: {program}"
+
+
+@cache
+def command_line() -> object:
+    return get_command(cli.app)
+
+
+def check_parses(command: Command) -> None:
+    """Have the real command read the words of one to copy, and know the options of one that is only named."""
+    called, words = command_line(), command.words
+    while isinstance(called, TyperGroup) and words and not words[0].startswith("-"):
+        assert words[0] in called.commands, f"no such command: hearth {shlex.join(command.words)}"
+        called, words = called.commands[words[0]], words[1:]
+    if command.is_whole:
+        with suppress(HearthError):  # of a file that is not here: the words are fine
+            called.make_context("hearth", [*words])
+        return
+    known = {flag for parameter in called.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    unknown = [word for word in words if re.match("--?[a-z]", word) and word.partition("=")[0] not in known]
+    assert not unknown, f"no such option: hearth {shlex.join(command.words)}"
+
+
+@cache
+def routes() -> list[re.Pattern[str]]:
+    """The paths that a service answers."""
+    paths = create_app(object(), ApiLimits(1, 1.0)).openapi()["paths"]  # type: ignore[arg-type]  # asked nothing
+    return [re.compile(re.sub(r"\\{\w+\\}", ".+", re.escape(path))) for path in [*paths, "/openapi.json"]]
+
+
+def check_route(command: Command) -> None:
+    urls = [word for word in command.words if word.startswith(SERVICE)]
+    assert urls, f"asks nobody: curl {shlex.join(command.words)}"
+    path = urls[0].removeprefix(SERVICE).partition("?")[0]
+    assert any(route.fullmatch(path) for route in routes()), f"no such route: {path}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_files_named_in_documents_exist(document: Path) -> None:
-    files = [span for span in spans(document) if re.fullmatch(r"[\w/]+\.py|scripts/\w+", span)]
+    files = [span for span in spans(document) if re.fullmatch(r"[\w/]+\.py|(scripts|examples)/[\w.]+", span)]
     assert [f for f in files if not (PACKAGE / f).exists() and not (ROOT / f).exists()] == []
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=name)
 def test_links_between_documents_lead_somewhere(document: Path) -> None:
-    targets = re.findall(r"\]\(([^)#]+)", document.read_text(encoding="utf-8"))
-    local = [target for target in targets if "://" not in target]
-    assert [target for target in local if not (document.parent / target).exists()] == []
+    targets = re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8"))
+    for target in (target for target in targets if "://" not in target):
+        path, _, anchor = target.partition("#")
+        where = (document.parent / path).resolve() if path else document
+        assert where.exists(), f"leads nowhere: {target}"
+        assert not anchor or anchor in anchors(where), f"no such heading: {target}"
+
+
+def anchors(document: Path) -> set[str]:
+    """The names that a page gives its headings: small letters, no punctuation, hyphens for spaces."""
+    prose = re.sub(r"^```.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_guide_is_listed() -> None:
+    guides = sorted(path.name for path in (ROOT / "docs" / "guides").glob("*.md") if path.stem != "README")
+    listed_guides = re.findall(
+        r"\]\((\w+\.md)\) \|$", (ROOT / "docs/guides/README.md").read_text(), re.MULTILINE
+    )
+    assert sorted(listed_guides) == guides
+
+
+def test_the_references_are_fresh() -> None:
+    script = str(ROOT / "scripts" / "reference")
+    checked = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_the_configuration_reference_explains_every_setting() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \|.*\| *(.*) \|$", CONFIGURATION.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    sections = [section for section in get_type_hints(HearthConfig).values() if is_dataclass(section)]
+    keys = [field.name for section in [*sections, ModelConfig] for field in fields(section)]
+    assert [key for key, _ in rows] == keys
+    assert [key for key, meaning in rows if not meaning] == [], "write a `#:` comment beside the field"
+
+
+def test_the_example_of_a_configuration_is_one() -> None:
+    config = load(EXAMPLE)
+    assert {"assistant", "qwen2.5-7b", "summaries"} == set(config.models)
+    defaults = HearthConfig()
+    for section in ("engine", "store", "service"):
+        assert getattr(config, section) != getattr(defaults, section), f"[{section}] changes nothing"
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if blocks(d, "toml")], ids=name)
+def test_toml_in_documents_is_a_configuration(document: Path, tmp_path: Path) -> None:
+    for number, block in enumerate(blocks(document, "toml")):
+        path = tmp_path / f"{number}.toml"
+        path.write_text(block.code, encoding="utf-8")
+        load(path)
 
 
 def test_the_map_has_an_entry_for_every_room_and_every_chamber_of_policy() -> None:

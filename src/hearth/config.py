@@ -56,9 +56,12 @@ _PAUSE_LIMITS = Limits(0.1, 3600.0)
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    #: Token budget of one step; None: derived from device, model and memory, as is the next one.
+    """How the models of a device are run."""
+
+    #: the most tokens that one step computes; None: derived from device, model and memory
     max_batch_tokens: Annotated[int | None, Limits(1)] = None
-    max_seqs: Annotated[int | None, Limits(1)] = None  #: sequences of a model that run at the same time
+    #: sequences of a model that run at the same time; None: derived from device, model and memory
+    max_seqs: Annotated[int | None, Limits(1)] = None
     #: the longest that a step with running requests should take because of prompts; infinite: any time
     max_step: Annotated[float, _Spoken(low_s=0.001)] = 0.1
     block_tokens: Annotated[int, Limits(1, 1024)] = 16  #: tokens per block of KV
@@ -86,9 +89,11 @@ CPU_HOST_BYTES = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
+    """Where models are kept on disk and in host memory."""
+
     path: str = "~/.cache/hearth"  #: where models and chunks from object storage are kept on disk
-    disk_bytes: Annotated[int | None, Limits(0)] = None  #: the most they may take there; None: no quota
-    #: host memory for chunks, pinned for CUDA; on a CPU they only pass through, see `CPU_HOST_BYTES`
+    disk_bytes: Annotated[int | None, Limits(0)] = None  #: the most that they may take; None: no quota
+    #: host memory that keeps models ready for GPUs; for a CPU they only pass through at most 128MiB of it
     host_bytes: Annotated[int, Limits(16 << 20)] = 1 << 30
 
     def __post_init__(self) -> None:
@@ -103,7 +108,9 @@ class StoreConfig:
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    level: Literal["debug", "info", "warning", "error"] = "info"
+    """How much is logged."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"  #: lines that matter less are not logged
 
     def __post_init__(self) -> None:
         _check_section(self, "log")
@@ -111,26 +118,32 @@ class LogConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServiceConfig:
+    """What `hearth serve` listens on, how many workers it has, and what it promises."""
+
     data_dir: str = "~/.hearth"  #: registry, models, chunks, logs; the service keeps its store here
-    host: str = "127.0.0.1"
-    port: Annotated[int, Limits(0, 65535)] = 8000  #: 0: any free one
-    workers: Annotated[int | None, Limits(1, 1024)] = None  #: None: one per GPU, or a single one on the CPU
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    #: of each worker's device, for models; None: derived from the device. At least a page of a CUDA device.
+    host: str = "127.0.0.1"  #: address to listen on; any but this machine's own needs API keys
+    port: Annotated[int, Limits(0, 65535)] = 8000  #: port to listen on; 0: any free one
+    #: processes that run models; None: one per GPU, or one on the CPU
+    workers: Annotated[int | None, Limits(1, 1024)] = None
+    device: Literal["auto", "cuda", "cpu"] = "auto"  #: auto: GPUs where there are any
+    #: memory of each worker's device for models; None: derived from the device. At least a page of a CUDA
+    #: device.
     memory_bytes: Annotated[int | None, Limits(1 << 20)] = None
     keep_alive: Annotated[float, _Spoken()] = (
         300.0  #: idle for longer, a model may leave memory; infinite: never
     )
     max_queue: Annotated[int, Limits(1)] = 512  #: requests that wait for a slot or for room
-    api_keys_file: str | None = None  #: None: keys.json in the data directory
-    drain_s: _Wait = 30.0  #: how long running requests may take to finish when the service stops
-    heartbeat_s: Annotated[float, Limits(0.01, 3600.0)] = 1.0
+    api_keys_file: str | None = None  #: API keys that are asked for; None: keys.json in the data directory
+    drain_s: _Wait = 30.0  #: seconds that running requests may take to finish when the service stops
+    heartbeat_s: Annotated[float, Limits(0.01, 3600.0)] = 1.0  #: seconds between two looks at each worker
     #: Heartbeats without an answer or an advance until a worker is replaced; a slow model's step has more.
     max_missed: Annotated[int, Limits(1)] = 30
-    start_s: _Wait = 180.0  #: a worker that is not ready by then is replaced
-    max_body_bytes: Annotated[int, Limits(1024)] = 16 << 20  #: of a request
-    template_s: _Wait = 2.0  #: time limit of a chat template
-    stream_heartbeat_s: Annotated[float, Limits(0.1, 3600.0)] = 5.0  #: between comments while a stream waits
+    start_s: _Wait = 180.0  #: seconds until a worker that is not ready is replaced
+    max_body_bytes: Annotated[int, Limits(1024)] = 16 << 20  #: the longest body of a request
+    template_s: _Wait = 2.0  #: seconds that a chat template may take
+    stream_heartbeat_s: Annotated[float, Limits(0.1, 3600.0)] = (
+        5.0  #: seconds between comments in a stream that waits
+    )
     turns: bool = True  #: busy models that do not fit together share a device by time
     #: Seconds after a request came in which its first token is due.
     first_token_target: Annotated[float, TARGET_LIMITS] = 0.5
@@ -138,9 +151,10 @@ class ServiceConfig:
     pace: Annotated[float, PACE_LIMITS] = 10.0
     #: The longest wait for a next token in seconds, however many were sent ahead.
     max_pause: Annotated[float, _PAUSE_LIMITS] = 1.5
-    #: Waiting for room for longer, a request has busy models drained for its own, if they cannot take turns.
+    #: Waiting for room for more seconds, a request has busy models drained for its own, if they cannot take
+    #: turns.
     patience_s: _Wait = 2.0
-    journal_bytes: Annotated[int, Limits(0)] = 256 << 20  #: of the newest events on disk
+    journal_bytes: Annotated[int, Limits(0)] = 256 << 20  #: how much is kept of the newest events on disk
     #: Web pages that may ask from a browser, by their origins, like "https://chat.example"; "*" is any, and
     #: counts only where API keys are asked for.
     allowed_origins: tuple[str, ...] = ()
@@ -162,16 +176,19 @@ class ModelConfig:
     """The settings of one deployed model, in its own table: [models.NAME]."""
 
     aliases: tuple[str, ...] = ()  #: other names that it answers to
-    context: Annotated[int | None, Limits(2)] = None  #: tokens; None: what it was made for
-    keep_alive: Annotated[float | None, _Spoken()] = None  #: None: that of the service
+    context: Annotated[int | None, Limits(2)] = (
+        None  #: tokens of prompt and answer; None: what it was made for
+    )
+    keep_alive: Annotated[float | None, _Spoken()] = None  #: as of the service, for this model
     pinned: bool = False  #: loaded when the service starts, and never evicted
     latency_weight: Annotated[float, Limits(0.001, 1000.0)] = 1.0  #: how much a second of its start matters
-    #: None: that of the service, as with the next two.
-    first_token_target: Annotated[float | None, TARGET_LIMITS] = None
-    pace: Annotated[float | None, PACE_LIMITS] = None
-    max_pause: Annotated[float | None, _PAUSE_LIMITS] = None
-    memory_floor_bytes: Annotated[int | None, Limits(1)] = None  #: of device memory, KV included
-    memory_ceiling_bytes: Annotated[int | None, Limits(1)] = None  #: likewise
+    first_token_target: Annotated[float | None, TARGET_LIMITS] = None  #: as of the service, for this model
+    pace: Annotated[float | None, PACE_LIMITS] = None  #: as of the service, for this model
+    max_pause: Annotated[float | None, _PAUSE_LIMITS] = None  #: as of the service, for this model
+    #: device memory that it is promised wherever it is loaded, KV included; None: what it needs to run
+    memory_floor_bytes: Annotated[int | None, Limits(1)] = None
+    #: the most device memory that it takes, KV included; None: no limit
+    memory_ceiling_bytes: Annotated[int | None, Limits(1)] = None
 
     def __post_init__(self) -> None:
         _check_section(self, "models.NAME")

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
+import termios
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,29 +14,61 @@ from hearth.cli.client import AnswerDelta, Client
 from tests.cli.fake_service import FakeService
 from tests.cli.shell import Hearth, Outcome
 
+CTRL_D = "\x04"
 ANSWER = "The sky is blue.\u2028Really."
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+class Terminal:
+    """A terminal at which lines are typed, the other end of what a command takes for its keyboard."""
+
+    def __init__(self) -> None:
+        self._keyboard, screen_side = os.openpty()
+        self.stdin = open(screen_side, encoding="utf-8")  # noqa: SIM115 - closed by `close`
+
+    def type(self, text: str) -> None:
+        os.write(self._keyboard, text.encode())
+
+    @property
+    def shows_typing(self) -> bool:
+        return bool(termios.tcgetattr(self.stdin.fileno())[3] & termios.ECHO)
+
+    def close(self) -> None:
+        self.stdin.close()
+        os.close(self._keyboard)
 
 
 class Talk:
     """`hearth chat` with lines from a pipe, or typed at a terminal."""
 
-    def __init__(self, hearth: Hearth, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, hearth: Hearth, service: FakeService, monkeypatch: pytest.MonkeyPatch, terminal: Terminal
+    ) -> None:
         self._hearth, self._service, self._monkeypatch = hearth, service, monkeypatch
+        self._terminal = terminal
 
     def __call__(self, *lines: str, flags: tuple[str, ...] = (), is_terminal: bool = False) -> Outcome:
         text = "".join(f"{line}\n" for line in lines)
-        self._monkeypatch.setattr("sys.stdin", Terminal(text) if is_terminal else io.StringIO(text))
+        if is_terminal:
+            self._terminal.type(text + CTRL_D)
+        self._monkeypatch.setattr("sys.stdin", self._terminal.stdin if is_terminal else io.StringIO(text))
         return self._hearth("chat", "smol", "--url", self._service.url, *flags)
 
 
 @pytest.fixture
-def talk(hearth: Hearth, data_dir: Path, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> Talk:
-    return Talk(hearth, service, monkeypatch)
+def terminal() -> Iterator[Terminal]:
+    with closing(Terminal()) as terminal:
+        yield terminal
+
+
+@pytest.fixture
+def talk(
+    hearth: Hearth,
+    data_dir: Path,
+    service: FakeService,
+    monkeypatch: pytest.MonkeyPatch,
+    terminal: Terminal,
+) -> Talk:
+    return Talk(hearth, service, monkeypatch, terminal)
 
 
 @pytest.fixture
@@ -106,3 +141,30 @@ def test_ctrl_c_stops_an_answer_and_what_was_said_counts(
     assert shown.code == 0
     assert "(stopped)" in shown.err
     assert messages(service)[1] == [("user", "one"), ("assistant", "The sky"), ("user", "two")]
+
+
+def test_what_is_typed_during_an_answer_is_shown_and_sent_after_it(
+    hearth: Hearth,
+    data_dir: Path,
+    service: FakeService,
+    terminal: Terminal,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole, was_shown = Client.chat, []
+
+    def typed_into(client: Client, *args: object) -> Iterator[AnswerDelta]:
+        for number, piece in enumerate(whole(client, *args)):  # type: ignore[arg-type]  # as it was called
+            was_shown.append(terminal.shows_typing)
+            if not number and len(messages(service)) == 1:
+                terminal.type(f"two\n{CTRL_D}")
+            yield piece
+
+    monkeypatch.setattr(Client, "chat", typed_into)
+    monkeypatch.setattr("sys.stdin", terminal.stdin)
+    terminal.type("one\n")
+
+    assert hearth("chat", "smol", "--url", service.url).code == 0
+
+    assert set(was_shown) == {False}
+    assert terminal.shows_typing
+    assert messages(service)[1] == [("user", "one"), ("assistant", ANSWER), ("user", "two")]

@@ -13,6 +13,7 @@ import pytest
 
 from hearth.cli import server
 from hearth.config import HearthConfig, ModelConfig, ServiceConfig
+from hearth.control import keys
 from hearth.control.datadir import DataDir, is_held
 from hearth.control.devices import Devices
 from hearth.control.gateway import Gateway
@@ -92,6 +93,26 @@ def test_settings_that_a_worker_refuses_as_it_starts_end_the_service(
     with pytest.raises(ConfigError, match="its device has 80 GiB"):
         server.run_service(config)
     assert not is_held(tmp_path / "data")
+
+
+def test_the_log_names_the_address_that_is_listened_on_and_the_url_to_ask_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    @asynccontextmanager
+    async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> AsyncIterator[Gateway]:
+        with closing(GatewayRig(data_dir)) as rig:
+            rig.supervisor.refusal = ConfigError("enough")
+            rig.supervisor.refused.set()
+            yield rig.gateway
+
+    monkeypatch.setattr(server, "running", running)
+    caplog.set_level("INFO", "hearth.cli.server")
+    keys.add(DataDir.open(tmp_path / "data").keys_path, "ada", "user")
+    port = free_port()
+    with pytest.raises(ConfigError, match="enough"):
+        server.run_service(service_at(("0.0.0.0", port), tmp_path / "data"))
+    (line,) = (message for message in caplog.messages if message.startswith("serving "))
+    assert f"listening=0.0.0.0:{port} url=http://127.0.0.1:{port} " in line
 
 
 def test_a_line_is_logged_once_where_standard_error_is_the_log(

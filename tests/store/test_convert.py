@@ -115,16 +115,15 @@ def test_tokenizer_files_come_along(tmp_path: Path) -> None:
     assert (tmp_path / "m" / "tokenizer.json").read_text() == '{"model": {}}'
 
 
-def test_progress_counts_to_the_end(tmp_path: Path) -> None:
+def test_progress_counts_from_nothing_to_the_end(tmp_path: Path) -> None:
     seen: list[Progress] = []
 
     manifest = convert(
         build("llama-gqa").directory, tmp_path / "m", chunk_bytes=CHUNK_BYTES, on_progress=seen.append
     )
 
-    assert [progress.done_bytes for progress in seen] == [
-        manifest.chunk_range(index).end for index in range(len(manifest.chunks))
-    ]
+    ends = [manifest.chunk_range(index).end for index in range(len(manifest.chunks))]
+    assert [progress.done_bytes for progress in seen] == [0, *ends]
     assert {progress.total_bytes for progress in seen} == {manifest.num_bytes}
 
 

@@ -73,14 +73,14 @@ def test_tensors_lie_at_their_offsets_with_zeros_between(tmp_path: Path) -> None
     assert [len(part) for part in parts] == [8192, 8192, 8192, 4096]
 
 
-def test_progress_counts_to_the_end(tmp_path: Path) -> None:
+def test_progress_counts_from_nothing_to_the_end(tmp_path: Path) -> None:
     packed = _packed()
     seen: list[Progress] = []
 
     with staged(tmp_path / "m", 28672) as staging:
         staging.write_weights(packed, 28672, CHUNK_BYTES, seen.append)
 
-    assert seen == [Progress(done, 28672) for done in (8192, 16384, 24576, 28672)]
+    assert seen == [Progress(done, 28672) for done in (0, 8192, 16384, 24576, 28672)]
 
 
 def test_nothing_but_the_model_is_left(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from rich.text import Text
 # Each adds its commands to the application, in the order of the help.
 from hearth.cli import run, chat, demo, deploy, explain, keys, doctor, convert, upgrade, serve, ps, simulate  # noqa: F401  # isort: skip
 from hearth.cli.console import app, err
+from hearth.cli.help import command_of
 from hearth.errors import ConfigError, HearthError, ModelError, RequestError, Unreached
 from hearth.version import hearth_version
 
@@ -22,7 +23,7 @@ from hearth.version import hearth_version
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command. Exit codes: 0 done, 1 failed, 2 wrong input, 3 not there, 130 interrupted."""
     try:
-        app(argv, prog_name="hearth")
+        command_of(app)(argv, prog_name="hearth")
     except HearthError as error:
         _complain(str(error))
         sys.exit(_code(error))

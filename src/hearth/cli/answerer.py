@@ -22,7 +22,7 @@ from hearth.cli.console import (
     err,
     existing,
     is_place,
-    log_to_terminal,
+    log_beside_answer,
     named,
     refuse_url,
 )
@@ -158,7 +158,7 @@ def answerer_of(
 
 @contextmanager
 def _loaded(where: str, config: HearthConfig, options: LocalOptions) -> Iterator[LocalAnswerer]:
-    log_to_terminal(config)
+    log_beside_answer(config)
     with err.status(f"loading {where}"):
         from hearth.llm import LLM
 

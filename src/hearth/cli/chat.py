@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import termios
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -84,7 +85,8 @@ def _talk(
                 continue
         conversation: list[Message] = [*messages, {"role": "user", "content": line.strip()}]
         try:
-            answer = _answer(answerer, conversation, params)
+            with _unechoed() if is_terminal else nullcontext():
+                answer = _answer(answerer, conversation, params)
         except HearthError as error:
             if not is_terminal:
                 raise
@@ -105,6 +107,20 @@ def _answer(answerer: Answerer, messages: list[Message], params: SamplingParams)
         err.print(Text(" (stopped)", style="dim"), end="")
     typer.echo()
     return "".join(texts)
+
+
+@contextmanager
+def _unechoed() -> Iterator[None]:
+    """Hide what is typed while an answer is printed; the next prompt shows and reads it."""
+    file = sys.stdin.fileno()
+    before = termios.tcgetattr(file)
+    silent = [*before]
+    silent[3] &= ~termios.ECHO  # of the local modes; Ctrl-C still interrupts
+    termios.tcsetattr(file, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(file, termios.TCSANOW, before)
 
 
 def _lines(is_terminal: bool) -> Iterator[str]:

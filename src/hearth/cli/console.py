@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from hearth.cli.help import HELP_FLAGS
 from hearth.config import HearthConfig, load
 from hearth.errors import ConfigError, ModelError, UnknownModel
 
@@ -31,6 +32,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": HELP_FLAGS},
 )
 out = Console()
 err = Console(stderr=True)
@@ -48,6 +50,9 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
 
+
+#: For the help of options, where the choices in one word are too long for the column.
+SPELLED_DTYPES = "auto, float32, float16 or bfloat16"
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings in TOML.")]
 Settings = Annotated[
@@ -148,6 +153,12 @@ def configured(
 
 def log_to_terminal(config: HearthConfig) -> None:
     logging.basicConfig(level=config.log.level.upper(), format=LOG_FORMAT)
+
+
+def log_beside_answer(config: HearthConfig) -> None:
+    """Log to a terminal where an answer is read: only what is wrong, unless debugging is asked for."""
+    level = "warning" if config.log.level == "info" else config.log.level
+    logging.basicConfig(level=level.upper(), format=LOG_FORMAT)
 
 
 def _setting(text: str) -> tuple[str, object]:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from hearth.cli.console import (
     DEFAULT_DATA_DIR,
+    SPELLED_DTYPES,
     ApiKey,
     AsJson,
     DataDirectory,
@@ -81,7 +82,11 @@ def convert(
     source: SourcePath,
     dest: DestPath,
     dtype: Annotated[
-        Dtype, typer.Option(help="auto keeps the dtype of the source, bfloat16 for quantised GGUF.")
+        Dtype,
+        typer.Option(
+            metavar="DTYPE",
+            help=f"{SPELLED_DTYPES}; auto keeps that of the source, bfloat16 for quantised GGUF.",
+        ),
     ] = Dtype.AUTO,
     quant: Annotated[Quant, typer.Option(help="Store the weights of linears in eight bits.")] = Quant.NONE,
     force: Annotated[bool, typer.Option("--force", help="Replace a model that is there already.")] = False,

@@ -40,7 +40,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=128)
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 1.0
 
 
-@app.command(hidden=True)
+@app.command(rich_help_panel="Questions")
 def demo(
     port: Annotated[int, typer.Option(help="Where to serve; DEMO_PORT of `make demo`.")] = 8000,
     once: Annotated[bool, typer.Option("--once", help="End after the answer.")] = False,

@@ -15,6 +15,7 @@ from hearth.cli import local_models
 from hearth.cli.client import Client
 from hearth.cli.console import (
     DEFAULT_DATA_DIR,
+    SPELLED_DTYPES,
     ApiKey,
     AsJson,
     DataDirectory,
@@ -48,7 +49,8 @@ def deploy(
     ],
     name: Annotated[str | None, typer.Option(help="To ask for it by; by default that of SOURCE.")] = None,
     dtype: Annotated[
-        Dtype, typer.Option(help="auto: float32 for a CPU, else that of the source.")
+        Dtype,
+        typer.Option(metavar="DTYPE", help=f"{SPELLED_DTYPES}; auto: float32 on a CPU, else the source's."),
     ] = Dtype.AUTO,
     quant: Annotated[Quant, typer.Option(help="Store the weights of linears in eight bits.")] = Quant.NONE,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model of that name.")] = False,

@@ -103,7 +103,7 @@ def add(
 
       hearth keys add support-1 --group support
 
-      hearth keys add ada --rpm 60 --tpm 100000 --concurrent 4 --models smollm2,qwen3
+      hearth keys add ada --rpm 60 --tpm 100000 --concurrent 4 --models smollm2
 
       hearth keys add nightly --class batch
 

@@ -6,7 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeElapsedColumn, TransferSpeedColumn
+from rich.console import RenderableType
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
+from rich.text import Text
 
 from hearth.cli.console import err
 
@@ -16,13 +26,24 @@ class Advance(Protocol):
         """Show so many bytes; `what` is done now, None: the same as before."""
 
 
+class _OnceTotalKnown(ProgressColumn):
+    """A column that is empty while nobody knows how many bytes there are."""
+
+    def __init__(self, column: ProgressColumn) -> None:
+        super().__init__()
+        self._column = column
+
+    def render(self, task: Task) -> RenderableType:
+        return Text() if task.total is None else self._column.render(task)
+
+
 @contextmanager
 def bar(title: str) -> Iterator[Advance]:
     columns = (
         "{task.description}",
         BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+        _OnceTotalKnown(DownloadColumn()),
+        _OnceTotalKnown(TransferSpeedColumn()),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as shown:

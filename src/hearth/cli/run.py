@@ -14,6 +14,7 @@ from rich.text import Text
 from hearth.cli.answerer import Answerer, LocalOptions, answerer_of
 from hearth.cli.console import (
     DEFAULT_DATA_DIR,
+    SPELLED_DTYPES,
     ApiKey,
     AsJson,
     ConfigFile,
@@ -48,7 +49,9 @@ def run(
     model: NameOrPlace,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to ask; - reads standard input.")],
     device: Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")] = Device.AUTO,
-    dtype: Annotated[Dtype, typer.Option(help="auto takes what suits model and device.")] = Dtype.AUTO,
+    dtype: Annotated[
+        Dtype, typer.Option(metavar="DTYPE", help=f"{SPELLED_DTYPES}; auto suits model and device.")
+    ] = Dtype.AUTO,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.7,
     seed: Annotated[int | None, typer.Option(help="Repeats an answer exactly.")] = None,

@@ -94,7 +94,13 @@ async def _serve(
         announced = ServiceFile(os.getpid(), url, gateway.instance_id, str(gateway.keys.path.absolute()))
         data_dir.announce(announced, gateway.admin_token)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        log.info("serving url=%s workers=%d device=%s", url, devices.num_workers, devices.kind)
+        log.info(
+            "serving listening=%s url=%s workers=%d device=%s",
+            _address(*listener.getsockname()[:2]),
+            url,
+            devices.num_workers,
+            devices.kind,
+        )
         on_ready(url, gateway)
         signalled = asyncio.create_task(signals.get())
         refused = asyncio.create_task(gateway.refused())
@@ -171,6 +177,10 @@ def _log_file(path: Path) -> Iterator[None]:
 
 
 def _url_of(listener: socket.socket) -> str:
+    """Return the URL by which commands on this machine reach the service."""
     host, port = listener.getsockname()[:2]
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+    return f"http://{_address({'0.0.0.0': '127.0.0.1', '::': '::1'}.get(host, host), port)}"
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -34,7 +34,8 @@ DRAWN_S = 600.0
 @app.command(rich_help_panel="This machine")
 def simulate(
     trace: Annotated[
-        str, typer.Option("--trace", metavar="FILE|poisson:RATE|gamma:RATE:CV", help="What arrives.")
+        str,
+        typer.Option("--trace", metavar="TRACE", help="What arrives: a file, poisson:RATE or gamma:RATE:CV."),
     ],
     models: Annotated[
         str, typer.Option("--models", metavar="SHAPES", help="Such as 1b,7b,3b or 7b*40.")
@@ -42,7 +43,12 @@ def simulate(
     workers: Annotated[int, typer.Option("--workers", min=1, help="Devices.")] = 1,
     memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="Of each worker.")] = "24GiB",
     policy: Annotated[
-        Policy, typer.Option("--policy", help="How models that do not fit together share a worker.")
+        Policy,
+        typer.Option(
+            "--policy",
+            metavar="POLICY",
+            help="How models that do not fit together share a worker: turns, drain or one-at-a-time.",
+        ),
     ] = Policy.TURNS,
     profile: Annotated[
         str,
@@ -87,9 +93,9 @@ def simulate(
 
     [bold]Examples[/bold]
 
-      hearth simulate --trace arena.csv --models 1b,7b,3b,1b --length 240 --speed 3
+      hearth simulate --trace arena.csv --models 1b,7b,3b --length 240 --speed 3
 
-      hearth simulate --trace poisson:2 --models "7b*10" --memory 120GiB --policy drain
+      hearth simulate --trace poisson:2 --models "7b*10" --policy drain
 
       hearth simulate --trace gamma:2:4 --models "3b*20" --workers 4 --json
     """

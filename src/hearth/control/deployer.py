@@ -163,6 +163,7 @@ def _in_place(directory: Path, data_dir: DataDir, on_progress: OnProgress) -> _P
 def _convert(
     path: Path, name: str, order: DeployOrder, data_dir: DataDir, on_progress: OnProgress
 ) -> _Placed:
+    on_progress("opening", 0, _count_bytes(path))
     from hearth.store.convert import convert  # loads torch, which takes seconds and not every order needs
 
     _check_tokenizer(path)
@@ -176,6 +177,12 @@ def _convert(
         on_progress=lambda progress: on_progress("converting", progress.done_bytes, progress.total_bytes),
     )
     return _Placed(str(place), place, manifest, is_new=True)
+
+
+def _count_bytes(path: Path) -> int:
+    """Return the bytes of a source's files, by which a reader can tell a long wait from a short one."""
+    files = path.iterdir() if path.is_dir() else (path,)
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _check_tokenizer(path: Path) -> None:
@@ -199,13 +206,15 @@ class _Reporter:
         self._file = os.fdopen(os.dup(1), "wb", buffering=0)
         os.dup2(2, 1)  # whatever else is printed must not stand between the lines
         self._reported_s = -_REPORT_EVERY_S
+        self._phase = ""
         self._lock = threading.Lock()
 
     def progress(self, phase: str, done_bytes: int, total_bytes: int) -> None:
         with self._lock:
             now_s = time.monotonic()
-            if now_s - self._reported_s >= _REPORT_EVERY_S or done_bytes == total_bytes > 0:
-                self._reported_s = now_s
+            is_news = phase != self._phase or done_bytes == total_bytes > 0
+            if is_news or now_s - self._reported_s >= _REPORT_EVERY_S:
+                self._reported_s, self._phase = now_s, phase
                 self.write(event="progress", phase=phase, done_bytes=done_bytes, total_bytes=total_bytes)
 
     def write(self, **fields: object) -> None:

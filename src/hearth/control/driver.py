@@ -324,7 +324,11 @@ class Driver:
             case messages.ModelLoaded(model):
                 self._observer.load_ended(now_s, worker, fact)
                 rungs = tuple(events.RungUse(use.rung, use.num_bytes, use.seconds) for use in fact.rungs)
-                self.post(events.ModelReady(now_s, worker, model, rungs, fact.total_s, fact.ahead_bytes))
+                self.post(
+                    events.ModelReady(
+                        now_s, worker, model, rungs, fact.total_s, fact.ahead_bytes, fact.shared_bytes
+                    )
+                )
             case messages.HostingFailed(model):
                 self._failures[model] = fact.label
                 del self._hostings[worker, model]

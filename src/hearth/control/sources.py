@@ -178,6 +178,7 @@ def _download(source: HubSource, where: Path, on_bytes: OnBytes) -> str:
         total_bytes = sum(sizes[name] for name in wanted)
         _check_room(where.parent, min(missing_bytes, total_bytes), source)
         _remove_others(where, wanted)
+        on_bytes(0, total_bytes)
         snapshot_download(
             source.repo_id,
             revision=found[0].commit_hash,  # what was looked at, whatever is pushed meanwhile

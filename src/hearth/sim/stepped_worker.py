@@ -338,8 +338,9 @@ class SteppedWorker:
         seconds = load.num_bytes / self._profile.bytes_per_s[Rung.HOST]
         self.bytes_moved += load.num_bytes
         self.bus_s += seconds
-        self.reclaimer.costs.moved(Rung.HOST, load.num_bytes, seconds)
-        self.reclaimer.costs.loaded(model, {Rung.HOST: load.num_bytes})
+        self.reclaimer.costs.learn_load(
+            model, {Rung.HOST: load.num_bytes}, {Rung.HOST: seconds}, total_s=seconds
+        )
         self.reclaimer.policy.room_may_have_come()
         if load.is_front:
             if self._is_in_turn(model):  # as it is now

@@ -218,9 +218,9 @@ class SimulatedWorker:
         """Have all weights of a model there, the missing ones from these rungs."""
         replica = self.replicas[model]
         replica.is_loading, replica.is_ready, replica.missing_bytes = False, True, 0
-        for use in uses:
-            self._costs.moved(use.rung, use.num_bytes, use.seconds)
-        self._costs.loaded(model, {use.rung: use.num_bytes for use in uses})
+        bytes_by_rung = {use.rung: use.num_bytes for use in uses}
+        busy_s_by_rung = {use.rung: use.seconds for use in uses}
+        self._costs.learn_load(model, bytes_by_rung, busy_s_by_rung, sum(busy_s_by_rung.values()))
 
     def finish_run(self, request_id: RequestId, model: ModelId) -> None:
         """Free the slot of a request that is done."""

@@ -117,6 +117,8 @@ def _digests(
     """Yield the digest of every chunk, those that are noted first."""
     known = _noted(old, notes)
     done_bytes, total_bytes = sum(sizes[: len(known)]), sum(sizes)
+    if on_progress is not None:
+        on_progress(Progress(done_bytes, total_bytes))
     yield from known
     with ExitStack() as stack:
         read = read_chunk or stack.enter_context(_Weights(old.directory / WEIGHTS))

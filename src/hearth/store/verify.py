@@ -92,6 +92,8 @@ def _check_weights(
     try:
         indices = range(len(manifest.chunks))
         results = threads.map(lambda index: _check_chunk(file, manifest, index), indices)
+        if on_progress is not None:
+            on_progress(Progress(0, manifest.num_bytes))
         for index, checked in zip(indices, results, strict=True):
             xxh3.append(checked.xxh3)
             if checked.reason is not None:

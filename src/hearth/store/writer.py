@@ -84,6 +84,8 @@ class Staging:
         chunks: list[Chunk] = []
         xxh3: list[str] = []
         done_bytes = 0
+        if on_progress is not None:
+            on_progress(Progress(0, num_bytes))
         with self._create(WEIGHTS) as file:
             for data in _cut(_padded(tensors), chunk_bytes):
                 self._write(file, data)

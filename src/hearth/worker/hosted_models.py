@@ -262,10 +262,12 @@ class HostedModels:
     def _announced(self, loaded: ModelLoaded | None) -> ModelLoaded | None:
         if loaded is not None:
             log.info("model_loaded model=%s load_s=%.3f", loaded.model, loaded.total_s)
-            costs = self.reclaimer.reload_costs
-            for use in loaded.rungs:
-                costs.moved(use.rung, use.num_bytes, use.seconds)
-            costs.loaded(loaded.model, {use.rung: use.num_bytes for use in loaded.rungs})
+            self.reclaimer.reload_costs.learn_load(
+                loaded.model,
+                {use.rung: use.num_bytes for use in loaded.rungs},
+                {use.rung: use.seconds for use in loaded.rungs},
+                None if loaded.ahead_bytes or loaded.shared_bytes else loaded.total_s,
+            )
             self.reclaimer.policy.room_may_have_come()
             self.turns.loaded(loaded.model)
         return loaded

@@ -305,6 +305,18 @@ def test_the_load_estimate_follows_the_rungs_and_their_measured_speed() -> None:
     assert dispatch.options[0].load_s == pytest.approx(10 / 60 + 15 / 10 + 5 / 1)
 
 
+@pytest.mark.parametrize(("ahead_bytes", "expected_s"), [(0, 5.0), (20 << 30, 2.0)])
+def test_the_load_estimate_follows_what_a_whole_load_took(ahead_bytes: int, expected_s: float) -> None:
+    desk = Desk(BrainConfig(priors={Rung.HOST: 20e9, Rung.DISK: 2e9, Rung.OBJECT: 1e9}))
+    desk.deploy(profile("a", 30 << 30), profile("b", 30 << 30))
+    desk.join("w1", 200 << 30)
+    desk.ask("r1", "a")
+    uses = (RungUse(Rung.DISK, 30 << 30, 2.0),)
+    step(desk.fleet, ModelReady(0.0, WorkerId("w1"), ModelId("a"), uses, 5.0, ahead_bytes))
+    (dispatch,) = of(Dispatch, desk.ask("r2", "b"))
+    assert dispatch.options[0].load_s == pytest.approx(expected_s)
+
+
 def test_a_load_under_way_costs_what_is_still_missing() -> None:
     config = BrainConfig(priors={Rung.HOST: 20.0, Rung.DISK: 10.0, Rung.OBJECT: 1.0})
     desk = desk_with("a", config=config)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.policy.memory.reload_cost import (
     MIN_DUE_S,
+    MIN_TELLING_BYTES,
     PRIOR_BYTES_PER_S,
     DeviceReloadCosts,
     ReloadCosts,
@@ -49,6 +53,69 @@ def test_what_a_rung_has_shown_replaces_what_was_assumed() -> None:
     assert costs.load_s(50, None) == pytest.approx(1.0)
 
 
+#: Bytes by rung and the seconds that each was busy, of loads that are large enough to tell.
+RUNG_USES = st.dictionaries(
+    st.sampled_from(list(Rung)),
+    st.tuples(st.integers(MIN_TELLING_BYTES, 10**12), st.floats(0.001, 1e3)),
+    min_size=1,
+)
+WHOLE_S = st.floats(0.001, 1e4)
+
+
+def learn(costs: ReloadCosts, uses: dict[Rung, tuple[int, float]], total_s: float | None) -> dict[Rung, int]:
+    """Teach one load and return its bytes by rung."""
+    bytes_by_rung = {rung: num_bytes for rung, (num_bytes, _) in uses.items()}
+    costs.learn_load(bytes_by_rung, {rung: seconds for rung, (_, seconds) in uses.items()}, total_s)
+    return bytes_by_rung
+
+
+def test_a_load_that_takes_longer_than_its_rung_is_busy_is_expected_to_again() -> None:
+    costs = ReloadCosts(PRIORS)
+    learn(costs, {Rung.DISK: (538_000_000, 0.308)}, total_s=0.994)
+    assert costs.load_s(538_000_000, {Rung.DISK: 538_000_000}) == pytest.approx(0.994)
+    assert costs.load_s(269_000_000, None) == pytest.approx(0.497)
+
+
+@given(RUNG_USES, WHOLE_S)
+def test_after_one_load_the_same_one_is_expected_to_take_as_long(
+    uses: dict[Rung, tuple[int, float]], total_s: float
+) -> None:
+    costs = ReloadCosts(PRIORS)
+    bytes_by_rung = learn(costs, uses, total_s)
+    assert costs.load_s(sum(bytes_by_rung.values()), bytes_by_rung) == pytest.approx(total_s)
+
+
+@given(st.lists(st.tuples(st.integers(MIN_TELLING_BYTES, 10**11), WHOLE_S), min_size=1), WHOLE_S)
+def test_an_estimate_lies_within_what_loads_took_and_only_nears_one_that_repeats(
+    loads: list[tuple[int, float]], again_s: float
+) -> None:
+    costs = ReloadCosts(PRIORS)
+    for num_bytes, total_s in loads:
+        learn(costs, {Rung.DISK: (num_bytes, 0.5)}, total_s)
+        byte_s = 1 / costs.bytes_per_s(Rung.DISK)
+        assert byte_s >= min(seconds / size for size, seconds in loads) * (1 - 1e-9)
+        assert byte_s <= max(seconds / size for size, seconds in loads) * (1 + 1e-9)
+    errors_s = []
+    for _ in range(5):
+        errors_s.append(costs.load_s(10**9, None) - again_s)
+        learn(costs, {Rung.DISK: (10**9, 0.5)}, again_s)
+    assert all(abs(later) <= abs(sooner) + 1e-6 for sooner, later in pairwise(errors_s))
+    assert all(later * sooner >= -1e-6 for sooner, later in pairwise(errors_s)), "it swings past the truth"
+
+
+@given(RUNG_USES, WHOLE_S, st.booleans())
+def test_a_load_that_came_in_part_elsewhen_or_is_small_tells_only_how_long_rungs_were_busy(
+    uses: dict[Rung, tuple[int, float]], total_s: float, is_small: bool
+) -> None:
+    costs, plain = ReloadCosts(PRIORS), ReloadCosts(PRIORS)
+    if is_small:
+        uses = {rung: (MIN_TELLING_BYTES // 4, seconds) for rung, (_, seconds) in uses.items()}
+    learn(costs, uses, total_s if is_small else None)
+    for rung, (num_bytes, seconds) in uses.items():
+        plain.moved(rung, num_bytes, seconds)
+        assert costs.bytes_per_s(rung) == plain.bytes_per_s(rung)
+
+
 @given(SIZES, SIZES, SIZES, SIZES)
 def test_more_on_a_near_rung_never_makes_a_load_longer(
     num_bytes: int, host_bytes: int, disk_bytes: int, more_bytes: int
@@ -87,20 +154,25 @@ def device(*asked_s: float) -> DeviceReloadCosts:
     return costs
 
 
+def come(costs: DeviceReloadCosts, model: ModelId, bytes_by_rung: Mapping[Rung, int]) -> None:
+    """Have a model come from some rungs, faster than the clock could tell: their speeds stay as assumed."""
+    costs.learn_load(model, bytes_by_rung, dict.fromkeys(bytes_by_rung, 0.0), None)
+
+
 def test_a_byte_that_came_from_disk_is_dearer_on_a_device_than_one_from_host_memory() -> None:
     costs = device(0.0)
-    costs.loaded(A, {Rung.DISK: 100})
-    costs.loaded(B, {Rung.HOST: 100})
+    come(costs, A, {Rung.DISK: 100})
+    come(costs, B, {Rung.HOST: 100})
     ratio = costs.cost_s_per_byte(A, 1.0) / costs.cost_s_per_byte(B, 1.0)
     assert ratio == pytest.approx(PRIOR_BYTES_PER_S[Rung.HOST] / PRIOR_BYTES_PER_S[Rung.DISK])
 
 
 def test_a_load_that_took_no_bytes_changes_no_price() -> None:
     costs = device(0.0)
-    costs.loaded(A, {Rung.DISK: 100})
+    come(costs, A, {Rung.DISK: 100})
     before = costs.cost_s_per_byte(A, 1.0)
-    costs.loaded(A, {})
-    costs.loaded(A, {Rung.HOST: 0})
+    come(costs, A, {})
+    come(costs, A, {Rung.HOST: 0})
     assert costs.cost_s_per_byte(A, 1.0) == before
 
 
@@ -113,15 +185,15 @@ def test_a_weighty_model_is_dearer_on_a_device() -> None:
 def test_a_forgotten_model_is_worth_nothing_on_a_device() -> None:
     costs = device(0.0)
     costs.hosted(A, 3.0)
-    costs.loaded(A, {Rung.OBJECT: 10})
+    come(costs, A, {Rung.OBJECT: 10})
     costs.forget(A)
     assert costs.cost_s_per_byte(A, 1.0) == 0.0
 
 
 def test_a_paused_model_costs_the_more_the_sooner_it_is_due_and_the_slower_it_comes() -> None:
     costs = device(0.0)
-    costs.loaded(A, {Rung.DISK: 100})
-    costs.loaded(B, {Rung.HOST: 100})
+    come(costs, A, {Rung.DISK: 100})
+    come(costs, B, {Rung.HOST: 100})
     assert costs.paused_cost_s_per_byte(A, 2.0) == pytest.approx(costs.load_s_per_byte(A) / 2)
     assert costs.paused_cost_s_per_byte(A, 1.0) > costs.paused_cost_s_per_byte(B, 1.0)
     assert costs.paused_cost_s_per_byte(A, 0.0) == costs.paused_cost_s_per_byte(A, MIN_DUE_S) > 0
@@ -137,9 +209,9 @@ def test_a_paused_model_that_is_due_later_never_costs_more(due_in_s: float, late
 @given(st.dictionaries(st.sampled_from(list(Rung)), st.integers(0, 10**12)))
 def test_a_byte_costs_between_the_nearest_and_the_farthest_rung(bytes_by_rung: dict[Rung, int]) -> None:
     costs, nearest, farthest = device(0.0), device(0.0), device(0.0)
-    costs.loaded(A, bytes_by_rung)
-    nearest.loaded(A, {Rung.HOST: 1})
-    farthest.loaded(A, {Rung.OBJECT: 1})
+    come(costs, A, bytes_by_rung)
+    come(nearest, A, {Rung.HOST: 1})
+    come(farthest, A, {Rung.OBJECT: 1})
     cost_s = costs.cost_s_per_byte(A, 1.0)
     assert nearest.cost_s_per_byte(A, 1.0) * (1 - 1e-9) <= cost_s
     assert cost_s <= farthest.cost_s_per_byte(A, 1.0) * (1 + 1e-9)

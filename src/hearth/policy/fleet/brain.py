@@ -296,8 +296,9 @@ def _record_progress(fleet: Fleet, worker: WorkerId, model: ModelId, num_bytes: 
 
 
 def _record_ready(fleet: Fleet, event: ModelReady) -> list[Action]:
-    for use in event.rungs:
-        fleet.estimates.reload.moved(use.rung, use.num_bytes, use.seconds)
+    bytes_by_rung = {use.rung: use.num_bytes for use in event.rungs}
+    busy_s_by_rung = {use.rung: use.seconds for use in event.rungs}
+    fleet.estimates.reload.learn_load(bytes_by_rung, busy_s_by_rung, event.whole_s)
     replica = _find_replica(fleet, event.worker, event.model)
     if replica is None:  # It was evicted meanwhile.
         return []

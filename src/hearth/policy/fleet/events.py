@@ -183,6 +183,12 @@ class ModelReady:
     rungs: tuple[RungUse, ...]
     total_s: float  #: of the load that ended now
     ahead_bytes: int = 0  #: of those of the rungs, that came before it, ahead of the model's turn
+    shared_bytes: int = 0  #: besides those of the rungs: another load was reading them already
+
+    @property
+    def whole_s(self) -> float | None:
+        """The time in which the bytes of the rungs came, and no others; None: it is not known."""
+        return None if self.ahead_bytes or self.shared_bytes else self.total_s
 
 
 @dataclass(frozen=True, slots=True)

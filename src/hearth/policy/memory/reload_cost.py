@@ -23,6 +23,8 @@ PRIOR_BYTES_PER_S: Mapping[Rung, float] = MappingProxyType(
 MIN_DUE_S = 0.05
 #: What was moved this many bytes ago counts half as much as what is moved now.
 HALF_LIFE_BYTES = 4 << 30
+#: A smaller load spends most of its time on beginning, so that its whole time says little about bytes.
+MIN_TELLING_BYTES = 64 << 20
 
 
 def reload_cost(p_wanted: float, load_s: float, weight: float) -> float:
@@ -35,6 +37,25 @@ def reload_cost(p_wanted: float, load_s: float, weight: float) -> float:
     """
     assert load_s >= 0, f"a load takes no negative time: {load_s=}"
     return p_wanted * load_s * weight
+
+
+def share_load_time(
+    bytes_by_rung: Mapping[Rung, int], busy_s_by_rung: Mapping[Rung, float], total_s: float | None
+) -> Mapping[Rung, float]:
+    """Share the time of a load out among the rungs that delivered to it, each by how long it was busy.
+
+    A rung is not all that a load waits for: on a CPU, copying takes longer than reading does. Rungs that are
+    busy at the same time take less together than one after the other.
+
+    Args:
+        bytes_by_rung: what each rung delivered.
+        busy_s_by_rung: for how long each was busy with that.
+        total_s: the time of the whole load; None: not all of the bytes came within it.
+    """
+    busy_s = sum(busy_s_by_rung.values())
+    if total_s is None or busy_s <= 0 or sum(bytes_by_rung.values()) < MIN_TELLING_BYTES:
+        return busy_s_by_rung
+    return {rung: total_s * seconds / busy_s for rung, seconds in busy_s_by_rung.items()}
 
 
 class RunningRate:
@@ -86,6 +107,16 @@ class ReloadCosts:
         """Learn from one transfer how fast a rung delivers."""
         self._rates[rung].add(num_bytes, seconds)
 
+    def learn_load(
+        self,
+        bytes_by_rung: Mapping[Rung, int],
+        busy_s_by_rung: Mapping[Rung, float],
+        total_s: float | None,
+    ) -> None:
+        """Learn from one load how fast rungs deliver to a device; arguments as of `share_load_time`."""
+        for rung, seconds in share_load_time(bytes_by_rung, busy_s_by_rung, total_s).items():
+            self.moved(rung, bytes_by_rung[rung], seconds)
+
     def bytes_per_s(self, rung: Rung) -> float:
         """Return the running average of what a rung delivered, or its prior before the first transfer."""
         return self._rates[rung].bytes_per_s or self._priors[rung]
@@ -135,12 +166,18 @@ class DeviceReloadCosts:
         """Count a request for the model."""
         self._costs.asked(model, now_s)
 
-    def moved(self, rung: Rung, num_bytes: int, seconds: float) -> None:
-        """Learn from one transfer how fast a rung delivers."""
-        self._costs.moved(rung, num_bytes, seconds)
+    def learn_load(
+        self,
+        model: ModelId,
+        bytes_by_rung: Mapping[Rung, int],
+        busy_s_by_rung: Mapping[Rung, float],
+        total_s: float | None,
+    ) -> None:
+        """Learn from one load how fast rungs deliver, and whence the model comes.
 
-    def loaded(self, model: ModelId, bytes_by_rung: Mapping[Rung, int]) -> None:
-        """Note from which rungs a load of the model took its bytes; one that took none says nothing."""
+        Arguments are those of `share_load_time`. A load that took no bytes says nothing.
+        """
+        self._costs.learn_load(bytes_by_rung, busy_s_by_rung, total_s)
         num_bytes = sum(bytes_by_rung.values())
         if num_bytes > 0:
             self._shares[model] = {rung: part / num_bytes for rung, part in bytes_by_rung.items()}

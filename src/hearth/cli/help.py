@@ -1,0 +1,39 @@
+"""Help as people read it: paragraphs fill the width, and a flag that takes no value names no type.
+
+Wraps Typer's commands; the texts are the docstrings of the commands.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import typer
+from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.main import get_command
+
+HELP_FLAGS = ["-h", "--help"]
+
+
+def command_of(app: typer.Typer) -> TyperCommand | TyperGroup:
+    """Return the application as one command, the help of all its commands tidied."""
+    command = get_command(app)
+    assert isinstance(command, TyperCommand | TyperGroup), f"Typer made another: {type(command)}"
+    _tidy(command)
+    return command
+
+
+def _tidy(command: TyperCommand | TyperGroup) -> None:
+    command.help = _filled(command.help or "")
+    context = typer.Context(command, help_option_names=HELP_FLAGS)
+    for parameter in command.get_params(context):
+        if isinstance(parameter, TyperOption) and parameter.is_flag and parameter.metavar is None:
+            parameter.metavar = ""
+    for child in command.commands.values() if isinstance(command, TyperGroup) else ():
+        assert isinstance(child, TyperCommand | TyperGroup), f"Typer made another: {type(child)}"
+        _tidy(child)
+
+
+def _filled(text: str) -> str:
+    """Return a text whose paragraphs have no line ends of their own; indented lines stay as they are."""
+    return re.sub(r"(?<=\S)\n(?=\S)", " ", inspect.cleandoc(text))
