@@ -105,6 +105,10 @@ class Metrics:
         self.requests = self._counter("hearth_requests", "Requests that ended.", "outcome")
         self.prompt_tokens = self._counter("hearth_prompt_tokens", "Tokens of prompts that were taken.")
         self.output_tokens = self._counter("hearth_output_tokens", "Tokens of answers.")
+        self.late_text_tokens = self._counter(
+            "hearth_late_text_tokens",
+            "Tokens whose text was made behind others', as their request's takes long.",
+        )
         self.evictions = self._counter("hearth_evictions", "Models that had to make room.")
         self.workers_lost = self._counter("hearth_workers_lost", "Workers that died or were killed.")
         self.resumes = self._counter("hearth_resumes", "Requests that went on on another worker.")

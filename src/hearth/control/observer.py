@@ -205,6 +205,11 @@ class Observer:
         self._metrics.output_tokens.inc(num_tokens)
         self._metrics.step.observe(step.step_s)
 
+    def made_late_text(self, num_tokens: int) -> None:
+        """Note tokens whose text was made behind that of others, after their step was noted."""
+        self._metrics.output_tokens.inc(num_tokens)
+        self._metrics.late_text_tokens.inc(num_tokens)
+
     def delivered(self, now_s: float, request_id: RequestId) -> None:
         """Note a token that a client was given."""
         timeline = self._active[request_id]
