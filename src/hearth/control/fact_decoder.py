@@ -28,7 +28,7 @@ from hearth import wire
 from hearth.control.active_request import ActiveRequest
 from hearth.control.crash import end_process, frames_of
 from hearth.control.generation import TokenDelta
-from hearth.control.late_text import LateText, Row
+from hearth.control.late_text import LateText, TokenRow
 from hearth.control.worker_link import WorkerLink
 from hearth.errors import ServiceError
 from hearth.messages import Fact, HostingFailed, RunFailed, StepDone
@@ -166,7 +166,7 @@ class FactDecoder:
             if request is None or request.is_complete:
                 continue  # it was cancelled, or a stop string ended it
             logprobs = None if step.logprobs is None else step.logprobs[index]
-            row = Row(request, token, logprobs, step.finished.get(run))
+            row = TokenRow(request, token, logprobs, step.finished.get(run))
             if request.text_s > MAX_TEXT_S or self._late.has(run):
                 self._late.add(link, run, row)
             else:
@@ -180,7 +180,7 @@ class FactDecoder:
             self._add_text(late.row, texts)
             self._on_loop(partial(self._deliver, DecodedLate(late.link, texts)))
 
-    def _add_text(self, row: Row, texts: DecodedTexts) -> None:
+    def _add_text(self, row: TokenRow, texts: DecodedTexts) -> None:
         request = row.request
         request.emitted.append(row.token)
         began_s = self._clock_s()

@@ -11,7 +11,7 @@ from hearth.types import FinishReason, ModelId, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TokenRow:
     """A token of a request, as a step brought it."""
 
     request: ActiveRequest
@@ -21,10 +21,12 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _LateRun:
+    """Tokens of one run, in their order."""
+
     link: WorkerLink
     model: ModelId
-    rows: deque[Row] = field(default_factory=deque)  #: never empty
+    rows: deque[TokenRow] = field(default_factory=deque)  #: never empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class LateRow:
     """The next token that waits, and who sent it."""
 
     link: WorkerLink
-    row: Row
+    row: TokenRow
 
 
 class LateText:
@@ -42,35 +44,35 @@ class LateText:
     """
 
     def __init__(self) -> None:
-        self._lines: dict[int, _Line] = {}  #: by run; whose turn is next comes first
+        self._runs: dict[int, _LateRun] = {}  #: by run; whose turn is next comes first
 
     def __bool__(self) -> bool:
-        return bool(self._lines)
+        return bool(self._runs)
 
     def has(self, run: int) -> bool:
         """True if tokens of a run wait, which its next ones must not overtake."""
-        return run in self._lines
+        return run in self._runs
 
-    def add(self, link: WorkerLink, run: int, row: Row) -> None:
-        self._lines.setdefault(run, _Line(link, row.request.model)).rows.append(row)
+    def add(self, link: WorkerLink, run: int, row: TokenRow) -> None:
+        self._runs.setdefault(run, _LateRun(link, row.request.model)).rows.append(row)
 
     def next(self) -> LateRow | None:
         """Take the token whose turn it is; None: none waits."""
-        if not self._lines:
+        if not self._runs:
             return None
-        run = next(iter(self._lines))
-        line = self._lines.pop(run)
+        run = next(iter(self._runs))
+        line = self._runs.pop(run)
         row = line.rows.popleft()
         if line.rows:
-            self._lines[run] = line
+            self._runs[run] = line
         return LateRow(line.link, row)
 
     def drop_run(self, run: int) -> None:
         """Forget what waits of a run that has failed."""
-        self._lines.pop(run, None)
+        self._runs.pop(run, None)
 
     def drop(self, link: WorkerLink, model: ModelId | None = None) -> None:
         """Forget what waits of a worker that is lost, or of a model that it has lost."""
-        for run, line in list(self._lines.items()):
+        for run, line in list(self._runs.items()):
             if line.link is link and model in (None, line.model):
-                del self._lines[run]
+                del self._runs[run]
