@@ -23,7 +23,7 @@ from bench.service.client import Reply, ask, request, with_key
 #: How long what passes by itself lasts.
 PAUSE_S, GATEWAY_PAUSE_S = (2.0, 4.0), (0.5, 2.0)
 STORE_S, DISK_S = 6.0, 6.0
-#: A worker that hangs is replaced within this, on a busy machine too.
+#: A process that hangs is replaced within this, on a busy machine too.
 FOUND_S = 60.0
 #: What an operator's order may be answered with while the disk fails.
 DONE, HONEST_REFUSALS = (200, 201), (409, 503, 507)
@@ -102,16 +102,11 @@ async def pause_gateway(scene: Scene, random: Random) -> None:
 
 
 async def hang_worker(scene: Scene, random: Random) -> None:
-    """Stop a worker for good: the service must find out and start another."""
-    pid = scene.pick("worker", random)
-    _signal(pid, signal.SIGSTOP)
-    deadline_s = time.perf_counter() + FOUND_S
-    while pid in scene.service.processes()["worker"]:
-        if time.perf_counter() > deadline_s:
-            scene.violations.append(f"a worker that hangs was not replaced in {FOUND_S:.0f} s")
-            _signal(pid, signal.SIGKILL)
-            return
-        await asyncio.sleep(_LOOK_S)
+    await _hang(scene, "worker", random)
+
+
+async def hang_keeper(scene: Scene, random: Random) -> None:
+    await _hang(scene, "keeper", random)
 
 
 async def slow_store(scene: Scene, random: Random) -> None:
@@ -148,6 +143,7 @@ FAULTS: dict[str, Callable[[Scene, Random], Awaitable[None]]] = {
     "worker_hang": hang_worker,
     "keeper_kill": kill_keeper,
     "keeper_pause": pause_keeper,
+    "keeper_hang": hang_keeper,
     "gateway_kill": kill_gateway,
     "gateway_pause": pause_gateway,
     "disk_full": fail_writes,
@@ -160,6 +156,19 @@ def _signal(pid: int | None, number: signal.Signals) -> None:
     if pid is not None:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+async def _hang(scene: Scene, role: str, random: Random) -> None:
+    """Stop a process for good: the service must find out and start another."""
+    pid = scene.pick(role, random)
+    _signal(pid, signal.SIGSTOP)
+    deadline_s = time.perf_counter() + FOUND_S
+    while pid in scene.service.processes()[role]:
+        if time.perf_counter() > deadline_s:
+            scene.violations.append(f"a {role} that hangs was not replaced in {FOUND_S:.0f} s")
+            _signal(pid, signal.SIGKILL)
+            return
+        await asyncio.sleep(_LOOK_S)
 
 
 async def _pause(pid: int | None, seconds: float) -> None:

@@ -1,7 +1,9 @@
-"""Memory, descriptors, threads and tasks of each role over a run: is the last third like the first?
+"""Memory, descriptors, threads and tasks over a run: of each role, and of each process that lives so long.
 
-They are looked at while nobody asks or attacks, so that whatever is there was left behind. A role outlives
-its processes, which faults kill: what a gateway leaves to the next one shows here, too. Kills nothing.
+They are looked at after each window, while nobody asks or attacks, so that whatever is there was left behind.
+A role outlives its processes, which faults kill: what a gateway leaves to the next one shows there. What a
+process itself keeps shows in its own life. Only windows of one kind are compared, as those with attackers may
+leave caches and allocators fuller, and the first round not at all: caches fill in it. Kills nothing.
 """
 
 from __future__ import annotations
@@ -13,74 +15,109 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from bench.chaos.service import started_ticks
+from bench.chaos.service import ProcessId, started_ticks
 from bench.soak.watch import SHARE, SLACK, Sample, sampled
 
 #: A process that is younger is still starting, and says nothing.
 SETTLE_S = 6.0
-MIN_SAMPLES = 9  #: of a role
+ROUND_WINDOWS = 2  #: of a round: one without attackers, one with them
+#: Windows before which growth says nothing: in the first round caches fill.
+WARM_UP_WINDOWS = ROUND_WINDOWS
+MIN_SAMPLES = 6  #: of each part of a role
 
 
 @dataclass(frozen=True, slots=True)
-class Thirds:
-    """Medians of the first and the last third of samples."""
+class Look:
+    """A process as it was after a window."""
 
+    window: int
+    process: ProcessId
+    sample: Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Medians early and late, of a role or of one life."""
+
+    who: str
+    what: str
     first: float
     last: float
 
-    def limit(self, what: str) -> float:
-        return self.first * (1 + SHARE) + SLACK[what]
+    @property
+    def limit(self) -> float:
+        return self.first * (1 + SHARE) + SLACK[self.what]
 
 
 class Flatness:
-    """Samples of a run. Mutable; written by whoever samples."""
+    """Looks at a run. Mutable; written by whoever looks."""
 
     def __init__(self, settle_s: float = SETTLE_S) -> None:
         self._settle_s = settle_s
-        self.samples: defaultdict[str, list[Sample]] = defaultdict(list)  #: by role
+        self.looks: defaultdict[str, list[Look]] = defaultdict(list)  #: by role
 
-    def look(self, processes: Mapping[str, Sequence[int]], num_tasks: int | None) -> None:
-        """Sample all processes that have settled. `num_tasks`: of the gateway, where it tells."""
+    def look(self, window: int, processes: Mapping[str, Sequence[int]], num_tasks: int | None) -> None:
+        """Look at all processes that have settled. `num_tasks`: of the gateway, where it tells."""
         for role, pids in processes.items():
             for pid in pids:
-                sample = sampled(pid, num_tasks if role == "gateway" else None)
-                if sample is not None and (age_s(pid) or 0.0) >= self._settle_s:
-                    self.samples[role].append(sample)
+                sample, ticks = sampled(pid, num_tasks if role == "gateway" else None), started_ticks(pid)
+                if sample is not None and ticks is not None and age_s(ticks) >= self._settle_s:
+                    self.looks[role].append(Look(window, ProcessId(pid, ticks), sample))
 
-    def thirds(self) -> dict[str, dict[str, Thirds]]:
-        """Return, by role, what is known of both the first and the last third of its samples."""
-        return {
-            role: _thirds(samples) for role, samples in self.samples.items() if len(samples) >= MIN_SAMPLES
-        }
+    def changes(self) -> list[Change]:
+        """Return how roles and lives have changed, as far as there were looks enough."""
+        return [
+            change
+            for role, looks in self.looks.items()
+            for change in (*_of_role(role, looks), *_of_lives(role, looks))
+        ]
 
 
-def age_s(pid: int) -> float | None:
-    """Return how long ago a process started; None if it has ended."""
-    ticks = started_ticks(pid)
-    if ticks is None:
-        return None
+def age_s(ticks: int) -> float:
+    """Return how long ago a process started that did after so many ticks of the machine."""
     return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _thirds(samples: Sequence[Sample]) -> dict[str, Thirds]:
-    size = len(samples) // 3
-    found = {}
-    for what in SLACK:
-        first, last = (_known(part, what) for part in (samples[:size], samples[-size:]))
-        if first and last:
-            found[what] = Thirds(median(first), median(last))
-    return found
-
-
-def growth(thirds: Mapping[str, Mapping[str, Thirds]]) -> list[str]:
+def growth(changes: Sequence[Change]) -> list[str]:
     """Name what grew by more than caches and allocators may."""
     return [
-        f"{what} of the {role} grew from {each.first:.0f} to {each.last:.0f}, limit: {each.limit(what):.0f}"
-        for role, whats in thirds.items()
-        for what, each in whats.items()
-        if each.last > each.limit(what)
+        f"{each.what} of {each.who} grew from {each.first:.0f} to {each.last:.0f}, limit: {each.limit:.0f}"
+        for each in changes
+        if each.last > each.limit
     ]
 
 
-def _known(samples: Sequence[Sample], what: str) -> list[int]:
-    return [value for sample in samples if (value := asdict(sample)[what]) is not None]
+def _of_role(role: str, looks: Sequence[Look]) -> list[Change]:
+    """Compare the first and the last third of the rounds, which are whole ones: of both kinds of windows."""
+    num_windows = max(look.window for look in looks) + 1
+    num_rounds = (num_windows - WARM_UP_WINDOWS) // ROUND_WINDOWS
+    size = max(1, num_rounds // 3) * ROUND_WINDOWS
+    first = [look for look in looks if WARM_UP_WINDOWS <= look.window < WARM_UP_WINDOWS + size]
+    last = [look for look in looks if num_windows - size <= look.window]
+    if num_rounds < 2 or min(len(first), len(last)) < MIN_SAMPLES:
+        return []
+    return _changes(f"the {role}", first, last)
+
+
+def _of_lives(role: str, looks: Sequence[Look]) -> list[Change]:
+    """Compare the first and the last window of one kind that a process has seen, of each process."""
+    found = []
+    for process in dict.fromkeys(look.process for look in looks):
+        for kind in range(ROUND_WINDOWS):
+            own = [look for look in looks if look.process == process and look.window % ROUND_WINDOWS == kind]
+            windows = sorted({look.window for look in own if look.window >= WARM_UP_WINDOWS})
+            if len(windows) >= 2:
+                first, last = (
+                    [look for look in own if look.window == at] for at in (windows[0], windows[-1])
+                )
+                found += _changes(f"one {role} ({process.pid})", first, last)
+    return found
+
+
+def _changes(who: str, first: Sequence[Look], last: Sequence[Look]) -> list[Change]:
+    found = []
+    for what in SLACK:
+        before, after = ([asdict(look.sample)[what] for look in looks] for looks in (first, last))
+        if None not in (*before, *after):
+            found.append(Change(who, what, median(before), median(after)))
+    return found

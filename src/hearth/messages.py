@@ -82,6 +82,12 @@ class KeeperSetup(Struct, frozen=True):
     log_level: str
 
 
+class KeeperPulse(Struct, frozen=True):
+    """The line that the keeper answers to each further line of its standard input."""
+
+    books_held_s: float  #: since its books were last free; 0: they are
+
+
 # The handshake.
 
 

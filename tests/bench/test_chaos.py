@@ -14,7 +14,7 @@ import pytest
 
 from bench.chaos.clients import NUM_TOKENS, Asked, HonestClients, Probe, violations
 from bench.chaos.faults import FAULTS, Struck
-from bench.chaos.flatness import Flatness, growth
+from bench.chaos.flatness import Flatness, Look, growth
 from bench.chaos.outcome import Ending, Verdict, judge
 from bench.chaos.report import FELT_S, Span, compared, endings, errors
 from bench.chaos.schedule import windows
@@ -272,23 +272,50 @@ def test_a_process_is_alive_until_it_has_ended_whoever_gets_its_number() -> None
 # Figures.
 
 
-def test_what_grows_from_the_first_to_the_last_third_is_told_by_role() -> None:
-    flatness = Flatness()
-    for number in range(30):
-        flatness.samples["gateway"].append(Sample(1 << 20, 30 + 5 * number, 8, 12))
-        flatness.samples["keeper"].append(Sample(1 << 20, 30 + number % 3, 8))
-    grown = growth(flatness.thirds())
+def looks(process: int, *num_fds: int, first_window: int = 0) -> list[Look]:
+    """Three looks at a process after each window; it has so many descriptors then."""
+    return [
+        Look(window, ProcessId(process, 1), Sample(1 << 20, num, 8, 12))
+        for window, num in enumerate(num_fds, first_window)
+        for _ in range(3)
+    ]
 
-    assert len(grown) == 1
-    assert grown[0].startswith("num_fds of the gateway grew from 52 to 152, limit: ")
-    assert 52 * 1.15 + SLACK["num_fds"] < 152
+
+def test_growth_over_a_run_is_found_and_noise_is_none() -> None:
+    flatness = Flatness()
+    flatness.looks["gateway"] = looks(1, *(30 + 10 * window for window in range(10)))
+    flatness.looks["keeper"] = looks(2, *(30 + window % 3 for window in range(10)))
+    role, *lives = growth(flatness.changes())
+
+    assert role == f"num_fds of the gateway grew from 55 to 115, limit: {55 * 1.15 + SLACK['num_fds']:.0f}"
+    assert [told.partition(" grew ")[0] for told in lives] == ["num_fds of one gateway (1)"] * 2
+
+
+def test_neither_the_first_round_nor_what_attackers_leave_for_a_while_is_growth() -> None:
+    flatness = Flatness()
+    flatness.looks["gateway"] = looks(1, 10, 10, *[30, 300] * 4)
+    flatness.looks["worker"] = looks(2, 10, 10, 300, 300, 300)
+    assert growth(flatness.changes()) == []
+
+
+def test_growth_in_the_life_of_one_process_is_found_though_the_next_begins_anew() -> None:
+    flatness = Flatness()
+    flatness.looks["gateway"] = [
+        *looks(1, 30, 30, 30, 30),
+        *looks(2, 30, 30, 90, first_window=4),
+        *looks(3, 30, 30, 30, first_window=7),
+    ]
+    limit = 30 * 1.15 + SLACK["num_fds"]
+    assert growth(flatness.changes()) == [
+        f"num_fds of one gateway (2) grew from 30 to 90, limit: {limit:.0f}"
+    ]
 
 
 @pytest.mark.parametrize(("settle_s", "num_samples"), [(0.0, 1), (1e9, 0)])
 def test_a_process_that_still_starts_is_not_sampled(settle_s: float, num_samples: int) -> None:
     flatness = Flatness(settle_s)
-    flatness.look({"gateway": [os.getpid()]}, num_tasks=12)
-    assert len(flatness.samples["gateway"]) == num_samples
+    flatness.look(0, {"gateway": [os.getpid()]}, num_tasks=12)
+    assert len(flatness.looks["gateway"]) == num_samples
 
 
 def test_requests_are_compared_by_window_and_by_whether_a_fault_was_near() -> None:

@@ -18,7 +18,7 @@ from hearth.control.demand_reports import DemandReports
 from hearth.control.deployments import Deployments
 from hearth.control.driver import Driver
 from hearth.control.exchange_record import ExchangeRecord
-from hearth.control.fact_decoder import DecodedFact, DecodedToken
+from hearth.control.fact_decoder import DecodedFact, DecodedTexts, DecodedToken
 from hearth.control.gateway import Gateway
 from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest, TokenDelta
 from hearth.control.host_reports import HostReports
@@ -140,6 +140,6 @@ def emit(rig: GatewayRig, link: RecordingLink, *tokens: int, finished: bool = Fa
             request.emitted.append(token)
             text = request.transcript.push(token, reasons.get(run))
             delta = TokenDelta(text.text, token, None, text.finish_reason, text.offset)
-            decoded.append(DecodedToken(request, delta))
+            decoded.append(DecodedToken(request, delta, is_run_over=run in reasons))
         step = StepDone(ModelId("tiny"), list(runs), [token] * len(runs), reasons)
-        rig.driver.receive(DecodedFact(link, 0, step, decoded))  # type: ignore[arg-type] # as much of a link as is needed
+        rig.driver.receive(DecodedFact(link, 0, step, DecodedTexts(decoded)))  # type: ignore[arg-type] # as much of a link as is needed

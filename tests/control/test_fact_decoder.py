@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,10 @@ import pytest
 
 from hearth import wire
 from hearth.control.active_request import ActiveRequest
-from hearth.control.fact_decoder import DecodedFact, FactDecoder
+from hearth.control.fact_decoder import MAX_TEXT_S, DecodedFact, DecodedLate, FactDecoder
 from hearth.control.generation import AnswerStream
 from hearth.control.worker_link import WorkerLink
-from hearth.messages import Fact, Sampling, StepDone
+from hearth.messages import Fact, HostingFailed, RunFailed, Sampling, StepDone
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import TextDelta, Transcript
 from hearth.types import FinishReason, ModelId, RequestId, SamplingParams
@@ -82,11 +84,12 @@ def body(fact: Fact) -> bytes:
 
 def with_decoder(
     runs: dict[int, ActiveRequest],
-    scene: Callable[[FactDecoder, asyncio.Queue[DecodedFact]], Awaitable[None]],
+    scene: Callable[[FactDecoder, asyncio.Queue[Any]], Awaitable[None]],
+    clock_s: Callable[[], float] = time.thread_time,
 ) -> None:
     async def run() -> None:
-        delivered: asyncio.Queue[DecodedFact] = asyncio.Queue()
-        decoder = FactDecoder(asyncio.get_running_loop(), runs, delivered.put_nowait)
+        delivered: asyncio.Queue[DecodedFact | DecodedLate] = asyncio.Queue()
+        decoder = FactDecoder(asyncio.get_running_loop(), runs, delivered.put_nowait, clock_s)
         try:
             await scene(decoder, delivered)
         finally:
@@ -105,11 +108,11 @@ def test_one_text_that_breaks_leaves_the_others_alone(
         link = WorkerLink(b"", lambda _: False, None)  # type: ignore[arg-type] # it is never connected
         decoder.decode(link, body(StepDone(MODEL, [1, 2, 3], [10, 11, 12])))
         decoded = await delivered.get()
-        assert [token.request for token in decoded.tokens] == [runs[1], runs[3]]
-        assert decoded.broken == [runs[2]]
+        assert [token.request for token in decoded.texts.tokens] == [runs[1], runs[3]]
+        assert decoded.texts.broken == [runs[2]]
         decoder.decode(link, body(StepDone(MODEL, [2, 3], [10, 11])))
         decoded = await delivered.get()
-        assert ([token.request for token in decoded.tokens], decoded.broken) == ([runs[3]], [])
+        assert ([token.request for token in decoded.texts.tokens], decoded.texts.broken) == ([runs[3]], [])
 
     with_decoder(runs, scene)
     assert "text_broken request=r2 model=tiny error=Panic" in caplog.text
@@ -139,11 +142,123 @@ def test_workers_take_turns_so_that_none_waits_for_the_backlog_of_another(conver
         may_go_on.set()
         facts = [await delivered.get() for _ in range(6)]
         of_busy = [fact for fact in facts if fact.link is busy]  # type: ignore[comparison-overlap] # likewise
-        assert [token.delta.token for fact in of_busy for token in fact.tokens] == [10, 11, 12, 13]
+        assert [token.delta.token for fact in of_busy for token in fact.texts.tokens] == [10, 11, 12, 13]
         assert of_busy[-1].fact is None
         assert [fact.link is other for fact in facts].index(True) <= 2  # type: ignore[comparison-overlap] # likewise
 
     with_decoder(runs, scene)
+
+
+class Costly:
+    """Requests whose text takes long, by a clock that counts work and not time.
+
+    The text thread waits in front of the first token until `may_go_on`, so that all frames are there.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._now_s = tokenizer, 0.0
+        self.may_go_on = threading.Event()
+
+    def clock_s(self) -> float:
+        return self._now_s
+
+    def active(self, run: int, cost_s: float) -> ActiveRequest:
+        costly = self
+
+        class Measured(Transcript):
+            def push(self, token: int, finish_reason: FinishReason | None) -> TextDelta:
+                assert costly.may_go_on.wait(60)
+                costly._now_s += cost_s
+                return super().push(token, finish_reason)
+
+        return active(self._tokenizer, run, Measured)
+
+
+def tokens_of(decoded: DecodedFact | DecodedLate) -> list[tuple[str, int]]:
+    return [(token.request.request_id, token.delta.token) for token in decoded.texts.tokens]
+
+
+def test_a_request_whose_text_takes_long_takes_a_bounded_share_and_loses_no_token(converted: Path) -> None:
+    costly = Costly(Tokenizer.load(converted))
+    runs = {1: costly.active(1, 1.0), 2: costly.active(2, 1e-6), 3: costly.active(3, 1.0)}
+    num_steps = 20
+
+    async def scene(decoder: FactDecoder, delivered: asyncio.Queue[DecodedFact | DecodedLate]) -> None:
+        link = Nobody()
+        for token in range(num_steps):
+            finished = dict.fromkeys(runs, FinishReason.LENGTH) if token == num_steps - 1 else {}
+            step = StepDone(MODEL, list(runs), [token] * len(runs), finished)
+            decoder.decode(link, body(step))  # type: ignore[arg-type] # as much of a link as is needed
+        costly.may_go_on.set()
+        heard: list[DecodedFact | DecodedLate] = []
+        while sum(len(decoded.texts.tokens) for decoded in heard) < len(runs) * num_steps:
+            heard.append(await delivered.get())
+        told = [token for decoded in heard for token in tokens_of(decoded)]
+        for request in ("r1", "r2", "r3"):
+            assert [token for name, token in told if name == request] == list(range(num_steps)), request
+        assert all(request.is_complete for request in runs.values())
+
+        steps = [at for at, decoded in enumerate(heard) if isinstance(decoded, DecodedFact)]
+        assert tokens_of(heard[0]) == [("r1", 0), ("r2", 0), ("r3", 0)], "nothing was measured yet"
+        assert [tokens_of(heard[at]) for at in steps[1:]] == [[("r2", at)] for at in range(1, num_steps)]
+        assert all(later - at <= 2 for at, later in itertools.pairwise(steps)), "one late token between two"
+        late = [tokens_of(decoded)[0][0] for decoded in heard if isinstance(decoded, DecodedLate)]
+        assert late == ["r1", "r3"] * (num_steps - 1), "they take turns"
+
+    with_decoder(runs, scene, costly.clock_s)
+
+
+def test_a_request_whose_text_is_quick_again_is_late_no_longer(converted: Path) -> None:
+    costly = Costly(Tokenizer.load(converted))
+    costly.may_go_on.set()
+    runs = {1: costly.active(1, 1e-6)}
+
+    async def scene(decoder: FactDecoder, delivered: asyncio.Queue[DecodedFact | DecodedLate]) -> None:
+        runs[1].text_s = 2 * MAX_TEXT_S
+        kinds = []
+        for token in range(20):
+            decoder.decode(Nobody(), body(StepDone(MODEL, [1], [token])))  # type: ignore[arg-type] # as much of a link as is needed
+            while not tokens_of(decoded := await delivered.get()):
+                pass
+            kinds.append(type(decoded))
+        num_late = kinds.count(DecodedLate)
+        assert 0 < num_late < 10
+        assert kinds == [DecodedLate] * num_late + [DecodedFact] * (20 - num_late)
+
+    with_decoder(runs, scene, costly.clock_s)
+
+
+@pytest.mark.parametrize("why", ["worker", "model", "run"])
+def test_what_is_late_of_a_request_that_its_worker_has_lost_is_made_again(converted: Path, why: str) -> None:
+    """None of it was emitted, so that whoever carries the request on begins with it."""
+    costly = Costly(Tokenizer.load(converted))
+    runs = {run: costly.active(run, 1.0) for run in (1, 2, 3)}
+    lost: dict[str, Fact] = {
+        "model": HostingFailed(MODEL, 1, "device", "broken"),
+        "run": RunFailed(1, "device", "broken"),
+    }
+
+    async def scene(decoder: FactDecoder, delivered: asyncio.Queue[DecodedFact | DecodedLate]) -> None:
+        link, other = Nobody(), Nobody()
+        for token in range(10):
+            decoder.decode(link, body(StepDone(MODEL, [1, 3], [token] * 2)))  # type: ignore[arg-type] # as much of a link as is needed
+            decoder.decode(other, body(StepDone(MODEL, [2], [token])))  # type: ignore[arg-type] # likewise
+        if why == "worker":
+            decoder.left(link)  # type: ignore[arg-type] # likewise
+        else:
+            decoder.decode(link, body(lost[why]))  # type: ignore[arg-type] # likewise
+        costly.may_go_on.set()
+        told: list[tuple[str, int]] = []
+        while ("r2", 9) not in told:
+            decoded = await delivered.get()
+            told += tokens_of(decoded)
+            if isinstance(decoded, DecodedFact) and not isinstance(decoded.fact, StepDone):
+                assert runs[1].emitted == [token for name, token in told if name == "r1"]
+                assert len(runs[1].emitted) < 10
+        assert [token for name, token in told if name == "r2"] == list(range(10)), "the other's is made"
+        assert len(runs[1].emitted) < 10, "and nothing that was late of the first"
+
+    with_decoder(runs, scene, costly.clock_s)
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from prometheus_client import generate_latest
 
 from hearth.control.caller import ANYBODY, Caller, GroupId, KeyId, KeyTerms
 from hearth.control.correlation import Correlation
 from hearth.control.datadir import DataDir
-from hearth.control.fact_decoder import DecodedFact
+from hearth.control.fact_decoder import DecodedFact, DecodedLate, DecodedTexts, DecodedToken
 from hearth.control.gateway import MIN_TEXT_CHARS
-from hearth.control.generation import GenerationRequest
+from hearth.control.generation import GenerationRequest, TokenDelta
 from hearth.control.registry import Deployed, Registry
 from hearth.control.timeline import Timeline
 from hearth.control.worker_ending import WorkerEnding
@@ -139,12 +140,35 @@ def test_a_text_that_breaks_fails_its_request_and_frees_the_worker(
         assert len(starts) == 2
         request = rig.driver.requests.by_id[broken.request_id]
         step = StepDone(request.model, [start.run for start in starts], [5, 5])
-        rig.driver.receive(DecodedFact(link, 0, step, [], [request]))  # type: ignore[arg-type] # as much of a link as is needed
+        rig.driver.receive(DecodedFact(link, 0, step, DecodedTexts([], [request])))  # type: ignore[arg-type] # as much of a link as is needed
         with pytest.raises(EngineFailed, match=r"the text of request .* cannot be made of its tokens"):
             await broken.next()
         assert link.orders[-1] == CancelRequest(starts[0].run)
         assert set(rig.driver.requests.by_id) == {other.request_id}
         rig.gateway.end_all()
+
+    with_rig(data_dir, scene)
+
+
+def test_a_text_that_comes_behind_its_step_ends_its_request_and_is_counted(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        stream = await rig.submit(ask(), ANYBODY)
+        request = rig.driver.requests.by_id[stream.request_id]
+        (run,) = rig.driver.requests.by_run
+        rig.receive(link, StepDone(request.model, [run], [5], {run: FinishReason.LENGTH}))
+        assert rig.driver.requests.by_id, "its text is still to come"
+        request.emitted.append(5)
+        token = DecodedToken(request, TokenDelta("a", 5, None, FinishReason.LENGTH, 0), is_run_over=True)
+        late = DecodedLate(link, DecodedTexts([token]))  # type: ignore[arg-type] # as much of a link as is needed
+        rig.driver.receive(late)
+        assert (await stream.next())[0].text == "a"
+        assert not rig.driver.requests.by_id
+        assert "hearth_late_text_tokens_total 1.0" in generate_latest(rig.gateway.metrics).decode()
+        rig.driver.receive(late)
+        assert [type(order) for order in link.orders] == [HostModel, StartRequest], "it had ended there"
 
     with_rig(data_dir, scene)
 

@@ -12,12 +12,13 @@ import msgspec
 import pytest
 
 from hearth.beacon import StepSigns
+from hearth.control import keeper_pulse
 from hearth.control import supervisor as supervision
 from hearth.control.supervisor import MAX_FAILED_STARTS, Supervisor, Vigilance
 from hearth.control.worker_ending import MAX_REASON, ending_of
 from hearth.control.worker_link import WorkerLink
 from hearth.errors import NoWorkers
-from hearth.messages import KeeperSetup, WorkerFarewell, WorkerHello, WorkerSetup
+from hearth.messages import KeeperPulse, KeeperSetup, WorkerFarewell, WorkerHello, WorkerSetup
 from hearth.types import ModelId, WorkerId
 from tests.worker.harness import folder, keeper_setup
 
@@ -110,12 +111,15 @@ def setup_of(index: int, worker: WorkerId) -> WorkerSetup:
 
 
 def supervised(
-    kind: type[Supervisor], num_workers: int, scene: Callable[[Supervisor, list[NoWorkers]], Awaitable[None]]
+    kind: type[Supervisor],
+    num_workers: int,
+    scene: Callable[[Supervisor, list[NoWorkers]], Awaitable[None]],
+    heartbeat_s: float = 60.0,
 ) -> None:
     async def run(place: Path) -> None:
         told: list[NoWorkers] = []
-        keeper = keeper_setup(place)
-        supervisor = kind(setup_of, keeper, num_workers, Vigilance(60.0, 60.0, 3), None, told.append)
+        vigilance = Vigilance(60.0, heartbeat_s, MAX_MISSED)
+        supervisor = kind(setup_of, keeper_setup(place), num_workers, vigilance, None, told.append)
         await supervisor.start()
         try:
             async with asyncio.timeout(PATIENCE_S):
@@ -162,6 +166,64 @@ def test_a_keeper_that_does_not_return_is_the_reason_when_no_worker_is_up(
             await asyncio.sleep(0.01)
 
     supervised(BreakingWorkers, 1, scene)
+
+
+def test_a_keeper_that_hangs_is_killed_and_replaced_and_one_that_answers_is_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervision, "FIRST_DELAY_S", 0.01)
+    pulses: list[KeeperPulse | None] = []
+    ask = keeper_pulse._pulse
+
+    async def counted(answers: asyncio.StreamReader, patience_s: float) -> KeeperPulse | None:
+        pulses.append(await ask(answers, patience_s))
+        return pulses[-1]
+
+    monkeypatch.setattr(keeper_pulse, "_pulse", counted)
+
+    async def scene(supervisor: Supervisor, told: list[NoWorkers]) -> None:
+        async def answers() -> None:
+            pulses.clear()
+            while KeeperPulse(0.0) not in pulses:
+                await asyncio.sleep(0.01)
+
+        await answers()
+        first = supervisor._keeper
+        assert first is not None
+        assert first.returncode is None
+        first.send_signal(signal.SIGSTOP)
+        assert await first.wait() == -signal.SIGKILL
+        await supervisor._is_keeper_ready.wait()
+        await answers()
+        assert supervisor._keeper is not first
+        assert supervisor.trouble() is None
+
+    supervised(Supervisor, 0, scene, heartbeat_s=0.3)
+    assert "keeper_killed reason=hangs" in caplog.text
+    assert "keeper_ended code=-9" in caplog.text
+    assert "reason=`it hung: it did not answer for" in caplog.text
+
+
+#: A keeper that answers, and whose threads wait for each other.
+DEADLOCKED = """
+import sys
+for _ in sys.stdin:
+    print('{"books_held_s": 601.0}', flush=True)
+"""
+
+
+def test_a_keeper_whose_books_nobody_can_look_at_any_more_hangs() -> None:
+    async def scene() -> None:
+        command = (sys.executable, "-S", "-c", DEADLOCKED)
+        keeper = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+        try:
+            hang = await keeper_pulse.hang_of(keeper, PATIENCE_S, PATIENCE_S)
+        finally:
+            keeper.kill()
+            await keeper.wait()
+        assert hang == "could not look at its books for 601 s, limit: 600 s"
+
+    asyncio.run(scene())
 
 
 def test_a_worker_whose_settings_no_restart_cures_is_not_started_again() -> None:

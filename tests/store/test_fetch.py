@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -17,6 +19,7 @@ from hearth.store.chunk_prices import ChunkPrices
 from hearth.store.fetch import WINDOW, Fetch, Fetcher, HostChunk
 from hearth.store.model import StoredModel
 from hearth.store.record import Delivery
+from hearth.store.remote import RemoteModel
 from hearth.store.segment import Segment
 from hearth.types import Rung
 from tests.store.stored import (
@@ -224,6 +227,34 @@ class TestCalledOff:
                 consume(start(fetcher, model_of("a", A)))
             shelf.is_broken = False
             assert consume(start(fetcher, model_of("a", A))) == b"".join(A)
+        assert_settled(fetcher)
+
+    def test_an_object_store_that_does_not_answer_holds_up_no_load_from_disk(self) -> None:
+        far_away = replace(model_of("far", LONG), remote=RemoteModel("http://127.0.0.1:1/far"))
+        has_begun, may_go_on = threading.Event(), threading.Event()
+
+        class Distant(Shelf):
+            def is_far(self, model: StoredModel, index: int) -> bool:
+                return model.remote is not None
+
+            def deliver(
+                self, model: StoredModel, index: int, buffer: memoryview, is_wanted: Callable[[], bool]
+            ) -> Delivery:
+                if model.remote is not None:
+                    has_begun.set()
+                    assert may_go_on.wait(PATIENCE_S)
+                return super().deliver(model, index, buffer, is_wanted)
+
+        with fetching(Distant(LONG, A), num_cells=8, num_readers=2) as fetcher, ThreadPoolExecutor(2) as pool:
+            slow = pool.submit(consume, start(fetcher, far_away))
+            assert has_begun.wait(PATIENCE_S)
+            near = pool.submit(consume, start(fetcher, model_of("a", A)))
+            try:
+                assert near.result(PATIENCE_S) == b"".join(A)
+                assert not slow.done()
+            finally:
+                may_go_on.set()
+            assert slow.result(PATIENCE_S) == b"".join(LONG), "and it comes, once it comes"
         assert_settled(fetcher)
 
     def test_a_chunk_that_was_taken_stays_until_it_is_released(self) -> None:

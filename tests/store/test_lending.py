@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -587,6 +588,32 @@ def test_a_lender_without_room_for_a_connection_serves_on(
     with lending(tmp_path, path):
         Borrower(path).close()
     assert [record.msg.split()[0] for record in caplog.records] == ["borrower_not_accepted"]
+
+
+def test_a_lender_without_a_thread_for_a_borrower_or_a_load_serves_on(
+    model: Path, tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+    #: Threads of the lender in the order of their start: of a borrower, of the same again, of what opens a
+    #: model, of what begins a load, and the load's own.
+    can_start = iter([False, True, True, True, False])
+
+    def start_if_possible(thread: threading.Thread) -> None:
+        if thread.name == "hearth-lend" and not next(can_start, True):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with lending(tmp_path, path) as (tiers, _):
+        monkeypatch.setattr(threading.Thread, "start", start_if_possible)
+        with pytest.raises(LenderGone):
+            Borrower(path)
+        with closing(Borrower(path)) as borrower:
+            borrowed = borrower.open(model)
+            with pytest.raises(StoreError, match="cannot start a thread for this load"):
+                list(borrower.fetch(borrowed, [0, 1]))
+            assert eventually(lambda: tiers.fetcher.book.num_leased == 0)
+            _, base = load(borrower, model)
+        assert base.numpy().tobytes() == (model / WEIGHTS).read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.store.s3_server import S3Server, free_ports
 
 CALM = Retry(num_tries=3, first_delay_s=0.01, max_delay_s=0.02)
 #: Bears no silence. A whole request may take long, so that what ends a stall is seen to be the silence.
-HASTY = replace(CALM, stall_s=0.25, timeout_s=60.0)
+HASTY = replace(CALM, stall_s=0.25)
 #: How long a test waits for HASTY to give up: three silences, two pauses and a slow machine
 GIVES_UP_S = 30.0
 
@@ -166,13 +166,21 @@ class TestHttp:
         assert (model.counters.num_requests, model.counters.num_retries) == (3, 2)
         assert len(server.asked) == 3
 
-    def test_a_request_that_takes_too_long_is_ended_though_bytes_keep_coming(self, server: BadServer) -> None:
-        server.plan.append(bad_server.trickles)
-        model = RemoteModel(f"{server.url}/m", replace(CALM, stall_s=60.0, timeout_s=0.5))
-        begin_s = time.monotonic()
-        assert read(model, 11, 70_001) == WEIGHTS[11 : 11 + 70_001]
-        assert time.monotonic() - begin_s < GIVES_UP_S
-        assert model.counters.num_retries == 1
+    def test_a_server_that_trickles_is_asked_no_longer_than_the_bytes_may_take(
+        self, server: BadServer
+    ) -> None:
+        server.plan.extend([bad_server.trickles] * 3)
+        retry = replace(CALM, stall_s=0.25, min_bytes_per_s=4 << 20)
+        limit = "it took 0.5.* s, limit: 0.5 s for 70001 bytes"
+        with pytest.raises(Unreachable, match=f"tries: 1, the last: .*; {limit}"):
+            read(RemoteModel(f"{server.url}/m", retry), 11, 70_001)
+        assert len(server.asked) == 1, "a second request would be as slow"
+
+    def test_large_reads_have_longer_than_small_ones(self) -> None:
+        model = RemoteModel("http://127.0.0.1:1/m", Retry(stall_s=10.0, min_bytes_per_s=1 << 20))
+        limits_s = [model._endpoint(num_bytes).limit_s for num_bytes in (1, 1 << 20, (1 << 20) + 1, 16 << 20)]
+        assert limits_s == [11.0, 11.0, 12.0, 26.0]
+        assert model._endpoint(16 << 20) is model._endpoint((8 << 20) + 1)
 
     @pytest.mark.parametrize(
         ("behaviour", "reason"),

@@ -17,7 +17,7 @@ from hearth.types import ModelId, Pace, RequestId, WorkerId
 
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
-    """Mutable. The text thread writes `emitted`, the transcript and `is_complete`; the event loop the rest.
+    """Mutable. The text thread writes `emitted`, `transcript`, `text_s` and `is_complete`, the loop the rest.
 
     The two never write at once: a run's tokens all pass the text thread before the loop hears that its worker
     is lost, and only then is the request given to another.
@@ -34,6 +34,7 @@ class ActiveRequest:
     #: Tokens that came from workers, all of them: what a successor continues from.
     emitted: list[int] = field(default_factory=list)
     is_complete: bool = False  #: the text has its end, and later tokens are none of it
+    text_s: float = 0.0  #: how long the text of a token takes, on average of the last ones
     run: int | None = None  #: None: not on a worker
     worker: WorkerId | None = None
     is_first_admission: bool = True  #: it is on its first worker, or on none yet, and never had a slot

@@ -15,7 +15,7 @@ from typing import assert_never
 from hearth import errors, messages
 from hearth.control.active_request import ActiveRequest, ActiveRequests
 from hearth.control.crash import end_process
-from hearth.control.fact_decoder import DecodedFact, DecodedToken
+from hearth.control.fact_decoder import DecodedFact, DecodedLate, DecodedTexts, DecodedToken
 from hearth.control.journal import Journal
 from hearth.control.observer import Observer
 from hearth.control.pool_reports import PoolReports
@@ -231,10 +231,16 @@ class Driver:
         for order in self._prepare_orders():
             self._send_prepare(hello.worker, order)
 
-    def receive(self, decoded: DecodedFact) -> None:
-        """Take a worker's next fact or the end of its connection, in the order in which they were sent."""
+    def receive(self, decoded: DecodedFact | DecodedLate) -> None:
+        """Take a worker's next fact or the end of its connection, in the order in which they were sent.
+
+        Or the text of a token that came with an earlier one.
+        """
         try:
-            self._receive(decoded)
+            if isinstance(decoded, DecodedLate):
+                self._receive_late(decoded)
+            else:
+                self._receive(decoded)
         except Exception as error:  # books that are half changed would leave requests without an end
             end_process("driver", error)
 
@@ -270,6 +276,12 @@ class Driver:
             case _:
                 assert_never(fact)
 
+    def _receive_late(self, decoded: DecodedLate) -> None:
+        worker = decoded.link.worker
+        if worker is not None and self._links.get(worker) is decoded.link:
+            self._observer.made_late_text([token.request.model for token in decoded.texts.tokens])
+            self._deliver_all(self.now_s, decoded.texts)
+
     def _stepped(
         self, now_s: float, worker: WorkerId, step_done: messages.StepDone, decoded: DecodedFact
     ) -> None:
@@ -279,13 +291,16 @@ class Driver:
         for admitted in step_done.admitted:
             if admitted.run in by_run:
                 by_run[admitted.run].admitted(admitted.num_cached_tokens)
-        self._observer.stepped(now_s, step_done, by_run, len(decoded.tokens))
-        for token in decoded.tokens:
-            self._deliver(now_s, token, step_done)
-        for request in decoded.broken:
+        self._observer.stepped(now_s, step_done, by_run, len(decoded.texts.tokens))
+        self._deliver_all(now_s, decoded.texts)
+
+    def _deliver_all(self, now_s: float, texts: DecodedTexts) -> None:
+        for token in texts.tokens:
+            self._deliver(now_s, token)
+        for request in texts.broken:
             self._text_broke(now_s, request)
 
-    def _deliver(self, now_s: float, token: DecodedToken, step_done: messages.StepDone) -> None:
+    def _deliver(self, now_s: float, token: DecodedToken) -> None:
         request, delta = token.request, token.delta
         if request.request_id not in self.requests.by_id:
             return  # cancelled a moment ago
@@ -293,8 +308,7 @@ class Driver:
         request.stream.put((delta,))
         if delta.finish_reason is None:
             return
-        # A stop string is found by the gateway, and the worker knows nothing of it.
-        how = events.End.DONE if request.run in step_done.finished else events.End.STOPPED
+        how = events.End.DONE if token.is_run_over else events.End.STOPPED
         self.post(events.RequestFinished(now_s, request.request_id, len(request.emitted), how))
         self._end(request, delta.finish_reason)
 

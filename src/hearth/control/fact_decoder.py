@@ -3,6 +3,12 @@
 One thread does it for all workers. All that one worker sends stays in the order in which it was sent, the end
 of its connection included. Workers take turns, a frame each, so that requests on one do not wait for the
 backlog of another.
+
+Requests take turns as well. A step brings a token of each, and the texts of all are there when the slowest is
+made: so a request whose text takes long, by the time that its tokens took before, is left out of the step and
+waits in a line of its own (`late_text.py`). Of all that wait there one token is made after each frame, and
+more while no frame is there: whatever one client asks for, or one model's tokenizer costs, a step of the
+others waits for one such token at most.
 """
 
 from __future__ import annotations
@@ -11,19 +17,26 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
+from time import thread_time
 
 from hearth import wire
 from hearth.control.active_request import ActiveRequest
 from hearth.control.crash import end_process, frames_of
 from hearth.control.generation import TokenDelta
+from hearth.control.late_text import LateText, TokenRow
 from hearth.control.worker_link import WorkerLink
 from hearth.errors import ServiceError
-from hearth.messages import Fact, StepDone
+from hearth.messages import Fact, HostingFailed, RunFailed, StepDone
+
+#: A request is late whose tokens take longer on average, of this thread's time; most take a hundredth.
+MAX_TEXT_S = 0.5e-3
+#: How much the last token counts in that average.
+NEWEST_SHARE = 0.125
 
 log = logging.getLogger(__name__)
 
@@ -34,17 +47,33 @@ class DecodedToken:
 
     request: ActiveRequest
     delta: TokenDelta
+    is_run_over: bool  #: its worker made it the last one; a stop string is found here, unknown to the worker
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedTexts:
+    """Tokens with their texts."""
+
+    tokens: list[DecodedToken] = field(default_factory=list)
+    broken: list[ActiveRequest] = field(default_factory=list)  #: whose tokens cannot be turned into text
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedFact:
-    """A worker's message; of a step, also the tokens with their texts."""
+    """A worker's message; of a step, also its texts."""
 
     link: WorkerLink
     num_bytes: int
     fact: Fact | None  #: None: nothing follows, the connection has ended
-    tokens: list[DecodedToken] = field(default_factory=list)
-    broken: list[ActiveRequest] = field(default_factory=list)  #: whose tokens cannot be turned into text
+    texts: DecodedTexts = field(default_factory=DecodedTexts)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedLate:
+    """A token that a step was delivered without, as the text of its request takes long."""
+
+    link: WorkerLink
+    texts: DecodedTexts
 
 
 class FactDecoder:
@@ -54,11 +83,18 @@ class FactDecoder:
         self,
         loop: asyncio.AbstractEventLoop,
         runs: Mapping[int, ActiveRequest],
-        deliver: Callable[[DecodedFact], None],
+        deliver: Callable[[DecodedFact | DecodedLate], None],
+        clock_s: Callable[[], float] = thread_time,
     ) -> None:
-        """`runs`: the requests that are on workers, by run; only read here, one operation at a time."""
-        self._loop, self._runs, self._deliver = loop, runs, deliver
+        """`runs`: the requests that are on workers, by run; only read here, one operation at a time.
+
+        `clock_s` tells how long this thread has worked.
+        """
+        self._loop, self._runs, self._deliver, self._clock_s = loop, runs, deliver, clock_s
         self._inbox: SimpleQueue[tuple[WorkerLink, bytes | None] | None] = SimpleQueue()
+        #: Frames of each link that were not decoded yet; whose turn is next comes first. The thread's own.
+        self._frames: dict[WorkerLink, deque[bytes | None]] = {}
+        self._late = LateText()  #: the thread's own
         self._is_closed = False  #: read and written on the event loop
         self._thread = threading.Thread(target=self._run, name="hearth-text", daemon=True)
         self._thread.start()
@@ -79,62 +115,89 @@ class FactDecoder:
 
     def _run(self) -> None:
         try:
-            for link, body in self._turns():
-                decoded = self._decoded(link, body)
-                if decoded is not None:
-                    self._on_loop(partial(self._deliver, decoded))
+            while self._collect():
+                if self._frames:
+                    self._decode_next()
+                self._make_late_text()
         except BaseException as error:
             end_process("fact_decoder", error)
 
-    def _turns(self) -> Iterator[tuple[WorkerLink, bytes | None]]:
-        """Yield the frames of all links, of each the next one in turn, until the inbox is closed."""
-        waiting: dict[WorkerLink, deque[bytes | None]] = {}  # whose turn is next comes first
-        while True:
-            while not waiting or not self._inbox.empty():
-                if (item := self._inbox.get()) is None:
-                    return
-                link, body = item
-                waiting.setdefault(link, deque()).append(body)
-            link = next(iter(waiting))
-            bodies = waiting.pop(link)
-            yield link, bodies.popleft()
-            if bodies:
-                waiting[link] = bodies
+    def _collect(self) -> bool:
+        """Take what has come, and wait if there is nothing to do. Returns False once the inbox is closed."""
+        while not self._inbox.empty() or not (self._frames or self._late):
+            if (item := self._inbox.get()) is None:
+                return False
+            link, body = item
+            self._frames.setdefault(link, deque()).append(body)
+        return True
+
+    def _decode_next(self) -> None:
+        """Decode a frame of the link whose turn it is, and have it delivered."""
+        link = next(iter(self._frames))
+        bodies = self._frames.pop(link)
+        decoded = self._decoded(link, bodies.popleft())
+        if bodies:
+            self._frames[link] = bodies
+        if decoded is not None:
+            self._on_loop(partial(self._deliver, decoded))
 
     def _decoded(self, link: WorkerLink, body: bytes | None) -> DecodedFact | None:
         if body is None:
+            self._late.drop(link)
             return DecodedFact(link, 0, None)
         try:
             fact = wire.fact_of(body)
             decoded = DecodedFact(link, len(body), fact)
             if isinstance(fact, StepDone):
-                self._add_text(fact, decoded)
+                self._add_texts(link, fact, decoded.texts)
+            elif isinstance(fact, HostingFailed):
+                self._late.drop(link, fact.model)
+            elif isinstance(fact, RunFailed):
+                self._late.drop_run(fact.run)
         except (ServiceError, ValueError, LookupError) as error:  # or rows that do not match
             log.error("worker_not_understood worker=%s reason=%s", link.worker, error)
             self._on_loop(link.abort)  # which ends the worker, and so is told to all
             return None
         return decoded
 
-    def _add_text(self, step: StepDone, decoded: DecodedFact) -> None:
+    def _add_texts(self, link: WorkerLink, step: StepDone, texts: DecodedTexts) -> None:
         for index, (run, token) in enumerate(zip(step.runs, step.tokens, strict=True)):
             request = self._runs.get(run)
             if request is None or request.is_complete:
                 continue  # it was cancelled, or a stop string ended it
-            request.emitted.append(token)
             logprobs = None if step.logprobs is None else step.logprobs[index]
-            try:
-                text = request.transcript.push(token, step.finished.get(run))
-            except BaseException as error:  # a panic of the tokenizers package is no Exception
-                log.error(
-                    "text_broken request=%s model=%s error=%s\n%s",
-                    *(request.request_id, request.model, type(error).__name__, frames_of(error)),
-                )
-                request.is_complete = True
-                decoded.broken.append(request)
-                continue
-            request.is_complete = text.finish_reason is not None
-            delta = TokenDelta(text.text, token, logprobs, text.finish_reason, text.offset)
-            decoded.tokens.append(DecodedToken(request, delta))
+            row = TokenRow(request, token, logprobs, step.finished.get(run))
+            if request.text_s > MAX_TEXT_S or self._late.has(run):
+                self._late.add(link, run, row)
+            else:
+                self._add_text(row, texts)
+
+    def _make_late_text(self) -> None:
+        """Make the text of one token that waits."""
+        late = self._late.next()
+        if late is not None and not late.row.request.is_complete:
+            texts = DecodedTexts()
+            self._add_text(late.row, texts)
+            self._on_loop(partial(self._deliver, DecodedLate(late.link, texts)))
+
+    def _add_text(self, row: TokenRow, texts: DecodedTexts) -> None:
+        request = row.request
+        request.emitted.append(row.token)
+        began_s = self._clock_s()
+        try:
+            text = request.transcript.push(row.token, row.finish_reason)
+        except BaseException as error:  # a panic of the tokenizers package is no Exception
+            log.error(
+                "text_broken request=%s model=%s error=%s\n%s",
+                *(request.request_id, request.model, type(error).__name__, frames_of(error)),
+            )
+            request.is_complete = True
+            texts.broken.append(request)
+            return
+        request.text_s += NEWEST_SHARE * (self._clock_s() - began_s - request.text_s)
+        request.is_complete = text.finish_reason is not None
+        delta = TokenDelta(text.text, row.token, row.logprobs, text.finish_reason, text.offset)
+        texts.tokens.append(DecodedToken(request, delta, row.finish_reason is not None))
 
     def _on_loop(self, call: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody listens any more

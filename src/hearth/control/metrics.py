@@ -93,6 +93,10 @@ class Metrics:
         self.reused_bytes = self._counter(
             "hearth_reused_bytes", "Bytes of weights that were on the device already when a model was loaded."
         )
+        self.late_text_tokens = self._counter(
+            "hearth_late_text_tokens",
+            "Tokens whose text was made behind others', as their request's takes long.",
+        )
         self.evictions = self._counter("hearth_evictions", "Models that had to make room.")
         self.workers_lost = self._counter("hearth_workers_lost", "Workers that died or were killed.")
         self.resumes = self._counter("hearth_resumes", "Requests that went on on another worker.")

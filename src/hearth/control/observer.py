@@ -236,6 +236,13 @@ class Observer:
             if (series := self._metrics.models.find(model)) is not None:
                 series.device_s += num_bytes * per_byte_s
 
+    def made_late_text(self, models: Sequence[ModelId]) -> None:
+        """Note tokens, by their models, whose text was made behind that of others, after their step."""
+        for model in models:
+            if (series := self._metrics.models.find(model)) is not None:
+                series.num_output_tokens += 1
+        self._metrics.late_text_tokens.inc(len(models))
+
     def delivered(self, now_s: float, request_id: RequestId) -> None:
         """Note a token that a client was given."""
         timeline = self._active[request_id]

@@ -29,6 +29,7 @@ import msgspec
 
 from hearth.beacon import Beacon, StepSigns, new_beacon_file
 from hearth.control.crash import end_process
+from hearth.control.keeper_pulse import hang_of
 from hearth.control.worker_ending import MAX_FAREWELL_BYTES, WorkerEnding, ending_of
 from hearth.control.worker_link import WorkerLink
 from hearth.cpus import queued_s
@@ -311,7 +312,11 @@ class Supervisor:
         while True:
             assert self._keeper is not None, "it was started before"
             began_s = asyncio.get_running_loop().time()
-            code = await self._keeper.wait()
+            watch = _vital(self._watch_keeper(self._keeper))
+            try:
+                code = await self._keeper.wait()
+            finally:
+                watch.cancel()
             self._is_keeper_ready.clear()
             delay_s = _next_delay_s(delay_s, asyncio.get_running_loop().time() - began_s)
             if self._keeper_trouble is None:
@@ -324,6 +329,13 @@ class Supervisor:
                 self._keeper_trouble, self._num_failed_keepers = str(error), self._num_failed_keepers + 1
                 log.error("keeper_not_started reason=%s", error)
                 self._tell_outage()
+
+    async def _watch_keeper(self, keeper: Process) -> None:
+        """Kill a keeper that hangs: loads that wait for it go on with the next."""
+        hang = await hang_of(keeper, self._vigilance.heartbeat_s, self._vigilance.usual_s)
+        log.error("keeper_killed reason=hangs pid=%d said=`%s`", keeper.pid, hang)
+        self._keeper_trouble = f"it hung: it {hang}"
+        _kill(keeper)
 
     async def _spawn(self, module: str, setup: WorkerSetup | KeeperSetup, *descriptors: int) -> Process:
         """Start a process, which inherits the descriptors."""

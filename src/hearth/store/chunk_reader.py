@@ -45,6 +45,10 @@ class ChunkReader:
         self._is_full_known = False  #: a full or broken disk is worth one line, not one per chunk
         self._telling = threading.Lock()  #: guards `_is_full_known`: readers find out at the same moment
 
+    def is_far(self, model: StoredModel, index: int) -> bool:
+        """True if a chunk has to come from object storage, as far as is known before it is read."""
+        return model.remote is not None and not self._disk.holds(model.manifest.chunk_ids[index])
+
     def deliver(
         self, model: StoredModel, index: int, buffer: memoryview, is_wanted: Callable[[], bool]
     ) -> Delivery:

@@ -5,11 +5,12 @@
                    a cell is taken in order,    readers fill cells,
                    loads in rotation            each on a chunk of its own
 
-A chunk that two loads want is read once. Cells are taken in the order of the load, so the chunk that a
-consumer waits for always has one, and loads larger than the host memory run through it. What was released
-stays for the next load, unless chunks are only passed on (`keeps_chunks`): then its cell is free at once, and
-when all are, the system gets their pages back. The books are `policy/memory/chunk_book.py`, the reading is
-`chunk_reader.py`; nothing here touches a device.
+Chunks from object storage have readers of their own and at most half of the cells, so that a store that is
+slow, or answers nothing, holds up no load from this machine's disk. A chunk that two loads want is read once.
+Cells are taken in the order of the load, so the chunk that a consumer waits for always has one, and loads
+larger than the host memory run through it. What was released stays for the next load, unless chunks are only
+passed on (`keeps_chunks`): then its cell is free at once, and when all are, the system gets their pages back.
+The books are `policy/memory/chunk_book.py`, the reading is `chunk_reader.py`; nothing here touches a device.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from hearth.types import ChunkId, Rung
 WINDOW = 32
 #: Disks want several requests at once; from memory, reading and hashing want all cores but two (of 16).
 NUM_READERS = 14
+#: And as many again for object storage, from the first load on of a model that came from there.
+NUM_FAR_READERS = 14
 #: How long closing waits for readers: a read of a disk ends within this, a server may not answer at all.
 PATIENCE_S = 5.0
 
@@ -106,15 +109,14 @@ class Fetcher:
         #: Guards the books, the order of loads and every fetch: consumers and readers meet here.
         self._lock = threading.Lock()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._far_jobs: SimpleQueue[_Job | None] = SimpleQueue()
         #: Loads that have not ended; they are told when the fetcher is closed.
         self._live: set[Fetch] = set()
         self._is_closed = False
-        self._readers = [
-            threading.Thread(target=self._read_jobs, name=f"hearth-read-{number}", daemon=True)
-            for number in range(num_readers)
-        ]
-        for reader in self._readers:
-            reader.start()
+        self._readers = self._start_readers("hearth-read", self._jobs, num_readers)
+        self._far_readers: list[threading.Thread] = []
+        self._max_far = max(1, min(NUM_FAR_READERS, segment.num_cells // 2))
+        self._num_far = 0  #: chunks that have a cell and come, or will, from object storage
 
     def fetch(self, model: StoredModel, chunks: Sequence[int], *, is_ahead: bool = False) -> Fetch:
         """Start bringing these chunks, in this order, into host memory.
@@ -131,6 +133,8 @@ class Fetcher:
         with self._lock:
             if self._is_closed:
                 raise StoreError(f"`{model.name}` cannot be fetched: these tiers are closed; open new ones")
+            if model.remote is not None and not self._far_readers:
+                self._far_readers = self._start_readers("hearth-read-far", self._far_jobs, NUM_FAR_READERS)
             self._live.add(fetch)
             self._round_robin.append(fetch)
             self._pump()
@@ -147,10 +151,11 @@ class Fetcher:
             self._is_closed = True
             for fetch in list(self._live):
                 self._end(fetch, None)
-        for _ in self._readers:
-            self._jobs.put(None)
+        for readers, jobs in ((self._readers, self._jobs), (self._far_readers, self._far_jobs)):
+            for _ in readers:
+                jobs.put(None)
         until_s = time.monotonic() + PATIENCE_S
-        for reader in self._readers:
+        for reader in (*self._readers, *self._far_readers):
             reader.join(max(0.0, until_s - time.monotonic()))
 
     def _pump(self) -> None:
@@ -176,6 +181,8 @@ class Fetcher:
         """Schedule the load's next chunk; return False if there is no cell for it now."""
         index = fetch.todo[0]
         chunk_id = fetch.model.manifest.chunk_ids[index]
+        if self._num_far >= self._max_far and self._is_far(fetch, index):
+            return False
         match self.book.take(chunk_id, self._prices.of_host_chunk):
             case Hit(cell):
                 self.counters.num_hits += 1
@@ -183,7 +190,7 @@ class Fetcher:
             case Fill(cell, evicted):
                 self.counters.num_evictions += evicted is not None
                 self._waiting[chunk_id] = [_Job(fetch, index, cell)]
-                self._jobs.put(self._waiting[chunk_id][0])
+                self._have_read(self._waiting[chunk_id][0])
             case Pending():
                 self._waiting[chunk_id].append(_Job(fetch, index, self._waiting[chunk_id][0].cell))
             case Full():
@@ -200,17 +207,48 @@ class Fetcher:
         if fetch.awaited == index:  # waking the consumer costs more than all the rest of this
             fetch.arrived.notify_all()
 
-    def _read_jobs(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if job.fetch.is_over and not self._is_wanted(job.chunk_id):
-                continue
-            try:
-                self._read(job)
-            except StoreError as error:
-                self._fail(job, error)
-            except Exception as error:  # the thread's top: whoever waits is told, and the reader goes on
-                log.exception("reader_broke model=%s chunk=%d", job.fetch.model.name, job.index)
-                self._fail(job, StoreError(f"reading chunk {job.index} broke: {error!r}"))
+    def _is_far(self, fetch: Fetch, index: int) -> bool:
+        """True if a chunk has to come from object storage, and nobody has it read yet."""
+        chunk_id = fetch.model.manifest.chunk_ids[index]
+        is_coming = chunk_id in self._waiting or self.book.is_resident(chunk_id)
+        return not is_coming and self._chunk_reader.is_far(fetch.model, index)
+
+    def _have_read(self, job: _Job) -> None:
+        if self._chunk_reader.is_far(job.fetch.model, job.index):
+            self._num_far += 1
+            self._far_jobs.put(job)
+        else:
+            self._jobs.put(job)
+
+    def _start_readers(
+        self, name: str, jobs: SimpleQueue[_Job | None], num_readers: int
+    ) -> list[threading.Thread]:
+        readers = [
+            threading.Thread(target=self._read_jobs, args=(jobs,), name=f"{name}-{number}", daemon=True)
+            for number in range(num_readers)
+        ]
+        for reader in readers:
+            reader.start()
+        return readers
+
+    def _read_jobs(self, jobs: SimpleQueue[_Job | None]) -> None:
+        while (job := jobs.get()) is not None:
+            self._read_job(job)
+            if jobs is self._far_jobs:
+                with self._lock:
+                    self._num_far -= 1
+                    self._pump()
+
+    def _read_job(self, job: _Job) -> None:
+        if job.fetch.is_over and not self._is_wanted(job.chunk_id):
+            return
+        try:
+            self._read(job)
+        except StoreError as error:
+            self._fail(job, error)
+        except Exception as error:  # the thread's top: whoever waits is told, and the reader goes on
+            log.exception("reader_broke model=%s chunk=%d", job.fetch.model.name, job.index)
+            self._fail(job, StoreError(f"reading chunk {job.index} broke: {error!r}"))
 
     def _read(self, job: _Job) -> None:
         model, memory = job.fetch.model, self.segment.memory(job.cell, job.num_bytes)
@@ -266,7 +304,7 @@ class Fetcher:
             others = [waiter for waiter in self._waiting.pop(job.chunk_id) if not waiter.fetch.is_over]
             if others:
                 self._waiting[job.chunk_id] = others
-                self._jobs.put(others[0])
+                self._have_read(others[0])
             else:
                 self.book.failed(job.chunk_id)
             self._pump()

@@ -1,9 +1,11 @@
 """The process that owns the host segment and the disk of this machine, and lends chunks to its workers.
 
     python -m hearth.store.keeper     a `KeeperSetup` comes as a line on standard input; a line of JSON on
-                                      standard output says `ready`, or what is wrong
+                                      standard output says `ready`, or what is wrong; each line that
+                                      follows is answered by a `KeeperPulse`
 
-The process ends when its standard input does. It copies nothing to a device and so never touches one.
+The process ends when its standard input does. It copies nothing to a device and so never touches one. Its
+main thread only answers, and so does at once whatever the disk and object storage take their time for.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import msgspec
 
 from hearth.config import StoreConfig
 from hearth.errors import HearthError
-from hearth.messages import KeeperSetup
+from hearth.messages import KeeperPulse, KeeperSetup
+from hearth.store.books_probe import BooksProbe
 from hearth.store.die_with_parent import die_with_parent
 from hearth.store.lender import Lender
 from hearth.store.read_hashed import is_native
@@ -43,12 +46,19 @@ def main() -> int:
             _say({"error": error.label, "reason": str(error)})
             return 1
         _say({"ready": True, "reads_natively": is_native()})
-        sys.stdin.buffer.read()  # until whoever started this is gone, or has had enough
+        probe = BooksProbe(tiers.pass_books)
+        for _ in sys.stdin.buffer:  # until whoever started this is gone, or has had enough
+            _answer(KeeperPulse(probe.held_s()))
     return 0
 
 
 def _say(answer: dict[str, str | bool]) -> None:
     print(json.dumps(answer), flush=True)
+
+
+def _answer(pulse: KeeperPulse) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(pulse) + b"\n")
+    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -108,7 +108,8 @@ class Lender:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError as error:
+                self._welcome(connection)
+            except (OSError, RuntimeError) as error:  # no room for one more connection, or its thread
                 if self._is_closing.is_set():
                     return
                 if not is_failing:
@@ -117,11 +118,20 @@ class Lender:
                 self._is_closing.wait(ACCEPT_DELAY_S)
                 continue
             is_failing = False
-            session = _Session(self._tiers, self._models, self._senders, connection)
-            thread = threading.Thread(target=self._serve, args=(session,), name="hearth-lend", daemon=True)
-            with self._lock:
-                self._threads[session] = thread
+
+    def _welcome(self, connection: socket.socket) -> None:
+        """Serve a borrower on a thread of its own. Raises RuntimeError if there can be no more threads."""
+        session = _Session(self._tiers, self._models, self._senders, connection)
+        thread = threading.Thread(target=self._serve, args=(session,), name="hearth-lend", daemon=True)
+        with self._lock:
+            self._threads[session] = thread
+        try:
             thread.start()
+        except RuntimeError:
+            with self._lock:
+                del self._threads[session]
+            connection.close()
+            raise
 
     def _serve(self, session: _Session) -> None:
         try:
@@ -272,9 +282,12 @@ class _Session:
             self._run(self._prefetch, fetch)
 
     def _run(self, act: Callable[[Fetch], None], fetch: Fetch) -> None:
-        """Have a thread of its own follow a load."""
-        self._fetch = fetch
-        self._sender = self._senders.start(lambda: act(fetch))
+        """Have a thread of its own follow a load, which is refused if there can be none."""
+        try:
+            self._fetch, self._sender = fetch, self._senders.start(lambda: act(fetch))
+        except RuntimeError as error:
+            fetch.cancel()
+            self._send(refusal(StoreError(f"the keeper cannot start a thread for this load: {error}")))
 
     def _lend(self, fetch: Fetch) -> None:
         deliveries: list[Delivery] = []

@@ -22,7 +22,7 @@ from hearth.errors import BadCheckpoint, ChunkMissing, ConfigError, LoadCancelle
 from hearth.model_files import MAX_JSON_BYTES
 from hearth.models.layout import ByteRange
 from hearth.store.credentials import find_s3_access
-from hearth.store.manifest import WEIGHTS
+from hearth.store.manifest import CHUNK_BYTES, WEIGHTS
 
 if TYPE_CHECKING:  # the client library offers these to the type checker only
     from obstore import GetOptions
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 #: Refusals by the server that are about the moment, not about the request
 PASSING = (408, 425, 429)
 RANGE_NOT_SATISFIABLE = 416
+#: The least for which a client is made: all small files share one.
+MIN_LIMITED_BYTES = 1 << 20
 #: The client library's own retries: none, or they would multiply with ours.
 NO_RETRY: RetryConfig = {"max_retries": 0}
 
@@ -41,14 +43,21 @@ NO_RETRY: RetryConfig = {"max_retries": 0}
 class Retry:
     """How long and how often a server is asked for one read.
 
-    A request ends within `timeout_s`, a read within `num_tries` requests and the pauses between them.
+    A request ends within `limit_s`, which follows from its size: a server that trickles would stretch it for
+    ever. A read is tried again until that is over, so it ends within twice that, and after one request of a
+    server that trickles.
     """
 
     num_tries: int = 4
     first_delay_s: float = 0.1
     max_delay_s: float = 5.0
     stall_s: float = 10.0  #: longest silence: connecting, before the answer, between two pieces of its body
-    timeout_s: float = 600.0  #: for one whole request, which a server that trickles would stretch for ever
+    #: A server that sends less is of no use. Each of many readers at once has a share of what there is.
+    min_bytes_per_s: float = 64 << 10
+
+    def limit_s(self, num_bytes: int) -> float:
+        """Return how long one request for so many bytes may take."""
+        return self.stall_s + num_bytes / self.min_bytes_per_s
 
     def delays_s(self) -> Iterator[float]:
         """Yield the pause before each further try: twice as long each time, less a random part.
@@ -62,7 +71,7 @@ class Retry:
 
 PATIENT = Retry()
 #: For a look that somebody waits for, and that nothing depends on.
-BRIEF = Retry(num_tries=1, stall_s=2.0, timeout_s=3.0)
+BRIEF = Retry(num_tries=1, stall_s=2.0, min_bytes_per_s=MAX_JSON_BYTES)
 
 
 @dataclass(slots=True)
@@ -85,7 +94,9 @@ class RemoteModel:
         self.url = url.rstrip("/")
         self.counters = Counters()
         self._retry = retry
-        self._endpoint = _open(self.url, retry)
+        #: By the bytes of a request, rounded up: the client library knows one limit of time per client.
+        self._endpoints: dict[int, _Endpoint] = {}
+        self._endpoint(CHUNK_BYTES)  # so that a URL that is no use is told of at once
         # The one lock: threads that read chunks of the same model add to the same three numbers.
         self._counting = threading.Lock()
 
@@ -115,16 +126,19 @@ class RemoteModel:
         max_bytes: int | None = None,
     ) -> obstore.Bytes:
         delays_s = self._retry.delays_s()
-        num_tries = 0
+        num_tries, began_s = 0, time.monotonic()
+        num_bytes = part.end - part.begin if part is not None else max_bytes or MAX_JSON_BYTES
+        endpoint = self._endpoint(num_bytes)
         while True:
             num_tries += 1
             try:
-                return self._request(name, part, max_bytes)
+                return self._request(endpoint, name, part, max_bytes)
             except _Passing as error:
-                delay_s = next(delays_s, None)
-                if delay_s is None:
+                delay_s, took_s = next(delays_s, None), time.monotonic() - began_s
+                if delay_s is None or took_s >= endpoint.limit_s:
                     raise Unreachable(
                         f"`{self.url}/{name}` gave no usable answer, tries: {num_tries}, the last: {error}; "
+                        f"it took {took_s:.3g} s, limit: {endpoint.limit_s:.3g} s for {num_bytes} bytes; "
                         "check that the server is up and can be reached from here"
                     ) from error
                 self._count(num_retries=1)
@@ -136,13 +150,23 @@ class RemoteModel:
             if not is_wanted():
                 raise LoadCancelled(f"nobody waits for `{self.url}/{name}` any more, tries: {num_tries}")
 
-    def _request(self, name: str, part: ByteRange | None, max_bytes: int | None) -> obstore.Bytes:
+    def _endpoint(self, num_bytes: int) -> _Endpoint:
+        """Return a client whose requests end within the time for so many bytes, or up to twice as many."""
+        size_bytes = max(MIN_LIMITED_BYTES, 1 << (num_bytes - 1).bit_length())
+        known = self._endpoints.get(size_bytes)  # made twice at the same moment it does no harm
+        if known is None:
+            known = self._endpoints[size_bytes] = _open(self.url, self._retry, size_bytes)
+        return known
+
+    def _request(
+        self, endpoint: _Endpoint, name: str, part: ByteRange | None, max_bytes: int | None
+    ) -> obstore.Bytes:
         """Send one request. Raises _Passing where another may fare better, else what ends the reading."""
         url = f"{self.url}/{name}"
         options: GetOptions = {"range": (part.begin, part.end)} if part else {}
         self._count(num_requests=1)
         try:
-            answer = obstore.get(self._endpoint.store, name, options=options)
+            answer = obstore.get(endpoint.store, name, options=options)
             size_bytes = answer.meta["size"]
             if part and size_bytes < part.end:
                 raise _ends_early(url, part, f"it holds {size_bytes} bytes")
@@ -150,31 +174,11 @@ class RemoteModel:
                 raise BadCheckpoint(f"`{url}` is too large, limit: {max_bytes} bytes, given: {size_bytes}")
             data = answer.bytes()
         except (BaseError, FileNotFoundError) as error:
-            raise self._translate(error, url, part) from error
+            raise _translate(error, url, part, endpoint) from error
         if part and len(data) != part.end - part.begin:
             raise _Passing(f"{len(data)} bytes came, wanted: {part.end - part.begin}")
         self._count(num_bytes=len(data))
         return data
-
-    def _translate(self, error: Exception, url: str, part: ByteRange | None) -> Exception:
-        reason = _reason(error)
-        status = _status(error)
-        if isinstance(error, FileNotFoundError):
-            return ChunkMissing(f"`{url}` does not exist: {reason}; check the URL, or upload the model again")
-        if isinstance(error, PermissionDeniedError | UnauthenticatedError):
-            return Unreachable(
-                f"`{url}` is refused: {reason}; refused was {self._endpoint.asker}; "
-                "check it, and what it may read"
-            )
-        if isinstance(error, NotSupportedError):
-            return Unreachable(
-                f"`{url}` came whole where a range was asked for; use a server that answers range requests"
-            )
-        if status == RANGE_NOT_SATISFIABLE and part:
-            return _ends_early(url, part, reason)
-        if status is not None and status < 500 and status not in PASSING:
-            return Unreachable(f"`{url}` is refused: {reason}; check the URL, the region and the endpoint")
-        return _Passing(reason)
 
     def _count(self, *, num_requests: int = 0, num_retries: int = 0, num_bytes: int = 0) -> None:
         with self._counting:
@@ -185,6 +189,26 @@ class RemoteModel:
 
 class _Passing(Exception):
     """A failure that may pass: nobody listens, silence, a server's trouble, a body cut short."""
+
+
+def _translate(error: Exception, url: str, part: ByteRange | None, endpoint: _Endpoint) -> Exception:
+    reason = _reason(error)
+    status = _status(error)
+    if isinstance(error, FileNotFoundError):
+        return ChunkMissing(f"`{url}` does not exist: {reason}; check the URL, or upload the model again")
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError):
+        return Unreachable(
+            f"`{url}` is refused: {reason}; refused was {endpoint.asker}; check it, and what it may read"
+        )
+    if isinstance(error, NotSupportedError):
+        return Unreachable(
+            f"`{url}` came whole where a range was asked for; use a server that answers range requests"
+        )
+    if status == RANGE_NOT_SATISFIABLE and part:
+        return _ends_early(url, part, reason)
+    if status is not None and status < 500 and status not in PASSING:
+        return Unreachable(f"`{url}` is refused: {reason}; check the URL, the region and the endpoint")
+    return _Passing(reason)
 
 
 def _ends_early(url: str, part: ByteRange, reason: str) -> ChunkMissing:
@@ -216,10 +240,14 @@ class _Endpoint:
 
     store: HTTPStore | S3Store
     asker: str  #: for messages: whom the server would refuse
+    limit_s: float  #: for one request
 
 
-def _open(url: str, retry: Retry) -> _Endpoint:
-    """Make a client, which sends nothing yet. Raises ConfigError for a URL or credentials that are no use."""
+def _open(url: str, retry: Retry, num_bytes: int) -> _Endpoint:
+    """Make a client for requests of at most so many bytes, which sends nothing yet.
+
+    Raises ConfigError for a URL or credentials that are no use.
+    """
     try:
         parts = urlsplit(url)
         if parts.scheme not in ("s3", "http", "https") or not parts.netloc:
@@ -232,19 +260,20 @@ def _open(url: str, retry: Retry) -> _Endpoint:
                 f"a model's URL must hold no password, query or fragment, that of `{parts.hostname}` does; "
                 "URLs appear in logs, so put credentials into the environment"
             )
-        return _open_s3(url, retry) if parts.scheme == "s3" else _open_http(url, retry)
+        limit_s = retry.limit_s(num_bytes)
+        is_s3 = parts.scheme == "s3"
+        return _open_s3(url, retry, limit_s) if is_s3 else _open_http(url, retry, limit_s)
     except (BaseError, ValueError) as error:
         raise ConfigError(f"`{url}` cannot be used as the URL of a model: {_reason(error)}") from error
 
 
-def _open_http(url: str, retry: Retry) -> _Endpoint:
-    store = HTTPStore(url, client_options=_client_options(retry, url), retry_config=NO_RETRY)
-    return _Endpoint(
-        store, "a request without credentials, which is all that Hearth sends to plain HTTP servers"
-    )
+def _open_http(url: str, retry: Retry, limit_s: float) -> _Endpoint:
+    options = _client_options(retry, url, limit_s)
+    asker = "a request without credentials, which is all that Hearth sends to plain HTTP servers"
+    return _Endpoint(HTTPStore(url, client_options=options, retry_config=NO_RETRY), asker, limit_s)
 
 
-def _open_s3(url: str, retry: Retry) -> _Endpoint:
+def _open_s3(url: str, retry: Retry, limit_s: float) -> _Endpoint:
     access = find_s3_access(os.environ)
     signer = access.signer
     config: S3Config = {"skip_signature": signer.is_anonymous}
@@ -259,15 +288,15 @@ def _open_s3(url: str, retry: Retry) -> _Endpoint:
         config["endpoint"] = access.endpoint
     if signer.is_anonymous:
         log.info("object_unsigned url=%s reason=%s", url, signer.who)
-    client_options = _client_options(retry, access.endpoint or url)
+    client_options = _client_options(retry, access.endpoint or url, limit_s)
     store = S3Store.from_url(url, config=config, client_options=client_options, retry_config=NO_RETRY)
-    return _Endpoint(store, signer.who)
+    return _Endpoint(store, signer.who, limit_s)
 
 
-def _client_options(retry: Retry, server: str) -> ClientConfig:
+def _client_options(retry: Retry, server: str, limit_s: float) -> ClientConfig:
     return {
         "allow_http": server.startswith("http://"),
         "connect_timeout": timedelta(seconds=retry.stall_s),
         "read_timeout": timedelta(seconds=retry.stall_s),
-        "timeout": timedelta(seconds=retry.timeout_s),
+        "timeout": timedelta(seconds=limit_s),
     }

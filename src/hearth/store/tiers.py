@@ -248,6 +248,12 @@ class Tiers:
             ),
         }
 
+    def pass_books(self) -> None:
+        """Return once all books of the tiers could be looked at: never, if threads wait for each other."""
+        self.fetcher.resident(())
+        self.prices.bytes_per_s(Rung.HOST)
+        _ = self.disk.used_bytes
+
     def close(self) -> None:
         self.fetcher.close()
         self.segment.close()
