@@ -138,8 +138,11 @@ class Runner:
         return self.sizes.shape_of(plan).num_rows - plan.num_tokens
 
     def is_warm(self, plan: StepPlan) -> bool:
-        """True if a step of this plan has neither to wait for weights nor to be captured first."""
-        if self._gate is not None:
+        """True if a step of this plan has neither to wait for weights nor to be captured first.
+
+        Nor has it more to do than others of its size.
+        """
+        if self._gate is not None or plan.has_readings:
             return False
         return self.graphs is None or all(key in self.graphs for key in self.sizes.shape_of(plan).keys)
 
