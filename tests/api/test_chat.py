@@ -5,7 +5,9 @@ import math
 
 import pytest
 
-from hearth.api.chat import ChatBody
+from hearth.api.openai.answer_format import CHAT
+from hearth.api.openai.chat import ChatBody
+from hearth.api.openai.dialect import CompletionDialect
 from hearth.control.generation import ChatPrompt
 from hearth.errors import NoCapacity
 from hearth.text.tokenizer import Tokenizer
@@ -309,7 +311,9 @@ def test_a_tools_schema_is_not_looked_at_value_by_value(tokenizers: dict[str, To
         {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "tools": [tool]}
     )
 
-    prompt = body.answer_spec("fp", tokenizers["hermes"]).requests[0].prompt
+    prompt = (
+        body.answer_spec(CompletionDialect(CHAT, "fp", False, False), tokenizers["hermes"]).requests[0].prompt
+    )
 
     assert isinstance(prompt, ChatPrompt)
     assert prompt.tools == [tool]

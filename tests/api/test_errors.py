@@ -161,8 +161,7 @@ def test_a_refusal_closes_the_choices_that_were_taken(gateway: FakeGateway) -> N
         ("DELETE", "/hearth/models/none", 404, "model_not_found"),
         ("GET", "/hearth/requests/none", 404, "request_not_found"),
         ("GET", "/hearth/nothing", 404, "not_found"),
-        ("GET", "/api/ps", 404, "not_found"),  # Ollama's place, in whose format nobody answers
-        ("POST", "/api/chat", 404, "not_found"),
+        ("GET", "/apis", 404, "not_found"),
     ],
 )
 def test_wrong_addresses_get_the_error_object_too(
@@ -171,6 +170,21 @@ def test_wrong_addresses_get_the_error_object_too(
     response = request(gateway, method, path)
 
     assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+
+
+def test_each_api_has_errors_in_its_own_words(gateway: FakeGateway) -> None:
+    told = {path: request(gateway, "GET", path).json() for path in ("/v1/x", "/v1/messages/x", "/api/x")}
+
+    message = "there is nothing at `{}`; `/openapi.json` lists what there is"
+    error = {"type": "invalid_request_error", "param": None, "code": "not_found"}
+    assert told == {
+        "/v1/x": {"error": {"message": message.format("/v1/x"), **error}},
+        "/v1/messages/x": {
+            "type": "error",
+            "error": {"type": "not_found_error", "message": message.format("/v1/messages/x")},
+        },
+        "/api/x": {"error": message.format("/api/x")},
+    }
 
 
 @pytest.mark.parametrize(

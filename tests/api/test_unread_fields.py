@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from hearth.api.body import Body
-from hearth.api.chat import ChatBody
-from hearth.api.completion import CompletionBody
+from hearth.api.openai.chat import ChatBody
+from hearth.api.openai.completion import CompletionBody
 from hearth.api.unread_fields import (
     FREQUENT,
     IGNORED_FIELDS,

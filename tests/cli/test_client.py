@@ -5,7 +5,8 @@ from contextlib import closing
 
 import pytest
 
-from hearth.api.errors import hearth_error_object
+from hearth.api.error_spelling import spell
+from hearth.api.errors import fault_of
 from hearth.cli.client import Client, _error_of
 from hearth.control.deploy import DeployProgress
 from hearth.control.views import ModelView
@@ -64,7 +65,7 @@ def test_a_key_is_sent_and_its_lack_told(service: FakeService) -> None:
 
 @pytest.mark.parametrize("kind", [PromptTooLong, Unauthorized, UnknownModel, Forbidden])
 def test_codes_of_the_api_are_known_again(kind: type[RequestError]) -> None:
-    body = hearth_error_object(kind("why"))
+    body = spell(fault_of(kind("why")), "/v1")
     assert type(_error_of(kind.http_status, {}, body, "http://x")) is kind
 
 

@@ -1,7 +1,7 @@
 """Hearth's own routes: what is deployed and running, deploying and removing, health and metrics.
 
 They lie under `/hearth`, away from `/api`, where clients of Ollama expect Ollama's format; `/health` and
-`/metrics` lie where scrapers look for them. Answers no prompts: that is `openai.py`.
+`/metrics` lie where scrapers look for them. Answers no prompts: that is done by dialects, such as `openai/`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from pydantic import Field
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hearth.api.answer import SSE_HEADERS, WAITING, unless_gone
-from hearth.api.answer_spec import CHAT, COMPLETION
+from hearth.api.answer import SSE_TYPE, STREAM_HEADERS, WAITING, unless_gone
 from hearth.api.body import OwnBody, Text
-from hearth.api.errors import hearth_error_object
+from hearth.api.error_spelling import spell
+from hearth.api.errors import fault_of
 from hearth.api.guard import MODELS_PATH, caller_of
 from hearth.api.json_body import JsonRoute
-from hearth.api.openai import as_json
+from hearth.api.json_response import as_json
+from hearth.api.openai.answer_format import CHAT, COMPLETION
 from hearth.errors import ConfigError, HearthError, RequestError, UnknownRequest
 from hearth.version import hearth_version
 
@@ -171,13 +172,14 @@ class DeploymentResponse(Response):
                 async for event in paced:
                     if not is_started:
                         is_started = True
-                        headers = [(name.encode(), value.encode()) for name, value in SSE_HEADERS.items()]
-                        await send({"type": "http.response.start", "status": 200, "headers": headers})
+                        headers = {"content-type": SSE_TYPE} | STREAM_HEADERS
+                        raw_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
+                        await send({"type": "http.response.start", "status": 200, "headers": raw_headers})
                     await write(WAITING if event is None else _event(msgspec.json.encode(event)))
         except HearthError as error:
             if not is_started:
                 raise
-            await write(_event(hearth_error_object(error)))
+            await write(_event(spell(fault_of(error), MODELS_PATH)))
         await write(b"", more=False)
 
 

@@ -1,4 +1,4 @@
-"""The HTTP response that answers a prompt, as a stream of events or in one. Decides nothing of generation.
+"""The HTTP response that answers a prompt, as a stream or in one. Decides nothing of generation.
 
 All of it happens in `__call__`, so that whatever ends an answer, a client that went away included, closes its
 streams in one place. Nothing is sent before the first token: what fails until then has its own status.
@@ -16,10 +16,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hearth.api.answer_spec import CHAT, AnswerSpec
-from hearth.api.errors import hearth_error_object
+from hearth.api.dialect import AnswerSpec, Choice, ChoiceReader, TokenUsage
 from hearth.api.exchange import Exchange, exchange_of
-from hearth.api.sse import EventWriter, call_id, finish_reason, identity
 from hearth.api.unread_fields import ignored_fields_header
 from hearth.control.caller import Caller
 from hearth.control.generation import AnswerStream, TokenDelta
@@ -31,14 +29,13 @@ from hearth.text.tool_calls import ToolCall
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway
 
+#: A comment among server-sent events, and their content type.
 WAITING = b": waiting\n\n"
+SSE_TYPE = "text/event-stream; charset=utf-8"
 #: Longer prompts are turned back into text away from the event loop.
 MANY_TOKENS = 256
-SSE_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
+#: Nobody on the way keeps a stream, or waits until there is more of it.
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class Answer(Response):
@@ -98,9 +95,8 @@ class Answer(Response):
         first_deltas = await streams[0].next(self._heartbeat_s)
         loop = asyncio.get_running_loop()
         written_s = loop.time()
-        spec = self._spec
-        head = b"data: " + msgspec.json.encode(identity(spec, spec.format.chunk, streams[0]))[:-1]
-        writers = [EventWriter(spec, head, index, stream) for index, stream in enumerate(streams)]
+        spec, dialect = self._spec, self._spec.dialect
+        events = dialect.events(spec, streams)
 
         async def write(data: bytes, more: bool = True) -> None:
             nonlocal written_s
@@ -108,76 +104,48 @@ class Answer(Response):
                 written_s = loop.time()
                 await send({"type": "http.response.body", "body": data, "more_body": more})
 
-        async def relay(writer: EventWriter, stream: AnswerStream) -> None:
+        async def relay(index: int, stream: AnswerStream) -> None:
             deltas = first_deltas if stream is streams[0] else await stream.next(self._heartbeat_s)
             while True:
-                events = writer.write(deltas) if deltas else WAITING
+                pieces = events.write(index, deltas) if deltas else dialect.waiting
                 # Tokens may be held back for long, as those of a call are until it is whole.
                 is_silent = loop.time() - written_s >= self._heartbeat_s
-                await write(events or (WAITING if is_silent else b""))
+                await write(pieces or (dialect.waiting if is_silent else b""))
                 if deltas and deltas[-1].finish_reason is not None:
                     return
                 deltas = await stream.next(self._heartbeat_s)
 
-        headers = SSE_HEADERS | ignored_fields_header(spec.ignored_fields)
+        headers = {"content-type": dialect.stream_type} | STREAM_HEADERS
+        headers |= ignored_fields_header(spec.ignored_fields)
         raw_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw_headers})
-        echoes = await self._echoes(streams)
-        await write(b"".join(writer.first(echo) for writer, echo in zip(writers, echoes, strict=True)))
+        await write(events.first(await self._echoes(streams)))
         failure: HearthError | None = None
         try:
             if len(streams) == 1:
-                await relay(writers[0], streams[0])
+                await relay(0, streams[0])
             else:
                 async with asyncio.TaskGroup() as group:
-                    for writer, stream in zip(writers, streams, strict=True):
-                        group.create_task(relay(writer, stream))
+                    for index, stream in enumerate(streams):
+                        group.create_task(relay(index, stream))
         except* HearthError as failures:
             failure = _first(failures)
-        if failure is not None:
-            await write(b"data: " + hearth_error_object(failure) + b"\n\n", more=False)
-            return
-        if spec.includes_usage:
-            usage = self._usage(streams, sum(writer.num_tokens for writer in writers))
-            await write(head + b',"choices":[],"usage":' + msgspec.json.encode(usage) + b"}\n\n")
-        await write(b"data: [DONE]\n\n", more=False)
+        usage = TokenUsage.of(streams, spec.num_answers)
+        await write(events.last(usage) if failure is None else events.failed(failure), more=False)
 
-    async def _whole(self, streams: Sequence[AnswerStream]) -> dict[str, object]:
+    async def _whole(self, streams: Sequence[AnswerStream]) -> object:
         choices = []
-        num_tokens = 0
         echoes = await self._echoes(streams)
-        for index, stream in enumerate(streams):
+        for stream, echo in zip(streams, echoes, strict=True):
             deltas: list[TokenDelta] = []
             while not deltas or deltas[-1].finish_reason is None:
                 deltas += await stream.next()
-            num_tokens += len(deltas)
-            choices.append(self._choice(index, stream, deltas, echoes[index]))
-        return {
-            **identity(self._spec, self._spec.format.whole, streams[0]),
-            "choices": choices,
-            "usage": self._usage(streams, num_tokens),
-        }
-
-    def _choice(
-        self, index: int, stream: AnswerStream, deltas: Sequence[TokenDelta], echo: str
-    ) -> dict[str, object]:
-        spec = self._spec
-        text = "".join([delta.text for delta in deltas])
-        calls: list[dict[str, object]] = []
-        if spec.tool_use is not None:
-            parser = spec.tool_use.parser()
-            parts = parser.push(text) + parser.flush()
+            parts = ChoiceReader(self._spec.tool_use).read(deltas)
             text = "".join(part for part in parts if isinstance(part, str))
-            calls = [_call(part) for part in parts if isinstance(part, ToolCall)]
-        logprobs = None
-        if spec.has_logprobs:
-            logprobs = spec.format.logprobs(stream.tokenizer, deltas, len(echo))
-        content: dict[str, object] = {"text": echo + text}
-        if spec.format is CHAT:
-            message = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
-            content = {"message": message | ({"tool_calls": calls} if calls else {})}
-        reason = finish_reason(deltas[-1].finish_reason, has_calls=bool(calls))
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+            calls = [part for part in parts if isinstance(part, ToolCall)]
+            choices.append(Choice(stream, deltas, echo, text, calls))
+        usage = TokenUsage.of(streams, self._spec.num_answers)
+        return self._spec.dialect.whole(self._spec, choices, usage)
 
     async def _echoes(self, streams: Sequence[AnswerStream]) -> list[str]:
         """Return the prompt that each choice begins with; empty where no echo is asked for."""
@@ -193,17 +161,6 @@ class Answer(Response):
             assert isinstance(prompt, str), "only texts and tokens are echoed"
             echoes += [prompt] * self._spec.num_answers
         return echoes
-
-    def _usage(self, streams: Sequence[AnswerStream], num_tokens: int) -> dict[str, object]:
-        """Return the counts of tokens; a prompt counts once, however many answers it has."""
-        firsts = streams[:: self._spec.num_answers]
-        num_prompt_tokens = sum(stream.num_prompt_tokens for stream in firsts)
-        return {
-            "prompt_tokens": num_prompt_tokens,
-            "completion_tokens": num_tokens,
-            "total_tokens": num_prompt_tokens + num_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(stream.num_cached_tokens for stream in firsts)},
-        }
 
 
 async def unless_gone(receive: Receive, work: Coroutine[object, object, None]) -> None:
@@ -222,11 +179,6 @@ async def unless_gone(receive: Receive, work: Coroutine[object, object, None]) -
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _call(call: ToolCall) -> dict[str, object]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call_id(), "type": "function", "function": function}
 
 
 def _first(failures: BaseExceptionGroup[HearthError]) -> HearthError:

@@ -1,8 +1,7 @@
-"""Errors as OpenAI's error object. Raises nothing itself and logs nothing."""
+"""Errors as responses, with status and headers. Raises nothing itself and logs nothing."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +11,9 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import Response
 from starlette.routing import Match
+from starlette.types import Receive, Scope, Send
 
+from hearth.api.error_spelling import Fault, spell
 from hearth.api.rate_limit_headers import retry_headers
 from hearth.api.unread_fields import REFUSED_FIELD
 from hearth.errors import HearthError, RateLimited
@@ -33,7 +34,6 @@ class ErrorBody(BaseModel):
 
 #: The codes of errors that clients know by another name than our label.
 _CODES = {"prompt_too_long": "context_length_exceeded", "unauthorized": "invalid_api_key"}
-_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CODE_BY_STATUS = {
     400: "bad_request",
     404: "not_found",
@@ -45,13 +45,17 @@ _CODE_BY_STATUS = {
 }
 
 
-def error_object(
-    status: int, message: str, code: str | None, param: str | None = None, kind: str | None = None
-) -> bytes:
-    kind = kind or _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    error = {"message": message, "type": kind, "param": param, "code": code}
-    # Not by msgspec: what was given may hold half characters, which only escapes can spell.
-    return json.dumps({"error": error}).encode()
+class ErrorResponse(Response):
+    """Spells a fault in the words of the API that the request's path belongs to."""
+
+    def __init__(self, fault: Fault, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(spell(fault, ""), fault.status, headers, "application/json")
+        self._fault = fault
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.body = spell(self._fault, scope["path"])
+        self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
 
 
 def error_response(
@@ -60,14 +64,13 @@ def error_response(
     code: str | None = None,
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
-) -> Response:
-    body = error_object(status, message, code or _CODE_BY_STATUS.get(status), param)
-    return Response(body, status, headers, "application/json")
+) -> ErrorResponse:
+    return ErrorResponse(Fault(status, message, code or _CODE_BY_STATUS.get(status), param), headers)
 
 
-def hearth_error_object(error: HearthError) -> bytes:
+def fault_of(error: HearthError) -> Fault:
     kind = error.what if isinstance(error, RateLimited) else None  # as OpenAI has it
-    return error_object(error.http_status, str(error), _CODES.get(error.label, error.label), kind=kind)
+    return Fault(error.http_status, str(error), _CODES.get(error.label, error.label), kind=kind)
 
 
 async def on_hearth_error(request: Request, error: Exception) -> Response:
@@ -79,7 +82,7 @@ async def on_hearth_error(request: Request, error: Exception) -> Response:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_s)))
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(hearth_error_object(error), error.http_status, headers, "application/json")
+    return ErrorResponse(fault_of(error), headers)
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:

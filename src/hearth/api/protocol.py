@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from hearth.api.connections import Connections
-from hearth.api.errors import error_object
+from hearth.api.error_spelling import Fault, spell
 from hearth.api.exchange import Exchange, exchange_of
 from hearth.api.guard import LET_IN
 
@@ -195,7 +195,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if is_expected:
             exchange = Exchange() if self._is_in_head else exchange_of(self.cycle.scope)
             log.debug("refused id=%s status=%d%s", exchange.own_id, status, exchange.correlation.log_fields)
-            body = error_object(status, message, code)
+            body = spell(Fault(status, message, code), path="")
             headers = b"".join(b"%b: %b\r\n" % header for header in exchange.headers())
             self.transport.write(
                 b"HTTP/1.1 %d %b\r\nconnection: close\r\ncontent-type: application/json\r\n"

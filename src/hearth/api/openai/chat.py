@@ -10,8 +10,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, JsonValue, SkipValidation, model_validator
 
 from hearth.api import unread_fields
-from hearth.api.answer_spec import CHAT, AnswerSpec, ToolUse
 from hearth.api.body import Body, Strict, Text, seeds
+from hearth.api.dialect import AnswerSpec, Dialect, ToolUse
 from hearth.api.json_body import SMALL_BYTES, TooManyValues, count_values
 from hearth.api.unread_fields import UnsupportedField
 from hearth.control.generation import ChatPrompt, GenerationRequest
@@ -139,7 +139,7 @@ class ChatBody(Body):
     def uses_tools(self) -> bool:
         return bool(self.tools) and self.tool_choice != "none"
 
-    def answer_spec(self, fingerprint: str, tokenizer: Tokenizer | None) -> AnswerSpec:
+    def answer_spec(self, dialect: Dialect, tokenizer: Tokenizer | None) -> AnswerSpec:
         """Return the specification of the answer. `tokenizer` is needed for requests that use tools.
 
         Raises:
@@ -163,7 +163,7 @@ class ChatBody(Body):
         )
         keep_alive_s = self.keep_alive_s()
         return AnswerSpec(
-            format=CHAT,
+            dialect=dialect,
             requests=[
                 GenerationRequest(
                     *(self.model, chat, params, guide, keep_alive_s, self.pace, self.first_token_target),
@@ -173,11 +173,8 @@ class ChatBody(Body):
             ],
             num_answers=self.num_answers,
             is_stream=bool(self.stream),
-            includes_usage=self.includes_usage,
-            fingerprint=fingerprint,
             tool_use=None if tools is None else tools.use(),
             ignored_fields=self.ignored_fields,
-            has_service_tier=self.service_tier is not None,
         )
 
     def _ignored_fields(self) -> Iterator[str]:

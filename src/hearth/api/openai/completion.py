@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from hearth.api import unread_fields
-from hearth.api.answer_spec import COMPLETION, AnswerSpec
 from hearth.api.body import Body, Text, TokenId, seeds
+from hearth.api.dialect import AnswerSpec, Dialect
 from hearth.api.json_body import MAX_VALUES
 from hearth.api.unread_fields import UnsupportedField
 from hearth.control.generation import GenerationRequest
@@ -38,7 +38,7 @@ class CompletionBody(Body):
     suffix: str | None = Field(None, description="Not supported; must be empty.")
     best_of: int | None = Field(None, ge=1, le=128, description="Not supported; must be `n`.")
 
-    def answer_spec(self, fingerprint: str) -> AnswerSpec:
+    def answer_spec(self, dialect: Dialect) -> AnswerSpec:
         """Return the specification of the answer.
 
         Raises:
@@ -54,7 +54,7 @@ class CompletionBody(Body):
                 f"{self.num_answers}; send several requests"
             )
         return AnswerSpec(
-            format=COMPLETION,
+            dialect=dialect,
             requests=[
                 GenerationRequest(
                     *(self.model, prompt, params, guide, keep_alive_s, self.pace, self.first_token_target),
@@ -65,11 +65,8 @@ class CompletionBody(Body):
             ],
             num_answers=self.num_answers,
             is_stream=bool(self.stream),
-            includes_usage=self.includes_usage,
-            fingerprint=fingerprint,
             is_echo=bool(self.echo),
             ignored_fields=self.ignored_fields,
-            has_service_tier=self.service_tier is not None,
         )
 
     def _check(self) -> None:

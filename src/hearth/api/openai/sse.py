@@ -6,14 +6,16 @@ does not change is turned into bytes once per choice, and only a token's text is
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Sequence
 
 import msgspec
 
-from hearth.api.answer_spec import AnswerSpec
+from hearth.api.dialect import AnswerSpec, ChoiceReader, TokenUsage
+from hearth.api.error_spelling import spell
+from hearth.api.errors import fault_of
+from hearth.api.openai.answer_format import AnswerFormat, call_id, finish_reason, usage_object
 from hearth.control.generation import AnswerStream, TokenDelta
+from hearth.errors import HearthError
 from hearth.text.tool_calls import ToolCall
 from hearth.types import FinishReason
 
@@ -23,33 +25,58 @@ MAX_EVENTS = 8
 encode = msgspec.json.Encoder().encode
 
 
-def identity(spec: AnswerSpec, kind: str, stream: AnswerStream) -> dict[str, object]:
-    """Return the fields that an answer and each of its chunks begin with; `stream`: of the first choice."""
-    tier = {"service_tier": "flex" if stream.is_batch else "default"} if spec.has_service_tier else {}
-    return {
-        "id": spec.format.id_prefix + stream.request_id,
-        "object": kind,
-        "created": int(time.time()),
-        "model": stream.model,
-        "system_fingerprint": spec.fingerprint,
-        **tier,
-    }
+class CompletionEvents:
+    """Turns the tokens of an answer into events. Mutable."""
+
+    def __init__(
+        self,
+        format: AnswerFormat,
+        head: bytes,
+        spec: AnswerSpec,
+        streams: Sequence[AnswerStream],
+        includes_usage: bool,
+    ) -> None:
+        self._head = head
+        self._includes_usage = includes_usage
+        usage = b',"usage":null' if includes_usage else b""
+        self._choices = [
+            _ChoiceEvents(format, head, index, spec, stream, usage) for index, stream in enumerate(streams)
+        ]
+
+    def first(self, echoes: Sequence[str]) -> bytes:
+        return b"".join(choice.first(echo) for choice, echo in zip(self._choices, echoes, strict=True))
+
+    def write(self, index: int, deltas: Sequence[TokenDelta]) -> bytes:
+        return self._choices[index].write(deltas)
+
+    def last(self, usage: TokenUsage) -> bytes:
+        if not self._includes_usage:
+            return b"data: [DONE]\n\n"
+        counted = encode(usage_object(usage))
+        return b'%b,"choices":[],"usage":%b}\n\ndata: [DONE]\n\n' % (self._head, counted)
+
+    def failed(self, error: HearthError) -> bytes:
+        return b"data: " + spell(fault_of(error), "/v1") + b"\n\n"
 
 
-def call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
-
-
-class EventWriter:
+class _ChoiceEvents:
     """Turns the tokens of one choice into events. Mutable."""
 
-    def __init__(self, spec: AnswerSpec, head: bytes, index: int, stream: AnswerStream) -> None:
-        format = spec.format
-        usage = b',"usage":null' if spec.includes_usage else b""
+    def __init__(
+        self,
+        format: AnswerFormat,
+        head: bytes,
+        index: int,
+        spec: AnswerSpec,
+        stream: AnswerStream,
+        usage: bytes,
+    ) -> None:
+        """Begin each event with `head` and end it with `usage`."""
         self._stream = stream
         self._format = format
         self._has_logprobs = spec.has_logprobs
-        self._parser = None if spec.tool_use is None else spec.tool_use.parser()
+        self._has_tools = spec.tool_use is not None
+        self._reader = ChoiceReader(spec.tool_use)
         self._begin = b'%b,"choices":[{"index":%d,' % (head, index)
         self._end = b',"logprobs":null,"finish_reason":null}]%b}\n\n' % usage
         self._usage = usage
@@ -59,7 +86,6 @@ class EventWriter:
         self._unsent: list[TokenDelta] = []
         self._num_echoed = 0  #: characters of the prompt that the answer began with
         self._num_calls = 0
-        self.num_tokens = 0
 
     def first(self, echo: str = "") -> bytes:
         """Return the events that a choice begins with; `echo`: its prompt, where that is asked for."""
@@ -71,8 +97,7 @@ class EventWriter:
 
     def write(self, deltas: Sequence[TokenDelta]) -> bytes:
         """Return the events for these tokens; none for tokens that add no text yet."""
-        self.num_tokens += len(deltas)
-        if self._parser is not None or self._has_logprobs:
+        if self._has_tools or self._has_logprobs:
             return self._write_more(deltas)
         if len(deltas) > MAX_EVENTS:
             text = "".join([delta.text for delta in deltas])
@@ -93,11 +118,7 @@ class EventWriter:
     def _events(self, deltas: Sequence[TokenDelta]) -> list[bytes]:
         self._unsent += deltas
         reason = deltas[-1].finish_reason
-        text = "".join([delta.text for delta in deltas])
-        parts: list[str | ToolCall] = [text] if text else []
-        if self._parser is not None:
-            parts = self._parser.push(text) + (self._parser.flush() if reason is not None else [])
-        events = [self._event(self._delta_json(part)) for part in parts]
+        events = [self._event(self._delta_json(part)) for part in self._reader.read(deltas)]
         if reason is not None:
             events.append(self._event(self._format.empty, reason))
         return events
@@ -126,9 +147,3 @@ class EventWriter:
             encode(finish_reason(reason, has_calls=self._num_calls > 0)),
             self._usage,
         )
-
-
-def finish_reason(reason: FinishReason | None, has_calls: bool) -> str | None:
-    if reason is FinishReason.STOP and has_calls:
-        return "tool_calls"
-    return reason

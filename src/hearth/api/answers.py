@@ -1,0 +1,63 @@
+"""Answers to prompts, for the routes of every dialect: one way from body to response. Spells nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from fastapi import Request
+
+from hearth.api.answer import Answer
+from hearth.api.body import Body
+from hearth.api.dialect import AnswerSpec, Dialect
+from hearth.api.guard import caller_of
+from hearth.api.openai.chat import ChatBody
+from hearth.api.openai.completion import CompletionBody
+from hearth.api.unread_fields import metric_labels
+from hearth.errors import Forbidden
+
+if TYPE_CHECKING:
+    from hearth.control.gateway import Gateway
+
+#: For the API's description: an answer is JSON, or with `stream` a row of events.
+STREAM_OR_JSON: dict[int | str, dict[str, object]] = {
+    200: {"description": "The answer.", "content": {"application/json": {}, "text/event-stream": {}}}
+}
+
+
+class Answers:
+    """Makes the response to a body in whose dialect it is to be spelt."""
+
+    def __init__(self, gateway: Gateway, heartbeat_s: float) -> None:
+        """Let a stream that has had nothing to send for `heartbeat_s` send something that means nothing."""
+        self._gateway = gateway
+        self._heartbeat_s = heartbeat_s
+
+    def completion(self, body: CompletionBody, dialect: Dialect, request: Request) -> Answer:
+        """Return the response that continues a text.
+
+        Raises:
+            HearthError: the body is wrong, or its caller may not ask for that.
+        """
+        _check_pin(body, request)
+        return self._answer(body.answer_spec(dialect), request)
+
+    async def chat(self, body: ChatBody, dialect: Dialect, request: Request) -> Answer:
+        """Return the response that answers a conversation; raises as `completion` does."""
+        _check_pin(body, request)
+        caller = caller_of(request)
+        tokenizer = await self._gateway.tokenizer(body.model, caller) if body.uses_tools else None
+        return self._answer(body.answer_spec(dialect, tokenizer), request)
+
+    def _answer(self, spec: AnswerSpec, request: Request) -> Answer:
+        self._gateway.count_ignored_fields(metric_labels(spec.ignored_fields))
+        return Answer(self._gateway, spec, caller_of(request), self._heartbeat_s)
+
+
+def _check_pin(body: Body, request: Request) -> None:
+    """Refuse a pin by anybody but an admin: a pinned model takes its room from everybody."""
+    if body.keep_alive_s() == math.inf and not caller_of(request).has_role("admin"):
+        raise Forbidden(
+            "`keep_alive` below 0 pins the model, which needs a key with the role `admin`; give a duration "
+            'like "30m", or have the model pinned in the configuration: `models.NAME.pinned`'
+        )

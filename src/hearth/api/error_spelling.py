@@ -1,0 +1,60 @@
+"""Errors in the words of each API: a client understands only those of its own. Raises nothing itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_KINDS = {
+    **_KINDS,
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An error as the API tells it, before it is spelt."""
+
+    status: int
+    message: str
+    code: str | None = None  #: a short name for programs
+    param: str | None = None  #: the field of the request that is wrong
+    kind: str | None = None  #: in OpenAI's words; None: as its status has it
+
+
+def spell(fault: Fault, path: str) -> bytes:
+    """Return the error object of the API that `path` belongs to."""
+    spelling = next((spelling for start, spelling in _SPELLINGS.items() if _is_below(path, start)), openai)
+    # Not by msgspec: what was given may hold half characters, which only escapes can spell.
+    return json.dumps(spelling(fault)).encode()
+
+
+def openai(fault: Fault) -> object:
+    kind = fault.kind or _KINDS.get(fault.status, _wrong_or_broken(fault, "server_error"))
+    error = {"message": fault.message, "type": kind, "param": fault.param, "code": fault.code}
+    return {"error": error}
+
+
+def anthropic(fault: Fault) -> object:
+    kind = _ANTHROPIC_KINDS.get(fault.status, _wrong_or_broken(fault, "api_error"))
+    return {"type": "error", "error": {"type": kind, "message": fault.message}}
+
+
+def ollama(fault: Fault) -> object:
+    return {"error": fault.message}
+
+
+def _wrong_or_broken(fault: Fault, broken: str) -> str:
+    return "invalid_request_error" if fault.status < 500 else broken
+
+
+def _is_below(path: str, start: str) -> bool:
+    return path == start or path.startswith(start + "/")
+
+
+#: By the path that all paths of an API begin with; all others are OpenAI's, and Hearth's own.
+_SPELLINGS: dict[str, Callable[[Fault], object]] = {"/v1/messages": anthropic, "/api": ollama}

@@ -1,0 +1,71 @@
+"""The spelling of chat and of plain completions in OpenAI's API. Sends nothing."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hearth.api.dialect import TokenUsage
+from hearth.api.openai.logprobs import chat_logprobs, completion_logprobs
+from hearth.control.generation import TokenDelta
+from hearth.text.tokenizer import Tokenizer
+from hearth.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """The way in which one endpoint spells its answers.
+
+    The bytes are JSON: what stands between a choice's index and its logprobs.
+    """
+
+    id_prefix: str
+    whole: str  #: the name of the object when it is sent as one
+    chunk: str  #: the name of each object of a stream
+    first: bytes | None  #: what the first chunk of a choice has; None: there is no such chunk
+    before_text: bytes
+    after_text: bytes
+    empty: bytes  #: a chunk that adds nothing
+    logprobs: Callable[[Tokenizer, Sequence[TokenDelta], int], object]
+
+
+CHAT = AnswerFormat(
+    id_prefix="chatcmpl-",
+    whole="chat.completion",
+    chunk="chat.completion.chunk",
+    first=b'"delta":{"role":"assistant","content":""}',
+    before_text=b'"delta":{"content":',
+    after_text=b"}",
+    empty=b'"delta":{}',
+    logprobs=chat_logprobs,
+)
+COMPLETION = AnswerFormat(
+    id_prefix="cmpl-",
+    whole="text_completion",
+    chunk="text_completion",
+    first=None,
+    before_text=b'"text":',
+    after_text=b"",
+    empty=b'"text":""',
+    logprobs=completion_logprobs,
+)
+
+
+def call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def finish_reason(reason: FinishReason | None, has_calls: bool) -> str | None:
+    if reason is FinishReason.STOP and has_calls:
+        return "tool_calls"
+    return reason
+
+
+def usage_object(usage: TokenUsage) -> dict[str, object]:
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_output_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+    }

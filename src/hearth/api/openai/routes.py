@@ -1,0 +1,60 @@
+"""The routes of OpenAI's API: models, completions, chat. Understands no body: each brings its own type."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from hearth.api.answers import STREAM_OR_JSON, Answers
+from hearth.api.body import Body
+from hearth.api.guard import caller_of
+from hearth.api.json_body import JsonRoute
+from hearth.api.json_response import as_json
+from hearth.api.openai.answer_format import CHAT, COMPLETION, AnswerFormat
+from hearth.api.openai.chat import ChatBody
+from hearth.api.openai.completion import CompletionBody
+from hearth.api.openai.dialect import CompletionDialect
+from hearth.control.views import ModelView
+
+if TYPE_CHECKING:
+    from hearth.control.gateway import Gateway
+
+
+def openai_routes(gateway: Gateway, answers: Answers) -> APIRouter:
+    routes = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
+
+    @routes.get("/models", summary="List the deployed models")
+    async def list_models(request: Request) -> Response:
+        models = gateway.models(caller_of(request))
+        return as_json({"object": "list", "data": [_model(view) for view in models]})
+
+    @routes.get("/models/{name:path}", summary="Show a deployed model")
+    async def show_model(name: str, request: Request) -> Response:
+        return as_json(_model(gateway.model(name, caller_of(request))))
+
+    @routes.post("/completions", summary="Continue a text", responses=STREAM_OR_JSON)
+    async def complete(body: CompletionBody, request: Request) -> Response:
+        return answers.completion(body, dialect_of(body, COMPLETION, request), request)
+
+    @routes.post("/chat/completions", summary="Answer a conversation", responses=STREAM_OR_JSON)
+    async def chat(body: ChatBody, request: Request) -> Response:
+        return await answers.chat(body, dialect_of(body, CHAT, request), request)
+
+    def dialect_of(body: Body, format: AnswerFormat, request: Request) -> CompletionDialect:
+        fingerprint = f"fp_{gateway.model(body.model, caller_of(request)).digest[:12]}"
+        return CompletionDialect(format, fingerprint, body.includes_usage, body.service_tier is not None)
+
+    return routes
+
+
+def _model(view: ModelView) -> dict[str, object]:
+    return {
+        "id": view.name,
+        "object": "model",
+        "created": int(view.created_at_s),
+        "owned_by": "hearth",
+        "aliases": view.aliases,
+        "max_model_len": view.max_context,
+    }
