@@ -1,4 +1,4 @@
-"""Ids and small frozen values that every room may use. No behaviour beyond checking themselves."""
+"""Ids and small frozen values that every room may use. They check and unpack themselves, no more."""
 
 from __future__ import annotations
 
@@ -277,3 +277,9 @@ class PromptReading:
 
     embedding: bytes | None = None  #: little-endian float32 numbers, of length 1 as a vector
     logprobs: PromptLogprobs | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        scores = self.logprobs
+        num_bytes = 0 if scores is None else 2 * len(scores.logprobs) + 2 * len(scores.top_logprobs)
+        return num_bytes + len(self.embedding or b"")
