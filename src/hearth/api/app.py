@@ -16,6 +16,7 @@ from hearth.api.errors import ErrorBody, on_hearth_error, on_http_error, on_inva
 from hearth.api.exchange import Exchanges
 from hearth.api.guard import Guard
 from hearth.api.openai.routes import openai_routes
+from hearth.api.tokenize import tokenize_routes
 from hearth.errors import HearthError
 from hearth.version import hearth_version
 
@@ -54,6 +55,7 @@ def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:
     routes = [*app.routes]
     for router in (
         openai_routes(gateway, Answers(gateway, limits.stream_heartbeat_s)),
+        tokenize_routes(gateway),
         model_routes(gateway, limits.stream_heartbeat_s),
         service_routes(gateway),
     ):

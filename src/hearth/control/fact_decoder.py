@@ -55,6 +55,7 @@ class DecodedTexts:
     """Tokens with their texts."""
 
     tokens: list[DecodedToken] = field(default_factory=list)
+    ended: list[ActiveRequest] = field(default_factory=list)  #: those of no tokens that are complete
     broken: list[ActiveRequest] = field(default_factory=list)  #: whose tokens cannot be turned into text
 
 
@@ -165,6 +166,10 @@ class FactDecoder:
             request = self._runs.get(run)
             if request is None or request.is_complete:
                 continue  # it was cancelled, or a stop string ended it
+            if request.end_without_tokens is not None:
+                request.is_complete = True
+                texts.ended.append(request)
+                continue
             logprobs = None if step.logprobs is None else step.logprobs[index]
             row = TokenRow(request, token, logprobs, step.finished.get(run))
             if request.text_s > MAX_TEXT_S or self._late.has(run):
