@@ -144,24 +144,11 @@ class ResponseFormat(Strict):
     json_schema: JsonSchema | None = None
 
 
-class Body(Strict):
-    """The fields of chat and of plain completions: how to sample and how to answer."""
-
-    default_max_tokens: ClassVar[int | None] = None  #: None: to the end of the context
+class GenerationBody(Strict):
+    """The fields of every endpoint that generates: how to sample, and how the request is treated."""
 
     model: Text = Field(description="The name or an alias of a deployed model.", min_length=1, max_length=256)
     stream: bool | None = Field(None, description="Send the answer in pieces, as server-sent events.")
-    stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1, le=128, description="How many answers to generate.")
-    max_tokens: int | None = Field(
-        None,
-        ge=1,
-        le=MAX_INT,
-        description="The most tokens to generate; without, 16 in plain completions, in chat all that fit.",
-    )
-    max_completion_tokens: int | None = Field(
-        None, ge=1, le=MAX_INT, description="The newer name of `max_tokens`, and stronger where both are set."
-    )
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False, description="0 is greedy.")
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     stop: Annotated[
@@ -177,7 +164,6 @@ class Body(Strict):
         dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None,
         BeforeValidator(_few_biases),
     ] = Field(None, description="What to add to the logits of up to 1024 tokens, by token id.")
-    response_format: ResponseFormat | None = Field(None, description="What the output is held to.")
     user: str | None = Field(None, description="Accepted and not used.")
     keep_alive: float | Text | None = Field(
         None, description='How long the model stays warm after this: seconds, "5m", 0, or -1 for ever.'
@@ -213,6 +199,45 @@ class Body(Strict):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
 
+    @property
+    def is_batch(self) -> bool:
+        return self.service_tier in ("flex", "batch")
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        """The fields that nothing reads: one more than are told at most, if there are that many."""
+        return tuple(islice(self._ignored_fields(), MAX_IGNORED + 1))
+
+    def _ignored_fields(self) -> Iterator[str]:
+        yield from self.ignored("")
+
+    def keep_alive_s(self) -> float | None:
+        if self.keep_alive is None:
+            return None
+        try:
+            return parse_duration(self.keep_alive)
+        except (ConfigError, OverflowError) as error:
+            raise BadSampling(f"`keep_alive`: {error}") from error
+
+
+class Body(GenerationBody):
+    """The fields of chat and of plain completions alone."""
+
+    default_max_tokens: ClassVar[int | None] = None  #: None: to the end of the context
+
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=128, description="How many answers to generate.")
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_INT,
+        description="The most tokens to generate; without, 16 in plain completions, in chat all that fit.",
+    )
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=MAX_INT, description="The newer name of `max_tokens`, and stronger where both are set."
+    )
+    response_format: ResponseFormat | None = Field(None, description="What the output is held to.")
+
     def sampling(self, logprobs: int | None) -> SamplingParams:
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return SamplingParams(
@@ -228,10 +253,6 @@ class Body(Strict):
         return self.token_limit if name == "max_tokens" else super().value_of(name)
 
     @property
-    def is_batch(self) -> bool:
-        return self.service_tier in ("flex", "batch")
-
-    @property
     def num_answers(self) -> int:
         return self.n or 1
 
@@ -239,27 +260,14 @@ class Body(Strict):
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    @property
-    def ignored_fields(self) -> tuple[str, ...]:
-        """The fields that nothing reads: one more than are told at most, if there are that many."""
-        return tuple(islice(self._ignored_fields(), MAX_IGNORED + 1))
-
     def _ignored_fields(self) -> Iterator[str]:
-        yield from self.ignored("")
+        yield from super()._ignored_fields()
         if self.stream_options is not None:
             yield from self.stream_options.ignored("stream_options.")
         if self.response_format is not None:
             yield from self.response_format.ignored("response_format.")
             if self.response_format.json_schema is not None:
                 yield from self.response_format.json_schema.ignored("response_format.json_schema.")
-
-    def keep_alive_s(self) -> float | None:
-        if self.keep_alive is None:
-            return None
-        try:
-            return parse_duration(self.keep_alive)
-        except (ConfigError, OverflowError) as error:
-            raise BadSampling(f"`keep_alive`: {error}") from error
 
     def guide(self) -> GuideOrder | None:
         match self.response_format:
