@@ -55,7 +55,7 @@ class ResponseDialect:
             "model": stream.model,
             "output": state.output,
             "service_tier": "flex" if stream.is_batch else "default",
-            "store": self.keep is not None,
+            "store": self.keep is not None and state.status != "failed",
             "usage": None if state.usage is None else _usage(state.usage),
             **self.echo,
         }

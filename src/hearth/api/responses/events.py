@@ -6,6 +6,7 @@ turned into bytes once. An answer becomes items, one after the other: a message 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -24,6 +25,9 @@ from hearth.types import FinishReason
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 encode = msgspec.json.Encoder().encode
+
+#: What stands between the text of an event that adds some and its number, and behind that.
+_BEFORE_NUMBER, _END = b',"logprobs":[],"sequence_number":', b"}\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +83,20 @@ class ResponseEvents:
         self._finish_reason = deltas[-1].finish_reason
         if not self._is_plain:
             return self._write_more(deltas)
-        texts = [delta.text for delta in deltas]
         events: list[bytes] = []
         message = self._message
-        for text in texts if len(texts) <= MAX_EVENTS else ["".join(texts)]:
+        if len(deltas) > MAX_EVENTS:
+            texts = ["".join([delta.text for delta in deltas])]
+        else:
+            texts = [delta.text for delta in deltas]
+        for text in texts:
             if text:
-                message = message or self._begin_message(events)
-                end = b',"logprobs":[],"sequence_number":%d}\n\n' % self._num_events
-                events += (message.before_text, encode(text), end)
-                self._num_events += 1
+                if message is None:
+                    message = self._begin_message(events)
+                number = self._num_events
+                self._num_events = number + 1
                 message.texts.append(text)
+                events += (message.before_text, encode(text), _BEFORE_NUMBER, encode(number), _END)
         return b"".join(events)
 
     def last(self, usage: TokenUsage) -> bytes:
@@ -107,13 +115,15 @@ class ResponseEvents:
         OpenAI documents the latter with the error's fields in the event and sends them in an object inside.
         """
         fault = fault_of(error)
-        told = {"code": fault.code, "message": fault.message, "param": fault.param}
         kind = {429: "rate_limit_exceeded"}.get(fault.status, _wrong_or_broken(fault.status))
+        told = {"code": fault.code, "message": fault.message, "param": fault.param}
+        # Not by msgspec, as in `error_spelling.py`.
+        reason = msgspec.Raw(json.dumps({"code": kind, "message": fault.message}).encode())
+        inside = json.dumps({**told, "error": {**told, "type": kind}}).encode()[1:-1]
         ending = self._end_message("incomplete")
-        state = ResponseState("failed", self._output, error={"code": kind, "message": fault.message})
-        failed = encode(self._spelling.response(self._stream, state))
-        inside = encode({**told, "error": {**told, "type": kind}})[1:-1]
-        ending += self._event("response.failed", b'"response":' + failed)
+        state = ResponseState("failed", self._output, error=reason)
+        response = encode(self._spelling.response(self._stream, state))
+        ending += self._event("response.failed", b'"response":' + response)
         return ending + self._event("error", inside)
 
     @property
