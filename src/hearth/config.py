@@ -140,6 +140,8 @@ class ServiceConfig:
     max_missed: Annotated[int, Limits(1)] = 30
     start_s: _Wait = 180.0  #: seconds until a worker that is not ready is replaced
     max_body_bytes: Annotated[int, Limits(1024)] = 16 << 20  #: the longest body of a request
+    #: Bytes of all responses that were sent with `store: true` to `/v1/responses`; 0: none is stored.
+    response_store_bytes: Annotated[int, Limits(0)] = 64 << 20
     template_s: _Wait = 2.0  #: seconds that a chat template may take
     stream_heartbeat_s: Annotated[float, Limits(0.1, 3600.0)] = (
         5.0  #: seconds between comments in a stream that waits

@@ -26,6 +26,7 @@ from hearth.api.guard import MODELS_PATH, caller_of
 from hearth.api.json_body import JsonRoute
 from hearth.api.json_response import as_json
 from hearth.api.openai.answer_format import CHAT, COMPLETION
+from hearth.api.responses.dialect import ID_PREFIX
 from hearth.errors import ConfigError, HearthError, RequestError, UnknownRequest
 from hearth.version import hearth_version
 
@@ -133,7 +134,9 @@ def service_routes(gateway: Gateway) -> APIRouter:
         unknown, unless the caller's key is a monitor's.
         """
         caller = caller_of(request)
-        plain = request_id.removeprefix(CHAT.id_prefix).removeprefix(COMPLETION.id_prefix)
+        plain = request_id
+        for prefix in (CHAT.id_prefix, COMPLETION.id_prefix, ID_PREFIX):
+            plain = plain.removeprefix(prefix)
         explanation = gateway.explain(plain, caller)
         if explanation is None and plain != request_id:  # a client's own id may begin like that, too
             explanation = gateway.explain(request_id, caller)

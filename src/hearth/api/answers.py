@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fastapi import Request
@@ -43,12 +44,24 @@ class Answers:
         _check_pin(body, request)
         return self._answer(body.answer_spec(dialect), request)
 
-    async def chat(self, body: ChatBody, dialect: Dialect, request: Request) -> Answer:
-        """Return the response that answers a conversation; raises as `completion` does."""
+    async def chat(
+        self,
+        body: ChatBody,
+        dialect: Dialect,
+        request: Request,
+        ignored_fields: tuple[str, ...] | None = None,
+    ) -> Answer:
+        """Return the response that answers a conversation; raises as `completion` does.
+
+        `ignored_fields`: those of the client's own body, where `body` is a translation of it.
+        """
         _check_pin(body, request)
         caller = caller_of(request)
         tokenizer = await self._gateway.tokenizer(body.model, caller) if body.uses_tools else None
-        return self._answer(body.answer_spec(dialect, tokenizer), request)
+        spec = body.answer_spec(dialect, tokenizer)
+        if ignored_fields is not None:
+            spec = replace(spec, ignored_fields=ignored_fields)
+        return self._answer(spec, request)
 
     def embedding(self, body: EmbeddingBody, dialect: Dialect, request: Request) -> Answer:
         """Return the response that has the embeddings of texts; raises as `completion` does."""

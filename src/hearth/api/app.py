@@ -16,6 +16,8 @@ from hearth.api.errors import ErrorBody, on_hearth_error, on_http_error, on_inva
 from hearth.api.exchange import Exchanges
 from hearth.api.guard import Guard
 from hearth.api.openai.routes import openai_routes
+from hearth.api.responses.routes import response_routes
+from hearth.api.responses.store import ResponseStore
 from hearth.api.tokenize import tokenize_routes
 from hearth.errors import HearthError
 from hearth.version import hearth_version
@@ -30,6 +32,7 @@ class ApiLimits:
 
     max_body_bytes: int
     stream_heartbeat_s: float  #: a stream that has had nothing to send for so long sends a comment
+    response_store_bytes: int  #: of all responses that are stored at a time; 0: none is
     allowed_origins: tuple[str, ...] = ()  #: of web pages that may ask from a browser
 
 
@@ -52,9 +55,11 @@ def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:
         },
         redirect_slashes=False,
     )
+    answers = Answers(gateway, limits.stream_heartbeat_s)
     routes = [*app.routes]
     for router in (
-        openai_routes(gateway, Answers(gateway, limits.stream_heartbeat_s)),
+        openai_routes(gateway, answers),
+        response_routes(answers, ResponseStore(limits.response_store_bytes)),
         tokenize_routes(gateway),
         model_routes(gateway, limits.stream_heartbeat_s),
         service_routes(gateway),
