@@ -133,7 +133,7 @@ class FactDecoder:
                 decoded.broken.append(request)
                 continue
             request.is_complete = text.finish_reason is not None
-            delta = TokenDelta(text.text, token, logprobs, text.finish_reason, text.offset)
+            delta = TokenDelta(text.text, token, logprobs, text.finish_reason, text.offset, text.stop)
             decoded.tokens.append(DecodedToken(request, delta))
 
     def _on_loop(self, call: Callable[[], None]) -> None:

@@ -47,6 +47,7 @@ class TokenDelta:
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None  #: nothing follows after one
     offset: int  #: where the token's own text begins in the answer; `text` may lag behind
+    stop: str | None = None  #: the stop string that ended the answer
 
 
 class AnswerStream:
