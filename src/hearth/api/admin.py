@@ -19,6 +19,7 @@ from pydantic import Field
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from hearth.api.anthropic.message_format import ID_PREFIX
 from hearth.api.answer import SSE_TYPE, STREAM_HEADERS, WAITING, unless_gone
 from hearth.api.body import OwnBody, Text
 from hearth.api.error_spelling import spell
@@ -119,7 +120,9 @@ def service_routes(gateway: Gateway) -> APIRouter:
         unknown, unless the caller's key is a monitor's.
         """
         caller = caller_of(request)
-        plain = request_id.removeprefix(CHAT.id_prefix).removeprefix(COMPLETION.id_prefix)
+        plain = request_id
+        for prefix in (CHAT.id_prefix, COMPLETION.id_prefix, ID_PREFIX):
+            plain = plain.removeprefix(prefix)
         explanation = gateway.explain(plain, caller)
         if explanation is None and plain != request_id:  # a client's own id may begin like that, too
             explanation = gateway.explain(request_id, caller)

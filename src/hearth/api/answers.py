@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fastapi import Request
@@ -33,23 +35,30 @@ class Answers:
         self._gateway = gateway
         self._heartbeat_s = heartbeat_s
 
-    def completion(self, body: CompletionBody, dialect: Dialect, request: Request) -> Answer:
+    def completion(
+        self, body: CompletionBody, dialect: Dialect, request: Request, ignored_fields: Sequence[str] = ()
+    ) -> Answer:
         """Return the response that continues a text.
+
+        `ignored_fields`: of the client's own body, those that have no place in this one.
 
         Raises:
             HearthError: the body is wrong, or its caller may not ask for that.
         """
         _check_pin(body, request)
-        return self._answer(body.answer_spec(dialect), request)
+        return self._answer(body.answer_spec(dialect), request, ignored_fields)
 
-    async def chat(self, body: ChatBody, dialect: Dialect, request: Request) -> Answer:
-        """Return the response that answers a conversation; raises as `completion` does."""
+    async def chat(
+        self, body: ChatBody, dialect: Dialect, request: Request, ignored_fields: Sequence[str] = ()
+    ) -> Answer:
+        """Return the response that answers a conversation; the rest is as in `completion`."""
         _check_pin(body, request)
         caller = caller_of(request)
         tokenizer = await self._gateway.tokenizer(body.model, caller) if body.uses_tools else None
-        return self._answer(body.answer_spec(dialect, tokenizer), request)
+        return self._answer(body.answer_spec(dialect, tokenizer), request, ignored_fields)
 
-    def _answer(self, spec: AnswerSpec, request: Request) -> Answer:
+    def _answer(self, spec: AnswerSpec, request: Request, ignored_fields: Sequence[str]) -> Answer:
+        spec = replace(spec, ignored_fields=(*ignored_fields, *spec.ignored_fields))
         self._gateway.count_ignored_fields(metric_labels(spec.ignored_fields))
         return Answer(self._gateway, spec, caller_of(request), self._heartbeat_s)
 

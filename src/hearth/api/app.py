@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from hearth.api.admin import model_routes, service_routes
+from hearth.api.anthropic.routes import anthropic_routes
 from hearth.api.answers import Answers
 from hearth.api.cors import AllowedOrigins
 from hearth.api.errors import ErrorBody, on_hearth_error, on_http_error, on_invalid_body
@@ -51,7 +52,9 @@ def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:
         },
         redirect_slashes=False,
     )
-    app.include_router(openai_routes(gateway, Answers(gateway, limits.stream_heartbeat_s)))
+    answers = Answers(gateway, limits.stream_heartbeat_s)
+    app.include_router(openai_routes(gateway, answers))
+    app.include_router(anthropic_routes(gateway, answers))
     app.include_router(model_routes(gateway, limits.stream_heartbeat_s))
     app.include_router(service_routes(gateway))
     origins = AllowedOrigins(frozenset(limits.allowed_origins))

@@ -73,6 +73,12 @@ Text = Annotated[str, AfterValidator(_whole_characters)]
 Stop = Annotated[Text, Field(max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+ModelName = Annotated[Text, Field(min_length=1, max_length=256)]
+Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+TopK = Annotated[int, Field(ge=-1, le=MAX_INT)]
+MaxTokens = Annotated[int, Field(ge=1, le=MAX_INT)]
+StopList = Annotated[list[Stop], Field(fail_fast=True), BeforeValidator(_few_stops)]
 
 
 class Strict(BaseModel):
@@ -149,21 +155,19 @@ class Body(Strict):
 
     default_max_tokens: ClassVar[int | None] = None  #: None: to the end of the context
 
-    model: Text = Field(description="The name or an alias of a deployed model.", min_length=1, max_length=256)
+    model: ModelName = Field(description="The name or an alias of a deployed model.")
     stream: bool | None = Field(None, description="Send the answer in pieces, as server-sent events.")
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=128, description="How many answers to generate.")
-    max_tokens: int | None = Field(
+    max_tokens: MaxTokens | None = Field(
         None,
-        ge=1,
-        le=MAX_INT,
         description="The most tokens to generate; without, 16 in plain completions, in chat all that fit.",
     )
-    max_completion_tokens: int | None = Field(
-        None, ge=1, le=MAX_INT, description="The newer name of `max_tokens`, and stronger where both are set."
+    max_completion_tokens: MaxTokens | None = Field(
+        None, description="The newer name of `max_tokens`, and stronger where both are set."
     )
-    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False, description="0 is greedy.")
-    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    temperature: Temperature | None = Field(None, description="0 is greedy.")
+    top_p: TopP | None = None
     stop: Annotated[
         Stop | Annotated[list[Stop], Field(fail_fast=True)] | None, BeforeValidator(_few_stops)
     ] = Field(
@@ -203,7 +207,7 @@ class Body(Strict):
         "others for its first 30 s. All others: as the key's class of service has it.",
     )
     # As vLLM has them.
-    top_k: int | None = Field(None, ge=-1, le=MAX_INT)
+    top_k: TopK | None = None
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     repetition_penalty: float | None = Field(None, gt=0, le=1e6, allow_inf_nan=False)
     min_tokens: int | None = Field(None, ge=0, le=MAX_INT)

@@ -26,7 +26,7 @@ FREQUENT = frozenset(
         *("metadata", "store", "safety_identifier", "prompt_cache_key", "prediction"),
         *("priority", "request_id", "cache_prompt", "return_progress", "guided_decoding_backend"),
         *("stream_options.include_obfuscation", "stream_options.continuous_usage_stats"),
-        "tools.function.strict",
+        *("tools.function.strict", "tools.strict", "thinking", "context_management"),
     ]
 )
 OTHER = "other"
@@ -118,6 +118,21 @@ MESSAGE = {
     **_fields("images", [], instead="send text"),
     **_fields("audio", instead="send text"),
     **_fields("function_call", instead="use `tool_calls`"),
+}
+#: Of Anthropic's messages. They know no other fields of the dialects that are not theirs.
+_BY_CHAT = "use `/v1/chat/completions`, which has it"
+MESSAGES = {
+    **_fields("mcp_servers", []),
+    **_fields("container"),
+    **_fields("speed", "standard"),
+    **_fields("max_completion_tokens max_output_tokens", like="max_tokens"),
+    **_fields("stop", "", [], like="stop_sequences"),
+    **_fields("response_format", {"type": "text"}, instead="use `output_config`"),
+    **_fields("n best_of", 1, instead=_BY_CHAT),
+    **_fields("seed logit_bias logprobs top_logprobs prompt", instead=_BY_CHAT),
+    **_fields("presence_penalty frequency_penalty min_p", 0, instead=_BY_CHAT),
+    **_fields("repetition_penalty", 1, instead=_BY_CHAT),
+    **_fields("functions", [], instead="use `tools`"),
 }
 RESPONSE_FORMAT = _fields("schema value", instead="use the type `json_schema` with `json_schema.schema`")
 
