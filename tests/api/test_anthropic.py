@@ -238,8 +238,8 @@ def test_what_is_not_read_is_told(gateway: FakeGateway) -> None:
         ({"messages": []}, "`messages`: list should have at least 1 item"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "`messages[0].content[0]`: only blocks of type `text`, `tool_use` and `tool_result` are read, given: "
-            "'image'; send text",
+            "`messages[0].content[0]`: only blocks of type `text`, `tool_use` and `tool_result` are read, "
+            "given: 'image'; send text",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
@@ -251,7 +251,7 @@ def test_what_is_not_read_is_told(gateway: FakeGateway) -> None:
                     {"role": "user", "content": [{"type": "tool_use", "id": "t", "name": "x", "input": {}}]}
                 ]
             },
-            "`messages[0].content[0]` is of type `tool_use`, which only a message of role `assistant` may have",
+            "`messages[0].content[0]` is of type `tool_use`, which only a message of role `assistant`",
         ),
         (
             {"messages": [*HI, {"role": "assistant", "content": "I"}]},

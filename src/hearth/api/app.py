@@ -10,8 +10,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from hearth.api.admin import model_routes, service_routes
-from hearth.api.anthropic.routes import anthropic_routes
 from hearth.api.answers import Answers
+from hearth.api.anthropic.routes import anthropic_routes
 from hearth.api.cors import AllowedOrigins
 from hearth.api.errors import ErrorBody, on_hearth_error, on_http_error, on_invalid_body
 from hearth.api.exchange import Exchanges

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hearth.api.anthropic.message_format import message_object, stop_fields, tool_use_block, usage_object
 from hearth.api.answer import SSE_TYPE
+from hearth.api.anthropic.message_format import message_object, stop_fields, tool_use_block, usage_object
 from hearth.api.dialect import AnswerEvents, AnswerSpec, Choice, ChoiceReader, TokenUsage
 from hearth.api.error_spelling import spell
 from hearth.api.errors import fault_of

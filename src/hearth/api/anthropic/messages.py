@@ -1,7 +1,7 @@
-"""The bodies of POST /v1/messages and its `count_tokens`, turned into the one inner request. Generates nothing.
+"""The bodies of POST /v1/messages and of its `count_tokens`, turned into the one inner request.
 
 Text is all that is read: blocks of images and documents are refused, as are tools that run at Anthropic.
-Marks for the cache are accepted, since prefixes are cached unasked.
+Marks for the cache are accepted, since prefixes are cached unasked. Generates nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ _BLOCK_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinkin
 def _known_block(block: object) -> object:
     if isinstance(block, dict) and isinstance(kind := block.get("type"), str) and kind not in _BLOCK_TYPES:
         raise ValueError(
-            f"only blocks of type `text`, `tool_use` and `tool_result` are read, given: {kind!r:.80}; send text"
+            f"only blocks of type `text`, `tool_use` and `tool_result` are read, given: {kind!r:.80}; "
+            "send text"
         )
     return block
 
@@ -118,7 +119,7 @@ class ConversationMessage(Strict):
     def messages(self, index: int, name_by_id: dict[str, str]) -> Iterator[MessageBody]:
         """Yield the messages that chat has for this one: a tool's result is one of its own there.
 
-        `name_by_id`: the tools that were used so far, by the ids of their blocks; those of this one are added.
+        `name_by_id`: the tools that were used so far, by the ids of their blocks; own ones are added.
         """
         if isinstance(self.content, str):
             yield MessageBody(role=self.role, content=self.content)

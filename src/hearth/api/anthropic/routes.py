@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from hearth.api.answers import STREAM_OR_JSON, Answers
 from hearth.api.anthropic.dialect import PATH, MessageDialect
 from hearth.api.anthropic.messages import ConversationBody, MessagesBody
-from hearth.api.answers import STREAM_OR_JSON, Answers
 from hearth.api.guard import caller_of
 from hearth.api.json_body import JsonRoute
 from hearth.api.json_response import as_json

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from hearth.api.anthropic import models as anthropic
 from hearth.api.answers import STREAM_OR_JSON, Answers
+from hearth.api.anthropic import models as anthropic
 from hearth.api.body import Body
 from hearth.api.guard import caller_of
 from hearth.api.json_body import JsonRoute
