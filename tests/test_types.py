@@ -27,7 +27,8 @@ WRONG: list[tuple[Mapping[str, object], str]] = [
     ({"presence_penalty": 2.5}, "`presence_penalty` must be at least -2 and at most 2, given: 2.5"),
     ({"frequency_penalty": -3}, "`frequency_penalty` must be at least -2 and at most 2, given: -3"),
     ({"min_tokens": -1}, "`min_tokens` must be at least 0, given: -1"),
-    ({"max_tokens": 0}, "`max_tokens` must be at least 1, given: 0"),
+    ({"max_tokens": -1}, "`max_tokens` must be at least 0, given: -1"),
+    ({"prompt_logprobs": 21}, "`prompt_logprobs` must be at least 0 and at most 20, given: 21"),
     ({"seed": 2**63}, "`seed` must be at least"),
     ({"seed": "lucky"}, "`seed` must be a number, given: 'lucky'"),
     ({"logprobs": -1}, "`logprobs` must be at least 0 and at most 20, given: -1"),
@@ -81,7 +82,7 @@ def test_values_at_the_limits_are_kept(given: Mapping[str, object]) -> None:
     assert {name: getattr(params, name) for name in given} == given
 
 
-@pytest.mark.parametrize("name", ["tempreature", "n", "best_of", "prompt_logprobs"])
+@pytest.mark.parametrize("name", ["tempreature", "n", "best_of"])
 def test_an_unknown_name_is_an_error(name: str) -> None:
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
         SamplingParams(**{name: 1})  # type: ignore[arg-type] # the point

@@ -29,7 +29,7 @@ from hearth.store.tiers import Tiers
 from hearth.text.chat_template import Message
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import Transcript
-from hearth.types import FinishReason, RequestId, SamplingParams, TokenLogprobs
+from hearth.types import FinishReason, PromptReading, RankedLogprobs, RequestId, SamplingParams, TokenLogprobs
 
 Prompt = str | Sequence[int]
 
@@ -53,6 +53,7 @@ class Completion:
     text: str  #: empty if the model has no tokenizer
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: list[RankedLogprobs | None] | None = None  #: None for the first, which nothing precedes
 
 
 class LLM:
@@ -238,10 +239,14 @@ class _ReceivedAnswer:
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    reading: PromptReading | None = None
 
     def take(self, output: Output) -> Delta:
         """Add a token, and return what is new."""
+        self.reading = self.reading or output.reading
         text, self.finish_reason = "", output.finish_reason
+        if self._has_no_tokens:
+            return Delta("", (), self.finish_reason, None)
         if self.transcript is not None:
             delta = self.transcript.push(output.token, output.finish_reason)
             text, self.finish_reason = delta.text, delta.finish_reason
@@ -253,15 +258,22 @@ class _ReceivedAnswer:
 
     def note(self, outputs: StepOutputs, row: int) -> None:
         """Add one of the tokens of a step, of which nobody wants to see the text before the end."""
-        if self.transcript is not None and self.transcript.has_stop_strings:
+        has_stops = self.transcript is not None and self.transcript.has_stop_strings
+        if has_stops or self._has_no_tokens:
             self.take(outputs[row])
             return
+        self.reading = self.reading or outputs.readings.get(outputs.request_ids[row])
         self.token_ids.append(outputs.tokens[row])
         if outputs.logprobs is not None and (own := outputs.logprobs[row]) is not None:
             self.logprobs.append(own)
         self.finish_reason = outputs.finished.get(outputs.request_ids[row])
         if self.transcript is not None and self.finish_reason is not None:
             self.texts.append(self.transcript.whole(self.token_ids, self.finish_reason))
+
+    @property
+    def _has_no_tokens(self) -> bool:
+        """True if only the prompt is computed: the token that its request ends with is none of the answer."""
+        return self.request.sampling.max_tokens == 0
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None, f"{self.request.request_id} has not ended"
@@ -272,7 +284,13 @@ class _ReceivedAnswer:
             text="".join(self.texts),
             finish_reason=self.finish_reason,
             logprobs=self.logprobs if has_logprobs else None,
+            prompt_logprobs=self._prompt_logprobs(),
         )
+
+    def _prompt_logprobs(self) -> list[RankedLogprobs | None] | None:
+        if self.reading is None or self.reading.logprobs is None:
+            return None
+        return [None, *self.reading.logprobs]
 
 
 def _close_apart(loop: StepLoop, opened: OpenedModel | None) -> None:

@@ -26,6 +26,8 @@ from hearth.types import (
     Hold,
     ModelId,
     Pace,
+    Pooling,
+    PromptReading,
     Rung,
     SamplingParams,
     TokenLogprobs,
@@ -34,7 +36,7 @@ from hearth.types import (
 )
 
 #: The version that gateway and worker must share. Raise it with every change of this file.
-VERSION = 8
+VERSION = 9
 
 
 # What a process is told on its standard input, as one line of JSON, when it is started.
@@ -138,6 +140,7 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] | None = None
 
@@ -167,6 +170,7 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
 _SHARED = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "max_tokens", "min_tokens", "ignore_eos", "logprobs"),
+    "prompt_logprobs",
 )
 
 
@@ -233,6 +237,7 @@ class StartRequest(Struct, frozen=True, tag=True):
     guide: GuideOrder | None = None
     pace: Pace = Pace()
     age_s: float = 0.0  #: how long ago the request arrived at the gateway
+    pooling: Pooling | None = None  #: its embedding is wanted; None: it is not
 
     def __repr__(self) -> str:
         """Leave the salt and whatever a user wrote out: what is shown may be logged."""
@@ -275,6 +280,7 @@ class StepDone(Struct, frozen=True, tag=True):
     tokens: list[int]
     finished: dict[int, FinishReason] = {}  #: by run
     logprobs: list[TokenLogprobs | None] | None = None
+    readings: dict[int, PromptReading] = {}  #: what was asked of prompts, by run whose first token is here
     admitted: list[Admitted] = []  #: since the message before
     preempted: list[int] = []  #: likewise; they will be admitted again
     step_s: float = 0.0

@@ -1,9 +1,9 @@
-"""Ids and small frozen values that every room may use. No behaviour beyond checking themselves."""
+"""Ids and small frozen values that every room may use. They check and unpack themselves, no more."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Literal, NewType
@@ -91,6 +91,13 @@ class SamplingTable(StrEnum):
     BIAS = "bias"
 
 
+class Pooling(StrEnum):
+    """How the hidden states behind a prompt's tokens become its embedding."""
+
+    LAST = "last"  #: that of the last token, which alone has seen all of them
+    MEAN = "mean"  #: the mean over all tokens
+
+
 class FinishReason(StrEnum):
     """Why an output has ended."""
 
@@ -119,7 +126,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  #: counts tokens of the output
     frequency_penalty: float = 0.0  #: counts tokens of the output
     seed: int | None = None  #: None draws one per request
-    max_tokens: int | None = 16  #: None: up to the end of the context
+    max_tokens: int | None = 16  #: None: up to the end of the context; 0: only the prompt is computed
     min_tokens: int = 0  #: stop tokens are forbidden before
     stop: str | tuple[str, ...] | list[str] | None = ()
     stop_token_ids: tuple[int, ...] | list[int] | None = ()
@@ -127,6 +134,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None  #: 0: only of the chosen token; n: also of the n best
+    prompt_logprobs: int | None = None  #: the same for the tokens of the prompt
     logit_bias: Mapping[int, float] | None = field(default_factory=dict, hash=False)
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
 
@@ -173,7 +181,7 @@ def _check(p: SamplingParams) -> None:
     _in_range("frequency_penalty", p.frequency_penalty, -2.0, 2.0)
     _whole("min_tokens", p.min_tokens, 0, math.inf)
     if p.max_tokens is not None:
-        _whole("max_tokens", p.max_tokens, 1, math.inf)
+        _whole("max_tokens", p.max_tokens, 0, math.inf)
         if p.min_tokens > p.max_tokens:
             raise BadSampling(
                 f"`min_tokens` must not exceed `max_tokens`: {p.min_tokens} > {p.max_tokens}; "
@@ -183,6 +191,8 @@ def _check(p: SamplingParams) -> None:
         _whole("seed", p.seed, -(2**63), 2**63 - 1)
     if p.logprobs is not None:
         _whole("logprobs", p.logprobs, 0, MAX_LOGPROBS)
+    if p.prompt_logprobs is not None:
+        _whole("prompt_logprobs", p.prompt_logprobs, 0, MAX_LOGPROBS)
     for stop in p.stop_strings:
         if not isinstance(stop, str):
             raise BadSampling(f"`stop` must hold strings, given: {stop!r}")
@@ -226,3 +236,50 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankedLogprobs:
+    """The logprob and the rank of one token of a prompt, and the logprobs of the most likely, best first."""
+
+    logprob: float
+    rank: int  #: among all tokens; 1: the most likely
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """The logprobs of all tokens of a prompt but the first, which nothing comes before.
+
+    Columns of little-endian numbers of four bytes: there may be millions of them.
+    """
+
+    num_top: int
+    logprobs: bytes  #: float32 [tokens], of the prompt's own tokens
+    ranks: bytes  #: int32 [tokens], of the same
+    top_ids: bytes  #: int32 [tokens, num_top], of the most likely tokens, best first
+    top_logprobs: bytes  #: float32 [tokens, num_top]
+
+    def __len__(self) -> int:
+        return len(self.logprobs) // 4
+
+    def __iter__(self) -> Iterator[RankedLogprobs]:
+        own, ranks = memoryview(self.logprobs).cast("f"), memoryview(self.ranks).cast("i")
+        ids, best = memoryview(self.top_ids).cast("i"), memoryview(self.top_logprobs).cast("f")
+        for at in range(len(self)):
+            places = range(at * self.num_top, (at + 1) * self.num_top)
+            yield RankedLogprobs(own[at], ranks[at], tuple(TokenLogprob(ids[i], best[i]) for i in places))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReading:
+    """All that was asked of a prompt besides its continuation. It comes with the first token."""
+
+    embedding: bytes | None = None  #: little-endian float32 numbers, of length 1 as a vector
+    logprobs: PromptLogprobs | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        scores = self.logprobs
+        num_bytes = 0 if scores is None else 2 * len(scores.logprobs) + 2 * len(scores.top_logprobs)
+        return num_bytes + len(self.embedding or b"")

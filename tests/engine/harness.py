@@ -22,7 +22,7 @@ from hearth.models.families import read_arch
 from hearth.models.layout import layout_of
 from hearth.models.weights import bind, contiguous_places
 from hearth.policy.batch.plan import Admission, EngineRequest, StepPlan
-from hearth.types import FinishReason, RequestId, SamplingParams
+from hearth.types import FinishReason, PromptReading, RequestId, SamplingParams
 from tests.models.zoo import build, pack_directory
 
 #: DESIGN of "the same tokens": where the reference's two best logits are closer than this, either is right.
@@ -37,6 +37,7 @@ class Answer:
     tokens: list[int]
     finish_reason: FinishReason | None = None
     error: HearthError | None = None
+    reading: PromptReading | None = None
 
 
 #: How often a reference's near tie was decided the other way; printed at the end of the run.
@@ -103,6 +104,7 @@ def run(engine: Engine, requests: Sequence[EngineRequest]) -> list[Answer]:
             assert answer.finish_reason is answer.error is None, "a request ended twice"
             answer.tokens.append(output.token)
             answer.finish_reason = output.finish_reason
+            answer.reading = answer.reading or output.reading
         for failure in outcome.failures:
             answer = answers[failure.request_id]
             assert answer.finish_reason is answer.error is None, "a request ended twice"

@@ -20,8 +20,8 @@ from hearth.engine.step_shape import GraphKey, PaddedSizes, StepPart
 from hearth.kernels.host_read import read_host
 from hearth.policy.batch.plan import DecodeRows, Row, StepPlan
 from hearth.sizes import StepLimits
-from hearth.types import RequestId
-from tests.engine.harness import ROOMY, ask, assert_greedy, engine_for, greedy, prompts_for
+from hearth.types import Pooling, RequestId
+from tests.engine.harness import ROOMY, ask, assert_greedy, engine_for, greedy, prompts_for, run
 from tests.models.zoo import build
 
 CHUNKED = replace(ROOMY, max_batch_tokens=16)
@@ -92,6 +92,18 @@ def test_the_work_of_the_first_step_of_a_shape_does_for_all_others() -> None:
         assert len(answer.tokens) == 3
     assert {key.part for key in graphs.work_by_key} == set(StepPart)
     assert graphs.num_replayed >= 5
+
+
+def test_a_step_whose_prompts_are_read_replays_only_its_body() -> None:
+    graphs, name = FirstWork(), "llama-gqa"
+    engine, (first, second) = padded(name, ROOMY, graphs), prompts(name, [3, 3])
+    vectors = [
+        run(engine, [engine.request(RequestId("e"), prompt, greedy(0), pooling=Pooling.MEAN)])[0].reading
+        for prompt in (first, second, first)
+    ]
+    assert {key.part for key in graphs.work_by_key} == {StepPart.MIXED}
+    assert graphs.num_replayed == 2
+    assert vectors[0] == vectors[2] != vectors[1]
 
 
 @dataclass(slots=True)

@@ -20,8 +20,9 @@ from hearth.api.dialect import AnswerSpec, Choice, ChoiceReader, TokenUsage
 from hearth.api.exchange import Exchange, exchange_of
 from hearth.api.unread_fields import ignored_fields_header
 from hearth.control.caller import Caller
-from hearth.control.generation import AnswerStream, TokenDelta
+from hearth.control.generation import AnswerStream
 from hearth.control.key_admission import KeyAdmission
+from hearth.control.prepared_request import PreparedRequest
 from hearth.errors import HearthError
 from hearth.text.detokenizer import prompt_text
 from hearth.text.tool_calls import ToolCall
@@ -34,6 +35,10 @@ WAITING = b": waiting\n\n"
 SSE_TYPE = "text/event-stream; charset=utf-8"
 #: Longer prompts are turned back into text away from the event loop.
 MANY_TOKENS = 256
+#: More that was read of prompts is spelt there, too.
+MANY_BYTES = 64 << 10
+#: Requests of one answer that are on their way at once; the others wait here, and take nobody's place in line.
+MAX_STARTED = 256
 #: Nobody on the way keeps a stream, or waits until there is more of it.
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -60,11 +65,12 @@ class Answer(Response):
     ) -> None:
         streams: list[AnswerStream] = []
         try:
-            await self._submit(streams, admission, exchange_of(scope))
+            prepared = await self._prepare(admission)
             if self._spec.is_stream:
+                self._start(prepared, streams, exchange_of(scope))
                 await self._stream(streams, send)
             else:
-                body = msgspec.json.encode(await self._whole(streams))
+                body = await self._whole(prepared, streams, exchange_of(scope))
                 headers = ignored_fields_header(self._spec.ignored_fields)
                 answer = Response(body, 200, headers, "application/json")
                 await answer(scope, receive, send)
@@ -72,20 +78,26 @@ class Answer(Response):
             for stream in streams:
                 stream.close()
 
-    async def _submit(self, streams: list[AnswerStream], admission: KeyAdmission, exchange: Exchange) -> None:
-        """Add to `streams`, which then need to be closed. A prompt is tokenised once for all its answers.
-
-        Nothing is started before all is charged for.
-        """
+    async def _prepare(self, admission: KeyAdmission) -> list[PreparedRequest]:
+        """Return all requests, charged for. A prompt is tokenised, and read, once for all its answers."""
         num_answers = self._spec.num_answers
         prompt: list[int] | None = None
         prepared = []
         for index, request in enumerate(self._spec.requests):
             if num_answers > 1 and index % num_answers == 0:
-                prompt = await self._gateway.encode(request.model, request.prompt, self._caller)
+                max_tokens = request.sampling.max_tokens
+                prompt = await self._gateway.encode(request.model, request.prompt, self._caller, max_tokens)
             if prompt is not None:
                 request = replace(request, prompt=prompt, counts_prompt=index % num_answers == 0)
+            if index % num_answers:
+                request = replace(request, sampling=replace(request.sampling, prompt_logprobs=None))
             prepared.append(await self._gateway.prepare(request, admission))
+        return prepared
+
+    def _start(
+        self, prepared: Sequence[PreparedRequest], streams: list[AnswerStream], exchange: Exchange
+    ) -> None:
+        """Start requests and add to `streams`, which then need to be closed."""
         for one in prepared:
             stream = self._gateway.start(one, exchange.correlation)
             streams.append(stream)
@@ -133,24 +145,34 @@ class Answer(Response):
         usage = TokenUsage.of(streams, spec.num_answers)
         await write(events.last(usage) if failure is None else events.failed(failure), more=False)
 
-    async def _whole(self, streams: Sequence[AnswerStream]) -> object:
-        choices = []
+    async def _whole(
+        self, prepared: Sequence[PreparedRequest], streams: list[AnswerStream], exchange: Exchange
+    ) -> bytes:
+        """Start the requests, no more at once than anybody should have, and return the answer in one."""
+        self._start(prepared[:MAX_STARTED], streams, exchange)
+        choices: list[Choice] = []
         echoes = await self._echoes(streams)
-        for stream, echo in zip(streams, echoes, strict=True):
-            deltas: list[TokenDelta] = []
-            while not deltas or deltas[-1].finish_reason is None:
-                deltas += await stream.next()
+        for index, echo in enumerate(echoes):
+            stream = streams[index]
+            deltas = await stream.rest()
+            self._start(prepared[len(streams) : len(streams) + 1], streams, exchange)
             parts = ChoiceReader(self._spec.tool_use).read(deltas)
             text = "".join(part for part in parts if isinstance(part, str))
             calls = [part for part in parts if isinstance(part, ToolCall)]
-            choices.append(Choice(stream, deltas, echo, text, calls))
+            reading = streams[index - index % self._spec.num_answers].reading
+            choices.append(Choice(stream, deltas, echo, text, calls, reading))
         usage = TokenUsage.of(streams, self._spec.num_answers)
-        return self._spec.dialect.whole(self._spec, choices, usage)
+        spell = partial(self._spell, choices, usage)
+        num_bytes = sum(stream.reading.num_bytes for stream in streams if stream.reading is not None)
+        return await asyncio.to_thread(spell) if num_bytes > MANY_BYTES else spell()
+
+    def _spell(self, choices: Sequence[Choice], usage: TokenUsage) -> bytes:
+        return msgspec.json.encode(self._spec.dialect.whole(self._spec, choices, usage))
 
     async def _echoes(self, streams: Sequence[AnswerStream]) -> list[str]:
         """Return the prompt that each choice begins with; empty where no echo is asked for."""
         if not self._spec.is_echo:
-            return [""] * len(streams)
+            return [""] * len(self._spec.requests)
         echoes: list[str] = []
         for request in self._spec.requests[:: self._spec.num_answers]:
             prompt = request.prompt

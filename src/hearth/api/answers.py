@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from fastapi import Request
 
 from hearth.api.answer import Answer
-from hearth.api.body import Body
+from hearth.api.body import ModelBody
 from hearth.api.dialect import AnswerSpec, Dialect
 from hearth.api.guard import caller_of
 from hearth.api.openai.chat import ChatBody
 from hearth.api.openai.completion import CompletionBody
+from hearth.api.openai.embedding import EmbeddingBody
 from hearth.api.unread_fields import metric_labels
 from hearth.errors import Forbidden
 
@@ -57,13 +58,20 @@ class Answers:
         tokenizer = await self._gateway.tokenizer(body.model, caller) if body.uses_tools else None
         return self._answer(body.answer_spec(dialect, tokenizer), request, ignored_fields)
 
+    def embedding(
+        self, body: EmbeddingBody, dialect: Dialect, request: Request, ignored_fields: Sequence[str] = ()
+    ) -> Answer:
+        """Return the response that has the embeddings of texts; the rest is as in `completion`."""
+        _check_pin(body, request)
+        return self._answer(body.answer_spec(dialect), request, ignored_fields)
+
     def _answer(self, spec: AnswerSpec, request: Request, ignored_fields: Sequence[str]) -> Answer:
         spec = replace(spec, ignored_fields=(*ignored_fields, *spec.ignored_fields))
         self._gateway.count_ignored_fields(metric_labels(spec.ignored_fields))
         return Answer(self._gateway, spec, caller_of(request), self._heartbeat_s)
 
 
-def _check_pin(body: Body, request: Request) -> None:
+def _check_pin(body: ModelBody, request: Request) -> None:
     """Refuse a pin by anybody but an admin: a pinned model takes its room from everybody."""
     if body.keep_alive_s() == math.inf and not caller_of(request).has_role("admin"):
         raise Forbidden(

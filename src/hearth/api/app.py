@@ -17,6 +17,7 @@ from hearth.api.errors import ErrorBody, on_hearth_error, on_http_error, on_inva
 from hearth.api.exchange import Exchanges
 from hearth.api.guard import Guard
 from hearth.api.openai.routes import openai_routes
+from hearth.api.tokenize import tokenize_routes
 from hearth.errors import HearthError
 from hearth.version import hearth_version
 
@@ -55,6 +56,7 @@ def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:
     answers = Answers(gateway, limits.stream_heartbeat_s)
     app.include_router(openai_routes(gateway, answers))
     app.include_router(anthropic_routes(gateway, answers))
+    app.include_router(tokenize_routes(gateway))
     app.include_router(model_routes(gateway, limits.stream_heartbeat_s))
     app.include_router(service_routes(gateway))
     origins = AllowedOrigins(frozenset(limits.allowed_origins))

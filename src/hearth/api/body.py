@@ -27,7 +27,7 @@ from hearth.api.unread_fields import (
 from hearth.config import PACE_LIMITS, TARGET_LIMITS, parse_duration
 from hearth.errors import BadSampling, ConfigError
 from hearth.messages import GuideOrder
-from hearth.types import SamplingParams
+from hearth.types import MAX_LOGPROBS, SamplingParams
 
 #: The largest integer that fits the wire and the device.
 MAX_INT = 2**31 - 1
@@ -150,12 +150,53 @@ class ResponseFormat(Strict):
     json_schema: JsonSchema | None = None
 
 
-class Body(Strict):
+class ModelBody(Strict):
+    """The fields of all that is asked of a model: of which one, and how urgently."""
+
+    model: ModelName = Field(description="The name or an alias of a deployed model.")
+    user: str | None = Field(None, description="Accepted and not used.")
+    keep_alive: float | Text | None = Field(
+        None, description='How long the model stays warm after this: seconds, "5m", 0, or -1 for ever.'
+    )
+    first_token_target: float | None = Field(
+        None,
+        ge=TARGET_LIMITS.low,
+        le=TARGET_LIMITS.high,
+        allow_inf_nan=False,
+        description="Seconds until the first token is due, where models have to take turns.",
+    )
+    service_tier: Literal["auto", "default", "flex", "batch", "scale", "priority"] | None = Field(
+        None,
+        description="`flex` or `batch`: nobody reads along, so the request has no pace and gives way to "
+        "others for its first 30 s. All others: as the key's class of service has it.",
+    )
+
+    @property
+    def is_batch(self) -> bool:
+        return self.service_tier in ("flex", "batch")
+
+    def keep_alive_s(self) -> float | None:
+        if self.keep_alive is None:
+            return None
+        try:
+            return parse_duration(self.keep_alive)
+        except (ConfigError, OverflowError) as error:
+            raise BadSampling(f"`keep_alive`: {error}") from error
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        """The fields that nothing reads: one more than are told at most, if there are that many."""
+        return tuple(islice(self._ignored_fields(), MAX_IGNORED + 1))
+
+    def _ignored_fields(self) -> Iterator[str]:
+        yield from self.ignored("")
+
+
+class Body(ModelBody):
     """The fields of chat and of plain completions: how to sample and how to answer."""
 
     default_max_tokens: ClassVar[int | None] = None  #: None: to the end of the context
 
-    model: ModelName = Field(description="The name or an alias of a deployed model.")
     stream: bool | None = Field(None, description="Send the answer in pieces, as server-sent events.")
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=128, description="How many answers to generate.")
@@ -182,10 +223,6 @@ class Body(Strict):
         BeforeValidator(_few_biases),
     ] = Field(None, description="What to add to the logits of up to 1024 tokens, by token id.")
     response_format: ResponseFormat | None = Field(None, description="What the output is held to.")
-    user: str | None = Field(None, description="Accepted and not used.")
-    keep_alive: float | Text | None = Field(
-        None, description='How long the model stays warm after this: seconds, "5m", 0, or -1 for ever.'
-    )
     pace: float | None = Field(
         None,
         ge=PACE_LIMITS.low,
@@ -193,18 +230,6 @@ class Body(Strict):
         allow_inf_nan=False,
         description="Tokens per second that are due after the first, where models have to take turns; what "
         "comes sooner is slack. 0: nobody reads along, so others may go first.",
-    )
-    first_token_target: float | None = Field(
-        None,
-        ge=TARGET_LIMITS.low,
-        le=TARGET_LIMITS.high,
-        allow_inf_nan=False,
-        description="Seconds until the first token is due, where models have to take turns.",
-    )
-    service_tier: Literal["auto", "default", "flex", "batch", "scale", "priority"] | None = Field(
-        None,
-        description="`flex` or `batch`: nobody reads along, so the request has no pace and gives way to "
-        "others for its first 30 s. All others: as the key's class of service has it.",
     )
     # As vLLM has them.
     top_k: TopK | None = None
@@ -216,8 +241,16 @@ class Body(Strict):
     allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Tell the logprob of each token of the prompt, and of so many of the likeliest ones.",
+    )
 
     def sampling(self, logprobs: int | None) -> SamplingParams:
+        if self.stream and self.prompt_logprobs is not None:
+            raise BadSampling("`prompt_logprobs` come in one, not in a stream; leave out one or the other")
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return SamplingParams(
             **given, max_tokens=self.token_limit, logprobs=logprobs, logit_bias=_bias(self.logit_bias)
@@ -226,14 +259,11 @@ class Body(Strict):
     @property
     def token_limit(self) -> int | None:
         """The most tokens that an answer may have; None: as many as the context holds."""
-        return self.max_completion_tokens or self.max_tokens or self.default_max_tokens
+        limits = (self.max_completion_tokens, self.max_tokens, self.default_max_tokens)
+        return next((limit for limit in limits if limit is not None), None)
 
     def value_of(self, name: str) -> object:
         return self.token_limit if name == "max_tokens" else super().value_of(name)
-
-    @property
-    def is_batch(self) -> bool:
-        return self.service_tier in ("flex", "batch")
 
     @property
     def num_answers(self) -> int:
@@ -243,27 +273,14 @@ class Body(Strict):
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    @property
-    def ignored_fields(self) -> tuple[str, ...]:
-        """The fields that nothing reads: one more than are told at most, if there are that many."""
-        return tuple(islice(self._ignored_fields(), MAX_IGNORED + 1))
-
     def _ignored_fields(self) -> Iterator[str]:
-        yield from self.ignored("")
+        yield from super()._ignored_fields()
         if self.stream_options is not None:
             yield from self.stream_options.ignored("stream_options.")
         if self.response_format is not None:
             yield from self.response_format.ignored("response_format.")
             if self.response_format.json_schema is not None:
                 yield from self.response_format.json_schema.ignored("response_format.json_schema.")
-
-    def keep_alive_s(self) -> float | None:
-        if self.keep_alive is None:
-            return None
-        try:
-            return parse_duration(self.keep_alive)
-        except (ConfigError, OverflowError) as error:
-            raise BadSampling(f"`keep_alive`: {error}") from error
 
     def guide(self) -> GuideOrder | None:
         match self.response_format:
@@ -289,7 +306,7 @@ class Body(Strict):
 _SAMPLING = (
     *("temperature", "top_p", "stop", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p"),
     *("repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"),
-    *("skip_special_tokens", "allowed_token_ids"),
+    *("skip_special_tokens", "allowed_token_ids", "prompt_logprobs"),
 )
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from hearth.control.generation import AnswerStream, GenerationRequest, TokenDelta
 from hearth.errors import HearthError
 from hearth.text.tool_calls import ToolCall, ToolFormat, ToolParser
-from hearth.types import FinishReason
+from hearth.types import FinishReason, PromptReading
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,11 @@ class Choice:
     echo: str  #: the prompt that it begins with, where that was asked for
     text: str  #: without the calls
     calls: Sequence[ToolCall]
+    reading: PromptReading | None = None  #: what was asked of its prompt
 
     @property
     def finish_reason(self) -> FinishReason:
-        reason = self.deltas[-1].finish_reason
+        reason = self.stream.finish_reason
         assert reason is not None, "the choice is whole"
         return reason
 
@@ -125,4 +126,5 @@ class ChoiceReader:
         if self._parser is None:
             return [text] if text else []
         parts = self._parser.push(text)
-        return parts if deltas[-1].finish_reason is None else parts + self._parser.flush()
+        has_ended = not deltas or deltas[-1].finish_reason is not None
+        return parts + self._parser.flush() if has_ended else parts

@@ -85,7 +85,7 @@ _EVERYWHERE = {
     **_fields("samplers negative_prompt", "", []),
     **_fields("logits_processors custom_logit_processor", "", []),
     # Other prompts, weights and answers.
-    **_fields("prompt_logprobs truncate_prompt_tokens adapter_id lora_path"),
+    **_fields("truncate_prompt_tokens adapter_id lora_path"),
     **_fields("truncate", False),
     **_fields("lora images image_data", []),
     **_fields("return_token_ids return_tokens_as_token_ids return_full_text", False),
@@ -111,6 +111,19 @@ COMPLETION = _EVERYWHERE | {
     **_fields("top_logprobs", 0, instead="set `logprobs` to how many are wanted"),
     **_fields("messages tools functions", [], instead="use `/v1/chat/completions`"),
     **_fields("add_special_tokens", True),
+}
+_BY_MODEL = "a model has embeddings of one length, that of its hidden states; cut them yourself"
+EMBEDDING = {
+    **_fields("dimensions", instead=_BY_MODEL),
+    **_fields("prompt messages", "", [], instead="use `input`"),
+    **_fields("truncate_prompt_tokens", instead="shorten the input"),
+    **_fields("truncate", False, instead="shorten the input"),
+    **_fields("normalize add_special_tokens", True),
+    **_fields("stream", False, instead="leave it out: embeddings come in one"),
+    **_fields("input_type instruction task prompt_name", "", instead="write it into the input"),
+    **_fields("embedding_types", [], ["float"], instead="use `encoding_format`"),
+    **_fields("embed_dtype", "float32", "float"),
+    **_fields("adapter_id lora_path"),
 }
 #: Of a message. Other fields of one reach the chat template.
 MESSAGE = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from hearth.control.generation import AnswerStream
 from hearth.messages import GuideOrder, Sampling
 from hearth.text.transcript import Transcript
-from hearth.types import ModelId, Pace, RequestId, WorkerId
+from hearth.types import FinishReason, ModelId, Pace, Pooling, RequestId, WorkerId
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +40,14 @@ class ActiveRequest:
     digest: str | None = None  #: of the version of the model that the prompt was made for; None: any
     pace: Pace = field(default_factory=Pace)
     arrived_s: float = 0.0  #: by the driver's clock
+    pooling: Pooling | None = None  #: its embedding is wanted; None: it is not
+
+    @property
+    def end_without_tokens(self) -> FinishReason | None:
+        """Why the request ends when its prompt is computed; None: tokens follow."""
+        if self.sampling.max_tokens != 0:
+            return None
+        return FinishReason.LENGTH if self.pooling is None else FinishReason.STOP
 
     def admitted(self, num_cached_tokens: int) -> None:
         """Note that a worker gave the request a slot; its first worker's cache is what users are told of."""

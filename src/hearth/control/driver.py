@@ -183,6 +183,7 @@ class Driver:
                 *(request.salt, request.guide),
                 pace=request.pace,
                 age_s=self.now_s - request.arrived_s,
+                pooling=request.pooling,
             ),
         )
 
@@ -278,9 +279,14 @@ class Driver:
         for admitted in step_done.admitted:
             if admitted.run in by_run:
                 by_run[admitted.run].admitted(admitted.num_cached_tokens)
+        for run, reading in step_done.readings.items():
+            if run in by_run:
+                by_run[run].stream.reading = reading
         self._observer.stepped(now_s, step_done, by_run, len(decoded.tokens))
         for token in decoded.tokens:
             self._deliver(now_s, token, step_done)
+        for request in decoded.ended:
+            self._prompt_done(now_s, request)
         for request in decoded.broken:
             self._text_broke(now_s, request)
 
@@ -296,6 +302,15 @@ class Driver:
         how = events.End.DONE if request.run in step_done.finished else events.End.STOPPED
         self.post(events.RequestFinished(now_s, request.request_id, len(request.emitted), how))
         self._end(request, delta.finish_reason)
+
+    def _prompt_done(self, now_s: float, request: ActiveRequest) -> None:
+        """End a request of no tokens, whose prompt is computed."""
+        reason = request.end_without_tokens
+        assert reason is not None, f"{request.request_id} has tokens"
+        if request.request_id in self.requests.by_id:  # else cancelled a moment ago
+            request.stream.end(reason)
+            self.post(events.RequestFinished(now_s, request.request_id, 0, events.End.DONE))
+            self._end(request, reason)
 
     def _text_broke(self, now_s: float, request: ActiveRequest) -> None:
         if request.request_id in self.requests.by_id:

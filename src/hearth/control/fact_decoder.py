@@ -44,6 +44,7 @@ class DecodedFact:
     num_bytes: int
     fact: Fact | None  #: None: nothing follows, the connection has ended
     tokens: list[DecodedToken] = field(default_factory=list)
+    ended: list[ActiveRequest] = field(default_factory=list)  #: those of no tokens that are complete
     broken: list[ActiveRequest] = field(default_factory=list)  #: whose tokens cannot be turned into text
 
 
@@ -120,6 +121,10 @@ class FactDecoder:
             request = self._runs.get(run)
             if request is None or request.is_complete:
                 continue  # it was cancelled, or a stop string ended it
+            if request.end_without_tokens is not None:
+                request.is_complete = True
+                decoded.ended.append(request)
+                continue
             request.emitted.append(token)
             logprobs = None if step.logprobs is None else step.logprobs[index]
             try:

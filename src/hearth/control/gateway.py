@@ -69,6 +69,8 @@ LOOK_S = 0.5
 #: Characters per token and least limit beyond which text is refused without being tokenised.
 MAX_TOKEN_CHARS, MIN_TEXT_CHARS = 64, 64 << 10
 SALT_BYTES = 32
+#: The most logprobs of a prompt, its own tokens' and others': they are some 50 MB of JSON.
+MAX_PROMPT_LOGPROBS = 1 << 20
 
 
 class Gateway:
@@ -139,11 +141,12 @@ class Gateway:
         _check_tokens(entry, wanted.sampling)
         pace = _pace_of(entry, wanted, caller)
         tokenizer = await self._tokenizer(entry)
-        prompt = await self._encode(entry, wanted.prompt)
+        prompt = await self._encode(entry, wanted.prompt, wanted.sampling.max_tokens)
+        _check_reading(prompt, wanted.sampling)
         if wanted.guide is not None:
             await self._encoder.check_guide(wanted.guide)
         self._refuse_when_closed()  # again, and what follows: much may have happened since
-        self._refuse_replaced(entry, prompt, caller)
+        self._refuse_replaced(entry, prompt, wanted, caller)
         max_tokens, left = wanted.sampling.max_tokens, entry.max_context - len(prompt)
         max_tokens = left if max_tokens is None else min(max_tokens, left)
         admission.charge(len(prompt) if wanted.counts_prompt else 0, max_tokens)
@@ -160,16 +163,17 @@ class Gateway:
         wanted, entry, prompt, pace = prepared.wanted, prepared.entry, prepared.prompt, prepared.pace
         tokenizer, caller, arrived_s = prepared.tokenizer, prepared.admission.caller, prepared.arrived_s
         self._refuse_when_closed()  # again: others may have been prepared since
-        self._refuse_replaced(entry, prompt, caller)
+        self._refuse_replaced(entry, prompt, wanted, caller)
         request_id = RequestId(secrets.token_hex(12))
         model = ModelId(entry.deployed.name)
         stream = AnswerStream(
             request_id, model, tokenizer, len(prompt), lambda: self._driver.cancel(request_id)
         )
-        stream.is_batch = pace.is_batch
+        stream.is_batch, stream.prompt = pace.is_batch, prompt
         timeline = Timeline(
             *(request_id, model, arrived_s, prepared.arrived_at_s, len(prompt), caller.group, pace),
             correlation,
+            pooling=wanted.pooling,
         )
         seed = secrets.randbits(63) if wanted.sampling.seed is None else wanted.sampling.seed
         active = ActiveRequest(
@@ -184,6 +188,7 @@ class Gateway:
             transcript=Transcript(tokenizer, wanted.sampling, prompt),
             pace=pace,
             arrived_s=arrived_s,
+            pooling=wanted.pooling,
         )
         self._observer.begin(timeline)
         self._driver.start(active, wanted.sampling.max_tokens, wanted.keep_alive_s)
@@ -205,13 +210,33 @@ class Gateway:
     async def tokenizer(self, name: str, caller: Caller) -> Tokenizer:
         return await self._tokenizer(self._deployments.find(name, caller.terms.models))
 
-    async def encode(self, name: str, prompt: str | list[int] | ChatPrompt, caller: Caller) -> list[int]:
-        """Return the tokens of a prompt.
+    async def encode(
+        self, name: str, prompt: str | list[int] | ChatPrompt, caller: Caller, max_tokens: int | None = None
+    ) -> list[int]:
+        """Return the tokens of a prompt that so many are to follow.
 
         Raises:
             HearthError: the model cannot take it.
         """
-        return list(await self._encode(self._deployments.find(name, caller.terms.models), prompt))
+        entry = self._deployments.find(name, caller.terms.models)
+        return list(await self._encode(entry, prompt, max_tokens))
+
+    async def tokenize(
+        self, name: str, prompt: str | ChatPrompt, caller: Caller, add_special_tokens: bool | None
+    ) -> list[int]:
+        """Return the tokens of a text or of a conversation, however many they are.
+
+        None: special tokens are added as in a prompt. Raises as `encode` does.
+        """
+        entry = self._deployments.find(name, caller.terms.models)
+        tokenizer = await self._tokenizer(entry)
+        return list(await self._encoder.encode(tokenizer, prompt, _max_chars(entry), add_special_tokens))
+
+    async def detokenize(self, name: str, tokens: list[int], caller: Caller) -> str:
+        """Return the text of tokens, special ones included. Raises BadPrompt: one is not the model's."""
+        entry = self._deployments.find(name, caller.terms.models)
+        _check_vocabulary(entry, tokens)
+        return await self._encoder.decode(await self._tokenizer(entry), tokens)
 
     # Models. For a caller those are there that the caller's key may use.
 
@@ -394,19 +419,22 @@ class Gateway:
         if (outage := self._supervisor.outage()) is not None:
             raise outage
 
-    def _refuse_replaced(self, entry: CatalogEntry, prompt: tuple[int, ...], caller: Caller) -> None:
+    def _refuse_replaced(
+        self, entry: CatalogEntry, prompt: tuple[int, ...], wanted: GenerationRequest, caller: Caller
+    ) -> None:
         """Refuse tokens that are another model's now, or too many for a context that has become shorter."""
         name = entry.deployed.name
         current = self._deployments.find(name, caller.terms.models)
         if current.deployed.digest != entry.deployed.digest:
             raise ServiceError(f"`{name}` was replaced while the request was prepared; ask again")
-        _check_prompt(current, prompt)
+        _check_prompt(current, prompt, wanted.sampling.max_tokens)
 
-    async def _encode(self, entry: CatalogEntry, prompt: str | list[int] | ChatPrompt) -> tuple[int, ...]:
+    async def _encode(
+        self, entry: CatalogEntry, prompt: str | list[int] | ChatPrompt, max_tokens: int | None
+    ) -> tuple[int, ...]:
         tokenizer = await self._tokenizer(entry)
-        max_chars = max(MIN_TEXT_CHARS, entry.max_context * MAX_TOKEN_CHARS)
-        tokens = await self._encoder.encode(tokenizer, prompt, max_chars)
-        _check_prompt(entry, tokens)
+        tokens = await self._encoder.encode(tokenizer, prompt, _max_chars(entry))
+        _check_prompt(entry, tokens, max_tokens)
         return tokens
 
     async def _tokenizer(self, entry: CatalogEntry) -> Tokenizer:
@@ -441,15 +469,36 @@ class Gateway:
 # What can be refused without asking a worker is refused before anything is loaded for it.
 
 
-def _check_prompt(entry: CatalogEntry, prompt: tuple[int, ...]) -> None:
-    vocab_size, name = entry.deployed.facts.dimensions.vocab_size, entry.deployed.name
+def _max_chars(entry: CatalogEntry) -> int:
+    """Return how long a text may be that is tokenised for a model."""
+    return max(MIN_TEXT_CHARS, entry.max_context * MAX_TOKEN_CHARS)
+
+
+def _check_prompt(entry: CatalogEntry, prompt: tuple[int, ...], max_tokens: int | None) -> None:
     if not prompt:
         raise BadPrompt("prompt has 0 tokens, at least 1 is needed; give a token to continue from")
-    if len(prompt) + 1 > entry.max_context:
+    num_sampled = 0 if max_tokens == 0 else 1
+    if len(prompt) + num_sampled > entry.max_context:
         raise PromptTooLong(
-            f"prompt has {len(prompt)} tokens, limit for `{name}`: {entry.max_context - 1} (the context "
-            f"holds {entry.max_context}, one is to be sampled); shorten the prompt"
+            f"prompt has {len(prompt)} tokens, limit for `{entry.deployed.name}`: "
+            f"{entry.max_context - num_sampled} (the context holds {entry.max_context}"
+            f"{', one is to be sampled' if num_sampled else ''}); shorten the prompt"
         )
+    _check_vocabulary(entry, prompt)
+
+
+def _check_reading(prompt: tuple[int, ...], sampling: SamplingParams) -> None:
+    """Refuse logprobs of a prompt that would be too many for one answer."""
+    num_top = sampling.prompt_logprobs
+    if num_top is not None and len(prompt) * (1 + num_top) > MAX_PROMPT_LOGPROBS:
+        raise BadPrompt(
+            f"a prompt of {len(prompt)} tokens has {len(prompt) * (1 + num_top)} logprobs with {num_top} of "
+            f"the most likely at each, limit: {MAX_PROMPT_LOGPROBS}; ask for fewer, or shorten the prompt"
+        )
+
+
+def _check_vocabulary(entry: CatalogEntry, prompt: Sequence[int]) -> None:
+    vocab_size, name = entry.deployed.facts.dimensions.vocab_size, entry.deployed.name
     bad = next((token for token in prompt if not 0 <= token < vocab_size), None)
     if bad is not None:
         raise BadPrompt(f"prompt holds token {bad}, a token of `{name}` is from 0 to {vocab_size - 1}")

@@ -10,7 +10,15 @@ from hearth.errors import HearthError
 from hearth.messages import GuideOrder
 from hearth.text.chat_template import Json, Message
 from hearth.text.tokenizer import Tokenizer
-from hearth.types import FinishReason, ModelId, RequestId, SamplingParams, TokenLogprobs
+from hearth.types import (
+    FinishReason,
+    ModelId,
+    Pooling,
+    PromptReading,
+    RequestId,
+    SamplingParams,
+    TokenLogprobs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +33,7 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A prompt that is to be continued once, as an endpoint has understood it."""
+    """A prompt that is to be continued once, as an endpoint has understood it, or to become an embedding."""
 
     model: str  #: a name or an alias
     prompt: str | list[int] | ChatPrompt
@@ -36,6 +44,7 @@ class GenerationRequest:
     first_token_s: float | None = None
     is_batch: bool = False  #: it should have no pace
     counts_prompt: bool = True  #: False: another answer to a prompt that was counted
+    pooling: Pooling | None = None  #: how its embedding is made, of no tokens; None: it is continued
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +77,9 @@ class AnswerStream:
         self.num_cached_tokens = 0  #: of the prompt; known with the first token
         self.num_output_tokens = 0  #: that have come, whether they were read or not
         self.is_batch = False
+        self.prompt: Sequence[int] = ()
+        self.reading: PromptReading | None = None  #: what was asked of the prompt; it comes with the first token
+        self.finish_reason: FinishReason | None = None  #: why nothing comes any more; None: it may
         self.is_ended = False  #: everything was delivered, or it was closed
         self._cancel = cancel
         self._deltas: list[TokenDelta] = []
@@ -75,12 +87,12 @@ class AnswerStream:
         self._wakeup: asyncio.Future[None] | None = None
 
     async def next(self, timeout_s: float | None = None) -> list[TokenDelta]:
-        """Return all tokens that are there, waiting for the first; [] if none came in time.
+        """Return all tokens that are there, waiting for the first; [] if none came in time, or none will.
 
         Raises:
             HearthError: the request ended without an answer; nothing follows.
         """
-        if not self._deltas and self._error is None:
+        if not self._deltas and self._error is None and self.finish_reason is None:
             await self._wait(timeout_s)
         if self._deltas:
             deltas, self._deltas = self._deltas, []
@@ -88,6 +100,13 @@ class AnswerStream:
         if self._error is not None:
             raise self._error
         return []
+
+    async def rest(self) -> list[TokenDelta]:
+        """Return all tokens that were not read, when the answer has ended. Raises as `next` does."""
+        deltas = await self.next()
+        while self.finish_reason is None:
+            deltas += await self.next()
+        return deltas
 
     async def _wait(self, timeout_s: float | None) -> None:
         """Wait with a bare timer: `asyncio.wait` would cost more than all else that is done for a token."""
@@ -117,7 +136,13 @@ class AnswerStream:
     def put(self, deltas: Sequence[TokenDelta]) -> None:
         self._deltas += deltas
         self.num_output_tokens += len(deltas)
-        self.is_ended = self.is_ended or deltas[-1].finish_reason is not None
+        self.finish_reason = deltas[-1].finish_reason
+        self.is_ended = self.is_ended or self.finish_reason is not None
+        self._wake()
+
+    def end(self, reason: FinishReason) -> None:
+        """End an answer without another token."""
+        self.finish_reason, self.is_ended = reason, True
         self._wake()
 
     def fail(self, error: HearthError) -> None:

@@ -225,7 +225,9 @@ class Observer:
         self._metrics.tokens_on_time.inc(timeline.num_output_tokens - num_late)
         self._metrics.tokens_late.inc(num_late)
         if error is None and outcome != FinishReason.CANCELLED:
-            (self._metrics.requests_late if num_late else self._metrics.requests_on_time).inc()
+            # One of no tokens is due when its first token would be.
+            is_late = now_s > timeline.paced.due_s if timeline.last_token_s is None else num_late > 0
+            (self._metrics.requests_late if is_late else self._metrics.requests_on_time).inc()
 
 
 def _rejects(action: Action, request_id: RequestId) -> bool:

@@ -12,7 +12,7 @@ from hearth.control.load_log import LoadLog
 from hearth.control.views import Explanation, RungView, TimelineMark, TimelineSpan
 from hearth.policy.fleet.events import Option
 from hearth.policy.turns.paced_request import PacedRequest
-from hearth.types import Pace, RequestId, TurnEnd, WorkerId
+from hearth.types import Pace, Pooling, RequestId, TurnEnd, WorkerId
 
 #: Explanations that are kept.
 MAX_EXPLAINED = 1000
@@ -61,6 +61,7 @@ class Timeline:
     group: GroupId  #: of the caller; others are not told of the request
     pace: Pace = field(default_factory=Pace)
     correlation: Correlation = UNNAMED
+    pooling: Pooling | None = None  #: an embedding is wanted; None: tokens are
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
@@ -276,7 +277,8 @@ class Timeline:
         return TimelineSpan(what, max(0.0, begin_s - began), max(0.0, end_s - began), detail)
 
     def _all_marks(self, now_s: float) -> list[tuple[float, str, str]]:
-        marks = [(self.arrived_s, "queued", ""), *self.marks]
+        what = "" if self.pooling is None else f"for an embedding, pooling: {self.pooling}"
+        marks = [(self.arrived_s, "queued", what), *self.marks]
         for wait in self._told_waits(self.ended_s or now_s):
             marks.append((wait.began_s, "paused" if wait.is_pause else "waits_for_turn", wait.reason))
             if wait.ended_s is not None and wait.ended_s != self.ended_s:

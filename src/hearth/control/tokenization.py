@@ -1,4 +1,4 @@
-"""Turns prompts into tokens away from the event loop. Turns no tokens back into text."""
+"""Turns prompts into tokens, and back, away from the event loop. Turns no answer into text."""
 
 from __future__ import annotations
 
@@ -46,21 +46,31 @@ class PromptEncoder:
         return await asyncio.shield(known)  # whoever waits may leave; others wait for the same
 
     async def encode(
-        self, tokenizer: Tokenizer, prompt: str | list[int] | ChatPrompt, max_chars: int
+        self,
+        tokenizer: Tokenizer,
+        prompt: str | list[int] | ChatPrompt,
+        max_chars: int,
+        add_special_tokens: bool | None = None,
     ) -> tuple[int, ...]:
-        """Return the tokens of a prompt.
+        """Return the tokens of a prompt; special ones are added to a text, unless a template has written it.
 
         Raises:
             PromptTooLong: it has more than `max_chars` characters, which would take long to tokenise.
         """
         match prompt:
             case ChatPrompt():
-                return await self._away(lambda: self._render(tokenizer, prompt, max_chars))
+                is_added = add_special_tokens is True
+                return await self._away(lambda: self._render(tokenizer, prompt, max_chars, is_added))
             case str():
+                is_added = add_special_tokens is not False
                 _check_length(prompt, max_chars)
-                return await self._away(lambda: tuple(tokenizer.encode(prompt)))
+                return await self._away(lambda: tuple(tokenizer.encode(prompt, is_added)))
             case _:
                 return tuple(prompt)
+
+    async def decode(self, tokenizer: Tokenizer, tokens: list[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return await self._away(lambda: tokenizer.decode(tokens, skip_special_tokens=False))
 
     async def check_guide(self, guide: GuideOrder) -> None:
         """Check a guide before a model is loaded for it. Raises BadGuide."""
@@ -69,12 +79,14 @@ class PromptEncoder:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _render(self, tokenizer: Tokenizer, chat: ChatPrompt, max_chars: int) -> tuple[int, ...]:
+    def _render(
+        self, tokenizer: Tokenizer, chat: ChatPrompt, max_chars: int, add_special_tokens: bool
+    ) -> tuple[int, ...]:
         text = tokenizer.chat_text(
             chat.messages, chat.tools, chat.has_turn, limit_s=self._template_s, **chat.extra
         )
         _check_length(text, max_chars)
-        return tuple(tokenizer.encode(text, add_special_tokens=False))  # the template has written those
+        return tuple(tokenizer.encode(text, add_special_tokens))
 
     def _forget_failed(self, digest: str, loaded: asyncio.Future[Tokenizer]) -> None:
         """Drop a tokenizer that could not be read, so that whoever comes next tries again."""

@@ -11,6 +11,7 @@ import torch
 from hearth.engine.guide import Guides
 from hearth.engine.logit_bias import is_biased
 from hearth.engine.penalties import is_penalised
+from hearth.engine.reading_pieces import ReadingPieces
 from hearth.engine.runner import PendingStep, Runner, StepResult
 from hearth.engine.step_marks import NoMarks, StepMarks
 from hearth.engine.step_timer import StepTimer
@@ -20,7 +21,16 @@ from hearth.policy.batch.elastic import Elastic, KvUse
 from hearth.policy.batch.plan import Admission, CommittedStep, EngineRequest, Guide, RequestFailed, StepPlan
 from hearth.policy.batch.prompt_allowance import PromptAllowance
 from hearth.sizes import bias_buffers, bytes_of, penalty_buffers, table_rows
-from hearth.types import FinishReason, GuideSpec, RequestId, SamplingParams, SamplingTable, TokenLogprobs
+from hearth.types import (
+    FinishReason,
+    GuideSpec,
+    Pooling,
+    PromptReading,
+    RequestId,
+    SamplingParams,
+    SamplingTable,
+    TokenLogprobs,
+)
 
 _TABLE_BUFFERS = {SamplingTable.PENALTIES: penalty_buffers, SamplingTable.BIAS: bias_buffers}
 
@@ -33,6 +43,7 @@ class Output:
     token: int
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None
+    reading: PromptReading | None = None  #: of its prompt, with the first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +54,8 @@ class StepOutputs:
     tokens: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs | None] | None = None  #: None: nobody asked for any
     finished: Mapping[RequestId, FinishReason] = field(default_factory=dict)  #: requests that ended by it
+    #: What was asked of prompts, by request whose first token is among these.
+    readings: Mapping[RequestId, PromptReading] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -53,7 +66,8 @@ class StepOutputs:
     def __getitem__(self, row: int) -> Output:
         request_id = self.request_ids[row]
         logprobs = None if self.logprobs is None else self.logprobs[row]
-        return Output(request_id, self.tokens[row], logprobs, self.finished.get(request_id))
+        reason, reading = self.finished.get(request_id), self.readings.get(request_id)
+        return Output(request_id, self.tokens[row], logprobs, reason, reading)
 
     def only(self, rows: Sequence[int]) -> StepOutputs:
         """Return the tokens of some requests, by their index."""
@@ -63,6 +77,7 @@ class StepOutputs:
             [self.tokens[row] for row in rows],
             None if self.logprobs is None else [self.logprobs[row] for row in rows],
             {one: self.finished[one] for one in request_ids if one in self.finished},
+            {one: self.readings[one] for one in request_ids if one in self.readings},
         )
 
 
@@ -115,6 +130,7 @@ class Intake:
         salt: bytes = b"",
         output: Sequence[int] = (),
         guide: GuideSpec | None = None,
+        pooling: Pooling | None = None,
     ) -> EngineRequest:
         """Check and resolve a request. Touches no state.
 
@@ -129,7 +145,7 @@ class Intake:
         stops = set(params.stop_ids) | (set() if params.ignore_eos else self._eos_ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         resolved = replace(params, stop_token_ids=tuple(sorted(stops)), seed=seed)
-        request = EngineRequest(request_id, tuple(prompt), resolved, salt, tuple(output))
+        request = EngineRequest(request_id, tuple(prompt), resolved, salt, tuple(output), pooling=pooling)
         self._batcher.check_fits(request)
         return request if guide is None else replace(request, guide=self._guide(guide, params, output))
 
@@ -169,6 +185,7 @@ class Engine:
         self._vocab_size = vocab_size
         #: Live requests that need a table of the sampler, which is there from the first one's step at latest.
         self._users_by_table: dict[SamplingTable, set[RequestId]] = {table: set() for table in SamplingTable}
+        self.reading = ReadingPieces()
 
     @property
     def has_work(self) -> bool:
@@ -216,9 +233,11 @@ class Engine:
             self._users_by_table[SamplingTable.PENALTIES].add(request.request_id)
         if is_biased(request.sampling):
             self._users_by_table[SamplingTable.BIAS].add(request.request_id)
+        if request.pooling is not None or request.sampling.prompt_logprobs is not None:
+            self.reading.expect(request.request_id)
 
     def cancel(self, request_id: RequestId) -> bool:
-        self._needs_no_tables(request_id)
+        self._forget(request_id)
         return self.batcher.cancel(request_id)
 
     def kv_use(self) -> KvUse:
@@ -288,7 +307,7 @@ class Engine:
                 plan, seconds = previous.plan, previous.timer.seconds()
                 self.allowance.measured(plan.num_decode_rows, plan.num_prompt_tokens, seconds)
             committed = self.batcher.commit(previous.plan, result.tokens, result.broken_rows)
-            outputs = self._outputs(committed, result)
+            outputs = self._outputs(previous.plan, committed, result)
         return StepOutcome(
             outputs,
             launched.plan.admissions if launched is not None else (),
@@ -316,19 +335,21 @@ class Engine:
             timer.stop()
         return _LaunchedStep(plan, pending, timer)
 
-    def _outputs(self, committed: CommittedStep, result: StepResult) -> StepOutputs:
-        """Return a step's tokens with their logprobs, and let go of the tables of requests that ended."""
-        for request_id in committed.finished:
-            self._needs_no_tables(request_id)
+    def _outputs(self, plan: StepPlan, committed: CommittedStep, result: StepResult) -> StepOutputs:
+        """Return a step's tokens with all that comes with them, and forget the requests that ended."""
         for failure in committed.failures:
-            self._needs_no_tables(failure.request_id)
+            self._forget(failure.request_id)
+        readings = self.reading.take(plan, result.reads) if result.reads else {}
+        for request_id in committed.finished:
+            self._forget(request_id)
         logprobs = None
         if result.logprobs is not None:
             logprobs = [result.logprobs[index] for index in committed.sample_indices]
-        return StepOutputs(committed.request_ids, committed.tokens, logprobs, committed.finished)
+        return StepOutputs(committed.request_ids, committed.tokens, logprobs, committed.finished, readings)
 
-    def _needs_no_tables(self, request_id: RequestId) -> None:
-        """Let go of tables that only a request which has ended needed: no plan has a row of it any more."""
+    def _forget(self, request_id: RequestId) -> None:
+        """Let go of what only a request which has ended needed: no plan has a row of it any more."""
+        self.reading.forget(request_id)
         for table, users in self._users_by_table.items():
             if request_id in users:
                 users.remove(request_id)

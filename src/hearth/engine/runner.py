@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 
 from hearth.engine.graphs import StepGraphs
 from hearth.engine.inputs import InputBuffers
+from hearth.engine.prompt_reader import PromptReader, RowRead, StepReads
 from hearth.engine.sampler import Sampler, SampleRows, Samples
 from hearth.engine.step_shape import PaddedSizes, StepPart, StepShape
 from hearth.engine.upload import Uploads
@@ -31,12 +32,13 @@ class StepResult:
     tokens: list[int]
     logprobs: list[TokenLogprobs | None] | None  #: as many as each row asked for; None: nobody asked
     broken_rows: list[int]  #: indices of rows of the plan, also of those that do not sample: see `commit`
+    reads: Mapping[int, RowRead] = field(default_factory=dict)  #: likewise, of rows that want a reading
 
 
 class PendingStep:
     """A step that the device may still be computing."""
 
-    def __init__(self, samples: Samples, best_logits: torch.Tensor) -> None:
+    def __init__(self, samples: Samples, best_logits: torch.Tensor, reads: StepReads | None = None) -> None:
         """Queue the copies to the host. `best_logits`: the highest behind each row of the plan."""
         parts = (samples.logprobs, samples.top_ids, samples.top_logprobs)
         self._tokens, self._best_logits = _to_host(samples.tokens), _to_host(best_logits)
@@ -44,6 +46,7 @@ class PendingStep:
             None if part is None else _to_host(part) for part in parts
         )
         self._num_logprobs = samples.num_logprobs
+        self._reads = None if reads is None else _reads_to_host(reads)
         self._event: torch.cuda.Event | None = None
         if samples.tokens.is_cuda:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch leaves it untyped
@@ -58,7 +61,10 @@ class PendingStep:
         if self._event is not None:
             self._event.synchronize()
         is_broken = ~np.isfinite(self._best_logits.numpy())
-        return StepResult(self._tokens.tolist(), self._asked_logprobs(), np.flatnonzero(is_broken).tolist())
+        reads = {} if self._reads is None else dict(self._reads.rows())
+        is_broken[[index for index, read in reads.items() if not read.is_finite]] = True
+        broken_rows = np.flatnonzero(is_broken).tolist()
+        return StepResult(self._tokens.tolist(), self._asked_logprobs(), broken_rows, reads)
 
     def _asked_logprobs(self) -> list[TokenLogprobs | None] | None:
         """Return to each row what it asked for, whatever was computed because others asked for more."""
@@ -80,11 +86,23 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
+def _reads_to_host(reads: StepReads) -> StepReads:
+    return replace(
+        reads,
+        pooled=_to_host(reads.pooled),
+        logprobs=_to_host(reads.logprobs),
+        ranks=_to_host(reads.ranks),
+        top_ids=_to_host(reads.top_ids),
+        top_logprobs=_to_host(reads.top_logprobs),
+    )
+
+
 class Runner:
     """Runs step plans on one device. Mutable through its buffers; one thread calls it, in step order.
 
     A step is its body, its tail and sampling. Each part of the first two is one function over inputs at fixed
-    addresses, be it run as it stands or replayed from a graph that was captured of it.
+    addresses, be it run as it stands or replayed from a graph that was captured of it. Where prompts are read,
+    all rows are finished in place of the tail, never by a graph: what is read differs from step to step.
     """
 
     def __init__(
@@ -109,6 +127,7 @@ class Runner:
         self._uploads = uploads
         self.sizes = sizes
         self.graphs = graphs
+        self._reader = PromptReader(decoder, uploads)
 
     @property
     def sink(self) -> int:
@@ -119,8 +138,11 @@ class Runner:
         return self.sizes.shape_of(plan).num_rows - plan.num_tokens
 
     def is_warm(self, plan: StepPlan) -> bool:
-        """True if a step of this plan has neither to wait for weights nor to be captured first."""
-        if self._gate is not None:
+        """True if a step of this plan has neither to wait for weights nor to be captured first.
+
+        Nor has it more to do than others of its size.
+        """
+        if self._gate is not None or plan.has_readings:
             return False
         return self.graphs is None or all(key in self.graphs for key in self.sizes.shape_of(plan).keys)
 
@@ -197,24 +219,39 @@ class Runner:
         shape = self.sizes.shape_of(plan)
         self._inputs.fill(plan, shape)
         self._run(shape, plan)
-        return self._sample(plan, self.decoder.logits[: plan.num_rows])
+        reads = self._read(shape, plan) if plan.has_readings else None
+        return self._sample(plan, self.decoder.logits[: plan.num_rows], reads)
 
     def _drop_open_gate(self) -> None:
         """Wait at a gate no longer once all weights are there."""
         if self._gate is not None and self._gate.is_open():
             self._gate = None
 
-    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> PendingStep:
+    def _read(self, shape: StepShape, plan: StepPlan) -> StepReads:
+        """Queue all behind the body of a step whose prompts are read; its logits are left as by the tail."""
+        step = self._inputs.view(plan, shape)
+        hidden = self.decoder.finish(step, self._gate)
+        reads = self._reader.read(plan, hidden, self.sizes.samples)
+        assert step.logit_rows is not None, f"prompts are read in a step without any: {plan.step_id=}"
+        self.decoder.head(hidden.index_select(0, step.logit_rows))
+        return reads
+
+    def _sample(self, plan: StepPlan, logits: torch.Tensor, reads: StepReads | None) -> PendingStep:
         rows = _sample_rows(plan)
         samples = self._sampler.sample(logits[: len(rows)], rows)
         best_logits = samples.best_logits
         if len(rows) < len(logits):
             best_logits = torch.cat((best_logits, logits[len(rows) :].amax(-1)))
-        return PendingStep(samples, best_logits)
+        return PendingStep(samples, best_logits, reads)
 
     def _run(self, shape: StepShape, plan: StepPlan | None) -> None:
-        """Queue the step whose inputs are in place, which leaves its logits with the decoder."""
+        """Queue the step whose inputs are in place, which leaves its logits with the decoder.
+
+        But where prompts are read, these are left to `_read`.
+        """
         for key in shape.keys:
+            if key.part is StepPart.TAIL and plan is not None and plan.has_readings:
+                continue  # see `_read`
             work = partial(self._run_part, key.part, shape, plan)
             # A graph reads all of its weights, so it has to wait for the last of them.
             if self.graphs is None or self._gate is not None:

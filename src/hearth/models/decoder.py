@@ -107,10 +107,25 @@ class Decoder:
 
     def tail(self, step: StepInputs, gate: WeightGate | None = None) -> torch.Tensor:
         """Return float32 logits of `step.logit_rows`, in that order, behind the `body` of the last layers."""
+        return self.head(self._finish(*self._keep(step), gate))
+
+    def finish(self, step: StepInputs, gate: WeightGate | None = None) -> torch.Tensor:
+        """Return what `head` reads of every row, not of those alone whose logits are wanted.
+
+        Behind the `body` of the last layers, in place of `tail`, which finds nothing any more.
+        """
+        ws = self._cut(step.tokens.shape[0])
+        return self._finish(ws.residual, ws.normed, ws.attended, gate)
+
+    def _finish(
+        self,
+        residual: torch.Tensor,
+        normed: torch.Tensor,
+        attended: torch.Tensor,
+        gate: WeightGate | None,
+    ) -> torch.Tensor:
+        """Return the hidden states behind the last layer and all that follows but the head."""
         weights = self.weights
-        assert weights.head is not None, f"no head behind layer {self.layers.stop - 1}"
-        residual, normed, attended = self._keep(step)
-        ws = self._cut(residual.shape[0])
         delta = self.absorb(weights.layers[-1], residual, normed, attended)
         if gate is not None:
             gate.head()
@@ -118,8 +133,20 @@ class Decoder:
             hidden = self._norm(weights.final_norm, delta, residual)
         else:
             hidden = residual if delta is None else residual.add_(delta)
-        if weights.embed_out is not None:
-            hidden = _linear(hidden, weights.embed_out, ws.head_in)
+        if weights.embed_out is None:
+            return hidden
+        num_rows, out = len(hidden), self._workspace.head_in
+        # There is room for rows whose logits are wanted: all of a step's, which are rarely, need their own.
+        out = out[:num_rows] if num_rows <= len(out) else out.new_empty(num_rows, out.shape[1])
+        return _linear(hidden, weights.embed_out, out)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the float32 logits of what `finish` returned, of at most as many rows as there are of them.
+
+        They lie where those of the call before lay.
+        """
+        weights, ws = self.weights, self._cut(hidden.shape[0])
+        assert weights.head is not None, f"no head behind layer {self.layers.stop - 1}"
         out = ws.logits if hidden.dtype == torch.float32 else ws.head_out
         _linear(hidden, weights.head, out)
         return out if out is ws.logits else ws.logits.copy_(out)

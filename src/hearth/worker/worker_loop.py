@@ -414,6 +414,7 @@ class WorkerLoop:
                     tokens=list(outputs.tokens),
                     finished=finished,
                     logprobs=None if outputs.logprobs is None else list(outputs.logprobs),
+                    readings={int(request_id): one for request_id, one in outputs.readings.items()},
                     admitted=admitted,
                     preempted=preempted,
                     step_s=step_s,
@@ -443,6 +444,7 @@ def _checked(intake: Intake, order: StartRequest) -> EngineRequest | HearthError
             salt=order.salt,
             output=order.output,
             guide=guide,
+            pooling=order.pooling,
         )
     except HearthError as error:
         return error

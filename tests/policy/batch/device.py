@@ -19,7 +19,7 @@ from hearth.policy.batch.batcher import Batcher, BatchLimits
 from hearth.policy.batch.blocks import BlockBook, BlockMove
 from hearth.policy.batch.plan import CommittedStep, EngineRequest, Row, StepPlan
 from hearth.policy.batch.sequence import LiveSequence
-from hearth.types import FinishReason, RequestId, SamplingParams
+from hearth.types import FinishReason, Pooling, RequestId, SamplingParams
 
 VOCABULARY = 11
 STOP = 3
@@ -168,6 +168,8 @@ class Loop:
         self.live: dict[RequestId, EngineRequest] = {}
         self.outputs: dict[RequestId, list[int]] = {}
         self.reasons: dict[RequestId, FinishReason | type[HearthError]] = {}
+        #: Rows that were read, by request, since its prompt was last begun.
+        self.read_rows: dict[RequestId, list[Row]] = {}
 
     def add(self, request: EngineRequest) -> None:
         self.batcher.add(request)
@@ -189,6 +191,7 @@ class Loop:
         for row in plan.rows:
             owner = self.live[row.request_id]
             assert (row.mask is not None) == (row.samples and owner.guide is not None)
+            assert row.reading is None or not (owner.output or self.outputs[row.request_id]), "read twice"
         assert self.batcher.num_running <= self.limits.max_seqs
         is_decode = [row.tokens is None for row in plan.rows]
         assert is_decode == sorted(is_decode, reverse=True)
@@ -212,11 +215,20 @@ class Loop:
 
     def commit(self) -> list[Emission]:
         step = self.in_flight.popleft()
+        for row in step.plan.prompts:
+            if row.reading is not None:
+                rows = self.read_rows.setdefault(row.request_id, [])
+                if row.start == 0:
+                    rows.clear()
+                rows.append(row)
         committed = self.batcher.commit(step.plan, step.tokens, step.broken_rows)
         self.batcher.check()
         emissions = _emissions(committed)
         for emission in emissions:
-            self.outputs[emission.request_id].append(emission.token)
+            request, output = self.live[emission.request_id], self.outputs[emission.request_id]
+            if not request.output and not output:
+                self._check_read(request, self.read_rows.pop(emission.request_id, []))
+            output.append(emission.token)
         for request_id, end in _ends(committed).items():
             request, output = self.live.pop(request_id), self.outputs[request_id]
             assert ([*request.output, *output], end) == self.expected(request)
@@ -224,6 +236,25 @@ class Loop:
         poisoned = [block for block in self.batcher.blocks.prefixes if self.device.has_nan(block)]
         assert not poisoned, f"others would read NaN: {poisoned}"
         return emissions
+
+    def _check_read(self, request: EngineRequest, rows: Sequence[Row]) -> None:
+        """All that is wanted of a prompt was read when its first token comes, and each part of it once."""
+        num_logprobs, prompt = request.sampling.prompt_logprobs, request.prompt
+        readings = [row.reading for row in rows if row.reading is not None]
+        assert all(one.num_logprobs == num_logprobs for one in readings)
+        pooled = [row.end for row in rows if row.reading is not None and row.reading.pooling is not None]
+        match request.pooling:
+            case None:
+                assert not pooled
+            case Pooling.LAST:
+                assert pooled == [len(prompt)]
+            case Pooling.MEAN:
+                assert pooled == [row.end for row in rows]
+        if request.pooling is Pooling.MEAN or num_logprobs is not None:
+            assert [row.start for row in rows] == [0, *(row.end for row in rows[:-1])]
+            assert rows[-1].end == len(prompt)
+        targets = tuple(token for one in readings for token in one.targets)
+        assert targets == (() if num_logprobs is None else prompt[1:])
 
     def cancel(self, request_id: RequestId) -> None:
         request = self.live.pop(request_id)
@@ -270,7 +301,7 @@ class Loop:
         capacity = self.batcher.blocks.capacity_tokens
         max_tokens = min(self.limits.max_context, capacity) - len(request.prompt)
         if request.sampling.max_tokens is not None:
-            max_tokens = min(max_tokens, request.sampling.max_tokens)
+            max_tokens = max(1, min(max_tokens, request.sampling.max_tokens))
         output: list[int] = []
         while len(output) < max_tokens:
             if self.device.nan_token in (*request.prompt, *output):
@@ -348,12 +379,18 @@ PROMPTS = st.builds(
     st.integers(0, 8),
     st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=4),
 )
+STOP_IDS = st.sampled_from([(), (STOP,), (STOP, 7)])
+PROMPT_LOGPROBS = st.sampled_from([None, None, 0, 2])
 SAMPLING = st.builds(
     SamplingParams,
     max_tokens=st.none() | st.integers(2, 12),
     min_tokens=st.integers(0, 2),
-    stop_token_ids=st.sampled_from([(), (STOP,), (STOP, 7)]),
+    stop_token_ids=STOP_IDS,
+    prompt_logprobs=PROMPT_LOGPROBS,
+) | st.builds(
+    SamplingParams, max_tokens=st.just(0), stop_token_ids=STOP_IDS, prompt_logprobs=PROMPT_LOGPROBS
 )
+POOLINGS = st.sampled_from([None, None, *Pooling])
 SALTS = st.sampled_from([b"", b"", b"other"])
 #: How many that come later a request gives way to, as a batch request does.
 LATE = st.sampled_from([0, 0, 4, 20])
@@ -369,7 +406,7 @@ class Driven(RuleBasedStateMachine):
     engine: Loop
     num_added: int
 
-    @rule(prompt=PROMPTS, sampling=SAMPLING, salt=SALTS, guide=GUIDES, late=LATE)
+    @rule(prompt=PROMPTS, sampling=SAMPLING, salt=SALTS, guide=GUIDES, late=LATE, pooling=POOLINGS)
     def add(
         self,
         prompt: tuple[int, ...],
@@ -377,11 +414,18 @@ class Driven(RuleBasedStateMachine):
         salt: bytes,
         guide: Alternating | None,
         late: int,
+        pooling: Pooling | None,
     ) -> None:
         guide, request_id = guide and guide.afresh(), RequestId(str(self.num_added))
         line_s, is_batch = float(self.num_added + late), late > 0
         self.engine.add(
-            EngineRequest(request_id, prompt, sampling, salt, guide=guide, is_batch=is_batch, line_s=line_s)
+            EngineRequest(
+                *(request_id, prompt, sampling, salt),
+                guide=guide,
+                pooling=pooling,
+                is_batch=is_batch,
+                line_s=line_s,
+            )
         )
         self.num_added += 1
 

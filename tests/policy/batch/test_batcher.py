@@ -14,7 +14,7 @@ from hearth.errors import BadPrompt, ConfigError, GuideStuck, LogitsNotFinite, P
 from hearth.policy.batch.batcher import BatchLimits
 from hearth.policy.batch.blocks import BlockBook
 from hearth.policy.batch.plan import EngineRequest, Row
-from hearth.types import FinishReason, RequestId, SamplingParams
+from hearth.types import FinishReason, Pooling, RequestId, SamplingParams
 from tests.policy.batch.device import (
     PROMPTS,
     SALTS,
@@ -489,6 +489,30 @@ def test_a_step_that_is_not_committed_offers_no_prefix() -> None:
     launched(engine)
     engine.add(request("b", range(8)))
     assert launched(engine).admissions[0].num_cached_tokens == 0
+
+
+def test_a_prompt_whose_every_token_is_wanted_is_computed_from_its_beginning() -> None:
+    engine, prompt = loop(), [5, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+    for pooling, num_logprobs, num_cached in (
+        (None, None, 0),
+        (None, None, 8),
+        (Pooling.LAST, None, 8),
+        (Pooling.MEAN, None, 0),
+        (None, 2, 0),
+    ):
+        params = SamplingParams(max_tokens=0, prompt_logprobs=num_logprobs)
+        engine.add(EngineRequest(RequestId("a"), tuple(prompt), params, pooling=pooling))
+        assert [one.num_cached_tokens for one in launched(engine).admissions] == [num_cached]
+        engine.drain()
+
+
+def test_a_request_of_no_tokens_may_fill_the_context() -> None:
+    engine = loop(max_context=8)
+    engine.add(request("full", range(8), max_tokens=0))
+    engine.drain()
+    assert engine.reasons == {"full": FinishReason.LENGTH}
+    with pytest.raises(PromptTooLong, match="prompt has 9 tokens, limit: 8"):
+        engine.add(request("more", range(9), max_tokens=0))
 
 
 def test_other_salts_find_nothing() -> None:

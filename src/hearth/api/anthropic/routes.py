@@ -14,6 +14,7 @@ from hearth.api.guard import caller_of
 from hearth.api.json_body import JsonRoute
 from hearth.api.json_response import as_json
 from hearth.api.unread_fields import ignored_fields_header
+from hearth.control.generation import ChatPrompt
 
 if TYPE_CHECKING:
     from hearth.control.gateway import Gateway
@@ -32,7 +33,8 @@ def anthropic_routes(gateway: Gateway, answers: Answers) -> APIRouter:
         with gateway.admit(caller):
             tokenizer = await gateway.tokenizer(body.model, caller) if chat.uses_tools else None
             (asked,) = chat.answer_spec(MessageDialect(), tokenizer).requests
-            tokens = await gateway.encode(asked.model, asked.prompt, caller)
+            assert isinstance(asked.prompt, ChatPrompt), f"{type(asked.prompt)=}"
+            tokens = await gateway.tokenize(asked.model, asked.prompt, caller, None)
         counted = as_json({"input_tokens": len(tokens)})
         counted.headers.update(ignored_fields_header(body.ignored_fields))
         return counted

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from hearth.api import unread_fields
-from hearth.api.body import Body, Text, TokenId, seeds
+from hearth.api.body import MAX_INT, Body, Text, TokenId, seeds
 from hearth.api.dialect import AnswerSpec, Dialect
 from hearth.api.json_body import MAX_VALUES
 from hearth.api.unread_fields import UnsupportedField
@@ -33,7 +34,14 @@ class CompletionBody(Body):
         | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
         | Annotated[list[Tokens], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
     ) = Field(description="A text, a list of token ids, or a list of either.")
-    echo: bool | None = Field(None, description="Begin each answer with its prompt.")
+    max_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_INT,
+        description="The most tokens to generate, 16 if it is left out; 0: only the prompt is computed, where "
+        "`echo` or `prompt_logprobs` ask for it.",
+    )
+    echo: bool | None = Field(None, description="Begin each answer with its prompt; so do its `logprobs`.")
     logprobs: int | None = Field(None, ge=0, le=5, description="How many of the likeliest tokens to list.")
     suffix: str | None = Field(None, description="Not supported; must be empty.")
     best_of: int | None = Field(None, ge=1, le=128, description="Not supported; must be `n`.")
@@ -46,6 +54,9 @@ class CompletionBody(Body):
         """
         self._check()
         sampling = self.sampling(self.logprobs)
+        if self.echo and self.logprobs is not None:
+            num_top = max(self.logprobs, self.prompt_logprobs or 0)
+            sampling = replace(sampling, prompt_logprobs=num_top)
         guide, keep_alive_s = self.guide(), self.keep_alive_s()
         prompts = self._prompts()
         if len(prompts) * self.num_answers > MAX_CHOICES:
@@ -76,11 +87,22 @@ class CompletionBody(Body):
             raise BadSampling(
                 f"`best_of` must be the same as `n`: {self.num_answers}, given: {self.best_of}; leave it out"
             )
-        if self.echo and self.logprobs is not None:
+        if self.echo and self.logprobs is not None and self.stream:
             raise BadSampling(
-                "`echo` with `logprobs` would need the logprobs of the prompt, which are not computed; "
-                "leave one of them out"
+                "`echo` with `logprobs` has those of the prompt, which come in one, not in a stream; leave out "
+                "one of the three"
             )
+        if self.token_limit == 0:
+            self._check_no_tokens()
+
+    def _check_no_tokens(self) -> None:
+        if not self.echo and self.prompt_logprobs is None:
+            raise BadSampling(
+                "`max_tokens` of 0 leaves nothing to answer; ask for 1 at least, or for the prompt by `echo` "
+                "or `prompt_logprobs`"
+            )
+        if self.stream:
+            raise BadSampling("`max_tokens` of 0 leaves nothing to stream; leave out one or the other")
 
     def _prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str):

@@ -10,10 +10,19 @@ import msgspec
 
 from hearth.api.answer import SSE_TYPE, WAITING
 from hearth.api.dialect import AnswerEvents, AnswerSpec, Choice, TokenUsage
-from hearth.api.openai.answer_format import CHAT, AnswerFormat, call_id, finish_reason, usage_object
+from hearth.api.openai.answer_format import (
+    CHAT,
+    COMPLETION,
+    AnswerFormat,
+    call_id,
+    finish_reason,
+    usage_object,
+)
+from hearth.api.openai.logprobs import echoed_logprobs, prompt_logprobs
 from hearth.api.openai.sse import CompletionEvents
 from hearth.control.generation import AnswerStream
 from hearth.text.tool_calls import ToolCall
+from hearth.types import PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +33,18 @@ class CompletionDialect:
     fingerprint: str
     includes_usage: bool  #: in a stream; a whole answer always does
     has_service_tier: bool  #: the client has named one, and is told which it got
+    prompt_logprobs: int | None = None  #: as they were asked for by that name
 
     stream_type = SSE_TYPE
     waiting = WAITING
 
     def whole(self, spec: AnswerSpec, choices: Sequence[Choice], usage: TokenUsage) -> object:
+        told = {"prompt_logprobs": self._prompt_logprobs(choices[0])} if self._tells_prompt(CHAT) else {}
         return {
             **self._identity(self.format.whole, choices[0].stream),
             "choices": [self._choice(spec, index, choice) for index, choice in enumerate(choices)],
             "usage": usage_object(usage),
+            **told,
         }
 
     def events(self, spec: AnswerSpec, streams: Sequence[AnswerStream]) -> AnswerEvents:
@@ -54,9 +66,16 @@ class CompletionDialect:
     def _choice(self, spec: AnswerSpec, index: int, choice: Choice) -> dict[str, object]:
         text, calls, echo = choice.text, choice.calls, choice.echo
         logprobs = None
-        if spec.has_logprobs:
+        if spec.has_logprobs and spec.is_echo:
+            prompt, sampling = choice.stream.prompt, spec.requests[0].sampling
+            logprobs = echoed_logprobs(
+                *(choice.stream.tokenizer, prompt, _scores(choice), sampling, choice.deltas, len(echo))
+            )
+        elif spec.has_logprobs:
             logprobs = self.format.logprobs(choice.stream.tokenizer, choice.deltas, len(echo))
         content: dict[str, object] = {"text": echo + text}
+        if self._tells_prompt(COMPLETION):
+            content["prompt_logprobs"] = self._prompt_logprobs(choice)
         if self.format is CHAT:
             message = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
             content = {
@@ -64,6 +83,21 @@ class CompletionDialect:
             }
         reason = finish_reason(choice.finish_reason, has_calls=bool(calls))
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+
+    def _tells_prompt(self, format: AnswerFormat) -> bool:
+        """True if `prompt_logprobs` were asked for, in this format: vLLM has them in other places."""
+        return self.prompt_logprobs is not None and self.format is format
+
+    def _prompt_logprobs(self, choice: Choice) -> object:
+        stream = choice.stream
+        return prompt_logprobs(stream.tokenizer, stream.prompt, _scores(choice), self.prompt_logprobs or 0)
+
+
+def _scores(choice: Choice) -> PromptLogprobs:
+    """Return the logprobs of a choice's prompt, which were asked for."""
+    scores = None if choice.reading is None else choice.reading.logprobs
+    assert scores is not None, f"the prompt of {choice.stream.request_id} was not read"
+    return scores
 
 
 def _call(call: ToolCall) -> dict[str, object]:

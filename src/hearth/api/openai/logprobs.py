@@ -1,12 +1,14 @@
-"""Logprobs in the two forms that OpenAI's API has for them. Computes none."""
+"""Logprobs in the two forms that OpenAI's API has for them, and in vLLM's for a prompt. Computes none."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hearth.control.generation import TokenDelta
+from hearth.text.detokenizer import Detokenizer
 from hearth.text.tokenizer import Tokenizer
-from hearth.types import TokenLogprobs
+from hearth.types import PromptLogprobs, SamplingParams, TokenLogprob
 
 #: Stands for minus infinity, which JSON cannot spell; OpenAI does the same.
 LEAST = -9999.0
@@ -25,23 +27,90 @@ def chat_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], num_echoed
 
 def completion_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], num_echoed: int) -> object:
     """Return the logprobs of tokens as completions have them, behind a prompt of `num_echoed` characters."""
-    tokens: list[str] = []
-    own: list[float] = []
-    best: list[dict[str, float]] = []
-    offsets: list[int] = []
-    for delta in deltas:
-        if delta.logprobs is not None:
-            tokens.append(_name(tokenizer, delta.token))
-            own.append(_bounded(delta.logprobs.logprob))
-            best.append(_best(tokenizer, delta.token, delta.logprobs))
-            offsets.append(num_echoed + delta.offset)
-    return {"tokens": tokens, "token_logprobs": own, "top_logprobs": best, "text_offset": offsets}
+    return _columns(_output_rows(tokenizer, deltas, num_echoed))
 
 
-def _best(tokenizer: Tokenizer, token: int, logprobs: TokenLogprobs) -> dict[str, float]:
+def echoed_logprobs(
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    scores: PromptLogprobs,
+    sampling: SamplingParams,
+    deltas: Sequence[TokenDelta],
+    num_echoed: int,
+) -> object:
+    """Return the logprobs of a prompt and of the tokens behind it, as completions that echo have them.
+
+    Where the text that was sent spells the prompt's tokens otherwise, `text_offset` ends with that text.
+    """
+    detokenizer = Detokenizer(tokenizer, sampling.skip_special_tokens)
+    rows, num_chars, num_top = list[_Row](), 0, sampling.logprobs or 0
+    for token, score in zip(prompt, (None, *scores), strict=True):
+        name, offset = _name(tokenizer, token), min(num_chars, num_echoed)
+        if score is None:
+            rows.append(_Row(name, None, None, offset))
+        else:
+            best = _best(tokenizer, token, score.logprob, score.top[:num_top])
+            rows.append(_Row(name, _bounded(score.logprob), best, offset))
+        num_chars += len(detokenizer.push(token))
+    return _columns(rows + _output_rows(tokenizer, deltas, num_echoed))
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, prompt: Sequence[int], scores: PromptLogprobs, num_top: int
+) -> object:
+    """Return the logprobs of a prompt as vLLM has them: by token id, the prompt's own first."""
+    told: list[object] = [None]
+    for token, score in zip(prompt[1:], scores, strict=True):
+        ranked = {best.token_id: (best.logprob, rank) for rank, best in enumerate(score.top[:num_top], 1)}
+        told.append(
+            {
+                str(one): {
+                    "logprob": _bounded(logprob),
+                    "rank": rank,
+                    "decoded_token": tokenizer.token_bytes(one).decode("utf-8", "replace"),
+                }
+                for one, (logprob, rank) in ({token: (score.logprob, score.rank)} | ranked).items()
+            }
+        )
+    return told
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One token of an answer; the first of a prompt has no logprobs."""
+
+    token: str
+    logprob: float | None
+    best: dict[str, float] | None
+    offset: int
+
+
+def _output_rows(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], num_echoed: int) -> list[_Row]:
+    return [
+        _Row(
+            _name(tokenizer, delta.token),
+            _bounded(delta.logprobs.logprob),
+            _best(tokenizer, delta.token, delta.logprobs.logprob, delta.logprobs.top),
+            num_echoed + delta.offset,
+        )
+        for delta in deltas
+        if delta.logprobs is not None
+    ]
+
+
+def _columns(rows: Sequence[_Row]) -> object:
+    return {
+        "tokens": [row.token for row in rows],
+        "token_logprobs": [row.logprob for row in rows],
+        "top_logprobs": [row.best for row in rows],
+        "text_offset": [row.offset for row in rows],
+    }
+
+
+def _best(tokenizer: Tokenizer, token: int, logprob: float, top: Sequence[TokenLogprob]) -> dict[str, float]:
     """Return the most likely tokens, and the chosen one if it is not among them."""
-    best = {_name(tokenizer, one.token_id): _bounded(one.logprob) for one in logprobs.top}
-    return best | {_name(tokenizer, token): _bounded(logprobs.logprob)}
+    best = {_name(tokenizer, one.token_id): _bounded(one.logprob) for one in top}
+    return best | {_name(tokenizer, token): _bounded(logprob)}
 
 
 def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The routes of OpenAI's API: models, completions, chat. Understands no body: each brings its own type."""
+"""The routes of OpenAI's API: models, completions, chat, embeddings. Understands no body: each brings its own type."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hearth.api.openai.answer_format import CHAT, COMPLETION, AnswerFormat
 from hearth.api.openai.chat import ChatBody
 from hearth.api.openai.completion import CompletionBody
 from hearth.api.openai.dialect import CompletionDialect
+from hearth.api.openai.embedding import EmbeddingBody, EmbeddingDialect
 from hearth.control.views import ModelView
 
 if TYPE_CHECKING:
@@ -49,9 +50,15 @@ def openai_routes(gateway: Gateway, answers: Answers) -> APIRouter:
     async def chat(body: ChatBody, request: Request) -> Response:
         return await answers.chat(body, dialect_of(body, CHAT, request), request)
 
+    @routes.post("/embeddings", summary="Turn texts into vectors")
+    async def embed(body: EmbeddingBody, request: Request) -> Response:
+        return answers.embedding(body, EmbeddingDialect(body.encoding_format == "base64"), request)
+
     def dialect_of(body: Body, format: AnswerFormat, request: Request) -> CompletionDialect:
         fingerprint = f"fp_{gateway.model(body.model, caller_of(request)).digest[:12]}"
-        return CompletionDialect(format, fingerprint, body.includes_usage, body.service_tier is not None)
+        return CompletionDialect(
+            *(format, fingerprint, body.includes_usage, body.service_tier is not None, body.prompt_logprobs)
+        )
 
     return routes
 

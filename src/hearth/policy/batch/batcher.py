@@ -28,6 +28,10 @@ row too late; that row's token is dropped. A guided sequence is the exception: w
 its last token, so it sits out the step in between. Blocks and slots are reused at once, because the device
 runs steps in order: whatever a late row writes, the next owner overwrites before reading.
 
+A request of no tokens (`max_tokens` of 0) is one whose prompt alone is wanted, for its embedding or for the
+logprobs of its tokens. It ends like all others, by a token, of which nobody is told. Where something is wanted
+of every token of a prompt, no known prefix is skipped.
+
 Who only simulates steps may `skip` those in which nothing happens but that every sequence gets a token.
 
 KV may grow and shrink between steps. `wanted_blocks` says what the next plan could use; `clear` takes blocks
@@ -134,15 +138,17 @@ class Batcher:
         num_prompt, num_output = len(request.prompt), len(request.output)
         if num_prompt == 0:
             raise BadPrompt("prompt has 0 tokens, at least 1 is needed; give a token to continue from")
-        if num_prompt + num_output + 1 > self._max_length:
+        max_tokens = request.sampling.max_tokens
+        num_sampled = 0 if max_tokens == 0 else 1  # what is sampled for nobody is never computed
+        if num_prompt + num_output + num_sampled > self._max_length:
             what = f"prompt has {num_prompt} tokens" + (f" and output {num_output}" if num_output else "")
             raise PromptTooLong(
-                f"{what}, limit: {self._max_length - 1} (the context holds "
-                f"{self.limits.max_context}, the KV memory {self.blocks.capacity_tokens}, one is to be "
-                "sampled); shorten the prompt or raise the lower one"
+                f"{what}, limit: {self._max_length - num_sampled} (the context holds "
+                f"{self.limits.max_context}, the KV memory {self.blocks.capacity_tokens}"
+                f"{', one is to be sampled' if num_sampled else ''}); shorten the prompt or raise the lower "
+                "one"
             )
-        max_tokens = request.sampling.max_tokens
-        is_full = max_tokens is not None and num_output >= max_tokens
+        is_full = max_tokens is not None and num_output >= max(1, max_tokens)
         if is_full or (num_output and _stops(request, request.output[-1], num_output - 1)):
             raise BadPrompt(
                 f"the output of {num_output} tokens is complete ({max_tokens=}, last token: "
@@ -154,7 +160,9 @@ class Batcher:
         assert request.request_id not in self._sequences, f"request added twice: {request.request_id}"
         self.check_fits(request)
         max_length, sampling = self._max_length, request.sampling
-        if sampling.max_tokens is not None:
+        if sampling.max_tokens == 0:
+            max_length = len(request.prompt) + 1
+        elif sampling.max_tokens is not None:
             max_length = min(max_length, len(request.prompt) + sampling.max_tokens)
         self._sequences.add(request, max_length)
 
@@ -519,9 +527,8 @@ class Batcher:
         block_tokens = self.blocks.block_tokens
         extend_digests(sequence.digests, sequence.tokens, sequence.request.salt, block_tokens)
         # At least one token is computed, for there must be something to sample from.
-        sequence.prefix.follow(
-            self.blocks.prefixes, sequence.digests, (len(sequence.tokens) - 1) // block_tokens
-        )
+        num_most = 0 if sequence.reads_all else (len(sequence.tokens) - 1) // block_tokens
+        sequence.prefix.follow(self.blocks.prefixes, sequence.digests, num_most)
         return sequence.prefix
 
     def _num_blocks(self, num_tokens: int) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from hearth.errors import HearthError
-from hearth.types import FinishReason, Pace, RequestId, SamplingParams
+from hearth.types import FinishReason, Pace, Pooling, RequestId, SamplingParams
 
 
 class Guide(Protocol):
@@ -41,6 +41,7 @@ class EngineRequest:
     salt: bytes = field(default=b"", repr=False)
     output: tuple[int, ...] = ()  #: what it had sampled before it came here; all limits count it
     guide: Guide | None = field(default=None, compare=False, repr=False)  #: has taken `output`
+    pooling: Pooling | None = None  #: its embedding is wanted; None: it is not
     is_batch: bool = False  #: nobody reads along, so that its first token is no more urgent than the others
     line_s: float = 0.0  #: since when it stands in line, by any clock; of equals the first that came is first
 
@@ -75,6 +76,16 @@ class TableWrite:
 
 
 @dataclass(frozen=True, slots=True)
+class RowReading:
+    """What is wanted of a row of a prompt besides a sample; a whole prompt's is that of all its rows."""
+
+    pooling: Pooling | None  #: its hidden states, pooled; None: they are not wanted
+    num_logprobs: int | None  #: most likely tokens at each place; None: no logprobs are wanted
+    #: The tokens whose logprobs are wanted: each follows one of the row's, from its first on.
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """Consecutive tokens of one sequence."""
 
@@ -85,6 +96,7 @@ class Row:
     tokens: tuple[int, ...] | None  #: None: the one token that the slot sampled last (decode)
     samples: bool  #: a token is sampled after the last one
     mask: bytes | None = None  #: the tokens that may be sampled, as in `Guide`; None: all
+    reading: RowReading | None = None
 
     @property
     def end(self) -> int:
@@ -153,6 +165,11 @@ class StepPlan:
         """The request of each row that samples, in order."""
         prompts = [row.request_id for row in self.prompts if row.samples]
         return [*self.decode.request_ids, *prompts] if prompts else self.decode.request_ids
+
+    @property
+    def has_readings(self) -> bool:
+        """True if more than samples is wanted of a row."""
+        return any(row.reading is not None for row in self.prompts)
 
     @property
     def context_tokens(self) -> int:

@@ -123,8 +123,9 @@ class PlanDraft:
         end = start + num_tokens
         samples = end == sequence.num_prefill
         mask = sequence.guide.mask if samples and sequence.guide is not None else None
-        tokens = tuple(sequence.tokens[start:end])
-        self.prompts.append(Row(sequence.request_id, sequence.slot, start, num_tokens, tokens, samples, mask))
+        tokens, reading = tuple(sequence.tokens[start:end]), sequence.reading(start, end)
+        row = Row(sequence.request_id, sequence.slot, start, num_tokens, tokens, samples, mask, reading)
+        self.prompts.append(row)
         self.sequences.append(sequence)
         self.tokens_left = self.tokens_left - num_tokens if samples else 0
         sequence.num_planned = end

@@ -14,9 +14,9 @@ from itertools import islice, takewhile
 from operator import attrgetter
 
 from hearth.policy.batch.blocks import BlockMove
-from hearth.policy.batch.plan import EngineRequest, Guide, TableWrite
+from hearth.policy.batch.plan import EngineRequest, Guide, RowReading, TableWrite
 from hearth.policy.batch.prefix import KnownPrefix
-from hearth.types import RequestId
+from hearth.types import Pooling, RequestId
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +75,26 @@ class LiveSequence:
     def is_in_prompt(self) -> bool:
         """True if a part of its prompt is not planned yet."""
         return self.num_planned < self.num_prefill
+
+    @property
+    def reads_all(self) -> bool:
+        """True if all of its prompt has to be computed, because something is wanted of every token.
+
+        That is told with the first token, so whoever has one may begin behind a known prefix.
+        """
+        request = self.request
+        is_read = request.pooling is Pooling.MEAN or request.sampling.prompt_logprobs is not None
+        return is_read and not self.num_output
+
+    def reading(self, start: int, end: int) -> RowReading | None:
+        """Return what is wanted of the tokens from `start` to `end` besides a sample."""
+        prompt, pooling = self.request.prompt, self.request.pooling
+        num_logprobs = self.request.sampling.prompt_logprobs
+        if pooling is Pooling.LAST and end < len(prompt):
+            pooling = None
+        if self.num_output or (pooling is None and num_logprobs is None):
+            return None
+        return RowReading(pooling, num_logprobs, () if num_logprobs is None else prompt[start + 1 : end + 1])
 
     def allow_next(self) -> None:
         """Set how far steps may be planned, now that all of `tokens` is known.

@@ -1,0 +1,115 @@
+"""POST /v1/embeddings: its body, turned into an answer's specification, and how it is spelt. Computes nothing."""
+
+from __future__ import annotations
+
+from array import array
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+from pydantic import Field
+
+from hearth.api import unread_fields
+from hearth.api.answer import SSE_TYPE, WAITING
+from hearth.api.body import ModelBody, Text
+from hearth.api.dialect import AnswerEvents, AnswerSpec, Choice, Dialect, TokenUsage
+from hearth.api.openai.completion import Tokens
+from hearth.api.unread_fields import UnsupportedField
+from hearth.control.generation import AnswerStream, GenerationRequest
+from hearth.types import Pooling, SamplingParams
+
+#: The most inputs of one request, as in OpenAI's API.
+MAX_INPUTS = 2048
+
+
+class EmbeddingBody(ModelBody):
+    """Texts whose embeddings are wanted: the hidden states of a model behind its last norm, pooled."""
+
+    unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.EMBEDDING
+
+    input: (
+        Text
+        | Tokens
+        | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
+        | Annotated[list[Tokens], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
+    ) = Field(description=f"A text, a list of token ids, or a list of up to {MAX_INPUTS} of either.")
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="`base64`: little-endian float32 numbers."
+    )
+    pooling: Literal["last", "mean"] | None = Field(
+        None, description="The hidden state of the last token, as vLLM takes it, or the mean over all."
+    )
+
+    def answer_spec(self, dialect: Dialect) -> AnswerSpec:
+        """Return the specification of the answer, a choice for each input."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=0)
+        keep_alive_s, pooling = self.keep_alive_s(), Pooling(self.pooling or Pooling.LAST)
+        return AnswerSpec(
+            dialect=dialect,
+            requests=[
+                GenerationRequest(
+                    *(self.model, one, sampling),
+                    keep_alive_s=keep_alive_s,
+                    first_token_s=self.first_token_target,
+                    is_batch=self.is_batch,
+                    pooling=pooling,
+                )
+                for one in self._inputs()
+            ],
+            num_answers=1,
+            is_stream=False,
+            ignored_fields=self.ignored_fields,
+        )
+
+    def _inputs(self) -> list[str | list[int]]:
+        if isinstance(self.input, str):
+            return [self.input]
+        if isinstance(self.input[0], int):
+            return [[token for token in self.input if isinstance(token, int)]]
+        return [one for one in self.input if not isinstance(one, int)]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingDialect:
+    """Spells embeddings as OpenAI's API does."""
+
+    is_base64: bool
+
+    stream_type = SSE_TYPE
+    waiting = WAITING
+
+    def whole(self, spec: AnswerSpec, choices: Sequence[Choice], usage: TokenUsage) -> object:
+        return {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": self._spelt(vector_of(choice))}
+                for index, choice in enumerate(choices)
+            ],
+            "model": choices[0].stream.model,
+            "usage": {"prompt_tokens": usage.num_prompt_tokens, "total_tokens": usage.num_prompt_tokens},
+        }
+
+    def events(self, spec: AnswerSpec, streams: Sequence[AnswerStream]) -> AnswerEvents:
+        raise AssertionError("embeddings come in one")
+
+    def _spelt(self, vector: bytes) -> str | msgspec.Raw:
+        if self.is_base64:
+            return b64encode(vector).decode()
+        # Each as JSON at once: the numbers of all of them would take eight times the memory.
+        return msgspec.Raw(msgspec.json.encode(floats_of(vector)))
+
+
+def vector_of(choice: Choice) -> bytes:
+    """Return the embedding that a choice of an `EmbeddingBody` has."""
+    embedding = None if choice.reading is None else choice.reading.embedding
+    assert embedding is not None, f"{choice.stream.request_id} has no embedding"
+    return embedding
+
+
+def floats_of(vector: bytes) -> list[float]:
+    """Return the numbers of an embedding."""
+    floats = array("f")
+    floats.frombytes(vector)
+    return floats.tolist()

@@ -1,0 +1,107 @@
+"""The routes of vLLM that turn texts into tokens and back: /tokenize and /detokenize. Generates nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from fastapi import APIRouter, Request
+from pydantic import Discriminator, Field, Tag
+from starlette.responses import Response
+
+from hearth.api import unread_fields
+from hearth.api.answer import MANY_TOKENS
+from hearth.api.body import Strict, Text, TokenId
+from hearth.api.guard import caller_of
+from hearth.api.json_body import MAX_VALUES, JsonRoute
+from hearth.api.json_response import as_json
+from hearth.api.openai.answer_format import CHAT
+from hearth.api.openai.chat import ChatBody
+from hearth.api.openai.dialect import CompletionDialect
+from hearth.api.unread_fields import UnsupportedField
+from hearth.control.generation import ChatPrompt
+
+if TYPE_CHECKING:
+    from hearth.control.gateway import Gateway
+    from hearth.text.tokenizer import Tokenizer
+
+_MODEL = Field(description="The name or an alias of a deployed model.", min_length=1, max_length=256)
+
+
+class TokenizeTextBody(Strict):
+    """A text, as a prompt of plain completions."""
+
+    model: Text = _MODEL
+    prompt: Text
+    add_special_tokens: bool | None = Field(None, description="As the model's tokenizer does; so it is usual.")
+    return_token_strs: bool | None = Field(None, description="Tell the tokens' names in the vocabulary, too.")
+
+
+class TokenizeChatBody(ChatBody):
+    """A conversation: what a request of chat with the same fields would have for its prompt."""
+
+    unsupported: ClassVar[Mapping[str, UnsupportedField]] = {
+        name: field for name, field in unread_fields.CHAT.items() if name != "add_special_tokens"
+    }
+
+    add_special_tokens: bool | None = Field(None, description="Beside those that the chat template writes.")
+    return_token_strs: bool | None = Field(None, description="Tell the tokens' names in the vocabulary, too.")
+
+    def chat_prompt(self, tokenizer: Tokenizer) -> ChatPrompt:
+        dialect = CompletionDialect(CHAT, fingerprint="", includes_usage=False, has_service_tier=False)
+        prompt = self.answer_spec(dialect, tokenizer if self.uses_tools else None).requests[0].prompt
+        assert isinstance(prompt, ChatPrompt), f"{type(prompt)=}"
+        return prompt
+
+
+class DetokenizeBody(Strict):
+    """Tokens whose text is wanted."""
+
+    model: Text = _MODEL
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_VALUES)]
+
+
+def _kind_of(body: object) -> str:
+    return "chat" if isinstance(body, TokenizeChatBody) or "messages" in _keys(body) else "text"
+
+
+def _keys(body: object) -> Mapping[object, object]:
+    return body if isinstance(body, dict) else {}
+
+
+TokenizeBody = Annotated[
+    Annotated[TokenizeTextBody, Tag("text")] | Annotated[TokenizeChatBody, Tag("chat")],
+    Discriminator(_kind_of),
+]
+
+
+def tokenize_routes(gateway: Gateway) -> APIRouter:
+    routes = APIRouter(tags=["vLLM"], route_class=JsonRoute)
+
+    @routes.post("/tokenize", summary="Turn a text or a conversation into tokens")
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
+        caller = caller_of(request)
+        with gateway.admit(caller):
+            tokenizer = await gateway.tokenizer(body.model, caller)
+            prompt = body.prompt if isinstance(body, TokenizeTextBody) else body.chat_prompt(tokenizer)
+            tokens = await gateway.tokenize(body.model, prompt, caller, body.add_special_tokens)
+            names = await _names(tokenizer, tokens) if body.return_token_strs else None
+            max_context = gateway.model(body.model, caller).max_context
+        return as_json(
+            {"count": len(tokens), "max_model_len": max_context, "tokens": tokens, "token_strs": names}
+        )
+
+    @routes.post("/detokenize", summary="Turn tokens into a text")
+    async def detokenize(body: DetokenizeBody, request: Request) -> Response:
+        caller = caller_of(request)
+        with gateway.admit(caller):
+            return as_json({"prompt": await gateway.detokenize(body.model, body.tokens, caller)})
+
+    return routes
+
+
+async def _names(tokenizer: Tokenizer, tokens: list[int]) -> list[str | None]:
+    if len(tokens) <= MANY_TOKENS:
+        return list(map(tokenizer.token, tokens))
+    return await asyncio.to_thread(lambda: list(map(tokenizer.token, tokens)))

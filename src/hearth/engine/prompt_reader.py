@@ -1,0 +1,147 @@
+"""Reads what is wanted of prompts besides their continuation: pooled hidden states, logprobs of their tokens.
+
+Runs no layers and knows no requests: rows of one step go in, what was read of each comes out.
+
+A prompt of 4,000 tokens and a vocabulary of 150,000 would have 2.4 GB of logits. So the head runs over as many
+rows at a time as the logits of a step have room for, and only what is asked of them is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hearth.engine.upload import Uploads
+from hearth.models.decoder import Decoder
+from hearth.policy.batch.plan import RowReading, StepPlan
+from hearth.sizes import padded_size, sampled_pieces
+from hearth.types import MAX_LOGPROBS, Pooling
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class RowRead:
+    """What was read of one row of a prompt."""
+
+    reading: RowReading  #: what was wanted
+    pooled: Floats | None  #: the hidden state of its last token, or the sum of all
+    logprobs: Floats  #: [targets], as is the next
+    ranks: npt.NDArray[np.int32]
+    top_ids: npt.NDArray[np.int32]  #: [targets, as many as are wanted], as is the next
+    top_logprobs: Floats
+
+    @property
+    def is_finite(self) -> bool:
+        """False: the hidden states held NaN or infinity."""
+        is_pooled_finite = self.pooled is None or bool(np.isfinite(self.pooled).all())
+        return is_pooled_finite and bool(np.isfinite(self.logprobs).all())
+
+
+@dataclass(frozen=True, slots=True)
+class StepReads:
+    """What was read in one step, in tensors over all its rows. On the host, it may still be on its way."""
+
+    readings: list[tuple[int, RowReading]]  #: by the index of the row in its plan, in order
+    pooled: torch.Tensor  #: float32 [rows that are pooled, hidden]
+    logprobs: torch.Tensor  #: float32 [targets], of all rows behind each other
+    ranks: torch.Tensor  #: int32 [targets]
+    top_ids: torch.Tensor  #: int32 [targets, as many as any row wants]
+    top_logprobs: torch.Tensor  #: float32, likewise
+
+    def rows(self) -> Iterator[tuple[int, RowRead]]:
+        """Yield what was read of each row, by its index in the plan, once all of it has come."""
+        pooled = iter(self.pooled.numpy())
+        columns = [one.numpy() for one in (self.logprobs, self.ranks, self.top_ids, self.top_logprobs)]
+        begin = 0
+        for index, reading in self.readings:
+            piece, num_top = slice(begin, begin + len(reading.targets)), reading.num_logprobs or 0
+            logprobs, ranks, top_ids, top_logprobs = (column[piece] for column in columns)
+            vector = None if reading.pooling is None else next(pooled)
+            best = top_ids[:, :num_top], top_logprobs[:, :num_top]
+            yield index, RowRead(reading, vector, logprobs, ranks, *best)
+            begin = piece.stop
+
+
+class PromptReader:
+    """Reads the prompts of one engine. Keeps nothing between steps."""
+
+    def __init__(self, decoder: Decoder, uploads: Uploads) -> None:
+        self._decoder, self._uploads = decoder, uploads
+
+    def read(self, plan: StepPlan, hidden: torch.Tensor, sizes: Sequence[int]) -> StepReads:
+        """Read what the rows of a plan want of `hidden`, as `Decoder.finish` returns it.
+
+        `sizes`: the numbers of rows that the head is run with; none: any number. The decoder's logits are
+        overwritten. What is returned is on the device.
+        """
+        readings: list[tuple[int, RowReading]] = []
+        pooled: list[torch.Tensor] = []
+        at: list[int] = []
+        targets: list[int] = []
+        ends = accumulate((row.num_tokens for row in plan.prompts), initial=plan.num_decode_rows)
+        for number, (begin, row) in enumerate(zip(ends, plan.prompts, strict=False)):
+            if (reading := row.reading) is None:
+                continue
+            readings.append((plan.num_decode_rows + number, reading))
+            at += range(begin, begin + len(reading.targets))
+            targets += reading.targets
+            match reading.pooling:
+                case Pooling.LAST:
+                    pooled.append(hidden[begin + row.num_tokens - 1].float())
+                case Pooling.MEAN:
+                    pooled.append(hidden[begin : begin + row.num_tokens].sum(0, dtype=torch.float32))
+                case None:
+                    pass
+        num_top = max((reading.num_logprobs or 0 for _, reading in readings), default=0)
+        vectors = torch.stack(pooled) if pooled else hidden.new_empty((0, 0), dtype=torch.float32)
+        return StepReads(readings, vectors, *self._logprobs(hidden, at, targets, num_top, sizes))
+
+    def _logprobs(
+        self,
+        hidden: torch.Tensor,
+        at: Sequence[int],
+        targets: Sequence[int],
+        num_top: int,
+        sizes: Sequence[int],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return logprobs and ranks of the tokens behind some rows, and ids and logprobs of the best."""
+        num_most, vocab_size = self._decoder.logits.shape
+        logprobs = hidden.new_empty(len(at), dtype=torch.float32)
+        ranks = hidden.new_empty(len(at), dtype=torch.int32)
+        top_ids = hidden.new_empty(len(at), num_top, dtype=torch.int32)
+        top_logprobs = hidden.new_empty(len(at), num_top, dtype=torch.float32)
+        if at:
+            rows, wanted = self._uploads.ints(at, targets)
+            for piece in _pieces(len(at), num_most, vocab_size):
+                logits = self._logits(hidden, rows[piece], sizes)
+                own = logits.gather(1, wanted[piece].unsqueeze(-1))
+                log_sum = logits.logsumexp(-1, keepdim=True)
+                logprobs[piece] = (own - log_sum).squeeze(-1)
+                ranks[piece] = (logits > own).sum(-1, dtype=torch.int32) + 1
+                if num_top:
+                    # As many as anybody may ask for, as in the sampler: so ties are broken alike.
+                    best = logits.topk(min(MAX_LOGPROBS, vocab_size))
+                    top_ids[piece] = best.indices[:, :num_top].int()
+                    top_logprobs[piece] = best.values[:, :num_top] - log_sum
+        return logprobs, ranks, top_ids, top_logprobs
+
+    def _logits(self, hidden: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Return logits of rows, which are padded as those of all steps: no other kernels are needed."""
+        num_rows = len(rows)
+        chosen = hidden.index_select(0, rows)
+        if sizes and (num_padded := padded_size(sizes, num_rows) - num_rows):
+            chosen = torch.cat((chosen, hidden[:1].expand(num_padded, -1)))
+        return self._decoder.head(chosen)[:num_rows]
+
+
+def _pieces(num_rows: int, num_most: int, vocab_size: int) -> Iterator[slice]:
+    """Yield rows whose logits have room, as have the temporaries that are made of them."""
+    for piece in sampled_pieces(num_rows, vocab_size):
+        for begin in range(piece.start, min(piece.stop, num_rows), num_most):
+            yield slice(begin, min(begin + num_most, piece.stop, num_rows))
