@@ -16,6 +16,7 @@ from hearth.api.cors import AllowedOrigins
 from hearth.api.errors import ErrorBody, on_hearth_error, on_http_error, on_invalid_body
 from hearth.api.exchange import Exchanges
 from hearth.api.guard import Guard
+from hearth.api.ollama.routes import ollama_routes
 from hearth.api.openai.routes import openai_routes
 from hearth.api.tokenize import tokenize_routes
 from hearth.errors import HearthError
@@ -56,6 +57,7 @@ def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:
     answers = Answers(gateway, limits.stream_heartbeat_s)
     app.include_router(openai_routes(gateway, answers))
     app.include_router(anthropic_routes(gateway, answers))
+    app.include_router(ollama_routes(gateway, answers))
     app.include_router(tokenize_routes(gateway))
     app.include_router(model_routes(gateway, limits.stream_heartbeat_s))
     app.include_router(service_routes(gateway))

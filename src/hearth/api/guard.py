@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 32 << 10
 #: Bodies of the largest size that may be held at once while they are still coming.
 MAX_INCOMING_BODIES = 16
-OPEN_PATHS = frozenset(["/health"])
+OPEN_PATHS = frozenset(["/", "/health"])
 #: Paths that show the whole service, other callers' requests included: each counts, and is timed, in them.
-MONITOR_PATHS = frozenset(["/metrics", "/hearth/ps"])
+MONITOR_PATHS = frozenset(["/metrics", "/hearth/ps", "/api/ps"])
 MODELS_PATH = "/hearth/models"  #: where models are listed, and admins alone deploy, remove and unload
 #: In the scope of a request over a real connection: to be called when its caller is let in; False: no room.
 LET_IN = "hearth.let_in"

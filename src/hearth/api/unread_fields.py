@@ -27,6 +27,7 @@ FREQUENT = frozenset(
         *("priority", "request_id", "cache_prompt", "return_progress", "guided_decoding_backend"),
         *("stream_options.include_obfuscation", "stream_options.continuous_usage_stats"),
         *("tools.function.strict", "tools.strict", "thinking", "context_management"),
+        *("options.num_ctx", "options.repeat_last_n", "options.num_gpu", "options.num_thread"),
     ]
 )
 OTHER = "other"
@@ -147,6 +148,24 @@ MESSAGES = {
     **_fields("repetition_penalty", 1, instead=_BY_CHAT),
     **_fields("functions", [], instead="use `tools`"),
 }
+#: Of Ollama's API: of its bodies, of a message there, and of `options`.
+OLLAMA = {
+    **_fields("images", [], instead="send text"),
+    **_fields("template", "", instead="send `raw`, and the prompt as the model is to see it"),
+    **_fields("suffix", "", instead="put it into the prompt, and send `raw`"),
+    **_fields("logprobs top_logprobs", False, 0, instead=_BY_CHAT),
+    **_fields("tool_choice", "auto", instead=_BY_CHAT),
+}
+OLLAMA_MESSAGE = _fields("images", [], instead="send text")
+OLLAMA_OPTIONS = {
+    **_fields("mirostat", 0),
+    **_fields("tfs_z typical_p", 1),
+    **_fields("max_tokens", like="num_predict"),
+    **_fields("repetition_penalty", like="repeat_penalty"),
+}
+OLLAMA_EMBED = _fields("images", [], instead="send text") | _fields(
+    "dimensions", 0, instead="leave it out: an embedding has as many numbers as the model is wide"
+)
 RESPONSE_FORMAT = _fields("schema value", instead="use the type `json_schema` with `json_schema.schema`")
 
 
