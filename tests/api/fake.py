@@ -135,7 +135,7 @@ class FakeGateway:
             self.on_cancel()
 
         stream = AnswerStream(request_id, ModelId("tiny"), self.tokenizer_, 5, cancel)
-        stream.num_cached_tokens = 2
+        stream.num_cached_tokens, stream.prompt = 2, (1, 2, 3, 4, 5)
         self.streams.append(stream)
         stream.is_batch = request.is_batch
         admission.follow(stream, counts_prompt=request.counts_prompt)
@@ -145,7 +145,14 @@ class FakeGateway:
     def count_ignored_fields(self, labels: Sequence[str]) -> None:
         self.ignored += labels
 
-    async def encode(self, name: str, prompt: str | list[int] | ChatPrompt, caller: Caller) -> list[int]:
+    async def tokenize(
+        self, name: str, prompt: str | ChatPrompt, caller: Caller, add_special_tokens: bool | None
+    ) -> list[int]:
+        return await self.encode(name, prompt, caller)
+
+    async def encode(
+        self, name: str, prompt: str | list[int] | ChatPrompt, caller: Caller, max_tokens: int | None = None
+    ) -> list[int]:
         self.encoded.append(prompt)
         if self.refusal is not None:
             raise self.refusal

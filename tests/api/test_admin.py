@@ -17,11 +17,14 @@ VIEW = json.loads(json.dumps(asdict(MODEL)))
 def test_models_are_listed_as_openai_does(gateway: FakeGateway) -> None:
     listed = request(gateway, "GET", "/v1/models").json()
 
-    (model,) = listed["data"]
+    model, alias = listed["data"]
     assert listed["object"] == "list"
     assert model["id"] == "tiny"
     assert (model["object"], model["created"], model["owned_by"]) == ("model", 1_700_000_000, "hearth")
-    assert request(gateway, "GET", "/v1/models/small").json() == model
+    assert request(gateway, "GET", "/v1/models/tiny").json() == model
+    assert alias == model | {"id": "small"}
+    assert (alias["root"], model["aliases"]) == ("tiny", ["small"])
+    assert request(gateway, "GET", "/v1/models/small").json() == alias
 
 
 def test_models_are_shown_in_full(gateway: FakeGateway) -> None:

@@ -48,6 +48,19 @@ def test_without_a_right_key_nothing_is_shown(
     assert response.headers["www-authenticate"] == "Bearer"
 
 
+def test_a_key_may_come_by_anthropics_header_and_two_that_differ_are_refused(locked: FakeGateway) -> None:
+    def asked(**headers: str) -> httpx.Response:
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        return request(locked, "GET", "/v1/models", headers=given)
+
+    assert asked(x_api_key="user-key").status_code == 200
+    assert asked(x_api_key="user-key", authorization="Bearer user-key").status_code == 200
+    assert asked(x_api_key="user-key", authorization="Basic abc").status_code == 200
+    wrong, both = asked(x_api_key="nobodys"), asked(x_api_key="user-key", authorization="Bearer admin-key")
+    assert (wrong.status_code, both.status_code) == (401, 401)
+    assert "hold different keys; send one of them" in both.json()["error"]["message"]
+
+
 def test_probes_need_no_key(locked: FakeGateway) -> None:
     assert {request(locked, "GET", path).status_code for path in OPEN_PATHS} == {200}
 

@@ -51,7 +51,7 @@ def test_models_chat_and_completions(client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(model="tiny", messages=HI, n=2)
     completion = client.completions.create(model="tiny", prompt=["Hi", "Ho"])
 
-    assert [model.id for model in models] == ["tiny"]
+    assert [model.id for model in models] == ["tiny", "small"]
     assert [choice.message.content for choice in chat.choices] == ["Hello", "Hello"]
     assert chat.usage is not None
     assert chat.usage.prompt_tokens_details is not None

@@ -75,7 +75,9 @@ def assert_scores(name: str, prompt: list[int], reading: PromptReading | None) -
     for row, token, one in zip(expected, prompt[1:], told, strict=True):
         assert one.logprob == pytest.approx(float(row[token]), abs=1e-4)
         assert one.rank == pytest.approx(int((row > row[token]).sum()) + 1, abs=1)  # where two nearly tie
-        assert [best.logprob for best in one.top] == pytest.approx(row.topk(NUM_TOP).values.tolist(), abs=1e-4)
+        assert [best.logprob for best in one.top] == pytest.approx(
+            row.topk(NUM_TOP).values.tolist(), abs=1e-4
+        )
         for best in one.top:
             assert best.logprob == pytest.approx(float(row[best.token_id]), abs=1e-4)
 

@@ -79,7 +79,7 @@ def test_a_stop_string_ends_the_answer_where_it_begins(
     pieces = read(tokenizer, tokenizer.encode(TEXT), params, last=None)
 
     assert text_of(pieces) == expected
-    assert pieces[-1].finish_reason is STOP
+    assert (pieces[-1].finish_reason, pieces[-1].stop) == (STOP, "house")
 
 
 def test_a_stop_string_that_the_last_token_completes_is_a_stop(tokenizer: Tokenizer) -> None:

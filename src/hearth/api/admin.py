@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hearth.api.answer import SSE_TYPE, STREAM_HEADERS, WAITING, unless_gone
+from hearth.api.anthropic.message_format import ID_PREFIX
 from hearth.api.body import OwnBody, Text
 from hearth.api.error_spelling import spell
 from hearth.api.errors import fault_of

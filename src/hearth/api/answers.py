@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -35,40 +36,46 @@ class Answers:
         self._gateway = gateway
         self._heartbeat_s = heartbeat_s
 
-    def completion(self, body: CompletionBody, dialect: Dialect, request: Request) -> Answer:
+    def completion(
+        self,
+        body: CompletionBody,
+        dialect: Dialect,
+        request: Request,
+        ignored_fields: Sequence[str] | None = None,
+    ) -> Answer:
         """Return the response that continues a text.
+
+        `ignored_fields`: those of the client's own body, where this one is a translation of it.
 
         Raises:
             HearthError: the body is wrong, or its caller may not ask for that.
         """
         _check_pin(body, request)
-        return self._answer(body.answer_spec(dialect), request)
+        return self._answer(body.answer_spec(dialect), request, ignored_fields)
 
     async def chat(
-        self,
-        body: ChatBody,
-        dialect: Dialect,
-        request: Request,
-        ignored_fields: tuple[str, ...] | None = None,
+        self, body: ChatBody, dialect: Dialect, request: Request, ignored_fields: Sequence[str] | None = None
     ) -> Answer:
-        """Return the response that answers a conversation; raises as `completion` does.
-
-        `ignored_fields`: those of the client's own body, where `body` is a translation of it.
-        """
+        """Return the response that answers a conversation; the rest is as in `completion`."""
         _check_pin(body, request)
         caller = caller_of(request)
         tokenizer = await self._gateway.tokenizer(body.model, caller) if body.uses_tools else None
-        spec = body.answer_spec(dialect, tokenizer)
-        if ignored_fields is not None:
-            spec = replace(spec, ignored_fields=ignored_fields)
-        return self._answer(spec, request)
+        return self._answer(body.answer_spec(dialect, tokenizer), request, ignored_fields)
 
-    def embedding(self, body: EmbeddingBody, dialect: Dialect, request: Request) -> Answer:
-        """Return the response that has the embeddings of texts; raises as `completion` does."""
+    def embedding(
+        self,
+        body: EmbeddingBody,
+        dialect: Dialect,
+        request: Request,
+        ignored_fields: Sequence[str] | None = None,
+    ) -> Answer:
+        """Return the response that has the embeddings of texts; the rest is as in `completion`."""
         _check_pin(body, request)
-        return self._answer(body.answer_spec(dialect), request)
+        return self._answer(body.answer_spec(dialect), request, ignored_fields)
 
-    def _answer(self, spec: AnswerSpec, request: Request) -> Answer:
+    def _answer(self, spec: AnswerSpec, request: Request, ignored_fields: Sequence[str] | None) -> Answer:
+        if ignored_fields is not None:
+            spec = replace(spec, ignored_fields=tuple(ignored_fields))
         self._gateway.count_ignored_fields(metric_labels(spec.ignored_fields))
         return Answer(self._gateway, spec, caller_of(request), self._heartbeat_s)
 

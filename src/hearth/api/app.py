@@ -11,10 +11,12 @@ from starlette.exceptions import HTTPException
 
 from hearth.api.admin import model_routes, service_routes
 from hearth.api.answers import Answers
+from hearth.api.anthropic.routes import anthropic_routes
 from hearth.api.cors import AllowedOrigins
 from hearth.api.errors import ErrorBody, on_hearth_error, on_http_error, on_invalid_body
 from hearth.api.exchange import Exchanges
 from hearth.api.guard import Guard
+from hearth.api.ollama.routes import ollama_routes
 from hearth.api.openai.routes import openai_routes
 from hearth.api.responses.routes import response_routes
 from hearth.api.responses.store import ResponseStore
@@ -60,6 +62,8 @@ def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:
     for router in (
         openai_routes(gateway, answers),
         response_routes(answers, ResponseStore(limits.response_store_bytes)),
+        anthropic_routes(gateway, answers),
+        ollama_routes(gateway, answers),
         tokenize_routes(gateway),
         model_routes(gateway, limits.stream_heartbeat_s),
         service_routes(gateway),

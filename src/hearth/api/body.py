@@ -85,6 +85,12 @@ GuideChoice = Annotated[
     Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES),
 ]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+ModelName = Annotated[Text, Field(min_length=1, max_length=256)]
+Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+TopK = Annotated[int, Field(ge=-1, le=MAX_INT)]
+MaxTokens = Annotated[int, Field(ge=1, le=MAX_INT)]
+StopList = Annotated[list[Stop], Field(fail_fast=True), BeforeValidator(_few_stops)]
 
 
 class Strict(BaseModel):
@@ -171,7 +177,7 @@ class StructuredOutputs(Strict):
 class ModelBody(Strict):
     """The fields of all that is asked of a model: of which one, and how urgently."""
 
-    model: Text = Field(description="The name or an alias of a deployed model.", min_length=1, max_length=256)
+    model: ModelName = Field(description="The name or an alias of a deployed model.")
     user: str | None = Field(None, description="Accepted and not used.")
     keep_alive: float | Text | None = Field(
         None, description='How long the model stays warm after this: seconds, "5m", 0, or -1 for ever.'
@@ -214,8 +220,8 @@ class GenerationBody(ModelBody):
     """The fields of every endpoint that generates: how to sample."""
 
     stream: bool | None = Field(None, description="Send the answer in pieces, as server-sent events.")
-    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False, description="0 is greedy.")
-    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    temperature: Temperature | None = Field(None, description="0 is greedy.")
+    top_p: TopP | None = None
     stop: Annotated[
         Stop | Annotated[list[Stop], Field(fail_fast=True)] | None, BeforeValidator(_few_stops)
     ] = Field(
@@ -238,7 +244,7 @@ class GenerationBody(ModelBody):
         "comes sooner is slack. 0: nobody reads along, so others may go first.",
     )
     # As vLLM has them.
-    top_k: int | None = Field(None, ge=-1, le=MAX_INT)
+    top_k: TopK | None = None
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     repetition_penalty: float | None = Field(None, gt=0, le=1e6, allow_inf_nan=False)
     min_tokens: int | None = Field(None, ge=0, le=MAX_INT)
@@ -256,14 +262,12 @@ class Body(GenerationBody):
 
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=128, description="How many answers to generate.")
-    max_tokens: int | None = Field(
+    max_tokens: MaxTokens | None = Field(
         None,
-        ge=1,
-        le=MAX_INT,
         description="The most tokens to generate; without, 16 in plain completions, in chat all that fit.",
     )
-    max_completion_tokens: int | None = Field(
-        None, ge=1, le=MAX_INT, description="The newer name of `max_tokens`, and stronger where both are set."
+    max_completion_tokens: MaxTokens | None = Field(
+        None, description="The newer name of `max_tokens`, and stronger where both are set."
     )
     response_format: ResponseFormat | None = Field(None, description="What the output is held to.")
     prompt_logprobs: int | None = Field(

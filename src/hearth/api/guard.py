@@ -34,9 +34,9 @@ MAX_HEADER_BYTES = 32 << 10
 #: Bodies of the largest size that may be held at once while they are still coming.
 MAX_INCOMING_BODIES = 16
 #: Paths for probes, which bring no key and must be answered however many others are connected.
-OPEN_PATHS = frozenset(["/health", "/livez", "/readyz", "/version"])
+OPEN_PATHS = frozenset(["/", "/health", "/livez", "/readyz", "/version"])
 #: Paths that show the whole service, other callers' requests included: each counts, and is timed, in them.
-MONITOR_PATHS = frozenset(["/metrics", "/hearth/ps"])
+MONITOR_PATHS = frozenset(["/metrics", "/hearth/ps", "/api/ps"])
 MODELS_PATH = "/hearth/models"  #: where models are listed, and admins alone deploy, remove and unload
 #: In the scope of a request over a real connection: to be called when its caller is let in; False: no room.
 LET_IN = "hearth.let_in"
@@ -103,8 +103,8 @@ class Guard:
         """Return why a request is refused; note in the scope who sends it, for what follows."""
         if scope["path"] in OPEN_PATHS:
             return None
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        key = given.strip() if scheme.lower() == "bearer" else ""
+        keys = _given_keys(headers)
+        key = keys[0] if keys else ""
         is_operator = hmac.compare_digest(key.encode(), self._gateway.admin_token.encode())
         try:
             are_required, self._keys_fault = self._gateway.keys.are_required, None
@@ -121,10 +121,12 @@ class Guard:
             if not is_operator:
                 return ServiceError("the API keys of the service cannot be read; its log says why")
             caller = OPERATOR
+        if len(keys) > 1:
+            return Unauthorized("`Authorization` and `x-api-key` hold different keys; send one of them")
         if caller is None:
             return Unauthorized(
-                f"the API key is {'wrong' if key else 'missing'}; send `Authorization: Bearer KEY` with one "
-                "that `hearth keys add` made"
+                f"the API key is {'wrong' if key else 'missing'}; send `Authorization: Bearer KEY` or "
+                "`x-api-key: KEY` with one that `hearth keys add` made"
             )
         _note_caller(scope, caller)
         exchange_of(scope).rate_status = partial(self._gateway.rate_status, caller)
@@ -176,6 +178,16 @@ class _Body:
 _NO_ROOM = Overloaded(
     "too many connections are being answered; try again, or raise the limit of open files (`ulimit -n`)", 1.0
 )
+
+
+def _given_keys(headers: Headers) -> list[str]:
+    """Return the keys that a request shows, by OpenAI's header and by Anthropic's, one if both are alike."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    bearer = given.strip() if scheme.lower() == "bearer" else ""
+    other = headers.get("x-api-key", "").strip()
+    if bearer and other and hmac.compare_digest(bearer.encode(), other.encode()):
+        return [bearer]
+    return [key for key in (bearer, other) if key]
 
 
 def _always() -> bool:

@@ -27,6 +27,8 @@ FREQUENT = frozenset(
         *("priority", "request_id", "cache_prompt", "return_progress", "guided_decoding_backend"),
         *("stream_options.include_obfuscation", "stream_options.continuous_usage_stats"),
         *("tools.function.strict", "tools.strict", "input.reasoning", "reasoning.summary", "truncation"),
+        *("tools.function.strict", "tools.strict", "thinking", "context_management"),
+        *("options.num_ctx", "options.repeat_last_n", "options.num_gpu", "options.num_thread"),
     ]
 )
 OTHER = "other"
@@ -174,6 +176,39 @@ STRUCTURED_OUTPUTS = {
     **_fields("structural_tag whitespace_pattern"),
     **_fields("disable_any_whitespace disable_additional_properties", False),
 }
+#: Of Anthropic's messages. They know no other fields of the dialects that are not theirs.
+_BY_CHAT = "use `/v1/chat/completions`, which has it"
+MESSAGES = {
+    **_fields("mcp_servers", []),
+    **_fields("container"),
+    **_fields("speed", "standard"),
+    **_fields("max_completion_tokens max_output_tokens", like="max_tokens"),
+    **_fields("stop", "", [], like="stop_sequences"),
+    **_fields("response_format", {"type": "text"}, instead="use `output_config`"),
+    **_fields("n best_of", 1, instead=_BY_CHAT),
+    **_fields("seed logit_bias logprobs top_logprobs prompt", instead=_BY_CHAT),
+    **_fields("presence_penalty frequency_penalty min_p", 0, instead=_BY_CHAT),
+    **_fields("repetition_penalty", 1, instead=_BY_CHAT),
+    **_fields("functions", [], instead="use `tools`"),
+}
+#: Of Ollama's API: of its bodies, of a message there, and of `options`.
+OLLAMA = {
+    **_fields("images", [], instead="send text"),
+    **_fields("template", "", instead="send `raw`, and the prompt as the model is to see it"),
+    **_fields("suffix", "", instead="put it into the prompt, and send `raw`"),
+    **_fields("logprobs top_logprobs", False, 0, instead=_BY_CHAT),
+    **_fields("tool_choice", "auto", instead=_BY_CHAT),
+}
+OLLAMA_MESSAGE = _fields("images", [], instead="send text")
+OLLAMA_OPTIONS = {
+    **_fields("mirostat", 0),
+    **_fields("tfs_z typical_p", 1),
+    **_fields("max_tokens", like="num_predict"),
+    **_fields("repetition_penalty", like="repeat_penalty"),
+}
+OLLAMA_EMBED = _fields("images", [], instead="send text") | _fields(
+    "dimensions", 0, instead="leave it out: an embedding has as many numbers as the model is wide"
+)
 RESPONSE_FORMAT = _fields("schema value", instead="use the type `json_schema` with `json_schema.schema`")
 
 

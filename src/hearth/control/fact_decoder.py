@@ -201,7 +201,7 @@ class FactDecoder:
             return
         request.text_s += NEWEST_SHARE * (self._clock_s() - began_s - request.text_s)
         request.is_complete = text.finish_reason is not None
-        delta = TokenDelta(text.text, row.token, row.logprobs, text.finish_reason, text.offset)
+        delta = TokenDelta(text.text, row.token, row.logprobs, text.finish_reason, text.offset, text.stop)
         texts.tokens.append(DecodedToken(request, delta, row.finish_reason is not None))
 
     def _on_loop(self, call: Callable[[], None]) -> None:

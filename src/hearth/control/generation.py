@@ -57,6 +57,7 @@ class TokenDelta:
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None  #: nothing follows after one
     offset: int  #: where the token's own text begins in the answer; `text` may lag behind
+    stop: str | None = None  #: the stop string that ended the answer
 
 
 class AnswerStream:
@@ -78,7 +79,9 @@ class AnswerStream:
         self.num_output_tokens = 0  #: that have come, whether they were read or not
         self.is_batch = False
         self.prompt: Sequence[int] = ()
-        self.reading: PromptReading | None = None  #: what was asked of the prompt; it comes with the first token
+        self.reading: PromptReading | None = (
+            None  #: what was asked of the prompt; it comes with the first token
+        )
         self.finish_reason: FinishReason | None = None  #: why nothing comes any more; None: it may
         self.is_ended = False  #: everything was delivered, or it was closed
         self._cancel = cancel

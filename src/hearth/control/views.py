@@ -44,6 +44,11 @@ class ModelView:
     is_pinned: bool
     upstream: UpstreamView | None = None  #: None: it was deployed from a path, or is only listed
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that requests may call it by: its own, then its aliases."""
+        return (self.name, *(alias for alias in self.aliases if alias != self.name))
+
 
 @dataclass(frozen=True, slots=True)
 class PartView:

@@ -15,10 +15,10 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """The text that is safe after one more piece of it, and whether a stop string ended it."""
+    """The text that is safe after one more piece of it, and the stop string that ended it."""
 
     text: str  #: safe to send
-    stopped: bool  #: a stop string is complete; nothing comes after `text`
+    stop: str | None = None  #: the stop string that is complete; nothing comes after `text` then
 
 
 class StopStrings:
@@ -41,17 +41,17 @@ class StopStrings:
     def push(self, text: str) -> StopMatch:
         assert not self._is_stopped, f"text after a stop string: {text!r}"
         if self._automaton is None:
-            return StopMatch(text, stopped=False)
+            return StopMatch(text)
         if self._node == ROOT and self._automaton.first_chars.isdisjoint(text):
-            return StopMatch(text, stopped=False)  # as most text is
+            return StopMatch(text)  # as most text is
         for num_read, char in enumerate(text, start=1):
             self._node = self._automaton.next(self._node, char)
             if length := self._automaton.match_lengths[self._node]:
                 end = len(self._held) + num_read
-                safe = (self._held + text)[: end if self._include else end - length]
+                read = (self._held + text)[:end]
                 self._held, self._is_stopped = "", True
-                return StopMatch(safe, stopped=True)
-        return StopMatch(self._hold_back(text), stopped=False)
+                return StopMatch(read if self._include else read[:-length], read[-length:])
+        return StopMatch(self._hold_back(text))
 
     def skip(self, text: str) -> str:
         """Take text in which no stop string counts, though one may begin; returns what is safe to send."""

@@ -18,6 +18,7 @@ class TextDelta:
     text: str
     finish_reason: FinishReason | None
     offset: int  #: where the token's own text begins in the answer; `text` may lag behind
+    stop: str | None = None  #: the stop string that ended it
 
 
 class Transcript:
@@ -46,8 +47,8 @@ class Transcript:
             safe = self._stops.skip(text)
         else:
             match = self._stops.push(text)
-            if match.stopped:
-                return TextDelta(match.text, FinishReason.STOP, offset)
+            if match.stop is not None:
+                return TextDelta(match.text, FinishReason.STOP, offset, match.stop)
             safe = match.text
         rest = self._stops.flush() if finish_reason is not None else ""
         return TextDelta(safe + rest, finish_reason, offset)

@@ -27,6 +27,9 @@ _RESERVED = frozenset(
 )
 #: What a parser has made is JSON. To find that out, pydantic would call Python for each value in it.
 ParsedJson = SkipValidation[JsonValue]
+#: The most messages of a conversation.
+MAX_MESSAGES = 16_384
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 def _text_only(part: object) -> object:
@@ -92,7 +95,7 @@ class MessageBody(Strict):
 
 
 class FunctionBody(Strict):
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    name: FunctionName
     description: Text | None = None
     strict: bool | None = Field(None, description="Kept where `tool_choice` demands a call.")
     parameters: dict[str, ParsedJson] | None = Field(None, description="A JSON schema.")
@@ -118,7 +121,7 @@ class ChatBody(Body):
     unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.CHAT
 
     messages: list[MessageBody] = Field(
-        fail_fast=True, min_length=1, max_length=16_384, description="The conversation so far."
+        fail_fast=True, min_length=1, max_length=MAX_MESSAGES, description="The conversation so far."
     )
     logprobs: bool | None = Field(None, description="Tell the logprob of each token.")
     top_logprobs: int | None = Field(None, ge=0, le=20, description="And of so many of the likeliest ones.")

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from hearth.api.answers import STREAM_OR_JSON, Answers
+from hearth.api.anthropic import models as anthropic
 from hearth.api.body import Body
 from hearth.api.guard import caller_of
 from hearth.api.json_body import JsonRoute
@@ -28,12 +29,18 @@ def openai_routes(gateway: Gateway, answers: Answers) -> APIRouter:
 
     @routes.get("/models", summary="List the deployed models")
     async def list_models(request: Request) -> Response:
-        models = gateway.models(caller_of(request))
-        return as_json({"object": "list", "data": [_model(view) for view in models]})
+        """An alias is listed as a model is. With the header `anthropic-version`, as Anthropic lists them."""
+        named = [(name, view) for view in gateway.models(caller_of(request)) for name in view.names]
+        if anthropic.speaks_anthropic(request):
+            return as_json(anthropic.model_list(anthropic.model_object(*one) for one in named))
+        return as_json({"object": "list", "data": [_model(*one) for one in named]})
 
     @routes.get("/models/{name:path}", summary="Show a deployed model")
     async def show_model(name: str, request: Request) -> Response:
-        return as_json(_model(gateway.model(name, caller_of(request))))
+        view = gateway.model(name, caller_of(request))
+        shown = name if name in view.aliases else view.name
+        made = anthropic.model_object if anthropic.speaks_anthropic(request) else _model
+        return as_json(made(shown, view))
 
     @routes.post("/completions", summary="Continue a text", responses=STREAM_OR_JSON)
     async def complete(body: CompletionBody, request: Request) -> Response:
@@ -56,12 +63,14 @@ def openai_routes(gateway: Gateway, answers: Answers) -> APIRouter:
     return routes
 
 
-def _model(view: ModelView) -> dict[str, object]:
+def _model(name: str, view: ModelView) -> dict[str, object]:
+    """Return a model under its name or one of its aliases."""
     return {
-        "id": view.name,
+        "id": name,
         "object": "model",
         "created": int(view.created_at_s),
         "owned_by": "hearth",
+        "root": view.name,
         "aliases": view.aliases,
         "max_model_len": view.max_context,
     }

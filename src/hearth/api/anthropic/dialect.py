@@ -1,0 +1,132 @@
+"""Anthropic's messages as a dialect, in one and as server-sent events.
+
+The events are a hot path as those of `openai/sse.py` are: what does not change is turned into bytes once per
+block, and only a token's text is encoded when it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from hearth.api.answer import SSE_TYPE
+from hearth.api.anthropic.message_format import message_object, stop_fields, tool_use_block, usage_object
+from hearth.api.dialect import AnswerEvents, AnswerSpec, Choice, ChoiceReader, TokenUsage
+from hearth.api.error_spelling import spell
+from hearth.api.errors import fault_of
+from hearth.api.openai.sse import MAX_EVENTS
+from hearth.control.generation import AnswerStream, TokenDelta
+from hearth.errors import HearthError
+from hearth.text.tool_calls import ToolCall
+
+PATH = "/v1/messages"
+
+encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class MessageDialect:
+    """Spells answers as Anthropic's messages are."""
+
+    stream_type = SSE_TYPE
+    waiting = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+    def whole(self, spec: AnswerSpec, choices: Sequence[Choice], usage: TokenUsage) -> object:
+        (choice,) = choices
+        text = [{"type": "text", "text": choice.text}] if choice.text else []
+        calls = [tool_use_block(call, is_whole=True) for call in choice.calls]
+        return {
+            **message_object(choice.stream, usage),
+            "content": [*text, *calls],
+            **stop_fields(choice.deltas[-1], has_calls=bool(calls)),
+        }
+
+    def events(self, spec: AnswerSpec, streams: Sequence[AnswerStream]) -> AnswerEvents:
+        (stream,) = streams
+        return MessageEvents(spec, stream)
+
+
+class MessageEvents:
+    """Turns the tokens of a message into events: blocks that are begun, added to and ended. Mutable."""
+
+    def __init__(self, spec: AnswerSpec, stream: AnswerStream) -> None:
+        self._stream = stream
+        self._reader = ChoiceReader(spec.tool_use)
+        self._has_tools = spec.tool_use is not None
+        self._num_blocks = 0  #: that were begun
+        self._num_calls = 0
+        self._before = b""  #: what the text of the block that is open stands behind; empty: none is
+        self._last: TokenDelta | None = None  #: the token that ended the answer
+
+    def first(self, echoes: Sequence[str]) -> bytes:
+        usage = TokenUsage.of([self._stream], 1)
+        return _event("message_start", {"message": message_object(self._stream, usage)})
+
+    def write(self, index: int, deltas: Sequence[TokenDelta]) -> bytes:
+        if deltas[-1].finish_reason is not None:
+            self._last = deltas[-1]
+        if self._has_tools:
+            return b"".join(self._part(part) for part in self._reader.read(deltas))
+        if len(deltas) > MAX_EVENTS:
+            return self._text("".join([delta.text for delta in deltas]))
+        events: list[bytes] = []
+        for delta in deltas:
+            if delta.text:
+                events += (self._before or self._begin_text(), encode(delta.text), b"}}\n\n")
+        return b"".join(events)
+
+    def last(self, usage: TokenUsage) -> bytes:
+        assert self._last is not None, "the answer has ended"
+        ending = {
+            "delta": stop_fields(self._last, has_calls=self._num_calls > 0),
+            "usage": usage_object(usage),
+        }
+        return self._end_text() + _event("message_delta", ending) + _event("message_stop", {})
+
+    def failed(self, error: HearthError) -> bytes:
+        return b"event: error\ndata: " + spell(fault_of(error), PATH) + b"\n\n"
+
+    def _part(self, part: str | ToolCall) -> bytes:
+        return self._call(part) if isinstance(part, ToolCall) else self._text(part)
+
+    def _text(self, text: str) -> bytes:
+        return b"".join((self._before or self._begin_text(), encode(text), b"}}\n\n")) if text else b""
+
+    def _begin_text(self) -> bytes:
+        """Return the event that begins a block, and what its first text stands behind."""
+        index, self._num_blocks = self._num_blocks, self._num_blocks + 1
+        self._before = (
+            b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
+            b'"delta":{"type":"text_delta","text":' % index
+        )
+        block = {"index": index, "content_block": {"type": "text", "text": ""}}
+        return _event("content_block_start", block) + self._before
+
+    def _end_text(self) -> bytes:
+        if not self._before:
+            return b""
+        self._before = b""
+        return _event("content_block_stop", {"index": self._num_blocks - 1})
+
+    def _call(self, call: ToolCall) -> bytes:
+        ended = self._end_text()
+        index, self._num_blocks = self._num_blocks, self._num_blocks + 1
+        self._num_calls += 1
+        delta = {"type": "input_json_delta", "partial_json": call.arguments}
+        return b"".join(
+            (
+                ended,
+                _event(
+                    "content_block_start",
+                    {"index": index, "content_block": tool_use_block(call, is_whole=False)},
+                ),
+                _event("content_block_delta", {"index": index, "delta": delta}),
+                _event("content_block_stop", {"index": index}),
+            )
+        )
+
+
+def _event(kind: str, fields: dict[str, object]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode({"type": kind, **fields}))

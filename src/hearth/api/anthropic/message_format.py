@@ -1,0 +1,60 @@
+"""The spelling of an answer as a message of Anthropic's API. Sends nothing."""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+
+from hearth.api.dialect import TokenUsage
+from hearth.control.generation import AnswerStream, TokenDelta
+from hearth.text.tool_calls import ToolCall
+from hearth.types import FinishReason
+
+ID_PREFIX = "msg_"
+
+
+def message_object(stream: AnswerStream, usage: TokenUsage) -> dict[str, object]:
+    """Return a message that holds nothing yet."""
+    return {
+        "id": ID_PREFIX + stream.request_id,
+        "type": "message",
+        "role": "assistant",
+        "model": stream.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": usage_object(usage),
+    }
+
+
+def tool_use_block(call: ToolCall, *, is_whole: bool) -> dict[str, object]:
+    """Return the block of a call; in a stream, what it is called with follows in events of its own."""
+    return {
+        "type": "tool_use",
+        "id": f"toolu_{secrets.token_hex(12)}",
+        "name": call.name,
+        "input": msgspec.Raw(call.arguments.encode()) if is_whole else {},
+    }
+
+
+def stop_fields(last: TokenDelta, *, has_calls: bool) -> dict[str, object]:
+    """Return why an answer has ended; `last`: its last token."""
+    reason = "end_turn"
+    if last.stop is not None:
+        reason = "stop_sequence"
+    elif last.finish_reason is FinishReason.LENGTH:
+        reason = "max_tokens"
+    elif has_calls:
+        reason = "tool_use"
+    return {"stop_reason": reason, "stop_sequence": last.stop}
+
+
+def usage_object(usage: TokenUsage) -> dict[str, object]:
+    """Return the tokens of an answer; those of the prompt that were cached count apart from the others."""
+    return {
+        "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.num_cached_tokens,
+        "output_tokens": usage.num_output_tokens,
+    }

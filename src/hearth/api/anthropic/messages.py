@@ -1,0 +1,341 @@
+"""The bodies of POST /v1/messages and of its `count_tokens`, turned into the one inner request.
+
+Text is all that is read: blocks of images and documents are refused, as are tools that run at Anthropic.
+Marks for the cache are accepted, since prefixes are cached unasked. Generates nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from hearth.api import unread_fields
+from hearth.api.body import (
+    JsonSchema,
+    MaxTokens,
+    ModelName,
+    ResponseFormat,
+    StopList,
+    Strict,
+    Temperature,
+    Text,
+    TopK,
+    TopP,
+)
+from hearth.api.openai.chat import (
+    MAX_MESSAGES,
+    CalledFunction,
+    CalledTool,
+    ChatBody,
+    FunctionBody,
+    FunctionName,
+    MessageBody,
+    NamedFunction,
+    NamedTool,
+    ParsedJson,
+    ToolBody,
+)
+from hearth.api.unread_fields import MAX_IGNORED, UnsupportedField
+from hearth.errors import BadPrompt, BadSampling
+
+#: The most blocks of a message, and the most tools of a request.
+MAX_BLOCKS = MAX_TOOLS = 128
+#: What is read; blocks of thinking come from other models and are left out.
+_BLOCK_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+
+
+def _known_block(block: object) -> object:
+    if isinstance(block, dict) and isinstance(kind := block.get("type"), str) and kind not in _BLOCK_TYPES:
+        raise ValueError(
+            f"only blocks of type `text`, `tool_use` and `tool_result` are read, given: {kind!r:.80}; "
+            "send text"
+        )
+    return block
+
+
+def _own_tool(tool: object) -> object:
+    if isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "custom":
+        raise ValueError(
+            f"only tools of type `custom`, which the client runs, can be called, given: {kind!r:.80}; leave "
+            "it out"
+        )
+    return tool
+
+
+class TextBlock(Strict):
+    type: Literal["text"]
+    text: Text
+
+
+class ToolUseBlock(Strict):
+    type: Literal["tool_use"]
+    id: Text
+    name: Text
+    input: dict[str, ParsedJson]
+
+
+class ToolResultBlock(Strict):
+    type: Literal["tool_result"]
+    tool_use_id: Text
+    content: (
+        Text
+        | Annotated[
+            list[Annotated[TextBlock, BeforeValidator(_known_block)]],
+            Field(fail_fast=True, max_length=MAX_BLOCKS),
+        ]
+        | None
+    ) = None
+    is_error: bool | None = Field(None, description="The tool has failed; the model is told so.")
+
+    @property
+    def told(self) -> str:
+        """The text that the model is shown."""
+        text = _text(self.content or "")
+        return f"Error: {text}" if self.is_error else text
+
+
+class ThinkingBlock(Strict):
+    type: Literal["thinking", "redacted_thinking"]
+
+
+Block = Annotated[
+    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock,
+    Field(discriminator="type"),
+    BeforeValidator(_known_block),
+]
+TextBlocks = Annotated[
+    list[Annotated[TextBlock, BeforeValidator(_known_block)]], Field(fail_fast=True, max_length=MAX_BLOCKS)
+]
+
+
+class ConversationMessage(Strict):
+    role: Literal["user", "assistant", "system"]
+    content: Text | Annotated[list[Block], Field(fail_fast=True, max_length=MAX_BLOCKS)]
+
+    def messages(self, index: int, name_by_id: dict[str, str]) -> Iterator[MessageBody]:
+        """Yield the messages that chat has for this one: a tool's result is one of its own there.
+
+        `name_by_id`: the tools that were used so far, by the ids of their blocks; own ones are added.
+        """
+        if isinstance(self.content, str):
+            yield MessageBody(role=self.role, content=self.content)
+            return
+        texts: list[str] = []
+        calls: list[CalledTool] = []
+        for number, block in enumerate(self.content):
+            match block:
+                case TextBlock():
+                    texts.append(block.text)
+                case ToolUseBlock():
+                    self._refuse_unless("assistant", block.type, index, number)
+                    name_by_id[block.id] = block.name
+                    calls.append(_call(block, f"messages[{index}].content[{number}]"))
+                case ToolResultBlock():
+                    self._refuse_unless("user", block.type, index, number)
+                    if texts:
+                        yield MessageBody(role=self.role, content="\n".join(texts))
+                        texts = []
+                    yield MessageBody(
+                        role="tool",
+                        content=block.told,
+                        tool_call_id=block.tool_use_id,
+                        name=name_by_id.get(block.tool_use_id),
+                    )
+                case ThinkingBlock():
+                    pass
+        if texts or calls or not self.content or self.role != "user":
+            yield MessageBody(role=self.role, content="\n".join(texts), tool_calls=calls or None)
+
+    @property
+    def has_thinking(self) -> bool:
+        return not isinstance(self.content, str) and any(
+            isinstance(block, ThinkingBlock) for block in self.content
+        )
+
+    def _refuse_unless(self, role: str, kind: str, index: int, number: int) -> None:
+        if self.role != role:
+            raise BadPrompt(
+                f"`messages[{index}].content[{number}]` is of type `{kind}`, which only a message of role "
+                f"`{role}` may have, given: `{self.role}`"
+            )
+
+
+class ToolDefinition(Strict):
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: Text | None = None
+    input_schema: dict[str, ParsedJson] = Field(description="A JSON schema.")
+    strict: bool | None = Field(None, description="Kept where `tool_choice` demands a call.")
+
+    def tool(self) -> ToolBody:
+        function = FunctionBody(name=self.name, parameters=self.input_schema)
+        if self.description is not None:  # what is not given is not shown to the model, not even as null
+            function.description = self.description
+        return ToolBody(type="function", function=function)
+
+
+class ToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Text | None = Field(None, description="Of the tool to call, where the type is `tool`.")
+    disable_parallel_tool_use: bool | None = Field(None, description="At most one call per answer.")
+
+    def choice(self) -> Literal["auto", "required", "none"] | NamedTool:
+        match self.type:
+            case "tool" if self.name is None:
+                raise BadSampling("`tool_choice` of type `tool` needs the `name` of one, given: none")
+            case "tool":
+                return NamedTool(type="function", function=NamedFunction(name=self.name or ""))
+            case "any":
+                return "required"
+            case "auto" | "none" as same:
+                return same
+
+
+class JsonOutput(Strict):
+    type: Literal["json_schema"]
+    schema_: dict[str, object] = Field(alias="schema", description="The schema that the output is held to.")
+
+
+class OutputConfig(Strict):
+    format: JsonOutput | None = None
+    effort: Text | None = Field(
+        None, max_length=64, description="The variable `reasoning_effort` of the chat template."
+    )
+
+
+class Thinking(Strict):
+    type: Text
+
+
+class ConversationBody(Strict):
+    """A conversation whose tokens are to be counted."""
+
+    unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.MESSAGES
+
+    model: ModelName = Field(description="The name or an alias of a deployed model.")
+    messages: Annotated[
+        list[ConversationMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
+    ]
+    system: Text | TextBlocks | None = Field(None, description="What the conversation begins with.")
+    tools: (
+        Annotated[
+            list[Annotated[ToolDefinition, BeforeValidator(_own_tool)]],
+            Field(fail_fast=True, max_length=MAX_TOOLS),
+        ]
+        | None
+    ) = Field(None, description="What the model may call.")
+    tool_choice: ToolChoice | None = None
+    output_config: OutputConfig | None = Field(None, description="What the output is held to.")
+    thinking: Thinking | None = Field(None, description="Not read: answers have no blocks of thinking.")
+
+    def chat_body(self) -> ChatBody:
+        """Return the inner request.
+
+        Raises:
+            RequestError: the body contradicts itself.
+        """
+        return ChatBody.model_validate(self._fields())
+
+    def _fields(self) -> dict[str, object]:
+        messages = self._messages()
+        if len(messages) > MAX_MESSAGES:
+            raise BadPrompt(
+                f"`messages` and the results of tools in them must be at most {MAX_MESSAGES}, given: "
+                f"{len(messages)}; leave out the oldest"
+            )
+        choice = self.tool_choice
+        return {
+            "model": self.model,
+            "messages": messages,
+            "tools": None if self.tools is None else [tool.tool() for tool in self.tools],
+            "tool_choice": None if choice is None else choice.choice(),
+            "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
+            **self._output_fields(),
+        }
+
+    def _messages(self) -> list[MessageBody]:
+        if self.messages[-1].role == "assistant":
+            raise BadPrompt(
+                "`messages` must end with one of role `user`: an answer that the assistant has begun is not "
+                "continued; leave the last one out"
+            )
+        system = [] if not self.system else [MessageBody(role="system", content=_text(self.system))]
+        name_by_id: dict[str, str] = {}
+        own = (
+            one for index, message in enumerate(self.messages) for one in message.messages(index, name_by_id)
+        )
+        return [*system, *own]
+
+    def _output_fields(self) -> dict[str, object]:
+        config = self.output_config
+        if config is None:
+            return {}
+        fields: dict[str, object] = {"reasoning_effort": config.effort}
+        if config.format is not None:
+            fields["response_format"] = ResponseFormat(
+                type="json_schema", json_schema=JsonSchema(schema=config.format.schema_)
+            )
+        return fields
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        """The fields that nothing reads: one more than are told at most, if there are that many."""
+        return tuple(islice(self._ignored_fields(), MAX_IGNORED + 1))
+
+    def _ignored_fields(self) -> Iterator[str]:
+        if self.thinking is not None and self.thinking.type != "disabled":
+            yield "thinking"
+        if any(message.has_thinking for message in self.messages):
+            yield "messages.content.thinking"
+        is_demanded = self.tool_choice is not None and self.tool_choice.type in ("any", "tool")
+        if not is_demanded and any(tool.strict for tool in self.tools or ()):
+            yield "tools.strict"
+        yield from self.ignored("")
+        if self.output_config is not None:
+            yield from self.output_config.ignored("output_config.")
+
+
+class RequestMetadata(Strict):
+    user_id: Text | None = None
+
+
+class MessagesBody(ConversationBody):
+    """A conversation and how it is to be answered."""
+
+    max_tokens: MaxTokens = Field(description="The most tokens to generate.")
+    stream: bool | None = Field(None, description="Send the answer in pieces, as server-sent events.")
+    temperature: Temperature | None = Field(None, description="0 is greedy.")
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    stop_sequences: StopList | None = Field(None, description="Texts at which the answer ends.")
+    metadata: RequestMetadata | None = Field(None, description="Accepted and not used.")
+    service_tier: Literal["auto", "standard_only"] | None = Field(None, description="Accepted and not used.")
+    cache_control: dict[str, ParsedJson] | None = Field(None, description="Prefixes are cached unasked.")
+
+    def _fields(self) -> dict[str, object]:
+        if not all(self.stop_sequences or ()):
+            raise BadSampling("`stop_sequences` holds an empty text; every one needs a character")
+        return super()._fields() | {
+            "max_tokens": self.max_tokens,
+            "stream": self.stream,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop": self.stop_sequences,
+        }
+
+
+def _text(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+def _call(block: ToolUseBlock, where: str) -> CalledTool:
+    try:
+        arguments = json.dumps(block.input)
+    except RecursionError as error:
+        raise BadPrompt(f"`{where}.input` is nested too deep; send a flatter object") from error
+    return CalledTool(id=block.id, function=CalledFunction(name=block.name, arguments=arguments))

@@ -1,0 +1,35 @@
+"""Deployed models as Anthropic's API lists them. Finds none itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+
+from starlette.requests import Request
+
+from hearth.control.views import ModelView
+
+
+def speaks_anthropic(request: Request) -> bool:
+    """True if a request to a path that two APIs share is one of Anthropic's, whose clients all say so."""
+    return "anthropic-version" in request.headers
+
+
+def model_object(name: str, view: ModelView) -> dict[str, object]:
+    """Return a model under its name or one of its aliases."""
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(int(view.created_at_s), UTC).isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": view.max_context,
+        "max_tokens": view.max_context,
+    }
+
+
+def model_list(models: Iterable[dict[str, object]]) -> dict[str, object]:
+    """Return all models as one page."""
+    listed = list(models)
+    first, last = (listed[0]["id"], listed[-1]["id"]) if listed else (None, None)
+    return {"data": listed, "has_more": False, "first_id": first, "last_id": last}

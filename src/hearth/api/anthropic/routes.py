@@ -1,0 +1,42 @@
+"""The routes of Anthropic's API: messages and their tokens. Models are listed where OpenAI's are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from hearth.api.answers import STREAM_OR_JSON, Answers
+from hearth.api.anthropic.dialect import PATH, MessageDialect
+from hearth.api.anthropic.messages import ConversationBody, MessagesBody
+from hearth.api.guard import caller_of
+from hearth.api.json_body import JsonRoute
+from hearth.api.json_response import as_json
+from hearth.api.unread_fields import ignored_fields_header
+from hearth.control.generation import ChatPrompt
+
+if TYPE_CHECKING:
+    from hearth.control.gateway import Gateway
+
+
+def anthropic_routes(gateway: Gateway, answers: Answers) -> APIRouter:
+    routes = APIRouter(prefix=PATH, tags=["Anthropic"], route_class=JsonRoute)
+
+    @routes.post("", summary="Answer a conversation", responses=STREAM_OR_JSON)
+    async def create_message(body: MessagesBody, request: Request) -> Response:
+        return await answers.chat(body.chat_body(), MessageDialect(), request, body.ignored_fields)
+
+    @routes.post("/count_tokens", summary="Count the tokens of a conversation")
+    async def count_tokens(body: ConversationBody, request: Request) -> Response:
+        caller, chat = caller_of(request), body.chat_body()
+        with gateway.admit(caller):
+            tokenizer = await gateway.tokenizer(body.model, caller) if chat.uses_tools else None
+            (asked,) = chat.answer_spec(MessageDialect(), tokenizer).requests
+            assert isinstance(asked.prompt, ChatPrompt), f"{type(asked.prompt)=}"
+            tokens = await gateway.tokenize(asked.model, asked.prompt, caller, None)
+        counted = as_json({"input_tokens": len(tokens)})
+        counted.headers.update(ignored_fields_header(body.ignored_fields))
+        return counted
+
+    return routes

@@ -1,0 +1,85 @@
+"""The body of POST /api/chat, turned into the one inner request. Generates nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from hearth.api import unread_fields
+from hearth.api.body import Strict, Text
+from hearth.api.ollama.body import OllamaBody
+from hearth.api.openai.chat import (
+    MAX_MESSAGES,
+    CalledFunction,
+    CalledTool,
+    ChatBody,
+    MessageBody,
+    ParsedJson,
+    ToolBody,
+)
+from hearth.api.unread_fields import UnsupportedField
+from hearth.errors import BadPrompt
+
+
+class OllamaFunction(Strict):
+    name: Text
+    arguments: dict[str, ParsedJson] = Field(description="A JSON object.")
+
+
+class OllamaCall(Strict):
+    id: Text | None = None
+    function: OllamaFunction
+
+
+class OllamaMessage(Strict):
+    unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.OLLAMA_MESSAGE
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Text | None = None
+    tool_calls: Annotated[list[OllamaCall], Field(fail_fast=True, max_length=128)] | None = None
+    tool_name: Text | None = Field(None, description="The tool whose result this is.")
+    tool_call_id: Text | None = None
+
+    def message(self, index: int) -> MessageBody:
+        calls = [
+            _call(call, f"messages[{index}].tool_calls[{number}]")
+            for number, call in enumerate(self.tool_calls or ())
+        ]
+        return MessageBody(
+            role=self.role,
+            content=self.content or "",
+            tool_calls=calls or None,
+            name=self.tool_name,
+            tool_call_id=self.tool_call_id,
+        )
+
+
+class OllamaChatBody(OllamaBody):
+    """A conversation and how it is to be answered. One without messages loads or unloads the model."""
+
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[ToolBody], Field(fail_fast=True, max_length=128)] | None = Field(
+        None, description="What the model may call."
+    )
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.messages
+
+    def chat_body(self) -> ChatBody:
+        """Return the inner request. Raises RequestError."""
+        messages = [message.message(index) for index, message in enumerate(self.messages or ())]
+        variables = {"enable_thinking": False} if self.think is False else None
+        fields = {"messages": messages, "tools": self.tools, "chat_template_kwargs": variables}
+        return ChatBody.model_validate(self.inner_fields() | fields)
+
+
+def _call(call: OllamaCall, where: str) -> CalledTool:
+    try:
+        arguments = json.dumps(call.function.arguments)
+    except RecursionError as error:
+        raise BadPrompt(f"`{where}.function.arguments` is nested too deep; send a flatter object") from error
+    return CalledTool(id=call.id, function=CalledFunction(name=call.function.name, arguments=arguments))

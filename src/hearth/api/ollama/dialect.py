@@ -1,0 +1,187 @@
+"""Ollama's chat and generate as dialects, in one and as lines of JSON.
+
+The lines are a hot path as the events of `openai/sse.py` are: what does not change is turned into bytes once
+per answer, and only a token's text is encoded when it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from hearth.api.dialect import AnswerEvents, AnswerSpec, Choice, ChoiceReader, TokenUsage
+from hearth.api.error_spelling import spell
+from hearth.api.errors import fault_of
+from hearth.api.ollama.models import now_text
+from hearth.api.openai.answer_format import call_id
+from hearth.api.openai.sse import MAX_EVENTS
+from hearth.control.generation import AnswerStream, TokenDelta
+from hearth.control.views import Explanation
+from hearth.errors import HearthError
+from hearth.text.tool_calls import ToolCall
+from hearth.types import FinishReason
+
+NDJSON_TYPE = "application/x-ndjson"
+
+encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class OllamaFormat:
+    """The way in which one endpoint spells the text of an answer, as JSON around it."""
+
+    before_text: bytes
+    after_text: bytes
+
+
+CHAT = OllamaFormat(b',"message":{"role":"assistant","content":', b"}")
+GENERATE = OllamaFormat(b',"response":', b"")
+
+
+@dataclass(frozen=True, slots=True)
+class OllamaDialect:
+    """Spells answers as Ollama does."""
+
+    format: OllamaFormat
+    model: str  #: as the client has called it
+    explain: Callable[[str], Explanation | None]  #: what happened to a request, by its id
+    has_context: bool = False  #: the answer tells all tokens so far, for the next prompt to follow
+    created_at: str = field(default_factory=now_text)
+
+    stream_type = NDJSON_TYPE
+
+    @property
+    def head(self) -> bytes:
+        """What every object begins with."""
+        return encode({"model": self.model, "created_at": self.created_at})[:-1]
+
+    @property
+    def waiting(self) -> bytes:
+        return b'%b%b""%b,"done":false}\n' % (self.head, self.format.before_text, self.format.after_text)
+
+    def whole(self, spec: AnswerSpec, choices: Sequence[Choice], usage: TokenUsage) -> object:
+        (choice,) = choices
+        calls = b""
+        if choice.calls:
+            calls = b',"tool_calls":' + encode(
+                [call_object(index, call) for index, call in enumerate(choice.calls)]
+            )
+        tokens = [delta.token for delta in choice.deltas]
+        ending = self.ending(choice.stream, choice.finish_reason, usage, tokens)
+        before, after = self.format.before_text, self.format.after_text
+        return msgspec.Raw(b"".join((self.head, before, encode(choice.text), calls, after, ending)))
+
+    def events(self, spec: AnswerSpec, streams: Sequence[AnswerStream]) -> AnswerEvents:
+        (stream,) = streams
+        return OllamaEvents(self, spec, stream)
+
+    def ending(
+        self, stream: AnswerStream, reason: FinishReason, usage: TokenUsage, tokens: Sequence[int]
+    ) -> bytes:
+        """Return how the last object ends: why, and how long everything took. `tokens`: of the answer."""
+        told: dict[str, object] = {"done": True, "done_reason": reason}
+        if self.has_context:
+            told["context"] = [*stream.prompt, *tokens]
+        if (explanation := self.explain(stream.request_id)) is not None:
+            told |= durations(explanation)
+        told |= {"prompt_eval_count": usage.num_prompt_tokens, "eval_count": usage.num_output_tokens}
+        return b"," + encode(told)[1:]
+
+
+class OllamaEvents:
+    """Turns the tokens of an answer into lines of JSON. Mutable."""
+
+    def __init__(self, dialect: OllamaDialect, spec: AnswerSpec, stream: AnswerStream) -> None:
+        self._dialect, self._stream = dialect, stream
+        self._reader = ChoiceReader(spec.tool_use)
+        self._has_tools = spec.tool_use is not None
+        self._num_calls = 0
+        self._head = dialect.head
+        self._before = self._head + dialect.format.before_text
+        self._after = dialect.format.after_text + b',"done":false}\n'
+        self._tokens: list[int] = []  #: of the answer, where it is to tell them
+        self._reason: FinishReason | None = None
+
+    def first(self, echoes: Sequence[str]) -> bytes:
+        return b""
+
+    def write(self, index: int, deltas: Sequence[TokenDelta]) -> bytes:
+        self._reason = deltas[-1].finish_reason
+        if self._dialect.has_context:
+            self._tokens += [delta.token for delta in deltas]
+        if self._has_tools:
+            return b"".join(self._part(part) for part in self._reader.read(deltas))
+        texts = [delta.text for delta in deltas]
+        if len(deltas) > MAX_EVENTS:
+            texts = ["".join(texts)]
+        lines: list[bytes] = []
+        for text in texts:
+            if text:
+                lines += (self._before, encode(text), self._after)
+        return b"".join(lines)
+
+    def last(self, usage: TokenUsage) -> bytes:
+        assert self._reason is not None, "the answer has ended"
+        ending = self._dialect.ending(self._stream, self._reason, usage, self._tokens)
+        return b'%b""%b%b\n' % (self._before, self._dialect.format.after_text, ending)
+
+    def failed(self, error: HearthError) -> bytes:
+        return spell(fault_of(error), "/api") + b"\n"
+
+    def _part(self, part: str | ToolCall) -> bytes:
+        if isinstance(part, str):
+            return self._before + encode(part) + self._after
+        call, self._num_calls = call_object(self._num_calls, part), self._num_calls + 1
+        return b'%b"","tool_calls":[%b]%b' % (self._before, encode(call), self._after)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDialect:
+    """Spells the answer to a request that is there to load a model, whatever it was."""
+
+    format: OllamaFormat
+    model: str  #: as the client has called it
+
+    stream_type = NDJSON_TYPE
+    waiting = b""
+
+    def whole(self, spec: AnswerSpec, choices: Sequence[Choice], usage: TokenUsage) -> object:
+        return nothing_done(self.format, self.model, "load")
+
+    def events(self, spec: AnswerSpec, streams: Sequence[AnswerStream]) -> AnswerEvents:
+        raise AssertionError("such an answer comes in one")
+
+
+def nothing_done(format: OllamaFormat, model: str, reason: str) -> msgspec.Raw:
+    """Return the answer to a request that asks nothing of a model, but loads or unloads it."""
+    head = encode({"model": model, "created_at": now_text()})[:-1]
+    ending = b',"done":true,"done_reason":%b}' % encode(reason)
+    return msgspec.Raw(b'%b%b""%b%b' % (head, format.before_text, format.after_text, ending))
+
+
+def call_object(index: int, call: ToolCall) -> dict[str, object]:
+    arguments = msgspec.Raw(call.arguments.encode())
+    return {"id": call_id(), "function": {"index": index, "name": call.name, "arguments": arguments}}
+
+
+def durations(explanation: Explanation) -> dict[str, int]:
+    """Return how long the parts of a request took, in nanoseconds."""
+
+    def took(what: str) -> int:
+        spans = (span for span in explanation.spans if span.what == what)
+        return _nanoseconds(sum(span.end_s - span.begin_s for span in spans))
+
+    # One that has not ended by the books has sent its last token all the same: that was its end.
+    ended_s = max((span.end_s for span in explanation.spans), default=0.0)
+    return {
+        "total_duration": _nanoseconds(explanation.total_s or ended_s),
+        "load_duration": _nanoseconds(explanation.load_s or 0.0),
+        "prompt_eval_duration": took("prefill"),
+        "eval_duration": took("decode"),
+    }
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)

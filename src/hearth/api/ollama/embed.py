@@ -1,0 +1,94 @@
+"""POST /api/embed and its older form: their bodies, and how embeddings are spelt. Computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import msgspec
+from pydantic import Field
+
+from hearth.api import unread_fields
+from hearth.api.body import ModelName, Strict, Text
+from hearth.api.dialect import AnswerEvents, AnswerSpec, Choice, TokenUsage
+from hearth.api.ollama.dialect import NDJSON_TYPE, durations
+from hearth.api.openai.embedding import MAX_INPUTS, EmbeddingBody, floats_of, vector_of
+from hearth.api.unread_fields import UnsupportedField
+from hearth.control.generation import AnswerStream
+from hearth.control.views import Explanation
+
+
+class EmbedBody(Strict):
+    """Texts whose embeddings are wanted."""
+
+    unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.OLLAMA_EMBED
+
+    model: ModelName = Field(description="The name or an alias of a deployed model, perhaps with `:latest`.")
+    input: Text | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
+    keep_alive: float | Text | None = None
+    truncate: bool | None = Field(None, description="Must not be needed: what is too long is refused.")
+    options: dict[str, object] | None = Field(None, description="Accepted and not used.")
+
+    def embedding_body(self) -> EmbeddingBody:
+        """Return the inner request."""
+        return EmbeddingBody(model=self.model, input=self.input, keep_alive=self.keep_alive)
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        return tuple(self.ignored(""))
+
+
+class LegacyEmbedBody(Strict):
+    """A text whose embedding is wanted, as clients asked for it before /api/embed."""
+
+    model: ModelName = Field(description="The name or an alias of a deployed model, perhaps with `:latest`.")
+    prompt: Text
+    keep_alive: float | Text | None = None
+    options: dict[str, object] | None = Field(None, description="Accepted and not used.")
+
+    def embedding_body(self) -> EmbeddingBody:
+        """Return the inner request."""
+        return EmbeddingBody(model=self.model, input=self.prompt, keep_alive=self.keep_alive)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedDialect:
+    """Spells embeddings as Ollama does, normalised as Hearth's always are."""
+
+    model: str  #: as the client has called it
+    explain: Callable[[str], Explanation | None]  #: what happened to a request, by its id
+
+    stream_type = NDJSON_TYPE
+    waiting = b""
+
+    def whole(self, spec: AnswerSpec, choices: Sequence[Choice], usage: TokenUsage) -> object:
+        told: dict[str, object] = {"model": self.model, "embeddings": list(_spelt(choices))}
+        if (explanation := self.explain(choices[-1].stream.request_id)) is not None:
+            took = durations(explanation)
+            told |= {name: took[name] for name in ("total_duration", "load_duration")}
+        return told | {"prompt_eval_count": usage.num_prompt_tokens}
+
+    def events(self, spec: AnswerSpec, streams: Sequence[AnswerStream]) -> AnswerEvents:
+        raise AssertionError("embeddings come in one")
+
+
+@dataclass(frozen=True, slots=True)
+class LegacyEmbedDialect:
+    """Spells the one embedding of the older form."""
+
+    stream_type = NDJSON_TYPE
+    waiting = b""
+
+    def whole(self, spec: AnswerSpec, choices: Sequence[Choice], usage: TokenUsage) -> object:
+        (embedding,) = _spelt(choices)
+        return {"embedding": embedding}
+
+    def events(self, spec: AnswerSpec, streams: Sequence[AnswerStream]) -> AnswerEvents:
+        raise AssertionError("embeddings come in one")
+
+
+def _spelt(choices: Sequence[Choice]) -> Iterator[msgspec.Raw]:
+    """Yield embeddings as JSON, one by one: the numbers of all would take eight times the memory."""
+    for choice in choices:
+        yield msgspec.Raw(msgspec.json.encode(floats_of(vector_of(choice))))

@@ -1,0 +1,60 @@
+"""The body of POST /api/generate, turned into the one inner request. Generates nothing."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from hearth.api.body import Text, TokenId
+from hearth.api.json_body import MAX_VALUES
+from hearth.api.ollama.body import OllamaBody
+from hearth.api.openai.chat import ChatBody, MessageBody
+from hearth.api.openai.completion import CompletionBody
+from hearth.errors import BadPrompt
+
+
+class UnlimitedCompletionBody(CompletionBody):
+    """A prompt that is continued to the end of the context, unless its body says otherwise."""
+
+    default_max_tokens: ClassVar[int | None] = None
+
+
+class GenerateBody(OllamaBody):
+    """A prompt and how it is to be answered. An empty one loads or unloads the model."""
+
+    prompt: Text | None = None
+    system: Text | None = Field(None, description="What the model is told before the prompt.")
+    raw: bool | None = Field(None, description="The prompt is as the model is to see it, without a template.")
+    context: list[TokenId] | None = Field(
+        None,
+        fail_fast=True,
+        max_length=MAX_VALUES,
+        description="The `context` of an earlier answer, which this prompt follows.",
+    )
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.prompt
+
+    def chat_body(self) -> ChatBody:
+        """Return the inner request of a prompt that a chat template renders. Raises RequestError."""
+        system = [MessageBody(role="system", content=self.system)] if self.system else []
+        messages = [*system, MessageBody(role="user", content=self.prompt)]
+        variables = {"enable_thinking": False} if self.think is False else None
+        fields = {"messages": messages, "chat_template_kwargs": variables}
+        return ChatBody.model_validate(self.inner_fields() | fields)
+
+    def raw_body(self) -> CompletionBody:
+        """Return the inner request of a prompt that no template renders. Raises RequestError."""
+        if self.raw and (self.system or self.context):
+            given = "system" if self.system else "context"
+            raise BadPrompt(f"`raw` takes a prompt that is whole, and no `{given}`; leave one of them out")
+        return self._completion("\n\n".join(part for part in (self.system, self.prompt) if part))
+
+    def token_body(self, tokens: list[int]) -> CompletionBody:
+        """Return the inner request of a prompt that follows `context`, as tokens. Raises RequestError."""
+        return self._completion([*(self.context or ()), *tokens])
+
+    def _completion(self, prompt: str | list[int]) -> CompletionBody:
+        return UnlimitedCompletionBody.model_validate(self.inner_fields() | {"prompt": prompt})

@@ -1,0 +1,92 @@
+"""Deployed and resident models as Ollama's API shows them. Finds none itself."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+from hearth.control.views import ModelView, ResidentView
+from hearth.text.tool_calls import tool_format
+
+LATEST = ":latest"
+#: What stays for ever expires then.
+_NEVER = "9999-12-31T23:59:59Z"
+_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
+_LEVEL_BY_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def tagged(name: str) -> str:
+    """Return a name as Ollama spells names: each has a tag, `latest` if it has no other."""
+    return name if ":" in name.rpartition("/")[2] else name + LATEST
+
+
+def tag_object(name: str, view: ModelView) -> dict[str, object]:
+    """Return a model under its name or one of its aliases."""
+    return {
+        "name": tagged(name),
+        "model": tagged(name),
+        "modified_at": time_text(datetime.fromtimestamp(view.created_at_s, UTC)),
+        "size": view.num_bytes,
+        "digest": view.digest,
+        "details": details(view),
+    }
+
+
+def resident_object(resident: ResidentView, view: ModelView, on_device: bool) -> dict[str, object]:
+    """Return a model that is loaded; `on_device`: in memory that is not the machine's own."""
+    expires_at = _NEVER
+    if resident.expires_in_s is not None:
+        expires_at = time_text(datetime.now(UTC) + timedelta(seconds=resident.expires_in_s))
+    return {
+        "name": tagged(view.name),
+        "model": tagged(view.name),
+        "size": resident.num_bytes,
+        "digest": view.digest,
+        "details": details(view),
+        "expires_at": expires_at,
+        "size_vram": resident.num_bytes if on_device else 0,
+        "context_length": view.max_context,
+    }
+
+
+def show_object(view: ModelView, template: str | None) -> dict[str, object]:
+    """Return all that clients may ask of a model. `template`: of its chats, in Jinja."""
+    capabilities = ["completion", *(["tools"] if tool_format(template) is not None else []), "embedding"]
+    return {
+        "modelfile": f"# deployed with Hearth\nFROM {view.source}\n",
+        "parameters": f"num_ctx {view.max_context}",
+        "template": template or "{{ prompt }}",
+        "details": details(view),
+        "model_info": {
+            "general.architecture": "decoder",
+            "general.parameter_count": view.num_parameters,
+            "decoder.context_length": view.max_context,
+        },
+        "capabilities": capabilities,
+        "modified_at": time_text(datetime.fromtimestamp(view.created_at_s, UTC)),
+    }
+
+
+def details(view: ModelView) -> dict[str, object]:
+    level = _LEVEL_BY_DTYPE.get(view.dtype, view.dtype) if view.quant == "none" else view.quant.upper()
+    return {
+        "parent_model": "",
+        "format": "hearth",
+        "family": "decoder",
+        "families": ["decoder"],
+        "parameter_size": _count(view.num_parameters),
+        "quantization_level": level,
+    }
+
+
+def time_text(time: datetime) -> str:
+    return time.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def now_text() -> str:
+    return time_text(datetime.now(UTC))
+
+
+def _count(number: int) -> str:
+    """Return a number as Ollama spells those of parameters: `134.5M`, `7.6B`."""
+    size, unit = next(((size, unit) for size, unit in _UNITS if number >= size), (1.0, ""))
+    return f"{number / size:.1f}{unit}" if unit else str(number)

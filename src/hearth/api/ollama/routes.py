@@ -1,0 +1,194 @@
+"""The routes of Ollama's API, so that its clients find Hearth by its address alone.
+
+Models come and go by `hearth deploy` and `hearth rm`: routes that would change what is stored are refused.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+from starlette.responses import PlainTextResponse, Response
+
+from hearth.api.answers import Answers
+from hearth.api.body import ModelName, Strict
+from hearth.api.guard import caller_of
+from hearth.api.json_body import JsonRoute
+from hearth.api.json_response import as_json
+from hearth.api.ollama.chat import OllamaChatBody
+from hearth.api.ollama.dialect import (
+    CHAT,
+    GENERATE,
+    NDJSON_TYPE,
+    LoadDialect,
+    OllamaDialect,
+    OllamaFormat,
+    nothing_done,
+)
+from hearth.api.ollama.embed import EmbedBody, EmbedDialect, LegacyEmbedBody, LegacyEmbedDialect
+from hearth.api.ollama.generate import GenerateBody
+from hearth.api.ollama.models import resident_object, show_object, tag_object
+from hearth.api.openai.completion import CompletionBody
+from hearth.control.views import Explanation
+from hearth.errors import Forbidden, RequestError, UnknownModel
+from hearth.version import hearth_version
+
+if TYPE_CHECKING:
+    from hearth.control.gateway import Gateway
+
+#: The version of Ollama whose API this is: clients refuse to talk to one that is too old for them.
+OLLAMA_VERSION = "0.12.6"
+#: The answer at `/`, by which clients of Ollama know that there is one.
+GREETING = "Ollama is running: this is Hearth, which speaks its API"
+_STREAM_OR_JSON: dict[int | str, dict[str, object]] = {
+    200: {"description": "The answer.", "content": {"application/json": {}, NDJSON_TYPE: {}}}
+}
+
+
+class OllamaError(BaseModel):
+    """Ollama's error object."""
+
+    error: str = Field(description="What is wrong, the limit, the value given, and what to do.")
+
+
+class NamedModelBody(Strict):
+    """A model by its name, in the field that it has now or in that of older clients."""
+
+    model: ModelName | None = None
+    name: ModelName | None = None
+
+    @property
+    def meant(self) -> str:
+        if (named := self.model or self.name) is None:
+            raise RequestError("`model` must name a deployed model, given: none; send it")
+        return named
+
+
+def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
+    routes = APIRouter(
+        tags=["Ollama"],
+        route_class=JsonRoute,
+        responses={
+            "4XX": {"model": OllamaError, "description": "The request is wrong, or not allowed."},
+            "5XX": {"model": OllamaError, "description": "The service cannot answer it now."},
+        },
+    )
+
+    @routes.get("/", summary="Whether the service is up, for clients of Ollama")
+    async def greet() -> Response:
+        return PlainTextResponse(GREETING)
+
+    @routes.get("/api/version", summary="The version of Ollama whose API this is")
+    async def version() -> Response:
+        return as_json({"version": OLLAMA_VERSION, "hearth": hearth_version()})
+
+    @routes.get("/api/tags", summary="List the deployed models")
+    async def list_models(request: Request) -> Response:
+        """An alias is listed as a model is."""
+        models = gateway.models(caller_of(request))
+        return as_json({"models": [tag_object(name, view) for view in models for name in view.names]})
+
+    @routes.post("/api/show", summary="Show a deployed model")
+    async def show_model(body: NamedModelBody, request: Request) -> Response:
+        caller = caller_of(request)
+        view = gateway.model(body.meant, caller)
+        return as_json(show_object(view, (await gateway.tokenizer(view.name, caller)).chat_template_text))
+
+    @routes.get("/api/ps", summary="List the models that are loaded")
+    async def list_residents(request: Request) -> Response:
+        shown = await gateway.look()
+        views = {view.name: view for view in gateway.models(caller_of(request))}
+        kinds = {worker.worker: worker.kind for worker in shown.workers}
+        residents = (one for one in shown.models if one.is_hosted and one.model in views)
+        return as_json(
+            {
+                "models": [
+                    resident_object(one, views[one.model], kinds.get(one.worker) != "cpu")
+                    for one in residents
+                ]
+            }
+        )
+
+    @routes.post("/api/chat", summary="Answer a conversation", responses=_STREAM_OR_JSON)
+    async def chat(body: OllamaChatBody, request: Request) -> Response:
+        """Without messages the model is loaded, or with a `keep_alive` of 0 unloaded."""
+        if body.is_empty:
+            return await load_or_unload(body, CHAT, request)
+        return await answers.chat(
+            body.chat_body(), dialect_of(body.model, CHAT, request), request, body.ignored_fields
+        )
+
+    @routes.post("/api/generate", summary="Answer a prompt", responses=_STREAM_OR_JSON)
+    async def generate(body: GenerateBody, request: Request) -> Response:
+        """Without a prompt the model is loaded, or with a `keep_alive` of 0 unloaded."""
+        if body.is_empty:
+            return await load_or_unload(body, GENERATE, request)
+        caller, ignored = caller_of(request), body.ignored_fields
+        dialect = dialect_of(body.model, GENERATE, request, has_context=not body.raw)
+        if body.raw or not gateway.model(body.model, caller).has_chat_template:
+            return answers.completion(body.raw_body(), dialect, request, ignored)
+        if not body.context:
+            return await answers.chat(body.chat_body(), dialect, request, ignored)
+        (asked,) = body.chat_body().answer_spec(dialect, None).requests
+        tokens = await gateway.encode(body.model, asked.prompt, caller)
+        return answers.completion(body.token_body(tokens), dialect, request, ignored)
+
+    @routes.post("/api/embed", summary="Compute the embeddings of texts")
+    async def embed(body: EmbedBody, request: Request) -> Response:
+        dialect = EmbedDialect(body.model, explain_for(request))
+        return answers.embedding(body.embedding_body(), dialect, request, body.ignored_fields)
+
+    @routes.post("/api/embeddings", summary="Compute the embedding of a text, as older clients ask for it")
+    async def embed_one(body: LegacyEmbedBody, request: Request) -> Response:
+        return answers.embedding(body.embedding_body(), LegacyEmbedDialect(), request)
+
+    @routes.post("/api/pull", summary="Have a model, which must be deployed")
+    async def pull(body: NamedModelBody, request: Request) -> Response:
+        """Many clients pull what they are about to use. What is deployed is there; nothing is fetched."""
+        try:
+            gateway.model(body.meant, caller_of(request))
+        except UnknownModel as error:
+            raise UnknownModel(f"{error}; deploy others with `hearth deploy hf:ORG/NAME`") from error
+        return as_json({"status": "success"})
+
+    def refuse(path: str, method: str, instead: str) -> None:
+        async def refused() -> Response:
+            raise Forbidden(f"`{path}` does not change what is stored here; use {instead}")
+
+        routes.add_api_route(path, refused, methods=[method], summary=f"Refused: use {instead}")
+
+    refuse("/api/create", "POST", "`hearth deploy SOURCE --name NAME`")
+    refuse("/api/copy", "POST", "`aliases` of the model in the configuration: `models.NAME.aliases`")
+    refuse("/api/delete", "DELETE", "`hearth rm NAME`")
+    refuse("/api/push", "POST", "`hearth convert`, and upload what it has written")
+
+    async def load_or_unload(
+        body: OllamaChatBody | GenerateBody, format: OllamaFormat, request: Request
+    ) -> Response:
+        """Load a model by the least that can be asked of it, or have it leave at once."""
+        caller = caller_of(request)
+        if not body.has_no_keep_alive:
+            least = CompletionBody(
+                model=body.model, prompt=[0], max_tokens=1, keep_alive=body.keep_alive, stream=False
+            )
+            return answers.completion(least, LoadDialect(format, body.model), request)
+        view = gateway.model(body.model, caller)
+        if not caller.has_role("admin"):
+            raise Forbidden(
+                "`keep_alive` of 0 without anything to answer unloads the model, also for others, which "
+                "needs a key with the role `admin`; let it leave when its room is needed"
+            )
+        await gateway.unload(view.name, free=True)
+        return as_json(nothing_done(format, body.model, "unload"))
+
+    def dialect_of(
+        model: str, format: OllamaFormat, request: Request, *, has_context: bool = False
+    ) -> OllamaDialect:
+        return OllamaDialect(format, model, explain_for(request), has_context)
+
+    def explain_for(request: Request) -> partial[Explanation | None]:
+        return partial(gateway.explain, caller=caller_of(request))
+
+    return routes
