@@ -118,7 +118,7 @@ class LogConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServiceConfig:
-    """What `hearth serve` listens on, how many workers it has, and what it promises."""
+    """The service of `hearth serve`: its address, its workers, and when its tokens are due."""
 
     data_dir: str = "~/.hearth"  #: registry, models, chunks, logs; the service keeps its store here
     host: str = "127.0.0.1"  #: address to listen on; any but this machine's own needs API keys
