@@ -93,7 +93,7 @@ class StoreConfig:
 
     path: str = "~/.cache/hearth"  #: where models and chunks from object storage are kept on disk
     disk_bytes: Annotated[int | None, Limits(0)] = None  #: the most that they may take; None: no quota
-    #: host memory that keeps models ready for GPUs; for a CPU they only pass through at most 128MiB of it
+    #: host memory that keeps models ready for GPUs; for a CPU they only pass through a little of it
     host_bytes: Annotated[int, Limits(16 << 20)] = 1 << 30
 
     def __post_init__(self) -> None:
@@ -129,9 +129,8 @@ class ServiceConfig:
     #: memory of each worker's device for models; None: derived from the device. At least a page of a CUDA
     #: device.
     memory_bytes: Annotated[int | None, Limits(1 << 20)] = None
-    keep_alive: Annotated[float, _Spoken()] = (
-        300.0  #: idle for longer, a model may leave memory; infinite: never
-    )
+    #: idle for longer, a model may leave memory; infinite: never
+    keep_alive: Annotated[float, _Spoken()] = 300.0
     max_queue: Annotated[int, Limits(1)] = 512  #: requests that wait for a slot or for room
     api_keys_file: str | None = None  #: API keys that are asked for; None: keys.json in the data directory
     drain_s: _Wait = 30.0  #: seconds that running requests may take to finish when the service stops
@@ -141,9 +140,8 @@ class ServiceConfig:
     start_s: _Wait = 180.0  #: seconds until a worker that is not ready is replaced
     max_body_bytes: Annotated[int, Limits(1024)] = 16 << 20  #: the longest body of a request
     template_s: _Wait = 2.0  #: seconds that a chat template may take
-    stream_heartbeat_s: Annotated[float, Limits(0.1, 3600.0)] = (
-        5.0  #: seconds between comments in a stream that waits
-    )
+    #: seconds between comments in a stream that waits
+    stream_heartbeat_s: Annotated[float, Limits(0.1, 3600.0)] = 5.0
     turns: bool = True  #: busy models that do not fit together share a device by time
     #: Seconds after a request came in which its first token is due.
     first_token_target: Annotated[float, TARGET_LIMITS] = 0.5
@@ -172,9 +170,8 @@ class ModelConfig:
     """The settings of one deployed model, in its own table: [models.NAME]."""
 
     aliases: tuple[str, ...] = ()  #: other names that it answers to
-    context: Annotated[int | None, Limits(2)] = (
-        None  #: tokens of prompt and answer; None: what it was made for
-    )
+    #: tokens of prompt and answer together; None: what it was made for
+    context: Annotated[int | None, Limits(2)] = None
     keep_alive: Annotated[float | None, _Spoken()] = None  #: as of the service, for this model
     pinned: bool = False  #: loaded when the service starts, and never evicted
     latency_weight: Annotated[float, Limits(0.001, 1000.0)] = 1.0  #: how much a second of its start matters
