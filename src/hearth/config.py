@@ -93,7 +93,7 @@ class StoreConfig:
 
     path: str = "~/.cache/hearth"  #: where models and chunks from object storage are kept on disk
     disk_bytes: Annotated[int | None, Limits(0)] = None  #: the most that they may take; None: no quota
-    #: host memory that keeps models ready for GPUs; for a CPU they only pass through at most 128MiB of it
+    #: host memory that keeps models ready for GPUs; for a CPU they only pass through a little of it
     host_bytes: Annotated[int, Limits(16 << 20)] = 1 << 30
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ class LogConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServiceConfig:
-    """What `hearth serve` listens on, how many workers it has, and what it promises."""
+    """The service of `hearth serve`: its address, its workers, and when its tokens are due."""
 
     data_dir: str = "~/.hearth"  #: registry, models, chunks, logs; the service keeps its store here
     host: str = "127.0.0.1"  #: address to listen on; any but this machine's own needs API keys
@@ -129,9 +129,8 @@ class ServiceConfig:
     #: memory of each worker's device for models; None: derived from the device. At least a page of a CUDA
     #: device.
     memory_bytes: Annotated[int | None, Limits(1 << 20)] = None
-    keep_alive: Annotated[float, _Spoken()] = (
-        300.0  #: idle for longer, a model may leave memory; infinite: never
-    )
+    #: idle for longer, a model may leave memory; infinite: never
+    keep_alive: Annotated[float, _Spoken()] = 300.0
     max_queue: Annotated[int, Limits(1)] = 512  #: requests that wait for a slot or for room
     api_keys_file: str | None = None  #: API keys that are asked for; None: keys.json in the data directory
     drain_s: _Wait = 30.0  #: seconds that running requests may take to finish when the service stops
@@ -143,9 +142,8 @@ class ServiceConfig:
     #: Bytes of all responses that were sent with `store: true` to `/v1/responses`; 0: none is stored.
     response_store_bytes: Annotated[int, Limits(0)] = 64 << 20
     template_s: _Wait = 2.0  #: seconds that a chat template may take
-    stream_heartbeat_s: Annotated[float, Limits(0.1, 3600.0)] = (
-        5.0  #: seconds between comments in a stream that waits
-    )
+    #: seconds between comments in a stream that waits
+    stream_heartbeat_s: Annotated[float, Limits(0.1, 3600.0)] = 5.0
     turns: bool = True  #: busy models that do not fit together share a device by time
     #: Seconds after a request came in which its first token is due.
     first_token_target: Annotated[float, TARGET_LIMITS] = 0.5
@@ -178,9 +176,8 @@ class ModelConfig:
     """The settings of one deployed model, in its own table: [models.NAME]."""
 
     aliases: tuple[str, ...] = ()  #: other names that it answers to
-    context: Annotated[int | None, Limits(2)] = (
-        None  #: tokens of prompt and answer; None: what it was made for
-    )
+    #: tokens of prompt and answer together; None: what it was made for
+    context: Annotated[int | None, Limits(2)] = None
     keep_alive: Annotated[float | None, _Spoken()] = None  #: as of the service, for this model
     pinned: bool = False  #: loaded when the service starts, and never evicted
     latency_weight: Annotated[float, Limits(0.001, 1000.0)] = 1.0  #: how much a second of its start matters

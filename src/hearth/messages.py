@@ -332,6 +332,11 @@ class ModelLoaded(Struct, frozen=True, tag=True):
     is_widened: bool = False  #: to float32, because the device is slow in what was stored
     ahead_bytes: int = 0  #: of those of the rungs, that came before this load, ahead of the model's turn
 
+    @property
+    def whole_s(self) -> float | None:
+        """The time in which the bytes of the rungs came, and no others; None: it is not known."""
+        return None if self.ahead_bytes or self.shared_bytes else self.total_s
+
 
 class HostingFailed(Struct, frozen=True, tag=True):
     """A model could not be loaded, or its engine broke. It has left memory, and its runs have ended."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import re
 import time
@@ -7,9 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from hearth.cli import local_models
+from hearth.cli.deploy import follow
 from hearth.control.views import UpstreamView
+from hearth.errors import Unreached
 from hearth.store.convert import convert
 from tests.cli.fake_service import FakeService
 from tests.cli.shell import Hearth
@@ -143,3 +147,22 @@ def test_list_show_and_rm_go_through_a_service(hearth: Hearth, data_dir: Path, s
     assert json.loads(hearth("show", "tiny", "--json", "--url", service.url).out)["name"] == "smol"
     assert hearth("rm", "smol", "--yes", "--url", service.url).code == 0
     assert service.models == []
+
+
+@pytest.mark.parametrize(("source", "shown"), [("model", "0.0/2.0 kB"), ("hf:some/model", "deploying")])
+def test_a_deployment_shows_the_bytes_of_its_source_until_it_knows_more(
+    source: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights.bin").write_bytes(bytes(2000))
+    monkeypatch.chdir(tmp_path)
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=100)
+    monkeypatch.setattr("hearth.cli.progress.err", terminal)
+
+    with pytest.raises(Unreached):
+        follow(source, iter(()))
+
+    assert isinstance(terminal.file, io.StringIO)
+    seen = terminal.file.getvalue()
+    assert shown in seen
+    assert "?" not in seen.replace("\x1b[?25", ""), "a size that nobody knows"

@@ -174,7 +174,7 @@ def _absolute(source: str, is_elsewhere: bool) -> str:
 def follow(source: str, events: Iterator[DeployProgress | ModelView]) -> ModelView:
     """Show the progress of a deployment and return the model."""
     model = None
-    with bar(f"deploying {source}") as advance:
+    with bar(f"deploying {source}", _count_bytes(source)) as advance:
         for event in events:
             if isinstance(event, ModelView):
                 model = event
@@ -183,3 +183,10 @@ def follow(source: str, events: Iterator[DeployProgress | ModelView]) -> ModelVi
     if model is None:
         raise Unreached(f"`{source}` was not deployed, and no reason was given; look at the service's log")
     return model
+
+
+def _count_bytes(source: str) -> int | None:
+    """Return the bytes of a source's files, to show until more is known; None: they are elsewhere."""
+    path = Path(source).expanduser()
+    files = [file for file in (path.iterdir() if path.is_dir() else (path,)) if file.is_file()]
+    return sum(file.stat().st_size for file in files) or None

@@ -130,7 +130,9 @@ def set_limits(
     file: KeysFile = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
 ) -> None:
-    """Change the limits of a key, which stays the same; what is not named stays as it is.
+    """Change the limits of a key.
+
+    The key stays the same, and so does each limit that is not named.
 
     [bold]Examples[/bold]
 

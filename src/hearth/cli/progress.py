@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -26,28 +26,28 @@ class Advance(Protocol):
         """Show so many bytes; `what` is done now, None: the same as before."""
 
 
-class _OnceTotalKnown(ProgressColumn):
-    """A column that is empty while nobody knows how many bytes there are."""
+class _OnceKnown(ProgressColumn):
+    """A column that is empty, instead of showing a question mark, until there is something to show."""
 
-    def __init__(self, column: ProgressColumn) -> None:
+    def __init__(self, column: ProgressColumn, is_known: Callable[[Task], bool]) -> None:
         super().__init__()
-        self._column = column
+        self._column, self._is_known = column, is_known
 
     def render(self, task: Task) -> RenderableType:
-        return Text() if task.total is None else self._column.render(task)
+        return self._column.render(task) if self._is_known(task) else Text()
 
 
 @contextmanager
-def bar(title: str) -> Iterator[Advance]:
+def bar(title: str, total_bytes: int | None = None) -> Iterator[Advance]:
     columns = (
         "{task.description}",
         BarColumn(),
-        _OnceTotalKnown(DownloadColumn()),
-        _OnceTotalKnown(TransferSpeedColumn()),
+        _OnceKnown(DownloadColumn(), lambda task: task.total is not None),
+        _OnceKnown(TransferSpeedColumn(), lambda task: bool(task.finished_speed or task.speed)),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as shown:
-        task = shown.add_task(title, total=None)
+        task = shown.add_task(title, total=total_bytes)
 
         def advance(done_bytes: int, total_bytes: int | None, what: str | None = None) -> None:
             shown.update(task, completed=done_bytes, total=total_bytes, description=what)

@@ -59,7 +59,7 @@ class DeployOrder:
 class DeployProgress:
     """The progress of a deployment."""
 
-    phase: str  #: downloading, opening, converting, verifying, fetching
+    phase: str  #: downloading, converting, verifying, fetching
     done_bytes: int
     total_bytes: int
 

@@ -163,7 +163,6 @@ def _in_place(directory: Path, data_dir: DataDir, on_progress: OnProgress) -> _P
 def _convert(
     path: Path, name: str, order: DeployOrder, data_dir: DataDir, on_progress: OnProgress
 ) -> _Placed:
-    on_progress("opening", 0, _count_bytes(path))
     from hearth.store.convert import convert  # loads torch, which takes seconds and not every order needs
 
     _check_tokenizer(path)
@@ -177,12 +176,6 @@ def _convert(
         on_progress=lambda progress: on_progress("converting", progress.done_bytes, progress.total_bytes),
     )
     return _Placed(str(place), place, manifest, is_new=True)
-
-
-def _count_bytes(path: Path) -> int:
-    """Return the bytes of a source's files, by which a reader can tell a long wait from a short one."""
-    files = path.iterdir() if path.is_dir() else (path,)
-    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _check_tokenizer(path: Path) -> None:

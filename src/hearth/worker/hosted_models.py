@@ -266,7 +266,7 @@ class HostedModels:
                 loaded.model,
                 {use.rung: use.num_bytes for use in loaded.rungs},
                 {use.rung: use.seconds for use in loaded.rungs},
-                None if loaded.ahead_bytes or loaded.shared_bytes else loaded.total_s,
+                loaded.whole_s,
             )
             self.reclaimer.policy.room_may_have_come()
             self.turns.loaded(loaded.model)
