@@ -217,8 +217,8 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(hearth: Hearth, setting: st
 
 def test_config_prints_what_applies(hearth: Hearth) -> None:
     shown = hearth("config", "--set", "engine.kv_bytes=1GiB", "--set", "log.level=debug")
-    assert "kv_bytes = 1073741824\n" in shown.out
-    assert '\n[log]\nlevel = "debug"\n' in shown.out
+    assert "kv_bytes = 1073741824  # --set\n" in shown.out
+    assert '\n[log]\nlevel = "debug"  # --set\n' in shown.out
     assert "\n[service]\n" in shown.out
 
 
