@@ -277,7 +277,7 @@ def test_doctor_says_that_triton_cannot_compile_the_kernel_for_hopper(
     monkeypatch.setattr(prefill_hopper, "HAS_GLUON", False)
     (note,) = [note for note in json.loads(hearth("doctor", "--json").out)["notes"] if "Gluon" in note]
     assert note.startswith("the kernel for Hopper needs Gluon as of Triton 3.6 to 3.9, given: ")
-    assert note.endswith("long prompts are read more slowly; install `hearth[gpu]`")
+    assert note.endswith("long prompts are read more slowly; install `hearth-inference[gpu]`")
 
 
 def test_doctor_says_which_host_memory_a_cpu_does_not_use(

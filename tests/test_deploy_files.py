@@ -131,6 +131,19 @@ def test_only_the_container_for_cuda_takes_a_torch_that_brings_cuda() -> None:
     assert index in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
+def test_messages_tell_to_install_this_package_and_extras_that_it_has() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    told = [
+        (name, extra)
+        for folder, ending in (("src", "*.py"), ("docs", "*.md"))
+        for path in (ROOT / folder).rglob(ending)
+        for name, extra in re.findall(r"(?<![\w.])(hearth[\w-]*)\[(\w+)\]", path.read_text(encoding="utf-8"))
+    ]
+    assert told
+    assert {name for name, _ in told} == {project["name"]}
+    assert {extra for _, extra in told} <= project["optional-dependencies"].keys()
+
+
 def test_the_unit_starts_a_service_and_gives_it_time_to_drain(unit: dict[str, list[str]]) -> None:
     program, *words = shlex.split(unit["ExecStart"][0])
     assert Path(program).name == "hearth"
