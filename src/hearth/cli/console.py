@@ -162,8 +162,12 @@ def resolved(
     environment = read_environment(os.environ)
     set_by_hand = dict(map(_setting, settings or ()))
     given = {key: value for key, value in (flags or {}).items() if value is not None}
-    origins = dict.fromkeys([] if path is None else keys_in(path), str(path))
-    origins |= environment.variables | dict.fromkeys(set_by_hand, "--set") | dict.fromkeys(given, "a flag")
+    origins = {
+        **dict.fromkeys([] if path is None else keys_in(path), str(path)),
+        **environment.variables,
+        **dict.fromkeys(set_by_hand, "--set"),
+        **dict.fromkeys(given, "a flag"),
+    }
     config = load(path, {**environment.values, **set_by_hand, **given})
     return Configuration(config, origins, environment.notes)
 

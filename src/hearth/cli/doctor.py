@@ -152,8 +152,8 @@ def _service(data_dir: Path, num_models: int | None) -> _ServiceReport:
 def show_config(config: ConfigFile = None, settings: Settings = None, as_json: AsJson = False) -> None:
     """Print the settings that apply, and where those that are no defaults come from.
 
-    They come as TOML that can be saved and edited. A flag counts before the variable of a setting, as
-    HEARTH_SERVICE_PORT is of `port` in [service], and that before the file.
+    They come as TOML that can be saved and edited. Flags count before environment variables, such as
+    HEARTH_SERVICE_PORT for service.port, and these before the file.
 
     [bold]Examples[/bold]
 

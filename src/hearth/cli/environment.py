@@ -29,7 +29,7 @@ class EnvironmentSettings:
     """The settings that an environment gives."""
 
     values: Mapping[str, object]  #: by setting, like "service.port"
-    variables: dict[str, str]  #: the variable that gave each of them
+    variables: Mapping[str, str]  #: the variable that gave each of them
     notes: tuple[str, ...]  #: variables that look like settings and do not count, and why
 
 
@@ -106,9 +106,7 @@ def _service_links(given: Mapping[str, str]) -> set[str]:
         if not name.endswith("_PORT") or not (url := _SERVICE_URL.fullmatch(text)):
             continue
         service = name.removesuffix("_PORT")
-        links |= {
-            other for other in given if f"{other}_".startswith((f"{name}_", f"{service}_SERVICE_PORT_"))
-        }
-        for other, value in ((f"{service}_SERVICE_HOST", url[1]), (f"{service}_SERVICE_PORT", url[2])):
-            (links.add if given.get(other) == value else links.discard)(other)
+        address = {f"{service}_SERVICE_HOST": url[1], f"{service}_SERVICE_PORT": url[2]}
+        links |= {name, *(other for other, value in address.items() if given.get(other) == value)}
+        links |= {other for other in given if other.startswith((f"{name}_", f"{service}_SERVICE_PORT_"))}
     return links

@@ -60,8 +60,8 @@ def serve(
 
     Models are loaded when somebody asks for them and make room when they are idle. Ctrl-C or SIGTERM ends it:
     running requests are finished first. Settings that have no flag of their own are given by --set or in the
-    file: `hearth config` lists them. All of them are read from the environment, too: HEARTH_SERVICE_PORT is
-    `port` in [service].
+    file: `hearth config` lists them. All of them are read from the environment, too: service.port is
+    HEARTH_SERVICE_PORT there.
 
     [bold]Examples[/bold]
 
