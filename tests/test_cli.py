@@ -285,8 +285,8 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(hearth: Hearth, setting: st
 
 def test_config_prints_what_applies(hearth: Hearth) -> None:
     shown = hearth("config", "--set", "engine.kv_bytes=1GiB", "--set", "log.level=debug")
-    assert "kv_bytes = 1073741824\n" in shown.out
-    assert '\n[log]\nlevel = "debug"\n' in shown.out
+    assert "kv_bytes = 1073741824  # --set\n" in shown.out
+    assert '\n[log]\nlevel = "debug"  # --set\n' in shown.out
     assert "\n[service]\n" in shown.out
 
 
@@ -345,7 +345,7 @@ def test_doctor_says_that_triton_cannot_compile_the_kernel_for_hopper(
     monkeypatch.setattr(prefill_hopper, "HAS_GLUON", False)
     (note,) = [note for note in json.loads(hearth("doctor", "--json").out)["notes"] if "Gluon" in note]
     assert note.startswith("the kernel for Hopper needs Gluon as of Triton 3.6 to 3.9, given: ")
-    assert note.endswith("long prompts are read more slowly; install `hearth[gpu]`")
+    assert note.endswith("long prompts are read more slowly; install `hearth-inference[gpu]`")
 
 
 def test_doctor_says_which_host_memory_a_cpu_does_not_use(

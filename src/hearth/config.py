@@ -1,5 +1,5 @@
 """Configuration: a TOML file and flags become small frozen sections, checked once. It reads no environment
-variables and does not know what the sections are for.
+variables (`cli/environment.py` does) and does not know what the sections are for.
 
 A section is a frozen dataclass whose `__post_init__` calls `_check_section`; a field of `HearthConfig` puts
 it into the file. Type and limits of a key are its annotation; a key named `..._bytes` also takes sizes like
@@ -233,17 +233,69 @@ def load(path: Path | None = None, overrides: Mapping[str, object] | None = None
     return HearthConfig(**sections, models=models)
 
 
-def to_toml(config: HearthConfig) -> str:
-    """`config` as a file that `load` reads back; a value of None has no TOML and becomes a comment."""
-    sections = {title: _plain(section) for title, section in _sections(config).items()}
-    sections |= {f"models.{_quoted(name)}": _plain(model) for name, model in config.models.items()}
+def setting_keys() -> list[str]:
+    """Return every setting like "service.port", but for those of single models."""
+    kinds = get_type_hints(HearthConfig)
+    return [f"{name}.{key}" for name in kinds if name != "models" for key in get_type_hints(kinds[name])]
+
+
+def keys_in(path: Path) -> list[str]:
+    """Return the settings that a file gives, like "service.port" and "models.NAME.pinned".
+
+    Raises:
+        ConfigError: an unreadable file.
+    """
+    raw = _read(path)
+    models = raw.pop("models", {})
+    tables = {name: table for name, table in models.items() if isinstance(table, dict)}
+    return [f"{name}.{key}" for name, table in raw.items() for key in table] + [
+        f"models.{name}.{key}" for name, table in tables.items() for key in table
+    ]
+
+
+def from_text(key: str, text: str) -> object:
+    """Return a value that `load` takes for a setting like "service.port", of a text as shells hold it.
+
+    Commas separate the items of a list; whatever is no number where one is due is left for `load` to refuse.
+    """
+    section, _, name = key.partition(".")
+    hint = get_type_hints(get_type_hints(HearthConfig)[section])[name]
+    types = get_args(hint) or (hint,)
+    if get_origin(hint) is tuple:
+        return [item.strip() for item in text.split(",") if item.strip()]
+    if bool in types:
+        return _BOOLEANS.get(text.strip().lower(), text)
+    if not key.endswith("_bytes"):
+        for kind in (kind for kind in (int, float) if kind in types):
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+    return text
+
+
+#: How environments spell true and false.
+_BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(
+    ("false", "no", "off", "0"), False
+)
+
+
+def to_toml(config: HearthConfig, origins: Mapping[str, str] | None = None) -> str:
+    """`config` as a file that `load` reads back; a value of None has no TOML and becomes a comment.
+
+    `origins` says where settings like "service.port" come from, which is noted behind them.
+    """
+    sections = {title: (title, section) for title, section in _sections(config).items()}
+    tables = {f"models.{name}": (f"models.{_quoted(name)}", model) for name, model in config.models.items()}
     lines: list[str] = []
-    for title, values in sections.items():
+    for name, (title, section) in [*sections.items(), *tables.items()]:
         lines += ["", f"[{title}]"]
-        lines += [
-            f"# {key} is derived" if value is None else f"{key} = {_quoted(value)}"
-            for key, value in values.items()
-        ]
+        for key, value in _plain(section).items():
+            origin = (origins or {}).get(f"{name}.{key}")
+            lines.append(
+                (f"# {key} is derived" if value is None else f"{key} = {_quoted(value)}")
+                + ("" if origin is None else f"  # {origin}")
+            )
     return "\n".join(lines[1:]) + "\n"
 
 

