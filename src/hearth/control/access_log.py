@@ -69,7 +69,7 @@ class AccessLog:
 
 def fields_of(record: ExchangeRecord) -> dict[str, Field]:
     """Return what is logged of a request; None where there is nothing to say."""
-    has_requests = bool(record.requests)
+    has_requests, sent_trace = bool(record.requests), record.correlation.trace
     return {
         "time": datetime.fromtimestamp(record.began_at_s, UTC).isoformat(timespec="milliseconds"),
         "status": record.status_code,
@@ -80,7 +80,7 @@ def fields_of(record: ExchangeRecord) -> dict[str, Field]:
         "peer": record.peer,
         "id": record.request_id,
         "client_id": record.correlation.client_id,
-        "trace_id": record.trace_id,
+        "trace_id": record.trace_id if sent_trace is None else sent_trace.trace_id,
         "prompt_tokens": record.num_prompt_tokens if has_requests else None,
         "cached_tokens": record.num_cached_tokens if has_requests else None,
         "output_tokens": record.num_output_tokens if has_requests else None,

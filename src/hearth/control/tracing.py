@@ -73,7 +73,7 @@ def tracing_of(environ: Mapping[str, str]) -> Tracing | None:
     span_exporter = OTLPSpanExporter()
     processor = BatchSpanProcessor(span_exporter)
     provider.add_span_processor(processor)
-    log.info("tracing endpoint=%s", environ[endpoint])
+    log.info("tracing by=%s", endpoint)  # without its value: a URL may hold a password
     return Tracing(provider, processor, span_exporter)
 
 
