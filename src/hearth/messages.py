@@ -34,7 +34,7 @@ from hearth.types import (
 )
 
 #: The version that gateway and worker must share. Raise it with every change of this file.
-VERSION = 8
+VERSION = 9
 
 
 # What a process is told on its standard input, as one line of JSON, when it is started.
@@ -278,6 +278,7 @@ class StepDone(Struct, frozen=True, tag=True):
     admitted: list[Admitted] = []  #: since the message before
     preempted: list[int] = []  #: likewise; they will be admitted again
     step_s: float = 0.0
+    busy_s: float = 0.0  #: of this step and of those of the model before it that had nothing to tell
 
 
 class RunFailed(Struct, frozen=True, tag=True):

@@ -95,6 +95,7 @@ def test_each_request_is_one_line_of_a_private_file(name: str, tmp_path: Path) -
     for _ in range(2):
         access_log.write(answered())
     access_log.close()
+    access_log.write(answered())  # too late
 
     assert len(path.read_text().splitlines()) == 2
     assert path.stat().st_mode & 0o777 == 0o600

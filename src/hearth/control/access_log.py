@@ -36,10 +36,12 @@ class AccessLog:
         self._path, self._line_format = path, line_format
         self._unwritten = metrics.fallbacks.labels("access_log_unwritten")
         self._fault: str | None = None  #: why the last line is missing; None: it is not
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def write(self, record: ExchangeRecord) -> None:
-        """Append a line, into the kernel's memory, which takes microseconds."""
+        """Append a line, into the kernel's memory, which takes microseconds; nothing once it is closed."""
+        if self._file is None:  # an exchange that ends after the service
+            return
         line = self._line_format(fields_of(record)) + b"\n"
         if self._fault is not None:  # a part of the last line may be there
             line = b"\n" + line
@@ -57,7 +59,9 @@ class AccessLog:
         return f"the access log `{self._path}` cannot be written: {self._fault}"
 
     def close(self) -> None:
-        os.close(self._file)
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None  # or a line would go to whatever file has its number next
 
     def _note_fault(self, fault: str | None) -> None:
         if fault is not None:
