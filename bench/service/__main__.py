@@ -6,6 +6,8 @@ python -m bench.service [--save] [--only PART ...] [--quick]
     rate        a tiny random decoder, 256 streams: tokens and events per second, processor time by process,
                 and where the gateway's threads are
     dispatch    a resident idle model: from the question to its first text, less what the engine takes for it
+    watched     two services in turns, one with access log and traces, one without: short streams of a tiny
+                random decoder, and the processor time of each gateway
 
 The engine alone takes token ids and gives token ids; the service is asked with the same ids and answers with
 text, an event per token. The client shares the cores with both.
@@ -32,8 +34,9 @@ from bench.random_model import TINY, write_random
 from bench.report import arguments, emit, percentiles, tell
 from bench.service.bare_engine import Bare, bare
 from bench.service.client import completion
+from bench.service.collector import collecting
 from bench.service.process import Service, deploy, serving
-from bench.service.streams import Prompts, Round, in_turn, rounds, stream_all
+from bench.service.streams import Prompts, Round, Run, in_turn, rounds, stream_all
 from hearth.config import EngineConfig
 from hearth.control.datadir import DataDir
 from hearth.control.registry import Registry
@@ -44,6 +47,7 @@ KV_BYTES = 512 << 20  #: of the engine alone, and the least of the service's tin
 AIM_OVERHEAD = 0.9
 AIM_TOKENS_PER_S = 10_000.0
 AIM_DISPATCH_S = 0.005
+AIM_WATCHED = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +58,11 @@ class Scale:
     rate_streams: int = 256
     rate_tokens: int = 384
     num_dispatches: int = 500
+    watched_tokens: int = 64
 
 
 #: To see that everything runs; its numbers mean nothing.
-QUICK = Scale(1, 4, 8, 32, 32, 20)
+QUICK = Scale(1, 4, 8, 32, 32, 20, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +195,51 @@ def dispatch(scale: Scale, place: Path) -> Part:
     return Part(rows, details)
 
 
-PARTS = {"overhead": overhead, "rate": rate, "dispatch": dispatch}
+def watched(scale: Scale, place: Path) -> Part:
+    """Ask two services the same in turns; answers are short, so that the ends of requests weigh."""
+    prompts = Prompts(vocab_size=512, num_tokens=16)
+    with (
+        tiny_setting(place) as (_, plain_dir, flags),
+        tiny_setting(place) as (_, watched_dir, _),
+        collecting(place) as endpoint,
+        serving(plain_dir, [*flags, "--set", "service.access_log=off"]) as plain,
+        serving(
+            watched_dir,
+            [*flags, "--set", "service.access_log=json"],
+            environment={"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint},
+        ) as traced,
+    ):
+        runs: list[tuple[Run, Run]] = []
+        for _ in range(1 + scale.num_rounds):  # the first one warms up
+            asked = prompts.take(scale.rate_streams)
+            without = stream_all(plain, "tiny", asked, scale.watched_tokens)
+            with_both = stream_all(traced, "tiny", asked, scale.watched_tokens)
+            tell(f"watched: {without.seconds:.2f} s without, {with_both.seconds:.2f} s with")
+            runs.append((without, with_both))
+    runs = runs[1:]
+    ratio = median(each.seconds / base.seconds for base, each in runs)
+    cpu = [run.cpu_s_per_1000_tokens["gateway"] for pair in runs for run in pair]
+    cpu_ratio = median(with_cpu / base_cpu for base_cpu, with_cpu in zip(cpu[::2], cpu[1::2], strict=True))
+    details = {
+        "aim_ratio": AIM_WATCHED,
+        "meets_aim": ratio <= AIM_WATCHED,
+        "seconds_ratio": ratio,
+        "gateway_cpu_ratio": cpu_ratio,
+        "num_tokens_per_stream": scale.watched_tokens,
+        "rounds": [{"without": asdict(base), "with": asdict(each)} for base, each in runs],
+    }
+    measure = f"tiny decoder, {scale.rate_streams} streams of {scale.watched_tokens} tokens, watched"
+    line = {
+        "measure": measure,
+        "unit": "s",
+        "value": median(each.seconds for _, each in runs),
+        "peers": {"without access log and traces": median(base.seconds for base, _ in runs)},
+        "aim": "at most 1.05 times",
+    }
+    return Part([line], details)
+
+
+PARTS = {"overhead": overhead, "rate": rate, "dispatch": dispatch, "watched": watched}
 
 
 # What parts share.

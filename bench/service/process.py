@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,9 +72,10 @@ def serving(
     command: Sequence[str] = ("hearth.cli",),
     port: int = 0,
     errors: IO[bytes] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Service]:
     """Run `hearth serve` until the context ends. `command`: another module that does; `port`: 0 for any
-    free one; `errors`: a file for what it writes to standard error.
+    free one; `errors`: a file for what it writes to standard error; `environment`: variables besides ours.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", *command, "serve", "--port", str(port), "--data-dir", str(data_dir), *flags],
@@ -82,6 +83,7 @@ def serving(
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=errors,
+        env={**os.environ, **(environment or {})},
     )
     try:
         deadline_s = time.monotonic() + START_S

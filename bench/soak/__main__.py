@@ -158,8 +158,9 @@ def books(began: Mapping[str, float], ended: Mapping[str, float], tally: Tally) 
         if ended[name]
     ]
     finished = sum(
-        ended.get(key, 0.0) - began.get(key, 0.0)
-        for key in (f'hearth_requests_total{{outcome="{outcome}"}}' for outcome in ("length", "stop"))
+        count - began.get(key, 0.0)
+        for key, count in ended.items()
+        if key.startswith("hearth_requests_total{") and key.endswith(('outcome="length"}', 'outcome="stop"}'))
     )
     most = tally.num_answered + tally.ended["left: left"]
     if not tally.num_answered <= finished <= most:

@@ -290,6 +290,7 @@ class StepDone(Struct, frozen=True, tag=True):
     admitted: list[Admitted] = []  #: since the message before
     preempted: list[int] = []  #: likewise; they will be admitted again
     step_s: float = 0.0
+    busy_s: float = 0.0  #: of this step and of those of the model before it that had nothing to tell
 
 
 class RunFailed(Struct, frozen=True, tag=True):

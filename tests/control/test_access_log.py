@@ -10,7 +10,7 @@ import pytest
 
 from hearth.control.access_log import LINE_FORMATS, AccessLog, fields_of, json_line, text_line
 from hearth.control.caller import ANYBODY
-from hearth.control.correlation import Correlation
+from hearth.control.correlation import Correlation, TraceParent
 from hearth.control.exchange_record import ExchangeRecord
 from hearth.control.metrics import Metrics
 from hearth.control.timeline import Timeline
@@ -54,6 +54,14 @@ def test_json_has_the_same_fields() -> None:
     assert (fields["queue_s"], fields["trace_id"], fields["complete"]) == (0.25, None, True)
 
 
+def test_the_trace_of_the_client_is_named_also_where_nothing_is_recorded() -> None:
+    trace = TraceParent("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", is_sampled=False)
+    record = ExchangeRecord("GET", "/v1/models", Correlation(trace=trace))
+    assert fields_of(record)["trace_id"] == trace.trace_id
+    record = ExchangeRecord("GET", "/v1/models", trace_id="0123")
+    assert fields_of(record)["trace_id"] == "0123"
+
+
 def test_a_prompt_counts_once_however_many_answers_it_has() -> None:
     fields = fields_of(answered(choices=3))
     assert (fields["prompt_tokens"], fields["cached_tokens"], fields["output_tokens"]) == (7, 4, 6)
@@ -87,6 +95,7 @@ def test_each_request_is_one_line_of_a_private_file(name: str, tmp_path: Path) -
     for _ in range(2):
         access_log.write(answered())
     access_log.close()
+    access_log.write(answered())  # too late
 
     assert len(path.read_text().splitlines()) == 2
     assert path.stat().st_mode & 0o777 == 0o600

@@ -152,7 +152,7 @@ def test_the_details_of_a_load_are_facts_that_events_do_not_have(scene: Scene) -
 
 def test_steps_tokens_and_ends_are_measured(scene: Scene) -> None:
     scene.arrive(load(), dispatch())
-    scene.observer.stepped(11.0, StepDone(A, [1], [5], preempted=[9], step_s=0.25), {}, 1)
+    scene.observer.stepped(11.0, StepDone(A, [1], [5], preempted=[9], step_s=0.25, busy_s=1.5), {}, 1)
     scene.observer.delivered(11.0, R0)
     scene.observer.delivered(11.5, R0)
     scene.observer.ended(12.0, R0, "stop", None)
@@ -162,7 +162,7 @@ def test_steps_tokens_and_ends_are_measured(scene: Scene) -> None:
     assert scene.metric('hearth_ttft_seconds_sum{model="a"}') == 1.0
     assert scene.metric('hearth_itl_seconds_sum{model="a"}') == 0.5
     assert scene.metric('hearth_e2e_seconds_sum{model="a"}') == 2.0
-    assert scene.metric('hearth_busy_seconds_total{model="a"}') == 0.25
+    assert scene.metric('hearth_busy_seconds_total{model="a"}') == 1.5
     assert scene.metric('hearth_requests_total{model="a",outcome="stop"}') == 1
     assert scene.marks()[-1] == (2.0, "ended")
 

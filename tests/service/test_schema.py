@@ -74,7 +74,7 @@ def test_the_document_names_every_endpoint(service: Service) -> None:
         "GET /v1/models",
         "POST /v1/completions",
         "POST /v1/chat/completions",
-        "GET /health",
+        *("GET /health", "GET /livez", "GET /readyz", "GET /version"),
         "GET /metrics",
         "GET /hearth/ps",
         "GET /hearth/models",

@@ -247,6 +247,17 @@ def test_all_tokens_of_a_step_come_in_one_message(gateway: Gateway, model: Path)
     assert max(len(fact.runs) for fact in gateway.facts if isinstance(fact, StepDone)) == 4
 
 
+def test_the_time_of_steps_with_nothing_to_tell_is_told_by_the_next(gateway: Gateway, model: Path) -> None:
+    """The first chunk of a prompt is told for its admission, the last for its token, no other one is."""
+    limits = StepLimits(max_batch_tokens=4, max_seqs=1, block_tokens=4)
+    gateway.send(host_order("a", model, limits=limits))
+    gateway.facts.clear()
+    gateway.until_ended(gateway.start("a", [1, 2, 3, 4] * 5, greedy(2)))
+
+    steps = [fact for fact in gateway.facts if isinstance(fact, StepDone)]
+    assert [step.busy_s > step.step_s for step in steps] == [False, True, False]
+
+
 def test_a_model_runs_as_many_requests_at_a_time_as_its_order_says_also_when_it_comes_back(
     gateway: Gateway, model: Path
 ) -> None:

@@ -92,7 +92,6 @@ class Exchanges:
         exchange = Exchange(record, self._origins.headers(headers.get("origin")))
         scope[_EXCHANGE] = exchange
         set_current_exchange(record)
-
         is_gone = False
 
         def answer(message: Message) -> Awaitable[None]:

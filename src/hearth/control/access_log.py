@@ -36,10 +36,12 @@ class AccessLog:
         self._path, self._line_format = path, line_format
         self._unwritten = metrics.fallbacks.labels("access_log_unwritten")
         self._fault: str | None = None  #: why the last line is missing; None: it is not
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def write(self, record: ExchangeRecord) -> None:
-        """Append a line, into the kernel's memory, which takes microseconds."""
+        """Append a line, into the kernel's memory, which takes microseconds; nothing once it is closed."""
+        if self._file is None:  # an exchange that ends after the service
+            return
         line = self._line_format(fields_of(record)) + b"\n"
         if self._fault is not None:  # a part of the last line may be there
             line = b"\n" + line
@@ -57,7 +59,9 @@ class AccessLog:
         return f"the access log `{self._path}` cannot be written: {self._fault}"
 
     def close(self) -> None:
-        os.close(self._file)
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None  # or a line would go to whatever file has its number next
 
     def _note_fault(self, fault: str | None) -> None:
         if fault is not None:
@@ -69,7 +73,7 @@ class AccessLog:
 
 def fields_of(record: ExchangeRecord) -> dict[str, Field]:
     """Return what is logged of a request; None where there is nothing to say."""
-    has_requests = bool(record.requests)
+    has_requests, sent_trace = bool(record.requests), record.correlation.trace
     return {
         "time": datetime.fromtimestamp(record.began_at_s, UTC).isoformat(timespec="milliseconds"),
         "status": record.status_code,
@@ -80,7 +84,7 @@ def fields_of(record: ExchangeRecord) -> dict[str, Field]:
         "peer": record.peer,
         "id": record.request_id,
         "client_id": record.correlation.client_id,
-        "trace_id": record.trace_id,
+        "trace_id": record.trace_id if sent_trace is None else sent_trace.trace_id,
         "prompt_tokens": record.num_prompt_tokens if has_requests else None,
         "cached_tokens": record.num_cached_tokens if has_requests else None,
         "output_tokens": record.num_output_tokens if has_requests else None,

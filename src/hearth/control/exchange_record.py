@@ -38,7 +38,7 @@ class ExchangeRecord:
     ended_s: float = 0.0
     #: The requests of the gateway that came of it, and whether the prompt of each is one of its own.
     requests: list[tuple[Timeline, bool]] = field(default_factory=list)
-    trace_id: str | None = None  #: of the trace that it is part of
+    trace_id: str | None = None  #: of the trace that was recorded; None: none was
 
     def started(self, timeline: Timeline, *, counts_prompt: bool) -> None:
         """Note a request of the gateway. `counts_prompt`: False: another answer to a prompt noted before."""

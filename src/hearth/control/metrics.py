@@ -33,7 +33,8 @@ ON_DEVICE = "device"
 #: The route of requests that none is for.
 NO_ROUTE = "none"
 
-disable_created_metrics()  # a second series for each counter, of which nobody asks when it began
+# A second series for each counter, and nobody asks when that began.
+disable_created_metrics()  # type: ignore[no-untyped-call] # it takes and returns nothing
 
 
 class _Histograms:

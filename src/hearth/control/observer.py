@@ -224,7 +224,7 @@ class Observer:
                 timeline.started(began_s, admitted.num_cached_tokens, admitted.waited_s)
         if (series := self._metrics.models.find(step.model)) is not None:
             series.num_output_tokens += num_tokens
-            series.busy_s += step.step_s
+            series.busy_s += step.busy_s
         self._metrics.step.observe(step.step_s)
 
     def pool_reported(self, now_s: float, worker: WorkerId, pong: Pong) -> None:

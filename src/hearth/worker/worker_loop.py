@@ -101,6 +101,7 @@ class WorkerLoop:
         self._turns = self._models.turns
         self._reports = Reports(self._models.reclaimer, self._hosted, self._turns)
         self._runs: dict[int, _Run] = {}  #: all that have not ended, each of a hosted model
+        self._untold_s: dict[ModelId, float] = {}  #: of steps since the last one that the gateway heard of
         self._compilers = ThreadPoolExecutor(1, thread_name_prefix="hearth-guide")
 
     def run(self) -> None:
@@ -406,7 +407,10 @@ class WorkerLoop:
         for run in finished:
             del self._runs[run]
             self._turns.ended(model, run)
-        if outputs or admitted or preempted:
+        busy_s = self._untold_s.pop(model, 0.0) + step_s
+        if not (outputs or admitted or preempted):
+            self._untold_s[model] = busy_s
+        else:
             self._send(
                 StepDone(
                     model=model,
@@ -418,6 +422,7 @@ class WorkerLoop:
                     admitted=admitted,
                     preempted=preempted,
                     step_s=step_s,
+                    busy_s=busy_s,
                 )
             )
         for failure in outcome.failures:  # behind the tokens that it has still got
