@@ -121,11 +121,17 @@ def _call_schema(tools: Sequence[Tool], key: str) -> Json:
 
 
 def _moved(parameters: Mapping[str, Json] | None, root: str) -> Json:
-    """Return a tool's schema for a place inside another, with its references moved to `root`."""
+    """Return a tool's schema for a place inside another, with its references moved to `root`.
+
+    Objects that do not say otherwise have no properties but those that are named: a small model would invent
+    more and more of them. What `allOf` puts together stays open, since each part would forbid the others.
+    """
+    is_closed = "allOf" not in json.dumps(parameters)
 
     def moved(node: Json) -> Json:
         if isinstance(node, Mapping):
-            return {
+            closed: Json = {"additionalProperties": False} if is_closed and _is_silent_object(node) else {}
+            return closed | {
                 name: root + value[1:]
                 if name == "$ref" and isinstance(value, str) and value.startswith("#")
                 else moved(value)
@@ -136,6 +142,20 @@ def _moved(parameters: Mapping[str, Json] | None, root: str) -> Json:
         return node
 
     return moved(parameters or {"type": "object", "properties": {}})
+
+
+#: Keywords by which an object has, or may have, more properties than those that are named.
+_OPENING = frozenset(
+    [
+        *("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames"),
+        *("anyOf", "oneOf", "if", "$ref", "dependentSchemas", "minProperties"),
+    ]
+)
+
+
+def _is_silent_object(node: Mapping[str, Json]) -> bool:
+    is_object = node.get("type") == "object" and isinstance(node.get("properties"), Mapping)
+    return is_object and not _OPENING & node.keys()
 
 
 class ToolParser:
