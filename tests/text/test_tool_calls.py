@@ -264,3 +264,8 @@ def test_a_call_has_no_arguments_but_those_that_are_named_unless_the_schema_says
     assert allows_more(a | {"additionalProperties": True})
     assert allows_more({"type": "object"})
     assert allows_more({"allOf": [a, b]})
+    with_required = a | {"required": ["a", "b"]}
+    grammar = call_grammar(
+        ToolFormat.JSON, [Tool("add", with_required)], may_repeat=False, tags_are_tokens=False
+    )
+    assert accepts(grammar, '{"name": "add", "arguments": {"a": 1, "b": 2}}', tags_are_tokens=False)

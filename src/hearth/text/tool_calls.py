@@ -19,6 +19,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import StrEnum
 
+from hearth.errors import BadGuide
 from hearth.text.chat_template import Json
 from hearth.text.template_tools import TemplateTools
 
@@ -93,9 +94,17 @@ def call_grammar(
     """Return a grammar, in llguidance's dialect of Lark, of nothing but calls of these tools.
 
     `tags_are_tokens`: the vocabulary has one for `<tool_call>`; then a grammar must name it as a token.
+
+    Raises:
+        BadGuide: the parameters of a tool are nested too deep.
     """
     key = "parameters" if format is ToolFormat.LLAMA3 else "arguments"
-    call = f"call: %json {json.dumps(_call_schema(tools, key))}\n"
+    try:
+        call = f"call: %json {json.dumps(_call_schema(tools, key))}\n"
+    except RecursionError:
+        raise BadGuide(
+            "the `parameters` of a tool are nested too deep to guide a call; flatten them"
+        ) from None
     if format is not ToolFormat.HERMES:
         several = ' ("\\n" call)*' if may_repeat and format is ToolFormat.JSON else ""
         return f"start: call{several}\n{call}"
@@ -130,13 +139,15 @@ def _moved(parameters: Mapping[str, Json] | None, root: str) -> Json:
 
     def moved(node: Json) -> Json:
         if isinstance(node, Mapping):
-            closed: Json = {"additionalProperties": False} if is_closed and _is_silent_object(node) else {}
-            return closed | {
+            result: dict[str, Json] = {
                 name: root + value[1:]
                 if name == "$ref" and isinstance(value, str) and value.startswith("#")
                 else moved(value)
                 for name, value in node.items()
             }
+            if is_closed and _is_silent_object(node):
+                result["additionalProperties"] = False
+            return result
         if isinstance(node, list):
             return [moved(item) for item in node]
         return node
@@ -154,8 +165,10 @@ _OPENING = frozenset(
 
 
 def _is_silent_object(node: Mapping[str, Json]) -> bool:
-    is_object = node.get("type") == "object" and isinstance(node.get("properties"), Mapping)
-    return is_object and not _OPENING & node.keys()
+    named, required = node.get("properties"), node.get("required", [])
+    if node.get("type") != "object" or not isinstance(named, Mapping) or not isinstance(required, list):
+        return False
+    return not _OPENING & node.keys() and all(name in named for name in required)
 
 
 class ToolParser:
