@@ -11,7 +11,7 @@ from hearth.api.openai.answer_format import CHAT
 from hearth.api.openai.chat import ChatBody
 from hearth.api.openai.dialect import CompletionDialect
 from hearth.control.generation import ChatPrompt
-from hearth.errors import NoCapacity
+from hearth.errors import BadGuide, NoCapacity
 from hearth.text.tokenizer import Tokenizer
 from hearth.types import FinishReason
 from tests.api.conftest import chat, complete, events
@@ -257,6 +257,23 @@ def test_a_guide_beyond_its_limits_is_refused(gateway: FakeGateway, field: str, 
     assert response.status_code == 400
     assert f"`{field}" in response.json()["error"]["message"]
     assert len(response.text) < 1000
+
+
+def test_a_schema_that_is_nested_too_deep_is_refused(hermes: FakeGateway) -> None:
+    """Python can read a little more than it can write."""
+    schema: dict[str, object] = {"type": "object"}
+    for _ in range(400):
+        schema = {"type": "object", "properties": {"a": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    response = chat(hermes, tools=[tool], tool_choice="required")
+
+    assert response.status_code == 400
+    assert "nested too deep" in response.json()["error"]["message"]
+    for _ in range(5000):
+        schema = {"a": schema}
+    needed = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+    with pytest.raises(BadGuide, match="nested too deep"):
+        ChatBody.model_validate(needed | {"guided_json": schema}).guide()
 
 
 def test_an_empty_guide_asks_for_nothing(gateway: FakeGateway) -> None:

@@ -26,7 +26,7 @@ from hearth.api.unread_fields import (
     refused,
 )
 from hearth.config import PACE_LIMITS, TARGET_LIMITS, parse_duration
-from hearth.errors import BadSampling, ConfigError
+from hearth.errors import BadGuide, BadSampling, ConfigError
 from hearth.messages import GuideOrder
 from hearth.text.grammar import choice_grammar
 from hearth.types import MAX_LOGPROBS, SamplingParams
@@ -357,7 +357,7 @@ class Body(GenerationBody):
                     "`response_format` of type `json_schema` needs `json_schema` with a `schema`, given: none"
                 )
             case ResponseFormat(json_schema=JsonSchema(schema_=schema)):
-                return GuideOrder("json_schema", json.dumps(schema))
+                return GuideOrder("json_schema", _schema_text(schema))
         raise AssertionError(f"unknown response format: {self.response_format!r}")
 
 
@@ -389,8 +389,7 @@ def _guides(
     """Return the forms that fields of vLLM ask for, by name behind `prefix`; an empty text asks for none."""
     guides = {}
     if schema is not None and schema != "":
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-        guides[f"{prefix}json"] = GuideOrder("json_schema", text)
+        guides[f"{prefix}json"] = GuideOrder("json_schema", _schema_text(schema))
     if regex:
         guides[f"{prefix}regex"] = GuideOrder("regex", regex)
     if choice:
@@ -400,6 +399,15 @@ def _guides(
     if is_object:
         guides[f"{prefix}json_object"] = GuideOrder("json_object")
     return guides
+
+
+def _schema_text(schema: dict[str, object] | str) -> str:
+    if isinstance(schema, str):
+        return schema
+    try:
+        return json.dumps(schema)
+    except RecursionError:
+        raise BadGuide("the JSON schema is nested too deep to guide an output; flatten it") from None
 
 
 def _bias(bias_by_token: dict[str, float] | None) -> dict[int, float]:

@@ -127,7 +127,7 @@ class ChatTemplate:
         _check_messages(messages)
         try:
             return self._tools[self._name(tools)].in_words(messages, tools)
-        except (LookupError, TypeError, AttributeError, ValueError) as misfit:
+        except (LookupError, TypeError, ValueError, RecursionError) as misfit:
             raise BadPrompt(
                 f"a tool or a tool call cannot be written as text: {type(misfit).__name__}: {misfit}; "
                 "send them as OpenAI's API has them"

@@ -42,7 +42,7 @@ class TemplateTools:
         """Return a conversation in which all that the template does not write is text.
 
         Raises:
-            LookupError, TypeError, ValueError: a tool or a call is not as OpenAI's API has it.
+            LookupError, TypeError, ValueError, RecursionError: a tool or a call is not as the API has it.
         """
         if not (self.has_calls and self.has_results):
             messages = self._without_calls(messages)
@@ -51,7 +51,7 @@ class TemplateTools:
         return messages
 
     def _without_calls(self, messages: Sequence[Message]) -> Sequence[Message]:
-        told: list[Message] = []
+        runs: list[list[Message]] = []  #: each becomes one message
         names: dict[Json, Json] = {}  #: of functions, by the id of their call
         follows_result = False
         for message in messages:
@@ -66,13 +66,17 @@ class TemplateTools:
                 heading = "Result:" if name is None else f"Result of {name}:"
                 message = {"role": "user", "content": f"{heading}\n{_text(message)}"}
             # Many templates want users and assistants to take turns.
-            follows_user = bool(told) and told[-1].get("role") == message.get("role") == "user"
+            follows_user = bool(runs) and runs[-1][-1].get("role") == message.get("role") == "user"
             if follows_user and (is_result or follows_result):
-                told[-1] = {**told[-1], "content": f"{_text(told[-1])}\n\n{_text(message)}"}
+                runs[-1].append(message)
             else:
-                told.append(message)
+                runs.append([message])
             follows_result = is_result
-        return told
+        return [_merged(run) for run in runs]
+
+
+def _merged(run: Sequence[Message]) -> Message:
+    return run[0] if len(run) == 1 else {**run[0], "content": "\n\n".join(map(_text, run))}
 
 
 def _with_tools(messages: Sequence[Message], tools: Sequence[Json]) -> list[Message]:

@@ -19,6 +19,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import StrEnum
 
+from hearth.errors import BadGuide
 from hearth.text.chat_template import Json
 from hearth.text.template_tools import TemplateTools
 
@@ -93,9 +94,17 @@ def call_grammar(
     """Return a grammar, in llguidance's dialect of Lark, of nothing but calls of these tools.
 
     `tags_are_tokens`: the vocabulary has one for `<tool_call>`; then a grammar must name it as a token.
+
+    Raises:
+        BadGuide: the parameters of a tool are nested too deep.
     """
     key = "parameters" if format is ToolFormat.LLAMA3 else "arguments"
-    call = f"call: %json {json.dumps(_call_schema(tools, key))}\n"
+    try:
+        call = f"call: %json {json.dumps(_call_schema(tools, key))}\n"
+    except RecursionError:
+        raise BadGuide(
+            "the `parameters` of a tool are nested too deep to guide a call; flatten them"
+        ) from None
     if format is not ToolFormat.HERMES:
         several = ' ("\\n" call)*' if may_repeat and format is ToolFormat.JSON else ""
         return f"start: call{several}\n{call}"
@@ -121,21 +130,45 @@ def _call_schema(tools: Sequence[Tool], key: str) -> Json:
 
 
 def _moved(parameters: Mapping[str, Json] | None, root: str) -> Json:
-    """Return a tool's schema for a place inside another, with its references moved to `root`."""
+    """Return a tool's schema for a place inside another, with its references moved to `root`.
+
+    Objects that do not say otherwise have no properties but those that are named: a small model would invent
+    more and more of them. What `allOf` puts together stays open, since each part would forbid the others.
+    """
+    is_closed = "allOf" not in json.dumps(parameters)
 
     def moved(node: Json) -> Json:
         if isinstance(node, Mapping):
-            return {
+            result: dict[str, Json] = {
                 name: root + value[1:]
                 if name == "$ref" and isinstance(value, str) and value.startswith("#")
                 else moved(value)
                 for name, value in node.items()
             }
+            if is_closed and _is_silent_object(node):
+                result["additionalProperties"] = False
+            return result
         if isinstance(node, list):
             return [moved(item) for item in node]
         return node
 
     return moved(parameters or {"type": "object", "properties": {}})
+
+
+#: Keywords by which an object has, or may have, more properties than those that are named.
+_OPENING = frozenset(
+    [
+        *("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames"),
+        *("anyOf", "oneOf", "if", "$ref", "dependentSchemas", "minProperties"),
+    ]
+)
+
+
+def _is_silent_object(node: Mapping[str, Json]) -> bool:
+    named, required = node.get("properties"), node.get("required", [])
+    if node.get("type") != "object" or not isinstance(named, Mapping) or not isinstance(required, list):
+        return False
+    return not _OPENING & node.keys() and all(name in named for name in required)
 
 
 class ToolParser:

@@ -273,8 +273,8 @@ class _Tools:
             return None
         if self._body.guide() is not None:
             raise BadSampling(
-                "`tool_choice` demands a call, and `response_format`, `structured_outputs` or a field of "
-                "`guided_json` to `guided_grammar` another output; leave one out"
+                "`tool_choice` demands a call and another field (`response_format`, `structured_outputs`, "
+                "`guided_json` and the like) another output; leave one out"
             )
         choice = self._body.tool_choice
         named = choice.function.name if isinstance(choice, NamedTool) else None
@@ -286,12 +286,14 @@ class _Tools:
         if not tools:
             raise BadSampling(f"`tool_choice` names `{named}`, which is not among the `tools`; add it there")
         # A model that has never learnt to write calls would go on and on, unless several are asked for.
-        may_repeat = self._body.parallel_tool_calls
-        if may_repeat is None:
-            may_repeat = self._format is not ToolFormat.JSON
-        may_repeat = may_repeat and named is None
+        wants_several = self._body.parallel_tool_calls
+        if wants_several is None:
+            wants_several = self._format is not ToolFormat.JSON
         grammar = call_grammar(
-            self._format, tools, may_repeat=may_repeat, tags_are_tokens=self._tags_are_tokens
+            self._format,
+            tools,
+            may_repeat=wants_several and named is None,
+            tags_are_tokens=self._tags_are_tokens,
         )
         return GuideOrder("lark", grammar)
 
