@@ -117,10 +117,15 @@ def test_a_container_is_built_from_files_that_exist_and_pinned_versions(path: Pa
     ignored = (path.parent / f"{path.name}.dockerignore").read_text(encoding="utf-8").split()
     assert {line[1:] for line in ignored if line.startswith("!")} == set(copied)
     (pin,) = re.findall(r"torch==([\w.]+)", path.read_text(encoding="utf-8"))
-    assert re.search(rf"^TORCH \?= torch=={re.escape(pin)}$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    (torch,) = (need for text in project["dependencies"] if (need := Requirement(text)).name == "torch")
+    needs = project["dependencies"] if path.suffix == ".cpu" else project["optional-dependencies"]["gpu"]
+    (torch,) = (need for text in needs if (need := Requirement(text)).name == "torch")
     assert pin in torch.specifier
+
+
+def test_the_container_for_cpus_has_the_torch_of_the_tests() -> None:
+    (pin,) = re.findall(r"torch==[\w.]+", CONTAINERFILES[0].read_text(encoding="utf-8"))
+    assert f"\nTORCH ?= {pin}\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def test_only_the_container_for_cuda_takes_a_torch_that_brings_cuda() -> None:
@@ -137,7 +142,7 @@ def test_messages_tell_to_install_this_package_and_extras_that_it_has() -> None:
         (name, extra)
         for folder, ending in (("src", "*.py"), ("docs", "*.md"))
         for path in (ROOT / folder).rglob(ending)
-        for name, extra in re.findall(r"(?<![\w.])(hearth[\w-]*)\[(\w+)\]", path.read_text(encoding="utf-8"))
+        for name, extra in re.findall(r"(?<![\w.])(hearth[a-z-]*)\[(\w+)\]", path.read_text(encoding="utf-8"))
     ]
     assert told
     assert {name for name, _ in told} == {project["name"]}
@@ -217,7 +222,7 @@ def shell_lines(path: Path) -> list[str]:
 
 def test_commands_of_the_page_and_of_the_files_exist_with_their_flags() -> None:
     lines = shell_lines(PAGE)
-    for file in DEPLOY.iterdir():
+    for file in filter(Path.is_file, DEPLOY.iterdir()):
         lines += [
             line[1:].strip() for line in file.read_text(encoding="utf-8").splitlines() if line[:4] == "#   "
         ]

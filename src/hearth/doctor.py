@@ -14,6 +14,7 @@ import torch
 
 from hearth.config import CPU_HOST_BYTES, StoreConfig
 from hearth.cpus import num_usable_cores, queued_s, wait_policy
+from hearth.kernels.cublas_workspace import capture_obstacle
 from hearth.kernels.jit import HAS_TRITON, triton
 from hearth.kernels.kernel_cache import CacheUsage, KernelCache, usage_of
 from hearth.kernels.launch_cache import launch_obstacle
@@ -81,6 +82,8 @@ def examine(store: StoreConfig, data_dir: Path) -> Report:
     elif not HAS_TRITON:
         notes.append("no Triton: kernels fall back to plain torch; install `hearth-inference[gpu]`")
     else:
+        if (obstacle := capture_obstacle(torch.__version__)) is not None:
+            notes.append(f"{obstacle}: they run kernel by kernel; install `hearth-inference[gpu]`")
         if (obstacle := launch_obstacle(triton.__version__)) is not None:
             notes.append(f"slow launches of kernels: {obstacle}; install `hearth-inference[gpu]`")
         if is_hopper() and (obstacle := gluon_obstacle()) is not None:

@@ -31,6 +31,7 @@ LETTERS, LAST, SHARED, NOBODY = ascii_letters + digits, "?", "*", " "
 #: What each fallback of a worker means, for people.
 FALLBACKS = {
     "address": "at another address than planned",
+    "graphs": "models so far whose steps are launched kernel by kernel: torch frees what captured ones use",
     "kernels_compiled_while_serving": "that all models of the worker waited for",
     "kernels_loaded_while_serving": "from disk when a step asked for them",
     "prompt_attention": "models so far whose prompts are attended to by the slower kernel",

@@ -22,6 +22,7 @@ from hearth.engine.step_shape import PaddedSizes
 from hearth.engine.upload import Uploads
 from hearth.errors import DeviceError
 from hearth.host_memory import machine_bytes
+from hearth.kernels.cublas_workspace import capture_obstacle
 from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.paged import Heads
 from hearth.kernels.prefill_attention import PromptKernel, prompt_kernel, prompt_tile_tokens
@@ -161,6 +162,9 @@ def assemble_runner(
     decoder = Decoder(arch, weights, workspace, cos_sin, on_layer=on_layer)
     sizes = _padded_sizes(limits, device)
     is_captured = device.type == "cuda" and sizes.decode and config.graphs != "off"
+    if is_captured and (obstacle := capture_obstacle(torch.__version__)) is not None:
+        log.warning("fallback graphs=off reason=`%s` remedy=`pip install hearth-inference[gpu]`", obstacle)
+        is_captured = False
     return Runner(decoder, kv, inputs, sampler, uploads, sizes, StepGraphs() if is_captured else None)
 
 

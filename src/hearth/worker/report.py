@@ -9,9 +9,11 @@ import time
 from collections.abc import Mapping
 
 import msgspec
+import torch
 
 from hearth.engine.assemble import prompt_kernel_of
 from hearth.kernels.compilations import COMPILATIONS
+from hearth.kernels.cublas_workspace import capture_obstacle
 from hearth.memory.pool import Holding
 from hearth.messages import DeviceResidency, ModelUse, Pong
 from hearth.types import Hold, ModelId
@@ -32,6 +34,7 @@ class Reports:
         #: Models whose prompts another kernel than the fastest attends over; also those that are gone, for
         #: whoever counts them never counts back.
         self._slow_models: set[ModelId] = set()
+        self._uncaptured_models: set[ModelId] = set()  #: whose steps are not replayed; likewise
         self._told: dict[ModelId, int] = {}
         self._told_s = 0.0
 
@@ -56,6 +59,7 @@ class Reports:
     def pong(self, number: int) -> Pong:
         usage = self._reclaimer.pool.usage()
         self._slow_models |= {model for model, one in self._hosted.items() if _attends_slowly(one)}
+        self._uncaptured_models |= {model for model, one in self._hosted.items() if _is_uncaptured(one)}
         return Pong(
             number=number,
             budget_bytes=usage.budget_bytes,
@@ -69,6 +73,7 @@ class Reports:
                 "kernels_compiled_while_serving": COMPILATIONS.num_while_serving,
                 "kernels_loaded_while_serving": COMPILATIONS.num_loads_while_serving,
                 "prompt_attention": len(self._slow_models),
+                "graphs": len(self._uncaptured_models),
             },
             models=tuple(self._uses(usage.holdings)),
         )
@@ -110,6 +115,13 @@ def _attends_slowly(hosted: HostedModel) -> bool:
     if (served := hosted.served) is None:
         return False
     return prompt_kernel_of(served.spec.model).slow_reason is not None
+
+
+def _is_uncaptured(hosted: HostedModel) -> bool:
+    """Return True if the model's steps are launched kernel by kernel, because they cannot be captured."""
+    if (served := hosted.served) is None or served.engine.runner.kv.device.type != "cuda":
+        return False
+    return served.engine.runner.graphs is None and capture_obstacle(torch.__version__) is not None
 
 
 def _coming_bytes(holding: Holding, hosted: HostedModel) -> int:
