@@ -136,6 +136,8 @@ class FakeGateway:
         stream.num_cached_tokens = 2
         self.streams.append(stream)
         stream.is_batch = request.is_batch
+        if isinstance(request.prompt, list):
+            stream.prompt = request.prompt
         admission.follow(stream, counts_prompt=request.counts_prompt)
         self.script(stream)
         return stream
@@ -143,7 +145,20 @@ class FakeGateway:
     def count_ignored_fields(self, labels: Sequence[str]) -> None:
         self.ignored += labels
 
-    async def encode(self, name: str, prompt: str | list[int] | ChatPrompt, caller: Caller) -> list[int]:
+    async def tokenize(
+        self, name: str, prompt: str | ChatPrompt, caller: Caller, add_special_tokens: bool | None
+    ) -> list[int]:
+        self.encoded.append(prompt)
+        text = prompt if isinstance(prompt, str) else self.tokenizer_.chat_text(prompt.messages)
+        return self.tokenizer_.encode(text, add_special_tokens is not False)
+
+    async def detokenize(self, name: str, tokens: list[int], caller: Caller) -> str:
+        self.model(name)
+        return self.tokenizer_.decode(tokens, skip_special_tokens=False)
+
+    async def encode(
+        self, name: str, prompt: str | list[int] | ChatPrompt, caller: Caller, max_tokens: int | None
+    ) -> list[int]:
         self.encoded.append(prompt)
         if self.refusal is not None:
             raise self.refusal
