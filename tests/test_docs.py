@@ -202,6 +202,21 @@ def test_tables_in_the_documents_are_fresh() -> None:
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
+def test_the_table_of_clients_has_a_row_for_each_mark(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("<!-- clients -->\n<!-- end -->\n")
+    (tmp_path / "tests" / "service").mkdir(parents=True)
+    (tmp_path / "tests" / "service" / "test_x.py").write_text(
+        '@pytest.mark.client("zeta", "chat")\n@pytest.mark.e2e\ndef test_chats(): ...\n'
+        '@pytest.mark.client("alpha", "images", refused="send text")\ndef test_sees(): ...\n'
+    )
+    assert tables("--root", str(tmp_path)).returncode == 0
+    assert (tmp_path / "README.md").read_text().splitlines()[3:-1] == [
+        "| alpha | images | refused: send text | `test_x.py::test_sees` |",
+        "| zeta | chat | works | `test_x.py::test_chats` |",
+    ]
+
+
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """One document with a table, and no results."""

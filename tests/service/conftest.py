@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 
@@ -65,6 +66,17 @@ def service(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def data_dir(shelf: Shelf, tmp_path: Path) -> Path:
     """For a service of one's own."""
     return shelf.copy(tmp_path / "data")
+
+
+@pytest.fixture
+def refusal(request: pytest.FixtureRequest) -> str:
+    """The message that the test's mark `client` has as `refused`, for `pytest.raises(match=refusal)`.
+
+    So the table of clients cannot tell of a refusal that the service words otherwise.
+    """
+    mark = request.node.get_closest_marker("client")
+    assert mark is not None, "the test needs `@pytest.mark.client(PACKAGE, FEATURE, refused=MESSAGE)`"
+    return re.escape(mark.kwargs["refused"])
 
 
 @pytest.hookimpl(wrapper=True)

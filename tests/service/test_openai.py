@@ -35,6 +35,7 @@ def complete(client: openai.OpenAI, prompt: str | list[int], **options: object) 
     return answer
 
 
+@pytest.mark.client("openai", "models")
 def test_lists_the_deployed_models_and_finds_each_by_name(client: openai.OpenAI) -> None:
     names = [model.id for model in client.models.list()]
     assert {"smollm2", "hermes", "tiny-a"} <= set(names)
@@ -49,6 +50,7 @@ def test_a_model_answers_to_its_alias_too(client: openai.OpenAI) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.client("openai", "chat")
 def test_a_chat_answers_a_question_that_the_model_knows(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=QUESTION, temperature=0, max_completion_tokens=12
@@ -62,6 +64,7 @@ def test_a_chat_answers_a_question_that_the_model_knows(client: openai.OpenAI) -
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
+@pytest.mark.client("openai", "chat, streamed, with usage")
 def test_a_streamed_chat_is_the_same_text_in_pieces(client: openai.OpenAI) -> None:
     options = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_completion_tokens": 10}
     whole = client.chat.completions.create(**options)  # type: ignore[call-overload]  # one set of options for both
@@ -81,6 +84,7 @@ def test_a_streamed_chat_is_the_same_text_in_pieces(client: openai.OpenAI) -> No
     assert last.usage.completion_tokens == whole.usage.completion_tokens
 
 
+@pytest.mark.client("openai", "completion, streamed")
 def test_a_streamed_completion_is_the_same_text_in_pieces(service: Service) -> None:
     with service.client() as client:
         whole = complete(client, "The sun rises in the")
@@ -90,6 +94,7 @@ def test_a_streamed_completion_is_the_same_text_in_pieces(service: Service) -> N
         assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
 
 
+@pytest.mark.client("openai", "completion of token ids, echo")
 def test_a_prompt_may_be_token_ids_and_be_echoed(client: openai.OpenAI) -> None:
     by_text = complete(client, "One, two, three,", echo=True, max_tokens=3)
     assert by_text.choices[0].text.startswith("One, two, three,")
@@ -98,6 +103,7 @@ def test_a_prompt_may_be_token_ids_and_be_echoed(client: openai.OpenAI) -> None:
     assert by_ids.usage.prompt_tokens == 5
 
 
+@pytest.mark.client("openai", "cached tokens in usage")
 def test_the_second_time_the_prompt_comes_from_the_cache(client: openai.OpenAI) -> None:
     prompt = "Hearths were once the middle of every house. " * 8
     first, second = (complete(client, prompt, max_tokens=2) for _ in range(2))
@@ -109,6 +115,7 @@ def test_the_second_time_the_prompt_comes_from_the_cache(client: openai.OpenAI) 
     assert second.usage.prompt_tokens // 2 < cached < second.usage.prompt_tokens
 
 
+@pytest.mark.client("openai", "`n`")
 def test_several_choices_of_one_prompt_differ_and_are_counted(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=QUESTION, n=2, temperature=1.5, seed=3, max_completion_tokens=8
@@ -119,6 +126,7 @@ def test_several_choices_of_one_prompt_differ_and_are_counted(client: openai.Ope
     assert answer.usage.completion_tokens <= 16
 
 
+@pytest.mark.client("openai", "several prompts")
 def test_several_prompts_get_an_answer_each(client: openai.OpenAI) -> None:
     prompts = ["The sky is", "Grass is"]
     together = client.completions.create(model=MODEL, prompt=prompts, temperature=0, max_tokens=4)
@@ -126,6 +134,7 @@ def test_several_prompts_get_an_answer_each(client: openai.OpenAI) -> None:
     assert [choice.text for choice in together.choices] == alone
 
 
+@pytest.mark.client("openai", "`stop`")
 def test_an_answer_ends_before_a_stop_string(client: openai.OpenAI) -> None:
     whole = complete(client, "One, two, three, four,", max_tokens=12).choices[0].text
     stop = whole[6:10]
@@ -134,6 +143,7 @@ def test_an_answer_ends_before_a_stop_string(client: openai.OpenAI) -> None:
     assert cut.finish_reason == "stop"
 
 
+@pytest.mark.client("openai", "`seed`")
 def test_the_same_seed_gives_the_same_text_and_another_one_another(client: openai.OpenAI) -> None:
     def told(seed: int) -> str:
         return complete(client, "Once upon a time", temperature=1.3, seed=seed, max_tokens=10).choices[0].text
@@ -142,6 +152,7 @@ def test_the_same_seed_gives_the_same_text_and_another_one_another(client: opena
     assert told(11) != told(12)
 
 
+@pytest.mark.client("openai", "`logprobs` of a chat")
 def test_logprobs_are_those_of_the_most_likely_tokens(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=QUESTION, temperature=0, logprobs=True, top_logprobs=3, max_completion_tokens=4
@@ -159,6 +170,7 @@ def test_logprobs_are_those_of_the_most_likely_tokens(client: openai.OpenAI) -> 
         assert sum(map(math.exp, top)) <= 1.0 + 1e-4
 
 
+@pytest.mark.client("openai", "`logprobs` of a completion")
 def test_logprobs_of_a_completion_stand_beside_its_tokens(client: openai.OpenAI) -> None:
     told = complete(client, "The sky is", logprobs=2, max_tokens=3).choices[0].logprobs
     assert told is not None
@@ -168,6 +180,7 @@ def test_logprobs_of_a_completion_stand_beside_its_tokens(client: openai.OpenAI)
     assert all(value is not None and value <= 0 for value in told.token_logprobs)
 
 
+@pytest.mark.client("openai", "`logit_bias`")
 def test_a_logit_bias_forces_a_token(client: openai.OpenAI) -> None:
     answer = complete(client, "The sky is", logit_bias={"504": 100}, max_tokens=3, logprobs=0)
     told = answer.choices[0].logprobs
@@ -176,6 +189,7 @@ def test_a_logit_bias_forces_a_token(client: openai.OpenAI) -> None:
     assert len(set(told.tokens)) == 1
 
 
+@pytest.mark.client("openai", "penalties")
 def test_a_penalty_keeps_a_token_from_coming_again_and_again(client: openai.OpenAI) -> None:
     """Only two tokens are within reach, so that without a penalty the likelier one comes most of the time."""
 
@@ -192,6 +206,7 @@ def test_a_penalty_keeps_a_token_from_coming_again_and_again(client: openai.Open
     assert count_of_the_commonest(frequency_penalty=2.0) < plain
 
 
+@pytest.mark.client("openai", "`max_completion_tokens`")
 def test_max_completion_tokens_ends_an_answer_for_its_length(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL,

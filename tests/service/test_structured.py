@@ -64,6 +64,7 @@ def client(service: Service) -> Iterable[openai.OpenAI]:
         yield client
 
 
+@pytest.mark.client("openai", "`response_format` with a JSON schema")
 @pytest.mark.parametrize("model", ["smollm2", "tiny-a"])
 def test_an_answer_held_to_a_schema_follows_it(client: openai.OpenAI, model: str) -> None:
     answer = client.chat.completions.create(
@@ -82,6 +83,7 @@ def test_an_answer_held_to_a_schema_follows_it(client: openai.OpenAI, model: str
     assert set(person["likes"]) <= {"tea", "coffee"}
 
 
+@pytest.mark.client("openai", "`response_format` of JSON mode")
 def test_an_answer_in_json_mode_is_an_object_as_far_as_it_goes(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="smollm2",
@@ -135,6 +137,7 @@ def test_a_schema_that_means_nothing_is_refused(client: openai.OpenAI) -> None:
         )
 
 
+@pytest.mark.client("openai", "`tool_choice` `required`")
 def test_a_required_tool_is_called_with_arguments_of_its_schema(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="hermes",
@@ -154,6 +157,7 @@ def test_a_required_tool_is_called_with_arguments_of_its_schema(client: openai.O
     assert (call.function.name, *arguments) in {("get_weather", "city"), ("get_time", "zone")}
 
 
+@pytest.mark.client("openai", "`tool_choice` of a named tool")
 def test_a_named_tool_is_the_one_that_is_called(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="hermes",
@@ -170,6 +174,7 @@ def test_a_named_tool_is_the_one_that_is_called(client: openai.OpenAI) -> None:
     assert json.loads(call.function.arguments)["zone"] in ("UTC", "CET")
 
 
+@pytest.mark.client("openai", "tool call, streamed")
 def test_a_streamed_tool_call_is_put_together_from_its_pieces(client: openai.OpenAI) -> None:
     chunks = client.chat.completions.create(
         model="hermes",
@@ -194,6 +199,7 @@ def test_a_streamed_tool_call_is_put_together_from_its_pieces(client: openai.Ope
     assert reasons[-1] == "tool_calls"
 
 
+@pytest.mark.client("openai", "a tool's result sent back")
 def test_the_result_of_a_tool_can_be_sent_back(client: openai.OpenAI) -> None:
     asked = client.chat.completions.create(
         model="hermes",
