@@ -172,11 +172,15 @@ def test_an_echo_with_logprobs_begins_with_those_of_the_prompt(gateway: FakeGate
     """As in OpenAI's legacy completions: of the first token nothing is known."""
     tokens = gateway.tokenizer_.encode("Hé?")
     read_first(
-        gateway, 1, lambda stream: stream.put(with_logprobs(tokens_of("Hel", "lo", finish=FinishReason.LENGTH)))
+        gateway,
+        1,
+        lambda stream: stream.put(with_logprobs(tokens_of("Hel", "lo", finish=FinishReason.LENGTH))),
     )
     (choice,) = complete(gateway, prompt=tokens, echo=True, logprobs=1).json()["choices"]
 
-    name = {token: gateway.tokenizer_.token_bytes(token).decode(errors="replace") for token in (301, tokens[0])}
+    name = {
+        token: gateway.tokenizer_.token_bytes(token).decode(errors="replace") for token in (301, tokens[0])
+    }
     assert choice["text"] == "Hé?Hello"
     told = choice["logprobs"]
     assert [len(column) for column in told.values()] == [len(tokens) + 2] * 4
@@ -193,7 +197,9 @@ def test_a_prompt_alone_can_be_echoed_without_an_answer(
     gateway: FakeGateway, fields: dict[str, object]
 ) -> None:
     read_first(gateway, 1, lambda stream: stream.end(FinishReason.LENGTH))
-    answer = complete(gateway, prompt=gateway.tokenizer_.encode("Hey"), echo=True, max_tokens=0, **fields).json()
+    answer = complete(
+        gateway, prompt=gateway.tokenizer_.encode("Hey"), echo=True, max_tokens=0, **fields
+    ).json()
 
     (choice,) = answer["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("Hey", "length")
@@ -206,7 +212,9 @@ def test_a_prompt_alone_can_be_echoed_without_an_answer(
     assert gateway.requests[0].sampling.max_tokens == 0
     if fields:
         assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -2.0]
-        assert [len(best) for best in choice["logprobs"]["top_logprobs"][1:]] == [1 + bool(fields["logprobs"])] * 2
+        assert [len(best) for best in choice["logprobs"]["top_logprobs"][1:]] == [
+            1 + bool(fields["logprobs"])
+        ] * 2
     else:
         assert choice["logprobs"] is None
 

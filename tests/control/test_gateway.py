@@ -34,7 +34,16 @@ from hearth.errors import (
 from hearth.messages import CancelRequest, HostModel, StartRequest, StepDone
 from hearth.policy.fleet.events import Option
 from hearth.policy.limits.key_limiter import KeyLimits
-from hearth.types import FinishReason, ModelId, Pace, Pooling, PromptReading, RequestId, SamplingParams, WorkerId
+from hearth.types import (
+    FinishReason,
+    ModelId,
+    Pace,
+    Pooling,
+    PromptReading,
+    RequestId,
+    SamplingParams,
+    WorkerId,
+)
 from tests.control.gateway_rig import CONTEXT, WORKER, GatewayRig, RecordingLink, ask, emit, with_rig
 
 USER = Caller("somebody", "user", GroupId("somebody"))
@@ -257,7 +266,7 @@ def test_more_prompt_logprobs_than_one_answer_should_have_are_refused(
     async def scene(rig: GatewayRig) -> None:
         monkeypatch.setattr("hearth.control.gateway.MAX_PROMPT_LOGPROBS", 20)
         scored = replace(ask([5] * 6), sampling=SamplingParams(prompt_logprobs=3))
-        with pytest.raises(BadPrompt, match="6 tokens has 24 logprobs with 3 of the most likely.*limit: 20"):
+        with pytest.raises(BadPrompt, match="6 tokens has 24 logprobs with 3 of the most likely"):
             await rig.submit(scored, ANYBODY)
 
     with_rig(data_dir, scene)

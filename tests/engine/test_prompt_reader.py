@@ -31,7 +31,7 @@ from tests.engine.harness import (
 from tests.engine.test_padded_steps import padded
 from tests.models.zoo import VARIANTS, build
 
-#: What the pieces of a prompt have in common, whatever the step: cut, beside decodes, with few rows of logits.
+#: Prompts are cut, run beside decodes, and have few rows of logits.
 CHUNKED = replace(ROOMY, max_batch_tokens=7, max_seqs=4)
 NUM_TOP = 3
 
@@ -75,7 +75,9 @@ def assert_scores(name: str, prompt: list[int], reading: PromptReading | None) -
     for row, token, one in zip(expected, prompt[1:], told, strict=True):
         assert one.logprob == pytest.approx(float(row[token]), abs=1e-4)
         assert one.rank == pytest.approx(int((row > row[token]).sum()) + 1, abs=1)  # where two nearly tie
-        assert [best.logprob for best in one.top] == pytest.approx(row.topk(NUM_TOP).values.tolist(), abs=1e-4)
+        assert [best.logprob for best in one.top] == pytest.approx(
+            row.topk(NUM_TOP).values.tolist(), abs=1e-4
+        )
         for best in one.top:
             assert best.logprob == pytest.approx(float(row[best.token_id]), abs=1e-4)
 

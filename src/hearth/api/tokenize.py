@@ -34,7 +34,9 @@ class TokenizeTextBody(Strict):
 
     model: Text = _MODEL
     prompt: Text
-    add_special_tokens: bool | None = Field(None, description="As the model's tokenizer does; so it is usual.")
+    add_special_tokens: bool | None = Field(
+        None, description="As the model's tokenizer does; so it is usual."
+    )
     return_token_strs: bool | None = Field(None, description="Tell the tokens' names in the vocabulary, too.")
 
 

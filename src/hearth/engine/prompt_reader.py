@@ -2,8 +2,8 @@
 
 Runs no layers and knows no requests: rows of one step go in, what was read of each comes out.
 
-A prompt of 4,000 tokens and a vocabulary of 150,000 would have 2.4 GB of logits. So the head runs over as many
-rows at a time as the logits of a step have room for, and only what is asked of them is kept.
+A prompt of 4,000 tokens and a vocabulary of 150,000 would have 2.4 GB of logits. So the head runs over as
+many rows at a time as the logits of a step have room for, and only what is asked of them is kept.
 """
 
 from __future__ import annotations

@@ -387,9 +387,7 @@ SAMPLING = st.builds(
     min_tokens=st.integers(0, 2),
     stop_token_ids=STOP_IDS,
     prompt_logprobs=PROMPT_LOGPROBS,
-) | st.builds(
-    SamplingParams, max_tokens=st.just(0), stop_token_ids=STOP_IDS, prompt_logprobs=PROMPT_LOGPROBS
-)
+) | st.builds(SamplingParams, max_tokens=st.just(0), stop_token_ids=STOP_IDS, prompt_logprobs=PROMPT_LOGPROBS)
 POOLINGS = st.sampled_from([None, None, *Pooling])
 SALTS = st.sampled_from([b"", b"", b"other"])
 #: How many that come later a request gives way to, as a batch request does.
