@@ -250,6 +250,10 @@ def test_prompt_logprobs_are_told_as_vllm_does_and_computed_once_for_all_answers
         ({"prompt_logprobs": 1, "stream": True}, "`prompt_logprobs` come in one"),
         ({"prompt_logprobs": 21}, "`prompt_logprobs`: input should be less than or equal to 20"),
         ({"max_tokens": 0}, "`max_tokens` of 0 leaves nothing to answer"),
+        (
+            {"repetition_penalty": 5e-324},
+            "`repetition_penalty`: input should be greater than or equal to 0.000001",
+        ),
         ({"max_tokens": 0, "echo": True, "stream": True}, "`max_tokens` of 0 leaves nothing to stream"),
         ({"prompt": ["a"] * 100, "n": 100}, "must be at most 256, given: 100 times 100"),
         ({"prompt": []}, "`prompt`"),

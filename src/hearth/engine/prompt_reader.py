@@ -27,7 +27,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class RowRead:
-    """What was read of one row of a prompt."""
+    """One row of a prompt, as far as it was read."""
 
     reading: RowReading  #: what was wanted
     pooled: Floats | None  #: the hidden state of its last token, or the sum of all
@@ -45,7 +45,7 @@ class RowRead:
 
 @dataclass(frozen=True, slots=True)
 class StepReads:
-    """What was read in one step, in tensors over all its rows. On the host, it may still be on its way."""
+    """All that one step has read, in tensors over its rows. On the host, it may still be on its way."""
 
     readings: list[tuple[int, RowReading]]  #: by the index of the row in its plan, in order
     pooled: torch.Tensor  #: float32 [rows that are pooled, hidden]

@@ -43,14 +43,14 @@ def echoed_logprobs(
     Where the text that was sent spells the prompt's tokens otherwise, `text_offset` ends with that text.
     """
     detokenizer = Detokenizer(tokenizer, sampling.skip_special_tokens)
-    rows, num_chars, num_top = list[_Row](), 0, sampling.logprobs or 0
+    rows, num_chars, num_top = list[_ScoredToken](), 0, sampling.logprobs or 0
     for token, score in zip(prompt, (None, *scores), strict=True):
         name, offset = _name(tokenizer, token), min(num_chars, num_echoed)
         if score is None:
-            rows.append(_Row(name, None, None, offset))
+            rows.append(_ScoredToken(name, None, None, offset))
         else:
             best = _best(tokenizer, token, score.logprob, score.top[:num_top])
-            rows.append(_Row(name, _bounded(score.logprob), best, offset))
+            rows.append(_ScoredToken(name, _bounded(score.logprob), best, offset))
         num_chars += len(detokenizer.push(token))
     return _columns(rows + _output_rows(tokenizer, deltas, num_echoed))
 
@@ -77,7 +77,7 @@ def prompt_logprobs(
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _ScoredToken:
     """One token of an answer; the first of a prompt has no logprobs."""
 
     token: str
@@ -86,9 +86,9 @@ class _Row:
     offset: int
 
 
-def _output_rows(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], num_echoed: int) -> list[_Row]:
+def _output_rows(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], num_echoed: int) -> list[_ScoredToken]:
     return [
-        _Row(
+        _ScoredToken(
             _name(tokenizer, delta.token),
             _bounded(delta.logprobs.logprob),
             _best(tokenizer, delta.token, delta.logprobs.logprob, delta.logprobs.top),
@@ -99,7 +99,7 @@ def _output_rows(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], num_echoed:
     ]
 
 
-def _columns(rows: Sequence[_Row]) -> object:
+def _columns(rows: Sequence[_ScoredToken]) -> object:
     return {
         "tokens": [row.token for row in rows],
         "token_logprobs": [row.logprob for row in rows],
