@@ -22,8 +22,9 @@ from hearth.engine.sampler import Sampler
 from hearth.engine.step_shape import GraphKey, StepPart
 from hearth.engine.upload import Uploads
 from hearth.errors import LogitsNotFinite
+from hearth.kernels.compilations import COMPILATIONS
 from hearth.policy.batch.plan import Admission
-from hearth.types import RequestId, SamplingParams
+from hearth.types import Pooling, RequestId, SamplingParams
 from tests.engine.harness import (
     ROOMY,
     ask,
@@ -34,9 +35,11 @@ from tests.engine.harness import (
     kv_bytes,
     new_id,
     prompts_for,
+    reference_logits,
     run,
     sample_rows,
 )
+from tests.engine.test_prompt_reader import check_all, hidden_states
 from tests.models.zoo import build
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
@@ -70,6 +73,44 @@ def test_every_schedule_gives_the_best_tokens(name: str) -> None:
             for prompt, answer in zip(asked, answers, strict=True):
                 assert_greedy(name, prompt, answer.tokens)
                 assert len(answer.tokens) == 12
+
+
+@pytest.mark.parametrize("graphs", ["off", "lazy", "start"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_embeddings_and_scores_are_those_of_transformers(
+    name: str, graphs: Literal["off", "lazy", "start"]
+) -> None:
+    """Beside continuations, whole and in chunks, twice: with graphs captured first and replayed then."""
+    for config in (ROOMY, replace(ROOMY, max_batch_tokens=16)):
+        engine = engine_for(name, replace(config, graphs=graphs), "cuda")
+        for _ in ("captured", "replayed"):
+            check_all(name, engine, [1, 17])
+
+
+@pytest.mark.parametrize("quant", ["none", "int8"])
+def test_reading_prompts_in_half_precision_needs_no_further_kernels(quant: str) -> None:
+    """All that a step with readings launches was compiled for steps of its size, also the head's products."""
+    config = replace(ROOMY, max_batch_tokens=64, graphs="start")
+    engine = engine_over(build("llama-gqa").directory, config, "cuda", dtype="bfloat16", quant=quant)
+    ask(engine, prompts("llama-gqa", [1, 5, 30]), greedy())
+    COMPILATIONS.watch()
+    num_before = COMPILATIONS.num_while_serving
+    (asked,) = prompts("llama-gqa", [40])
+    params = replace(greedy(2), prompt_logprobs=3)
+    (answer,) = ask(engine, [asked], params)
+    (vector,) = run(engine, [engine.request(new_id(), asked, greedy(0), pooling=Pooling.MEAN)])
+
+    assert COMPILATIONS.num_while_serving == num_before
+    assert answer.reading is not None
+    assert answer.reading.logprobs is not None
+    expected = reference_logits("llama-gqa", tuple(asked))[:-1].log_softmax(-1)
+    own = [float(row[token]) for row, token in zip(expected, asked[1:], strict=True)]
+    assert [one.logprob for one in answer.reading.logprobs] == pytest.approx(own, abs=0.5)
+    assert vector.reading is not None
+    assert vector.reading.embedding is not None
+    states = hidden_states("llama-gqa", tuple(asked)).mean(0)
+    told = torch.frombuffer(bytearray(vector.reading.embedding), dtype=torch.float32)
+    assert float(told @ (states / states.norm())) > 0.99
 
 
 def test_steps_are_measured_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

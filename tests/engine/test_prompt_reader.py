@@ -31,7 +31,7 @@ from tests.engine.harness import (
 from tests.engine.test_padded_steps import padded
 from tests.models.zoo import VARIANTS, build
 
-#: What the pieces of a prompt have in common, whatever the step: cut, beside decodes, with few rows of logits.
+#: Prompts are cut, run beside decodes, and have few rows of logits.
 CHUNKED = replace(ROOMY, max_batch_tokens=7, max_seqs=4)
 NUM_TOP = 3
 

@@ -37,7 +37,7 @@ SSE_TYPE = "text/event-stream; charset=utf-8"
 MANY_TOKENS = 256
 #: More that was read of prompts is spelt there, too.
 MANY_BYTES = 64 << 10
-#: Requests of one answer that are on their way at once; the others wait here, and take nobody's place in line.
+#: Requests of one answer that are on their way at once; others wait here, and take nobody's place in line.
 MAX_STARTED = 256
 #: Nobody on the way keeps a stream, or waits until there is more of it.
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}

@@ -246,7 +246,8 @@ class GenerationBody(ModelBody):
     # As vLLM has them.
     top_k: TopK | None = None
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
-    repetition_penalty: float | None = Field(None, gt=0, le=1e6, allow_inf_nan=False)
+    # Within what float32 logits can be divided by and multiplied with, and stay finite.
+    repetition_penalty: float | None = Field(None, ge=1e-6, le=1e6, allow_inf_nan=False)
     min_tokens: int | None = Field(None, ge=0, le=MAX_INT)
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None

@@ -79,9 +79,7 @@ class AnswerStream:
         self.num_output_tokens = 0  #: that have come, whether they were read or not
         self.is_batch = False
         self.prompt: Sequence[int] = ()
-        self.reading: PromptReading | None = (
-            None  #: what was asked of the prompt; it comes with the first token
-        )
+        self.reading: PromptReading | None = None  #: as was asked for; it comes with the first token
         self.finish_reason: FinishReason | None = None  #: why nothing comes any more; None: it may
         self.is_ended = False  #: everything was delivered, or it was closed
         self._cancel = cancel

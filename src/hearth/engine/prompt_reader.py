@@ -2,8 +2,8 @@
 
 Runs no layers and knows no requests: rows of one step go in, what was read of each comes out.
 
-A prompt of 4,000 tokens and a vocabulary of 150,000 would have 2.4 GB of logits. So the head runs over as many
-rows at a time as the logits of a step have room for, and only what is asked of them is kept.
+A prompt of 4,000 tokens and a vocabulary of 150,000 would have 2.4 GB of logits. So the head runs over as
+many rows at a time as the logits of a step have room for, and only what is asked of them is kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class RowRead:
-    """What was read of one row of a prompt."""
+    """One row of a prompt, as far as it was read."""
 
     reading: RowReading  #: what was wanted
     pooled: Floats | None  #: the hidden state of its last token, or the sum of all
@@ -45,7 +45,7 @@ class RowRead:
 
 @dataclass(frozen=True, slots=True)
 class StepReads:
-    """What was read in one step, in tensors over all its rows. On the host, it may still be on its way."""
+    """All that one step has read, in tensors over its rows. On the host, it may still be on its way."""
 
     readings: list[tuple[int, RowReading]]  #: by the index of the row in its plan, in order
     pooled: torch.Tensor  #: float32 [rows that are pooled, hidden]

@@ -1,4 +1,4 @@
-"""What was read of prompts that are computed in pieces, until the last piece. Reads nothing by itself."""
+"""Keeps what was read of prompts that are computed in pieces, until the last. Reads nothing by itself."""
 
 from __future__ import annotations
 

@@ -101,8 +101,8 @@ class Runner:
     """Runs step plans on one device. Mutable through its buffers; one thread calls it, in step order.
 
     A step is its body, its tail and sampling. Each part of the first two is one function over inputs at fixed
-    addresses, be it run as it stands or replayed from a graph that was captured of it. Where prompts are read,
-    all rows are finished in place of the tail, never by a graph: what is read differs from step to step.
+    addresses, be it run as it stands or replayed from a graph that was captured of it. Where prompts are
+    read, all rows are finished in place of the tail, never by a graph: what is read differs by the step.
     """
 
     def __init__(

@@ -136,7 +136,7 @@ class Decoder:
         if weights.embed_out is None:
             return hidden
         num_rows, out = len(hidden), self._workspace.head_in
-        # There is room for rows whose logits are wanted: all of a step's, which are rarely, need their own.
+        # The workspace has room for rows whose logits are wanted; all rows of a step need their own.
         out = out[:num_rows] if num_rows <= len(out) else out.new_empty(num_rows, out.shape[1])
         return _linear(hidden, weights.embed_out, out)
 

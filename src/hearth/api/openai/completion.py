@@ -38,8 +38,8 @@ class CompletionBody(Body):
         None,
         ge=0,
         le=MAX_INT,
-        description="The most tokens to generate, 16 if it is left out; 0: only the prompt is computed, where "
-        "`echo` or `prompt_logprobs` ask for it.",
+        description="The most tokens to generate, 16 if it is left out; 0: only the prompt is computed, "
+        "where `echo` or `prompt_logprobs` ask for it.",
     )
     echo: bool | None = Field(None, description="Begin each answer with its prompt; so do its `logprobs`.")
     logprobs: int | None = Field(None, ge=0, le=5, description="How many of the likeliest tokens to list.")
@@ -89,8 +89,8 @@ class CompletionBody(Body):
             )
         if self.echo and self.logprobs is not None and self.stream:
             raise BadSampling(
-                "`echo` with `logprobs` has those of the prompt, which come in one, not in a stream; leave out "
-                "one of the three"
+                "`echo` with `logprobs` has those of the prompt, which come in one, not in a stream; leave "
+                "out one of the three"
             )
         if self.token_limit == 0:
             self._check_no_tokens()

@@ -1,4 +1,7 @@
-"""POST /v1/embeddings: its body, turned into an answer's specification, and how it is spelt. Computes nothing."""
+"""Embeddings in OpenAI's API: the body, turned into an answer's specification, and the dialect.
+
+Computes nothing.
+"""
 
 from __future__ import annotations
 

@@ -48,14 +48,14 @@ def echoed_logprobs(
     Where the text that was sent spells the prompt's tokens otherwise, `text_offset` ends with that text.
     """
     detokenizer = Detokenizer(tokenizer, sampling.skip_special_tokens)
-    rows, num_chars, num_top = list[_Row](), 0, sampling.logprobs or 0
+    rows, num_chars, num_top = list[_ScoredToken](), 0, sampling.logprobs or 0
     for token, score in zip(prompt, (None, *scores), strict=True):
         name, offset = _name(tokenizer, token), min(num_chars, num_echoed)
         if score is None:
-            rows.append(_Row(name, None, None, offset))
+            rows.append(_ScoredToken(name, None, None, offset))
         else:
             best = _best(tokenizer, token, score.logprob, score.top[:num_top])
-            rows.append(_Row(name, _bounded(score.logprob), best, offset))
+            rows.append(_ScoredToken(name, _bounded(score.logprob), best, offset))
         num_chars += len(detokenizer.push(token))
     return _columns(rows + _output_rows(tokenizer, deltas, num_echoed))
 
@@ -66,6 +66,7 @@ def prompt_logprobs(
     """Return the logprobs of a prompt as vLLM has them: by token id, the prompt's own first."""
     told: list[object] = [None]
     for token, score in zip(prompt[1:], scores, strict=True):
+        own = {token: (score.logprob, score.rank)}
         ranked = {best.token_id: (best.logprob, rank) for rank, best in enumerate(score.top[:num_top], 1)}
         told.append(
             {
@@ -74,14 +75,14 @@ def prompt_logprobs(
                     "rank": rank,
                     "decoded_token": tokenizer.token_bytes(one).decode("utf-8", "replace"),
                 }
-                for one, (logprob, rank) in ({token: (score.logprob, score.rank)} | ranked).items()
+                for one, (logprob, rank) in (own | ranked | own).items()
             }
         )
     return told
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _ScoredToken:
     """One token of an answer; the first of a prompt has no logprobs."""
 
     token: str
@@ -90,9 +91,9 @@ class _Row:
     offset: int
 
 
-def _output_rows(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], num_echoed: int) -> list[_Row]:
+def _output_rows(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], num_echoed: int) -> list[_ScoredToken]:
     return [
-        _Row(
+        _ScoredToken(
             _name(tokenizer, delta.token),
             _bounded(delta.logprobs.logprob),
             _best(tokenizer, delta.token, delta.logprobs.logprob, delta.logprobs.top),
@@ -103,7 +104,7 @@ def _output_rows(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], num_echoed:
     ]
 
 
-def _columns(rows: Sequence[_Row]) -> object:
+def _columns(rows: Sequence[_ScoredToken]) -> object:
     return {
         "tokens": [row.token for row in rows],
         "token_logprobs": [row.logprob for row in rows],

@@ -1,4 +1,4 @@
-"""The routes of OpenAI's API: models, completions, chat, embeddings. Understands no body: each brings its own type."""
+"""The routes of OpenAI's API: models, completions, chat, embeddings. Understands no body: each has a type."""
 
 from __future__ import annotations
 

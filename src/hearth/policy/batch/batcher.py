@@ -29,8 +29,8 @@ its last token, so it sits out the step in between. Blocks and slots are reused 
 runs steps in order: whatever a late row writes, the next owner overwrites before reading.
 
 A request of no tokens (`max_tokens` of 0) is one whose prompt alone is wanted, for its embedding or for the
-logprobs of its tokens. It ends like all others, by a token, of which nobody is told. Where something is wanted
-of every token of a prompt, no known prefix is skipped.
+logprobs of its tokens. It ends like all others, by a token, of which nobody is told. Where something is
+wanted of every token of a prompt, no known prefix is skipped.
 
 Who only simulates steps may `skip` those in which nothing happens but that every sequence gets a token.
 

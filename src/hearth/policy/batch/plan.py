@@ -77,7 +77,7 @@ class TableWrite:
 
 @dataclass(frozen=True, slots=True)
 class RowReading:
-    """What is wanted of a row of a prompt besides a sample; a whole prompt's is that of all its rows."""
+    """A wish for more than a sample of a row; that of a whole prompt is that of all its rows."""
 
     pooling: Pooling | None  #: its hidden states, pooled; None: they are not wanted
     num_logprobs: int | None  #: most likely tokens at each place; None: no logprobs are wanted
