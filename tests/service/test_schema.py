@@ -18,11 +18,18 @@ NUM_EXAMPLES = 20
 NUM_DEPLOYMENTS = 4
 #: A wish for more tokens or choices is cut to this, where it is a number at all.
 MOST = {"max_tokens": 4, "max_completion_tokens": 4, "n": 2, "min_tokens": 2, "best_of": 2}
+#: Paths of the APIs that answer prompts.
+ASKING = ("/v1/", "/api/")
+#: Those whose body may be of use as it comes, so that some examples must be answered.
+ANSWERED = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/api/chat", "/api/generate", "/api/embed"),
+)
 
 
 def tamed(case: Case) -> Case:
     """Asked of a model that exists, and for little, so that examples are quick. Wrong types stay wrong."""
-    if isinstance(case.body, dict) and case.path.startswith("/v1/"):
+    if isinstance(case.body, dict) and case.path.startswith(ASKING):
         body: dict[str, object] = case.body
         if isinstance(body.get("model"), str):
             body["model"] = MODEL
@@ -30,7 +37,12 @@ def tamed(case: Case) -> Case:
             wish = body.get(name)
             if type(wish) is int and wish > most:
                 body[name] = most
-        body.setdefault("max_tokens", 4)
+        if case.path.startswith("/api/"):
+            options = body.setdefault("options", {})
+            if isinstance(options, dict) and type(options.get("num_predict", -1)) is int:
+                options["num_predict"] = 4
+        elif not case.path.startswith("/v1/messages"):  # where it must be given
+            body.setdefault("max_tokens", 4)
         messages = body.get("messages")
         for message in messages if isinstance(messages, list) else ():
             if isinstance(message, dict) and message.get("content") is None:
@@ -40,7 +52,7 @@ def tamed(case: Case) -> Case:
 
 def answerable(case: Case) -> Case:
     """Without what a document of JSON cannot rule out: 2.0 for 2, and texts of no token."""
-    if isinstance(case.body, dict) and case.path.startswith("/v1/"):
+    if isinstance(case.body, dict) and case.path.startswith(ASKING):
         body: dict[str, Json] = {name: _with_integers(value) for name, value in case.body.items()}
         match body.get("prompt"):
             case str() as text:
@@ -74,6 +86,17 @@ def test_the_document_names_every_endpoint(service: Service) -> None:
         "GET /v1/models",
         "POST /v1/completions",
         "POST /v1/chat/completions",
+        "POST /v1/messages",
+        "POST /v1/messages/count_tokens",
+        "GET /",
+        "GET /api/tags",
+        "POST /api/show",
+        "GET /api/ps",
+        "GET /api/version",
+        "POST /api/chat",
+        "POST /api/generate",
+        "POST /api/embed",
+        "DELETE /api/delete",
         "GET /health",
         "GET /metrics",
         "GET /hearth/ps",
@@ -89,8 +112,8 @@ def test_the_document_names_every_endpoint(service: Service) -> None:
 def test_no_request_makes_the_service_fail(service: Service) -> None:
     for operation in operations(service):
         statuses = _assert_never_fails(service, operation, GenerationMode.POSITIVE)
-        if operation.path in ("/v1/completions", "/v1/chat/completions"):
-            assert 200 in statuses  # or the examples prove little
+        if operation.path in ANSWERED:
+            assert 200 in statuses, operation.path  # or the examples prove little
         if operation.body:
             _assert_never_fails(service, operation, GenerationMode.NEGATIVE)
     assert service.get("/health")["status"] == "ok"
@@ -122,7 +145,8 @@ def _assert_never_fails(service: Service, operation: APIOperation, mode: Generat
         told = f"{response.status_code} {response.text[:500]} after {case.as_curl_command()}"
         assert response.status_code < 500 or response.status_code in (503, 507), told
         if response.status_code >= 400 and operation.path != "/health":
-            assert response.json()["error"]["message"], told
+            error = response.json()["error"]
+            assert error if operation.path.startswith("/api/") else error["message"], told
 
     check()
     return statuses

@@ -43,7 +43,7 @@ class DeployBody(OwnBody):
     source: Text = Field(
         min_length=1, max_length=4096, description="A directory, a GGUF file, hf:ORG/NAME, or a URL."
     )
-    name: Text | None = Field(None, max_length=64, description="Without one, it is derived from the source.")
+    name: Text | None = Field(None, max_length=128, description="Without one, it is derived from the source.")
     dtype: Text = Field("auto", max_length=32)
     quant: Text = Field("none", max_length=32)
     overwrite: bool = Field(False, description="Replace a model of that name.")
