@@ -271,6 +271,25 @@ def test_logprobs_are_those_of_transformers(llm: LLM, wanted: int) -> None:
         assert [top.logprob for top in logprobs.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
+@pytest.mark.parametrize("max_tokens", [0, 4])
+def test_prompt_logprobs_are_those_of_transformers(llm: LLM, max_tokens: int) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, prompt_logprobs=2, ignore_eos=True)
+    (completion,) = llm.generate(["Hello there"], params)
+
+    prompt = completion.prompt_token_ids
+    expected = reference_logits(NAME, tuple(prompt)).log_softmax(-1)
+    assert completion.prompt_logprobs is not None
+    first, *others = completion.prompt_logprobs
+    assert first is None
+    for row, token, told in zip(expected, prompt[1:], others, strict=False):
+        assert told is not None
+        assert told.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        assert len(told.top) == 2
+    assert (len(completion.token_ids), completion.finish_reason) == (max_tokens, LENGTH)
+    assert completion.text == "" or max_tokens
+    assert sum(len(delta.token_ids) for delta in llm.stream("Hello there", params)) == max_tokens
+
+
 def test_each_prompt_gets_as_many_logprobs_as_it_asked_for(llm: LLM) -> None:
     params = [greedy(3), greedy(3, logprobs=0), greedy(3, logprobs=4), greedy(3, logprobs=2)]
 

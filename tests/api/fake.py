@@ -136,6 +136,8 @@ class FakeGateway:
         stream.num_cached_tokens, stream.prompt = 2, (1, 2, 3, 4, 5)
         self.streams.append(stream)
         stream.is_batch = request.is_batch
+        if isinstance(request.prompt, list):
+            stream.prompt = request.prompt
         admission.follow(stream, counts_prompt=request.counts_prompt)
         self.script(stream)
         return stream
@@ -146,7 +148,13 @@ class FakeGateway:
     async def tokenize(
         self, name: str, prompt: str | ChatPrompt, caller: Caller, add_special_tokens: bool | None
     ) -> list[int]:
-        return await self.encode(name, prompt, caller)
+        self.encoded.append(prompt)
+        text = prompt if isinstance(prompt, str) else self.tokenizer_.chat_text(prompt.messages)
+        return self.tokenizer_.encode(text, add_special_tokens is not False)
+
+    async def detokenize(self, name: str, tokens: list[int], caller: Caller) -> str:
+        self.model(name)
+        return self.tokenizer_.decode(tokens, skip_special_tokens=False)
 
     async def encode(
         self, name: str, prompt: str | list[int] | ChatPrompt, caller: Caller, max_tokens: int | None = None

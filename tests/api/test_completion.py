@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from hearth.api import answer as answer_module
+from hearth.control.generation import AnswerStream
 from hearth.text.detokenizer import prompt_text
 from hearth.text.tokenizer import Tokenizer
+from hearth.types import FinishReason, PromptLogprobs, PromptReading
 from tests.api.conftest import complete, events
 from tests.api.fake import FakeGateway, tokens_of, with_logprobs
 
@@ -144,12 +147,102 @@ def test_a_stream_tells_pieces_and_reason(gateway: FakeGateway) -> None:
     assert "usage" not in chunks[0]
 
 
+def scores(num_tokens: int, num_top: int) -> PromptReading:
+    """Logprobs of -1, -2, ... for the second token and those that follow; token 301 is the most likely."""
+    own = array("f", [-1.0 - at for at in range(num_tokens - 1)])
+    ranks = array("i", range(2, num_tokens + 1))
+    top_ids = array("i", [301 + at for _ in own for at in range(num_top)])
+    top = array("f", [-0.5 - at for _ in own for at in range(num_top)])
+    columns = (own.tobytes(), ranks.tobytes(), top_ids.tobytes(), top.tobytes())
+    return PromptReading(logprobs=PromptLogprobs(num_top, *columns))
+
+
+def read_first(gateway: FakeGateway, num_top: int, then: Callable[[AnswerStream], None]) -> None:
+    """Have prompts be read where that is asked for."""
+
+    def script(stream: AnswerStream) -> None:
+        if gateway.requests[len(gateway.streams) - 1].sampling.prompt_logprobs is not None:
+            stream.reading = scores(len(stream.prompt), num_top)
+        then(stream)
+
+    gateway.script = script
+
+
+def test_an_echo_with_logprobs_begins_with_those_of_the_prompt(gateway: FakeGateway) -> None:
+    """As in OpenAI's legacy completions: of the first token nothing is known."""
+    tokens = gateway.tokenizer_.encode("Hé?")
+    read_first(
+        gateway, 1, lambda stream: stream.put(with_logprobs(tokens_of("Hel", "lo", finish=FinishReason.LENGTH)))
+    )
+    (choice,) = complete(gateway, prompt=tokens, echo=True, logprobs=1).json()["choices"]
+
+    name = {token: gateway.tokenizer_.token_bytes(token).decode(errors="replace") for token in (301, tokens[0])}
+    assert choice["text"] == "Hé?Hello"
+    told = choice["logprobs"]
+    assert [len(column) for column in told.values()] == [len(tokens) + 2] * 4
+    assert told["tokens"][:2] == [name[tokens[0]], told["tokens"][1]]
+    assert told["token_logprobs"] == [None, *(-1.0 - at for at in range(len(tokens) - 1)), -0.5, -0.5]
+    assert told["top_logprobs"][0] is None
+    assert told["top_logprobs"][1] == {name[301]: -0.5, told["tokens"][1]: -1.0}
+    assert told["text_offset"][-3:] == [2, 3, 6]
+    assert gateway.requests[0].sampling.prompt_logprobs == 1
+
+
+@pytest.mark.parametrize("fields", [{"logprobs": 1}, {"logprobs": 0}, {}])
+def test_a_prompt_alone_can_be_echoed_without_an_answer(
+    gateway: FakeGateway, fields: dict[str, object]
+) -> None:
+    read_first(gateway, 1, lambda stream: stream.end(FinishReason.LENGTH))
+    answer = complete(gateway, prompt=gateway.tokenizer_.encode("Hey"), echo=True, max_tokens=0, **fields).json()
+
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("Hey", "length")
+    assert answer["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 0,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+    assert gateway.requests[0].sampling.max_tokens == 0
+    if fields:
+        assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -2.0]
+        assert [len(best) for best in choice["logprobs"]["top_logprobs"][1:]] == [1 + bool(fields["logprobs"])] * 2
+    else:
+        assert choice["logprobs"] is None
+
+
+def test_prompt_logprobs_are_told_as_vllm_does_and_computed_once_for_all_answers(
+    gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer_module, "MANY_BYTES", 0)  # spelt on another thread
+    read_first(gateway, 2, lambda stream: stream.put(tokens_of("Hel", "lo")))
+    tokens = [1, 2, 3]
+    choices = complete(gateway, prompt=tokens, n=2, prompt_logprobs=2).json()["choices"]
+
+    tell = gateway.tokenizer_.token_bytes
+    monkeypatch.undo()
+    for choice in choices:
+        first, second, third = choice["prompt_logprobs"]
+        assert first is None
+        assert {token: (one["logprob"], one["rank"]) for token, one in second.items()} == {
+            "2": (-1.0, 2),
+            "301": (-0.5, 1),
+            "302": (-1.5, 2),
+        }
+        assert third["3"] == {"logprob": -2.0, "rank": 3, "decoded_token": tell(3).decode(errors="replace")}
+    assert [one.sampling.prompt_logprobs for one in gateway.requests] == [2, None]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"suffix": "end"}, "`suffix` is not supported"),
         ({"best_of": 3}, "`best_of` must be the same as `n`: 1, given: 3"),
-        ({"echo": True, "logprobs": 1}, "`echo` with `logprobs`"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "`echo` with `logprobs`"),
+        ({"prompt_logprobs": 1, "stream": True}, "`prompt_logprobs` come in one"),
+        ({"prompt_logprobs": 21}, "`prompt_logprobs`: input should be less than or equal to 20"),
+        ({"max_tokens": 0}, "`max_tokens` of 0 leaves nothing to answer"),
+        ({"max_tokens": 0, "echo": True, "stream": True}, "`max_tokens` of 0 leaves nothing to stream"),
         ({"prompt": ["a"] * 100, "n": 100}, "must be at most 256, given: 100 times 100"),
         ({"prompt": []}, "`prompt`"),
         ({"prompt": [1, "a"]}, "`prompt"),

@@ -20,7 +20,7 @@ from hearth.control.worker_link import WorkerLink
 from hearth.messages import Fact, Sampling, StepDone
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import TextDelta, Transcript
-from hearth.types import FinishReason, ModelId, RequestId, SamplingParams
+from hearth.types import FinishReason, ModelId, PromptReading, RequestId, SamplingParams
 
 MODEL = ModelId("tiny")
 SECRET = "what somebody has written"
@@ -115,6 +115,24 @@ def test_one_text_that_breaks_leaves_the_others_alone(
     assert "text_broken request=r2 model=tiny error=Panic" in caplog.text
     assert "in push" in caplog.text
     assert SECRET not in caplog.text
+
+
+def test_a_request_of_no_tokens_ends_without_the_one_that_its_step_sampled(converted: Path) -> None:
+    tokenizer = Tokenizer.load(converted)
+    runs = {1: active(tokenizer, 1), 2: active(tokenizer, 2)}
+    runs[2].sampling = Sampling.of(SamplingParams(max_tokens=0), 0)
+
+    async def scene(decoder: FactDecoder, delivered: asyncio.Queue[DecodedFact]) -> None:
+        link = WorkerLink(b"", lambda _: False, None)  # type: ignore[arg-type] # it is never connected
+        reading = PromptReading(embedding=b"1234")
+        step = StepDone(MODEL, [1, 2], [10, 11], {2: FinishReason.LENGTH}, readings={2: reading})
+        decoder.decode(link, body(step))
+        decoded = await delivered.get()
+        assert decoded.fact == step
+        assert ([one.request for one in decoded.tokens], decoded.ended) == ([runs[1]], [runs[2]])
+        assert (runs[2].emitted, runs[2].is_complete) == ([], True)
+
+    with_decoder(runs, scene)
 
 
 def test_workers_take_turns_so_that_none_waits_for_the_backlog_of_another(converted: Path) -> None:

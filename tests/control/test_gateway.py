@@ -34,7 +34,7 @@ from hearth.errors import (
 from hearth.messages import CancelRequest, HostModel, StartRequest, StepDone
 from hearth.policy.fleet.events import Option
 from hearth.policy.limits.key_limiter import KeyLimits
-from hearth.types import FinishReason, ModelId, Pace, RequestId, SamplingParams, WorkerId
+from hearth.types import FinishReason, ModelId, Pace, Pooling, PromptReading, RequestId, SamplingParams, WorkerId
 from tests.control.gateway_rig import CONTEXT, WORKER, GatewayRig, RecordingLink, ask, emit, with_rig
 
 USER = Caller("somebody", "user", GroupId("somebody"))
@@ -185,6 +185,96 @@ def test_a_request_whose_worker_is_lost_goes_on_with_all_that_was_said(
         explained = rig.gateway.explain(stream.request_id, ANYBODY)
         assert explained is not None
         assert (explained.outcome, explained.num_resumes, explained.num_output_tokens) == ("stop", 1, 3)
+
+    with_rig(data_dir, scene)
+
+
+def embedded(rig: GatewayRig, link: RecordingLink, reading: PromptReading) -> None:
+    """The prompts of all runs are computed, as the text thread tells it of those of no tokens."""
+    requests = dict(rig.driver.requests.by_run)
+    done = StepDone(
+        *(ModelId("tiny"), list(requests), [5] * len(requests), dict.fromkeys(requests, FinishReason.LENGTH)),
+        readings=dict.fromkeys(requests, reading),
+    )
+    rig.driver.receive(DecodedFact(link, 0, done, ended=list(requests.values())))  # type: ignore[arg-type] # as much of a link as is needed
+
+
+def test_an_embedding_is_a_request_of_no_tokens_and_ends_once_whoever_computes_it(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        wanted = replace(ask(), sampling=SamplingParams(max_tokens=0), pooling=Pooling.MEAN)
+        first, caller = rig.join(), terms(limits=KeyLimits(tokens_per_min=100))
+        with rig.gateway.admit(caller) as admission:
+            stream = rig.gateway.start(await rig.gateway.prepare(wanted, admission))
+            rig.receive(first, None)
+            second = rig.join()
+            orders = [
+                order for link in (first, second) for order in link.orders if isinstance(order, StartRequest)
+            ]
+            assert [(one.pooling, one.sampling.max_tokens, one.output) for one in orders] == [
+                (Pooling.MEAN, 0, ())
+            ] * 2
+            reading = PromptReading(embedding=bytes(8))
+            embedded(rig, second, reading)
+            assert (await stream.rest(), stream.reading) == ([], reading)
+            assert (stream.finish_reason, stream.num_output_tokens) == (FinishReason.STOP, 0)
+            embedded(rig, second, reading)  # of a run that has ended
+            stream.close()
+        assert not any(isinstance(order, CancelRequest) for order in second.orders)
+        explained = rig.gateway.explain(stream.request_id, caller)
+        assert explained is not None
+        assert (explained.outcome, explained.num_output_tokens, explained.num_resumes) == ("stop", 0, 1)
+        assert explained.marks[0].detail == "for an embedding, pooling: mean"
+        status, value = rig.gateway.rate_status(caller), rig.gateway.metrics.get_sample_value
+        assert status is not None
+        assert status.tokens is not None
+        assert status.tokens.remaining == 98
+        assert value("hearth_requests_total", {"outcome": "stop"}) == 1
+        assert value("hearth_output_tokens_total") == 0
+        assert not rig.driver.requests.by_id
+
+    with_rig(data_dir, scene)
+
+
+def test_a_prompt_that_nothing_follows_may_fill_the_context(data_dir: DataDir, deployed: Deployed) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        rig.join()
+        alone = replace(ask([5] * CONTEXT), sampling=SamplingParams(max_tokens=0))
+        await rig.submit(alone, ANYBODY)
+        with pytest.raises(PromptTooLong, match=f"33 tokens, limit for `tiny`: {CONTEXT} "):
+            await rig.submit(replace(alone, prompt=[5] * (CONTEXT + 1)), ANYBODY)
+        with pytest.raises(PromptTooLong, match=f"32 tokens, limit for `tiny`: {CONTEXT - 1} "):
+            await rig.submit(replace(alone, sampling=SamplingParams()), ANYBODY)
+        rig.gateway.end_all()
+
+    with_rig(data_dir, scene)
+
+
+def test_more_prompt_logprobs_than_one_answer_should_have_are_refused(
+    data_dir: DataDir, deployed: Deployed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        monkeypatch.setattr("hearth.control.gateway.MAX_PROMPT_LOGPROBS", 20)
+        scored = replace(ask([5] * 6), sampling=SamplingParams(prompt_logprobs=3))
+        with pytest.raises(BadPrompt, match="6 tokens has 24 logprobs with 3 of the most likely.*limit: 20"):
+            await rig.submit(scored, ANYBODY)
+
+    with_rig(data_dir, scene)
+
+
+def test_tokens_of_a_text_are_told_however_many_and_only_those_of_the_model_have_a_text(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        gateway = rig.gateway
+        tokens = await gateway.tokenize("tiny", "!!" * CONTEXT, ANYBODY, add_special_tokens=None)
+        assert len(tokens) > CONTEXT
+        assert await gateway.detokenize("tiny", tokens, ANYBODY) == " ".join("!" * 2 * CONTEXT)
+        with pytest.raises(BadPrompt, match="prompt holds token 1000000"):
+            await gateway.detokenize("tiny", [1_000_000], ANYBODY)
+        with pytest.raises(PromptTooLong, match="characters"):
+            await gateway.tokenize("tiny", "!" * (MIN_TEXT_CHARS + 1), ANYBODY, add_special_tokens=None)
 
     with_rig(data_dir, scene)
 

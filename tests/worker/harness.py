@@ -41,7 +41,7 @@ from hearth.messages import (
 )
 from hearth.sizes import StepLimits
 from hearth.store.manifest import read_manifest
-from hearth.types import FinishReason, ModelId, Pace, SamplingParams, WorkerId
+from hearth.types import FinishReason, ModelId, Pace, Pooling, PromptReading, SamplingParams, WorkerId
 
 F = TypeVar("F", bound=Fact)
 
@@ -60,6 +60,7 @@ class Run:
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     failed: RunFailed | None = None
+    reading: PromptReading | None = None
     num_admissions: int = 0
     num_cached_tokens: int = 0  #: found when it was last admitted
 
@@ -95,12 +96,15 @@ class Gateway:
         guide: GuideOrder | None = None,
         salt: bytes = b"",
         pace: Pace | None = None,
+        pooling: Pooling | None = None,
     ) -> int:
         run = next(self._numbers)
         self.runs[run] = Run()
         self.send(
             StartRequest(
-                *(run, ModelId(model), tuple(prompt), tuple(output), sampling, salt, guide), pace or Pace()
+                *(run, ModelId(model), tuple(prompt), tuple(output), sampling, salt, guide),
+                pace or Pace(),
+                pooling=pooling,
             )
         )
         return run
@@ -115,6 +119,9 @@ class Gateway:
         if isinstance(fact, StepDone):
             for run, token in zip(fact.runs, fact.tokens, strict=True):
                 self.runs[run].tokens.append(token)
+            for run, reading in fact.readings.items():
+                assert self.runs[run].reading is None, f"{run=} was read twice"
+                self.runs[run].reading = reading
             for run, reason in fact.finished.items():
                 assert self.runs[run].finish_reason is None, f"{run=} ended twice"
                 self.runs[run].finish_reason = reason

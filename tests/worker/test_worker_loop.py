@@ -39,13 +39,13 @@ from hearth.store.borrower import Borrower
 from hearth.store.convert import convert
 from hearth.store.loader import Loader
 from hearth.store.manifest import WEIGHTS, read_manifest
-from hearth.types import FinishReason, Hold, ModelId, Pace, SamplingParams
+from hearth.types import FinishReason, Hold, ModelId, Pace, Pooling, SamplingParams
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.model_load import HostingNews
 from hearth.worker.runtime import HostingResources
 from hearth.worker.watched_load import ModelBroken
 from hearth.worker.worker_loop import _checked
-from tests.models.zoo import save, tiny
+from tests.models.zoo import build, save, tiny
 from tests.store.stored import converted, flip
 from tests.text.conftest import byte_level
 from tests.worker.harness import (
@@ -224,6 +224,25 @@ def test_each_request_of_a_batch_gets_the_logprobs_it_asked_for(gateway: Gateway
             for run, one in zip(fact.runs, fact.logprobs or [None] * len(fact.runs), strict=True):
                 told[run].add(None if one is None else len(one.top))
     assert list(told.values()) == [{wish} for wish in wishes]
+
+
+def test_embeddings_come_with_the_end_of_their_runs_beside_those_that_are_continued(
+    gateway: Gateway, model: Path
+) -> None:
+    gateway.host("a", model)
+    nothing = Sampling.of(SamplingParams(temperature=0.0, max_tokens=0), 0)
+    runs = [gateway.start("a", PROMPT, nothing, pooling=pooling) for pooling in Pooling]
+    last, mean, continued = gateway.until_ended(*runs, gateway.start("a", PROMPT, greedy(8)))
+
+    states = build("llama-gqa").model.base_model(torch.tensor([PROMPT])).last_hidden_state[0]
+    for run, expected in ((last, states[-1]), (mean, states.mean(0))):
+        assert run.reading is not None
+        assert run.reading.embedding is not None
+        vector = torch.frombuffer(bytearray(run.reading.embedding), dtype=torch.float32)
+        torch.testing.assert_close(vector, expected / expected.norm(), atol=2e-5, rtol=1e-4)
+        assert run.finish_reason is FinishReason.LENGTH
+    assert continued.reading is None
+    assert continued.tokens == answer(model, PROMPT, SamplingParams(temperature=0.0, max_tokens=8))
 
 
 def test_two_models_step_side_by_side(gateway: Gateway, model: Path) -> None:

@@ -113,7 +113,7 @@ COMPLETION = _EVERYWHERE | {
     **_fields("messages tools functions", [], instead="use `/v1/chat/completions`"),
     **_fields("add_special_tokens", True),
 }
-_BY_MODEL = "a model has embeddings of one length, that of its hidden states; cut them yourself"
+_BY_MODEL = "leave it out: embeddings have as many numbers as the model's hidden states"
 EMBEDDING = {
     **_fields("dimensions", instead=_BY_MODEL),
     **_fields("prompt messages", "", [], instead="use `input`"),

@@ -44,8 +44,8 @@ class DecodedFact:
     num_bytes: int
     fact: Fact | None  #: None: nothing follows, the connection has ended
     tokens: list[DecodedToken] = field(default_factory=list)
-    ended: list[ActiveRequest] = field(default_factory=list)  #: those of no tokens that are complete
     broken: list[ActiveRequest] = field(default_factory=list)  #: whose tokens cannot be turned into text
+    ended: list[ActiveRequest] = field(default_factory=list)  #: those of no tokens that are complete
 
 
 class FactDecoder:

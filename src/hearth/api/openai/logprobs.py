@@ -61,6 +61,7 @@ def prompt_logprobs(
     """Return the logprobs of a prompt as vLLM has them: by token id, the prompt's own first."""
     told: list[object] = [None]
     for token, score in zip(prompt[1:], scores, strict=True):
+        own = {token: (score.logprob, score.rank)}
         ranked = {best.token_id: (best.logprob, rank) for rank, best in enumerate(score.top[:num_top], 1)}
         told.append(
             {
@@ -69,7 +70,7 @@ def prompt_logprobs(
                     "rank": rank,
                     "decoded_token": tokenizer.token_bytes(one).decode("utf-8", "replace"),
                 }
-                for one, (logprob, rank) in ({token: (score.logprob, score.rank)} | ranked).items()
+                for one, (logprob, rank) in (own | ranked | own).items()
             }
         )
     return told
