@@ -17,7 +17,10 @@ NUM_EXAMPLES = 20
 #: Each of these may start a process.
 NUM_DEPLOYMENTS = 4
 #: A wish for more tokens or choices is cut to this, where it is a number at all.
-MOST = {"max_tokens": 4, "max_completion_tokens": 4, "n": 2, "min_tokens": 2, "best_of": 2}
+MOST = {
+    **{"max_tokens": 4, "max_completion_tokens": 4, "max_output_tokens": 4},
+    **{"n": 2, "min_tokens": 2, "best_of": 2},
+}
 
 
 def tamed(case: Case) -> Case:
@@ -30,7 +33,7 @@ def tamed(case: Case) -> Case:
             wish = body.get(name)
             if type(wish) is int and wish > most:
                 body[name] = most
-        body.setdefault("max_tokens", 4)
+        body.setdefault("max_output_tokens" if case.path == "/v1/responses" else "max_tokens", 4)
         messages = body.get("messages")
         for message in messages if isinstance(messages, list) else ():
             if isinstance(message, dict) and message.get("content") is None:
@@ -74,6 +77,10 @@ def test_the_document_names_every_endpoint(service: Service) -> None:
         "GET /v1/models",
         "POST /v1/completions",
         "POST /v1/chat/completions",
+        "POST /v1/responses",
+        "GET /v1/responses/{response_id}",
+        "DELETE /v1/responses/{response_id}",
+        "GET /v1/responses/{response_id}/input_items",
         "GET /health",
         "GET /metrics",
         "GET /hearth/ps",
@@ -89,7 +96,7 @@ def test_the_document_names_every_endpoint(service: Service) -> None:
 def test_no_request_makes_the_service_fail(service: Service) -> None:
     for operation in operations(service):
         statuses = _assert_never_fails(service, operation, GenerationMode.POSITIVE)
-        if operation.path in ("/v1/completions", "/v1/chat/completions"):
+        if operation.path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
             assert 200 in statuses  # or the examples prove little
         if operation.body:
             _assert_never_fails(service, operation, GenerationMode.NEGATIVE)
@@ -114,7 +121,7 @@ def _assert_never_fails(service: Service, operation: APIOperation, mode: Generat
     )
     @given(case=operation.as_strategy(generation_mode=mode))
     def check(case: Case) -> None:
-        if operation.label.startswith(("DELETE", "POST /hearth/models/")):
+        if operation.label.startswith(("DELETE /hearth/models", "POST /hearth/models/")):
             case.path_parameters["name"] = f"absent-{case.path_parameters['name']}"[:64]
         case = tamed(answerable(case) if mode is GenerationMode.POSITIVE else case)
         response = case.call(timeout=PATIENCE_S, headers=key)
