@@ -129,6 +129,8 @@ class ServiceConfig:
     max_missed: Annotated[int, Limits(1)] = 30
     start_s: _Wait = 180.0  #: a worker that is not ready by then is replaced
     max_body_bytes: Annotated[int, Limits(1024)] = 16 << 20  #: of a request
+    #: Of the responses that were sent with `store: true` to `/v1/responses`, all together; 0: none is stored.
+    response_store_bytes: Annotated[int, Limits(0)] = 64 << 20
     template_s: _Wait = 2.0  #: time limit of a chat template
     stream_heartbeat_s: Annotated[float, Limits(0.1, 3600.0)] = 5.0  #: between comments while a stream waits
     turns: bool = True  #: busy models that do not fit together share a device by time

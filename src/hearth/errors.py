@@ -18,6 +18,7 @@
     │   ├── GuideStuck        a schema or grammar that cannot be followed to the end of an output
     │   ├── UnknownModel      no model is deployed under that name
     │   ├── UnknownRequest    nothing is known of that request, or no longer
+    │   ├── UnknownResponse   no response is stored under that id, or no longer
     │   ├── NameTaken         a model is deployed under that name, or it is busy
     │   ├── Unauthorized      the API key is missing or wrong
     │   ├── Forbidden         the API key is right, but not for this
@@ -122,6 +123,10 @@ class UnknownModel(RequestError):
 
 class UnknownRequest(RequestError):
     http_status, label = 404, "request_not_found"
+
+
+class UnknownResponse(RequestError):
+    http_status, label = 404, "response_not_found"
 
 
 class NameTaken(RequestError):

@@ -49,8 +49,9 @@ def app_of(
     max_body_bytes: int = 100_000,
     heartbeat_s: float = 30.0,
     allowed_origins: tuple[str, ...] = (),
+    response_store_bytes: int = 1 << 20,
 ) -> FastAPI:
-    limits = ApiLimits(max_body_bytes, heartbeat_s, allowed_origins)
+    limits = ApiLimits(max_body_bytes, heartbeat_s, response_store_bytes, allowed_origins)
     return create_app(gateway, limits)  # type: ignore[arg-type] # it plays one
 
 

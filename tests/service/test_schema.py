@@ -17,12 +17,15 @@ NUM_EXAMPLES = 20
 #: Each of these may start a process.
 NUM_DEPLOYMENTS = 4
 #: A wish for more tokens or choices is cut to this, where it is a number at all.
-MOST = {"max_tokens": 4, "max_completion_tokens": 4, "n": 2, "min_tokens": 2, "best_of": 2}
+MOST = {
+    **{"max_tokens": 4, "max_completion_tokens": 4, "max_output_tokens": 4},
+    **{"n": 2, "min_tokens": 2, "best_of": 2},
+}
 #: Paths of the APIs that answer prompts.
 ASKING = ("/v1/", "/api/")
 #: Those whose body may be of use as it comes, so that some examples must be answered.
 ANSWERED = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
     *("/api/chat", "/api/generate", "/api/embed"),
 )
 
@@ -42,7 +45,7 @@ def tamed(case: Case) -> Case:
             if isinstance(options, dict) and type(options.get("num_predict", -1)) is int:
                 options["num_predict"] = 4
         elif not case.path.startswith("/v1/messages"):  # where it must be given
-            body.setdefault("max_tokens", 4)
+            body.setdefault("max_output_tokens" if case.path == "/v1/responses" else "max_tokens", 4)
         messages = body.get("messages")
         for message in messages if isinstance(messages, list) else ():
             if isinstance(message, dict) and message.get("content") is None:
@@ -86,6 +89,10 @@ def test_the_document_names_every_endpoint(service: Service) -> None:
         "GET /v1/models",
         "POST /v1/completions",
         "POST /v1/chat/completions",
+        "POST /v1/responses",
+        "GET /v1/responses/{response_id}",
+        "DELETE /v1/responses/{response_id}",
+        "GET /v1/responses/{response_id}/input_items",
         "POST /v1/messages",
         "POST /v1/messages/count_tokens",
         "GET /",

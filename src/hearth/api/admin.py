@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hearth.api.answer import SSE_TYPE, STREAM_HEADERS, WAITING, unless_gone
-from hearth.api.anthropic.message_format import ID_PREFIX
+from hearth.api.anthropic.message_format import MESSAGE_PREFIX
 from hearth.api.body import OwnBody, Text
 from hearth.api.error_spelling import spell
 from hearth.api.errors import fault_of
@@ -28,6 +28,7 @@ from hearth.api.guard import MODELS_PATH, caller_of
 from hearth.api.json_body import JsonRoute
 from hearth.api.json_response import as_json
 from hearth.api.openai.answer_format import CHAT, COMPLETION
+from hearth.api.responses.dialect import ID_PREFIX
 from hearth.errors import ConfigError, HearthError, RequestError, UnknownRequest
 from hearth.version import hearth_version
 
@@ -121,7 +122,7 @@ def service_routes(gateway: Gateway) -> APIRouter:
         """
         caller = caller_of(request)
         plain = request_id
-        for prefix in (CHAT.id_prefix, COMPLETION.id_prefix, ID_PREFIX):
+        for prefix in (CHAT.id_prefix, COMPLETION.id_prefix, ID_PREFIX, MESSAGE_PREFIX):
             plain = plain.removeprefix(prefix)
         explanation = gateway.explain(plain, caller)
         if explanation is None and plain != request_id:  # a client's own id may begin like that, too

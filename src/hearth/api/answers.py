@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -37,11 +36,11 @@ class Answers:
         self._heartbeat_s = heartbeat_s
 
     def completion(
-        self, body: CompletionBody, dialect: Dialect, request: Request, ignored_fields: Sequence[str] = ()
+        self, body: CompletionBody, dialect: Dialect, request: Request, ignored_fields: tuple[str, ...] | None = None
     ) -> Answer:
         """Return the response that continues a text.
 
-        `ignored_fields`: of the client's own body, those that have no place in this one.
+        `ignored_fields`: those of the client's own body, where `body` is a translation of it.
 
         Raises:
             HearthError: the body is wrong, or its caller may not ask for that.
@@ -50,7 +49,11 @@ class Answers:
         return self._answer(body.answer_spec(dialect), request, ignored_fields)
 
     async def chat(
-        self, body: ChatBody, dialect: Dialect, request: Request, ignored_fields: Sequence[str] = ()
+        self,
+        body: ChatBody,
+        dialect: Dialect,
+        request: Request,
+        ignored_fields: tuple[str, ...] | None = None,
     ) -> Answer:
         """Return the response that answers a conversation; the rest is as in `completion`."""
         _check_pin(body, request)
@@ -59,14 +62,15 @@ class Answers:
         return self._answer(body.answer_spec(dialect, tokenizer), request, ignored_fields)
 
     def embedding(
-        self, body: EmbeddingBody, dialect: Dialect, request: Request, ignored_fields: Sequence[str] = ()
+        self, body: EmbeddingBody, dialect: Dialect, request: Request, ignored_fields: tuple[str, ...] | None = None
     ) -> Answer:
         """Return the response that has the embeddings of texts; the rest is as in `completion`."""
         _check_pin(body, request)
         return self._answer(body.answer_spec(dialect), request, ignored_fields)
 
-    def _answer(self, spec: AnswerSpec, request: Request, ignored_fields: Sequence[str]) -> Answer:
-        spec = replace(spec, ignored_fields=(*ignored_fields, *spec.ignored_fields))
+    def _answer(self, spec: AnswerSpec, request: Request, ignored_fields: tuple[str, ...] | None) -> Answer:
+        if ignored_fields is not None:
+            spec = replace(spec, ignored_fields=ignored_fields)
         self._gateway.count_ignored_fields(metric_labels(spec.ignored_fields))
         return Answer(self._gateway, spec, caller_of(request), self._heartbeat_s)
 

@@ -18,6 +18,8 @@ from hearth.api.exchange import Exchanges
 from hearth.api.guard import Guard
 from hearth.api.ollama.routes import ollama_routes
 from hearth.api.openai.routes import openai_routes
+from hearth.api.responses.routes import response_routes
+from hearth.api.responses.store import ResponseStore
 from hearth.api.tokenize import tokenize_routes
 from hearth.errors import HearthError
 from hearth.version import hearth_version
@@ -32,6 +34,7 @@ class ApiLimits:
 
     max_body_bytes: int
     stream_heartbeat_s: float  #: a stream that has had nothing to send for so long sends a comment
+    response_store_bytes: int  #: of all responses that are stored at a time; 0: none is
     allowed_origins: tuple[str, ...] = ()  #: of web pages that may ask from a browser
 
 
@@ -59,6 +62,7 @@ def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:
     app.include_router(anthropic_routes(gateway, answers))
     app.include_router(ollama_routes(gateway, answers))
     app.include_router(tokenize_routes(gateway))
+    app.include_router(response_routes(answers, ResponseStore(limits.response_store_bytes)))
     app.include_router(model_routes(gateway, limits.stream_heartbeat_s))
     app.include_router(service_routes(gateway))
     origins = AllowedOrigins(frozenset(limits.allowed_origins))

@@ -192,21 +192,10 @@ class ModelBody(Strict):
         yield from self.ignored("")
 
 
-class Body(ModelBody):
-    """The fields of chat and of plain completions: how to sample and how to answer."""
-
-    default_max_tokens: ClassVar[int | None] = None  #: None: to the end of the context
+class GenerationBody(ModelBody):
+    """The fields of every endpoint that generates: how to sample, and how the request is treated."""
 
     stream: bool | None = Field(None, description="Send the answer in pieces, as server-sent events.")
-    stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1, le=128, description="How many answers to generate.")
-    max_tokens: MaxTokens | None = Field(
-        None,
-        description="The most tokens to generate; without, 16 in plain completions, in chat all that fit.",
-    )
-    max_completion_tokens: MaxTokens | None = Field(
-        None, description="The newer name of `max_tokens`, and stronger where both are set."
-    )
     temperature: Temperature | None = Field(None, description="0 is greedy.")
     top_p: TopP | None = None
     stop: Annotated[
@@ -222,7 +211,6 @@ class Body(ModelBody):
         dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None,
         BeforeValidator(_few_biases),
     ] = Field(None, description="What to add to the logits of up to 1024 tokens, by token id.")
-    response_format: ResponseFormat | None = Field(None, description="What the output is held to.")
     pace: float | None = Field(
         None,
         ge=PACE_LIMITS.low,
@@ -241,6 +229,23 @@ class Body(ModelBody):
     allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+
+
+class Body(GenerationBody):
+    """The fields of chat and of plain completions alone."""
+
+    default_max_tokens: ClassVar[int | None] = None  #: None: to the end of the context
+
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=128, description="How many answers to generate.")
+    max_tokens: MaxTokens | None = Field(
+        None,
+        description="The most tokens to generate; without, 16 in plain completions, in chat all that fit.",
+    )
+    max_completion_tokens: MaxTokens | None = Field(
+        None, description="The newer name of `max_tokens`, and stronger where both are set."
+    )
+    response_format: ResponseFormat | None = Field(None, description="What the output is held to.")
     prompt_logprobs: int | None = Field(
         None,
         ge=0,

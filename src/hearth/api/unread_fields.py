@@ -26,8 +26,9 @@ FREQUENT = frozenset(
         *("metadata", "store", "safety_identifier", "prompt_cache_key", "prediction"),
         *("priority", "request_id", "cache_prompt", "return_progress", "guided_decoding_backend"),
         *("stream_options.include_obfuscation", "stream_options.continuous_usage_stats"),
-        *("tools.function.strict", "tools.strict", "thinking", "context_management"),
-        *("options.num_ctx", "options.repeat_last_n", "options.num_gpu", "options.num_thread"),
+        *("tools.function.strict", "tools.strict", "input.reasoning", "reasoning.summary", "truncation"),
+        *("thinking", "context_management", "options.num_ctx", "options.repeat_last_n"),
+        *("options.num_gpu", "options.num_thread"),
     ]
 )
 OTHER = "other"
@@ -126,6 +127,44 @@ EMBEDDING = {
     **_fields("embed_dtype", "float32", "float"),
     **_fields("adapter_id lora_path"),
 }
+_TEXT_FORMAT = "hold the output to a JSON schema by `text.format`, or leave it out"
+_AS_INPUT = "make it a part of `input`"
+RESPONSE = {
+    **{
+        name: field
+        for name, field in _EVERYWHERE.items()
+        if name not in ("instructions", "max_output_tokens")
+    },
+    **_fields("max_tokens max_completion_tokens max_new_tokens", like="max_output_tokens"),
+    **_fields("n_predict num_predict", -1, like="max_output_tokens"),
+    **_fields("max_length", instead="use `max_output_tokens`"),
+    **_fields("n num_return_sequences best_of", 1, instead="send several requests"),
+    **_fields("response_format json_schema structural_tag", instead=_TEXT_FORMAT),
+    **_fields("guided_json guided_choice guided_regex guided_grammar", "", [], instead=_TEXT_FORMAT),
+    **_fields("grammar grammar_string regex ebnf format", "", instead=_TEXT_FORMAT),
+    **_fields("structured_outputs", {}, instead=_TEXT_FORMAT),
+    **_fields("logprobs", False, 0, instead="use `include` with `message.output_text.logprobs`"),
+    **_fields("n_probs top_n_tokens", 0, instead="use `top_logprobs`"),
+    **_fields("messages", [], instead="send them as `input`"),
+    **_fields("system template suffix", "", instead="use `instructions`"),
+    **_fields("prompt", instead=_AS_INPUT + ": prompts are not kept here"),
+    **_fields(
+        "conversation", instead="use `previous_response_id`, or send the whole conversation as `input`"
+    ),
+    **_fields("background", False, instead="wait for the answer, or have it streamed"),
+    **_fields("context_management", [], instead="send fewer items as `input`"),
+    **_fields("moderation", instead="have it done elsewhere"),
+    **_fields("functions", [], instead="use `tools`"),
+    **_fields("function_call", "none", "auto", instead="use `tool_choice`"),
+    **_fields("reasoning_effort", instead="use `reasoning.effort`"),
+    **_fields("enable_thinking thinking think thinking_budget", instead=_TO_TEMPLATE),
+    **_fields("documents", [], instead=_TO_TEMPLATE),
+    **_fields("verbosity", "medium", instead=_TO_TEMPLATE),
+    **_fields("modalities", ["text"], []),
+    **_fields("audio"),
+}
+#: Of the `text` of a response.
+RESPONSE_TEXT = _fields("verbosity", "medium", instead=_TO_TEMPLATE)
 #: Of a message. Other fields of one reach the chat template.
 MESSAGE = {
     **_fields("prefix partial", False, instead="end with a message of the user: none is continued"),

@@ -83,7 +83,10 @@ async def _serve(
             LimitedConfig(
                 create_app(
                     gateway,
-                    ApiLimits(service.max_body_bytes, service.stream_heartbeat_s, service.allowed_origins),
+                    ApiLimits(
+                        *(service.max_body_bytes, service.stream_heartbeat_s, service.response_store_bytes),
+                        service.allowed_origins,
+                    ),
                 ),
                 Connections(ConnectionLimits.within(max_open_files), gateway.count_closed_connection),
                 service.idle_connection_s,

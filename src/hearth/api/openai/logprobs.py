@@ -16,13 +16,18 @@ LEAST = -9999.0
 
 def chat_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], num_echoed: int) -> object:
     """Return the logprobs of tokens as chat has them; it echoes nothing, unlike `completion_logprobs`."""
-    content = []
+    return {"content": token_logprobs(tokenizer, deltas), "refusal": None}
+
+
+def token_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta]) -> list[object]:
+    """Return an object per token, as chat and responses have them."""
+    content: list[object] = []
     for delta in deltas:
         if delta.logprobs is not None:
             best = [_entry(tokenizer, one.token_id, one.logprob) for one in delta.logprobs.top]
             own = _entry(tokenizer, delta.token, delta.logprobs.logprob)
             content.append({**own, "top_logprobs": best})
-    return {"content": content, "refusal": None}
+    return content
 
 
 def completion_logprobs(tokenizer: Tokenizer, deltas: Sequence[TokenDelta], num_echoed: int) -> object:

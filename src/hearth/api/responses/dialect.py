@@ -1,0 +1,84 @@
+"""OpenAI's responses as a dialect: the object that an answer becomes. Its stream is in `events.py`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from hearth.api.answer import SSE_TYPE, WAITING
+from hearth.api.dialect import AnswerEvents, AnswerSpec, Choice, TokenUsage
+from hearth.api.responses.events import ResponseEvents, ResponseState
+from hearth.api.responses.store import StoredResponse
+from hearth.control.generation import AnswerStream
+
+ID_PREFIX = "resp_"
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseDialect:
+    """Spells the answer to one request as a response."""
+
+    echo: Mapping[str, object]  #: the fields that are repeated from the request
+    created_at_s: float
+    keep: Callable[[StoredResponse], bool] | None = None  #: stores the response; None: it is not to be stored
+    input_items: bytes = b"[]"  #: of the request, as a list of JSON, to be stored with it
+
+    stream_type = SSE_TYPE
+    waiting = WAITING
+
+    def whole(self, spec: AnswerSpec, choices: Sequence[Choice], usage: TokenUsage) -> object:
+        """Return what the stream of the same tokens would end with."""
+        (choice,) = choices
+        events = ResponseEvents(self, spec, choice.stream)
+        events.write(0, choice.deltas)
+        return events.end(usage)
+
+    def events(self, spec: AnswerSpec, streams: Sequence[AnswerStream]) -> AnswerEvents:
+        (stream,) = streams
+        return ResponseEvents(self, spec, stream)
+
+    def response(self, stream: AnswerStream, state: ResponseState) -> dict[str, object]:
+        """Return the response as it is now, as a value that becomes JSON."""
+        is_completed = state.status == "completed"
+        return {
+            "id": ID_PREFIX + stream.request_id,
+            "object": "response",
+            "created_at": int(self.created_at_s),
+            "completed_at": int(time.time()) if is_completed else None,
+            "status": state.status,
+            "background": False,
+            "error": state.error,
+            "incomplete_details": {"reason": "max_output_tokens"} if state.status == "incomplete" else None,
+            "model": stream.model,
+            "output": state.output,
+            "service_tier": "flex" if stream.is_batch else "default",
+            "store": self.keep is not None and state.status != "failed",
+            "usage": None if state.usage is None else _usage(state.usage),
+            **self.echo,
+        }
+
+    def ended(self, stream: AnswerStream, state: ResponseState) -> dict[str, object]:
+        """Return a response that has come to its end, stored if that was asked for and there is room."""
+        response = self.response(stream, state)
+        if self.keep is not None:
+            previous = self.echo["previous_response_id"]
+            assert previous is None or isinstance(previous, str), f"{previous=}"
+            stored = StoredResponse(
+                ID_PREFIX + stream.request_id, previous, msgspec.json.encode(response), self.input_items
+            )
+            response["store"] = self.keep(stored)
+        return response
+
+
+def _usage(usage: TokenUsage) -> dict[str, object]:
+    return {
+        "input_tokens": usage.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.num_output_tokens,
+        # Thoughts are a part of the text here: nobody tells them apart.
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+    }

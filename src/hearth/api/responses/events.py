@@ -1,0 +1,235 @@
+"""Turns the answer to a request of /v1/responses into server-sent events. Knows no connection.
+
+A hot path as that of `openai/sse.py` is, and done in the same way: all of an event but its text and number is
+turned into bytes once. An answer becomes items, one after the other: a message for text, and one per call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import msgspec
+
+from hearth.api.dialect import AnswerSpec, ChoiceReader, TokenUsage
+from hearth.api.errors import fault_of
+from hearth.api.openai.answer_format import call_id
+from hearth.api.openai.logprobs import token_logprobs
+from hearth.api.openai.sse import MAX_EVENTS
+from hearth.control.generation import AnswerStream, TokenDelta
+from hearth.errors import HearthError
+from hearth.text.tool_calls import ToolCall
+from hearth.types import FinishReason
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+encode = msgspec.json.Encoder().encode
+
+#: What stands between the text of an event that adds some and its number, and behind that.
+_BEFORE_NUMBER, _END = b',"logprobs":[],"sequence_number":', b"}\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseState:
+    """What a response is at one moment, and what has come of it until then."""
+
+    status: Status
+    output: Sequence[object] = ()
+    usage: TokenUsage | None = None  #: None: it has not ended
+    error: object = None
+
+
+class ResponseSpelling(Protocol):
+    """Spells the response that events are about."""
+
+    def response(self, stream: AnswerStream, state: ResponseState) -> dict[str, object]: ...
+
+    def ended(self, stream: AnswerStream, state: ResponseState) -> dict[str, object]: ...
+
+
+@dataclass(slots=True)
+class _OpenMessage:
+    """A message to which text is being added. Mutable; written by `ResponseEvents`."""
+
+    before_text: bytes  #: what an event begins with that adds text
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[object] = field(default_factory=list)
+
+
+class ResponseEvents:
+    """Turns the tokens of an answer into events. Mutable."""
+
+    def __init__(self, spelling: ResponseSpelling, spec: AnswerSpec, stream: AnswerStream) -> None:
+        self._spelling = spelling
+        self._stream = stream
+        self._has_logprobs = spec.has_logprobs
+        self._is_plain = spec.tool_use is None and not spec.has_logprobs
+        self._reader = ChoiceReader(spec.tool_use)
+        self._num_events = 0
+        self._finish_reason: FinishReason | None = None
+        self._output: list[object] = []  #: items that are whole
+        self._message: _OpenMessage | None = None  #: the item that comes next; None: none has begun
+        #: Tokens since the last event, whose logprobs the next text carries. Those of calls are not told.
+        self._unsent: list[TokenDelta] = []
+
+    def first(self, echoes: Sequence[str]) -> bytes:
+        response = encode(self._spelling.response(self._stream, ResponseState("in_progress")))
+        begin = b'"response":' + response
+        return self._event("response.created", begin) + self._event("response.in_progress", begin)
+
+    def write(self, index: int, deltas: Sequence[TokenDelta]) -> bytes:
+        """Return the events for these tokens; none for tokens that add no text yet."""
+        self._finish_reason = deltas[-1].finish_reason
+        if not self._is_plain:
+            return self._write_more(deltas)
+        events: list[bytes] = []
+        message = self._message
+        if len(deltas) > MAX_EVENTS:
+            texts = ["".join([delta.text for delta in deltas])]
+        else:
+            texts = [delta.text for delta in deltas]
+        for text in texts:
+            if text:
+                if message is None:
+                    message = self._begin_message(events)
+                number = self._num_events
+                self._num_events = number + 1
+                message.texts.append(text)
+                events += (message.before_text, encode(text), _BEFORE_NUMBER, encode(number), _END)
+        return b"".join(events)
+
+    def last(self, usage: TokenUsage) -> bytes:
+        ending = self._end_output()
+        response = self._spelling.ended(self._stream, ResponseState(self._status, self._output, usage))
+        return ending + self._event(f"response.{self._status}", b'"response":' + encode(response))
+
+    def end(self, usage: TokenUsage) -> dict[str, object]:
+        """Return the response that `last` would end the stream with."""
+        self._end_output()
+        return self._spelling.ended(self._stream, ResponseState(self._status, self._output, usage))
+
+    def failed(self, error: HearthError) -> bytes:
+        """Return the end of a response that failed, then the event at which clients raise an exception.
+
+        OpenAI documents the latter with the error's fields in the event and sends them in an object inside.
+        """
+        fault = fault_of(error)
+        kind = {429: "rate_limit_exceeded"}.get(fault.status, _wrong_or_broken(fault.status))
+        told = {"code": fault.code, "message": fault.message, "param": fault.param}
+        # Not by msgspec, as in `error_spelling.py`.
+        reason = msgspec.Raw(json.dumps({"code": kind, "message": fault.message}).encode())
+        inside = json.dumps({**told, "error": {**told, "type": kind}}).encode()[1:-1]
+        ending = self._end_message("incomplete")
+        state = ResponseState("failed", self._output, error=reason)
+        response = encode(self._spelling.response(self._stream, state))
+        ending += self._event("response.failed", b'"response":' + response)
+        return ending + self._event("error", inside)
+
+    @property
+    def _status(self) -> Literal["completed", "incomplete"]:
+        return "incomplete" if self._finish_reason is FinishReason.LENGTH else "completed"
+
+    def _write_more(self, deltas: Sequence[TokenDelta]) -> bytes:
+        """Return the events for these tokens, where some may be calls or have logprobs."""
+        one_by_one = self._has_logprobs or len(deltas) <= MAX_EVENTS
+        events: list[bytes] = []
+        for group in [[delta] for delta in deltas] if one_by_one else [deltas]:
+            self._unsent += group
+            for part in self._reader.read(group):
+                tokens, self._unsent = self._unsent, []
+                if isinstance(part, ToolCall):
+                    events.append(self._call(part))
+                else:
+                    self._add_text(part, tokens, events)
+        return b"".join(events)
+
+    def _add_text(self, text: str, tokens: Sequence[TokenDelta], events: list[bytes]) -> None:
+        message = self._message or self._begin_message(events)
+        logprobs = token_logprobs(self._stream.tokenizer, tokens) if self._has_logprobs else []
+        message.texts.append(text)
+        message.logprobs += logprobs
+        end = b',"logprobs":%b,"sequence_number":%d}\n\n' % (encode(logprobs), self._num_events)
+        self._num_events += 1
+        events += (message.before_text, encode(text), end)
+
+    def _begin_message(self, events: list[bytes]) -> _OpenMessage:
+        """Begin a message and add the events that say so."""
+        item = self._message_item("in_progress", [])
+        place = b'"item_id":%b,"output_index":%d,"content_index":0,' % (encode(item["id"]), len(self._output))
+        part = encode({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
+        events.append(self._item_event("added", item))
+        events.append(self._event("response.content_part.added", b'%b"part":%b' % (place, part)))
+        kind = b"response.output_text.delta"
+        self._message = _OpenMessage(b'event: %b\ndata: {"type":"%b",%b"delta":' % (kind, kind, place))
+        return self._message
+
+    def _end_message(self, status: Literal["completed", "incomplete"]) -> bytes:
+        """Return the events at the end of the message that has begun, none if there is none."""
+        if self._message is None:
+            return b""
+        text, logprobs = "".join(self._message.texts), self._message.logprobs
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+        item = self._message_item(status, [part])
+        place = b'"item_id":%b,"output_index":%d,"content_index":0,' % (encode(item["id"]), len(self._output))
+        done = b'%b"text":%b,"logprobs":%b' % (place, encode(text), encode(logprobs))
+        events = (
+            self._event("response.output_text.done", done)
+            + self._event("response.content_part.done", b'%b"part":%b' % (place, encode(part)))
+            + self._item_event("done", item)
+        )
+        self._output.append(item)
+        self._message = None
+        return events
+
+    def _call(self, call: ToolCall) -> bytes:
+        """Return all events of a call, which comes as one."""
+        events = self._end_message("completed")
+        index = len(self._output)
+        item = {
+            "id": f"fc_{self._stream.request_id}_{index}",
+            "type": "function_call",
+            "status": "completed",
+            "call_id": call_id(),
+            "name": call.name,
+            "arguments": call.arguments,
+        }
+        place = b'"item_id":%b,"output_index":%d,' % (encode(item["id"]), index)
+        arguments = encode(call.arguments)
+        events += self._item_event("added", {**item, "status": "in_progress", "arguments": ""})
+        events += self._event("response.function_call_arguments.delta", b'%b"delta":%b' % (place, arguments))
+        done = b'%b"name":%b,"arguments":%b' % (place, encode(call.name), arguments)
+        events += self._event("response.function_call_arguments.done", done)
+        events += self._item_event("done", item)
+        self._output.append(item)
+        return events
+
+    def _end_output(self) -> bytes:
+        """End the last item; an answer that says nothing is a message without text."""
+        events: list[bytes] = []
+        if self._message is None and not self._output:
+            self._begin_message(events)
+        return b"".join(events) + self._end_message(self._status)
+
+    def _message_item(self, status: str, content: Sequence[object]) -> dict[str, object]:
+        return {
+            "id": f"msg_{self._stream.request_id}_{len(self._output)}",
+            "type": "message",
+            "status": status,
+            "role": "assistant",
+            "content": content,
+        }
+
+    def _item_event(self, change: Literal["added", "done"], item: object) -> bytes:
+        place = b'"output_index":%d,"item":%b' % (len(self._output), encode(item))
+        return self._event(f"response.output_item.{change}", place)
+
+    def _event(self, kind: str, inside: bytes) -> bytes:
+        """Return an event and count it; `inside`: the fields of its object, as JSON."""
+        number, name = self._num_events, kind.encode()
+        self._num_events += 1
+        return b'event: %b\ndata: {"type":"%b",%b,"sequence_number":%d}\n\n' % (name, name, inside, number)
+
+
+def _wrong_or_broken(status: int) -> str:
+    return "invalid_prompt" if status < 500 else "server_error"

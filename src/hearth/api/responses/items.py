@@ -1,0 +1,235 @@
+"""The items of a conversation as /v1/responses has them, and the messages that they are. Renders nothing.
+
+A message of chat holds the text and the calls of one turn; here each is an item of its own. Items that the
+service sends can be sent back to it as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Literal, TypeAlias, cast
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
+
+from hearth.api.body import Strict, Text
+from hearth.api.json_body import SMALL_BYTES, TooManyValues, count_values
+from hearth.api.openai.chat import CalledFunction, CalledTool, MessageBody
+from hearth.errors import BadPrompt
+
+#: The most items of a conversation, those of earlier responses included.
+MAX_ITEMS = 16_384
+
+_PARTS = ("input_text", "output_text", "refusal")
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _known_part(part: object) -> object:
+    if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind not in _PARTS:
+        raise ValueError(
+            f"only parts of text (`input_text`, `output_text`) are read, given: {kind!r:.80}; send text"
+        )
+    return part
+
+
+def _known_item(item: object) -> object:
+    if not isinstance(item, dict):
+        raise ValueError(f"an item is an object, given: {item!r:.80}; send a message")
+    if (kind := _kind(item)) not in _ITEMS:
+        known = ", ".join(f"`{one}`" for one in _ITEMS)
+        raise ValueError(
+            f"only items of the types {known} are read, given: {kind!r:.80}; send what it says as a message, "
+            "or leave it out"
+        )
+    return item
+
+
+def _kind(item: object) -> object:
+    """Return the type of an item; one without a type is a message."""
+    assert isinstance(item, dict), f"checked before: {type(item)}"
+    kind = item.get("type")
+    return "message" if kind is None else kind
+
+
+class ContentText(Strict):
+    type: Literal["input_text", "output_text"]
+    text: Text
+
+
+class ContentRefusal(Strict):
+    type: Literal["refusal"]
+    refusal: Text
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+ContentPart = Annotated[
+    Annotated[ContentText | ContentRefusal, Field(discriminator="type")], BeforeValidator(_known_part)
+]
+Content = Text | Annotated[list[ContentPart], Field(fail_fast=True, max_length=1024)]
+ItemId = Annotated[Text, Field(max_length=256)]
+
+
+class MessageItem(Strict):
+    """A message of somebody."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    id: ItemId | None = None
+
+    def as_stored(self, item_id: str) -> dict[str, object]:
+        return {
+            "id": self.id or item_id,
+            "type": "message",
+            "status": "completed",
+            "role": self.role,
+            "content": _stored_content(self.content, is_output=self.role == "assistant"),
+        }
+
+
+class FunctionCallItem(Strict):
+    """A call that the model has made."""
+
+    type: Literal["function_call"]
+    call_id: ItemId
+    name: Text
+    arguments: Text = Field(description="A JSON object, as text.")
+    id: ItemId | None = None
+
+    def as_stored(self, item_id: str) -> dict[str, object]:
+        return {
+            "id": self.id or item_id,
+            "type": "function_call",
+            "status": "completed",
+            "call_id": self.call_id,
+            "name": self.name,
+            "arguments": self.arguments,
+        }
+
+
+class FunctionOutputItem(Strict):
+    """What came of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: ItemId
+    output: Content
+    id: ItemId | None = None
+
+    def as_stored(self, item_id: str) -> dict[str, object]:
+        output = self.output
+        return {
+            "id": self.id or item_id,
+            "type": "function_call_output",
+            "status": "completed",
+            "call_id": self.call_id,
+            "output": output if isinstance(output, str) else _stored_content(output, is_output=False),
+        }
+
+
+class ReasoningItem(Strict):
+    """The thoughts of a model elsewhere, where a conversation has begun: accepted and left out."""
+
+    type: Literal["reasoning"]
+
+
+Item: TypeAlias = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
+InputItem = Annotated[
+    Annotated[
+        Annotated[MessageItem, Tag("message")]
+        | Annotated[FunctionCallItem, Tag("function_call")]
+        | Annotated[FunctionOutputItem, Tag("function_call_output")]
+        | Annotated[ReasoningItem, Tag("reasoning")],
+        Discriminator(_kind),
+    ],
+    BeforeValidator(_known_item),
+]
+_STORED: TypeAdapter[list[Item]] = TypeAdapter(list[InputItem])
+
+
+def from_stored(items: object) -> list[Item]:
+    """Return items that were stored, or sent by the service itself."""
+    return _STORED.validate_python(items)
+
+
+def as_stored(items: Iterable[Item], id_prefix: str) -> list[dict[str, object]]:
+    """Return items as values of JSON, each with an id of its own or one that begins with `id_prefix`."""
+    kept = (item for item in items if not isinstance(item, ReasoningItem))
+    return [item.as_stored(f"{id_prefix}_{index}") for index, item in enumerate(kept)]
+
+
+def messages_of(instructions: str | None, items: Sequence[Item]) -> list[MessageBody]:
+    """Return the messages of a conversation.
+
+    Calls belong to the message of the assistant before them. Instructions become one with the system's words
+    at the beginning: many templates know a single message of the system there.
+    """
+    messages: list[MessageBody] = []
+    if instructions:
+        messages.append(MessageBody.model_construct(role="system", content=instructions))
+    for item in items:
+        last = messages[-1] if messages else None
+        match item:
+            case MessageItem(role="system" | "developer") if instructions and len(messages) == 1:
+                content = f"{cast(str, messages[0].content)}\n\n{_text(item.content)}"
+                messages[0] = MessageBody.model_construct(role="system", content=content)
+            case MessageItem():
+                messages.append(MessageBody.model_construct(role=item.role, content=_text(item.content)))
+            case FunctionCallItem():
+                call = CalledTool.model_construct(
+                    id=item.call_id,
+                    type="function",
+                    function=CalledFunction.model_construct(name=item.name, arguments=item.arguments),
+                )
+                if last is not None and last.role == "assistant":
+                    last.tool_calls = [*(last.tool_calls or ()), call]
+                else:
+                    messages.append(
+                        MessageBody.model_construct(role="assistant", content=None, tool_calls=[call])
+                    )
+            case FunctionOutputItem():
+                messages.append(
+                    MessageBody.model_construct(
+                        role="tool", content=_text(item.output), tool_call_id=item.call_id
+                    )
+                )
+            case ReasoningItem():
+                pass
+    return messages
+
+
+def check_arguments(items: Iterable[Item]) -> None:
+    """Raise BadPrompt for calls whose arguments are no JSON objects, or have too many values together."""
+    calls = [(index, item) for index, item in enumerate(items) if isinstance(item, FunctionCallItem)]
+    written = b",".join(call.arguments.encode() for _, call in calls)
+    if len(written) > SMALL_BYTES:
+        try:
+            count_values(written)
+        except TooManyValues as error:
+            raise BadPrompt(f"`input`: in the `arguments` of calls {error}") from error
+    for index, call in calls:
+        try:
+            is_object = not call.arguments.strip() or isinstance(json.loads(call.arguments), dict)
+        except (ValueError, RecursionError) as error:
+            raise BadPrompt(
+                f"`input[{index}].arguments` is not valid JSON: {error}; send an object"
+            ) from error
+        if not is_object:
+            raise BadPrompt(
+                f"`input[{index}].arguments` must be a JSON object, given: {call.arguments!r:.80}; send one"
+            )
+
+
+def _text(content: str | Sequence[ContentText | ContentRefusal]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _stored_content(
+    content: str | Sequence[ContentText | ContentRefusal], *, is_output: bool
+) -> list[dict[str, object]]:
+    texts = [content] if isinstance(content, str) else [part.text for part in content]
+    if is_output:
+        return [{"type": "output_text", "text": text, "annotations": [], "logprobs": []} for text in texts]
+    return [{"type": "input_text", "text": text} for text in texts]

@@ -1,0 +1,111 @@
+"""The routes of OpenAI's responses: create, and look after what was stored. Generates nothing itself."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Literal
+
+import msgspec
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from hearth.api.answers import STREAM_OR_JSON, Answers
+from hearth.api.guard import caller_of
+from hearth.api.json_body import SMALL_BYTES, JsonRoute
+from hearth.api.json_response import as_json
+from hearth.api.openai.chat import ChatBody
+from hearth.api.responses.body import ResponseBody
+from hearth.api.responses.dialect import ResponseDialect
+from hearth.api.responses.items import as_stored
+from hearth.api.responses.store import ResponseStore, StoredResponse
+from hearth.control.caller import Caller
+from hearth.errors import BadPrompt
+
+MAX_LISTED = 100
+
+
+def response_routes(answers: Answers, store: ResponseStore) -> APIRouter:
+    routes = APIRouter(prefix="/v1/responses", tags=["OpenAI"], route_class=JsonRoute)
+
+    @routes.post("", summary="Answer a conversation, and store the answer if asked", responses=STREAM_OR_JSON)
+    async def create_response(body: ResponseBody, request: Request) -> Response:
+        caller = caller_of(request)
+        before: list[StoredResponse] = []
+        if body.previous_response_id is not None:
+            before = store.conversation(caller.group, body.previous_response_id)
+        num_bytes = len(await request.body()) + sum(response.num_bytes for response in before)
+        translate = partial(_translate, body, before, store, caller)
+        # Much takes long to be written down again, and would keep all others waiting.
+        asked = await asyncio.to_thread(translate) if num_bytes > SMALL_BYTES else translate()
+        return await answers.chat(asked.body, asked.dialect, request, ignored_fields=body.ignored_fields)
+
+    @routes.get("/{response_id}", summary="Show a stored response")
+    async def show_response(response_id: str, request: Request, stream: bool = False) -> Response:
+        if stream:
+            raise BadPrompt("`stream`: a stored response is sent whole; leave it out")
+        found = store.find(caller_of(request).group, response_id)
+        return Response(found.body, media_type="application/json")
+
+    @routes.delete("/{response_id}", summary="Forget a stored response")
+    async def delete_response(response_id: str, request: Request) -> Response:
+        store.remove(caller_of(request).group, response_id)
+        return as_json({"id": response_id, "object": "response", "deleted": True})
+
+    @routes.get("/{response_id}/input_items", summary="List what a stored response was asked with")
+    async def list_input_items(
+        response_id: str,
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> Response:
+        found = store.find(caller_of(request).group, response_id)
+        items = msgspec.json.decode(found.input_items, type=list[dict[str, object]])
+        return as_json(_page(items if order == "asc" else items[::-1], limit, after))
+
+    return routes
+
+
+@dataclass(frozen=True, slots=True)
+class _Translation:
+    """What is asked of a model, and the way to spell its answer."""
+
+    body: ChatBody
+    dialect: ResponseDialect
+
+
+def _translate(
+    body: ResponseBody, before: Sequence[StoredResponse], store: ResponseStore, caller: Caller
+) -> _Translation:
+    if body.store and store.max_bytes == 0:
+        raise BadPrompt(
+            "`store` is true and this service stores no responses (`service.response_store_bytes` is 0); "
+            "leave it out, and send the whole conversation as `input`"
+        )
+    chat = body.chat([item for response in before for item in response.items()])
+    dialect = ResponseDialect(body.echo(), time.time())
+    if body.store:
+        items = msgspec.json.encode(as_stored(body.items, f"item_{secrets.token_hex(12)}"))
+        dialect = replace(dialect, input_items=items, keep=partial(store.keep, caller.group))
+    return _Translation(chat, dialect)
+
+
+def _page(items: Sequence[dict[str, object]], limit: int, after: str | None) -> dict[str, object]:
+    """Return the items after the one of that id, as a list of OpenAI's."""
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise BadPrompt(f"`after`: no item has the id `{after:.80}`; leave it out, or name one of the list")
+    start = 0 if after is None else ids.index(after) + 1
+    page = items[start : start + limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": start + limit < len(items),
+    }
