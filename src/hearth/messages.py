@@ -118,10 +118,10 @@ class Welcome(Struct, frozen=True, tag=True):
 
 
 class GuideOrder(Struct, frozen=True):
-    """A form that an output must have: any JSON object, a JSON schema, or a grammar."""
+    """A form that an output must have: any JSON object, a JSON schema, a grammar or an expression."""
 
-    kind: Literal["json_object", "json_schema", "lark"]
-    text: str = ""  #: the schema as JSON, or the grammar
+    kind: Literal["json_object", "json_schema", "lark", "grammar", "regex"]
+    text: str = ""  #: the schema as JSON, the grammar or the expression
 
 
 class Sampling(Struct, frozen=True, omit_defaults=True):

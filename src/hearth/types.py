@@ -108,10 +108,10 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GuideSpec:
-    """A schema or grammar that an output must follow."""
+    """A schema, grammar or regular expression that an output must follow."""
 
-    kind: Literal["json_object", "json_schema", "lark"]
-    text: str = ""  #: the schema as JSON, or the grammar; nothing for `json_object`
+    kind: Literal["json_object", "json_schema", "lark", "grammar", "regex"]
+    text: str = ""  #: the schema as JSON, the grammar (`grammar`: GBNF, too) or expression, if there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from tests.text.conftest import byte_level
 TEMPLATES = {
     "plain": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
     "hermes": "{% if tools %}{{ tools | tojson }}<tool_call></tool_call>{% endif %}{{ messages[0].content }}",
+    "mistral": "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}{{ messages[0].content }}",
     "llama3": "{{ '<|python_tag|>' if tools }}{{ messages[0].content }}",
 }
 

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 
+import httpx
 import pytest
 
 from hearth.api.openai.answer_format import CHAT
@@ -12,7 +14,7 @@ from hearth.control.generation import ChatPrompt
 from hearth.errors import NoCapacity
 from hearth.text.tokenizer import Tokenizer
 from hearth.types import FinishReason
-from tests.api.conftest import chat, events
+from tests.api.conftest import chat, complete, events
 from tests.api.fake import FakeGateway, tokens_of, with_logprobs
 
 
@@ -185,6 +187,92 @@ def test_response_formats_become_guides(gateway: FakeGateway) -> None:
         "json_schema",
         schema,
     )
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize("ask", [chat, complete])
+@pytest.mark.parametrize(
+    ("name", "given", "kind", "text"),
+    [
+        ("regex", "a+", "regex", "a+"),
+        ("choice", ["yes", "no"], "lark", 'start: "yes" | "no"'),
+        ("grammar", 'root ::= "a"', "grammar", 'root ::= "a"'),
+        ("json", SCHEMA, "json_schema", json.dumps(SCHEMA)),
+        ("json", json.dumps(SCHEMA), "json_schema", json.dumps(SCHEMA)),
+    ],
+)
+def test_guides_have_the_names_that_users_of_vllm_know(
+    gateway: FakeGateway,
+    ask: Callable[..., httpx.Response],
+    name: str,
+    given: object,
+    kind: str,
+    text: str,
+) -> None:
+    ask(gateway, **{f"guided_{name}": given})
+    answer = ask(gateway, structured_outputs={name: given, "disable_any_whitespace": False})
+
+    assert answer.status_code == 200
+    assert [(r.guide.kind, r.guide.text) for r in gateway.requests if r.guide] == [(kind, text)] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "`guided_regex`, `guided_choice`"),
+        (
+            {"structured_outputs": {"json": {}, "grammar": "start: /a/"}},
+            "`structured_outputs.json`, `structured_outputs.grammar`",
+        ),
+        (
+            {"guided_json": {}, "response_format": {"type": "json_object"}},
+            "`guided_json`, `response_format`",
+        ),
+    ],
+)
+def test_an_output_is_held_to_one_form(gateway: FakeGateway, fields: dict[str, object], names: str) -> None:
+    response = chat(gateway, **fields)
+
+    assert response.status_code == 400
+    assert f"can be held to one form, given: {names}; leave" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("guided_regex", "a" * 16_385),
+        ("guided_grammar", "a" * 16_385),
+        ("guided_choice", []),
+        ("guided_choice", ["a"] * 1025),
+        ("guided_choice", ["a" * 1025]),
+        ("guided_choice", "yes"),
+        ("guided_json", 5),
+    ],
+)
+def test_a_guide_beyond_its_limits_is_refused(gateway: FakeGateway, field: str, given: object) -> None:
+    response = chat(gateway, **{field: given})
+
+    assert response.status_code == 400
+    assert f"`{field}" in response.json()["error"]["message"]
+    assert len(response.text) < 1000
+
+
+def test_an_empty_guide_asks_for_nothing(gateway: FakeGateway) -> None:
+    chat(gateway, guided_regex="", guided_grammar="", guided_json="", structured_outputs={})
+
+    assert gateway.requests[0].guide is None
+
+
+def test_the_last_message_of_the_assistant_is_continued(gateway: FakeGateway) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well, "}]
+    chat(gateway, messages=messages, continue_final_message=True, add_generation_prompt=False)
+    chat(gateway, messages=messages, continue_final_message=True)
+    chat(gateway, messages=messages, continue_final_message=False)
+
+    prompts = [request.prompt for request in gateway.requests if isinstance(request.prompt, ChatPrompt)]
+    assert [(p.is_continued, p.has_turn) for p in prompts] == [(True, False), (True, False), (False, True)]
 
 
 def test_logprobs_list_the_chosen_and_the_likeliest_tokens(gateway: FakeGateway) -> None:
@@ -374,7 +462,8 @@ def test_tools_that_must_not_be_called_are_not_shown(hermes: FakeGateway) -> Non
     assert choice["message"]["content"] == f"I look.\n{CALL}"
 
 
-def test_a_model_without_a_format_answers_in_text(gateway: FakeGateway) -> None:
+def test_a_template_with_an_unknown_format_answers_in_text(tokenizers: dict[str, Tokenizer]) -> None:
+    gateway = FakeGateway(tokenizers["mistral"])
     gateway.script = lambda stream: stream.put(tokens_of(CALL))
 
     (choice,) = chat(gateway, tools=[WEATHER]).json()["choices"]
@@ -383,6 +472,50 @@ def test_a_model_without_a_format_answers_in_text(gateway: FakeGateway) -> None:
     asked = gateway.requests[0].prompt
     assert isinstance(asked, ChatPrompt)
     assert asked.tools == [WEATHER]
+
+
+PLAIN_CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
+
+
+@pytest.mark.parametrize("template", ["plain", "mistral"])
+def test_a_call_can_be_demanded_of_every_model(tokenizers: dict[str, Tokenizer], template: str) -> None:
+    gateway = FakeGateway(tokenizers[template])
+    gateway.script = lambda stream: stream.put(tokens_of(PLAIN_CALL[:9], PLAIN_CALL[9:]))
+    named = {"type": "function", "function": {"name": "weather"}}
+
+    for tool_choice in ("required", named):
+        (choice,) = chat(gateway, tools=[WEATHER], tool_choice=tool_choice).json()["choices"]
+
+        function = choice["message"]["tool_calls"][0]["function"]
+        assert function == {"name": "weather", "arguments": '{"city": "Rome"}'}
+        assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+    assert all(request.guide and request.guide.kind == "lark" for request in gateway.requests)
+
+
+def test_several_plain_calls_are_allowed_where_they_are_asked_for(gateway: FakeGateway) -> None:
+    gateway.script = lambda stream: stream.put(tokens_of(f"{PLAIN_CALL}\n", PLAIN_CALL))
+    demand = {"tools": [WEATHER], "tool_choice": "required"}
+
+    (choice,) = chat(gateway, **demand, parallel_tool_calls=True).json()["choices"]
+    assert len(choice["message"]["tool_calls"]) == 2
+    chunks = events(chat(gateway, **demand, parallel_tool_calls=True, stream=True))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]  # type: ignore[index]
+    assert [call["index"] for delta in deltas for call in delta.get("tool_calls", [])] == [0, 1]
+    chat(gateway, **demand)
+
+    grammars = [request.guide.text for request in gateway.requests if request.guide]
+    assert ["call)*" in grammar for grammar in grammars] == [True, True, False]
+
+
+def test_a_model_that_was_told_of_tools_in_words_may_call_one(gateway: FakeGateway) -> None:
+    gateway.script = lambda stream: stream.put(tokens_of(PLAIN_CALL))
+    (called,) = chat(gateway, tools=[WEATHER]).json()["choices"]
+    gateway.script = lambda stream: stream.put(tokens_of("Hello"))
+    (answered,) = chat(gateway, tools=[WEATHER], tool_choice="auto").json()["choices"]
+
+    assert called["message"]["tool_calls"][0]["function"]["name"] == "weather"
+    assert answered["message"]["content"] == "Hello"
+    assert [request.guide for request in gateway.requests] == [None, None]
 
 
 def test_llama_calls_are_the_whole_answer(tokenizers: dict[str, Tokenizer]) -> None:
@@ -397,8 +530,13 @@ def test_llama_calls_are_the_whole_answer(tokenizers: dict[str, Tokenizer]) -> N
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tools": [WEATHER], "tool_choice": "required"}, "known format for calls"),
         ({"tool_choice": "required"}, "`tool_choice` needs `tools`"),
+        (
+            {"continue_final_message": True},
+            "needs a text of the assistant as the last message, given: one of",
+        ),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "set one of them to false"),
+        ({"chat_template_kwargs": {"continue_final_message": True}}, "must not set `continue_final_message`"),
         ({"top_logprobs": 2}, "`top_logprobs` needs `logprobs`"),
         ({"logit_bias": {"x": 1}}, "keys of `logit_bias` are token ids, given: 'x'"),
         ({"keep_alive": "soon"}, "`keep_alive`: a duration is"),

@@ -32,9 +32,13 @@ ENDPOINTS: list[tuple[type[Body], dict[str, object]]] = [
 @pytest.mark.parametrize(
     ("fields", "param", "instead"),
     [
-        ({"guided_regex": "a+"}, "guided_regex", "`response_format`"),
-        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs", "`response_format`"),
-        ({"continue_final_message": True}, "continue_final_message", "leave it out"),
+        ({"regex": "a+"}, "regex", "`structured_outputs`"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "leave it out"),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
+            "structured_outputs.whitespace_pattern",
+            "leave it out",
+        ),
         ({"use_beam_search": True}, "use_beam_search", "leave it out"),
         ({"n_predict": 8}, "n_predict", "use `max_tokens`"),
         ({"enable_thinking": False}, "enable_thinking", "`chat_template_kwargs`"),
@@ -60,7 +64,7 @@ ENDPOINTS: list[tuple[type[Body], dict[str, object]]] = [
                 ]
             },
             "messages[1].prefix",
-            "none is continued",
+            "set `continue_final_message`",
         ),
     ],
 )
@@ -79,7 +83,7 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"guided_choice": ["a"]}, "guided_choice"),
+        ({"continue_final_message": True}, "continue_final_message"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
     ],
@@ -135,7 +139,7 @@ def test_the_limit_that_completions_have_by_default_may_be_repeated() -> None:
 
 def test_what_looks_like_a_neutral_value_and_is_none_is_refused() -> None:
     needed = ENDPOINTS[0][1]
-    for fields in ({"do_sample": False}, {"add_special_tokens": True}, {"guided_json": {}}, {"think": False}):
+    for fields in ({"do_sample": False}, {"add_special_tokens": True}, {"json_schema": {}}, {"think": False}):
         with pytest.raises(ValidationError, match="is not supported"):
             ChatBody.model_validate(needed | fields)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 
 import openai
@@ -223,9 +224,82 @@ def test_the_result_of_a_tool_can_be_sent_back(client: openai.OpenAI) -> None:
     assert answer.choices[0].message.content or answer.choices[0].message.tool_calls
 
 
-def test_a_model_whose_template_knows_no_tools_cannot_be_made_to_call_one(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(
-            model="smollm2", messages=QUESTION, tools=[WEATHER], tool_choice="required"
+@pytest.mark.client("openai", "tool call of a model whose template knows no tools, streamed")
+def test_a_model_whose_template_knows_no_tools_calls_one_and_gets_the_result(client: openai.OpenAI) -> None:
+    chunks = client.chat.completions.create(
+        model="smollm2",
+        messages=QUESTION,
+        tools=[WEATHER, CLOCK],
+        tool_choice={"type": "function", "function": {"name": "get_weather"}},
+        temperature=0,
+        max_completion_tokens=40,
+        stream=True,
+    )
+    (call,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert call.function is not None
+    assert call.function.name == "get_weather"
+    assert call.function.arguments is not None
+    assert json.loads(call.function.arguments)["city"] in ("Paris", "London", "Rome")
+
+    answer = client.chat.completions.create(
+        model="smollm2",
+        messages=[
+            *QUESTION,
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {
+                        "id": "c1",
+                        "type": "function",
+                        "function": {"name": "get_weather", "arguments": call.function.arguments},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "sunny, 24 degrees"},
+        ],
+        temperature=0,
+        max_completion_tokens=8,
+    )
+    assert answer.choices[0].message.content
+
+
+@pytest.mark.client("openai", "`structured_outputs` and `guided_...` of vLLM")
+def test_guides_of_vllm_hold_the_output(client: openai.OpenAI) -> None:
+    def said(**fields: object) -> str:
+        answer = client.chat.completions.create(
+            model="tiny-a", messages=QUESTION, temperature=0, max_completion_tokens=24, extra_body=fields
         )
-    assert caught.value.param == "tool_choice" or "tool" in caught.value.message
+        assert answer.choices[0].finish_reason == "stop"
+        return answer.choices[0].message.content or ""
+
+    assert said(guided_choice=["sun", "rain"]) in ("sun", "rain")
+    assert re.fullmatch("[A-Z]{3}-[0-9]{2}", said(structured_outputs={"regex": "[A-Z]{3}-[0-9]{2}"}))
+    assert re.fullmatch("(ab){1,3}", said(guided_grammar='root ::= "ab" | "abab" | "ababab"'))
+    assert json.loads(said(guided_json={"enum": [{"a": 1}, {"b": 2}]})) in ({"a": 1}, {"b": 2})
+
+
+@pytest.mark.client(
+    "openai",
+    "two guides at once",
+    refused="an output can be held to one form, given: `guided_regex`, `guided_choice`",
+)
+def test_two_guides_at_once_are_refused(client: openai.OpenAI, refusal: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=refusal):
+        client.chat.completions.create(
+            model="tiny-a", messages=QUESTION, extra_body={"guided_regex": "a", "guided_choice": ["a"]}
+        )
+
+
+@pytest.mark.client("openai", "`continue_final_message` of vLLM")
+def test_the_last_message_of_the_assistant_is_continued(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="smollm2",
+        messages=[
+            {"role": "user", "content": "What is the capital of France?"},
+            {"role": "assistant", "content": "The capital of France is the city of"},
+        ],
+        temperature=0,
+        max_completion_tokens=4,
+        extra_body={"continue_final_message": True, "add_generation_prompt": False},
+    )
+    assert (answer.choices[0].message.content or "").startswith(" Paris")

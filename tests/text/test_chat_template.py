@@ -126,6 +126,33 @@ def test_renders_as_transformers_does(
     )
 
 
+@pytest.mark.parametrize("name", ["chatml", "llama3"])
+@pytest.mark.parametrize("begun", ["The answer is", "The answer is ", "", "a CONTINUE_FINAL_MESSAGE_HERE b"])
+def test_a_last_message_is_continued_as_transformers_does(peer: Peer, name: str, begun: str) -> None:
+    """One of the templates strips what it writes."""
+    messages: list[Message] = [
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": begun},
+    ]
+
+    text = template(TEMPLATES[name]).render(messages, None, False, continue_final_message=True)
+
+    assert text == peer.apply_chat_template(
+        messages,
+        chat_template=TEMPLATES[name],
+        continue_final_message=True,
+        add_generation_prompt=False,
+        tokenize=False,
+    )
+
+
+def test_a_message_that_the_template_does_not_write_cannot_be_continued() -> None:
+    with pytest.raises(BadPrompt, match="does not write all of its text"):
+        template("{{ messages[0].content[:3] }}").render(PLAIN[:1], continue_final_message=True)
+    with pytest.raises(BadPrompt, match="its `content` must be text, given: None"):
+        template("x").render([{"role": "assistant", "content": None}], continue_final_message=True)
+
+
 def test_json_in_a_prompt_is_not_escaped_for_html() -> None:
     text = template("{{ messages[0].content | tojson }}").render([{"content": "<é> & 'x'"}])
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
+from hearth.text.chat_template import Json
 from hearth.text.tool_calls import Tool, ToolCall, ToolFormat, ToolParser, call_grammar, tool_format
 from tests.text.conftest import byte_level
 
@@ -36,10 +37,11 @@ def parsed(format: ToolFormat, pieces: Sequence[str], max_calls: int | None = No
     ("template", "format"),
     [
         ("{%- if tools %}<tools>... <tool_call>\n{...}</tool_call>", ToolFormat.HERMES),
-        ("<tool_call>\n<function=example>", None),
-        ("{% if builtin_tools %}{{ '<|python_tag|>' }}", ToolFormat.LLAMA3),
-        ('Respond with {"name": function name, "parameters": dictionary}', ToolFormat.LLAMA3),
-        ("{{ messages }}", None),
+        ("{%- if tools %}<tool_call>\n<function=example>", None),
+        ("{% if tools %}{% if builtin_tools %}{{ '<|python_tag|>' }}", ToolFormat.LLAMA3),
+        ('{% if tools %}Respond with {"name": function name, "parameters": dictionary}', ToolFormat.LLAMA3),
+        ("{% if tools %}[AVAILABLE_TOOLS]", None),
+        ("{{ messages }}", ToolFormat.JSON),
         (None, None),
     ],
 )
@@ -236,3 +238,29 @@ def test_the_grammar_of_bare_calls_lets_through_what_the_parser_reads() -> None:
 
     texts = [BARE, add, BARE.replace("weather", "storm"), BARE.replace('"name"', '\n"name"')]
     assert [accepts(grammar, text, tags_are_tokens=False) for text in texts] == [True, True, False, False]
+
+
+def test_the_grammar_of_plain_calls_lets_through_what_the_parser_reads() -> None:
+    once = call_grammar(ToolFormat.JSON, TOOLS, may_repeat=False, tags_are_tokens=False)
+    often = call_grammar(ToolFormat.JSON, TOOLS, may_repeat=True, tags_are_tokens=False)
+    texts = [WEATHER, f"{WEATHER}\n{WEATHER}", WEATHER.replace("Paris", "London"), "Hello"]
+
+    assert [accepts(once, text, tags_are_tokens=False) for text in texts] == [True, False, False, False]
+    assert [accepts(often, text, tags_are_tokens=False) for text in texts] == [True, True, False, False]
+    assert parsed(ToolFormat.JSON, [f"{WEATHER}\n{WEATHER}"]) == [PARIS, PARIS]
+
+
+def test_a_call_has_no_arguments_but_those_that_are_named_unless_the_schema_says_so() -> None:
+    def allows_more(parameters: dict[str, Json]) -> bool:
+        grammar = call_grammar(
+            ToolFormat.JSON, [Tool("add", parameters)], may_repeat=False, tags_are_tokens=False
+        )
+        assert accepts(grammar, '{"name": "add", "arguments": {"a": 1}}', tags_are_tokens=False)
+        return accepts(grammar, '{"name": "add", "arguments": {"a": 1, "b": 2}}', tags_are_tokens=False)
+
+    a: dict[str, Json] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    b: dict[str, Json] = {"type": "object", "properties": {"b": {"type": "integer"}}}
+    assert not allows_more(a)
+    assert allows_more(a | {"additionalProperties": True})
+    assert allows_more({"type": "object"})
+    assert allows_more({"allOf": [a, b]})

@@ -21,12 +21,14 @@ from hearth.api.unread_fields import (
     MAX_IGNORED,
     REFUSED_FIELD,
     RESPONSE_FORMAT,
+    STRUCTURED_OUTPUTS,
     UnsupportedField,
     refused,
 )
 from hearth.config import PACE_LIMITS, TARGET_LIMITS, parse_duration
 from hearth.errors import BadSampling, ConfigError
 from hearth.messages import GuideOrder
+from hearth.text.grammar import choice_grammar
 from hearth.types import MAX_LOGPROBS, SamplingParams
 
 #: The largest integer that fits the wire and the device.
@@ -36,6 +38,10 @@ MAX_BIASES = 1024
 #: The most stop strings of one request, and the most characters of all of them together.
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
+#: The most texts of which an output may be one, and the most characters of each.
+MAX_CHOICES, MAX_CHOICE_CHARS = 1024, 1024
+#: The most characters of a regular expression or grammar that an output is held to.
+MAX_GRAMMAR_CHARS = 16_384
 
 
 def _whole_characters(text: str) -> str:
@@ -72,6 +78,12 @@ def _few_stops(stops: object) -> object:
 Text = Annotated[str, AfterValidator(_whole_characters)]
 Stop = Annotated[Text, Field(max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
+GuideJson = dict[str, object] | Text
+GuideText = Annotated[Text, Field(max_length=MAX_GRAMMAR_CHARS)]
+GuideChoice = Annotated[
+    list[Annotated[Text, Field(max_length=MAX_CHOICE_CHARS)]],
+    Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES),
+]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 ModelName = Annotated[Text, Field(min_length=1, max_length=256)]
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
@@ -148,6 +160,18 @@ class ResponseFormat(Strict):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Strict):
+    """A form of the output, as vLLM has it: one of these."""
+
+    unsupported: ClassVar[Mapping[str, UnsupportedField]] = STRUCTURED_OUTPUTS
+
+    json_: GuideJson | None = Field(None, alias="json", description="A JSON schema.")
+    regex: GuideText | None = Field(None, description="A regular expression that matches all of the output.")
+    choice: GuideChoice | None = Field(None, description="Texts of which the output is one.")
+    grammar: GuideText | None = Field(None, description="A grammar, in Lark or GBNF.")
+    json_object: bool | None = Field(None, description="Any JSON object.")
 
 
 class ModelBody(Strict):
@@ -252,6 +276,11 @@ class Body(GenerationBody):
         le=MAX_LOGPROBS,
         description="Tell the logprob of each token of the prompt, and of so many of the likeliest ones.",
     )
+    structured_outputs: StructuredOutputs | None = Field(None, description="What the output is held to.")
+    guided_json: GuideJson | None = Field(None, description="`structured_outputs.json`, by its older name.")
+    guided_regex: GuideText | None = Field(None, description="Likewise for `regex`.")
+    guided_choice: GuideChoice | None = Field(None, description="Likewise for `choice`.")
+    guided_grammar: GuideText | None = Field(None, description="Likewise for `grammar`.")
 
     def sampling(self, logprobs: int | None) -> SamplingParams:
         if self.stream and self.prompt_logprobs is not None:
@@ -286,8 +315,33 @@ class Body(GenerationBody):
             yield from self.response_format.ignored("response_format.")
             if self.response_format.json_schema is not None:
                 yield from self.response_format.json_schema.ignored("response_format.json_schema.")
+        if self.structured_outputs is not None:
+            yield from self.structured_outputs.ignored("structured_outputs.")
 
     def guide(self) -> GuideOrder | None:
+        """Return the form that the output is held to; None: any.
+
+        Raises:
+            BadSampling: several forms are asked for, or `response_format` contradicts itself.
+        """
+        guides = _guides(
+            *("guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        )
+        if (newer := self.structured_outputs) is not None:
+            guides |= _guides(
+                *("structured_outputs.", newer.json_, newer.regex, newer.choice, newer.grammar),
+                is_object=newer.json_object,
+            )
+        if (by_format := self._format_guide()) is not None:
+            guides["response_format"] = by_format
+        if len(guides) > 1:
+            raise BadSampling(
+                f"an output can be held to one form, given: {', '.join(f'`{name}`' for name in guides)}; "
+                "leave all but one out"
+            )
+        return next(iter(guides.values()), None)
+
+    def _format_guide(self) -> GuideOrder | None:
         match self.response_format:
             case ResponseFormat(type="text" | "json_object", json_schema=JsonSchema()):
                 raise BadSampling(
@@ -322,6 +376,30 @@ def seeds(sampling: SamplingParams, num_answers: int) -> list[SamplingParams]:
     seed = sampling.seed
     wrapped = [(seed + index + 2**63) % 2**64 - 2**63 for index in range(num_answers)]
     return [replace(sampling, seed=one) for one in wrapped]
+
+
+def _guides(
+    prefix: str,
+    schema: dict[str, object] | str | None,
+    regex: str | None,
+    choice: list[str] | None,
+    grammar: str | None,
+    is_object: bool | None = False,
+) -> dict[str, GuideOrder]:
+    """Return the forms that fields of vLLM ask for, by name behind `prefix`; an empty text asks for none."""
+    guides = {}
+    if schema is not None and schema != "":
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        guides[f"{prefix}json"] = GuideOrder("json_schema", text)
+    if regex:
+        guides[f"{prefix}regex"] = GuideOrder("regex", regex)
+    if choice:
+        guides[f"{prefix}choice"] = GuideOrder("lark", choice_grammar(choice))
+    if grammar:
+        guides[f"{prefix}grammar"] = GuideOrder("grammar", grammar)
+    if is_object:
+        guides[f"{prefix}json_object"] = GuideOrder("json_object")
+    return guides
 
 
 def _bias(bias_by_token: dict[str, float] | None) -> dict[int, float]:

@@ -51,14 +51,13 @@ def _fields(
     return {name: UnsupportedField(neutral, instead, like) for name in names.split()}
 
 
-_SCHEMA = "hold the output to a JSON schema by `response_format`, or leave it out"
+_SCHEMA = "hold the output to a form by `response_format` or `structured_outputs`, or leave it out"
 _TO_TEMPLATE = "put what the model's chat template reads into `chat_template_kwargs`"
 
 #: Fields of vLLM, SGLang, llama.cpp, Ollama, TGI, text-generation-webui and of OpenAI's other endpoints.
 _EVERYWHERE = {
-    **_fields("guided_json guided_choice json_schema structural_tag", instead=_SCHEMA),
-    **_fields("guided_regex guided_grammar grammar grammar_string regex ebnf format", "", instead=_SCHEMA),
-    **_fields("structured_outputs", {}, instead=_SCHEMA),
+    **_fields("json_schema structural_tag guided_whitespace_pattern", instead=_SCHEMA),
+    **_fields("grammar grammar_string regex ebnf format", "", instead=_SCHEMA),
     **_fields("max_new_tokens max_output_tokens", like="max_tokens"),
     **_fields("n_predict num_predict", -1, like="max_tokens"),
     **_fields("max_length", instead="use `max_tokens`"),  # of prompt and output together
@@ -101,7 +100,7 @@ CHAT = _EVERYWHERE | {
     **_fields("reasoning", {}, {"effort": None}, instead=f"use `reasoning_effort`, or {_TO_TEMPLATE}"),
     **_fields("documents", [], instead=_TO_TEMPLATE),
     **_fields("verbosity", "medium", instead=_TO_TEMPLATE),
-    **_fields("continue_final_message add_special_tokens echo", False),
+    **_fields("add_special_tokens echo", False),
     **_fields("chat_template suffix", ""),
     **_fields("best_of", 1),
     **_fields("audio web_search_options"),
@@ -112,6 +111,7 @@ CHAT = _EVERYWHERE | {
 COMPLETION = _EVERYWHERE | {
     **_fields("top_logprobs", 0, instead="set `logprobs` to how many are wanted"),
     **_fields("messages tools functions", [], instead="use `/v1/chat/completions`"),
+    **_fields("continue_final_message", False, instead="use `/v1/chat/completions`"),
     **_fields("add_special_tokens", True),
 }
 _BY_MODEL = "leave it out: embeddings have as many numbers as the model's hidden states"
@@ -167,7 +167,7 @@ RESPONSE = {
 RESPONSE_TEXT = _fields("verbosity", "medium", instead=_TO_TEMPLATE)
 #: Of a message. Other fields of one reach the chat template.
 MESSAGE = {
-    **_fields("prefix partial", False, instead="end with a message of the user: none is continued"),
+    **_fields("prefix partial", False, instead="set `continue_final_message` of the body"),
     **_fields("images", [], instead="send text"),
     **_fields("audio", instead="send text"),
     **_fields("function_call", instead="use `tool_calls`"),
@@ -205,6 +205,10 @@ OLLAMA_OPTIONS = {
 OLLAMA_EMBED = _fields("images", [], instead="send text") | _fields(
     "dimensions", 0, instead="leave it out: an embedding has as many numbers as the model is wide"
 )
+STRUCTURED_OUTPUTS = {
+    **_fields("structural_tag whitespace_pattern"),
+    **_fields("disable_any_whitespace disable_additional_properties", False),
+}
 RESPONSE_FORMAT = _fields("schema value", instead="use the type `json_schema` with `json_schema.schema`")
 
 

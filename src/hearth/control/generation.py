@@ -28,6 +28,7 @@ class ChatPrompt:
     messages: Sequence[Message]
     tools: Sequence[Json] | None = None
     has_turn: bool = True  #: the prompt ends with the beginning of the assistant's turn
+    is_continued: bool = False  #: the prompt ends within the last message, which the answer continues
     extra: dict[str, Json] = field(default_factory=dict)
 
 

@@ -83,7 +83,12 @@ class PromptEncoder:
         self, tokenizer: Tokenizer, chat: ChatPrompt, max_chars: int, add_special_tokens: bool
     ) -> tuple[int, ...]:
         text = tokenizer.chat_text(
-            chat.messages, chat.tools, chat.has_turn, limit_s=self._template_s, **chat.extra
+            chat.messages,
+            chat.tools,
+            chat.has_turn,
+            continue_final_message=chat.is_continued,
+            limit_s=self._template_s,
+            **chat.extra,
         )
         _check_length(text, max_chars)
         return tuple(tokenizer.encode(text, add_special_tokens))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hearth.errors import BadGuide, GuideStuck
-from hearth.text.grammar import grammar_of, refusal
+from hearth.text.grammar import grammar_of, parser_limits, refusal
 from hearth.types import FinishReason, GuideSpec
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Guides:
         from llguidance import LLMatcher
 
         tokenizer = self._built_tokenizer()
-        matcher = LLMatcher(tokenizer, grammar_of(spec), log_level=0)
+        matcher = LLMatcher(tokenizer, grammar_of(spec), log_level=0, limits=parser_limits())
         # Where the model has no end token at all, llguidance has chosen one.
         guide = GrammarGuide(matcher, tokenizer.eos_tokens, avoids_end=ignore_eos or not self._eos_ids)
         if guide.is_stuck:

@@ -20,6 +20,7 @@ from hearth.model_files import MAX_TEMPLATE_BYTES, brief
 from hearth.text.template_filters import MAX_WIDTH
 from hearth.text.template_meter import METER, Meter, OverLimit, joined, walked
 from hearth.text.template_sandbox import MeteredEnvironment
+from hearth.text.template_tools import TemplateTools
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 Message: TypeAlias = Mapping[str, Json]
@@ -31,6 +32,10 @@ RENDER_S = 2.0
 
 #: The longest that a template may take to be compiled.
 COMPILE_S = 10.0
+
+#: Stands behind the text of a message that is to be continued, to find where that ends in the prompt. Where
+#: the template has stripped the space, it would have stripped that of the message, too.
+_FINAL_MARK = "CONTINUE_FINAL_MESSAGE_HERE "
 
 #: The errors that Python raises when a template meets a value of another kind than it expects.
 _MISFITS = (
@@ -58,6 +63,7 @@ class ChatTemplate:
         self.text = "\n".join(sources.values())  #: of all templates, as they are written
         self._special_tokens = dict(special_tokens)
         self._templates = {name: _compile(source, name, origin) for name, source in sources.items()}
+        self._tools = {name: TemplateTools.of(source) for name, source in sources.items()}
 
     def render(
         self,
@@ -65,17 +71,22 @@ class ChatTemplate:
         tools: Sequence[Json] | None = None,
         add_generation_prompt: bool = True,
         *,
+        continue_final_message: bool = False,
         limit_s: float = RENDER_S,
         **extra: Json,
     ) -> str:
         """Return the text of a prompt. `extra` reaches the template under its own names.
+
+        With `continue_final_message` the prompt ends where the text of the last message does.
 
         Raises:
             BadPrompt: the template refuses these messages, or cannot render them.
             BadTokenizer: the template leaves its sandbox, takes longer than `limit_s`, or makes too much.
         """
         _check_messages(messages)
-        name = TOOL_USE if tools is not None and TOOL_USE in self._templates else DEFAULT
+        if continue_final_message:
+            messages = [*messages[:-1], _marked(messages[-1])]
+        name = self._name(tools)
         variables = {
             "messages": messages,
             "tools": tools,
@@ -86,7 +97,8 @@ class ChatTemplate:
         }
         token = METER.set(Meter(limit_s))
         try:
-            return joined(self._templates[name].generate(variables))
+            text = joined(self._templates[name].generate(variables))
+            return _up_to_mark(text) if continue_final_message else text
         except _Refused as refusal:
             raise BadPrompt(f"the chat template refuses these messages: {refusal.message}") from refusal
         except OverLimit as excess:
@@ -105,6 +117,24 @@ class ChatTemplate:
             ) from misfit
         finally:
             METER.reset(token)
+
+    def in_words(self, messages: Sequence[Message], tools: Sequence[Json] | None) -> Sequence[Message]:
+        """Return the messages with all that the template does not know of tools as text.
+
+        Raises:
+            BadPrompt: a tool or a call is not as OpenAI's API has it.
+        """
+        _check_messages(messages)
+        try:
+            return self._tools[self._name(tools)].in_words(messages, tools)
+        except (LookupError, TypeError, AttributeError, ValueError) as misfit:
+            raise BadPrompt(
+                f"a tool or a tool call cannot be written as text: {type(misfit).__name__}: {misfit}; "
+                "send them as OpenAI's API has them"
+            ) from misfit
+
+    def _name(self, tools: Sequence[Json] | None) -> str:
+        return TOOL_USE if tools is not None and TOOL_USE in self._templates else DEFAULT
 
 
 class _Refused(TemplateError):
@@ -157,6 +187,26 @@ def _check_messages(messages: Sequence[Message]) -> None:
             raise BadPrompt(
                 f"message {index} must be a mapping with `role` and `content`, given: {message!r:.80}"
             )
+
+
+def _marked(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, str):
+        raise BadPrompt(
+            f"the last message is to be continued, so its `content` must be text, given: {content!r:.80}"
+        )
+    return {**message, "content": content + _FINAL_MARK}
+
+
+def _up_to_mark(text: str) -> str:
+    """Return a prompt up to the mark behind the last message; a template may strip what it writes."""
+    end = text.rfind(_FINAL_MARK.strip())
+    if end < 0:
+        raise BadPrompt(
+            "the last message is to be continued, but the chat template does not write all of its text; "
+            "end with a message of the user"
+        )
+    return text[:end] if text.startswith(_FINAL_MARK, end) else text[:end].rstrip()
 
 
 def _raise_exception(message: object) -> NoReturn:

@@ -1,39 +1,75 @@
-"""Turns schemas and grammars into the form that llguidance takes, and checks them. Guides no output."""
+"""Turns schemas, grammars and expressions into what llguidance takes, and checks them. Guides no output."""
 
 from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from hearth.errors import BadGuide
 from hearth.types import GuideSpec
 
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
+
 #: The space between the parts of a JSON value: at most one. A model that may write more can do so for ever.
 _WHITESPACE = "[ ]?"
 _ANY_OBJECT = '{"type": "object"}'
+#: The most that llguidance may make of the expressions of a guide, in its own unit. By its default, which is
+#: ten times as much, `(a{1000}){1000}` held up a worker's steps for seconds. 5,000 words take more than half.
+_LEXER_FUEL = 100_000
+#: The most characters of llguidance's reason that a client is told: it may quote all that was sent.
+_MAX_REASON_CHARS = 300
+_NAMES = {"lark": "the grammar", "grammar": "the grammar", "regex": "the regular expression"}
 
 
 def grammar_of(spec: GuideSpec) -> str:
     """Return the grammar of a guide. Raises BadGuide for a schema that is none."""
     from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
 
-    if spec.kind == "lark":
-        return LLMatcher.grammar_from_lark(spec.text)
     try:
+        match spec.kind:
+            case "lark":
+                return LLMatcher.grammar_from_lark(spec.text)
+            case "grammar":
+                return LLMatcher.grammar_from_lark(any_to_lark(spec.text))
+            case "regex":
+                return LLMatcher.grammar_from_regex(spec.text)
         return LLMatcher.grammar_from_json_schema(
             _ANY_OBJECT if spec.kind == "json_object" else spec.text,
             overrides={"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE},
         )
-    except ValueError as error:
-        raise refusal(spec, str(error)) from error
+    except Exception as error:  # the reader of GBNF has no class of its own for all that it finds
+        raise refusal(spec, f"{error}") from error
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """Return a grammar, in llguidance's dialect of Lark, of nothing but one of these texts."""
+    return f"start: {' | '.join(map(json.dumps, choices))}"
 
 
 def check_guide(spec: GuideSpec) -> None:
     """Raise BadGuide for a guide that no model could be held to."""
     from llguidance import LLMatcher
 
-    if problem := LLMatcher.validate_grammar(grammar_of(spec)):
+    if problem := LLMatcher.validate_grammar(grammar_of(spec), limits=parser_limits()):
         raise refusal(spec, problem)
 
 
+def parser_limits() -> LLParserLimits:
+    """Return how much work a guide may be for llguidance."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(initial_lexer_fuel=_LEXER_FUEL)
+
+
 def refusal(spec: GuideSpec, reason: str) -> BadGuide:
-    what = "the grammar" if spec.kind == "lark" else "the JSON schema"
+    what = _NAMES.get(spec.kind, "the JSON schema")
     first = reason.partition("<state>")[0].strip()  # behind it follows a dump for llguidance's authors
-    return BadGuide(f"{what} cannot guide an output: {first}; correct it, or leave it out")
+    if spec.kind == "regex" and (named := re.search("error: (.+)", first)):
+        first = named[1]  # before it stands the expression, twice
+    return BadGuide(
+        f"{what} cannot guide an output: {first:.{_MAX_REASON_CHARS}}; correct it, or leave it out"
+    )

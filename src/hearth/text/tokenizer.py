@@ -119,16 +119,27 @@ class Tokenizer:
         tools: Sequence[Json] | None = None,
         add_generation_prompt: bool = True,
         *,
+        continue_final_message: bool = False,
         limit_s: float = RENDER_S,
         **extra: Json,
     ) -> str:
-        """Return a prompt as the template writes it; `extra` reaches the template, also `documents`."""
+        """Return a prompt as the template writes it; `extra` reaches the template, also `documents`.
+
+        Tools, calls and results that the template does not know are text of messages.
+        """
         if self._chat_template is None:
             raise BadPrompt(
                 "this model has no chat template, so it takes no messages; "
                 "send a plain prompt, or add a `chat_template.jinja` to the model's directory"
             )
-        return self._chat_template.render(messages, tools, add_generation_prompt, limit_s=limit_s, **extra)
+        return self._chat_template.render(
+            self._chat_template.in_words(messages, tools),
+            tools,
+            add_generation_prompt,
+            continue_final_message=continue_final_message,
+            limit_s=limit_s,
+            **extra,
+        )
 
     def chat_prompt(
         self,
@@ -136,11 +147,19 @@ class Tokenizer:
         tools: Sequence[Json] | None = None,
         add_generation_prompt: bool = True,
         *,
+        continue_final_message: bool = False,
         limit_s: float = RENDER_S,
         **extra: Json,
     ) -> list[int]:
         """Return `chat_text` in tokens; the template has written the special ones, so none are added."""
-        text = self.chat_text(messages, tools, add_generation_prompt, limit_s=limit_s, **extra)
+        text = self.chat_text(
+            messages,
+            tools,
+            add_generation_prompt,
+            continue_final_message=continue_final_message,
+            limit_s=limit_s,
+            **extra,
+        )
         return self.encode(text, add_special_tokens=False)
 
 

@@ -1,9 +1,13 @@
 """Tool calls as models write them: which format a template speaks, calls out of a stream, calls by grammar.
 
-Does not know the API's objects and calls no tool. Two formats are known, the others pass through as text:
+Does not know the API's objects and calls no tool. Three formats are known, others pass through as text:
 
     Hermes, Qwen   <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number, text around them
     Llama 3        {"name": ..., "parameters": {...}} from the first character on, `;` between several
+    JSON           {"name": ..., "arguments": {...}} from the first character on, a line for each
+
+The last one is what models are asked for whose template says nothing of tools (`template_tools.py`), and what
+those are held to whose own format is not known, where a request demands a call.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from hearth.text.chat_template import Json
+from hearth.text.template_tools import TemplateTools
 
 
 class ToolFormat(StrEnum):
@@ -23,6 +28,7 @@ class ToolFormat(StrEnum):
 
     HERMES = "hermes"
     LLAMA3 = "llama3"
+    JSON = "json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +72,12 @@ _TAGGED_MARK, _BARE_MARK, _CLOSE_MARK = re.compile(f'"|{CLOSE}'), re.compile('["
 
 
 def tool_format(template_text: str | None) -> ToolFormat | None:
-    """Return the format of calls that a template tells a model to write; None: none that is known here."""
+    """Return the format of calls that a model is told to write; None: its template tells another one."""
     match template_text:
         case None:
             return None
+        case text if not TemplateTools.of(text).has_tools:
+            return ToolFormat.JSON
         # The second mark is that of calls in XML, which use the same tags.
         case text if OPEN in text and "<function=" not in text:
             return ToolFormat.HERMES
@@ -86,10 +94,11 @@ def call_grammar(
 
     `tags_are_tokens`: the vocabulary has one for `<tool_call>`; then a grammar must name it as a token.
     """
-    key = "arguments" if format is ToolFormat.HERMES else "parameters"
+    key = "parameters" if format is ToolFormat.LLAMA3 else "arguments"
     call = f"call: %json {json.dumps(_call_schema(tools, key))}\n"
-    if format is ToolFormat.LLAMA3:
-        return f"start: call\n{call}"
+    if format is not ToolFormat.HERMES:
+        several = ' ("\\n" call)*' if may_repeat and format is ToolFormat.JSON else ""
+        return f"start: call{several}\n{call}"
     again = ' ("\\n" tagged)*' if may_repeat else ""
     begin, end = (OPEN, CLOSE) if tags_are_tokens else (f'"{OPEN}"', f'"{CLOSE}"')
     return f'start: tagged{again}\ntagged: {begin} "\\n" call "\\n" {end}\n{call}'
@@ -112,11 +121,17 @@ def _call_schema(tools: Sequence[Tool], key: str) -> Json:
 
 
 def _moved(parameters: Mapping[str, Json] | None, root: str) -> Json:
-    """Return a tool's schema for a place inside another, with its references moved to `root`."""
+    """Return a tool's schema for a place inside another, with its references moved to `root`.
+
+    Objects that do not say otherwise have no properties but those that are named: a small model would invent
+    more and more of them. What `allOf` puts together stays open, since each part would forbid the others.
+    """
+    is_closed = "allOf" not in json.dumps(parameters)
 
     def moved(node: Json) -> Json:
         if isinstance(node, Mapping):
-            return {
+            closed: Json = {"additionalProperties": False} if is_closed and _is_silent_object(node) else {}
+            return closed | {
                 name: root + value[1:]
                 if name == "$ref" and isinstance(value, str) and value.startswith("#")
                 else moved(value)
@@ -127,6 +142,20 @@ def _moved(parameters: Mapping[str, Json] | None, root: str) -> Json:
         return node
 
     return moved(parameters or {"type": "object", "properties": {}})
+
+
+#: Keywords by which an object has, or may have, more properties than those that are named.
+_OPENING = frozenset(
+    [
+        *("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames"),
+        *("anyOf", "oneOf", "if", "$ref", "dependentSchemas", "minProperties"),
+    ]
+)
+
+
+def _is_silent_object(node: Mapping[str, Json]) -> bool:
+    is_object = node.get("type") == "object" and isinstance(node.get("properties"), Mapping)
+    return is_object and not _OPENING & node.keys()
 
 
 class ToolParser:

@@ -22,7 +22,9 @@ from hearth.text.tokenizer import Tokenizer
 from hearth.text.tool_calls import OPEN, Tool, ToolFormat, call_grammar, tool_format
 
 #: Variables that the service itself hands to a template.
-_RESERVED = frozenset(["self", "messages", "tools", "add_generation_prompt", "limit_s"])
+_RESERVED = frozenset(
+    ["self", "messages", "tools", "add_generation_prompt", "continue_final_message", "limit_s"]
+)
 #: What a parser has made is JSON. To find that out, pydantic would call Python for each value in it.
 ParsedJson = SkipValidation[JsonValue]
 #: The most messages of a conversation.
@@ -137,6 +139,11 @@ class ChatBody(Body):
     add_generation_prompt: bool | None = Field(
         None, description="False: the prompt ends with the last message, not with the beginning of an answer."
     )
+    continue_final_message: bool | None = Field(
+        None,
+        description="The answer goes on with the text of the last message, which is the assistant's; with "
+        "`add_generation_prompt` false, as it then is by default.",
+    )
 
     @property
     def uses_tools(self) -> bool:
@@ -161,7 +168,8 @@ class ChatBody(Body):
         chat = ChatPrompt(
             messages=[message.message(index) for index, message in enumerate(self.messages)],
             tools=None if tools is None else tools.shown(),
-            has_turn=self.add_generation_prompt is not False,
+            has_turn=self.add_generation_prompt is not False and not self.continue_final_message,
+            is_continued=bool(self.continue_final_message),
             extra=self._template_variables(),
         )
         keep_alive_s = self.keep_alive_s()
@@ -191,6 +199,7 @@ class ChatBody(Body):
 
     def _check(self) -> None:
         self._count_arguments()
+        self._check_continued()
         if self.top_logprobs is not None and not self.logprobs:
             raise BadSampling("`top_logprobs` needs `logprobs` to be true; set it, or leave both out")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
@@ -205,6 +214,22 @@ class ChatBody(Body):
             raise BadPrompt(
                 f"`chat_template_kwargs` must not set {', '.join(f'`{name}`' for name in sorted(reserved))}, "
                 "which the request sets otherwise; leave it out"
+            )
+
+    def _check_continued(self) -> None:
+        if not self.continue_final_message:
+            return
+        if self.add_generation_prompt:
+            raise BadPrompt(
+                "`continue_final_message` goes on with the last message and `add_generation_prompt` begins "
+                "another; set one of them to false"
+            )
+        last = self.messages[-1]
+        if last.role != "assistant" or last.tool_calls:
+            given = "one with `tool_calls`" if last.tool_calls else f"one of role `{last.role}`"
+            raise BadPrompt(
+                "`continue_final_message` needs a text of the assistant as the last message, given: "
+                f"{given}; end with one of role `assistant`, or leave it out"
             )
 
     def _count_arguments(self) -> None:
@@ -224,7 +249,10 @@ class _Tools:
     def __init__(self, body: ChatBody, tokenizer: Tokenizer) -> None:
         self._body = body
         self._tools: Sequence[ToolBody] = body.tools or []
+        self._demands_call = body.tool_choice not in (None, "none", "auto")
         self._format = tool_format(tokenizer.chat_template_text)
+        if self._format is None and self._demands_call:
+            self._format = ToolFormat.JSON  # whatever the template asks for, the model is held to it
         tag = tokenizer.encode(OPEN, add_special_tokens=False)
         self._tags_are_tokens = len(tag) == 1
         #: The tags are tokens that are left out of an answer's text unless one asks for them.
@@ -241,18 +269,14 @@ class _Tools:
 
     def guide(self) -> GuideOrder | None:
         """Return a grammar of calls, where the request demands a call."""
-        choice = self._body.tool_choice
-        if choice in (None, "none", "auto"):
+        if self._format is None or not self._demands_call:
             return None
-        if self._format is None:
-            raise BadSampling(
-                "`tool_choice` can demand a call only where the chat template has a known format for calls "
-                f"(Hermes, Qwen, Llama 3); that of `{self._body.model}` has none: use `auto`"
-            )
         if self._body.guide() is not None:
             raise BadSampling(
-                "`tool_choice` demands a call and `response_format` another output; leave one out"
+                "`tool_choice` demands a call, and `response_format`, `structured_outputs` or a field of "
+                "`guided_json` to `guided_grammar` another output; leave one out"
             )
+        choice = self._body.tool_choice
         named = choice.function.name if isinstance(choice, NamedTool) else None
         tools = [
             Tool(tool.function.name, tool.function.parameters)
@@ -261,7 +285,11 @@ class _Tools:
         ]
         if not tools:
             raise BadSampling(f"`tool_choice` names `{named}`, which is not among the `tools`; add it there")
-        may_repeat = named is None and self._body.parallel_tool_calls is not False
+        # A model that has never learnt to write calls would go on and on, unless several are asked for.
+        may_repeat = self._body.parallel_tool_calls
+        if may_repeat is None:
+            may_repeat = self._format is not ToolFormat.JSON
+        may_repeat = may_repeat and named is None
         grammar = call_grammar(
             self._format, tools, may_repeat=may_repeat, tags_are_tokens=self._tags_are_tokens
         )

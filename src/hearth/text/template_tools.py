@@ -1,0 +1,120 @@
+"""Says in words what a chat template cannot write: tools, calls of them and their results. Renders nothing.
+
+A template that knows nothing of tools would leave them out in silence, or refuse a message of role `tool`. So
+that becomes text of messages which it knows, and calls are JSON objects, `ToolFormat.JSON`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hearth.text.chat_template import Json, Message
+
+_TOOLS = re.compile(r"\btools\b")
+_TOOL_ROLE = re.compile("""['"]tool['"]""")
+_FUNCTIONS = """\
+You may call these functions, each described by a JSON object:
+{functions}
+To call one, answer with nothing but a JSON object: {{"name": <its name>, "arguments": <its arguments>}}"""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTools:
+    """The parts of tool use that a chat template writes itself, as the words in its source tell."""
+
+    has_tools: bool
+    has_calls: bool
+    has_results: bool
+
+    @classmethod
+    def of(cls, source: str) -> TemplateTools:
+        has_calls = "tool_calls" in source
+        # A template that knows calls, and writes whatever role a message has, means that of results, too.
+        has_results = has_calls or _TOOL_ROLE.search(source) is not None
+        return cls(_TOOLS.search(source) is not None, has_calls, has_results)
+
+    def in_words(self, messages: Sequence[Message], tools: Sequence[Json] | None) -> Sequence[Message]:
+        """Return a conversation in which all that the template does not write is text.
+
+        Raises:
+            LookupError, TypeError, ValueError: a tool or a call is not as OpenAI's API has it.
+        """
+        if not (self.has_calls and self.has_results):
+            messages = self._without_calls(messages)
+        if tools and not self.has_tools:
+            messages = _with_tools(messages, tools)
+        return messages
+
+    def _without_calls(self, messages: Sequence[Message]) -> Sequence[Message]:
+        told: list[Message] = []
+        names: dict[Json, Json] = {}  #: of functions, by the id of their call
+        follows_result = False
+        for message in messages:
+            calls = message.get("tool_calls")
+            is_result = message.get("role") == "tool" and not self.has_results
+            if isinstance(calls, Sequence):
+                names |= {_id(call): _function(call)["name"] for call in calls}
+                if not self.has_calls:
+                    message = _with_calls(message, calls)
+            if is_result:
+                name = names.get(message.get("tool_call_id"), message.get("name"))
+                heading = "Result:" if name is None else f"Result of {name}:"
+                message = {"role": "user", "content": f"{heading}\n{_text(message)}"}
+            # Many templates want users and assistants to take turns.
+            follows_user = bool(told) and told[-1].get("role") == message.get("role") == "user"
+            if follows_user and (is_result or follows_result):
+                told[-1] = {**told[-1], "content": f"{_text(told[-1])}\n\n{_text(message)}"}
+            else:
+                told.append(message)
+            follows_result = is_result
+        return told
+
+
+def _with_tools(messages: Sequence[Message], tools: Sequence[Json]) -> list[Message]:
+    """Return the messages with the tools in the first one: not all templates know a role `system`."""
+    listed = _FUNCTIONS.format(functions="\n".join(_json(_function(tool)) for tool in tools))
+    first = messages[0]
+    if first.get("role") not in ("system", "user"):
+        return [{"role": "user", "content": listed}, *messages]
+    texts = [_text(first), listed] if first["role"] == "system" else [listed, _text(first)]
+    return [{**first, "content": "\n\n".join(texts)}, *messages[1:]]
+
+
+def _with_calls(message: Message, calls: Sequence[Json]) -> Message:
+    """Return a message of the assistant with its calls in its text."""
+    texts = [text] if (text := _text(message)) else []
+    for function in map(_function, calls):
+        arguments = function["arguments"]
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        texts.append(_json({"name": function["name"], "arguments": arguments}))
+    others = {key: value for key, value in message.items() if key != "tool_calls"}
+    return others | {"content": "\n".join(texts)}
+
+
+def _function(part: Json) -> Mapping[str, Json]:
+    """Return the function of a tool or of a call."""
+    function = part.get("function") if isinstance(part, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise TypeError(f"it has no `function`: {part!r:.80}")
+    return function
+
+
+def _id(call: Json) -> Json:
+    return call.get("id") if isinstance(call, Mapping) else None
+
+
+def _text(message: Message) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    return "" if content is None else _json(content)
+
+
+def _json(value: Json) -> str:
+    return json.dumps(value, ensure_ascii=False)
