@@ -177,7 +177,7 @@ def test_errors_are_those_of_the_client(client: anthropic.Anthropic) -> None:
 
     with pytest.raises(anthropic.NotFoundError, match="no model is deployed under `absent`"):
         client.messages.create(model="absent", max_tokens=1, messages=QUESTION)
-    with pytest.raises(anthropic.BadRequestError, match="must end with one of role `user`"):
-        client.messages.create(
-            model=MODEL, max_tokens=1, messages=[*QUESTION, {"role": "assistant", "content": "The"}]
-        )
+    with pytest.raises(
+        anthropic.BadRequestError, match="`max_tokens`: input should be greater than or equal"
+    ):
+        client.messages.create(model=MODEL, max_tokens=0, messages=QUESTION)

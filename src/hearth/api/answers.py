@@ -36,7 +36,11 @@ class Answers:
         self._heartbeat_s = heartbeat_s
 
     def completion(
-        self, body: CompletionBody, dialect: Dialect, request: Request, ignored_fields: tuple[str, ...] | None = None
+        self,
+        body: CompletionBody,
+        dialect: Dialect,
+        request: Request,
+        ignored_fields: tuple[str, ...] | None = None,
     ) -> Answer:
         """Return the response that continues a text.
 
@@ -62,7 +66,11 @@ class Answers:
         return self._answer(body.answer_spec(dialect, tokenizer), request, ignored_fields)
 
     def embedding(
-        self, body: EmbeddingBody, dialect: Dialect, request: Request, ignored_fields: tuple[str, ...] | None = None
+        self,
+        body: EmbeddingBody,
+        dialect: Dialect,
+        request: Request,
+        ignored_fields: tuple[str, ...] | None = None,
     ) -> Answer:
         """Return the response that has the embeddings of texts; the rest is as in `completion`."""
         _check_pin(body, request)

@@ -152,9 +152,14 @@ class ConversationMessage(Strict):
 
     @property
     def has_thinking(self) -> bool:
-        return not isinstance(self.content, str) and any(
-            isinstance(block, ThinkingBlock) for block in self.content
-        )
+        return self._has(ThinkingBlock)
+
+    @property
+    def has_tool_use(self) -> bool:
+        return self._has(ToolUseBlock)
+
+    def _has(self, kind: type[Strict]) -> bool:
+        return not isinstance(self.content, str) and any(isinstance(block, kind) for block in self.content)
 
     def _refuse_unless(self, role: str, kind: str, index: int, number: int) -> None:
         if self.role != role:
@@ -251,17 +256,23 @@ class ConversationBody(Strict):
         return {
             "model": self.model,
             "messages": messages,
+            "continue_final_message": self._is_begun or None,
             "tools": None if self.tools is None else [tool.tool() for tool in self.tools],
             "tool_choice": None if choice is None else choice.choice(),
             "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
             **self._output_fields(),
         }
 
+    @property
+    def _is_begun(self) -> bool:
+        """True if the conversation ends with the beginning of the answer, which is to go on from there."""
+        return self.messages[-1].role == "assistant"
+
     def _messages(self) -> list[MessageBody]:
-        if self.messages[-1].role == "assistant":
+        if self._is_begun and self.messages[-1].has_tool_use:
             raise BadPrompt(
-                "`messages` must end with one of role `user`: an answer that the assistant has begun is not "
-                "continued; leave the last one out"
+                f"`messages[{len(self.messages) - 1}]` uses tools, and nothing tells what came of that; end "
+                "with the blocks of type `tool_result`"
             )
         system = [] if not self.system else [MessageBody(role="system", content=_text(self.system))]
         name_by_id: dict[str, str] = {}

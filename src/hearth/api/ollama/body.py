@@ -78,7 +78,7 @@ class OllamaOptions(Strict):
 
 
 class OllamaBody(Strict):
-    """What is asked of a model, and how it is to be answered."""
+    """A question to a model, and how it is to be answered."""
 
     unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.OLLAMA
 

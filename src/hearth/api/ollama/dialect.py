@@ -54,7 +54,7 @@ class OllamaDialect:
 
     @property
     def head(self) -> bytes:
-        """What every object begins with."""
+        """The beginning of every object."""
         return encode({"model": self.model, "created_at": self.created_at})[:-1]
 
     @property
