@@ -177,10 +177,10 @@ class ToolDefinition(Strict):
     strict: bool | None = Field(None, description="Kept where `tool_choice` demands a call.")
 
     def tool(self) -> ToolBody:
-        function = FunctionBody(name=self.name, parameters=self.input_schema)
-        if self.description is not None:  # what is not given is not shown to the model, not even as null
-            function.description = self.description
-        return ToolBody(type="function", function=function)
+        # What is not given is not shown to the model, not even as null.
+        described = {} if self.description is None else {"description": self.description}
+        function = {"name": self.name, **described, "parameters": self.input_schema}
+        return ToolBody(type="function", function=FunctionBody.model_validate(function))
 
 
 class ToolChoice(Strict):
@@ -288,7 +288,7 @@ class ConversationBody(Strict):
         fields: dict[str, object] = {"reasoning_effort": config.effort}
         if config.format is not None:
             fields["response_format"] = ResponseFormat(
-                type="json_schema", json_schema=JsonSchema(schema=config.format.schema_)
+                type="json_schema", json_schema=JsonSchema.model_validate({"schema": config.format.schema_})
             )
         return fields
 

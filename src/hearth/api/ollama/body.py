@@ -120,7 +120,7 @@ class OllamaBody(Strict):
             "stream": self.stream is not False,
             "keep_alive": self.keep_alive,
             "response_format": self._response_format(),
-            **(self.options or OllamaOptions()).fields(),
+            **(self.options or OllamaOptions.model_validate({})).fields(),
         }
 
     def _response_format(self) -> ResponseFormat | None:
@@ -130,7 +130,8 @@ class OllamaBody(Strict):
             case "json":
                 return ResponseFormat(type="json_object")
             case dict() as schema:
-                return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=dict(schema)))
+                held_to = JsonSchema.model_validate({"schema": schema})
+                return ResponseFormat(type="json_schema", json_schema=held_to)
 
     @property
     def ignored_fields(self) -> tuple[str, ...]:
