@@ -90,6 +90,14 @@ def test_tools_and_their_results_are_messages_of_chat(gateway: FakeGateway) -> N
     assert asked == {"role": "user", "content": "So?"}
 
 
+def test_a_message_of_nothing_that_is_read_is_an_empty_one(gateway: FakeGateway) -> None:
+    for content in ([], [{"type": "thinking", "thinking": "Hm."}], ""):
+        response = ask(gateway, messages=[{"role": "user", "content": content}])
+
+        assert response.status_code == 200, response.text
+        assert prompt_of(gateway).messages == [{"role": "user", "content": ""}]
+
+
 def test_an_answer_that_the_last_message_begins_goes_on(gateway: FakeGateway) -> None:
     ask(gateway, messages=[*HI, {"role": "assistant", "content": "Hel"}])
 

@@ -293,6 +293,7 @@ def test_not_to_think_reaches_the_template(gateway: FakeGateway) -> None:
         ({"options": {"top_p": 2}}, "`options.top_p`: input should be less than or equal to 1, given: 2"),
         ({"options": {"num_predict": 0}}, "`options.num_predict` must be 1 at least"),
         ({"options": {"stop": [""]}}, "`options.stop` holds an empty text"),
+        ({"options": {"stop": ["x"] * 17}}, "`options.stop`: at most 16 stop strings are looked for"),
         ({"options": {"mirostat": 2}}, "`options.mirostat` is not supported"),
         ({"messages": [{"role": "user", "content": "Hi", "images": ["abc"]}]}, "`messages[0].images` is not"),
         ({"messages": [{"role": "cat", "content": "Hi"}]}, "`messages[0].role`: input should be 'system'"),

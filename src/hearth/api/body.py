@@ -91,6 +91,7 @@ TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 TopK = Annotated[int, Field(ge=-1, le=MAX_INT)]
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_INT)]
 StopList = Annotated[list[Stop], Field(fail_fast=True), BeforeValidator(_few_stops)]
+Stops = Annotated[Stop | Annotated[list[Stop], Field(fail_fast=True)] | None, BeforeValidator(_few_stops)]
 
 
 class Strict(BaseModel):
@@ -222,9 +223,7 @@ class GenerationBody(ModelBody):
     stream: bool | None = Field(None, description="Send the answer in pieces, as server-sent events.")
     temperature: Temperature | None = Field(None, description="0 is greedy.")
     top_p: TopP | None = None
-    stop: Annotated[
-        Stop | Annotated[list[Stop], Field(fail_fast=True)] | None, BeforeValidator(_few_stops)
-    ] = Field(
+    stop: Stops = Field(
         None,
         description=f"Up to {MAX_STOPS} texts at which the answer ends; {MAX_STOP_CHARS} characters in all.",
     )

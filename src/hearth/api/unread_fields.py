@@ -172,7 +172,7 @@ MESSAGE = {
     **_fields("audio", instead="send text"),
     **_fields("function_call", instead="use `tool_calls`"),
 }
-#: Of Anthropic's messages. They know no other fields of the dialects that are not theirs.
+#: Of Anthropic's messages, and of other APIs whose fields people may expect there.
 _BY_CHAT = "use `/v1/chat/completions`, which has it"
 MESSAGES = {
     **_fields("mcp_servers", []),

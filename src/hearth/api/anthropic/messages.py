@@ -126,6 +126,7 @@ class ConversationMessage(Strict):
             return
         texts: list[str] = []
         calls: list[CalledTool] = []
+        has_results = False
         for number, block in enumerate(self.content):
             match block:
                 case TextBlock():
@@ -136,6 +137,7 @@ class ConversationMessage(Strict):
                     calls.append(_call(block, f"messages[{index}].content[{number}]"))
                 case ToolResultBlock():
                     self._refuse_unless("user", block.type, index, number)
+                    has_results = True
                     if texts:
                         yield MessageBody(role=self.role, content="\n".join(texts))
                         texts = []
@@ -147,7 +149,7 @@ class ConversationMessage(Strict):
                     )
                 case ThinkingBlock():
                     pass
-        if texts or calls or not self.content or self.role != "user":
+        if texts or not has_results:
             yield MessageBody(role=self.role, content="\n".join(texts), tool_calls=calls or None)
 
     @property

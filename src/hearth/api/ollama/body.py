@@ -19,8 +19,7 @@ from hearth.api.body import (
     ModelName,
     ResponseFormat,
     Seed,
-    Stop,
-    StopList,
+    Stops,
     Strict,
     Temperature,
     Text,
@@ -49,7 +48,7 @@ class OllamaOptions(Strict):
     top_p: TopP | None = Field(None, description="Without, 0.9.")
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     seed: Seed | None = None
-    stop: Stop | StopList | None = None
+    stop: Stops = None
     repeat_penalty: float | None = Field(
         None, gt=0, le=1e6, allow_inf_nan=False, description="Of all tokens of prompt and answer."
     )
