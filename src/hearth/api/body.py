@@ -29,7 +29,7 @@ from hearth.config import PACE_LIMITS, TARGET_LIMITS, parse_duration
 from hearth.errors import BadSampling, ConfigError
 from hearth.messages import GuideOrder
 from hearth.text.grammar import choice_grammar
-from hearth.types import MAX_LOGPROBS, SamplingParams
+from hearth.types import MAX_LOGPROBS, MAX_PENALTY, MIN_PENALTY, SamplingParams
 
 #: The largest integer that fits the wire and the device.
 MAX_INT = 2**31 - 1
@@ -89,6 +89,7 @@ ModelName = Annotated[Text, Field(min_length=1, max_length=256)]
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
 TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 TopK = Annotated[int, Field(ge=-1, le=MAX_INT)]
+RepetitionPenalty = Annotated[float, Field(ge=MIN_PENALTY, le=MAX_PENALTY, allow_inf_nan=False)]
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_INT)]
 StopList = Annotated[list[Stop], Field(fail_fast=True), BeforeValidator(_few_stops)]
 Stops = Annotated[Stop | Annotated[list[Stop], Field(fail_fast=True)] | None, BeforeValidator(_few_stops)]
@@ -245,7 +246,7 @@ class GenerationBody(ModelBody):
     # As vLLM has them.
     top_k: TopK | None = None
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
-    repetition_penalty: float | None = Field(None, gt=0, le=1e6, allow_inf_nan=False)
+    repetition_penalty: RepetitionPenalty | None = None
     min_tokens: int | None = Field(None, ge=0, le=MAX_INT)
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None

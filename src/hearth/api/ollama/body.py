@@ -17,6 +17,7 @@ from hearth.api.body import (
     MAX_INT,
     JsonSchema,
     ModelName,
+    RepetitionPenalty,
     ResponseFormat,
     Seed,
     Stops,
@@ -49,9 +50,7 @@ class OllamaOptions(Strict):
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     seed: Seed | None = None
     stop: Stops = None
-    repeat_penalty: float | None = Field(
-        None, gt=0, le=1e6, allow_inf_nan=False, description="Of all tokens of prompt and answer."
-    )
+    repeat_penalty: RepetitionPenalty | None = Field(None, description="Of all tokens so far.")
     presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
 
