@@ -23,7 +23,14 @@ WRONG: list[tuple[Mapping[str, object], str]] = [
     ({"top_p": 1.1}, "`top_p` must be above 0 and at most 1, given: 1.1"),
     ({"min_p": -0.5}, "`min_p` must be at least 0 and at most 1, given: -0.5"),
     ({"min_p": 2}, "`min_p` must be at least 0 and at most 1, given: 2"),
-    ({"repetition_penalty": 0.0}, "`repetition_penalty` must be above 0, given: 0.0"),
+    (
+        {"repetition_penalty": 0.0},
+        "`repetition_penalty` must be at least 1e-06 and at most 1e+06, given: 0.0",
+    ),
+    (
+        {"repetition_penalty": 5e-324},
+        "`repetition_penalty` must be at least 1e-06 and at most 1e+06, given: 5",
+    ),
     ({"presence_penalty": 2.5}, "`presence_penalty` must be at least -2 and at most 2, given: 2.5"),
     ({"frequency_penalty": -3}, "`frequency_penalty` must be at least -2 and at most 2, given: -3"),
     ({"min_tokens": -1}, "`min_tokens` must be at least 0, given: -1"),

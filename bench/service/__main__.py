@@ -5,6 +5,7 @@ python -m bench.service [--save] [--only PART ...] [--quick]
     overhead    SmolLM2 in float32, 16 streams over HTTP, in turns with the engine alone
     rate        a tiny random decoder, 256 streams: tokens and events per second, processor time by process,
                 and where the gateway's threads are
+    dialects    the tiny decoder, the same streams in the words of every API, in turns with /v1/completions
     dispatch    a resident idle model: from the question to its first text, less what the engine takes for it
     watched     two services in turns, one with access log and traces, one without: short streams of a tiny
                 random decoder, and the processor time of each gateway
@@ -20,7 +21,7 @@ import json
 import tempfile
 import time
 from argparse import RawDescriptionHelpFormatter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import files
@@ -35,6 +36,7 @@ from bench.report import arguments, emit, percentiles, tell
 from bench.service.bare_engine import Bare, bare
 from bench.service.client import completion
 from bench.service.collector import collecting
+from bench.service.dialects import BARE_TEMPLATE, DIALECTS, DialectRun, Texts, ask_dialect
 from bench.service.process import Service, deploy, serving
 from bench.service.streams import Prompts, Round, Run, in_turn, rounds, stream_all
 from hearth.config import EngineConfig
@@ -48,6 +50,7 @@ AIM_OVERHEAD = 0.9
 AIM_TOKENS_PER_S = 10_000.0
 AIM_DISPATCH_S = 0.005
 AIM_WATCHED = 1.05
+AIM_DIALECT = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +62,12 @@ class Scale:
     rate_tokens: int = 384
     num_dispatches: int = 500
     watched_tokens: int = 64
+    dialect_streams: int = 64
+    dialect_tokens: int = 384
 
 
 #: To see that everything runs; its numbers mean nothing.
-QUICK = Scale(1, 4, 8, 32, 32, 20, 8)
+QUICK = Scale(1, 4, 8, 32, 32, 20, 8, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +157,54 @@ def rate(scale: Scale, place: Path) -> Part:
     return Part([row(measure, "tokens/s", service_per_s, engine_per_s, "at least 10,000")], details)
 
 
+def dialects(scale: Scale, place: Path) -> Part:
+    """Ask for the same work in every dialect, one after the other in each round, each time of new texts."""
+    texts = Texts(num_chars=16)
+    directory = write_random(place / "chatty", TINY, "float32", 1, torch.device("cpu"), BARE_TEMPLATE)
+    taken: dict[str, list[DialectRun]] = {name: [] for name in DIALECTS}
+    with tempfile.TemporaryDirectory(dir=place) as fresh:
+        data_dir = Path(fresh) / "data"
+        deploy(data_dir, directory, "tiny")
+        room = f"models.tiny.memory_floor_bytes={KV_BYTES}"
+        flags = ["--device", "cpu", "--workers", "1", "--memory", "2GiB", "--set", room]
+        with serving(data_dir, flags) as service:
+            for index in range(scale.num_rounds + 1):
+                for name, dialect in DIALECTS.items():
+                    asked = texts.take(scale.dialect_streams)
+                    run = ask_dialect(service, dialect, asked, scale.dialect_tokens if index else 8)
+                    tell(f"dialects: {name} {run.seconds:.2f} s, gateway {run.gateway_s:.2f} s of a core")
+                    if index:  # the first round warms up
+                        taken[name].append(run)
+    base = taken["completions"]
+
+    def ratio(name: str, figure: Callable[[DialectRun], float]) -> float:
+        """Compare with the base of the same round: others may use the machine in one more than in another."""
+        pairs = zip(taken[name], base, strict=True)
+        return round(median(figure(one) / figure(other) for one, other in pairs), 4)
+
+    seconds = {name: ratio(name, lambda run: run.seconds) for name in DIALECTS}
+    details = {
+        "aim": AIM_DIALECT,
+        "meets_aim": max(seconds.values()) <= AIM_DIALECT,
+        "seconds_ratio": seconds,
+        "gateway_cpu_ratio": {name: ratio(name, lambda run: run.gateway_s) for name in DIALECTS},
+        "rounds": {name: [asdict(run) for run in runs] for name, runs in taken.items()},
+    }
+    base_s = median(run.seconds for run in base)
+    rows: list[dict[str, object]] = [
+        {
+            "measure": f"the same streams by {dialect.path}",
+            "unit": "s",
+            "value": median(run.seconds for run in taken[name]),
+            "peers": {"/v1/completions": base_s},
+            "aim": "at most 1.05 times",
+        }
+        for name, dialect in DIALECTS.items()
+        if name != "completions"
+    ]
+    return Part(rows, details)
+
+
 def dispatch(scale: Scale, place: Path) -> Part:
     """Ask one question after the other, one token each, on one connection. No prompt comes twice."""
     with tiny_setting(place) as (directory, data_dir, flags):
@@ -239,7 +292,7 @@ def watched(scale: Scale, place: Path) -> Part:
     return Part([line], details)
 
 
-PARTS = {"overhead": overhead, "rate": rate, "dispatch": dispatch, "watched": watched}
+PARTS = {"overhead": overhead, "rate": rate, "dialects": dialects, "dispatch": dispatch, "watched": watched}
 
 
 # What parts share.

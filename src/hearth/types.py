@@ -169,6 +169,8 @@ class SamplingParams:
 
 MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
+#: Limits of the repetition penalty: logits are divided and multiplied by it, and must stay finite.
+MIN_PENALTY, MAX_PENALTY = 1e-6, 1e6
 
 
 def _check(p: SamplingParams) -> None:
@@ -176,7 +178,7 @@ def _check(p: SamplingParams) -> None:
     _whole("top_k", p.top_k, 0, math.inf)
     _in_range("top_p", p.top_p, 0.0, 1.0, above=True)
     _in_range("min_p", p.min_p, 0.0, 1.0)
-    _in_range("repetition_penalty", p.repetition_penalty, 0.0, math.inf, above=True)
+    _in_range("repetition_penalty", p.repetition_penalty, MIN_PENALTY, MAX_PENALTY)
     _in_range("presence_penalty", p.presence_penalty, -2.0, 2.0)
     _in_range("frequency_penalty", p.frequency_penalty, -2.0, 2.0)
     _whole("min_tokens", p.min_tokens, 0, math.inf)

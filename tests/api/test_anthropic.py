@@ -18,6 +18,7 @@ from tests.api.fake import FakeGateway, tokens_of
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 ADD = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
 HI = [{"role": "user", "content": "Hi"}]
+USED = {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}}
 
 
 def ask(gateway: FakeGateway, **fields: object) -> httpx.Response:
@@ -70,14 +71,13 @@ def test_the_fields_of_a_message_become_those_of_the_one_request(gateway: FakeGa
 
 
 def test_tools_and_their_results_are_messages_of_chat(gateway: FakeGateway) -> None:
-    used = {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}}
     result = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "2"}]}
     failed = {"type": "tool_result", "tool_use_id": "t1", "content": "too large", "is_error": True}
     ask(
         gateway,
         messages=[
             *HI,
-            {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm."}, used]},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm."}, USED]},
             {"role": "user", "content": [result, failed, {"type": "text", "text": "So?"}]},
         ],
     )
@@ -88,6 +88,22 @@ def test_tools_and_their_results_are_messages_of_chat(gateway: FakeGateway) -> N
     assert told == {"role": "tool", "content": "2", "tool_call_id": "t1", "name": "add"}
     assert refused["content"] == "Error: too large"
     assert asked == {"role": "user", "content": "So?"}
+
+
+def test_a_message_of_nothing_that_is_read_is_an_empty_one(gateway: FakeGateway) -> None:
+    for content in ([], [{"type": "thinking", "thinking": "Hm."}], ""):
+        response = ask(gateway, messages=[{"role": "user", "content": content}])
+
+        assert response.status_code == 200, response.text
+        assert prompt_of(gateway).messages == [{"role": "user", "content": ""}]
+
+
+def test_an_answer_that_the_last_message_begins_goes_on(gateway: FakeGateway) -> None:
+    ask(gateway, messages=[*HI, {"role": "assistant", "content": "Hel"}])
+
+    prompt = prompt_of(gateway)
+    assert (prompt.is_continued, prompt.has_turn) == (True, False)
+    assert prompt.messages[-1] == {"role": "assistant", "content": "Hel"}
 
 
 def test_a_call_is_a_block_of_the_answer(tokenizers: dict[str, Tokenizer]) -> None:
@@ -193,10 +209,11 @@ def test_tokens_are_counted_without_an_answer(gateway: FakeGateway) -> None:
         gateway, "POST", "/v1/messages/count_tokens", {"model": "tiny", "messages": HI, "system": "Be kind."}
     )
 
-    assert counted.json() == {"input_tokens": 3}
     (prompt,) = gateway.encoded
     assert isinstance(prompt, ChatPrompt)
     assert [message["role"] for message in prompt.messages] == ["system", "user"]
+    tokens = gateway.tokenizer_.encode(gateway.tokenizer_.chat_text(prompt.messages))
+    assert counted.json() == {"input_tokens": len(tokens)}
     assert not gateway.streams
 
 
@@ -254,8 +271,8 @@ def test_what_is_not_read_is_told(gateway: FakeGateway) -> None:
             "`messages[0].content[0]` is of type `tool_use`, which only a message of role `assistant`",
         ),
         (
-            {"messages": [*HI, {"role": "assistant", "content": "I"}]},
-            "`messages` must end with one of role `user`",
+            {"messages": [*HI, {"role": "assistant", "content": [USED]}]},
+            "`messages[1]` uses tools, and nothing tells what came of that",
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "only tools of type `custom`"),
         ({"tools": [ADD], "tool_choice": {"type": "tool"}}, "needs the `name` of one"),

@@ -8,6 +8,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from hearth.api.ollama.models import show_object
 from hearth.control.generation import AnswerStream, ChatPrompt
 from hearth.control.views import Explanation, ProcessView, ResidentView, TimelineSpan, WorkerView
 from hearth.errors import EngineFailed
@@ -106,6 +107,12 @@ def test_calls_have_objects_as_arguments_both_ways(tokenizers: dict[str, Tokeniz
     assert told == {"role": "tool", "content": "2", "name": "add"}
 
 
+def test_an_answer_that_the_last_message_begins_goes_on(gateway: FakeGateway) -> None:
+    chat(gateway, messages=[*HI, {"role": "assistant", "content": "Hel"}])
+
+    assert prompt_of(gateway).is_continued
+
+
 def test_a_format_is_json_or_a_schema(gateway: FakeGateway) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for given in ("json", schema, "", None):
@@ -174,12 +181,12 @@ def test_models_are_listed_under_all_their_names(gateway: FakeGateway) -> None:
 
 
 def test_a_model_is_shown_with_what_it_can_do(tokenizers: dict[str, Tokenizer]) -> None:
-    for kind, capabilities in (("plain", ["completion", "embedding"]), ("hermes", None)):
-        shown = request(FakeGateway(tokenizers[kind]), "POST", "/api/show", {"name": "tiny"}).json()
+    shown = request(FakeGateway(tokenizers["hermes"]), "POST", "/api/show", {"name": "tiny"}).json()
 
-        assert shown["capabilities"] == (capabilities or ["completion", "tools", "embedding"])
-        assert shown["model_info"]["decoder.context_length"] == 2048
-        assert "m.role" in shown["template"] or kind == "hermes"
+    assert shown["capabilities"] == ["completion", "tools", "embedding"]
+    assert shown["model_info"]["decoder.context_length"] == 2048
+    assert shown["template"] == tokenizers["hermes"].chat_template_text
+    assert show_object(MODEL, None)["capabilities"] == ["completion", "embedding"]
 
 
 def test_models_that_are_loaded_are_listed_to_monitors(gateway: FakeGateway) -> None:
@@ -286,6 +293,7 @@ def test_not_to_think_reaches_the_template(gateway: FakeGateway) -> None:
         ({"options": {"top_p": 2}}, "`options.top_p`: input should be less than or equal to 1, given: 2"),
         ({"options": {"num_predict": 0}}, "`options.num_predict` must be 1 at least"),
         ({"options": {"stop": [""]}}, "`options.stop` holds an empty text"),
+        ({"options": {"stop": ["x"] * 17}}, "`options.stop`: at most 16 stop strings are looked for"),
         ({"options": {"mirostat": 2}}, "`options.mirostat` is not supported"),
         ({"messages": [{"role": "user", "content": "Hi", "images": ["abc"]}]}, "`messages[0].images` is not"),
         ({"messages": [{"role": "cat", "content": "Hi"}]}, "`messages[0].role`: input should be 'system'"),

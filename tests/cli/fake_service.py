@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote
 
 import msgspec
 
@@ -196,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
             case "GET", ["hearth", "requests", other]:
                 self._fail(404, "request_not_found", f"nothing is known of request `{other}`")
             case method, ["hearth", "models", name, *rest]:
-                self._model(method, name, rest)
+                self._model(method, unquote(name), rest)
             case "POST", ["v1", *_] if body is not None:
                 self._answer(body)
             case _:

@@ -135,6 +135,18 @@ def test_a_folder_does_not_stand_in_for_the_model_of_its_name(
     assert "`./other`" in shown.err
 
 
+def test_a_name_may_look_like_a_path_where_there_is_none(
+    hearth: Hearth, data_dir: Path, service: FakeService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    service.models = [replace(MODEL, name="org/smol:7b")]
+
+    assert hearth("run", "org/smol:7b", "hi", "--url", service.url).code == 0
+    (tmp_path / "org" / "smol:7b").mkdir(parents=True)
+    shown = hearth("run", "org/smol:7b", "hi", "--url", service.url)
+    assert "`org/smol:7b` is read in this process" in shown.err
+
+
 class SlowAnswerer:
     """Begins its stream at once, sends text after 5 s and ends after 7 s by `now_s`."""
 

@@ -19,7 +19,7 @@ from bench.failing_disk import failing_writes
 from hearth.config import ModelConfig
 from hearth.control.datadir import DataDir
 from hearth.control.nearest_name import MAX_COMPARED
-from hearth.control.registry import Deployed, Names, Registry, check_name
+from hearth.control.registry import Deployed, Names, Registry, check_name, file_name
 from hearth.errors import ConfigError, DataDirError, NameTaken, RequestError, StoreError, UnknownModel
 from tests.policy.fleet.test_footprint import LARGE
 
@@ -170,29 +170,60 @@ def test_a_change_by_another_is_noticed_once(data_dir: DataDir) -> None:
         assert not registry.has_changed()
 
 
-@pytest.mark.parametrize("name", ["a", "A", "0", "qwen2.5-7b", "a_b", "x" * 64, "a.", "a-"])
-def test_a_name_is_letters_digits_and_a_few_signs(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["a", "A", "0", "qwen2.5-7b", "a_b", "x" * 128, "a.", "a-", "org/a", "a:7b", "hf.co/org/a:q4"]
+)
+def test_a_name_is_letters_digits_and_a_few_signs_in_parts_as_hubs_have_them(name: str) -> None:
     assert check_name(name) == name
 
 
 @pytest.mark.parametrize(
     "name",
-    ["", ".", "..", ".a", "-a", "a/b", "a..b", "a\\b", "a b", "a\n", "é", "x" * 65, "a\0", "../../etc"],
+    [
+        *("", ".", "..", ".a", "-a", "a..b", "a\\b", "a b", "a\n", "é", "x" * 129, "a\0", "../../etc"),
+        *(
+            "/a",
+            "a/",
+            "a//b",
+            "a/./b",
+            "a/../b",
+            "a/.b",
+            "a:",
+            ":a",
+            "a::b",
+            "hf:org/a",
+            "s3://bucket/a",
+            "a%2Fb",
+        ),
+    ],
 )
 def test_what_could_lead_elsewhere_is_no_name(name: str, data_dir: DataDir) -> None:
-    with pytest.raises(RequestError, match="a name is 1 to 64 letters"):
+    with pytest.raises(RequestError, match="a name is 1 to 128 letters"):
         check_name(name)
     with Registry.open(data_dir) as registry, pytest.raises(RequestError):
         registry.add(replace(TINY, name=name))
 
 
-@given(st.text())
+@given(st.text() | st.text(alphabet="ab0./:-_"))
 def test_a_file_of_any_accepted_name_lies_in_its_directory(name: str) -> None:
     try:
-        path = Path("/data/models") / check_name(name)
+        path = Path("/data/models") / file_name(name)
     except RequestError:
         return
     assert path.resolve().parent == Path("/data/models")
+
+
+def test_a_tag_that_says_latest_may_be_there_or_be_left_out() -> None:
+    tagged = replace(OTHER, name="org/other:latest")
+    names = Names([TINY, tagged], {"tiny": ModelConfig(aliases=("t",))})
+
+    assert [names.resolve(name) for name in ("tiny:latest", "t:latest")] == [TINY] * 2
+    assert names.resolve("org/other") == tagged
+    assert names.resolve("tiny:latest", ["t"]) == TINY
+    assert names.allowed(["tiny:latest", "org/other"]) == {"tiny", "org/other:latest"}
+    for name in ("tiny:7b", "tiny:latest:latest", ":latest"):
+        with pytest.raises(UnknownModel):
+            names.resolve(name)
 
 
 def test_names_and_aliases_lead_to_the_model() -> None:
@@ -216,7 +247,7 @@ def test_an_alias_that_means_two_models_is_refused(configs: dict[str, tuple[str,
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["org/tiny", "a..b", "", "x" * 65])
+@pytest.mark.parametrize("name", ["org//tiny", "a..b", "", "x" * 129])
 def test_settings_that_no_model_can_have_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"no model can have the settings in \[models\."):
         Names([TINY], {name: ModelConfig()})

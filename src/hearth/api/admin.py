@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hearth.api.answer import SSE_TYPE, STREAM_HEADERS, WAITING, unless_gone
-from hearth.api.anthropic.message_format import ID_PREFIX
+from hearth.api.anthropic.message_format import MESSAGE_PREFIX
 from hearth.api.body import OwnBody, Text
 from hearth.api.error_spelling import spell
 from hearth.api.errors import fault_of
@@ -43,7 +43,7 @@ class DeployBody(OwnBody):
     source: Text = Field(
         min_length=1, max_length=4096, description="A directory, a GGUF file, hf:ORG/NAME, or a URL."
     )
-    name: Text | None = Field(None, max_length=64, description="Without one, it is derived from the source.")
+    name: Text | None = Field(None, max_length=128, description="Without one, it is derived from the source.")
     dtype: Text = Field("auto", max_length=32)
     quant: Text = Field("none", max_length=32)
     overwrite: bool = Field(False, description="Replace a model of that name.")
@@ -136,7 +136,7 @@ def service_routes(gateway: Gateway) -> APIRouter:
         """
         caller = caller_of(request)
         plain = request_id
-        for prefix in (CHAT.id_prefix, COMPLETION.id_prefix, ID_PREFIX):
+        for prefix in (CHAT.id_prefix, COMPLETION.id_prefix, ID_PREFIX, MESSAGE_PREFIX):
             plain = plain.removeprefix(prefix)
         explanation = gateway.explain(plain, caller)
         if explanation is None and plain != request_id:  # a client's own id may begin like that, too

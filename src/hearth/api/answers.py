@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -41,11 +40,11 @@ class Answers:
         body: CompletionBody,
         dialect: Dialect,
         request: Request,
-        ignored_fields: Sequence[str] | None = None,
+        ignored_fields: tuple[str, ...] | None = None,
     ) -> Answer:
         """Return the response that continues a text.
 
-        `ignored_fields`: those of the client's own body, where this one is a translation of it.
+        `ignored_fields`: those of the client's own body, where `body` is a translation of it.
 
         Raises:
             HearthError: the body is wrong, or its caller may not ask for that.
@@ -54,7 +53,11 @@ class Answers:
         return self._answer(body.answer_spec(dialect), request, ignored_fields)
 
     async def chat(
-        self, body: ChatBody, dialect: Dialect, request: Request, ignored_fields: Sequence[str] | None = None
+        self,
+        body: ChatBody,
+        dialect: Dialect,
+        request: Request,
+        ignored_fields: tuple[str, ...] | None = None,
     ) -> Answer:
         """Return the response that answers a conversation; the rest is as in `completion`."""
         _check_pin(body, request)
@@ -67,15 +70,15 @@ class Answers:
         body: EmbeddingBody,
         dialect: Dialect,
         request: Request,
-        ignored_fields: Sequence[str] | None = None,
+        ignored_fields: tuple[str, ...] | None = None,
     ) -> Answer:
         """Return the response that has the embeddings of texts; the rest is as in `completion`."""
         _check_pin(body, request)
         return self._answer(body.answer_spec(dialect), request, ignored_fields)
 
-    def _answer(self, spec: AnswerSpec, request: Request, ignored_fields: Sequence[str] | None) -> Answer:
+    def _answer(self, spec: AnswerSpec, request: Request, ignored_fields: tuple[str, ...] | None) -> Answer:
         if ignored_fields is not None:
-            spec = replace(spec, ignored_fields=tuple(ignored_fields))
+            spec = replace(spec, ignored_fields=ignored_fields)
         self._gateway.count_ignored_fields(metric_labels(spec.ignored_fields))
         return Answer(self._gateway, spec, caller_of(request), self._heartbeat_s)
 

@@ -42,7 +42,8 @@ def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:
     app = FastAPI(
         title="Hearth",
         version=hearth_version(),
-        description="Many language models behind one endpoint that speaks OpenAI's API.",
+        description="Many language models behind one endpoint that speaks OpenAI's, Anthropic's "
+        "and Ollama's APIs.",
         # Its pages would load scripts from elsewhere, with the rights of this origin.
         docs_url=None,
         redoc_url=None,

@@ -29,7 +29,7 @@ from hearth.config import PACE_LIMITS, TARGET_LIMITS, parse_duration
 from hearth.errors import BadGuide, BadSampling, ConfigError
 from hearth.messages import GuideOrder
 from hearth.text.grammar import choice_grammar
-from hearth.types import MAX_LOGPROBS, SamplingParams
+from hearth.types import MAX_LOGPROBS, MAX_PENALTY, MIN_PENALTY, SamplingParams
 
 #: The largest integer that fits the wire and the device.
 MAX_INT = 2**31 - 1
@@ -89,8 +89,10 @@ ModelName = Annotated[Text, Field(min_length=1, max_length=256)]
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
 TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 TopK = Annotated[int, Field(ge=-1, le=MAX_INT)]
+RepetitionPenalty = Annotated[float, Field(ge=MIN_PENALTY, le=MAX_PENALTY, allow_inf_nan=False)]
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_INT)]
 StopList = Annotated[list[Stop], Field(fail_fast=True), BeforeValidator(_few_stops)]
+Stops = Annotated[Stop | Annotated[list[Stop], Field(fail_fast=True)] | None, BeforeValidator(_few_stops)]
 
 
 class Strict(BaseModel):
@@ -222,9 +224,7 @@ class GenerationBody(ModelBody):
     stream: bool | None = Field(None, description="Send the answer in pieces, as server-sent events.")
     temperature: Temperature | None = Field(None, description="0 is greedy.")
     top_p: TopP | None = None
-    stop: Annotated[
-        Stop | Annotated[list[Stop], Field(fail_fast=True)] | None, BeforeValidator(_few_stops)
-    ] = Field(
+    stop: Stops = Field(
         None,
         description=f"Up to {MAX_STOPS} texts at which the answer ends; {MAX_STOP_CHARS} characters in all.",
     )
@@ -246,8 +246,7 @@ class GenerationBody(ModelBody):
     # As vLLM has them.
     top_k: TopK | None = None
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
-    # Within what float32 logits can be divided by and multiplied with, and stay finite.
-    repetition_penalty: float | None = Field(None, ge=1e-6, le=1e6, allow_inf_nan=False)
+    repetition_penalty: RepetitionPenalty | None = None
     min_tokens: int | None = Field(None, ge=0, le=MAX_INT)
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None

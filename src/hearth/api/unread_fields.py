@@ -27,8 +27,8 @@ FREQUENT = frozenset(
         *("priority", "request_id", "cache_prompt", "return_progress", "guided_decoding_backend"),
         *("stream_options.include_obfuscation", "stream_options.continuous_usage_stats"),
         *("tools.function.strict", "tools.strict", "input.reasoning", "reasoning.summary", "truncation"),
-        *("tools.function.strict", "tools.strict", "thinking", "context_management"),
-        *("options.num_ctx", "options.repeat_last_n", "options.num_gpu", "options.num_thread"),
+        *("thinking", "context_management", "options.num_ctx", "options.repeat_last_n"),
+        *("options.num_gpu", "options.num_thread"),
     ]
 )
 OTHER = "other"
@@ -172,11 +172,7 @@ MESSAGE = {
     **_fields("audio", instead="send text"),
     **_fields("function_call", instead="use `tool_calls`"),
 }
-STRUCTURED_OUTPUTS = {
-    **_fields("structural_tag whitespace_pattern"),
-    **_fields("disable_any_whitespace disable_additional_properties", False),
-}
-#: Of Anthropic's messages. They know no other fields of the dialects that are not theirs.
+#: Of Anthropic's messages, and of other APIs whose fields people may expect there.
 _BY_CHAT = "use `/v1/chat/completions`, which has it"
 MESSAGES = {
     **_fields("mcp_servers", []),
@@ -209,6 +205,10 @@ OLLAMA_OPTIONS = {
 OLLAMA_EMBED = _fields("images", [], instead="send text") | _fields(
     "dimensions", 0, instead="leave it out: an embedding has as many numbers as the model is wide"
 )
+STRUCTURED_OUTPUTS = {
+    **_fields("structural_tag whitespace_pattern"),
+    **_fields("disable_any_whitespace disable_additional_properties", False),
+}
 RESPONSE_FORMAT = _fields("schema value", instead="use the type `json_schema` with `json_schema.schema`")
 
 

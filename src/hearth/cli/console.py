@@ -114,9 +114,12 @@ def url_of(path: Path) -> str | None:
 def is_place(text: str) -> bool:
     """True if a text means a path or URL, where the name of a deployed model could stand as well.
 
-    What lies in the working directory is not looked at: a folder must not stand in for the model of its name.
+    A folder of the working directory must not stand in for the model of its name, so `./` leads there. Names
+    may hold a `/`, too: what has one within and does not begin like a path is a path only if it is there.
     """
-    return "/" in text or text.endswith(".gguf") or text in (".", "..")
+    if text.startswith((".", "/", "~")) or text.endswith(".gguf") or "://" in text:
+        return True
+    return "/" in text and Path(text).exists()
 
 
 def refuse_url(url: str | None, place: str) -> None:

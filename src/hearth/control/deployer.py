@@ -27,7 +27,7 @@ import msgspec
 from hearth.config import StoreConfig
 from hearth.control.datadir import DataDir
 from hearth.control.deploy import DeployOrder, Task
-from hearth.control.registry import Deployed, Registry, check_name, name_taken
+from hearth.control.registry import Deployed, Registry, check_name, file_name, name_taken
 from hearth.control.sources import HubSource, PathSource, UrlSource, default_name, downloaded, parse_source
 from hearth.errors import BadCheckpoint, HearthError
 from hearth.policy.fleet.footprint import Facts
@@ -166,7 +166,7 @@ def _convert(
     from hearth.store.convert import convert  # loads torch, which takes seconds and not every order needs
 
     _check_tokenizer(path)
-    place = data_dir.models_path / f"{name}-{secrets.token_hex(4)}"
+    place = data_dir.models_path / f"{file_name(name)}-{secrets.token_hex(4)}"
     manifest = convert(
         path,
         place,

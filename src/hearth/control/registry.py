@@ -29,7 +29,12 @@ from hearth.policy.fleet.footprint import Facts
 
 #: How long one process waits for another's write. Writes take milliseconds; the event loop waits for less.
 WAIT_S, LOOP_WAIT_S = 10.0, 1.0
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+#: Parts as hubs have them, `org/name:tag`. What begins with `hf:` would be a source.
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_NAME = re.compile(rf"(?!hf:){_PART}([/:]{_PART})*", re.ASCII)
+MAX_NAME_CHARS = 128
+#: The tag of a name that has none, as users of Ollama write it.
+LATEST = ":latest"
 #: The most names that a message lists.
 _MAX_LISTED = 10
 
@@ -71,17 +76,23 @@ class Deployed:
 
 
 def check_name(name: str) -> str:
-    """Return a name that can be a file's without leading anywhere else.
+    """Return a name that a model may have: in no path or address would it lead anywhere else.
 
     Raises:
-        RequestError: it cannot.
+        RequestError: it may not.
     """
-    if _NAME.fullmatch(name) is None or ".." in name:
+    if len(name) > MAX_NAME_CHARS or _NAME.fullmatch(name) is None or ".." in name:
         raise RequestError(
-            "a name is 1 to 64 letters, digits, `.`, `_` or `-`, begins with a letter or digit and has no "
-            f"two dots in a row, given: {name!r:.80}"
+            f"a name is 1 to {MAX_NAME_CHARS} letters, digits, `.`, `_` or `-`, in parts between `/` or `:` "
+            "that begin with a letter or digit, without two dots in a row or `hf:` at its beginning, given: "
+            f"{name!r:.80}"
         )
     return name
+
+
+def file_name(name: str) -> str:
+    """Return the name of a model as that of a file, which may stand for several models."""
+    return re.sub("[/:]", "--", check_name(name))
 
 
 class Registry:
@@ -282,7 +293,7 @@ class Names:
         Raises:
             UnknownModel: there is none, or it is not allowed, which nobody can tell apart.
         """
-        found = self._by_name.get(self._name_by_alias.get(name, name))
+        found = self._by_name.get(self._own_name(name))
         if allowed is not None and (found is None or found.name not in self.allowed(allowed)):
             raise self._unknown_among(name, self.allowed(allowed))
         if found is None:
@@ -291,7 +302,7 @@ class Names:
 
     def allowed(self, allowed: Collection[str]) -> set[str]:
         """Return the deployed models that names or aliases mean; what is not deployed means none."""
-        return {self._name_by_alias.get(one, one) for one in allowed} & self._by_name.keys()
+        return {self._own_name(one) for one in allowed} & self._by_name.keys()
 
     def waiting(self) -> dict[str, str]:
         """Return the models whose settings wait until they are deployed, with hints at what was meant."""
@@ -299,6 +310,13 @@ class Names:
 
     def unknown(self, name: str) -> UnknownModel:
         return UnknownModel(f"no model is deployed under `{name:.80}`; {self._hint(name)}")
+
+    def _own_name(self, name: str) -> str:
+        """Return the own name of the model that is meant; a tag `latest` may be there or left out."""
+        for spelt in (name, name.removesuffix(LATEST), name + LATEST):
+            if (own := self._name_by_alias.get(spelt, spelt)) in self._by_name:
+                return own
+        return name
 
     def _unknown_among(self, name: str, allowed: Collection[str]) -> UnknownModel:
         """Return the error for who may know of some models alone, and is told of no other."""

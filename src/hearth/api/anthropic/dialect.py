@@ -6,7 +6,7 @@ block, and only a token's text is encoded when it comes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -128,5 +128,5 @@ class MessageEvents:
         )
 
 
-def _event(kind: str, fields: dict[str, object]) -> bytes:
+def _event(kind: str, fields: Mapping[str, object]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode({"type": kind, **fields}))

@@ -11,13 +11,13 @@ from hearth.control.generation import AnswerStream, TokenDelta
 from hearth.text.tool_calls import ToolCall
 from hearth.types import FinishReason
 
-ID_PREFIX = "msg_"
+MESSAGE_PREFIX = "msg_"
 
 
 def message_object(stream: AnswerStream, usage: TokenUsage) -> dict[str, object]:
     """Return a message that holds nothing yet."""
     return {
-        "id": ID_PREFIX + stream.request_id,
+        "id": MESSAGE_PREFIX + stream.request_id,
         "type": "message",
         "role": "assistant",
         "model": stream.model,

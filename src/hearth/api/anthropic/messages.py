@@ -126,6 +126,7 @@ class ConversationMessage(Strict):
             return
         texts: list[str] = []
         calls: list[CalledTool] = []
+        has_results = False
         for number, block in enumerate(self.content):
             match block:
                 case TextBlock():
@@ -136,6 +137,7 @@ class ConversationMessage(Strict):
                     calls.append(_call(block, f"messages[{index}].content[{number}]"))
                 case ToolResultBlock():
                     self._refuse_unless("user", block.type, index, number)
+                    has_results = True
                     if texts:
                         yield MessageBody(role=self.role, content="\n".join(texts))
                         texts = []
@@ -147,14 +149,19 @@ class ConversationMessage(Strict):
                     )
                 case ThinkingBlock():
                     pass
-        if texts or calls or not self.content or self.role != "user":
+        if texts or not has_results:
             yield MessageBody(role=self.role, content="\n".join(texts), tool_calls=calls or None)
 
     @property
     def has_thinking(self) -> bool:
-        return not isinstance(self.content, str) and any(
-            isinstance(block, ThinkingBlock) for block in self.content
-        )
+        return self._has(ThinkingBlock)
+
+    @property
+    def has_tool_use(self) -> bool:
+        return self._has(ToolUseBlock)
+
+    def _has(self, kind: type[Strict]) -> bool:
+        return not isinstance(self.content, str) and any(isinstance(block, kind) for block in self.content)
 
     def _refuse_unless(self, role: str, kind: str, index: int, number: int) -> None:
         if self.role != role:
@@ -172,10 +179,10 @@ class ToolDefinition(Strict):
     strict: bool | None = Field(None, description="Kept where `tool_choice` demands a call.")
 
     def tool(self) -> ToolBody:
-        function = FunctionBody(name=self.name, parameters=self.input_schema)
-        if self.description is not None:  # what is not given is not shown to the model, not even as null
-            function.description = self.description
-        return ToolBody(type="function", function=function)
+        # What is not given is not shown to the model, not even as null.
+        described = {} if self.description is None else {"description": self.description}
+        function = {"name": self.name, **described, "parameters": self.input_schema}
+        return ToolBody(type="function", function=FunctionBody.model_validate(function))
 
 
 class ToolChoice(Strict):
@@ -251,17 +258,23 @@ class ConversationBody(Strict):
         return {
             "model": self.model,
             "messages": messages,
+            "continue_final_message": self._is_begun or None,
             "tools": None if self.tools is None else [tool.tool() for tool in self.tools],
             "tool_choice": None if choice is None else choice.choice(),
             "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
             **self._output_fields(),
         }
 
+    @property
+    def _is_begun(self) -> bool:
+        """True if the conversation ends with the beginning of the answer, which is to go on from there."""
+        return self.messages[-1].role == "assistant"
+
     def _messages(self) -> list[MessageBody]:
-        if self.messages[-1].role == "assistant":
+        if self._is_begun and self.messages[-1].has_tool_use:
             raise BadPrompt(
-                "`messages` must end with one of role `user`: an answer that the assistant has begun is not "
-                "continued; leave the last one out"
+                f"`messages[{len(self.messages) - 1}]` uses tools, and nothing tells what came of that; end "
+                "with the blocks of type `tool_result`"
             )
         system = [] if not self.system else [MessageBody(role="system", content=_text(self.system))]
         name_by_id: dict[str, str] = {}
@@ -277,7 +290,7 @@ class ConversationBody(Strict):
         fields: dict[str, object] = {"reasoning_effort": config.effort}
         if config.format is not None:
             fields["response_format"] = ResponseFormat(
-                type="json_schema", json_schema=JsonSchema(schema=config.format.schema_)
+                type="json_schema", json_schema=JsonSchema.model_validate({"schema": config.format.schema_})
             )
         return fields
 

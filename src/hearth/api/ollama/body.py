@@ -17,10 +17,10 @@ from hearth.api.body import (
     MAX_INT,
     JsonSchema,
     ModelName,
+    RepetitionPenalty,
     ResponseFormat,
     Seed,
-    Stop,
-    StopList,
+    Stops,
     Strict,
     Temperature,
     Text,
@@ -49,10 +49,8 @@ class OllamaOptions(Strict):
     top_p: TopP | None = Field(None, description="Without, 0.9.")
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     seed: Seed | None = None
-    stop: Stop | StopList | None = None
-    repeat_penalty: float | None = Field(
-        None, gt=0, le=1e6, allow_inf_nan=False, description="Of all tokens of prompt and answer."
-    )
+    stop: Stops = None
+    repeat_penalty: RepetitionPenalty | None = Field(None, description="Of all tokens so far.")
     presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
 
@@ -78,7 +76,7 @@ class OllamaOptions(Strict):
 
 
 class OllamaBody(Strict):
-    """What is asked of a model, and how it is to be answered."""
+    """A question to a model, and how it is to be answered."""
 
     unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.OLLAMA
 
@@ -120,7 +118,7 @@ class OllamaBody(Strict):
             "stream": self.stream is not False,
             "keep_alive": self.keep_alive,
             "response_format": self._response_format(),
-            **(self.options or OllamaOptions()).fields(),
+            **(self.options or OllamaOptions.model_validate({})).fields(),
         }
 
     def _response_format(self) -> ResponseFormat | None:
@@ -130,7 +128,8 @@ class OllamaBody(Strict):
             case "json":
                 return ResponseFormat(type="json_object")
             case dict() as schema:
-                return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=dict(schema)))
+                held_to = JsonSchema.model_validate({"schema": schema})
+                return ResponseFormat(type="json_schema", json_schema=held_to)
 
     @property
     def ignored_fields(self) -> tuple[str, ...]:

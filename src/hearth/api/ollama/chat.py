@@ -70,10 +70,16 @@ class OllamaChatBody(OllamaBody):
         return not self.messages
 
     def chat_body(self) -> ChatBody:
-        """Return the inner request. Raises RequestError."""
+        """Return the inner request: an answer that the last message begins goes on. Raises RequestError."""
         messages = [message.message(index) for index, message in enumerate(self.messages or ())]
         variables = {"enable_thinking": False} if self.think is False else None
-        fields = {"messages": messages, "tools": self.tools, "chat_template_kwargs": variables}
+        is_begun = messages[-1].role == "assistant" and not messages[-1].tool_calls
+        fields = {
+            "messages": messages,
+            "tools": self.tools,
+            "chat_template_kwargs": variables,
+            "continue_final_message": is_begun or None,
+        }
         return ChatBody.model_validate(self.inner_fields() | fields)
 
 

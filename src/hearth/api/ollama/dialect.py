@@ -54,7 +54,7 @@ class OllamaDialect:
 
     @property
     def head(self) -> bytes:
-        """What every object begins with."""
+        """The beginning of every object."""
         return encode({"model": self.model, "created_at": self.created_at})[:-1]
 
     @property
@@ -68,8 +68,7 @@ class OllamaDialect:
             calls = b',"tool_calls":' + encode(
                 [call_object(index, call) for index, call in enumerate(choice.calls)]
             )
-        tokens = [delta.token for delta in choice.deltas]
-        ending = self.ending(choice.stream, choice.finish_reason, usage, tokens)
+        ending = self.ending(choice.stream, choice.finish_reason, usage, choice.deltas)
         before, after = self.format.before_text, self.format.after_text
         return msgspec.Raw(b"".join((self.head, before, encode(choice.text), calls, after, ending)))
 
@@ -78,12 +77,12 @@ class OllamaDialect:
         return OllamaEvents(self, spec, stream)
 
     def ending(
-        self, stream: AnswerStream, reason: FinishReason, usage: TokenUsage, tokens: Sequence[int]
+        self, stream: AnswerStream, reason: FinishReason, usage: TokenUsage, deltas: Sequence[TokenDelta]
     ) -> bytes:
-        """Return how the last object ends: why, and how long everything took. `tokens`: of the answer."""
+        """Return how the last object ends: why, and how long everything took. `deltas`: of the answer."""
         told: dict[str, object] = {"done": True, "done_reason": reason}
         if self.has_context:
-            told["context"] = [*stream.prompt, *tokens]
+            told["context"] = [*stream.prompt, *(delta.token for delta in deltas)]
         if (explanation := self.explain(stream.request_id)) is not None:
             told |= durations(explanation)
         told |= {"prompt_eval_count": usage.num_prompt_tokens, "eval_count": usage.num_output_tokens}
@@ -101,7 +100,8 @@ class OllamaEvents:
         self._head = dialect.head
         self._before = self._head + dialect.format.before_text
         self._after = dialect.format.after_text + b',"done":false}\n'
-        self._tokens: list[int] = []  #: of the answer, where it is to tell them
+        self._has_context = dialect.has_context
+        self._deltas: list[TokenDelta] = []  #: the whole answer, where it is to tell its tokens
         self._reason: FinishReason | None = None
 
     def first(self, echoes: Sequence[str]) -> bytes:
@@ -109,22 +109,21 @@ class OllamaEvents:
 
     def write(self, index: int, deltas: Sequence[TokenDelta]) -> bytes:
         self._reason = deltas[-1].finish_reason
-        if self._dialect.has_context:
-            self._tokens += [delta.token for delta in deltas]
+        if self._has_context:
+            self._deltas += deltas
         if self._has_tools:
             return b"".join(self._part(part) for part in self._reader.read(deltas))
-        texts = [delta.text for delta in deltas]
         if len(deltas) > MAX_EVENTS:
-            texts = ["".join(texts)]
+            return self._part("".join([delta.text for delta in deltas]))
         lines: list[bytes] = []
-        for text in texts:
-            if text:
-                lines += (self._before, encode(text), self._after)
+        for delta in deltas:
+            if delta.text:
+                lines += (self._before, encode(delta.text), self._after)
         return b"".join(lines)
 
     def last(self, usage: TokenUsage) -> bytes:
         assert self._reason is not None, "the answer has ended"
-        ending = self._dialect.ending(self._stream, self._reason, usage, self._tokens)
+        ending = self._dialect.ending(self._stream, self._reason, usage, self._deltas)
         return b'%b""%b%b\n' % (self._before, self._dialect.format.after_text, ending)
 
     def failed(self, error: HearthError) -> bytes:

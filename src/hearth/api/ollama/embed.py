@@ -32,7 +32,8 @@ class EmbedBody(Strict):
 
     def embedding_body(self) -> EmbeddingBody:
         """Return the inner request."""
-        return EmbeddingBody(model=self.model, input=self.input, keep_alive=self.keep_alive)
+        fields = {"model": self.model, "input": self.input, "keep_alive": self.keep_alive}
+        return EmbeddingBody.model_validate(fields)
 
     @property
     def ignored_fields(self) -> tuple[str, ...]:
@@ -49,7 +50,8 @@ class LegacyEmbedBody(Strict):
 
     def embedding_body(self) -> EmbeddingBody:
         """Return the inner request."""
-        return EmbeddingBody(model=self.model, input=self.prompt, keep_alive=self.keep_alive)
+        fields = {"model": self.model, "input": self.prompt, "keep_alive": self.keep_alive}
+        return EmbeddingBody.model_validate(fields)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from hearth.api.json_body import MAX_VALUES
 from hearth.api.ollama.body import OllamaBody
 from hearth.api.openai.chat import ChatBody, MessageBody
 from hearth.api.openai.completion import CompletionBody
-from hearth.errors import BadPrompt
+from hearth.errors import BadPrompt, PromptTooLong
 
 
 class UnlimitedCompletionBody(CompletionBody):
@@ -54,7 +54,12 @@ class GenerateBody(OllamaBody):
 
     def token_body(self, tokens: list[int]) -> CompletionBody:
         """Return the inner request of a prompt that follows `context`, as tokens. Raises RequestError."""
-        return self._completion([*(self.context or ()), *tokens])
+        prompt = [*(self.context or ()), *tokens]
+        if len(prompt) > MAX_VALUES:
+            raise PromptTooLong(
+                f"`context` and `prompt` have {len(prompt)} tokens, limit: {MAX_VALUES}; leave `context` out"
+            )
+        return self._completion(prompt)
 
     def _completion(self, prompt: str | list[int]) -> CompletionBody:
         return UnlimitedCompletionBody.model_validate(self.inner_fields() | {"prompt": prompt})

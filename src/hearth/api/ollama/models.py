@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
+from hearth.control.registry import LATEST
 from hearth.control.views import ModelView, ResidentView
 from hearth.text.tool_calls import tool_format
 
-LATEST = ":latest"
 #: What stays for ever expires then.
 _NEVER = "9999-12-31T23:59:59Z"
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))

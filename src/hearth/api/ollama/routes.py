@@ -170,10 +170,9 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
         """Load a model by the least that can be asked of it, or have it leave at once."""
         caller = caller_of(request)
         if not body.has_no_keep_alive:
-            least = CompletionBody(
-                model=body.model, prompt=[0], max_tokens=1, keep_alive=body.keep_alive, stream=False
-            )
-            return answers.completion(least, LoadDialect(format, body.model), request)
+            least = {"model": body.model, "prompt": [0], "max_tokens": 1, "keep_alive": body.keep_alive}
+            dialect = LoadDialect(format, body.model)
+            return answers.completion(CompletionBody.model_validate(least), dialect, request)
         view = gateway.model(body.model, caller)
         if not caller.has_role("admin"):
             raise Forbidden(
