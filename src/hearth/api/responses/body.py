@@ -10,8 +10,8 @@ import msgspec
 from pydantic import BeforeValidator, Field, model_validator
 
 from hearth.api import unread_fields
-from hearth.api.body import MAX_INT, GenerationBody, JsonSchema, ResponseFormat, Strict, Text
-from hearth.api.openai.chat import ChatBody, FunctionBody, NamedFunction, NamedTool, ParsedJson, ToolBody
+from hearth.api.body import MAX_INT, GenerationBody, Strict, Text
+from hearth.api.openai.chat import ChatBody, FunctionBody, ParsedJson
 from hearth.api.responses.items import (
     MAX_ITEMS,
     InputItem,
@@ -70,6 +70,9 @@ class TextFormat(Strict):
         if self.type != "json_schema" and self.schema_ is not None:
             raise ValueError(f"a format of type `{self.type}` takes no `schema`; use the type `json_schema`")
         return self
+
+
+_PLAIN = TextFormat(type="text")
 
 
 class TextConfig(Strict):
@@ -135,7 +138,7 @@ class ResponseBody(GenerationBody):
         """The input as items."""
         if isinstance(self.input, list):
             return list(self.input)
-        return [MessageItem.model_construct(role="user", content=self.input)]
+        return [MessageItem(role="user", content=self.input)]
 
     @property
     def has_logprobs(self) -> bool:
@@ -144,7 +147,7 @@ class ResponseBody(GenerationBody):
     @property
     def format(self) -> TextFormat:
         given = None if self.text is None else self.text.format
-        return given or TextFormat.model_construct(type="text")
+        return given or _PLAIN
 
     @property
     def effort(self) -> str | None:
@@ -161,22 +164,20 @@ class ResponseBody(GenerationBody):
         messages = messages_of(self.instructions, [*earlier, *items])
         if not messages:
             raise BadPrompt("`input` has no message, at least 1 is needed; send a text or an item")
-        given = {
-            name: getattr(self, name) for name in GenerationBody.model_fields if name in self.model_fields_set
+        given = {name: getattr(self, name) for name in self.model_fields_set & _SHARED}
+        translated = {
+            "messages": messages,
+            "max_completion_tokens": self.max_output_tokens,
+            "logprobs": self.has_logprobs,
+            "top_logprobs": self.top_logprobs if self.has_logprobs else None,
+            "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
+            "tool_choice": _chat_choice(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": _chat_format(self.format),
+            "reasoning_effort": self.effort,
+            "chat_template_kwargs": self.chat_template_kwargs,
         }
-        return ChatBody.model_construct(
-            **given,
-            messages=messages,
-            max_completion_tokens=self.max_output_tokens,
-            logprobs=self.has_logprobs,
-            top_logprobs=self.top_logprobs if self.has_logprobs else None,
-            tools=[_chat_tool(tool) for tool in self.tools or ()] or None,
-            tool_choice=_chat_choice(self.tool_choice),
-            parallel_tool_calls=self.parallel_tool_calls,
-            response_format=_chat_format(self.format),
-            reasoning_effort=self.effort,
-            chat_template_kwargs=self.chat_template_kwargs,
-        )
+        return ChatBody.model_validate(given | translated)
 
     def echo(self) -> dict[str, object]:
         """Return the fields that a response repeats from its request, as values that become JSON.
@@ -235,24 +236,26 @@ class ResponseBody(GenerationBody):
             yield from self.text.ignored("text.")
 
 
-def _chat_tool(tool: FunctionTool) -> ToolBody:
+#: Fields that a body of chat has, too, by the same names and with the same limits.
+_SHARED = frozenset(GenerationBody.model_fields)
+
+
+def _chat_tool(tool: FunctionTool) -> dict[str, object]:
     given = {name: getattr(tool, name) for name in FunctionBody.model_fields if name in tool.model_fields_set}
-    return ToolBody.model_construct(type="function", function=FunctionBody.model_construct(**given))
+    return {"type": "function", "function": given}
 
 
-def _chat_choice(choice: str | ChosenFunction | None) -> str | NamedTool | None:
+def _chat_choice(choice: str | ChosenFunction | None) -> object:
     if not isinstance(choice, ChosenFunction):
         return choice
-    return NamedTool.model_construct(
-        type="function", function=NamedFunction.model_construct(name=choice.name)
-    )
+    return {"type": "function", "function": {"name": choice.name}}
 
 
-def _chat_format(format: TextFormat) -> ResponseFormat | None:
+def _chat_format(format: TextFormat) -> dict[str, object] | None:
     if format.type == "text":
         return None
-    schema = None if format.schema_ is None else JsonSchema.model_construct(schema_=format.schema_)
-    return ResponseFormat.model_construct(type=format.type, json_schema=schema)
+    schema = None if format.schema_ is None else {"schema": format.schema_}
+    return {"type": format.type, "json_schema": schema}
 
 
 def _echoed_format(format: TextFormat) -> dict[str, object]:
