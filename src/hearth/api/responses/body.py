@@ -72,7 +72,7 @@ class TextFormat(Strict):
         return self
 
 
-_PLAIN = TextFormat(type="text")
+_PLAIN = TextFormat.model_construct(type="text")
 
 
 class TextConfig(Strict):
@@ -88,7 +88,7 @@ class Reasoning(Strict):
 
 
 class ResponseBody(GenerationBody):
-    """What is asked, and how it is to be answered."""
+    """The body of a request for a response."""
 
     unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.RESPONSE
 

@@ -32,7 +32,7 @@ _BEFORE_NUMBER, _END = b',"logprobs":[],"sequence_number":', b"}\n\n"
 
 @dataclass(frozen=True, slots=True)
 class ResponseState:
-    """What a response is at one moment, and what has come of it until then."""
+    """A response at one moment: its status, and all that has come of it until then."""
 
     status: Status
     output: Sequence[object] = ()

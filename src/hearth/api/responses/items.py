@@ -112,7 +112,7 @@ class FunctionCallItem(Strict):
 
 
 class FunctionOutputItem(Strict):
-    """What came of a call."""
+    """The outcome of a call."""
 
     type: Literal["function_call_output"]
     call_id: ItemId

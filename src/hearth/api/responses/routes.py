@@ -73,7 +73,7 @@ def response_routes(answers: Answers, store: ResponseStore) -> APIRouter:
 
 @dataclass(frozen=True, slots=True)
 class _Translation:
-    """What is asked of a model, and the way to spell its answer."""
+    """A request in the words of chat, and the way to spell its answer."""
 
     body: ChatBody
     dialect: ResponseDialect
