@@ -425,7 +425,13 @@ REFUSED = [
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "send what it says as a message"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "send text"),
     ({"input": ["Hi"]}, "input[0]", "send a message"),
-    ({"input": [{"type": 4}]}, "input[0]", "given: 4"),
+    (
+        {"input": [{"type": "function_call", "call_id": "a", "name": "b", "arguments": "{}"}] * 129},
+        None,
+        "more than 128 calls in a row",
+    ),
+    ({"continue_final_message": True}, "continue_final_message", "none is continued"),
+    ({"input": [{"type": 4}]}, "input[0]", "given: int"),
     (
         {"input": [{"type": "function_call", "call_id": "a", "name": "b", "arguments": "{"}]},
         None,

@@ -160,7 +160,7 @@ class ResponseBody(GenerationBody):
             RequestError: the body contradicts itself.
         """
         items = self.items
-        self._check(items, len(earlier))
+        self._check(items, earlier)
         messages = messages_of(self.instructions, [*earlier, *items])
         if not messages:
             raise BadPrompt("`input` has no message, at least 1 is needed; send a text or an item")
@@ -201,11 +201,11 @@ class ResponseBody(GenerationBody):
             "truncation": "disabled",
         }
 
-    def _check(self, items: Sequence[Item], num_earlier: int) -> None:
-        check_arguments(items)
-        if num_earlier + len(items) > MAX_ITEMS:
+    def _check(self, items: Sequence[Item], earlier: Sequence[Item]) -> None:
+        check_arguments(items, earlier)
+        if len(earlier) + len(items) > MAX_ITEMS:
             raise BadPrompt(
-                f"the conversation has {num_earlier + len(items)} items, those of earlier responses "
+                f"the conversation has {len(earlier) + len(items)} items, those of earlier responses "
                 f"included, limit: {MAX_ITEMS}; begin a new one"
             )
         if self.min_tokens and self.max_output_tokens and self.min_tokens > self.max_output_tokens:
@@ -234,6 +234,7 @@ class ResponseBody(GenerationBody):
             yield from self.reasoning.ignored("reasoning.")
         if self.text is not None:
             yield from self.text.ignored("text.")
+            yield from self.format.ignored("text.format.")
 
 
 #: Fields that a body of chat has, too, by the same names and with the same limits.
@@ -271,9 +272,9 @@ def _echoed_format(format: TextFormat) -> dict[str, object]:
 
 
 def _echoed_choice(choice: str | ChosenFunction | None) -> object:
-    return (
-        {"type": "function", "name": choice.name} if isinstance(choice, ChosenFunction) else choice or "auto"
-    )
+    if not isinstance(choice, ChosenFunction):
+        return choice or "auto"
+    return {"type": "function", "name": choice.name}
 
 
 def _echoed_tool(tool: FunctionTool, index: int) -> dict[str, object]:

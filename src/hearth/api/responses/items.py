@@ -35,12 +35,13 @@ def _known_part(part: object) -> object:
 
 def _known_item(item: object) -> object:
     if not isinstance(item, dict):
-        raise ValueError(f"an item is an object, given: {item!r:.80}; send a message")
+        raise ValueError(f"an item is an object, given: {type(item).__name__}; send a message")
     if (kind := _kind(item)) not in _ITEMS:
         known = ", ".join(f"`{one}`" for one in _ITEMS)
+        given = repr(kind[:80]) if isinstance(kind, str) else type(kind).__name__
         raise ValueError(
-            f"only items of the types {known} are read, given: {kind!r:.80}; send what it says as a message, "
-            "or leave it out"
+            f"only items of the types {known} are read, given: {given}; send what it says as a message, or "
+            "leave it out"
         )
     return item
 
@@ -202,16 +203,21 @@ def _add_call(message: dict[str, object], item: FunctionCallItem) -> None:
     calls.append({"id": item.call_id, "type": "function", "function": function})
 
 
-def check_arguments(items: Iterable[Item]) -> None:
-    """Raise BadPrompt for calls whose arguments are no JSON objects, or have too many values together."""
-    calls = [(index, item) for index, item in enumerate(items) if isinstance(item, FunctionCallItem)]
-    written = b",".join(call.arguments.encode() for _, call in calls)
+def check_arguments(items: Sequence[Item], earlier: Sequence[Item]) -> None:
+    """Raise BadPrompt for calls whose arguments are no JSON objects, or have too many values together.
+
+    Those of `earlier` items are objects, and count.
+    """
+    called = (item for item in (*earlier, *items) if isinstance(item, FunctionCallItem))
+    written = b",".join(call.arguments.encode() for call in called)
     if len(written) > SMALL_BYTES:
         try:
             count_values(written)
         except TooManyValues as error:
             raise BadPrompt(f"`input`: in the `arguments` of calls {error}") from error
-    for index, call in calls:
+    for index, call in enumerate(items):
+        if not isinstance(call, FunctionCallItem):
+            continue
         try:
             is_object = not call.arguments.strip() or isinstance(json.loads(call.arguments), dict)
         except (ValueError, RecursionError) as error:
