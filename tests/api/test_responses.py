@@ -83,6 +83,12 @@ def api(gateway: FakeGateway) -> Api:
     return Api(app_of(gateway))
 
 
+@pytest.fixture(scope="module")
+def strict_api(tokenizers: dict[str, Tokenizer]) -> Api:
+    """One for all bodies that are refused, and leave no trace."""
+    return Api(app_of(FakeGateway(tokenizers["hermes"])))
+
+
 def events_of(response: httpx.Response) -> list[dict[str, object]]:
     """The events of a stream, which must be well framed and numbered."""
     assert response.status_code == 200, response.text
@@ -425,7 +431,13 @@ REFUSED = [
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "send what it says as a message"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "send text"),
     ({"input": ["Hi"]}, "input[0]", "send a message"),
-    ({"input": [{"type": 4}]}, "input[0]", "given: 4"),
+    (
+        {"input": [{"type": "function_call", "call_id": "a", "name": "b", "arguments": "{}"}] * 129},
+        None,
+        "more than 128 calls in a row",
+    ),
+    ({"continue_final_message": True}, "continue_final_message", "none is continued"),
+    ({"input": [{"type": 4}]}, "input[0]", "given: int"),
     (
         {"input": [{"type": "function_call", "call_id": "a", "name": "b", "arguments": "{"}]},
         None,
@@ -448,9 +460,9 @@ REFUSED = [
 
 @pytest.mark.parametrize(("fields", "param", "message"), REFUSED)
 def test_what_is_not_supported_is_refused_by_the_names_of_this_api(
-    api: Api, fields: dict[str, object], param: str | None, message: str
+    strict_api: Api, fields: dict[str, object], param: str | None, message: str
 ) -> None:
-    answer = api.create(**fields)
+    answer = strict_api.create(**fields)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert message in error["message"]
@@ -518,7 +530,7 @@ BODIES = st.dictionaries(
 
 
 def test_no_body_makes_the_api_fail(api: Api) -> None:
-    @settings(deadline=None, max_examples=150)
+    @settings(deadline=None, max_examples=100)
     @given(BODIES)
     def check(fields: dict[str, object]) -> None:
         answer = api.create(**fields)

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from hearth.api.body import Body
+from hearth.api.body import Body, GenerationBody
 from hearth.api.openai.chat import ChatBody
 from hearth.api.openai.completion import CompletionBody
+from hearth.api.responses.body import ResponseBody
 from hearth.api.unread_fields import (
     FREQUENT,
     IGNORED_FIELDS,
@@ -96,9 +97,9 @@ def test_completions_refuse_what_only_chat_knows(
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-@pytest.mark.parametrize(("body", "needed"), ENDPOINTS)
+@pytest.mark.parametrize(("body", "needed"), [*ENDPOINTS, (ResponseBody, {"model": "tiny", "input": "Hi"})])
 def test_every_unsupported_field_is_refused_unless_its_value_changes_nothing(
-    body: type[Body], needed: dict[str, object]
+    body: type[GenerationBody], needed: dict[str, object]
 ) -> None:
     assert not body.unsupported.keys() & body.model_fields.keys()
     for name, field in body.unsupported.items():

@@ -1,7 +1,7 @@
 """Hearth's own routes: what is deployed and running, deploying and removing, health and metrics.
 
 They lie under `/hearth`, away from `/api`, where clients of Ollama expect Ollama's format; probes
-and `/metrics` lie where scrapers look for them. Answers no prompts: that is what dialects do, such as `openai/`.
+and `/metrics` lie where scrapers look for them. Answers no prompts, as dialects do.
 """
 
 from __future__ import annotations

@@ -128,13 +128,10 @@ EMBEDDING = {
     **_fields("adapter_id lora_path"),
 }
 _TEXT_FORMAT = "hold the output to a JSON schema by `text.format`, or leave it out"
-_AS_INPUT = "make it a part of `input`"
+_READ_THERE = frozenset(["instructions", "max_output_tokens", "reasoning"])
+#: Those of chat, with other words where they are done otherwise here, and some of chat's own.
 RESPONSE = {
-    **{
-        name: field
-        for name, field in _EVERYWHERE.items()
-        if name not in ("instructions", "max_output_tokens")
-    },
+    **{name: field for name, field in CHAT.items() if name not in _READ_THERE},
     **_fields("max_tokens max_completion_tokens max_new_tokens", like="max_output_tokens"),
     **_fields("n_predict num_predict", -1, like="max_output_tokens"),
     **_fields("max_length", instead="use `max_output_tokens`"),
@@ -145,23 +142,18 @@ RESPONSE = {
     **_fields("structured_outputs", {}, instead=_TEXT_FORMAT),
     **_fields("logprobs", False, 0, instead="use `include` with `message.output_text.logprobs`"),
     **_fields("n_probs top_n_tokens", 0, instead="use `top_logprobs`"),
+    **_fields("prompt_logprobs"),
     **_fields("messages", [], instead="send them as `input`"),
-    **_fields("system template suffix", "", instead="use `instructions`"),
-    **_fields("prompt", instead=_AS_INPUT + ": prompts are not kept here"),
-    **_fields(
-        "conversation", instead="use `previous_response_id`, or send the whole conversation as `input`"
-    ),
+    **_fields("system template", "", instead="use `instructions`"),
+    **_fields("continue_final_message", False, instead="end with a message of the user: none is continued"),
+    **_fields("add_generation_prompt", True),
+    **_fields("reasoning_effort", instead="use `reasoning.effort`"),
+    # What OpenAI keeps or does for its clients.
+    **_fields("prompt", instead="make it a part of `input`: prompts are not kept here"),
+    **_fields("conversation", instead="use `previous_response_id`, or send all of it as `input`"),
     **_fields("background", False, instead="wait for the answer, or have it streamed"),
     **_fields("context_management", [], instead="send fewer items as `input`"),
     **_fields("moderation", instead="have it done elsewhere"),
-    **_fields("functions", [], instead="use `tools`"),
-    **_fields("function_call", "none", "auto", instead="use `tool_choice`"),
-    **_fields("reasoning_effort", instead="use `reasoning.effort`"),
-    **_fields("enable_thinking thinking think thinking_budget", instead=_TO_TEMPLATE),
-    **_fields("documents", [], instead=_TO_TEMPLATE),
-    **_fields("verbosity", "medium", instead=_TO_TEMPLATE),
-    **_fields("modalities", ["text"], []),
-    **_fields("audio"),
 }
 #: Of the `text` of a response.
 RESPONSE_TEXT = _fields("verbosity", "medium", instead=_TO_TEMPLATE)

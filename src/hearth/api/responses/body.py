@@ -10,8 +10,8 @@ import msgspec
 from pydantic import BeforeValidator, Field, model_validator
 
 from hearth.api import unread_fields
-from hearth.api.body import MAX_INT, GenerationBody, JsonSchema, ResponseFormat, Strict, Text
-from hearth.api.openai.chat import ChatBody, FunctionBody, NamedFunction, NamedTool, ParsedJson, ToolBody
+from hearth.api.body import MAX_INT, GenerationBody, Strict, Text
+from hearth.api.openai.chat import ChatBody, FunctionBody, ParsedJson
 from hearth.api.responses.items import (
     MAX_ITEMS,
     InputItem,
@@ -72,6 +72,9 @@ class TextFormat(Strict):
         return self
 
 
+_PLAIN = TextFormat.model_construct(type="text")
+
+
 class TextConfig(Strict):
     unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.RESPONSE_TEXT
 
@@ -85,7 +88,7 @@ class Reasoning(Strict):
 
 
 class ResponseBody(GenerationBody):
-    """What is asked, and how it is to be answered."""
+    """The body of a request for a response."""
 
     unsupported: ClassVar[Mapping[str, UnsupportedField]] = unread_fields.RESPONSE
 
@@ -135,7 +138,7 @@ class ResponseBody(GenerationBody):
         """The input as items."""
         if isinstance(self.input, list):
             return list(self.input)
-        return [MessageItem.model_construct(role="user", content=self.input)]
+        return [MessageItem(role="user", content=self.input)]
 
     @property
     def has_logprobs(self) -> bool:
@@ -144,7 +147,7 @@ class ResponseBody(GenerationBody):
     @property
     def format(self) -> TextFormat:
         given = None if self.text is None else self.text.format
-        return given or TextFormat.model_construct(type="text")
+        return given or _PLAIN
 
     @property
     def effort(self) -> str | None:
@@ -157,26 +160,24 @@ class ResponseBody(GenerationBody):
             RequestError: the body contradicts itself.
         """
         items = self.items
-        self._check(items, len(earlier))
+        self._check(items, earlier)
         messages = messages_of(self.instructions, [*earlier, *items])
         if not messages:
             raise BadPrompt("`input` has no message, at least 1 is needed; send a text or an item")
-        given = {
-            name: getattr(self, name) for name in GenerationBody.model_fields if name in self.model_fields_set
+        given = {name: getattr(self, name) for name in self.model_fields_set & _SHARED}
+        translated = {
+            "messages": messages,
+            "max_completion_tokens": self.max_output_tokens,
+            "logprobs": self.has_logprobs,
+            "top_logprobs": self.top_logprobs if self.has_logprobs else None,
+            "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
+            "tool_choice": _chat_choice(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": _chat_format(self.format),
+            "reasoning_effort": self.effort,
+            "chat_template_kwargs": self.chat_template_kwargs,
         }
-        return ChatBody.model_construct(
-            **given,
-            messages=messages,
-            max_completion_tokens=self.max_output_tokens,
-            logprobs=self.has_logprobs,
-            top_logprobs=self.top_logprobs if self.has_logprobs else None,
-            tools=[_chat_tool(tool) for tool in self.tools or ()] or None,
-            tool_choice=_chat_choice(self.tool_choice),
-            parallel_tool_calls=self.parallel_tool_calls,
-            response_format=_chat_format(self.format),
-            reasoning_effort=self.effort,
-            chat_template_kwargs=self.chat_template_kwargs,
-        )
+        return ChatBody.model_validate(given | translated)
 
     def echo(self) -> dict[str, object]:
         """Return the fields that a response repeats from its request, as values that become JSON.
@@ -200,11 +201,11 @@ class ResponseBody(GenerationBody):
             "truncation": "disabled",
         }
 
-    def _check(self, items: Sequence[Item], num_earlier: int) -> None:
-        check_arguments(items)
-        if num_earlier + len(items) > MAX_ITEMS:
+    def _check(self, items: Sequence[Item], earlier: Sequence[Item]) -> None:
+        check_arguments(items, earlier)
+        if len(earlier) + len(items) > MAX_ITEMS:
             raise BadPrompt(
-                f"the conversation has {num_earlier + len(items)} items, those of earlier responses "
+                f"the conversation has {len(earlier) + len(items)} items, those of earlier responses "
                 f"included, limit: {MAX_ITEMS}; begin a new one"
             )
         if self.min_tokens and self.max_output_tokens and self.min_tokens > self.max_output_tokens:
@@ -233,26 +234,29 @@ class ResponseBody(GenerationBody):
             yield from self.reasoning.ignored("reasoning.")
         if self.text is not None:
             yield from self.text.ignored("text.")
+            yield from self.format.ignored("text.format.")
 
 
-def _chat_tool(tool: FunctionTool) -> ToolBody:
+#: Fields that a body of chat has, too, by the same names and with the same limits.
+_SHARED = frozenset(GenerationBody.model_fields)
+
+
+def _chat_tool(tool: FunctionTool) -> dict[str, object]:
     given = {name: getattr(tool, name) for name in FunctionBody.model_fields if name in tool.model_fields_set}
-    return ToolBody.model_construct(type="function", function=FunctionBody.model_construct(**given))
+    return {"type": "function", "function": given}
 
 
-def _chat_choice(choice: str | ChosenFunction | None) -> str | NamedTool | None:
+def _chat_choice(choice: str | ChosenFunction | None) -> object:
     if not isinstance(choice, ChosenFunction):
         return choice
-    return NamedTool.model_construct(
-        type="function", function=NamedFunction.model_construct(name=choice.name)
-    )
+    return {"type": "function", "function": {"name": choice.name}}
 
 
-def _chat_format(format: TextFormat) -> ResponseFormat | None:
+def _chat_format(format: TextFormat) -> dict[str, object] | None:
     if format.type == "text":
         return None
-    schema = None if format.schema_ is None else JsonSchema.model_construct(schema_=format.schema_)
-    return ResponseFormat.model_construct(type=format.type, json_schema=schema)
+    schema = None if format.schema_ is None else {"schema": format.schema_}
+    return {"type": format.type, "json_schema": schema}
 
 
 def _echoed_format(format: TextFormat) -> dict[str, object]:
@@ -268,9 +272,9 @@ def _echoed_format(format: TextFormat) -> dict[str, object]:
 
 
 def _echoed_choice(choice: str | ChosenFunction | None) -> object:
-    return (
-        {"type": "function", "name": choice.name} if isinstance(choice, ChosenFunction) else choice or "auto"
-    )
+    if not isinstance(choice, ChosenFunction):
+        return choice or "auto"
+    return {"type": "function", "name": choice.name}
 
 
 def _echoed_tool(tool: FunctionTool, index: int) -> dict[str, object]:

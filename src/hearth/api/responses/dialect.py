@@ -11,7 +11,6 @@ import msgspec
 from hearth.api.answer import SSE_TYPE, WAITING
 from hearth.api.dialect import AnswerEvents, AnswerSpec, Choice, TokenUsage
 from hearth.api.responses.events import ResponseEvents, ResponseState
-from hearth.api.responses.store import StoredResponse
 from hearth.control.generation import AnswerStream
 
 ID_PREFIX = "resp_"
@@ -23,8 +22,8 @@ class ResponseDialect:
 
     echo: Mapping[str, object]  #: the fields that are repeated from the request
     created_at_s: float
-    keep: Callable[[StoredResponse], bool] | None = None  #: stores the response; None: it is not to be stored
-    input_items: bytes = b"[]"  #: of the request, as a list of JSON, to be stored with it
+    #: Stores a response, of this id and in JSON, and returns if there is room; None: it is not to be stored.
+    keep: Callable[[str, bytes], bool] | None = None
 
     stream_type = SSE_TYPE
     waiting = WAITING
@@ -42,12 +41,11 @@ class ResponseDialect:
 
     def response(self, stream: AnswerStream, state: ResponseState) -> dict[str, object]:
         """Return the response as it is now, as a value that becomes JSON."""
-        is_completed = state.status == "completed"
         return {
             "id": ID_PREFIX + stream.request_id,
             "object": "response",
             "created_at": int(self.created_at_s),
-            "completed_at": int(time.time()) if is_completed else None,
+            "completed_at": int(time.time()) if state.status == "completed" else None,
             "status": state.status,
             "background": False,
             "error": state.error,
@@ -64,12 +62,7 @@ class ResponseDialect:
         """Return a response that has come to its end, stored if that was asked for and there is room."""
         response = self.response(stream, state)
         if self.keep is not None:
-            previous = self.echo["previous_response_id"]
-            assert previous is None or isinstance(previous, str), f"{previous=}"
-            stored = StoredResponse(
-                ID_PREFIX + stream.request_id, previous, msgspec.json.encode(response), self.input_items
-            )
-            response["store"] = self.keep(stored)
+            response["store"] = self.keep(ID_PREFIX + stream.request_id, msgspec.json.encode(response))
         return response
 
 

@@ -32,7 +32,7 @@ _BEFORE_NUMBER, _END = b',"logprobs":[],"sequence_number":', b"}\n\n"
 
 @dataclass(frozen=True, slots=True)
 class ResponseState:
-    """What a response is at one moment, and what has come of it until then."""
+    """A response at one moment: its status, and all that has come of it until then."""
 
     status: Status
     output: Sequence[object] = ()
@@ -115,7 +115,8 @@ class ResponseEvents:
         OpenAI documents the latter with the error's fields in the event and sends them in an object inside.
         """
         fault = fault_of(error)
-        kind = {429: "rate_limit_exceeded"}.get(fault.status, _wrong_or_broken(fault.status))
+        kind = "server_error" if fault.status >= 500 else "invalid_prompt"
+        kind = "rate_limit_exceeded" if fault.status == 429 else kind
         told = {"code": fault.code, "message": fault.message, "param": fault.param}
         # Not by msgspec, as in `error_spelling.py`.
         reason = msgspec.Raw(json.dumps({"code": kind, "message": fault.message}).encode())
@@ -229,7 +230,3 @@ class ResponseEvents:
         number, name = self._num_events, kind.encode()
         self._num_events += 1
         return b'event: %b\ndata: {"type":"%b",%b,"sequence_number":%d}\n\n' % (name, name, inside, number)
-
-
-def _wrong_or_broken(status: int) -> str:
-    return "invalid_prompt" if status < 500 else "server_error"

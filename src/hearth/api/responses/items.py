@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Literal, TypeAlias, cast
+from typing import Annotated, Literal, TypeAlias, assert_never
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 
 from hearth.api.body import Strict, Text
 from hearth.api.json_body import SMALL_BYTES, TooManyValues, count_values
-from hearth.api.openai.chat import CalledFunction, CalledTool, MessageBody
 from hearth.errors import BadPrompt
 
-#: The most items of a conversation, those of earlier responses included.
-MAX_ITEMS = 16_384
+#: The most items of a conversation, those of earlier responses included, and the most calls in a row. With
+#: instructions they are as many messages, and calls of one, as chat takes.
+MAX_ITEMS = 16_383
+MAX_CALLS = 128
 
 _PARTS = ("input_text", "output_text", "refusal")
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
@@ -34,12 +35,13 @@ def _known_part(part: object) -> object:
 
 def _known_item(item: object) -> object:
     if not isinstance(item, dict):
-        raise ValueError(f"an item is an object, given: {item!r:.80}; send a message")
+        raise ValueError(f"an item is an object, given: {type(item).__name__}; send a message")
     if (kind := _kind(item)) not in _ITEMS:
         known = ", ".join(f"`{one}`" for one in _ITEMS)
+        given = repr(kind[:80]) if isinstance(kind, str) else type(kind).__name__
         raise ValueError(
-            f"only items of the types {known} are read, given: {kind!r:.80}; send what it says as a message, "
-            "or leave it out"
+            f"only items of the types {known} are read, given: {given}; send what it says as a message, or "
+            "leave it out"
         )
     return item
 
@@ -111,7 +113,7 @@ class FunctionCallItem(Strict):
 
 
 class FunctionOutputItem(Strict):
-    """What came of a call."""
+    """The outcome of a call."""
 
     type: Literal["function_call_output"]
     call_id: ItemId
@@ -160,56 +162,62 @@ def as_stored(items: Iterable[Item], id_prefix: str) -> list[dict[str, object]]:
     return [item.as_stored(f"{id_prefix}_{index}") for index, item in enumerate(kept)]
 
 
-def messages_of(instructions: str | None, items: Sequence[Item]) -> list[MessageBody]:
-    """Return the messages of a conversation.
+def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[str, object]]:
+    """Return the messages of a conversation, as a body of chat has them.
 
     Calls belong to the message of the assistant before them. Instructions become one with the system's words
     at the beginning: many templates know a single message of the system there.
+
+    Raises:
+        BadPrompt: more calls in a row than one message can hold.
     """
-    messages: list[MessageBody] = []
+    messages: list[dict[str, object]] = []
     if instructions:
-        messages.append(MessageBody.model_construct(role="system", content=instructions))
+        messages.append({"role": "system", "content": instructions})
     for item in items:
-        last = messages[-1] if messages else None
         match item:
             case MessageItem(role="system" | "developer") if instructions and len(messages) == 1:
-                content = f"{cast(str, messages[0].content)}\n\n{_text(item.content)}"
-                messages[0] = MessageBody.model_construct(role="system", content=content)
+                messages[0]["content"] = f"{messages[0]['content']}\n\n{_text(item.content)}"
             case MessageItem():
-                messages.append(MessageBody.model_construct(role=item.role, content=_text(item.content)))
+                messages.append({"role": item.role, "content": _text(item.content)})
             case FunctionCallItem():
-                call = CalledTool.model_construct(
-                    id=item.call_id,
-                    type="function",
-                    function=CalledFunction.model_construct(name=item.name, arguments=item.arguments),
-                )
-                if last is not None and last.role == "assistant":
-                    last.tool_calls = [*(last.tool_calls or ()), call]
-                else:
-                    messages.append(
-                        MessageBody.model_construct(role="assistant", content=None, tool_calls=[call])
-                    )
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant"})
+                _add_call(messages[-1], item)
             case FunctionOutputItem():
-                messages.append(
-                    MessageBody.model_construct(
-                        role="tool", content=_text(item.output), tool_call_id=item.call_id
-                    )
-                )
+                content = _text(item.output)
+                messages.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
             case ReasoningItem():
                 pass
+            case _:
+                assert_never(item)
     return messages
 
 
-def check_arguments(items: Iterable[Item]) -> None:
-    """Raise BadPrompt for calls whose arguments are no JSON objects, or have too many values together."""
-    calls = [(index, item) for index, item in enumerate(items) if isinstance(item, FunctionCallItem)]
-    written = b",".join(call.arguments.encode() for _, call in calls)
+def _add_call(message: dict[str, object], item: FunctionCallItem) -> None:
+    calls = message.setdefault("tool_calls", [])
+    assert isinstance(calls, list), f"{type(calls)=}"
+    if len(calls) == MAX_CALLS:
+        raise BadPrompt(f"`input` has more than {MAX_CALLS} calls in a row; send their outputs in between")
+    function = {"name": item.name, "arguments": item.arguments}
+    calls.append({"id": item.call_id, "type": "function", "function": function})
+
+
+def check_arguments(items: Sequence[Item], earlier: Sequence[Item]) -> None:
+    """Raise BadPrompt for calls whose arguments are no JSON objects, or have too many values together.
+
+    Those of `earlier` items are objects, and count.
+    """
+    called = (item for item in (*earlier, *items) if isinstance(item, FunctionCallItem))
+    written = b",".join(call.arguments.encode() for call in called)
     if len(written) > SMALL_BYTES:
         try:
             count_values(written)
         except TooManyValues as error:
             raise BadPrompt(f"`input`: in the `arguments` of calls {error}") from error
-    for index, call in calls:
+    for index, call in enumerate(items):
+        if not isinstance(call, FunctionCallItem):
+            continue
         try:
             is_object = not call.arguments.strip() or isinstance(json.loads(call.arguments), dict)
         except (ValueError, RecursionError) as error:

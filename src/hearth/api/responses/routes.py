@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
@@ -73,7 +73,7 @@ def response_routes(answers: Answers, store: ResponseStore) -> APIRouter:
 
 @dataclass(frozen=True, slots=True)
 class _Translation:
-    """What is asked of a model, and the way to spell its answer."""
+    """A request in the words of chat, and the way to spell its answer."""
 
     body: ChatBody
     dialect: ResponseDialect
@@ -87,12 +87,16 @@ def _translate(
             "`store` is true and this service stores no responses (`service.response_store_bytes` is 0); "
             "leave it out, and send the whole conversation as `input`"
         )
-    chat = body.chat([item for response in before for item in response.items()])
-    dialect = ResponseDialect(body.echo(), time.time())
+    items = b""
     if body.store:
         items = msgspec.json.encode(as_stored(body.items, f"item_{secrets.token_hex(12)}"))
-        dialect = replace(dialect, input_items=items, keep=partial(store.keep, caller.group))
-    return _Translation(chat, dialect)
+
+    def keep(response_id: str, response: bytes) -> bool:
+        stored = StoredResponse(response_id, body.previous_response_id, response, items)
+        return store.keep(caller.group, stored)
+
+    chat = body.chat([item for response in before for item in response.items()])
+    return _Translation(chat, ResponseDialect(body.echo(), time.time(), keep if body.store else None))
 
 
 def _page(items: Sequence[dict[str, object]], limit: int, after: str | None) -> dict[str, object]:
