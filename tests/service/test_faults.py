@@ -189,7 +189,9 @@ def test_a_request_whose_worker_died_while_loading_is_loaded_for_elsewhere(
 
     def ask() -> Completion:
         with workers.client() as client:
-            return client.completions.create(model="far", prompt="Hello", max_tokens=4)
+            return client.completions.create(
+                model="far", prompt="Hello", max_tokens=4, extra_body={"ignore_eos": True}
+            )
 
     with serving_files(write_tiny(tmp_path / "tiny", seed=33)) as server:
         assert workers.deploy(f"{server.url}/tiny", "far").is_success
