@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
@@ -88,7 +89,7 @@ def wrong_arrows(package: Path) -> list[str]:
 def imports(path: Path, package: Path) -> Iterator[tuple[int, str]]:
     """Line and absolute name of every module that the file imports."""
     parents = ["hearth", *path.relative_to(package).parts[:-1]]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -130,9 +131,15 @@ def leaning_docstrings(package: Path) -> list[str]:
 def definitions(package: Path) -> Iterator[tuple[Path, Documented]]:
     """Every module, class and function, with the path of its file."""
     for path in sorted(package.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 yield path.relative_to(package), node
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return all nodes of a file, which several checks look at."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 def plant(package: Path, name: str, code: str) -> Path:

@@ -80,6 +80,7 @@ QUICK = Scale(
     kv_bytes=8 * MIB,
     prompt_tokens=32,
     decode_tokens=4,
+    num_runs=2,
     num_fast_runs=2,
     num_engine_runs=2,
     is_machine_ours=False,

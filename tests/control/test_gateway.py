@@ -339,6 +339,32 @@ def test_the_step_that_a_lost_worker_was_in_is_told_to_the_brain(
     with_rig(data_dir, scene)
 
 
+def test_a_loss_counts_only_against_requests_of_the_step_that_the_worker_died_in(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    """The second is on the same worker, of the same model, and waits there."""
+
+    async def scene(rig: GatewayRig) -> None:
+        deadly, waiting = [await rig.submit(ask(), ANYBODY) for _ in range(2)]
+        for _ in range(4):
+            link = rig.join()
+            run = rig.driver.requests.by_id[deadly.request_id].run
+            link.beacon.show(ModelId("tiny"), 0.1, [str(run), "999999"])
+            rig.driver._answered.add((WORKER, ModelId("tiny")))  # as once others had tokens of it there
+            rig.receive(link, None)
+        with pytest.raises(WorkersLost, match="that was the loss number 4"):
+            await deadly.next()
+        link = rig.join()
+        emit(rig, link, 5, finished=True)
+        assert [piece.token for piece in await waiting.next()] == [5]
+        explained = rig.gateway.explain(waiting.request_id, ANYBODY)
+        assert explained is not None
+        assert explained.outcome == "stop"
+        assert "in a step of its model without it, not counted against it" in str(explained)
+
+    with_rig(data_dir, scene)
+
+
 ADA, AMY = (Caller(name, "user", GroupId("a")) for name in ("ada", "amy"))
 BOB = Caller("bob", "user", GroupId("b"))
 

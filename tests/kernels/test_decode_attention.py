@@ -30,8 +30,10 @@ HEADS = [
     Heads(14, 2, 64),
 ]
 LENGTHS = [1, 15, 16, 17, 100, 205]
-#: A window, and how many programs share the work: from one for all tiles to more than there are tiles.
-PROGRAMS = [(None, 1), (None, 3), (None, 64), (40, 5), (130, 2)]
+#: Tiles of these lengths for each head of KV, of the smallest that there are: 32 tokens.
+NUM_TILES = sum(-(-length // 32) for length in LENGTHS)
+#: A window, and how many programs share the work: from one for all tiles to, None, more than there are tiles.
+PROGRAMS = [(None, 1), (None, 3), (None, None), (40, 5), (130, 2)]
 
 
 def scratch_for(heads: Heads, device: str, num_programs: int, num_rows: int) -> SplitScratch:
@@ -95,9 +97,10 @@ class Case:
 )
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_kernel_equals_reference_in_recycled_memory(
-    device: str, dtype: torch.dtype, heads: Heads, window: int | None, num_programs: int
+    device: str, dtype: torch.dtype, heads: Heads, window: int | None, num_programs: int | None
 ) -> None:
     case = Case.build(LENGTHS, heads, device, dtype)
+    num_programs = NUM_TILES * heads.num_kv + 4 if num_programs is None else num_programs
 
     assert_close(case.run(num_programs, window=window), case.expected(window))
 

@@ -189,7 +189,9 @@ def test_a_request_whose_worker_died_while_loading_is_loaded_for_elsewhere(
 
     def ask() -> Completion:
         with workers.client() as client:
-            return client.completions.create(model="far", prompt="Hello", max_tokens=4)
+            return client.completions.create(
+                model="far", prompt="Hello", max_tokens=4, extra_body={"ignore_eos": True}
+            )
 
     with serving_files(write_tiny(tmp_path / "tiny", seed=33)) as server:
         assert workers.deploy(f"{server.url}/tiny", "far").is_success
@@ -279,10 +281,12 @@ def assert_refused(service: Service, model: str, reason: str) -> None:
     assert service.http.delete(f"/hearth/models/{model}").is_success
 
 
-def test_after_a_killed_gateway_nothing_runs_and_a_new_one_has_all_models(data_dir: Path) -> None:
+@pytest.fixture(scope="module")
+def heir(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service on the data directory of one whose gateway was killed in the middle of a stream."""
+    data_dir = shelf.copy(tmp_path_factory.mktemp("heir") / "data")
     flags = (*SMALL, "--memory", "256MiB", "--host-memory", "64MiB")
     service = Service(data_dir, *flags)
-    names = sorted(model["name"] for model in service.http.get("/hearth/models").json())
     with service.client() as client:
         chunks = client.completions.create(
             model="tiny-a", prompt="Hi", max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
@@ -291,13 +295,19 @@ def test_after_a_killed_gateway_nothing_runs_and_a_new_one_has_all_models(data_d
         service.kill()
         chunks.close()
     service.assert_journal_replays()
-    with serving(data_dir, *flags) as again:
-        assert sorted(model["name"] for model in again.http.get("/hearth/models").json()) == names
-        assert stream(again, 1, {"max_tokens": 2}).finish_reason == "length"
+    with serving(data_dir, *flags) as heir:
+        yield heir
 
 
-def test_sigterm_lets_streams_finish_and_takes_nothing_new(data_dir: Path) -> None:
-    service = Service(data_dir, *SMALL, "--memory", "256MiB", "--host-memory", "64MiB")
+def test_after_a_killed_gateway_nothing_runs_and_a_new_one_has_all_models(
+    heir: Service, shelf: Shelf
+) -> None:
+    assert {model["name"] for model in heir.http.get("/hearth/models").json()} == set(shelf.places)
+    assert stream(heir, 1, {"max_tokens": 2}).finish_reason == "length"
+
+
+def test_sigterm_lets_streams_finish_and_takes_nothing_new(heir: Service) -> None:
+    service, data_dir = heir, heir.data_dir
     children = service.children()
     begun = threading.Event()
     with ThreadPoolExecutor() as threads, service.client() as client:

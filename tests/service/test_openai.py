@@ -212,6 +212,7 @@ def test_max_completion_tokens_ends_an_answer_for_its_length(client: openai.Open
         model=MODEL,
         messages=[{"role": "user", "content": "Count to one hundred."}],
         max_completion_tokens=3,
+        temperature=0.0,
     )
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None

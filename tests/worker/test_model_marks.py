@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ import torch
 from hearth.beacon import Beacon, new_beacon_file
 from hearth.memory.arena import ArenaPool
 from hearth.models.decoder import Decoder
-from hearth.types import ModelId
-from hearth.worker.model_marks import WorkerMarks
+from hearth.types import ModelId, RequestId
+from hearth.worker.model_marks import ModelMarks, WorkerMarks
 from tests.store.stored import PATIENCE_S, converted, tiers_at
 from tests.worker.harness import BUDGET_BYTES, greedy
 from tests.worker.in_process import working_in_process
@@ -30,6 +31,10 @@ def shared() -> tuple[Beacon, Beacon]:
     return pair
 
 
+def begin(marks: ModelMarks) -> Callable[[], None]:
+    return lambda: marks.begun([RequestId("1")])
+
+
 def test_the_step_under_way_is_the_oldest_that_is_not_done(shared: tuple[Beacon, Beacon]) -> None:
     """The host is ahead of the device, and waits for one model while the device may hang in another."""
     written, seen = shared
@@ -37,10 +42,29 @@ def test_the_step_under_way_is_the_oldest_that_is_not_done(shared: tuple[Beacon,
     a, b = worker.of(A), worker.of(B)
     assert seen.read().model is None
     shown = []
-    for act in (a.begun, a.begun, a.done, b.begun, b.begun, b.done, a.begun, b.done, a.done, a.done):
+    for act in (begin(a), begin(a), a.done, begin(b), begin(b), b.done, begin(a), b.done, a.done, a.done):
         act()
         shown.append(seen.read().model)
     assert shown == ["a", "a", "a", "a", "a", "b", "b", "a", "a", None]
+
+
+def test_the_runs_of_the_step_under_way_are_told_as_far_as_there_is_room(
+    shared: tuple[Beacon, Beacon],
+) -> None:
+    written, seen = shared
+    a = WorkerMarks(written).of(A)
+    many = range(10**6, 10**6 + 4096)
+    for runs in ((7, 12), (9,), many):
+        a.begun([RequestId(str(run)) for run in runs])
+    assert seen.read().runs == (7, 12)
+    a.layer_passed()
+    assert seen.read().runs == (7, 12)
+    a.done()
+    assert seen.read().runs == (9,)
+    a.done()
+    assert (seen.read().model, seen.read().runs) == ("a", None)
+    a.done()
+    assert (seen.read().model, seen.read().runs) == (None, None)
 
 
 def test_a_step_that_is_waited_for_late_takes_no_later_one_along(shared: tuple[Beacon, Beacon]) -> None:
@@ -49,7 +73,7 @@ def test_a_step_that_is_waited_for_late_takes_no_later_one_along(shared: tuple[B
     worker = WorkerMarks(written)
     a, b = worker.of(A), worker.of(B)
     shown = []
-    for act in (b.begun, a.begun, a.done, b.begun, b.done, b.done):
+    for act in (begin(b), begin(a), a.done, begin(b), b.done, b.done):
         act()
         shown.append(seen.read().model)
     assert shown == ["b", "b", None, "b", "b", None]
@@ -59,8 +83,8 @@ def test_steps_of_an_engine_that_was_closed_are_not_under_way(shared: tuple[Beac
     written, seen = shared
     worker = WorkerMarks(written)
     a, b = worker.of(ModelId("a-long-name")), worker.of(B)
-    a.begun()
-    b.begun()
+    begin(a)()
+    begin(b)()
     a.closed()
     assert seen.read().model == "b"
     b.closed()
@@ -74,13 +98,13 @@ def test_marks_are_counted_and_the_longest_between_two_is_that_of_the_model(
     worker = WorkerMarks(written)
     a, b = worker.of(A), worker.of(B)
     b.layer_passed()  # as when graphs are captured between steps
-    a.begun()
+    begin(a)()
     assert (seen.read().num_marks, seen.read().longest_s) == (1, None)
     a.layer_passed()
     assert seen.read().num_marks == 2
     assert seen.read().longest_s == a.longest_s > 0
     a.done()
-    b.begun()
+    begin(b)()
     assert (seen.read().num_marks, seen.read().longest_s) == (3, None)
 
 
@@ -108,7 +132,8 @@ def test_a_worker_in_a_long_step_advances_layer_by_layer(
         gateway.load("a", converted("llama-gqa"))
         run = gateway.start("a", (3, 14, 15), greedy(2))
         assert is_there.wait(PATIENCE_S)
-        assert (marks.beacon.read().num_marks, marks.beacon.read().model) == (1, "a")
+        signs = marks.beacon.read()
+        assert (signs.num_marks, signs.model, signs.runs) == (1, "a", (run,))
         may_go_on.set()
         gateway.until_ended(run)
         gateway.ping()

@@ -19,8 +19,8 @@ from hearth.types import FinishReason, ModelId, Pace, Pooling, RequestId, Worker
 class ActiveRequest:
     """Mutable. The text thread writes `emitted`, `transcript`, `text_s` and `is_complete`, the loop the rest.
 
-    The two never write at once: a run's tokens all pass the text thread before the loop hears that its worker
-    is lost, and only then is the request given to another.
+    The two never write at once: a run's tokens all pass the text thread, or are dropped there, before the
+    loop hears that its worker is lost, and only then is the request given to another.
     """
 
     request_id: RequestId
@@ -31,7 +31,7 @@ class ActiveRequest:
     guide: GuideOrder | None
     stream: AnswerStream
     transcript: Transcript
-    #: Tokens that came from workers, all of them: what a successor continues from.
+    #: Tokens that came from workers and became text, all of them: what a successor continues from.
     emitted: list[int] = field(default_factory=list)
     is_complete: bool = False  #: the text has its end, and later tokens are none of it
     text_s: float = 0.0  #: how long the text of a token takes, on average of the last ones

@@ -369,8 +369,15 @@ class Driver:
         self._pools.lost(worker)
         for key in [key for key in self._hostings if key[0] == worker]:
             del self._hostings[key]
+        signs = None if link.beacon is None else link.beacon.read()
+        culprit = None if signs is None else signs.model
+        in_step = None if signs is None or signs.runs is None else self._request_ids(signs.runs)
         self.requests.detach(worker)
-        culprit = None if link.beacon is None else link.beacon.read().model
         has_answered = (worker, culprit) in self._answered
         self._answered = {stay for stay in self._answered if stay[0] != worker}
-        self.post(events.WorkerLost(now_s, worker, culprit, has_answered, link.why_killed or "died"))
+        reason = link.why_killed or "died"
+        self.post(events.WorkerLost(now_s, worker, culprit, has_answered, reason, in_step))
+
+    def _request_ids(self, runs: Sequence[int]) -> tuple[RequestId, ...]:
+        """Return the requests of runs that are still under way."""
+        return tuple(self.requests.by_run[run].request_id for run in runs if run in self.requests.by_run)

@@ -171,11 +171,7 @@ class Observer:
         self._reported_s.pop(lost.worker, None)
         self._in_turn = {key for key in self._in_turn if key[0] != lost.worker}
         for timeline in list(self._on_worker(lost.worker)):
-            whose = (
-                "its model" if timeline.model == lost.culprit else "another model, not counted against it,"
-            )
-            where = "" if lost.culprit is None else f" in a step of {whose}"
-            timeline.lost(lost.now_s, lost.worker, f"{lost.reason}{where}")
+            timeline.lost(lost.now_s, lost.worker, f"{lost.reason}{_in_whose_step(lost, timeline)}")
 
     def _on_worker(self, worker: WorkerId, model: ModelId | None = None) -> Iterator[Timeline]:
         for timeline in self._active.values():
@@ -269,6 +265,17 @@ class Observer:
             # One of no tokens is due when its first token would be.
             is_late = now_s > timeline.paced.due_s if timeline.last_token_s is None else num_late > 0
             (self._metrics.requests_late if is_late else self._metrics.requests_on_time).inc()
+
+
+def _in_whose_step(lost: events.WorkerLost, timeline: Timeline) -> str:
+    """Say whose step a lost worker was in, to those who look at a request of it."""
+    if lost.culprit is None:
+        return ""
+    if lost.culprit != timeline.model:
+        return " in a step of another model, not counted against it,"
+    if lost.in_step is not None and timeline.request_id not in lost.in_step:
+        return " in a step of its model without it, not counted against it,"
+    return " in a step of its model"
 
 
 def _rejects(action: Action, request_id: RequestId) -> bool:

@@ -327,7 +327,7 @@ class Engine:
         written = [block for write in plan.table_writes for block in write.blocks]
         assert self.batcher.blocks.has_all(written), f"blocks that are not there: {plan.table_writes}"
         timer = StepTimer(self.runner.kv.device) if self.runner.is_warm(plan) else None
-        self._marks.begun()
+        self._marks.begun(plan.request_ids)
         pending = self.runner.launch(plan)
         if pending.is_computed:
             self._marks.done()

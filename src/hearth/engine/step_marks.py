@@ -6,14 +6,17 @@ are graphs: there the device advances when it is done with a step, and a layer s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
+
+from hearth.types import RequestId
 
 
 class StepMarks(Protocol):
     """The receiver of an engine's marks. Called by the thread that steps the engine."""
 
-    def begun(self) -> None:
-        """Note that a step is about to be launched."""
+    def begun(self, request_ids: Sequence[RequestId]) -> None:
+        """Note that a step is about to be launched, with rows of these requests."""
 
     def layer_passed(self) -> None:
         """Note that a layer was computed, or launched where steps are only launched."""
@@ -28,7 +31,7 @@ class StepMarks(Protocol):
 class NoMarks:
     """Nobody looks, as where one process runs one model."""
 
-    def begun(self) -> None:
+    def begun(self, request_ids: Sequence[RequestId]) -> None:
         pass
 
     def layer_passed(self) -> None:

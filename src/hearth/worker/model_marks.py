@@ -1,4 +1,4 @@
-"""Shows by a worker's beacon whose step is under way and how it advances. Judges nothing.
+"""Shows by a worker's beacon whose step is under way, which runs it has, and how it advances. Judges nothing.
 
 The device computes steps in the order in which they were launched. So the step under way is the oldest that
 was launched and is not known to be done, whichever model the host waits for: if the worker dies or hangs, it
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hearth.beacon import Beacon
-from hearth.types import ModelId
+from hearth.types import ModelId, RequestId
 
 
 class WorkerMarks:
@@ -21,18 +23,19 @@ class WorkerMarks:
         """`beacon` None: nobody looks."""
         self.beacon = beacon or Beacon()
         self._num_begun = 0
-        #: By number: whose step it is. One for each step that is not known to be done, oldest first.
-        self._under_way: dict[int, ModelMarks] = {}
+        #: By number, one for each step that is not known to be done, oldest first.
+        self._under_way: dict[int, _BegunStep] = {}
+        self._shown: int | None = None  #: the number of the step that the beacon shows; None: it shows none
 
     def of(self, model: ModelId) -> ModelMarks:
         """Return what the engine of a model tells."""
         return ModelMarks(model, self)
 
-    def begun(self, marks: ModelMarks) -> int:
+    def begun(self, marks: ModelMarks, request_ids: Sequence[RequestId]) -> int:
         """Note a step that is launched now; return its number."""
         number = self._num_begun
         self._num_begun += 1
-        self._under_way[number] = marks
+        self._under_way[number] = _BegunStep(marks, request_ids)
         self._show()
         return number
 
@@ -43,7 +46,7 @@ class WorkerMarks:
         self._show()
 
     def closed(self, marks: ModelMarks) -> None:
-        self._under_way = {number: one for number, one in self._under_way.items() if one is not marks}
+        self._under_way = {number: one for number, one in self._under_way.items() if one.marks is not marks}
         self._show()
 
     def advanced(self) -> None:
@@ -51,11 +54,22 @@ class WorkerMarks:
         self._show()
 
     def _show(self) -> None:
-        oldest = next(iter(self._under_way.values()), None)
-        if oldest is not None:
-            self.beacon.show(oldest.model, oldest.longest_s)
-        else:
+        number, oldest = next(iter(self._under_way.items()), (None, None))
+        if oldest is None:
             self.beacon.show(None, 0.0)
+        elif number == self._shown:
+            self.beacon.show_longest(oldest.marks.longest_s)
+        else:
+            self.beacon.show(oldest.marks.model, oldest.marks.longest_s, oldest.request_ids)
+        self._shown = number
+
+
+@dataclass(frozen=True, slots=True)
+class _BegunStep:
+    """A step that was launched."""
+
+    marks: ModelMarks
+    request_ids: Sequence[RequestId]  #: of its rows, which are numbers of runs
 
 
 class ModelMarks:
@@ -68,9 +82,9 @@ class ModelMarks:
         self._numbers: deque[int] = deque()  #: of its steps that were not waited for, oldest first
         self._since_s: float | None = None  #: when the last mark of a step was passed; None: no step is made
 
-    def begun(self) -> None:
+    def begun(self, request_ids: Sequence[RequestId]) -> None:
         self._since_s = time.perf_counter()
-        self._numbers.append(self._worker.begun(self))
+        self._numbers.append(self._worker.begun(self, request_ids))
 
     def layer_passed(self) -> None:
         self._measure()

@@ -180,10 +180,13 @@ class World:
             culprit = _pick([None, *ready, MODELS[number % len(MODELS)]], number // 5)
             requests = dict(self.fleet.queues.requests)
             num_losses = {request_id: request.num_losses for request_id, request in requests.items()}
-            actions = self.tell(WorkerLost(self.now_s, name, culprit, has_answered=number % 3 == 0))
+            in_step = None if number % 2 else tuple(sorted(requests)[:: 1 + number // 7 % 3])
+            lost = WorkerLost(self.now_s, name, culprit, number % 3 == 0, in_step=in_step)
+            actions = self.tell(lost)
             for request_id, request in requests.items():
-                if culprit not in (None, request.model.name):
-                    assert request.num_losses == num_losses[request_id], f"charged for `{culprit}`: {request}"
+                is_elsewhere = culprit not in (None, request.model.name)
+                if is_elsewhere or (in_step is not None and request_id not in in_step):
+                    assert request.num_losses == num_losses[request_id], f"charged for {lost}: {request}"
             for action in actions:
                 if culprit is not None and isinstance(action, Reject):
                     is_at_fault = requests[action.request_id].model.name == culprit

@@ -161,6 +161,11 @@ class StepPlan:
         return len(self.decode) + sum(row.samples for row in self.prompts)
 
     @property
+    def request_ids(self) -> Sequence[RequestId]:
+        """The request of each row, in order."""
+        return [*self.decode.request_ids, *(row.request_id for row in self.prompts)]
+
+    @property
     def sampled_ids(self) -> Sequence[RequestId]:
         """The request of each row that samples, in order."""
         prompts = [row.request_id for row in self.prompts if row.samples]

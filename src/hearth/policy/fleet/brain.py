@@ -362,7 +362,7 @@ def _lose_worker(fleet: Fleet, event: WorkerLost) -> list[Action]:
         return []
     suspects = find_suspects(worker, event.culprit)
     is_certain = event.culprit is not None or not any(replica.is_ready for replica in suspects)
-    requests = fleet.lose(worker, suspects)
+    requests = fleet.lose(worker, suspects, event.in_step)
     message = f"worker `{event.worker}` {event.reason} under it"
     for suspect in suspects:
         record_loss(fleet, suspect, message, is_certain=is_certain, has_answered=event.has_answered)

@@ -112,6 +112,8 @@ class WorkerLost:
     culprit: ModelId | None = None  #: the model whose step was under way; None: none was, or nobody knows
     has_answered: bool = False  #: the culprit has made tokens on that worker
     reason: str = "died"  #: what the worker did, for people
+    #: Requests with a row in that step, against which alone the loss counts; None: nobody knows.
+    in_step: tuple[RequestId, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from hearth.policy.fleet.events import BrainConfig, RequestArrived, Resident, St
 from hearth.policy.fleet.holds import Expiries, HoldNotices
 from hearth.policy.fleet.queues import RequestQueues
 from hearth.policy.fleet.records import Drain, Model, Replica, Request, Worker
-from hearth.types import Hold, ModelId, WorkerId
+from hearth.types import Hold, ModelId, RequestId, WorkerId
 
 Name = TypeVar("Name", ModelId, WorkerId)
 
@@ -94,15 +94,18 @@ class Fleet:
         self.capacity.put(worker.kind, worker.name, worker.promises)
         self.queues.must_serve = True
 
-    def lose(self, worker: Worker, suspects: Collection[Replica]) -> list[Request]:
+    def lose(
+        self, worker: Worker, suspects: Collection[Replica], in_step: Collection[RequestId] | None
+    ) -> list[Request]:
         """Remove a worker and its replicas; return its requests, which wait again, in order of arrival.
 
-        The loss counts against those of `suspects`.
+        The loss counts against those of `suspects`, and of these against those `in_step` where that is known.
         """
         requests = [request for replica in worker.replicas.values() for request in replica.running.values()]
         requests.sort(key=lambda request: request.number)
         for request in requests:
-            self.requeue(request, is_at_fault=request.replica in suspects)
+            was_at_work = in_step is None or request.request_id in in_step
+            self.requeue(request, is_at_fault=was_at_work and request.replica in suspects)
         for replica in list(worker.replicas.values()):
             self.remove(replica)
         for model in worker.failed.values():
@@ -269,7 +272,7 @@ class Fleet:
     def requeue(self, request: Request, *, is_at_fault: bool) -> None:
         """Put a request that lost its replica back to its place in the order of arrival.
 
-        `is_at_fault`: because of its own model, as far as can be told.
+        `is_at_fault`: because of a step that it was in, as far as can be told.
         """
         assert request.replica is not None, f"waits already: `{request.request_id}`"
         self._stop_running(request, request.replica)

@@ -45,7 +45,7 @@ class Request:
     digest: str  #: of the version that it was accepted for; no other continues it
     line_s: float = 0.0  #: as in its `Place`
     is_batch: bool = False
-    num_losses: int = 0  #: replicas that it lost because of its model, as far as can be told
+    num_losses: int = 0  #: replicas that it lost by a step that it was in, as far as can be told
     #: Since when it waits, or waited last, and in which step of the brain that began.
     queued_s: float = 0.0
     queued_step: int = 0
