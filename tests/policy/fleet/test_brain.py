@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TypeVar
 
 import pytest
@@ -74,17 +73,9 @@ class Desk:
     def join(self, worker: str, budget_bytes: int = 100, kind: str = "cuda") -> list[Action]:
         return self._step(WorkerJoined(self.now_s, WorkerId(worker), kind, budget_bytes))
 
-    def lose(
-        self,
-        worker: str,
-        culprit: str | None = None,
-        *,
-        has_answered: bool = False,
-        in_step: Sequence[str] | None = None,
-    ) -> list[Action]:
+    def lose(self, worker: str, culprit: str | None = None, *, has_answered: bool = False) -> list[Action]:
         model = None if culprit is None else ModelId(culprit)
-        requests = None if in_step is None else tuple(map(RequestId, in_step))
-        return self._step(WorkerLost(self.now_s, WorkerId(worker), model, has_answered, in_step=requests))
+        return self._step(WorkerLost(self.now_s, WorkerId(worker), model, has_answered))
 
     def ask(self, request: str, model: str, keep_alive_s: float | None = None) -> list[Action]:
         event = RequestArrived(self.now_s, RequestId(request), ModelId(model), 10, None, keep_alive_s)
