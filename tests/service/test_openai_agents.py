@@ -37,6 +37,7 @@ def run(service: Service, work: Coroutine[None, None, T]) -> T:
     return asyncio.run(configured())
 
 
+@pytest.mark.client("openai-agents", "tools in the default mode, also streamed")
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_an_agent_calls_its_tool_and_goes_on_with_the_result(service: Service, is_stream: bool) -> None:
     from agents import Agent, ModelSettings, Runner, function_tool
@@ -73,6 +74,7 @@ def test_an_agent_calls_its_tool_and_goes_on_with_the_result(service: Service, i
     assert set(cities) <= {"Paris", "Rome"}
 
 
+@pytest.mark.client("openai-agents", "`output_type`")
 def test_an_agent_answers_with_a_type(service: Service) -> None:
     from agents import Agent, ModelSettings, Runner
 
@@ -87,6 +89,7 @@ def test_an_agent_answers_with_a_type(service: Service) -> None:
     assert isinstance(result.final_output, Drink)
 
 
+@pytest.mark.client("openai-agents", "`previous_response_id`")
 def test_an_agent_continues_a_conversation_that_the_service_has_stored(service: Service) -> None:
     from agents import Agent, ModelSettings, Runner
 

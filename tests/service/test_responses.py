@@ -42,6 +42,7 @@ def client(service: Service) -> Iterable[openai.OpenAI]:
         yield client
 
 
+@pytest.mark.client("openai", "responses")
 def test_a_response_says_what_chat_says(client: openai.OpenAI, service: Service) -> None:
     response = client.responses.create(
         model=MODEL, instructions="Be brief.", input=QUESTION, temperature=0, max_output_tokens=64
@@ -61,6 +62,7 @@ def test_a_response_says_what_chat_says(client: openai.OpenAI, service: Service)
     assert service.explain(response.id)["model"] == MODEL
 
 
+@pytest.mark.client("openai", "responses, streamed")
 def test_a_stream_ends_with_the_same_response(client: openai.OpenAI) -> None:
     whole = client.responses.create(model=MODEL, input=QUESTION, temperature=0, max_output_tokens=64)
     with client.responses.stream(model=MODEL, input=QUESTION, temperature=0, max_output_tokens=64) as stream:
@@ -73,6 +75,7 @@ def test_a_stream_ends_with_the_same_response(client: openai.OpenAI) -> None:
     assert streamed.usage.output_tokens == whole.usage.output_tokens
 
 
+@pytest.mark.client("openai", "responses, `max_output_tokens`")
 def test_an_answer_at_its_limit_is_incomplete(client: openai.OpenAI) -> None:
     response = client.responses.create(model="tiny-a", input="Hi", max_output_tokens=2)
     *_, last = client.responses.create(model="tiny-a", input="Hi", max_output_tokens=2, stream=True)
@@ -82,6 +85,7 @@ def test_an_answer_at_its_limit_is_incomplete(client: openai.OpenAI) -> None:
     assert last.type == "response.incomplete"
 
 
+@pytest.mark.client("openai", "responses, `parse`, also streamed")
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_type_is_parsed(client: openai.OpenAI, is_stream: bool) -> None:
     if is_stream:
@@ -96,6 +100,7 @@ def test_a_type_is_parsed(client: openai.OpenAI, is_stream: bool) -> None:
     assert isinstance(drink, Drink)
 
 
+@pytest.mark.client("openai", "responses, tools, `store` and `previous_response_id`")
 def test_the_result_of_a_tool_continues_a_stored_response(client: openai.OpenAI) -> None:
     asked = client.responses.create(
         model="hermes",
