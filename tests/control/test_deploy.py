@@ -262,10 +262,18 @@ def test_nothing_is_collected_while_a_deployment_is_under_way(data_dir: DataDir,
         assert Path(deployed.directory).exists()
 
 
-@pytest.mark.parametrize("name", ["../evil", "a/b", ".hidden", ""])
+@pytest.mark.parametrize("name", ["../evil", "a/../b", ".hidden", ""])
 def test_a_name_cannot_lead_out_of_the_data_directory(data_dir: DataDir, checkpoint: Path, name: str) -> None:
-    with pytest.raises(RequestError, match="a name is 1 to 64 letters"):
+    with pytest.raises(RequestError, match="a name is 1 to 128 letters"):
         deploy(data_dir, checkpoint, name=name)
+
+
+def test_a_name_of_a_hub_is_one_directory(data_dir: DataDir, checkpoint: Path) -> None:
+    deployed = deploy(data_dir, checkpoint, name="org/tiny:7b")
+
+    assert deployed.name == "org/tiny:7b"
+    (made,) = data_dir.models_path.iterdir()
+    assert (str(made), made.name.startswith("org--tiny--7b-")) == (deployed.directory, True)
 
 
 def test_a_model_without_a_tokenizer_is_refused_before_it_is_converted(data_dir: DataDir) -> None:
@@ -589,8 +597,8 @@ def test_events_of_the_process_end_with_the_model(data_dir: DataDir, checkpoint:
 def test_an_error_in_the_process_is_raised_here(data_dir: DataDir) -> None:
     with pytest.raises(ModelError, match="no model at `/nowhere`; give a Hugging Face directory"):
         asyncio.run(all_of(DeployOrder("/nowhere"), data_dir))
-    with pytest.raises(RequestError, match="a name is 1 to 64 letters"):
-        list(deploying_here(DeployOrder("/nowhere", "a/b"), data_dir))
+    with pytest.raises(RequestError, match="a name is 1 to 128 letters"):
+        list(deploying_here(DeployOrder("/nowhere", "a//b"), data_dir))
 
 
 @pytest.mark.e2e
