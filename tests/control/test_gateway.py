@@ -149,7 +149,7 @@ def test_a_text_that_breaks_fails_its_request_and_frees_the_worker(
         assert len(starts) == 2
         request = rig.driver.requests.by_id[broken.request_id]
         step = StepDone(request.model, [start.run for start in starts], [5, 5])
-        rig.driver.receive(DecodedFact(link, 0, step, DecodedTexts([], [request])))  # type: ignore[arg-type] # as much of a link as is needed
+        rig.driver.receive(DecodedFact(link, 0, step, DecodedTexts(broken=[request])))  # type: ignore[arg-type] # as much of a link as is needed
         with pytest.raises(EngineFailed, match=r"the text of request .* cannot be made of its tokens"):
             await broken.next()
         assert link.orders[-1] == CancelRequest(starts[0].run)
