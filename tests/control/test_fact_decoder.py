@@ -132,7 +132,8 @@ def test_a_request_of_no_tokens_ends_without_the_one_that_its_step_sampled(conve
         decoder.decode(link, body(step))
         decoded = await delivered.get()
         assert decoded.fact == step
-        assert ([one.request for one in decoded.tokens], decoded.ended) == ([runs[1]], [runs[2]])
+        texts = decoded.texts
+        assert ([one.request for one in texts.tokens], texts.ended) == ([runs[1]], [runs[2]])
         assert (runs[2].emitted, runs[2].is_complete) == ([], True)
 
     with_decoder(runs, scene)
@@ -246,6 +247,31 @@ def test_a_request_whose_text_is_quick_again_is_late_no_longer(converted: Path) 
     with_decoder(runs, scene, costly.clock_s)
 
 
+def test_nothing_is_made_of_what_is_late_of_a_request_that_ends_while_its_text_is_made(
+    converted: Path,
+) -> None:
+    costly = Costly(Tokenizer.load(converted))
+    runs = {run: costly.active(run, 1.0) for run in (1, 2)}
+    costly.may_go_on.set()
+    push = runs[1].transcript.push
+
+    def cancelled_meanwhile(token: int, finish_reason: FinishReason | None) -> TextDelta:
+        if token == 3:
+            runs[1].is_complete = True  # as the driver does on its own thread
+        return push(token, finish_reason)
+
+    runs[1].transcript.push = cancelled_meanwhile  # type: ignore[method-assign] # in the midst of a text
+
+    async def scene(decoder: FactDecoder, delivered: asyncio.Queue[DecodedFact | DecodedLate]) -> None:
+        for token in range(10):
+            decoder.decode(Nobody(), body(StepDone(MODEL, [1, 2], [token] * 2)))  # type: ignore[arg-type] # as much of a link as is needed
+        while ("r2", 9) not in tokens_of(await delivered.get()):
+            pass
+        assert runs[1].emitted == [0, 1, 2, 3]
+
+    with_decoder(runs, scene, costly.clock_s)
+
+
 @pytest.mark.parametrize("why", ["worker", "model", "run"])
 def test_what_is_late_of_a_request_that_its_worker_has_lost_is_made_again(converted: Path, why: str) -> None:
     """None of it was emitted, so that whoever carries the request on begins with it."""
@@ -280,7 +306,13 @@ def test_what_is_late_of_a_request_that_its_worker_has_lost_is_made_again(conver
 
 
 @pytest.mark.parametrize(
-    "junk", [b"junk", body(StepDone(MODEL, [1], [10, 11]))], ids=["no message", "rows that do not match"]
+    "junk",
+    [
+        b"junk",
+        body(StepDone(MODEL, [1], [10, 11])),
+        body(StepDone(MODEL, [1, 2], [10, 11], logprobs=[None])),
+    ],
+    ids=["no message", "rows that do not match", "logprobs that do not match"],
 )
 def test_a_worker_that_is_not_understood_is_dropped_and_others_are_heard(
     converted: Path, junk: bytes
@@ -293,6 +325,7 @@ def test_a_worker_that_is_not_understood_is_dropped_and_others_are_heard(
         await link.aborted.wait()
         decoder.left(link)  # type: ignore[arg-type] # likewise
         assert (await delivered.get()).fact is None
+        assert runs[1].emitted == [], "nobody was given any of it, so that whoever carries on begins there"
 
     with_decoder(runs, scene)
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from prometheus_client import generate_latest
 
 from hearth.control.caller import ANYBODY, Caller, GroupId, KeyId, KeyTerms
 from hearth.control.correlation import Correlation
@@ -46,6 +45,7 @@ from hearth.types import (
     WorkerId,
 )
 from tests.control.gateway_rig import CONTEXT, WORKER, GatewayRig, RecordingLink, ask, emit, with_rig
+from tests.control.shown_metrics import shown_value
 
 USER = Caller("somebody", "user", GroupId("somebody"))
 
@@ -149,7 +149,7 @@ def test_a_text_that_breaks_fails_its_request_and_frees_the_worker(
         assert len(starts) == 2
         request = rig.driver.requests.by_id[broken.request_id]
         step = StepDone(request.model, [start.run for start in starts], [5, 5])
-        rig.driver.receive(DecodedFact(link, 0, step, DecodedTexts([], [request])))  # type: ignore[arg-type] # as much of a link as is needed
+        rig.driver.receive(DecodedFact(link, 0, step, DecodedTexts(broken=[request])))  # type: ignore[arg-type] # as much of a link as is needed
         with pytest.raises(EngineFailed, match=r"the text of request .* cannot be made of its tokens"):
             await broken.next()
         assert link.orders[-1] == CancelRequest(starts[0].run)
@@ -175,7 +175,8 @@ def test_a_text_that_comes_behind_its_step_ends_its_request_and_is_counted(
         rig.driver.receive(late)
         assert (await stream.next())[0].text == "a"
         assert not rig.driver.requests.by_id
-        assert "hearth_late_text_tokens_total 1.0" in generate_latest(rig.gateway.metrics).decode()
+        assert shown_value(rig.metrics, "hearth_late_text_tokens_total") == 1
+        assert shown_value(rig.metrics, 'hearth_output_tokens_total{model="tiny"}') == 1
         rig.driver.receive(late)
         assert [type(order) for order in link.orders] == [HostModel, StartRequest], "it had ended there"
 
@@ -229,7 +230,8 @@ def embedded(rig: GatewayRig, link: RecordingLink, reading: PromptReading) -> No
         *(ModelId("tiny"), list(requests), [5] * len(requests), dict.fromkeys(requests, FinishReason.LENGTH)),
         readings=dict.fromkeys(requests, reading),
     )
-    rig.driver.receive(DecodedFact(link, 0, done, ended=list(requests.values())))  # type: ignore[arg-type] # as much of a link as is needed
+    texts = DecodedTexts(ended=list(requests.values()))
+    rig.driver.receive(DecodedFact(link, 0, done, texts))  # type: ignore[arg-type] # as much of a link as is needed
 
 
 def test_an_embedding_is_a_request_of_no_tokens_and_ends_once_whoever_computes_it(
@@ -259,12 +261,12 @@ def test_an_embedding_is_a_request_of_no_tokens_and_ends_once_whoever_computes_i
         assert explained is not None
         assert (explained.outcome, explained.num_output_tokens, explained.num_resumes) == ("stop", 0, 1)
         assert explained.marks[0].detail == "for an embedding, pooling: mean"
-        status, value = rig.gateway.rate_status(caller), rig.gateway.metrics.get_sample_value
+        status = rig.gateway.rate_status(caller)
         assert status is not None
         assert status.tokens is not None
         assert status.tokens.remaining == 98
-        assert value("hearth_requests_total", {"outcome": "stop"}) == 1
-        assert value("hearth_output_tokens_total") == 0
+        assert shown_value(rig.metrics, 'hearth_requests_total{model="tiny",outcome="stop"}') == 1
+        assert shown_value(rig.metrics, 'hearth_output_tokens_total{model="tiny"}') == 0
         assert not rig.driver.requests.by_id
 
     with_rig(data_dir, scene)

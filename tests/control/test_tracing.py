@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,8 +18,7 @@ from hearth.api.app import ApiLimits, create_app
 from hearth.control.datadir import DataDir
 from hearth.control.exchange_record import ExchangeRecord
 from hearth.control.registry import Deployed
-from hearth.control.tracing import tracing_of
-from hearth.errors import ConfigError
+from hearth.control.tracing import Tracing, Untraced, tracing_of
 from tests.control.gateway_rig import GatewayRig, RecordingLink, emit, with_rig
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra `otel` is not installed")
@@ -91,7 +91,7 @@ async def asked(rig: GatewayRig, link: RecordingLink, **headers: str) -> httpx.R
             await asyncio.sleep(0)
         emit(rig, link, 5, 6, finished=True)
 
-    app = create_app(rig.gateway, ApiLimits(100_000, 30.0))
+    app = create_app(rig.gateway, ApiLimits(100_000, 30.0, 0))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         body = {"model": "tiny", "prompt": "!!"}
         response, _ = await asyncio.gather(
@@ -110,7 +110,7 @@ def traced(
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
         tracing = tracing_of(environment)
-        assert tracing is not None
+        assert isinstance(tracing, Tracing)
         ended: list[ExchangeRecord] = []
         rig.exchange_sinks += [tracing.trace, ended.append]
         check(await asked(rig, rig.join(), **headers), ended)
@@ -220,12 +220,40 @@ def test_nothing_is_traced_unless_the_environment_asks_for_it(environment: dict[
         ("OTEL_TRACES_EXPORTER", "zipkin"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_the_name_of_the_variable(name: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be .*, given: `{value}`"):
-        tracing_of({ENDPOINT: "http://127.0.0.1:9", name: value})
+def test_what_cannot_be_done_is_told_by_the_name_of_the_variable_and_stops_nobody(
+    name: str, value: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    untraced = tracing_of({ENDPOINT: "http://127.0.0.1:9", name: value})
+    assert isinstance(untraced, Untraced)
+    assert re.search(f"not traced: {name} must be .*, given: `{value}`", untraced.note)
+    assert "fallback traces=off" in caplog.text
 
 
-def test_missing_packages_are_told_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_told_and_stop_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables may be there for all programs of a machine."""
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ConfigError, match=f"{ENDPOINT} is set, and .* is missing: .*extra `otel`"):
-        tracing_of({ENDPOINT: "http://127.0.0.1:9"})
+    untraced = tracing_of({ENDPOINT: "http://127.0.0.1:9"})
+    assert isinstance(untraced, Untraced)
+    assert re.search(f"{ENDPOINT} is set, and .* is missing: .*extra `otel`", untraced.note)
+
+
+def test_a_value_that_the_sdk_does_not_take_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "-1")
+    untraced = tracing_of({ENDPOINT: "http://127.0.0.1:9"})
+    assert isinstance(untraced, Untraced)
+    assert "max_queue_size" in untraced.note
+
+
+@pytest.mark.parametrize(
+    ("of_all", "of_traces"), [("grpc", "http/protobuf"), ("", "")], ids=["its own", "empty"]
+)
+def test_the_protocol_of_traces_counts_before_that_of_all_and_an_empty_one_as_none(
+    of_all: str, of_traces: str
+) -> None:
+    environment = {
+        "OTEL_EXPORTER_OTLP_PROTOCOL": of_all,
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": of_traces,
+    }
+    tracing = tracing_of({ENDPOINT: "http://127.0.0.1:9", **environment})
+    assert isinstance(tracing, Tracing)
+    asyncio.run(tracing.close())

@@ -17,10 +17,11 @@ from hearth.types import FinishReason, ModelId, Pace, Pooling, RequestId, Worker
 
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
-    """Mutable. The text thread writes `emitted`, `transcript`, `text_s` and `is_complete`, the loop the rest.
+    """Mutable. The text thread writes `emitted`, `transcript` and `text_s`, the loop the rest.
 
     The two never write at once: a run's tokens all pass the text thread, or are dropped there, before the
-    loop hears that its worker is lost, and only then is the request given to another.
+    loop hears that its worker is lost, and only then is the request given to another. Both set `is_complete`,
+    and neither takes it back.
     """
 
     request_id: RequestId

@@ -162,7 +162,10 @@ class FactDecoder:
         return decoded
 
     def _add_texts(self, link: WorkerLink, step: StepDone, texts: DecodedTexts) -> None:
-        for index, (run, token) in enumerate(zip(step.runs, step.tokens, strict=True)):
+        logprobs = [None] * len(step.runs) if step.logprobs is None else step.logprobs
+        # All of them before the first text: what is emitted must be delivered, or the client would miss it.
+        rows = list(zip(step.runs, step.tokens, logprobs, strict=True))
+        for run, token, own_logprobs in rows:
             request = self._runs.get(run)
             if request is None or request.is_complete:
                 continue  # it was cancelled, or a stop string ended it
@@ -170,8 +173,7 @@ class FactDecoder:
                 request.is_complete = True
                 texts.ended.append(request)
                 continue
-            logprobs = None if step.logprobs is None else step.logprobs[index]
-            row = TokenRow(request, token, logprobs, step.finished.get(run))
+            row = TokenRow(request, token, own_logprobs, step.finished.get(run))
             if request.text_s > MAX_TEXT_S or self._late.has(run):
                 self._late.add(link, run, row)
             else:
@@ -200,7 +202,8 @@ class FactDecoder:
             texts.broken.append(request)
             return
         request.text_s += NEWEST_SHARE * (self._clock_s() - began_s - request.text_s)
-        request.is_complete = text.finish_reason is not None
+        if text.finish_reason is not None:  # else it stays as it is: the loop may have set it meanwhile
+            request.is_complete = True
         delta = TokenDelta(text.text, row.token, row.logprobs, text.finish_reason, text.offset, text.stop)
         texts.tokens.append(DecodedToken(request, delta, row.finish_reason is not None))
 

@@ -37,7 +37,7 @@ from hearth.control.registry import LOOP_WAIT_S, Registry
 from hearth.control.residency import ResidencyReporter
 from hearth.control.supervisor import Supervisor, Vigilance, seat_index
 from hearth.control.tokenization import PromptEncoder
-from hearth.control.tracing import tracing_of
+from hearth.control.tracing import Tracing, tracing_of
 from hearth.control.worker_link import WorkerLink
 from hearth.errors import ConfigError
 from hearth.messages import KeeperSetup, WorkerHello, WorkerSetup
@@ -63,7 +63,7 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
     tracing = tracing_of(os.environ)
     brain = BrainConfig(max_queue=service.max_queue, patience_s=service.patience_s, takes_turns=service.turns)
     async with AsyncExitStack() as stack:
-        if tracing is not None:
+        if isinstance(tracing, Tracing):
             stack.push_async_callback(tracing.close)
         registry = Registry.open(data_dir, LOOP_WAIT_S)
         stack.callback(registry.close)
@@ -102,8 +102,10 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         stack.callback(process_log.close)
         stack.push_async_callback(LogRotation(data_dir.log_path).close)
         sinks: list[Callable[[ExchangeRecord], None]] = [metrics.count_response]
-        if tracing is not None:
+        if isinstance(tracing, Tracing):
             sinks.append(tracing.trace)
+        elif tracing is not None:
+            metrics.fallbacks.labels("untraced").inc()
         access_log = None
         if service.access_log != "off":
             line_format = LINE_FORMATS[service.access_log]
@@ -149,7 +151,7 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
             kind=devices.kind,
             notes=lambda: tuple(
                 one.note
-                for one in (usage, journal, process_log, access_log)
+                for one in (usage, journal, process_log, access_log, tracing)
                 if one is not None and one.note is not None
             ),
             exchange_sinks=sinks,

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hearth.control.correlation import TraceParent
@@ -38,21 +39,43 @@ CLOSING_S = 5.0
 log = logging.getLogger(__name__)
 
 
-def tracing_of(environ: Mapping[str, str]) -> Tracing | None:
+@dataclass(frozen=True, slots=True)
+class Untraced:
+    """The reason why nothing is traced though an endpoint is set, for people."""
+
+    note: str
+
+
+def tracing_of(environ: Mapping[str, str]) -> Tracing | Untraced | None:
     """Return what traces requests as the environment says; None: nothing is to be traced.
 
-    Raises:
-        ConfigError: the packages are missing, or the environment asks for what they cannot do.
+    The variables are no settings of Hearth, and may be there for all programs of a machine: where they ask
+    for what cannot be done, the service runs without traces.
     """
     endpoint = next((name for name in ENDPOINTS if environ.get(name)), None)
     exporter = environ.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp"
     is_disabled = environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     if endpoint is None or exporter == "none" or is_disabled:
         return None
+    try:
+        tracing = _tracing(environ, endpoint, exporter)
+    except ConfigError as error:
+        log.warning("fallback traces=off reason=`%s`", str(error).replace("`", ""))
+        return Untraced(f"requests are not traced: {error}")
+    log.info("tracing by=%s", endpoint)  # without its value: a URL may hold a password
+    return tracing
+
+
+def _tracing(environ: Mapping[str, str], endpoint: str, exporter: str) -> Tracing:
+    """Return what sends traces to the URL in `endpoint`.
+
+    Raises:
+        ConfigError: the packages are missing, or the environment asks for what they cannot do.
+    """
     if exporter != "otlp":
         raise ConfigError(f"OTEL_TRACES_EXPORTER must be `otlp` or `none`, given: `{exporter:.80}`")
-    protocol = next((name for name in _PROTOCOLS if environ.get(name, _PROTOCOL) != _PROTOCOL), None)
-    if protocol is not None:
+    protocol = next((name for name in _PROTOCOLS if environ.get(name)), None)
+    if protocol is not None and environ[protocol] != _PROTOCOL:
         raise ConfigError(
             f"{protocol} must be `{_PROTOCOL}`, given: `{environ[protocol]:.80}`; leave it out, and name the "
             f"collector's port for HTTP, usually 4318, in {endpoint}"
@@ -70,15 +93,21 @@ def tracing_of(environ: Mapping[str, str]) -> Tracing | None:
     defaults = Resource.create({"service.name": "hearth", "service.version": hearth_version()})
     resource = defaults.merge(OTELResourceDetector().detect())  # again: what the environment says wins
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    span_exporter = OTLPSpanExporter()
-    processor = BatchSpanProcessor(span_exporter)
+    try:
+        span_exporter = OTLPSpanExporter()
+        processor = BatchSpanProcessor(span_exporter)
+    except ValueError as error:  # of a number that is none, say
+        raise ConfigError(
+            f"a variable OTEL_* that sending traces goes by has a wrong value: {error}"
+        ) from error
     provider.add_span_processor(processor)
-    log.info("tracing by=%s", endpoint)  # without its value: a URL may hold a password
     return Tracing(provider, processor, span_exporter)
 
 
 class Tracing:
     """Makes spans of exchanges. Used on the event loop alone."""
+
+    note: None = None  #: as of `Untraced`: all that is to be traced is
 
     def __init__(self, provider: TracerProvider, processor: SpanProcessor, exporter: SpanExporter) -> None:
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
