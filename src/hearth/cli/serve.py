@@ -56,7 +56,7 @@ def serve(
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Serve all deployed models behind one OpenAI-compatible endpoint.
+    """Serve all deployed models behind one endpoint, by the APIs of OpenAI, Anthropic and Ollama.
 
     Models are loaded when somebody asks for them and make room when they are idle. Ctrl-C or SIGTERM ends it:
     running requests are finished first. Settings that have no flag of their own are given by --set or in the
