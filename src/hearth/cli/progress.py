@@ -22,7 +22,6 @@ from rich.text import Text
 
 from hearth.cli.console import err
 
-
 #: Characters that bytes, speed, time and a short bar take: a long title is cut, they are not.
 OTHER_COLUMNS = 44
 
