@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hearth.cli.console import ConfigFile, Device, Settings, app, log_to_terminal, resolved
+from hearth.cli.console import ConfigFile, Device, Settings, app, log_to_terminal, resolved, told_origins
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def serve(
     configuration.print_notes()
     log_to_terminal(configuration.config)
     if configuration.origins:
-        log.info("settings %s", " ".join(f"{key}={origin}" for key, origin in configuration.origins.items()))
+        log.info("settings %s", told_origins(configuration.origins))
     from hearth.cli.server import run_service
 
     run_service(configuration.config)
