@@ -150,7 +150,7 @@ def test_help_answers_h_fills_its_lines_and_gives_flags_no_type(
     for line, following in itertools.pairwise(prose):
         if line and following:
             assert len(f"{line} {following.split()[0]}") > HELP_COLUMNS, f"broken early: {line}"
-            assert not line.startswith("hearth "), f"an example too long for a line: {line}"
+            assert "hearth " not in line or "`hearth" in line, f"an example too long for a line: {line}"
 
 
 def test_the_demo_is_listed(hearth: Hearth) -> None:

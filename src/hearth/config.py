@@ -293,7 +293,7 @@ def to_toml(config: HearthConfig, origins: Mapping[str, str] | None = None) -> s
         for key, value in _plain(section).items():
             origin = (origins or {}).get(f"{name}.{key}")
             lines.append(
-                (f"# {key} is derived" if value is None else f"{key} = {_quoted(value)}")
+                (f"# {key} is not set" if value is None else f"{key} = {_quoted(value)}")
                 + ("" if origin is None else f"  # {origin}")
             )
     return "\n".join(lines[1:]) + "\n"

@@ -51,6 +51,21 @@ def prompt_of(gateway: FakeGateway) -> ChatPrompt:
     return prompt
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [({}, 200), ({"origin": "http://localhost"}, 415), ({"sec-fetch-site": "none"}, 415)],
+)
+def test_the_curl_of_its_examples_needs_no_content_type(
+    gateway: FakeGateway, headers: dict[str, str], status: int
+) -> None:
+    """A bare `curl -d` claims that its body is a form. A page's form says that a page is behind it."""
+    body = json.dumps({"model": "tiny", "prompt": "Hi"})
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    response = request(gateway, "POST", "/api/generate", content=body, headers=form | headers)
+
+    assert response.status_code == status
+
+
 def test_a_chat_is_a_line_of_json_per_token_unless_it_is_wanted_in_one(gateway: FakeGateway) -> None:
     gateway.explanation = EXPLAINED
     *pieces, last = lines(chat(gateway, model="small:latest"))

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from hearth.cli import local_models
 from hearth.cli.deploy import follow
+from hearth.control.deploy import DeployProgress
 from hearth.control.views import UpstreamView
 from hearth.errors import Unreached
 from hearth.store.convert import convert
@@ -166,3 +167,23 @@ def test_a_deployment_shows_the_bytes_of_its_source_until_it_knows_more(
     seen = terminal.file.getvalue()
     assert shown in seen
     assert "?" not in seen.replace("\x1b[?25", ""), "a size that nobody knows"
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_however_long_a_source_is_the_bytes_of_its_deployment_are_seen(
+    columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "site-packages-of-a-virtual-environment" / ("Model-" + "Instruct-" * 6 + "Q4_1.gguf")
+    model.parent.mkdir()
+    model.write_bytes(bytes(2000))
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=columns)
+    monkeypatch.setattr("hearth.cli.progress.err", terminal)
+
+    with pytest.raises(Unreached):
+        follow(str(model), iter([DeployProgress("converting", 0, 538_200_000)]))
+
+    assert isinstance(terminal.file, io.StringIO)
+    seen = terminal.file.getvalue()
+    assert "deploying Model" in seen
+    assert "0.0/2.0 kB" in seen
+    assert "0.0/538.2 MB" in seen

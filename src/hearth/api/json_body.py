@@ -112,6 +112,8 @@ class JsonRequest(Request):
 class JsonRoute(APIRoute):
     """A route that reads its body by `JsonRequest`."""
 
+    takes_curl = False  #: whether a body may claim to be a form, as that of a bare `curl -d` does
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[None, None, Response]]:
         handle, field = super().get_route_handler(), self.body_field
 
@@ -126,12 +128,24 @@ class JsonRoute(APIRoute):
         async def handle_json(request: Request) -> Response:
             if field is None:
                 return await handle(request)
-            _refuse_other_types(request.headers.get("content-type", ""))
+            if not (self.takes_curl and _is_of_no_page(request)):
+                _refuse_other_types(request.headers.get("content-type", ""))
             json_request = JsonRequest(_as_json(request.scope), request.receive)
             await json_request.check(check)
             return await handle(json_request)
 
         return handle_json
+
+
+class CurlRoute(JsonRoute):
+    """A route that reads JSON whatever it claims to be: Ollama does, and its examples are bare `curl -d`."""
+
+    takes_curl = True
+
+
+def _is_of_no_page(request: Request) -> bool:
+    """True if no browser sent a request for a page: it would have said so by one of these."""
+    return "origin" not in request.headers and "sec-fetch-site" not in request.headers
 
 
 def _parsed(body: bytes) -> object:

@@ -55,7 +55,7 @@ def chat(
 
       hearth chat smollm2
 
-      printf 'My name is Ada.\\nWhat is my name?\\n' | hearth chat smollm2 --temperature 0
+      printf 'My name is Ada.\\nWhat is my name?\\n' | hearth chat smollm2
     """
     params = SamplingParams(temperature=temperature, seed=seed, max_tokens=max_tokens)
     is_terminal = sys.stdin.isatty()

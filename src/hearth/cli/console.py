@@ -163,6 +163,14 @@ class Configuration:
             err.print(Text(f"note: {note}", style="yellow"), soft_wrap=True)
 
 
+def told_origins(origins: Mapping[str, str]) -> str:
+    """Return which settings are no defaults, those of one origin together."""
+    settings: dict[str, list[str]] = {}
+    for setting, origin in origins.items():
+        settings.setdefault(origin, []).append(setting)
+    return "; ".join(f"{', '.join(names)} by {origin}" for origin, names in settings.items())
+
+
 def resolved(
     path: Path | None, settings: Sequence[str] | None, flags: Mapping[str, object | None] | None = None
 ) -> Configuration:

@@ -139,7 +139,7 @@ def _program() -> str:
     """Return this command as the shell that called it finds it."""
     program = Path(sys.argv[0])
     found = shutil.which("hearth")
-    is_found = program.name != "hearth" or (found is not None and program.samefile(found))
+    is_found = program.name != "hearth" or (found is not None and program.resolve() == Path(found).resolve())
     return "hearth" if is_found else shlex.quote(sys.argv[0])
 
 

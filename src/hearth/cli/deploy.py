@@ -165,21 +165,26 @@ def _listed(client: Client) -> list[ModelView]:
 
 def _absolute(source: str, is_elsewhere: bool) -> str:
     """Return a source with an absolute path: the service has another working directory, or machine."""
-    if source.startswith("hf:") or "://" in source:
+    if not _is_path(source):
         return source
     path = Path(source).expanduser()
     return source if is_elsewhere and not path.exists() else str(existing(path).absolute())
 
 
+def _is_path(source: str) -> bool:
+    return not source.startswith("hf:") and "://" not in source
+
+
 def follow(source: str, events: Iterator[DeployProgress | ModelView]) -> ModelView:
     """Show the progress of a deployment and return the model."""
     model = None
-    with bar(f"deploying {source}", _count_bytes(source)) as advance:
+    name = Path(source).name if _is_path(source) else source  # in full, a path would fill the line
+    with bar(f"deploying {name}", _count_bytes(source)) as advance:
         for event in events:
             if isinstance(event, ModelView):
                 model = event
             else:
-                advance(event.done_bytes, event.total_bytes or None, f"{event.phase} {source}")
+                advance(event.done_bytes, event.total_bytes or None, f"{event.phase} {name}")
     if model is None:
         raise Unreached(f"`{source}` was not deployed, and no reason was given; look at the service's log")
     return model

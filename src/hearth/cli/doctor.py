@@ -23,6 +23,7 @@ from hearth.cli.console import (
     out,
     print_table,
     resolved,
+    told_origins,
 )
 from hearth.cli.endpoint import recognised
 from hearth.cli.figures import size
@@ -79,7 +80,7 @@ def doctor(
         facts[f"kernel cache {number}"] = (
             f"{cache.path}, {cache.num_entries} kernels, {size(cache.num_bytes)}"
         )
-    facts["settings"] = ", ".join(f"{key} by {origin}" for key, origin in origins.items()) or "all defaults"
+    facts["settings"] = told_origins(origins) or "all defaults"
     facts["models"] = "unknown" if models.num_models is None else f"{models.num_models} deployed"
     facts["service"] = service.status if service.url is None else f"{service.status}, {service.url}"
     for number, worker in enumerate(service.workers):

@@ -13,12 +13,17 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     Task,
+    TextColumn,
     TimeElapsedColumn,
     TransferSpeedColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
 from hearth.cli.console import err
+
+#: Characters that bytes, speed, time and a short bar take: a long title is cut, they are not.
+OTHER_COLUMNS = 44
 
 
 class Advance(Protocol):
@@ -39,8 +44,13 @@ class _OnceKnown(ProgressColumn):
 
 @contextmanager
 def bar(title: str, total_bytes: int | None = None) -> Iterator[Advance]:
+    width = max(err.width - OTHER_COLUMNS, 1)
     columns = (
-        "{task.description}",
+        TextColumn(
+            "{task.description}",
+            markup=False,
+            table_column=Column(no_wrap=True, overflow="ellipsis", max_width=width),
+        ),
         BarColumn(),
         _OnceKnown(DownloadColumn(), lambda task: task.total is not None),
         _OnceKnown(TransferSpeedColumn(), lambda task: bool(task.finished_speed or task.speed)),

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hearth.cli.console import ConfigFile, Device, Settings, app, log_to_terminal, resolved
+from hearth.cli.console import ConfigFile, Device, Settings, app, log_to_terminal, resolved, told_origins
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def serve(
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Serve all deployed models behind one OpenAI-compatible endpoint.
+    """Serve all deployed models behind one endpoint, by the APIs of OpenAI, Anthropic and Ollama.
 
     Models are loaded when somebody asks for them and make room when they are idle. Ctrl-C or SIGTERM ends it:
     running requests are finished first. Settings that have no flag of their own are given by --set or in the
@@ -90,7 +90,7 @@ def serve(
     configuration.print_notes()
     log_to_terminal(configuration.config)
     if configuration.origins:
-        log.info("settings %s", " ".join(f"{key}={origin}" for key, origin in configuration.origins.items()))
+        log.info("settings %s", told_origins(configuration.origins))
     from hearth.cli.server import run_service
 
     run_service(configuration.config)

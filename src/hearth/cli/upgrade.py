@@ -19,7 +19,9 @@ if TYPE_CHECKING:  # looks at models, which takes its time to import
 def upgrade(
     path: Annotated[
         Path | None,
-        typer.Argument(help="A converted model; without it, the data directory and all its models."),
+        typer.Argument(
+            metavar="PATH", help="A converted model; without it, the data directory and all its models."
+        ),
     ] = None,
     data_dir: DataDirectory = DEFAULT_DATA_DIR,
     is_rollback: Annotated[

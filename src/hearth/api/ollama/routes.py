@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from hearth.api.answers import Answers
 from hearth.api.body import ModelName, Strict
 from hearth.api.guard import caller_of
-from hearth.api.json_body import JsonRoute
+from hearth.api.json_body import CurlRoute
 from hearth.api.json_response import as_json
 from hearth.api.ollama.chat import OllamaChatBody
 from hearth.api.ollama.dialect import (
@@ -69,7 +69,7 @@ class NamedModelBody(Strict):
 def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
     routes = APIRouter(
         tags=["Ollama"],
-        route_class=JsonRoute,
+        route_class=CurlRoute,
         responses={
             "4XX": {"model": OllamaError, "description": "The request is wrong, or not allowed."},
             "5XX": {"model": OllamaError, "description": "The service cannot answer it now."},
