@@ -15,7 +15,7 @@ from hearth.api.guard import caller_of
 from hearth.api.openai.chat import ChatBody
 from hearth.api.openai.completion import CompletionBody
 from hearth.api.openai.embedding import EmbeddingBody
-from hearth.api.unread_fields import metric_labels
+from hearth.api.unread_fields import ignored_fields_header, metric_labels
 from hearth.errors import Forbidden
 
 if TYPE_CHECKING:
@@ -76,10 +76,15 @@ class Answers:
         _check_pin(body, request)
         return self._answer(body.answer_spec(dialect), request, ignored_fields)
 
+    def count_ignored(self, names: tuple[str, ...]) -> dict[str, str]:
+        """Count fields of a request that nothing reads. Returns the header that tells the client of them."""
+        self._gateway.count_ignored_fields(metric_labels(names))
+        return ignored_fields_header(names)
+
     def _answer(self, spec: AnswerSpec, request: Request, ignored_fields: tuple[str, ...] | None) -> Answer:
         if ignored_fields is not None:
             spec = replace(spec, ignored_fields=ignored_fields)
-        self._gateway.count_ignored_fields(metric_labels(spec.ignored_fields))
+        self.count_ignored(spec.ignored_fields)
         return Answer(self._gateway, spec, caller_of(request), self._heartbeat_s)
 
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from hearth.api import unread_fields
 from hearth.api.answer import MANY_TOKENS
+from hearth.api.answers import Answers
 from hearth.api.body import Strict, Text, TokenId
 from hearth.api.guard import caller_of
 from hearth.api.json_body import MAX_VALUES, JsonRoute
@@ -78,7 +79,7 @@ TokenizeBody = Annotated[
 ]
 
 
-def tokenize_routes(gateway: Gateway) -> APIRouter:
+def tokenize_routes(gateway: Gateway, answers: Answers) -> APIRouter:
     routes = APIRouter(tags=["vLLM"], route_class=JsonRoute)
 
     @routes.post("/tokenize", summary="Turn a text or a conversation into tokens")
@@ -90,15 +91,15 @@ def tokenize_routes(gateway: Gateway) -> APIRouter:
             tokens = await gateway.tokenize(body.model, prompt, caller, body.add_special_tokens)
             names = await _names(tokenizer, tokens) if body.return_token_strs else None
             max_context = gateway.model(body.model, caller).max_context
-        return as_json(
-            {"count": len(tokens), "max_model_len": max_context, "tokens": tokens, "token_strs": names}
-        )
+        told = {"count": len(tokens), "max_model_len": max_context, "tokens": tokens, "token_strs": names}
+        return as_json(told, headers=answers.count_ignored(body.ignored_fields))
 
     @routes.post("/detokenize", summary="Turn tokens into a text")
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         caller = caller_of(request)
         with gateway.admit(caller):
-            return as_json({"prompt": await gateway.detokenize(body.model, body.tokens, caller)})
+            text = await gateway.detokenize(body.model, body.tokens, caller)
+        return as_json({"prompt": text}, headers=answers.count_ignored(body.ignored_fields))
 
     return routes
 

@@ -13,7 +13,6 @@ from hearth.api.anthropic.messages import ConversationBody, MessagesBody
 from hearth.api.guard import caller_of
 from hearth.api.json_body import JsonRoute
 from hearth.api.json_response import as_json
-from hearth.api.unread_fields import ignored_fields_header
 from hearth.control.generation import ChatPrompt
 
 if TYPE_CHECKING:
@@ -35,8 +34,7 @@ def anthropic_routes(gateway: Gateway, answers: Answers) -> APIRouter:
             (asked,) = chat.answer_spec(MessageDialect(), tokenizer).requests
             assert isinstance(asked.prompt, ChatPrompt), f"{type(asked.prompt)=}"
             tokens = await gateway.tokenize(asked.model, asked.prompt, caller, None)
-        counted = as_json({"input_tokens": len(tokens)})
-        counted.headers.update(ignored_fields_header(body.ignored_fields))
-        return counted
+        ignored = answers.count_ignored(body.ignored_fields)
+        return as_json({"input_tokens": len(tokens)}, headers=ignored)
 
     return routes

@@ -35,10 +35,6 @@ class EmbedBody(Strict):
         fields = {"model": self.model, "input": self.input, "keep_alive": self.keep_alive}
         return EmbeddingBody.model_validate(fields)
 
-    @property
-    def ignored_fields(self) -> tuple[str, ...]:
-        return tuple(self.ignored(""))
-
 
 class LegacyEmbedBody(Strict):
     """A text whose embedding is wanted, as clients asked for it before /api/embed."""

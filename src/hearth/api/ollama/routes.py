@@ -142,7 +142,7 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
 
     @routes.post("/api/embeddings", summary="Compute the embedding of a text, as older clients ask for it")
     async def embed_one(body: LegacyEmbedBody, request: Request) -> Response:
-        return answers.embedding(body.embedding_body(), LegacyEmbedDialect(), request)
+        return answers.embedding(body.embedding_body(), LegacyEmbedDialect(), request, body.ignored_fields)
 
     @routes.post("/api/pull", summary="Have a model, which must be deployed")
     async def pull(body: NamedModelBody, request: Request) -> Response:
