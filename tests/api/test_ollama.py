@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 
 import httpx
 import pytest
 
+from hearth.api.answer import MANY_BYTES
 from hearth.api.ollama.models import show_object
+from hearth.control.caller import Caller
 from hearth.control.generation import AnswerStream, ChatPrompt
 from hearth.control.views import Explanation, ProcessView, ResidentView, TimelineSpan, WorkerView
 from hearth.errors import EngineFailed
@@ -315,3 +318,20 @@ def test_raw_takes_no_more_than_a_prompt(gateway: FakeGateway) -> None:
     response = generate(gateway, raw=True, system="Be kind.")
 
     assert (response.status_code, "no `system`" in response.json()["error"]) == (400, True)
+
+
+def test_the_durations_of_many_embeddings_are_asked_for_on_the_event_loop(gateway: FakeGateway) -> None:
+    def script(stream: AnswerStream) -> None:
+        stream.reading = PromptReading(embedding=bytes(MANY_BYTES + 4))  # spelt on a thread
+        stream.end(FinishReason.LENGTH)
+
+    def explain(request_id: str, caller: Caller) -> Explanation | None:
+        asyncio.get_running_loop()  # or a RuntimeError
+        return EXPLAINED
+
+    gateway.script, gateway.explain = script, explain  # type: ignore[method-assign] # the script of this test
+    response = request(gateway, "POST", "/api/embed", {"model": "tiny", "input": "Hi"})
+
+    assert response.status_code == 200
+    (embedding,) = response.json()["embeddings"]
+    assert len(embedding) == MANY_BYTES // 4 + 1
