@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import Request
@@ -12,6 +14,7 @@ from hearth.api.answer import Answer
 from hearth.api.body import ModelBody
 from hearth.api.dialect import AnswerSpec, Dialect
 from hearth.api.guard import caller_of
+from hearth.api.json_body import off_loop_if_large
 from hearth.api.openai.chat import ChatBody
 from hearth.api.openai.completion import CompletionBody
 from hearth.api.openai.embedding import EmbeddingBody
@@ -35,7 +38,7 @@ class Answers:
         self._gateway = gateway
         self._heartbeat_s = heartbeat_s
 
-    def completion(
+    async def completion(
         self,
         body: CompletionBody,
         dialect: Dialect,
@@ -50,7 +53,7 @@ class Answers:
             HearthError: the body is wrong, or its caller may not ask for that.
         """
         _check_pin(body, request)
-        return self._answer(body.answer_spec(dialect), request, ignored_fields)
+        return await self._answer(partial(body.answer_spec, dialect), request, ignored_fields)
 
     async def chat(
         self,
@@ -63,9 +66,9 @@ class Answers:
         _check_pin(body, request)
         caller = caller_of(request)
         tokenizer = await self._gateway.tokenizer(body.model, caller) if body.uses_tools else None
-        return self._answer(body.answer_spec(dialect, tokenizer), request, ignored_fields)
+        return await self._answer(partial(body.answer_spec, dialect, tokenizer), request, ignored_fields)
 
-    def embedding(
+    async def embedding(
         self,
         body: EmbeddingBody,
         dialect: Dialect,
@@ -74,14 +77,17 @@ class Answers:
     ) -> Answer:
         """Return the response that has the embeddings of texts; the rest is as in `completion`."""
         _check_pin(body, request)
-        return self._answer(body.answer_spec(dialect), request, ignored_fields)
+        return await self._answer(partial(body.answer_spec, dialect), request, ignored_fields)
 
     def count_ignored(self, names: tuple[str, ...]) -> dict[str, str]:
         """Count fields of a request that nothing reads. Returns the header that tells the client of them."""
         self._gateway.count_ignored_fields(metric_labels(names))
         return ignored_fields_header(names)
 
-    def _answer(self, spec: AnswerSpec, request: Request, ignored_fields: tuple[str, ...] | None) -> Answer:
+    async def _answer(
+        self, specify: Callable[[], AnswerSpec], request: Request, ignored_fields: tuple[str, ...] | None
+    ) -> Answer:
+        spec = await off_loop_if_large(request, specify)
         if ignored_fields is not None:
             spec = replace(spec, ignored_fields=ignored_fields)
         self.count_ignored(spec.ignored_fields)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from starlette.responses import Response
 
 from hearth.api.answers import STREAM_OR_JSON, Answers
 from hearth.api.guard import caller_of
-from hearth.api.json_body import SMALL_BYTES, JsonRoute
+from hearth.api.json_body import JsonRoute, off_loop_if_large
 from hearth.api.json_response import as_json
 from hearth.api.openai.chat import ChatBody
 from hearth.api.responses.body import ResponseBody
@@ -38,10 +37,9 @@ def response_routes(answers: Answers, store: ResponseStore) -> APIRouter:
         before: list[StoredResponse] = []
         if body.previous_response_id is not None:
             before = store.conversation(caller.group, body.previous_response_id)
-        num_bytes = len(await request.body()) + sum(response.num_bytes for response in before)
+        num_bytes = sum(response.num_bytes for response in before)
         translate = partial(_translate, body, before, store, caller)
-        # Much takes long to be written down again, and would keep all others waiting.
-        asked = await asyncio.to_thread(translate) if num_bytes > SMALL_BYTES else translate()
+        asked = await off_loop_if_large(request, translate, num_bytes)
         return await answers.chat(asked.body, asked.dialect, request, ignored_fields=body.ignored_fields)
 
     @routes.get("/{response_id}", summary="Show a stored response")
