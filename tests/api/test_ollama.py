@@ -149,7 +149,17 @@ def test_a_prompt_may_follow_the_context_of_an_earlier_answer(gateway: FakeGatew
     response = generate(gateway, context=[7, 8], stream=False)
 
     assert response.status_code == 200, response.text
-    assert gateway.requests[0].prompt == [7, 8, 1, 2, 3]
+    (asked,) = gateway.requests
+    assert (asked.prompt, asked.follows) == (ChatPrompt([{"role": "user", "content": "Hi"}]), (7, 8))
+
+
+def test_a_prompt_follows_its_context_without_a_template_too(gateway: FakeGateway) -> None:
+    bare = replace(MODEL, has_chat_template=False)
+    gateway.model = lambda name, caller: bare  # type: ignore[method-assign] # the script of this test
+    assert generate(gateway, context=[7, 8], stream=False).status_code == 200
+
+    (asked,) = gateway.requests
+    assert (asked.prompt, asked.follows) == ("Hi", (7, 8))
 
 
 @pytest.mark.parametrize(("path", "field"), [("/api/chat", "message"), ("/api/generate", "response")])

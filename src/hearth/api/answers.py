@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -44,16 +44,18 @@ class Answers:
         dialect: Dialect,
         request: Request,
         ignored_fields: tuple[str, ...] | None = None,
+        follows: Sequence[int] = (),
     ) -> Answer:
         """Return the response that continues a text.
 
-        `ignored_fields`: those of the client's own body, where `body` is a translation of it.
+        `ignored_fields`: those of the client's own body, where `body` is a translation of it. `follows`: the
+        tokens of an earlier conversation that this one stands behind.
 
         Raises:
             HearthError: the body is wrong, or its caller may not ask for that.
         """
         _check_pin(body, request)
-        return await self._answer(partial(body.answer_spec, dialect), request, ignored_fields)
+        return await self._answer(partial(body.answer_spec, dialect), request, ignored_fields, follows)
 
     async def chat(
         self,
@@ -61,12 +63,14 @@ class Answers:
         dialect: Dialect,
         request: Request,
         ignored_fields: tuple[str, ...] | None = None,
+        follows: Sequence[int] = (),
     ) -> Answer:
         """Return the response that answers a conversation; the rest is as in `completion`."""
         _check_pin(body, request)
         caller = caller_of(request)
         tokenizer = await self._gateway.tokenizer(body.model, caller) if body.uses_tools else None
-        return await self._answer(partial(body.answer_spec, dialect, tokenizer), request, ignored_fields)
+        specify = partial(body.answer_spec, dialect, tokenizer)
+        return await self._answer(specify, request, ignored_fields, follows)
 
     async def embedding(
         self,
@@ -85,9 +89,15 @@ class Answers:
         return ignored_fields_header(names)
 
     async def _answer(
-        self, specify: Callable[[], AnswerSpec], request: Request, ignored_fields: tuple[str, ...] | None
+        self,
+        specify: Callable[[], AnswerSpec],
+        request: Request,
+        ignored_fields: tuple[str, ...] | None,
+        follows: Sequence[int] = (),
     ) -> Answer:
         spec = await off_loop_if_large(request, specify)
+        if follows:
+            spec = replace(spec, requests=[replace(one, follows=tuple(follows)) for one in spec.requests])
         if ignored_fields is not None:
             spec = replace(spec, ignored_fields=ignored_fields)
         self.count_ignored(spec.ignored_fields)

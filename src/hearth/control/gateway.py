@@ -147,7 +147,7 @@ class Gateway:
         _check_tokens(entry, wanted.sampling)
         pace = _pace_of(entry, wanted, caller)
         tokenizer = await self._tokenizer(entry)
-        prompt = await self._encode(entry, wanted.prompt, wanted.sampling.max_tokens)
+        prompt = await self._encode(entry, wanted.prompt, wanted.sampling.max_tokens, wanted.follows)
         _check_reading(prompt, wanted.sampling)
         if wanted.guide is not None:
             await self._encoder.check_guide(wanted.guide)
@@ -443,10 +443,17 @@ class Gateway:
         _check_prompt(current, prompt, wanted.sampling.max_tokens)
 
     async def _encode(
-        self, entry: CatalogEntry, prompt: str | list[int] | ChatPrompt, max_tokens: int | None
+        self,
+        entry: CatalogEntry,
+        prompt: str | list[int] | ChatPrompt,
+        max_tokens: int | None,
+        follows: tuple[int, ...] = (),
     ) -> tuple[int, ...]:
         tokenizer = await self._tokenizer(entry)
-        tokens = await self._encoder.encode(tokenizer, prompt, _max_chars(entry))
+        add_special_tokens = False if follows else None  # what a text begins with stands there already
+        tokens = follows + await self._encoder.encode(
+            tokenizer, prompt, _max_chars(entry), add_special_tokens
+        )
         _check_prompt(entry, tokens, max_tokens)
         return tokens
 

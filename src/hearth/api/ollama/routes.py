@@ -124,15 +124,11 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
         """Without a prompt the model is loaded, or with a `keep_alive` of 0 unloaded."""
         if body.is_empty:
             return await load_or_unload(body, GENERATE, request)
-        caller, ignored = caller_of(request), body.ignored_fields
+        caller, ignored, context = caller_of(request), body.ignored_fields, body.context or ()
         dialect = dialect_of(body.model, GENERATE, request, has_context=not body.raw)
         if body.raw or not gateway.model(body.model, caller).has_chat_template:
-            return await answers.completion(body.raw_body(), dialect, request, ignored)
-        if not body.context:
-            return await answers.chat(body.chat_body(), dialect, request, ignored)
-        (asked,) = body.chat_body().answer_spec(dialect, None).requests
-        tokens = await gateway.encode(body.model, asked.prompt, caller)
-        return await answers.completion(body.token_body(tokens), dialect, request, ignored)
+            return await answers.completion(body.raw_body(), dialect, request, ignored, context)
+        return await answers.chat(body.chat_body(), dialect, request, ignored, context)
 
     @routes.post("/api/embed", summary="Compute the embeddings of texts")
     async def embed(body: EmbedBody, request: Request) -> Response:
