@@ -259,6 +259,11 @@ class Gateway:
     def model(self, name: str, caller: Caller) -> ModelView:
         return self._catalog.view(self._deployments.find(name, caller.terms.models))
 
+    def may_use(self, model: str, caller: Caller) -> bool:
+        """True if nothing keeps a caller's key from a model, which may not be deployed any more."""
+        allowed = caller.terms.models
+        return allowed is None or model in {*allowed, *(view.name for view in self.models(caller))}
+
     async def show(self, name: str, caller: Caller, *, look: bool) -> ModelView:
         """Return a model with what is known of its upstream, which is asked first if `look`.
 
@@ -328,8 +333,7 @@ class Gateway:
         found = self._observer.explain(request_id, self._driver.now_s, caller)
         if found is None or caller.terms.models is None or caller.has_role("monitor"):
             return found
-        known = {*caller.terms.models, *(view.name for view in self.models(caller))}
-        if found.model not in known:  # one that another key of the group may use
+        if not self.may_use(found.model, caller):  # one that another key of the group may use
             return None
         # Obstacles name the models that are in the way.
         return replace(found, options=tuple(one for one in found.options if one.obstacle is None))
