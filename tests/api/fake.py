@@ -175,6 +175,9 @@ class FakeGateway:
             raise UnknownModel(f"no model is deployed under `{name}`, there are: `tiny`; deploy it")
         return MODEL
 
+    def may_use(self, model: str, caller: Caller) -> bool:
+        return caller.terms.models is None or model in caller.terms.models
+
     async def show(self, name: str, caller: Caller, *, look: bool) -> ModelView:
         self.callers.append(caller)
         if not look:

@@ -207,6 +207,24 @@ def test_a_method_that_is_not_taken_is_told_all_that_are(
     assert (asked.status_code, asked.headers["allow"], asked.content) == (204, allowed, b"")
 
 
+@pytest.mark.parametrize(
+    ("path", "param", "message"),
+    [
+        ("/v1/responses/x/input_items?limit=0", "limit", "`limit`: input should be greater than or equal"),
+        ("/v1/responses/x?stream=maybe", "stream", "`stream`: input should be a valid boolean"),
+        ("/hearth/models/tiny?look=maybe", "look", "given: 'maybe'"),
+    ],
+)
+def test_a_wrong_parameter_of_a_query_is_named(
+    gateway: FakeGateway, path: str, param: str, message: str
+) -> None:
+    response = request(gateway, "GET", path)
+
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert message in error["message"]
+
+
 def test_an_unknown_model_is_refused(gateway: FakeGateway) -> None:
     response = chat(gateway, model="none")
 

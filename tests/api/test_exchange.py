@@ -6,6 +6,7 @@ import logging
 import httpx
 import pytest
 
+from hearth.api.ollama.routes import GREETING
 from hearth.control.correlation import UNNAMED, Correlation, TraceParent
 from hearth.errors import NoCapacity, Overloaded
 from tests.api.conftest import Connection, app_of, complete, request
@@ -165,7 +166,7 @@ def test_a_slash_at_the_end_changes_nothing(gateway: FakeGateway) -> None:
     assert request(gateway, "GET", "/v1/models/", headers=user).json()["object"] == "list"
     assert request(gateway, "POST", "/v1/completions/", ASK, headers=user).status_code == 200
     assert request(gateway, "GET", "/metrics/", headers=user).status_code == 403
-    assert request(gateway, "GET", "/", headers=user).status_code == 404
+    assert request(gateway, "GET", "/").text == request(gateway, "GET", "//").text == GREETING
 
 
 def test_headers_of_openais_clients_are_let_through(gateway: FakeGateway) -> None:

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.api import body, json_body, unread_fields
-from hearth.api.json_body import TooManyValues, count_values, parse_json
+from hearth.api.dialect import AnswerSpec
+from hearth.api.json_body import SMALL_BYTES, TooManyValues, count_values, parse_json
+from hearth.api.openai.chat import ChatBody
 from tests.api.conftest import Connection, app_of, request
 from tests.api.fake import FakeGateway
 
@@ -122,6 +124,43 @@ def test_large_bodies_are_checked_off_the_event_loop(
         if threads:  # faults of fields are found before what nobody reads is looked at
             assert (threads[0] is threading.main_thread()) == (num_chars == 10)
     assert response.json()["error"]["param"] == "n"
+
+
+TALK = [{"role": "user", "content": "a" * SMALL_BYTES}]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": TALK}),
+        ("/v1/responses", {"input": TALK}),
+        ("/v1/messages", {"messages": TALK, "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"messages": TALK}),
+        ("/api/chat", {"messages": TALK}),
+        ("/tokenize", {"messages": TALK}),
+    ],
+)
+def test_large_bodies_are_translated_off_the_event_loop(
+    gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, object]
+) -> None:
+    threads: list[threading.Thread] = []
+    validate, specify = ChatBody.model_validate, ChatBody.answer_spec
+
+    def noted_validate(fields: object) -> ChatBody:
+        threads.append(threading.current_thread())
+        return validate(fields)
+
+    def noted_specify(self: ChatBody, *given: Any) -> AnswerSpec:
+        threads.append(threading.current_thread())
+        return specify(self, *given)
+
+    monkeypatch.setattr(ChatBody, "model_validate", noted_validate)
+    monkeypatch.setattr(ChatBody, "answer_spec", noted_specify)
+    response = request(gateway, "POST", path, {"model": "tiny"} | fields)
+
+    assert response.status_code == 200
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 @pytest.mark.parametrize(

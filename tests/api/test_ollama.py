@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 
 import httpx
 import pytest
 
+from hearth.api.answer import MANY_BYTES
 from hearth.api.ollama.models import show_object
+from hearth.control.caller import Caller
 from hearth.control.generation import AnswerStream, ChatPrompt
 from hearth.control.views import Explanation, ProcessView, ResidentView, TimelineSpan, WorkerView
 from hearth.errors import EngineFailed
@@ -161,7 +164,17 @@ def test_a_prompt_may_follow_the_context_of_an_earlier_answer(gateway: FakeGatew
     response = generate(gateway, context=[7, 8], stream=False)
 
     assert response.status_code == 200, response.text
-    assert gateway.requests[0].prompt == [7, 8, 1, 2, 3]
+    (asked,) = gateway.requests
+    assert (asked.prompt, asked.follows) == (ChatPrompt([{"role": "user", "content": "Hi"}]), (7, 8))
+
+
+def test_a_prompt_follows_its_context_without_a_template_too(gateway: FakeGateway) -> None:
+    bare = replace(MODEL, has_chat_template=False)
+    gateway.model = lambda name, caller: bare  # type: ignore[method-assign] # the script of this test
+    assert generate(gateway, context=[7, 8], stream=False).status_code == 200
+
+    (asked,) = gateway.requests
+    assert (asked.prompt, asked.follows) == ("Hi", (7, 8))
 
 
 @pytest.mark.parametrize(("path", "field"), [("/api/chat", "message"), ("/api/generate", "response")])
@@ -330,3 +343,20 @@ def test_raw_takes_no_more_than_a_prompt(gateway: FakeGateway) -> None:
     response = generate(gateway, raw=True, system="Be kind.")
 
     assert (response.status_code, "no `system`" in response.json()["error"]) == (400, True)
+
+
+def test_the_durations_of_many_embeddings_are_asked_for_on_the_event_loop(gateway: FakeGateway) -> None:
+    def script(stream: AnswerStream) -> None:
+        stream.reading = PromptReading(embedding=bytes(MANY_BYTES + 4))  # spelt on a thread
+        stream.end(FinishReason.LENGTH)
+
+    def explain(request_id: str, caller: Caller) -> Explanation | None:
+        asyncio.get_running_loop()  # or a RuntimeError
+        return EXPLAINED
+
+    gateway.script, gateway.explain = script, explain  # type: ignore[method-assign] # the script of this test
+    response = request(gateway, "POST", "/api/embed", {"model": "tiny", "input": "Hi"})
+
+    assert response.status_code == 200
+    (embedding,) = response.json()["embeddings"]
+    assert len(embedding) == MANY_BYTES // 4 + 1

@@ -139,6 +139,20 @@ def test_a_request_too_many_is_told_when_to_come_back(gateway: FakeGateway, tmp_
     assert client.ask().status_code == 200
 
 
+def test_nothing_is_tokenised_for_a_request_too_many(gateway: FakeGateway, tmp_path: Path) -> None:
+    client = Client(gateway, tmp_path / "k.json", KeyLimits(requests_per_min=1))
+    assert client.ask().status_code == 200
+    talk, generated = {"model": "tiny", "messages": MESSAGES}, {"model": "tiny", "prompt": "Hi"}
+    for path, body in (
+        ("/api/generate", generated | {"context": [7, 8]}),
+        ("/v1/messages/count_tokens", talk),
+        ("/tokenize", talk),
+        ("/detokenize", {"model": "tiny", "tokens": [5]}),
+    ):
+        assert request(gateway, "POST", path, body, headers=client.headers).status_code == 429
+    assert gateway.encoded == []
+
+
 def test_tokens_beyond_the_limit_are_refused_and_what_ended_is_settled(
     gateway: FakeGateway, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ ANN, BOB = GroupId("ann's"), GroupId("bob's")
 
 
 def response(response_id: str, num_bytes: int = 0, previous_id: str | None = None) -> StoredResponse:
-    return StoredResponse(response_id, previous_id, b"x" * num_bytes, b"")
+    return StoredResponse(response_id, "tiny", previous_id, b"x" * num_bytes, b"")
 
 
 def has(store: ResponseStore, group: GroupId, response_id: str) -> bool:

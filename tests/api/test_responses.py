@@ -19,6 +19,7 @@ from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessa
 
 from hearth.api.dialect import AnswerSpec, Choice, TokenUsage, ToolUse
 from hearth.api.responses.dialect import ResponseDialect
+from hearth.control.caller import Caller, GroupId, KeyTerms
 from hearth.control.generation import AnswerStream, ChatPrompt, GenerationRequest, TokenDelta
 from hearth.errors import NoCapacity
 from hearth.text.tokenizer import Tokenizer
@@ -591,6 +592,23 @@ def test_a_long_conversation_is_read_off_the_event_loop(api: Api, gateway: FakeG
     first = api.created(input=long, store=True)
     api.created(input="Hi", previous_response_id=first["id"])
     assert prompt_of(gateway).messages[0] == {"role": "user", "content": long}
+
+
+def test_a_key_sees_no_response_of_a_model_that_only_others_of_its_group_may_use(
+    tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, group = FakeKeys(), GroupId("team")
+    terms = {"all": KeyTerms(), "other": KeyTerms(models=("other",)), "same": KeyTerms(models=("tiny",))}
+    monkeypatch.setattr(keys, "check", lambda key: Caller(key, "user", group, terms[key]))
+    api = Api(app_of(FakeGateway(tokenizers["hermes"], keys=keys)))
+    response = api.as_key("all").created(store=True)
+    path = f"/{response['id']}"
+    other, same = api.as_key("other"), api.as_key("same")
+    for method, where in (("GET", path), ("GET", f"{path}/input_items"), ("DELETE", path)):
+        assert other.request(method, where).status_code == 404
+    assert other.create(previous_response_id=response["id"]).status_code == 404
+    assert same.create(previous_response_id=response["id"]).status_code == 200
+    assert same.request("GET", path).json()["id"] == response["id"]
 
 
 def test_groups_do_not_see_each_others_responses(tokenizers: dict[str, Tokenizer]) -> None:

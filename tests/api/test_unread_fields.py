@@ -20,7 +20,8 @@ from hearth.api.unread_fields import (
     ignored_fields_header,
     metric_labels,
 )
-from hearth.control.generation import ChatPrompt
+from hearth.control.generation import AnswerStream, ChatPrompt
+from hearth.types import FinishReason, PromptReading
 from tests.api.conftest import chat, complete, events, request
 from tests.api.fake import FakeGateway, tokens_of
 
@@ -239,3 +240,42 @@ def test_hearths_own_routes_take_no_unknown_field(
 
     assert (response.status_code, response.json()["error"]["message"]) == (400, message)
     assert gateway.done == []
+
+
+HI = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "Hi"}),
+        ("/tokenize", {"messages": HI}),
+        ("/detokenize", {"tokens": [5]}),
+        ("/v1/messages/count_tokens", {"messages": HI}),
+        ("/api/embeddings", {"prompt": "Hi"}),
+        ("/api/embed", {"input": "Hi"}),
+    ],
+)
+def test_every_route_that_asks_a_model_tells_what_it_has_not_read(
+    gateway: FakeGateway, path: str, body: dict[str, object]
+) -> None:
+    def script(stream: AnswerStream) -> None:
+        stream.reading = PromptReading(embedding=bytes(8))
+        stream.end(FinishReason.LENGTH)
+
+    gateway.script = script
+    response = request(gateway, "POST", path, {"model": "tiny", "cache_prompt": True, "own": 1} | body)
+
+    assert (response.status_code, response.headers[IGNORED_FIELDS]) == (200, "cache_prompt, own")
+    assert gateway.ignored == ["cache_prompt", OTHER]
+
+
+@pytest.mark.parametrize("field", ["max_completion_tokens", "stop"])
+def test_a_field_that_repeats_one_which_is_not_read_there_is_refused(
+    gateway: FakeGateway, field: str
+) -> None:
+    body = {"model": "tiny", "messages": HI, field: 5}
+    response = request(gateway, "POST", "/v1/messages/count_tokens", body)
+
+    assert response.status_code == 400
+    assert f"`{field}` is not supported" in response.json()["error"]["message"]

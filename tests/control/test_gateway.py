@@ -272,6 +272,22 @@ def test_an_embedding_is_a_request_of_no_tokens_and_ends_once_whoever_computes_i
     with_rig(data_dir, scene)
 
 
+def test_a_prompt_stands_behind_the_tokens_that_it_follows(data_dir: DataDir, deployed: Deployed) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = rig.join()
+        alone = await rig.submit(ask("!!"), ANYBODY)
+        behind = await rig.submit(replace(ask("!!"), follows=(7, 8)), ANYBODY)
+        assert tuple(behind.prompt) == (7, 8, *alone.prompt)
+        with pytest.raises(PromptTooLong):
+            await rig.submit(replace(ask("!!"), follows=(7,) * (CONTEXT - 1)), ANYBODY)
+        with pytest.raises(BadPrompt, match="prompt holds token"):
+            await rig.submit(replace(ask("!!"), follows=(1 << 30,)), ANYBODY)
+        assert link.orders
+        rig.gateway.end_all()
+
+    with_rig(data_dir, scene)
+
+
 def test_a_prompt_that_nothing_follows_may_fill_the_context(data_dir: DataDir, deployed: Deployed) -> None:
     async def scene(rig: GatewayRig) -> None:
         rig.join()

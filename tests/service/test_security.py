@@ -144,7 +144,7 @@ def test_a_body_beyond_the_limit_is_too_large(guarded: Guarded) -> None:
         assert http.post("/v1/completions", content=chunks()).status_code == 413
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", "", "x" * 300, "..", ".hidden", "a\x00b"])
+@pytest.mark.parametrize("name", ["../x", "a/../b", "", "x" * 300, "..", ".hidden", "a\x00b"])
 def test_a_name_that_could_lead_elsewhere_is_refused(guarded: Guarded, shelf: Shelf, name: str) -> None:
     with guarded.http(guarded.admin_key) as http:
         source = str(shelf.places["tiny-a"])

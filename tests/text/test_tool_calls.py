@@ -84,6 +84,8 @@ def test_tagged_calls_are_taken_out_of_the_text(text: str, parts: list[str | Too
         '<tool_call>{"name": ["weather"]}</tool_call>',
         '<tool_call>{"name": "add", "arguments": "none"}</tool_call>',
         '<tool_call>{"name": "add", "arguments": {"half": "\\ud800"}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"no number": NaN}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"too large": 1e999}}</tool_call>',
         '<tool_call>{"name": "weather", "argum',
         "<tool_call>" + "[" * 100_000 + "</tool_call>",
     ],

@@ -162,12 +162,9 @@ class Answer(Response):
             reading = streams[index - index % self._spec.num_answers].reading
             choices.append(Choice(stream, deltas, echo, text, calls, reading))
         usage = TokenUsage.of(streams, self._spec.num_answers)
-        spell = partial(self._spell, choices, usage)
+        spell = partial(_spell, self._spec.dialect.whole(self._spec, choices, usage))
         num_bytes = sum(stream.reading.num_bytes for stream in streams if stream.reading is not None)
         return await asyncio.to_thread(spell) if num_bytes > MANY_BYTES else spell()
-
-    def _spell(self, choices: Sequence[Choice], usage: TokenUsage) -> bytes:
-        return msgspec.json.encode(self._spec.dialect.whole(self._spec, choices, usage))
 
     async def _echoes(self, streams: Sequence[AnswerStream]) -> list[str]:
         """Return the prompt that each choice begins with; empty where no echo is asked for."""
@@ -183,6 +180,11 @@ class Answer(Response):
             assert isinstance(prompt, str), "only texts and tokens are echoed"
             echoes += [prompt] * self._spec.num_answers
         return echoes
+
+
+def _spell(whole: object) -> bytes:
+    """Return an answer as JSON; what is a function in it is called when its turn comes."""
+    return msgspec.json.encode(whole, enc_hook=lambda later: later())
 
 
 async def unless_gone(receive: Receive, work: Coroutine[object, object, None]) -> None:

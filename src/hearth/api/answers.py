@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import Request
@@ -12,10 +14,11 @@ from hearth.api.answer import Answer
 from hearth.api.body import ModelBody
 from hearth.api.dialect import AnswerSpec, Dialect
 from hearth.api.guard import caller_of
+from hearth.api.json_body import off_loop_if_large
 from hearth.api.openai.chat import ChatBody
 from hearth.api.openai.completion import CompletionBody
 from hearth.api.openai.embedding import EmbeddingBody
-from hearth.api.unread_fields import metric_labels
+from hearth.api.unread_fields import ignored_fields_header, metric_labels
 from hearth.errors import Forbidden
 
 if TYPE_CHECKING:
@@ -35,22 +38,24 @@ class Answers:
         self._gateway = gateway
         self._heartbeat_s = heartbeat_s
 
-    def completion(
+    async def completion(
         self,
         body: CompletionBody,
         dialect: Dialect,
         request: Request,
         ignored_fields: tuple[str, ...] | None = None,
+        follows: Sequence[int] = (),
     ) -> Answer:
         """Return the response that continues a text.
 
-        `ignored_fields`: those of the client's own body, where `body` is a translation of it.
+        `ignored_fields`: those of the client's own body, where `body` is a translation of it. `follows`: the
+        tokens of an earlier conversation that this one stands behind.
 
         Raises:
             HearthError: the body is wrong, or its caller may not ask for that.
         """
         _check_pin(body, request)
-        return self._answer(body.answer_spec(dialect), request, ignored_fields)
+        return await self._answer(partial(body.answer_spec, dialect), request, ignored_fields, follows)
 
     async def chat(
         self,
@@ -58,14 +63,16 @@ class Answers:
         dialect: Dialect,
         request: Request,
         ignored_fields: tuple[str, ...] | None = None,
+        follows: Sequence[int] = (),
     ) -> Answer:
         """Return the response that answers a conversation; the rest is as in `completion`."""
         _check_pin(body, request)
         caller = caller_of(request)
         tokenizer = await self._gateway.tokenizer(body.model, caller) if body.uses_tools else None
-        return self._answer(body.answer_spec(dialect, tokenizer), request, ignored_fields)
+        specify = partial(body.answer_spec, dialect, tokenizer)
+        return await self._answer(specify, request, ignored_fields, follows)
 
-    def embedding(
+    async def embedding(
         self,
         body: EmbeddingBody,
         dialect: Dialect,
@@ -74,12 +81,26 @@ class Answers:
     ) -> Answer:
         """Return the response that has the embeddings of texts; the rest is as in `completion`."""
         _check_pin(body, request)
-        return self._answer(body.answer_spec(dialect), request, ignored_fields)
+        return await self._answer(partial(body.answer_spec, dialect), request, ignored_fields)
 
-    def _answer(self, spec: AnswerSpec, request: Request, ignored_fields: tuple[str, ...] | None) -> Answer:
+    def count_ignored(self, names: tuple[str, ...]) -> dict[str, str]:
+        """Count fields of a request that nothing reads. Returns the header that tells the client of them."""
+        self._gateway.count_ignored_fields(metric_labels(names))
+        return ignored_fields_header(names)
+
+    async def _answer(
+        self,
+        specify: Callable[[], AnswerSpec],
+        request: Request,
+        ignored_fields: tuple[str, ...] | None,
+        follows: Sequence[int] = (),
+    ) -> Answer:
+        spec = await off_loop_if_large(request, specify)
+        if follows:
+            spec = replace(spec, requests=[replace(one, follows=tuple(follows)) for one in spec.requests])
         if ignored_fields is not None:
             spec = replace(spec, ignored_fields=ignored_fields)
-        self._gateway.count_ignored_fields(metric_labels(spec.ignored_fields))
+        self.count_ignored(spec.ignored_fields)
         return Answer(self._gateway, spec, caller_of(request), self._heartbeat_s)
 
 

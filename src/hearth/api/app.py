@@ -62,10 +62,10 @@ def create_app(gateway: Gateway, limits: ApiLimits) -> FastAPI:
     routes = [*app.routes]
     for router in (
         openai_routes(gateway, answers),
-        response_routes(answers, ResponseStore(limits.response_store_bytes)),
+        response_routes(gateway, answers, ResponseStore(limits.response_store_bytes)),
         anthropic_routes(gateway, answers),
         ollama_routes(gateway, answers),
-        tokenize_routes(gateway),
+        tokenize_routes(gateway, answers),
         model_routes(gateway, limits.stream_heartbeat_s),
         service_routes(gateway),
     ):

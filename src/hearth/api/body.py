@@ -111,8 +111,17 @@ class Strict(BaseModel):
         return self
 
     def value_of(self, name: str) -> object:
-        """Return what a field that is read has the request done."""
-        return getattr(self, name)
+        """Return what a field that is read has the request done; None: nothing, or no such field is read."""
+        return getattr(self, name, None)
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        """The fields that nothing reads: one more than are told at most, if there are that many."""
+        return tuple(islice(self._ignored_fields(), MAX_IGNORED + 1))
+
+    def _ignored_fields(self) -> Iterator[str]:
+        """Yield the names of all fields that nothing reads, those of parts included."""
+        yield from self.ignored("")
 
     def ignored(self, prefix: str) -> Iterator[str]:
         """Yield the names of the fields that nothing reads, behind `prefix`; null asks for nothing."""
@@ -208,14 +217,6 @@ class ModelBody(Strict):
             return parse_duration(self.keep_alive)
         except (ConfigError, OverflowError) as error:
             raise BadSampling(f"`keep_alive`: {error}") from error
-
-    @property
-    def ignored_fields(self) -> tuple[str, ...]:
-        """The fields that nothing reads: one more than are told at most, if there are that many."""
-        return tuple(islice(self._ignored_fields(), MAX_IGNORED + 1))
-
-    def _ignored_fields(self) -> Iterator[str]:
-        yield from self.ignored("")
 
 
 class GenerationBody(ModelBody):

@@ -81,7 +81,10 @@ class Dialect(Protocol):
         """A piece that means nothing, to be sent when there is nothing to send."""
 
     def whole(self, spec: AnswerSpec, choices: Sequence[Choice], usage: TokenUsage) -> object:
-        """Return the answer in one, as a value that becomes JSON."""
+        """Return the answer in one, as a value that becomes JSON.
+
+        What takes long to be spelt is a function in it, which is called later and perhaps on another thread.
+        """
 
     def events(self, spec: AnswerSpec, streams: Sequence[AnswerStream]) -> AnswerEvents: ...
 

@@ -116,7 +116,7 @@ def _allowed_methods(request: Request) -> list[str]:
 async def on_invalid_body(request: Request, error: Exception) -> Response:
     """Answer what pydantic refuses: a body, a query or a path."""
     assert isinstance(error, RequestValidationError), type(error)
-    faults = [(fault, _path(fault["loc"][1:], error.body, fault["type"])) for fault in error.errors()]
+    faults = [(fault, _place(fault["loc"], error.body, fault["type"])) for fault in error.errors()]
     # Of a value that might be of several kinds, the kind that it is but for its length was meant, or else the
     # one that fits deepest.
     fault, path = max(faults, key=lambda pair: (pair[0]["type"] == "too_long", len(pair[1])))
@@ -149,6 +149,12 @@ def _given(value: object) -> str:
             return f"{value[:80]!r:.80}"
         case _:
             return f"{value!r:.80}"
+
+
+def _place(location: Sequence[int | str], body: object, kind: str) -> list[int | str]:
+    """Return the path to a field in a body, or the name of a parameter of a query or a path."""
+    where, *inside = location
+    return _path(inside, body, kind) if where == "body" else inside[:1]
 
 
 def _path(location: Sequence[int | str], body: object, kind: str) -> list[int | str]:

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
@@ -31,8 +32,11 @@ SMALL_BYTES = 64 << 10
 #: Counted at a time; between two pieces other threads get the interpreter.
 PIECE_BYTES = 64 << 10
 
-#: Parses and checks large bodies, one after the other: what is made of them at once stays bounded, too.
+#: Parses, checks and translates large bodies, one after the other: what is made of them at once stays
+#: bounded, too.
 _parser = ThreadPoolExecutor(1, "json-body")
+
+T = TypeVar("T")
 
 
 class TooManyValues(ValueError):
@@ -107,6 +111,13 @@ class JsonRequest(Request):
 
     async def json(self) -> object:
         return self._checked
+
+
+async def off_loop_if_large(request: Request, work: Callable[[], T], num_more_bytes: int = 0) -> T:
+    """Return what `work` returns, which takes the longer the larger the body is, and what comes with it."""
+    if len(await request.body()) + num_more_bytes <= SMALL_BYTES:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_parser, work)
 
 
 class JsonRoute(APIRoute):

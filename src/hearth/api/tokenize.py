@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from fastapi import APIRouter, Request
@@ -12,9 +13,10 @@ from starlette.responses import Response
 
 from hearth.api import unread_fields
 from hearth.api.answer import MANY_TOKENS
+from hearth.api.answers import Answers
 from hearth.api.body import Strict, Text, TokenId
 from hearth.api.guard import caller_of
-from hearth.api.json_body import MAX_VALUES, JsonRoute
+from hearth.api.json_body import MAX_VALUES, JsonRoute, off_loop_if_large
 from hearth.api.json_response import as_json
 from hearth.api.openai.answer_format import CHAT
 from hearth.api.openai.chat import ChatBody
@@ -39,6 +41,9 @@ class TokenizeTextBody(Strict):
     )
     return_token_strs: bool | None = Field(None, description="Tell the tokens' names in the vocabulary, too.")
 
+    def asked(self, tokenizer: Tokenizer) -> str:
+        return self.prompt
+
 
 class TokenizeChatBody(ChatBody):
     """A conversation: what a request of chat with the same fields would have for its prompt."""
@@ -50,7 +55,8 @@ class TokenizeChatBody(ChatBody):
     add_special_tokens: bool | None = Field(None, description="Beside those that the chat template writes.")
     return_token_strs: bool | None = Field(None, description="Tell the tokens' names in the vocabulary, too.")
 
-    def chat_prompt(self, tokenizer: Tokenizer) -> ChatPrompt:
+    def asked(self, tokenizer: Tokenizer) -> ChatPrompt:
+        """Return the prompt; raises as `answer_spec` does."""
         dialect = CompletionDialect(CHAT, fingerprint="", includes_usage=False, has_service_tier=False)
         prompt = self.answer_spec(dialect, tokenizer if self.uses_tools else None).requests[0].prompt
         assert isinstance(prompt, ChatPrompt), f"{type(prompt)=}"
@@ -78,7 +84,7 @@ TokenizeBody = Annotated[
 ]
 
 
-def tokenize_routes(gateway: Gateway) -> APIRouter:
+def tokenize_routes(gateway: Gateway, answers: Answers) -> APIRouter:
     routes = APIRouter(tags=["vLLM"], route_class=JsonRoute)
 
     @routes.post("/tokenize", summary="Turn a text or a conversation into tokens")
@@ -86,19 +92,19 @@ def tokenize_routes(gateway: Gateway) -> APIRouter:
         caller = caller_of(request)
         with gateway.admit(caller):
             tokenizer = await gateway.tokenizer(body.model, caller)
-            prompt = body.prompt if isinstance(body, TokenizeTextBody) else body.chat_prompt(tokenizer)
+            prompt = await off_loop_if_large(request, partial(body.asked, tokenizer))
             tokens = await gateway.tokenize(body.model, prompt, caller, body.add_special_tokens)
             names = await _names(tokenizer, tokens) if body.return_token_strs else None
             max_context = gateway.model(body.model, caller).max_context
-        return as_json(
-            {"count": len(tokens), "max_model_len": max_context, "tokens": tokens, "token_strs": names}
-        )
+        told = {"count": len(tokens), "max_model_len": max_context, "tokens": tokens, "token_strs": names}
+        return as_json(told, headers=answers.count_ignored(body.ignored_fields))
 
     @routes.post("/detokenize", summary="Turn tokens into a text")
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         caller = caller_of(request)
         with gateway.admit(caller):
-            return as_json({"prompt": await gateway.detokenize(body.model, body.tokens, caller)})
+            text = await gateway.detokenize(body.model, body.tokens, caller)
+        return as_json({"prompt": text}, headers=answers.count_ignored(body.ignored_fields))
 
     return routes
 

@@ -147,7 +147,7 @@ class Gateway:
         _check_tokens(entry, wanted.sampling)
         pace = _pace_of(entry, wanted, caller)
         tokenizer = await self._tokenizer(entry)
-        prompt = await self._encode(entry, wanted.prompt, wanted.sampling.max_tokens)
+        prompt = await self._encode(entry, wanted.prompt, wanted.sampling.max_tokens, wanted.follows)
         _check_reading(prompt, wanted.sampling)
         if wanted.guide is not None:
             await self._encoder.check_guide(wanted.guide)
@@ -259,6 +259,11 @@ class Gateway:
     def model(self, name: str, caller: Caller) -> ModelView:
         return self._catalog.view(self._deployments.find(name, caller.terms.models))
 
+    def may_use(self, model: str, caller: Caller) -> bool:
+        """True if nothing keeps a caller's key from a model, which may not be deployed any more."""
+        allowed = caller.terms.models
+        return allowed is None or model in {*allowed, *(view.name for view in self.models(caller))}
+
     async def show(self, name: str, caller: Caller, *, look: bool) -> ModelView:
         """Return a model with what is known of its upstream, which is asked first if `look`.
 
@@ -328,8 +333,7 @@ class Gateway:
         found = self._observer.explain(request_id, self._driver.now_s, caller)
         if found is None or caller.terms.models is None or caller.has_role("monitor"):
             return found
-        known = {*caller.terms.models, *(view.name for view in self.models(caller))}
-        if found.model not in known:  # one that another key of the group may use
+        if not self.may_use(found.model, caller):  # one that another key of the group may use
             return None
         # Obstacles name the models that are in the way.
         return replace(found, options=tuple(one for one in found.options if one.obstacle is None))
@@ -443,10 +447,17 @@ class Gateway:
         _check_prompt(current, prompt, wanted.sampling.max_tokens)
 
     async def _encode(
-        self, entry: CatalogEntry, prompt: str | list[int] | ChatPrompt, max_tokens: int | None
+        self,
+        entry: CatalogEntry,
+        prompt: str | list[int] | ChatPrompt,
+        max_tokens: int | None,
+        follows: tuple[int, ...] = (),
     ) -> tuple[int, ...]:
         tokenizer = await self._tokenizer(entry)
-        tokens = await self._encoder.encode(tokenizer, prompt, _max_chars(entry))
+        add_special_tokens = False if follows else None  # what a text begins with stands there already
+        tokens = follows + await self._encoder.encode(
+            tokenizer, prompt, _max_chars(entry), add_special_tokens
+        )
         _check_prompt(entry, tokens, max_tokens)
         return tokens
 

@@ -45,6 +45,7 @@ class GenerationRequest:
     first_token_s: float | None = None
     is_batch: bool = False  #: it should have no pace
     counts_prompt: bool = True  #: False: another answer to a prompt that was counted
+    follows: tuple[int, ...] = ()  #: tokens of an earlier conversation, which the prompt stands behind
     pooling: Pooling | None = None  #: how its embedding is made, of no tokens; None: it is continued
 
 

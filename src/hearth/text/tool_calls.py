@@ -299,10 +299,10 @@ class ToolParser:
             arguments = _decoded(arguments)
         if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
             return None
-        text = json.dumps(arguments, ensure_ascii=False)
         try:
+            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
             text.encode()
-        except UnicodeEncodeError:  # half a character, which JSON can spell and no answer can hold
+        except (ValueError, RecursionError):  # NaN, which JSON has not, or half a character: no text holds it
             return None
         return ToolCall(name, text)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -39,7 +38,7 @@ from hearth.api.openai.chat import (
     ParsedJson,
     ToolBody,
 )
-from hearth.api.unread_fields import MAX_IGNORED, UnsupportedField
+from hearth.api.unread_fields import UnsupportedField
 from hearth.errors import BadPrompt, BadSampling
 
 #: The most blocks of a message, and the most tools of a request.
@@ -294,11 +293,6 @@ class ConversationBody(Strict):
             )
         return fields
 
-    @property
-    def ignored_fields(self) -> tuple[str, ...]:
-        """The fields that nothing reads: one more than are told at most, if there are that many."""
-        return tuple(islice(self._ignored_fields(), MAX_IGNORED + 1))
-
     def _ignored_fields(self) -> Iterator[str]:
         if self.thinking is not None and self.thinking.type != "disabled":
             yield "thinking"
@@ -307,7 +301,7 @@ class ConversationBody(Strict):
         is_demanded = self.tool_choice is not None and self.tool_choice.type in ("any", "tool")
         if not is_demanded and any(tool.strict for tool in self.tools or ()):
             yield "tools.strict"
-        yield from self.ignored("")
+        yield from super()._ignored_fields()
         if self.output_config is not None:
             yield from self.output_config.ignored("output_config.")
 

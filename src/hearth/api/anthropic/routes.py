@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
@@ -11,9 +12,8 @@ from hearth.api.answers import STREAM_OR_JSON, Answers
 from hearth.api.anthropic.dialect import PATH, MessageDialect
 from hearth.api.anthropic.messages import ConversationBody, MessagesBody
 from hearth.api.guard import caller_of
-from hearth.api.json_body import JsonRoute
+from hearth.api.json_body import JsonRoute, off_loop_if_large
 from hearth.api.json_response import as_json
-from hearth.api.unread_fields import ignored_fields_header
 from hearth.control.generation import ChatPrompt
 
 if TYPE_CHECKING:
@@ -25,18 +25,20 @@ def anthropic_routes(gateway: Gateway, answers: Answers) -> APIRouter:
 
     @routes.post("", summary="Answer a conversation", responses=STREAM_OR_JSON)
     async def create_message(body: MessagesBody, request: Request) -> Response:
-        return await answers.chat(body.chat_body(), MessageDialect(), request, body.ignored_fields)
+        chat = await off_loop_if_large(request, body.chat_body)
+        return await answers.chat(chat, MessageDialect(), request, body.ignored_fields)
 
     @routes.post("/count_tokens", summary="Count the tokens of a conversation")
     async def count_tokens(body: ConversationBody, request: Request) -> Response:
-        caller, chat = caller_of(request), body.chat_body()
+        caller = caller_of(request)
         with gateway.admit(caller):
+            chat = await off_loop_if_large(request, body.chat_body)
             tokenizer = await gateway.tokenizer(body.model, caller) if chat.uses_tools else None
-            (asked,) = chat.answer_spec(MessageDialect(), tokenizer).requests
+            specify = partial(chat.answer_spec, MessageDialect(), tokenizer)
+            (asked,) = (await off_loop_if_large(request, specify)).requests
             assert isinstance(asked.prompt, ChatPrompt), f"{type(asked.prompt)=}"
             tokens = await gateway.tokenize(asked.model, asked.prompt, caller, None)
-        counted = as_json({"input_tokens": len(tokens)})
-        counted.headers.update(ignored_fields_header(body.ignored_fields))
-        return counted
+        ignored = answers.count_ignored(body.ignored_fields)
+        return as_json({"input_tokens": len(tokens)}, headers=ignored)
 
     return routes

@@ -7,7 +7,6 @@ last 64 tokens, and over all tokens its 1.1 would be another one. Generates noth
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -28,7 +27,7 @@ from hearth.api.body import (
     TopP,
 )
 from hearth.api.openai.chat import ParsedJson
-from hearth.api.unread_fields import MAX_IGNORED, UnsupportedField
+from hearth.api.unread_fields import UnsupportedField
 from hearth.config import parse_duration
 from hearth.errors import BadSampling, ConfigError
 
@@ -131,12 +130,7 @@ class OllamaBody(Strict):
                 held_to = JsonSchema.model_validate({"schema": schema})
                 return ResponseFormat(type="json_schema", json_schema=held_to)
 
-    @property
-    def ignored_fields(self) -> tuple[str, ...]:
-        """The fields that nothing reads: one more than are told at most, if there are that many."""
-        return tuple(islice(self._ignored_fields(), MAX_IGNORED + 1))
-
     def _ignored_fields(self) -> Iterator[str]:
-        yield from self.ignored("")
+        yield from super()._ignored_fields()
         if self.options is not None:
             yield from self.options.ignored("options.")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, ClassVar
 
-import msgspec
 from pydantic import Field
 
 from hearth.api import unread_fields
 from hearth.api.body import ModelName, Strict, Text
 from hearth.api.dialect import AnswerEvents, AnswerSpec, Choice, TokenUsage
 from hearth.api.ollama.dialect import NDJSON_TYPE, durations
-from hearth.api.openai.embedding import MAX_INPUTS, EmbeddingBody, floats_of, vector_of
+from hearth.api.openai.embedding import MAX_INPUTS, EmbeddingBody, json_of
 from hearth.api.unread_fields import UnsupportedField
 from hearth.control.generation import AnswerStream
 from hearth.control.views import Explanation
@@ -34,10 +34,6 @@ class EmbedBody(Strict):
         """Return the inner request."""
         fields = {"model": self.model, "input": self.input, "keep_alive": self.keep_alive}
         return EmbeddingBody.model_validate(fields)
-
-    @property
-    def ignored_fields(self) -> tuple[str, ...]:
-        return tuple(self.ignored(""))
 
 
 class LegacyEmbedBody(Strict):
@@ -65,7 +61,10 @@ class EmbedDialect:
     waiting = b""
 
     def whole(self, spec: AnswerSpec, choices: Sequence[Choice], usage: TokenUsage) -> object:
-        told: dict[str, object] = {"model": self.model, "embeddings": list(_spelt(choices))}
+        told: dict[str, object] = {
+            "model": self.model,
+            "embeddings": [partial(json_of, choice) for choice in choices],
+        }
         if (explanation := self.explain(choices[-1].stream.request_id)) is not None:
             took = durations(explanation)
             told |= {name: took[name] for name in ("total_duration", "load_duration")}
@@ -83,14 +82,8 @@ class LegacyEmbedDialect:
     waiting = b""
 
     def whole(self, spec: AnswerSpec, choices: Sequence[Choice], usage: TokenUsage) -> object:
-        (embedding,) = _spelt(choices)
-        return {"embedding": embedding}
+        (choice,) = choices
+        return {"embedding": partial(json_of, choice)}
 
     def events(self, spec: AnswerSpec, streams: Sequence[AnswerStream]) -> AnswerEvents:
         raise AssertionError("embeddings come in one")
-
-
-def _spelt(choices: Sequence[Choice]) -> Iterator[msgspec.Raw]:
-    """Yield embeddings as JSON, one by one: the numbers of all would take eight times the memory."""
-    for choice in choices:
-        yield msgspec.Raw(msgspec.json.encode(floats_of(vector_of(choice))))

@@ -11,7 +11,7 @@ from hearth.api.json_body import MAX_VALUES
 from hearth.api.ollama.body import OllamaBody
 from hearth.api.openai.chat import ChatBody, MessageBody
 from hearth.api.openai.completion import CompletionBody
-from hearth.errors import BadPrompt, PromptTooLong
+from hearth.errors import BadPrompt
 
 
 class UnlimitedCompletionBody(CompletionBody):
@@ -50,16 +50,5 @@ class GenerateBody(OllamaBody):
         if self.raw and (self.system or self.context):
             given = "system" if self.system else "context"
             raise BadPrompt(f"`raw` takes a prompt that is whole, and no `{given}`; leave one of them out")
-        return self._completion("\n\n".join(part for part in (self.system, self.prompt) if part))
-
-    def token_body(self, tokens: list[int]) -> CompletionBody:
-        """Return the inner request of a prompt that follows `context`, as tokens. Raises RequestError."""
-        prompt = [*(self.context or ()), *tokens]
-        if len(prompt) > MAX_VALUES:
-            raise PromptTooLong(
-                f"`context` and `prompt` have {len(prompt)} tokens, limit: {MAX_VALUES}; leave `context` out"
-            )
-        return self._completion(prompt)
-
-    def _completion(self, prompt: str | list[int]) -> CompletionBody:
+        prompt = "\n\n".join(part for part in (self.system, self.prompt) if part)
         return UnlimitedCompletionBody.model_validate(self.inner_fields() | {"prompt": prompt})

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from hearth.api.answers import Answers
 from hearth.api.body import ModelName, Strict
 from hearth.api.guard import caller_of
-from hearth.api.json_body import CurlRoute
+from hearth.api.json_body import CurlRoute, off_loop_if_large
 from hearth.api.json_response import as_json
 from hearth.api.ollama.chat import OllamaChatBody
 from hearth.api.ollama.dialect import (
@@ -116,33 +116,30 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
         """Without messages the model is loaded, or with a `keep_alive` of 0 unloaded."""
         if body.is_empty:
             return await load_or_unload(body, CHAT, request)
-        return await answers.chat(
-            body.chat_body(), dialect_of(body.model, CHAT, request), request, body.ignored_fields
-        )
+        chat = await off_loop_if_large(request, body.chat_body)
+        return await answers.chat(chat, dialect_of(body.model, CHAT, request), request, body.ignored_fields)
 
     @routes.post("/api/generate", summary="Answer a prompt", responses=_STREAM_OR_JSON)
     async def generate(body: GenerateBody, request: Request) -> Response:
         """Without a prompt the model is loaded, or with a `keep_alive` of 0 unloaded."""
         if body.is_empty:
             return await load_or_unload(body, GENERATE, request)
-        caller, ignored = caller_of(request), body.ignored_fields
+        caller, ignored, context = caller_of(request), body.ignored_fields, body.context or ()
         dialect = dialect_of(body.model, GENERATE, request, has_context=not body.raw)
         if body.raw or not gateway.model(body.model, caller).has_chat_template:
-            return answers.completion(body.raw_body(), dialect, request, ignored)
-        if not body.context:
-            return await answers.chat(body.chat_body(), dialect, request, ignored)
-        (asked,) = body.chat_body().answer_spec(dialect, None).requests
-        tokens = await gateway.encode(body.model, asked.prompt, caller)
-        return answers.completion(body.token_body(tokens), dialect, request, ignored)
+            return await answers.completion(body.raw_body(), dialect, request, ignored, context)
+        return await answers.chat(body.chat_body(), dialect, request, ignored, context)
 
     @routes.post("/api/embed", summary="Compute the embeddings of texts")
     async def embed(body: EmbedBody, request: Request) -> Response:
         dialect = EmbedDialect(body.model, explain_for(request))
-        return answers.embedding(body.embedding_body(), dialect, request, body.ignored_fields)
+        return await answers.embedding(body.embedding_body(), dialect, request, body.ignored_fields)
 
     @routes.post("/api/embeddings", summary="Compute the embedding of a text, as older clients ask for it")
     async def embed_one(body: LegacyEmbedBody, request: Request) -> Response:
-        return answers.embedding(body.embedding_body(), LegacyEmbedDialect(), request)
+        return await answers.embedding(
+            body.embedding_body(), LegacyEmbedDialect(), request, body.ignored_fields
+        )
 
     @routes.post("/api/pull", summary="Have a model, which must be deployed")
     async def pull(body: NamedModelBody, request: Request) -> Response:
@@ -172,7 +169,7 @@ def ollama_routes(gateway: Gateway, answers: Answers) -> APIRouter:
         if not body.has_no_keep_alive:
             least = {"model": body.model, "prompt": [0], "max_tokens": 1, "keep_alive": body.keep_alive}
             dialect = LoadDialect(format, body.model)
-            return answers.completion(CompletionBody.model_validate(least), dialect, request)
+            return await answers.completion(CompletionBody.model_validate(least), dialect, request)
         view = gateway.model(body.model, caller)
         if not caller.has_role("admin"):
             raise Forbidden(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -65,11 +66,12 @@ class CompletionDialect:
 
     def _choice(self, spec: AnswerSpec, index: int, choice: Choice) -> dict[str, object]:
         text, calls, echo = choice.text, choice.calls, choice.echo
-        logprobs = None
+        logprobs: object = None
         if spec.has_logprobs and spec.is_echo:
             prompt, sampling = choice.stream.prompt, spec.requests[0].sampling
-            logprobs = echoed_logprobs(
-                *(choice.stream.tokenizer, prompt, _scores(choice), sampling, choice.deltas, len(echo))
+            logprobs = partial(
+                echoed_logprobs,
+                *(choice.stream.tokenizer, prompt, _scores(choice), sampling, choice.deltas, len(echo)),
             )
         elif spec.has_logprobs:
             logprobs = self.format.logprobs(choice.stream.tokenizer, choice.deltas, len(echo))
@@ -90,7 +92,9 @@ class CompletionDialect:
 
     def _prompt_logprobs(self, choice: Choice) -> object:
         stream = choice.stream
-        return prompt_logprobs(stream.tokenizer, stream.prompt, _scores(choice), self.prompt_logprobs or 0)
+        return partial(
+            prompt_logprobs, stream.tokenizer, stream.prompt, _scores(choice), self.prompt_logprobs or 0
+        )
 
 
 def _scores(choice: Choice) -> PromptLogprobs:

@@ -9,6 +9,7 @@ from array import array
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -84,10 +85,11 @@ class EmbeddingDialect:
     waiting = WAITING
 
     def whole(self, spec: AnswerSpec, choices: Sequence[Choice], usage: TokenUsage) -> object:
+        spell = base64_of if self.is_base64 else json_of
         return {
             "object": "list",
             "data": [
-                {"object": "embedding", "index": index, "embedding": self._spelt(vector_of(choice))}
+                {"object": "embedding", "index": index, "embedding": partial(spell, choice)}
                 for index, choice in enumerate(choices)
             ],
             "model": choices[0].stream.model,
@@ -97,22 +99,20 @@ class EmbeddingDialect:
     def events(self, spec: AnswerSpec, streams: Sequence[AnswerStream]) -> AnswerEvents:
         raise AssertionError("embeddings come in one")
 
-    def _spelt(self, vector: bytes) -> str | msgspec.Raw:
-        if self.is_base64:
-            return b64encode(vector).decode()
-        # Each as JSON at once: the numbers of all of them would take eight times the memory.
-        return msgspec.Raw(msgspec.json.encode(floats_of(vector)))
+
+def base64_of(choice: Choice) -> str:
+    return b64encode(_vector_of(choice)).decode()
 
 
-def vector_of(choice: Choice) -> bytes:
+def json_of(choice: Choice) -> msgspec.Raw:
+    """Return an embedding as JSON: the numbers of all at once would take eight times the memory."""
+    floats = array("f")
+    floats.frombytes(_vector_of(choice))
+    return msgspec.Raw(msgspec.json.encode(floats.tolist()))
+
+
+def _vector_of(choice: Choice) -> bytes:
     """Return the embedding that a choice of an `EmbeddingBody` has."""
     embedding = None if choice.reading is None else choice.reading.embedding
     assert embedding is not None, f"{choice.stream.request_id} has no embedding"
     return embedding
-
-
-def floats_of(vector: bytes) -> list[float]:
-    """Return the numbers of an embedding."""
-    floats = array("f")
-    floats.frombytes(vector)
-    return floats.tolist()

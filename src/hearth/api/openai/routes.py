@@ -44,7 +44,7 @@ def openai_routes(gateway: Gateway, answers: Answers) -> APIRouter:
 
     @routes.post("/completions", summary="Continue a text", responses=STREAM_OR_JSON)
     async def complete(body: CompletionBody, request: Request) -> Response:
-        return answers.completion(body, dialect_of(body, COMPLETION, request), request)
+        return await answers.completion(body, dialect_of(body, COMPLETION, request), request)
 
     @routes.post("/chat/completions", summary="Answer a conversation", responses=STREAM_OR_JSON)
     async def chat(body: ChatBody, request: Request) -> Response:
@@ -52,7 +52,7 @@ def openai_routes(gateway: Gateway, answers: Answers) -> APIRouter:
 
     @routes.post("/embeddings", summary="Turn texts into vectors")
     async def embed(body: EmbeddingBody, request: Request) -> Response:
-        return answers.embedding(body, EmbeddingDialect(body.encoding_format == "base64"), request)
+        return await answers.embedding(body, EmbeddingDialect(body.encoding_format == "base64"), request)
 
     def dialect_of(body: Body, format: AnswerFormat, request: Request) -> CompletionDialect:
         fingerprint = f"fp_{gateway.model(body.model, caller_of(request)).digest[:12]}"

@@ -22,8 +22,9 @@ class ResponseDialect:
 
     echo: Mapping[str, object]  #: the fields that are repeated from the request
     created_at_s: float
-    #: Stores a response, of this id and in JSON, and returns if there is room; None: it is not to be stored.
-    keep: Callable[[str, bytes], bool] | None = None
+    #: Stores a response, of this id, of a model and in JSON, and returns if there is room; None: it is not to
+    #: be stored.
+    keep: Callable[[str, str, bytes], bool] | None = None
 
     stream_type = SSE_TYPE
     waiting = WAITING
@@ -62,7 +63,8 @@ class ResponseDialect:
         """Return a response that has come to its end, stored if that was asked for and there is room."""
         response = self.response(stream, state)
         if self.keep is not None:
-            response["store"] = self.keep(ID_PREFIX + stream.request_id, msgspec.json.encode(response))
+            spelt = msgspec.json.encode(response)
+            response["store"] = self.keep(ID_PREFIX + stream.request_id, stream.model, spelt)
         return response
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from fastapi import APIRouter, Query, Request
@@ -16,7 +15,7 @@ from starlette.responses import Response
 
 from hearth.api.answers import STREAM_OR_JSON, Answers
 from hearth.api.guard import caller_of
-from hearth.api.json_body import SMALL_BYTES, JsonRoute
+from hearth.api.json_body import JsonRoute, off_loop_if_large
 from hearth.api.json_response import as_json
 from hearth.api.openai.chat import ChatBody
 from hearth.api.responses.body import ResponseBody
@@ -26,10 +25,13 @@ from hearth.api.responses.store import ResponseStore, StoredResponse
 from hearth.control.caller import Caller
 from hearth.errors import BadPrompt
 
+if TYPE_CHECKING:
+    from hearth.control.gateway import Gateway
+
 MAX_LISTED = 100
 
 
-def response_routes(answers: Answers, store: ResponseStore) -> APIRouter:
+def response_routes(gateway: Gateway, answers: Answers, store: ResponseStore) -> APIRouter:
     routes = APIRouter(prefix="/v1/responses", tags=["OpenAI"], route_class=JsonRoute)
 
     @routes.post("", summary="Answer a conversation, and store the answer if asked", responses=STREAM_OR_JSON)
@@ -38,22 +40,22 @@ def response_routes(answers: Answers, store: ResponseStore) -> APIRouter:
         before: list[StoredResponse] = []
         if body.previous_response_id is not None:
             before = store.conversation(caller.group, body.previous_response_id)
-        num_bytes = len(await request.body()) + sum(response.num_bytes for response in before)
+            check_models(before, caller)
+        num_bytes = sum(response.num_bytes for response in before)
         translate = partial(_translate, body, before, store, caller)
-        # Much takes long to be written down again, and would keep all others waiting.
-        asked = await asyncio.to_thread(translate) if num_bytes > SMALL_BYTES else translate()
+        asked = await off_loop_if_large(request, translate, num_bytes)
         return await answers.chat(asked.body, asked.dialect, request, ignored_fields=body.ignored_fields)
 
     @routes.get("/{response_id}", summary="Show a stored response")
     async def show_response(response_id: str, request: Request, stream: bool = False) -> Response:
         if stream:
             raise BadPrompt("`stream`: a stored response is sent whole; leave it out")
-        found = store.find(caller_of(request).group, response_id)
+        found = find(response_id, request)
         return Response(found.body, media_type="application/json")
 
     @routes.delete("/{response_id}", summary="Forget a stored response")
     async def delete_response(response_id: str, request: Request) -> Response:
-        store.remove(caller_of(request).group, response_id)
+        store.remove(caller_of(request).group, find(response_id, request).id)
         return as_json({"id": response_id, "object": "response", "deleted": True})
 
     @routes.get("/{response_id}/input_items", summary="List what a stored response was asked with")
@@ -64,9 +66,20 @@ def response_routes(answers: Answers, store: ResponseStore) -> APIRouter:
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
     ) -> Response:
-        found = store.find(caller_of(request).group, response_id)
+        found = find(response_id, request)
         items = msgspec.json.decode(found.input_items, type=list[dict[str, object]])
         return as_json(_page(items if order == "asc" else items[::-1], limit, after))
+
+    def find(response_id: str, request: Request) -> StoredResponse:
+        caller = caller_of(request)
+        found = store.find(caller.group, response_id)
+        check_models([found], caller)
+        return found
+
+    def check_models(responses: Sequence[StoredResponse], caller: Caller) -> None:
+        """Refuse, as if there were none, answers of models that only other keys of the group may use."""
+        if not all(gateway.may_use(one.model, caller) for one in responses):
+            raise store.unknown(responses[-1].id)
 
     return routes
 
@@ -91,8 +104,8 @@ def _translate(
     if body.store:
         items = msgspec.json.encode(as_stored(body.items, f"item_{secrets.token_hex(12)}"))
 
-    def keep(response_id: str, response: bytes) -> bool:
-        stored = StoredResponse(response_id, body.previous_response_id, response, items)
+    def keep(response_id: str, model: str, response: bytes) -> bool:
+        stored = StoredResponse(response_id, model, body.previous_response_id, response, items)
         return store.keep(caller.group, stored)
 
     chat = body.chat([item for response in before for item in response.items()])

@@ -28,6 +28,7 @@ class StoredResponse:
     """A response and what it was asked with."""
 
     id: str
+    model: str  #: that has answered
     previous_id: str | None  #: the response that it continues
     body: bytes  #: the response, as JSON
     input_items: bytes  #: of its request alone, as a list of JSON
@@ -96,7 +97,7 @@ class ResponseStore:
     def _use(self, group: GroupId, response_id: str) -> StoredResponse:
         responses = self._groups.get(group, OrderedDict())
         if response_id not in responses:
-            raise self._unknown(response_id)
+            raise self.unknown(response_id)
         found = responses[response_id] = replace(responses[response_id], used_s=self._now_s())
         responses.move_to_end(response_id)
         return found
@@ -116,7 +117,8 @@ class ResponseStore:
         if not self._groups[group]:
             del self._groups[group], self._bytes_by_group[group]
 
-    def _unknown(self, response_id: str) -> UnknownResponse:
+    def unknown(self, response_id: str) -> UnknownResponse:
+        """Return the refusal of an id under which there is nothing, or nothing for the caller."""
         if self.max_bytes == 0:
             why = "this service stores none (`service.response_store_bytes` is 0)"
         else:
