@@ -290,6 +290,12 @@ def test_prompt_logprobs_are_those_of_transformers(llm: LLM, max_tokens: int) ->
     assert sum(len(delta.token_ids) for delta in llm.stream("Hello there", params)) == max_tokens
 
 
+def test_an_answer_of_no_tokens_ends_by_its_length_whatever_is_sampled_behind_the_prompt(llm: LLM) -> None:
+    ((token,),) = (one.token_ids for one in llm.generate(["Hello there"], greedy(1)))
+    (completion,) = llm.generate(["Hello there"], greedy(0, stop_token_ids=(token,)))
+    assert (completion.token_ids, completion.finish_reason) == ([], LENGTH)
+
+
 def test_each_prompt_gets_as_many_logprobs_as_it_asked_for(llm: LLM) -> None:
     params = [greedy(3), greedy(3, logprobs=0), greedy(3, logprobs=4), greedy(3, logprobs=2)]
 

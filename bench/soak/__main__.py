@@ -18,7 +18,7 @@ import sys
 import tempfile
 from argparse import RawDescriptionHelpFormatter
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -126,7 +126,7 @@ async def soak(service: Service, sources: dict[str, Path], options: Options) -> 
     troubling.cancel()
     ended = await at_rest(service)
     tally.violations += trouble.watch.leaks()
-    tally.violations += books(began, ended, tally)
+    tally.violations += books(began, ended, tally, load.volatile)
     figures = {
         "asked": dict(tally.asked),
         "held_back": tally.num_held_back,
@@ -150,8 +150,10 @@ async def at_rest(service: Service) -> dict[str, float]:
     return metrics
 
 
-def books(began: Mapping[str, float], ended: Mapping[str, float], tally: Tally) -> list[str]:
-    """Compare what the service counted with what was asked of it."""
+def books(
+    began: Mapping[str, float], ended: Mapping[str, float], tally: Tally, volatile: Collection[str]
+) -> list[str]:
+    """Compare what the service counted with what was asked of it, but of models that come and go."""
     wrong = [
         f"{name} is {ended[name]:.0f} at the end, must be 0"
         for name in ("hearth_requests_running", "hearth_requests_waiting")
@@ -160,13 +162,15 @@ def books(began: Mapping[str, float], ended: Mapping[str, float], tally: Tally) 
     finished = sum(
         count - began.get(key, 0.0)
         for key, count in ended.items()
-        if key.startswith("hearth_requests_total{") and key.endswith(('outcome="length"}', 'outcome="stop"}'))
+        if key.startswith("hearth_requests_total{")
+        and key.endswith(('outcome="length"}', 'outcome="stop"}'))
+        and not any(f'model="{name}"' in key for name in volatile)
     )
-    most = tally.num_answered + tally.ended["left: left"]
-    if not tally.num_answered <= finished <= most:
+    answered, left = tally.of_lasting["answered"], tally.of_lasting["left"]
+    if not answered <= finished <= answered + left:
         wrong.append(
-            f"the service finished {finished:.0f} requests, clients have {tally.num_answered} answers and "
-            f"left {tally.ended['left: left']} alone"
+            f"the service finished {finished:.0f} requests, clients have {answered} answers and left {left} "
+            "alone"
         )
     return wrong
 

@@ -44,12 +44,10 @@ class Tally:
 
     asked: Counter[str] = field(default_factory=Counter)  #: by kind
     ended: Counter[str] = field(default_factory=Counter)  #: by kind and outcome
+    #: By outcome, of models that stay: what a service has counted of a model goes with it.
+    of_lasting: Counter[str] = field(default_factory=Counter)
     num_held_back: int = 0  #: because too many were open
     violations: list[str] = field(default_factory=list)
-
-    @property
-    def num_answered(self) -> int:
-        return sum(count for key, count in self.ended.items() if key.endswith(": answered"))
 
 
 class Load:
@@ -146,6 +144,8 @@ class Load:
             connection.close()
         outcome = self._judge(question, reply, has_left)
         self.tally.ended[f"{question.kind}: {outcome}"] += 1
+        if question.model not in self.volatile:
+            self.tally.of_lasting[outcome] += 1
 
     def _judge(self, question: Question, reply: Reply, has_left: bool) -> str:
         """Return the outcome; what must not be is noted as a violation."""

@@ -246,6 +246,7 @@ class _ReceivedAnswer:
         self.reading = self.reading or output.reading
         text, self.finish_reason = "", output.finish_reason
         if self._has_no_tokens:
+            self.finish_reason = FinishReason.LENGTH  # whatever the token is that nobody is told of
             return Delta("", (), self.finish_reason, None)
         if self.transcript is not None:
             delta = self.transcript.push(output.token, output.finish_reason)

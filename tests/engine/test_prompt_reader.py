@@ -12,6 +12,7 @@ from hearth.config import EngineConfig
 from hearth.engine.engine import Engine
 from hearth.errors import LogitsNotFinite, PromptTooLong
 from hearth.policy.batch.plan import EngineRequest
+from hearth.policy.batch.prompt_allowance import FIRST_LONE_TOKENS, GROWTH
 from hearth.sizes import sampled_pieces
 from hearth.types import FinishReason, Pooling, PromptReading, RequestId, SamplingParams
 from tests.engine.harness import (
@@ -154,6 +155,17 @@ def test_only_what_needs_every_token_is_computed_without_the_known_prefix() -> N
     assert_embeds("llama-gqa", asked, Pooling.MEAN, mean)
     assert_scores("llama-gqa", asked, score.reading)
     assert_greedy("llama-gqa", asked, answer.tokens)
+
+
+@pytest.mark.parametrize("pooling", [*Pooling, None])
+def test_a_slow_device_takes_more_tokens_at_once_also_where_all_prompts_are_read(
+    pooling: Pooling | None,
+) -> None:
+    engine = engine_for("llama-gqa", replace(ROOMY, max_step=100.0))
+    assert engine.allowance.num_lone_tokens == FIRST_LONE_TOKENS
+    for asked in prompts("llama-gqa", [FIRST_LONE_TOKENS] * 2):
+        run(engine, [scored(engine, asked) if pooling is None else embedding(engine, asked, pooling)])
+    assert engine.allowance.num_lone_tokens == GROWTH * FIRST_LONE_TOKENS
 
 
 @pytest.mark.parametrize("pooling", [*Pooling, None])

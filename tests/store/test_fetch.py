@@ -257,6 +257,31 @@ class TestCalledOff:
             assert slow.result(PATIENCE_S) == b"".join(LONG), "and it comes, once it comes"
         assert_settled(fetcher)
 
+    @pytest.mark.parametrize("num_threads", [0, 3])
+    def test_as_many_readers_of_an_object_store_as_there_can_be_do_the_work(
+        self, num_threads: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        far_away = replace(model_of("far", A), remote=RemoteModel("http://127.0.0.1:1/far"))
+        start_thread, can_start = threading.Thread.start, iter([True] * num_threads)
+
+        class FarShelf(Shelf):
+            def is_far(self, model: StoredModel, index: int) -> bool:
+                return model.remote is not None
+
+        def start_if_possible(thread: threading.Thread) -> None:
+            if thread.name.startswith("hearth-read-far") and not next(can_start, False):
+                raise RuntimeError("can't start new thread")
+            start_thread(thread)
+
+        with fetching(FarShelf(A, B), num_cells=4) as fetcher:
+            monkeypatch.setattr(threading.Thread, "start", start_if_possible)
+            if num_threads:
+                assert consume(start(fetcher, far_away)) == b"".join(A)
+            else:
+                with pytest.raises(StoreError, match="no thread can be started to read chunks"):
+                    start(fetcher, far_away)
+            assert consume(start(fetcher, model_of("near", B))) == b"".join(B)
+
     def test_a_chunk_that_was_taken_stays_until_it_is_released(self) -> None:
         with fetching(Shelf(A, B), num_cells=1) as fetcher:
             fetch = start(fetcher, model_of("a", A))

@@ -140,9 +140,10 @@ class Runner:
     def is_warm(self, plan: StepPlan) -> bool:
         """True if a step of this plan has neither to wait for weights nor to be captured first.
 
-        Nor has it more to do than others of its size.
+        Nor has it more to do than others of its size, beside requests that decode. Where nobody does, also
+        how long prompts take that are read is worth knowing: there may be no others.
         """
-        if self._gate is not None or plan.has_readings:
+        if self._gate is not None or (plan.has_readings and plan.num_decode_rows):
             return False
         return self.graphs is None or all(key in self.graphs for key in self.sizes.shape_of(plan).keys)
 

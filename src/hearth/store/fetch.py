@@ -223,12 +223,20 @@ class Fetcher:
     def _start_readers(
         self, name: str, jobs: SimpleQueue[_Job | None], num_readers: int
     ) -> list[threading.Thread]:
-        readers = [
-            threading.Thread(target=self._read_jobs, args=(jobs,), name=f"{name}-{number}", daemon=True)
-            for number in range(num_readers)
-        ]
-        for reader in readers:
-            reader.start()
+        """Start readers, fewer where there can be no more threads. Raises StoreError if there can be none."""
+        readers: list[threading.Thread] = []
+        for number in range(num_readers):
+            reader = threading.Thread(
+                target=self._read_jobs, args=(jobs,), name=f"{name}-{number}", daemon=True
+            )
+            try:
+                reader.start()
+            except RuntimeError as error:
+                if not readers:
+                    raise StoreError(f"no thread can be started to read chunks with: {error}") from error
+                log.warning("fallback %s=%d wanted=%d reason=%s", name, len(readers), num_readers, error)
+                break
+            readers.append(reader)
         return readers
 
     def _read_jobs(self, jobs: SimpleQueue[_Job | None]) -> None:
