@@ -337,6 +337,14 @@ def test_every_command_finds_the_data_directory_by_the_variable_of_its_setting(
     assert str(tmp_path / "mine") in hearth("ps").err.replace("\n", "")
 
 
+def test_keys_are_made_where_the_variable_has_the_service_look_for_them(
+    hearth: Hearth, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEARTH_SERVICE_API_KEYS_FILE", str(tmp_path / "elsewhere.json"))
+    assert hearth("keys", "add", "ada").code == 0
+    assert (tmp_path / "elsewhere.json").exists()
+
+
 def test_defaults_of_sections_have_no_origin() -> None:
     assert resolved(None, None).origins == {}
     assert all(field.default is not MISSING for section in SECTIONS.values() for field in fields(section))

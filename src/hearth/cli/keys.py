@@ -12,6 +12,7 @@ import typer
 from rich.text import Text
 
 from hearth.cli.console import DEFAULT_DATA_DIR, AsJson, DataDirectory, app, err, print_columns
+from hearth.cli.environment import variable_of
 from hearth.cli.figures import count, duration
 from hearth.cli.tab_completion import complete_group, complete_key
 from hearth.control import keys
@@ -23,7 +24,12 @@ from hearth.errors import ConfigError, DataDirError
 
 KeysFile = Annotated[
     Path | None,
-    typer.Option("--api-keys-file", metavar="FILE", help="By default keys.json in the data directory."),
+    typer.Option(
+        "--api-keys-file",
+        metavar="FILE",
+        envvar=variable_of("service.api_keys_file"),
+        help="By default keys.json in the data directory.",
+    ),
 ]
 KeyName = Annotated[str, typer.Argument(metavar="NAME", help="Whose key it is.")]
 
