@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
@@ -13,8 +13,9 @@ import pytest
 from hearth.control.caller import ANYBODY, Caller, GroupId, KeyId, KeyTerms
 from hearth.control.correlation import Correlation
 from hearth.control.datadir import DataDir
+from hearth.control.exchange_record import ExchangeRecord, set_current_exchange
 from hearth.control.fact_decoder import DecodedFact, DecodedLate, DecodedTexts, DecodedToken
-from hearth.control.gateway import MIN_TEXT_CHARS
+from hearth.control.gateway import MIN_TEXT_CHARS, Gateway
 from hearth.control.generation import GenerationRequest, TokenDelta
 from hearth.control.registry import Deployed, Registry
 from hearth.control.timeline import Timeline
@@ -268,6 +269,27 @@ def test_an_embedding_is_a_request_of_no_tokens_and_ends_once_whoever_computes_i
         assert shown_value(rig.metrics, 'hearth_requests_total{model="tiny",outcome="stop"}') == 1
         assert shown_value(rig.metrics, 'hearth_output_tokens_total{model="tiny"}') == 0
         assert not rig.driver.requests.by_id
+
+    with_rig(data_dir, scene)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda gateway: gateway.tokenize("tiny", "!!", ANYBODY, None),
+        lambda gateway: gateway.detokenize("tiny", [5], ANYBODY),
+        lambda gateway: gateway.tokenizer("tiny", ANYBODY),
+        lambda gateway: gateway.encode("tiny", "!!", ANYBODY),
+    ],
+)
+def test_the_model_of_every_exchange_is_noted(
+    data_dir: DataDir, deployed: Deployed, look: Callable[[Gateway], Awaitable[object]]
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        record = ExchangeRecord()
+        set_current_exchange(record)
+        await look(rig.gateway)
+        assert record.model == "tiny"
 
     with_rig(data_dir, scene)
 

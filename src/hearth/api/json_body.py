@@ -114,7 +114,10 @@ class JsonRequest(Request):
 
 
 async def off_loop_if_large(request: Request, work: Callable[[], T], num_more_bytes: int = 0) -> T:
-    """Return what `work` returns, which takes the longer the larger the body is, and what comes with it."""
+    """Carry out what takes the longer the larger the body is: if that is large, off the event loop.
+
+    `num_more_bytes`: of what is worked on besides.
+    """
     if len(await request.body()) + num_more_bytes <= SMALL_BYTES:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_parser, work)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -92,7 +92,8 @@ def tokenize_routes(gateway: Gateway, answers: Answers) -> APIRouter:
         caller = caller_of(request)
         with gateway.admit(caller):
             tokenizer = await gateway.tokenizer(body.model, caller)
-            prompt = await off_loop_if_large(request, partial(body.asked, tokenizer))
+            asked: Callable[[], str | ChatPrompt] = partial(body.asked, tokenizer)
+            prompt = await off_loop_if_large(request, asked)
             tokens = await gateway.tokenize(body.model, prompt, caller, body.add_special_tokens)
             names = await _names(tokenizer, tokens) if body.return_token_strs else None
             max_context = gateway.model(body.model, caller).max_context

@@ -141,9 +141,7 @@ class Gateway:
         self._refuse_when_closed()
         caller = admission.caller
         arrived_s, arrived_at_s = self._driver.now_s, time.time()
-        entry = self._deployments.find(wanted.model, caller.terms.models)
-        if (exchange := current_exchange()) is not None:
-            exchange.model = entry.deployed.name
+        entry = self._find(wanted.model, caller)
         _check_tokens(entry, wanted.sampling)
         pace = _pace_of(entry, wanted, caller)
         tokenizer = await self._tokenizer(entry)
@@ -221,7 +219,7 @@ class Gateway:
         self._connections_closed.inc()
 
     async def tokenizer(self, name: str, caller: Caller) -> Tokenizer:
-        return await self._tokenizer(self._deployments.find(name, caller.terms.models))
+        return await self._tokenizer(self._find(name, caller))
 
     async def encode(
         self, name: str, prompt: str | list[int] | ChatPrompt, caller: Caller, max_tokens: int | None = None
@@ -231,7 +229,7 @@ class Gateway:
         Raises:
             HearthError: the model cannot take it.
         """
-        entry = self._deployments.find(name, caller.terms.models)
+        entry = self._find(name, caller)
         return list(await self._encode(entry, prompt, max_tokens))
 
     async def tokenize(
@@ -241,13 +239,13 @@ class Gateway:
 
         None: special tokens are added as in a prompt. Raises as `encode` does.
         """
-        entry = self._deployments.find(name, caller.terms.models)
+        entry = self._find(name, caller)
         tokenizer = await self._tokenizer(entry)
         return list(await self._encoder.encode(tokenizer, prompt, _max_chars(entry), add_special_tokens))
 
     async def detokenize(self, name: str, tokens: list[int], caller: Caller) -> str:
         """Return the text of tokens, special ones included. Raises BadPrompt: one is not the model's."""
-        entry = self._deployments.find(name, caller.terms.models)
+        entry = self._find(name, caller)
         _check_vocabulary(entry, tokens)
         return await self._encoder.decode(await self._tokenizer(entry), tokens)
 
@@ -257,7 +255,7 @@ class Gateway:
         return [self._catalog.view(entry) for entry in self._deployments.entries(caller.terms.models)]
 
     def model(self, name: str, caller: Caller) -> ModelView:
-        return self._catalog.view(self._deployments.find(name, caller.terms.models))
+        return self._catalog.view(self._find(name, caller))
 
     def may_use(self, model: str, caller: Caller) -> bool:
         """True if nothing keeps a caller's key from a model, which may not be deployed any more."""
@@ -269,7 +267,7 @@ class Gateway:
 
         An admin sees what is there now, others what was there a moment ago.
         """
-        entry = self._deployments.find(name, caller.terms.models)
+        entry = self._find(name, caller)
         max_age_s = 0.0 if caller.has_role("admin") else KEPT_S
         upstream = await self._deployments.upstream(entry.deployed, look=look, max_age_s=max_age_s)
         return replace(self._catalog.view(entry), upstream=upstream)
@@ -424,6 +422,17 @@ class Gateway:
             lambda: len(self._notes()),
         )
         watch("hearth_gateway_tasks", "Tasks of the gateway's event loop.", lambda: len(asyncio.all_tasks()))
+
+    def _find(self, name: str, caller: Caller) -> CatalogEntry:
+        """Return the model that a name or an alias means for a caller, and note that it was asked for.
+
+        Raises:
+            UnknownModel: there is none, or the caller's key may not use it.
+        """
+        entry = self._deployments.find(name, caller.terms.models)
+        if (exchange := current_exchange()) is not None:
+            exchange.model = entry.deployed.name
+        return entry
 
     def _salt_of(self, group: GroupId) -> bytes:
         """Return what sets a group's cached prefixes apart, on every worker; nobody outside can guess it."""
