@@ -110,6 +110,11 @@ def test_the_demo_says_how_to_ask_the_service_that_it_leaves_running(
 
     assert f"  hearth ps --data-dir {data_dir}\n" in hearth("demo").out
 
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["hearth", "demo"])  # as of a launcher that is no file of that name
+
+    assert f"  hearth ps --data-dir {data_dir}\n" in hearth("demo").out
+
 
 def test_what_is_deployed_already_is_not_deployed_again(
     hearth: Hearth, data_dir: Path, tiny: Path, serving: list[HearthConfig], monkeypatch: pytest.MonkeyPatch
