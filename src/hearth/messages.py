@@ -71,7 +71,7 @@ TEMPLATE_BEACON = 3
 
 
 class TemplateAnswer(Struct, frozen=True):
-    """What the template of workers says when it is ready, and then of each that it was asked for."""
+    """Said by the template of workers when it is ready, and of each worker that it was asked for."""
 
     pid: int  #: of the worker; 0: none was forked
     obstacle: str | None = None  #: why no worker can be forked

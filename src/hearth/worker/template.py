@@ -96,7 +96,7 @@ def _opened(descriptor: str) -> str:
 def _forked(
     descriptors: Sequence[int], gateway: socket.socket, become_worker: Callable[[], NoReturn]
 ) -> TemplateAnswer:
-    """Fork a worker that is no child of this process, and return its answer."""
+    """Fork a worker that becomes a child of the gateway, and return what is to be said of it."""
     if (why := obstacle()) is not None:
         return TemplateAnswer(0, why)
     told, teller = os.pipe()
@@ -104,15 +104,13 @@ def _forked(
         between = os.fork()
         if between == 0:
             _fork_and_end(teller, descriptors, gateway, become_worker)
-        os.close(teller)
-        teller = -1
-        os.waitpid(between, 0)  # from here on the worker is the gateway's
-        pid = os.read(told, 16)
+        _, status = os.waitpid(between, 0)  # from here on the worker is the gateway's
+        if status != 0:
+            return TemplateAnswer(0, "it cannot fork, the log says why")
+        return TemplateAnswer(int(os.read(told, 16)))
     finally:
         os.close(told)
-        if teller >= 0:
-            os.close(teller)
-    return TemplateAnswer(int(pid)) if pid else TemplateAnswer(0, "it cannot fork")
+        os.close(teller)
 
 
 def _fork_and_end(
@@ -124,11 +122,11 @@ def _fork_and_end(
         if pid:
             os.write(teller, b"%d" % pid)
             os._exit(0)
-        gateway.detach()  # its number is that of the worker's standard input now
+        gateway.detach()  # 0 is to be the standard input of the worker, which nobody else may close
         keep_only(descriptors)
         _show_as_worker()
         become_worker()
-    except BaseException:  # whatever it is, it must not run on as a second template
+    except BaseException:  # whatever it is: neither of the two may go on as a second template
         traceback.print_exc()
     finally:
         os._exit(1)
