@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch  # noqa: F401 # a template has it
+import torch
 
 from hearth.beacon import new_beacon_file
 from hearth.control import worker_template
@@ -222,3 +222,16 @@ def test_a_process_with_a_second_thread_or_an_open_device_must_not_fork(
     monkeypatch.setattr(template_process, "DEVICES", (str(tmp_path),))
     with (tmp_path / "nvidia0").open("w"):
         assert template_process.obstacle() == f"it must touch no device, and has opened {tmp_path}/nvidia0"
+
+
+def test_random_numbers_are_seeded_anew_in_a_worker() -> None:
+    before = torch.get_rng_state()
+    try:
+        seeds = set()
+        for _ in range(2):
+            torch.manual_seed(1)  # as two workers find it that are forked one after the other
+            template_process.seed_anew()
+            seeds.add(torch.initial_seed())
+        assert len(seeds | {1}) == 3
+    finally:
+        torch.set_rng_state(before)

@@ -2,8 +2,8 @@
 
 It has imported torch and all else that a worker needs, which takes seconds, and done nothing with it, so that
 a worker forked from it is up in a moment. What would not survive a fork it must not have: a second thread, or
-a device that was opened; it looks before each. It draws no random numbers, logs nothing and starts no pool of
-threads, so a worker finds all of that as a process does that has just started. Hosts nothing.
+a device that was opened; it looks before each. It logs nothing and starts no pool of threads, so that a worker
+finds those as a new process does; random numbers are seeded anew there. Hosts nothing.
 
 Its standard input is a socket, with which it ends. It says there that it is ready, and answers each request,
 both by a `TemplateAnswer`. A request brings the descriptors of a worker: standard input, output, error, and
@@ -18,7 +18,6 @@ import ctypes
 import gc
 import os
 import socket
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -75,10 +74,12 @@ def import_worker() -> Callable[[], NoReturn]:
 
 def obstacle() -> str | None:
     """Say why no worker can be forked from this process; None: one can."""
+    import torch  # it is there already
+
     opened = {name for name in map(_opened, os.listdir("/proc/self/fd")) if name.startswith(DEVICES)}
     if opened:
         return f"it must touch no device, and has opened {', '.join(sorted(opened))}"
-    if sys.modules["torch"].cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # of torch
         return "it must touch no device, and torch has initialised CUDA"
     num_threads = len(os.listdir("/proc/self/task"))
     if num_threads != 1:
@@ -124,6 +125,7 @@ def _fork_and_end(
             os._exit(0)
         gateway.detach()  # 0 is to be the standard input of the worker, which nobody else may close
         keep_only(descriptors)
+        seed_anew()
         _show_as_worker()
         become_worker()
     except BaseException:  # whatever it is: neither of the two may go on as a second template
@@ -143,6 +145,13 @@ def keep_only(descriptors: Sequence[int]) -> None:
         if int(name) >= len(descriptors):
             with suppress(OSError):  # that of the list itself
                 os.close(int(name))
+
+
+def seed_anew() -> None:
+    """Have torch draw other numbers than in all other workers. Python's `random` sees to that by itself."""
+    import torch
+
+    torch.default_generator.seed()
 
 
 def _show_as_worker() -> None:
