@@ -2,8 +2,8 @@
 
 It has imported torch and all else that a worker needs, which takes seconds, and done nothing with it, so that
 a worker forked from it is up in a moment. What would not survive a fork it must not have: a second thread, or
-a device that was opened; it looks before each. It logs nothing and starts no pool of threads, so that a worker
-finds those as a new process does; random numbers are seeded anew there. Hosts nothing.
+a device that was opened; it looks before each. It logs nothing and starts no pool of threads, so a worker has
+those as a new process does; random numbers are seeded anew there. Hosts nothing.
 
 Its standard input is a socket, with which it ends. It says there that it is ready, and answers each request,
 both by a `TemplateAnswer`. A request brings the descriptors of a worker: standard input, output, error, and
@@ -79,7 +79,7 @@ def obstacle() -> str | None:
     opened = {name for name in map(_opened, os.listdir("/proc/self/fd")) if name.startswith(DEVICES)}
     if opened:
         return f"it must touch no device, and has opened {', '.join(sorted(opened))}"
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # of torch
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch leaves it untyped
         return "it must touch no device, and torch has initialised CUDA"
     num_threads = len(os.listdir("/proc/self/task"))
     if num_threads != 1:
