@@ -179,7 +179,7 @@ class ServiceUnderTest:
             command = command_of(pid)
             if "hearth.store.keeper" in command:
                 found["keeper"].append(pid)
-            elif "hearth.worker" in command:
+            elif "hearth.worker" in command and "hearth.worker.template" not in command:
                 found["worker"].append(pid)
         return found
 

@@ -66,6 +66,17 @@ class WorkerSetup(Struct, frozen=True):
         return f"<WorkerSetup worker={self.worker} kind={self.kind} device_index={self.device_index}>"
 
 
+#: The descriptor of the beacon in a worker that a template has forked: it follows the standard ones.
+TEMPLATE_BEACON = 3
+
+
+class TemplateAnswer(Struct, frozen=True):
+    """Said by the template of workers when it is ready, and of each worker that it was asked for."""
+
+    pid: int  #: of the worker; 0: none was forked
+    obstacle: str | None = None  #: why no worker can be forked
+
+
 class WorkerFarewell(Struct, frozen=True):
     """The one line that a worker which breaks writes to its standard output."""
 

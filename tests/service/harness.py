@@ -193,6 +193,10 @@ class Service:
     def keeper(self) -> psutil.Process | None:
         return next((one for one in self.children() if "hearth.store.keeper" in _command(one)), None)
 
+    def template(self) -> psutil.Process | None:
+        """The process that workers are forked from."""
+        return next((one for one in self.children() if "hearth.worker.template" in _command(one)), None)
+
     def children(self) -> list[psutil.Process]:
         return list(psutil.Process(self.process.pid).children(recursive=True))
 

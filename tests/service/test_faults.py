@@ -226,6 +226,27 @@ def test_a_worker_that_died_is_replaced(workers: Service) -> None:
     assert isinstance(restarts, int)
     assert isinstance(before, int)
     assert restarts > before
+    assert f"worker_forked worker={workers.workers()[0]['worker']} " in workers.logs()
+
+
+def test_a_killed_template_is_replaced_and_nobody_notices(workers: Service) -> None:
+    template = workers.template()
+    assert template is not None
+    pids, begun = [one["pid"] for one in workers.workers()], threading.Event()
+    with ThreadPoolExecutor() as threads:
+        running = threads.submit(stream, workers, 1, {"temperature": 0.0}, begun)
+        assert begun.wait(PATIENCE_S)
+        template.kill()
+        told = running.result()
+    assert workers.explain(told.answer_id)["num_resumes"] == 0
+    assert [one["pid"] for one in workers.workers()] == pids
+
+    def is_replaced() -> bool:
+        found = workers.template()
+        return found is not None and found.pid != template.pid
+
+    eventually("another template stands in", is_replaced)
+    eventually("it is ready", lambda: workers.get("/hearth/ps")["notes"] == [])
 
 
 def test_the_keeper_comes_back_and_models_load_again(workers: Service) -> None:
@@ -292,6 +313,7 @@ def heir(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
             model="tiny-a", prompt="Hi", max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
         )
         next(iter(chunks))
+        service.worker_of("tiny-a").send_signal(signal.SIGSTOP)  # it does not heed the end of its input
         service.kill()
         chunks.close()
     service.assert_journal_replays()

@@ -39,6 +39,7 @@ from hearth.control.supervisor import Supervisor, Vigilance, seat_index
 from hearth.control.tokenization import PromptEncoder
 from hearth.control.tracing import Tracing, tracing_of
 from hearth.control.worker_link import WorkerLink
+from hearth.control.worker_template import WorkerTemplate
 from hearth.errors import ConfigError
 from hearth.messages import KeeperSetup, WorkerHello, WorkerSetup
 from hearth.policy.fleet.events import BrainConfig, ModelDeployed
@@ -113,6 +114,10 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
             stack.callback(access_log.close)
             stack.push_async_callback(LogRotation(data_dir.access_log_path).close)
             sinks.append(access_log.write)
+        template = None
+        if devices.kind == "cpu":  # workers of GPUs are spawned until forked ones have been tried on one
+            count_spawned = metrics.fallbacks.labels("template").inc
+            template = WorkerTemplate(process_log.fd, service.start_s, count_spawned)
         supervisor = Supervisor(
             setup_of=_worker_setups(config, devices, receiver.secret, port, socket, data_dir),
             keeper=KeeperSetup(
@@ -127,6 +132,7 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
             vigilance=Vigilance(service.start_s, service.heartbeat_s, service.max_missed),
             errors=process_log.fd,
             on_outage=driver.fail_all,
+            template=template,
         )
         receiver.supervisor = supervisor
         stack.push_async_callback(supervisor.close)
@@ -151,7 +157,7 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
             kind=devices.kind,
             notes=lambda: tuple(
                 one.note
-                for one in (usage, journal, process_log, access_log, tracing)
+                for one in (usage, journal, process_log, access_log, tracing, template)
                 if one is not None and one.note is not None
             ),
             exchange_sinks=sinks,

@@ -1,5 +1,7 @@
 """Keeps the processes of this machine alive: the keeper of the store and the workers. Decides no placement.
 
+Workers are forked from a template (`worker_template.py`), or spawned where there is none.
+
 A worker is pinged at every heartbeat, and its step thread, which alone speaks, answers between two steps; in
 a step, which may be long, its beacon shows how that advances (`beacon.py`). One that does neither for
 `max_missed` heartbeats, or longer where its steps were slow before (`policy/fleet/liveness.py`), hangs, and
@@ -32,6 +34,7 @@ from hearth.control.crash import end_process
 from hearth.control.keeper_pulse import hang_of
 from hearth.control.worker_ending import MAX_FAREWELL_BYTES, WorkerEnding, ending_of
 from hearth.control.worker_link import WorkerLink
+from hearth.control.worker_template import ForkedWorker, WorkerTemplate
 from hearth.cpus import queued_s
 from hearth.errors import ConfigError, HearthError, NoWorkers, ServiceError, error_of
 from hearth.messages import KeeperSetup, Ping, Shutdown, WorkerHello, WorkerSetup
@@ -74,7 +77,7 @@ class WorkerSeat:
 
     index: int
     worker: WorkerId
-    process: Process | None = None
+    process: Process | ForkedWorker | None = None
     link: WorkerLink | None = None
     hello: WorkerHello | None = None
     beacon: Beacon = field(default_factory=Beacon)  #: of the process
@@ -114,10 +117,14 @@ class Supervisor:
         vigilance: Vigilance,
         errors: IO[bytes] | int | None,
         on_outage: Callable[[NoWorkers], None] = lambda error: None,
+        template: WorkerTemplate | None = None,
     ) -> None:
-        """`errors`: the file that the processes log to. `on_outage` is told when no worker comes up."""
+        """`errors`: the file that the processes log to. `on_outage` is told when no worker comes up.
+
+        `template`: that workers are forked from, kept alive here; None: each is spawned.
+        """
         self._setup_of, self._keeper_setup, self._vigilance = setup_of, keeper, vigilance
-        self._errors, self._on_outage = errors, on_outage
+        self._errors, self._on_outage, self._template = errors, on_outage, template
         #: Set when a worker has said that its settings are wrong, and what it said.
         self.refused = asyncio.Event()
         self.refusal: ConfigError | None = None
@@ -135,8 +142,10 @@ class Supervisor:
         Raises:
             HearthError: the keeper cannot start, for the reason that it gives.
         """
+        if self._template is not None:  # first: its imports are what the first workers wait for
+            self._tasks.append(_vital(self._template.keep()))
         await self._start_keeper()
-        self._tasks = [_vital(self._keep_keeper()), *(_vital(self._keep(seat)) for seat in self.seats)]
+        self._tasks += [_vital(self._keep_keeper()), *(_vital(self._keep(seat)) for seat in self.seats)]
 
     def trouble(self) -> str | None:
         """Say why workers are not up that should be; None: they are, or start for the first time."""
@@ -245,11 +254,12 @@ class Supervisor:
         try:
             seat.beacon = Beacon.at(descriptor)
             setup = msgspec.structs.replace(self._setup_of(seat.index, seat.worker), beacon=descriptor)
-            seat.process = await self._spawn("hearth.worker", setup, descriptor)
+            forked = None if self._template is None else await self._template.fork(setup, descriptor)
+            seat.process = forked or await self._spawn("hearth.worker", setup, descriptor)
         finally:
             os.close(descriptor)
 
-    async def _watch(self, seat: WorkerSeat, process: Process) -> None:
+    async def _watch(self, seat: WorkerSeat, process: Process | ForkedWorker) -> None:
         """Kill a worker that does not come up or hangs."""
         try:
             await asyncio.wait_for(seat.greeted.wait(), self._vigilance.start_s)
@@ -371,7 +381,7 @@ def _next_delay_s(delay_s: float, lived_s: float) -> float:
     return min(LONGEST_DELAY_S, max(FIRST_DELAY_S, 2 * delay_s))
 
 
-async def _farewell(process: Process) -> bytes:
+async def _farewell(process: Process | ForkedWorker) -> bytes:
     """Return what a process that has ended said on its standard output."""
     assert process.stdout is not None, "asked for a pipe"
     try:  # one that it has started may still hold its standard output
@@ -380,12 +390,12 @@ async def _farewell(process: Process) -> bytes:
         return b""
 
 
-def _kill(process: Process) -> None:
+def _kill(process: Process | ForkedWorker) -> None:
     with suppress(ProcessLookupError):
         process.kill()
 
 
-async def _end(process: Process) -> None:
+async def _end(process: Process | ForkedWorker) -> None:
     """Close the standard input of a process, which tells it to end; kill it if it does not."""
     if process.stdin is not None:
         process.stdin.close()

@@ -44,8 +44,11 @@ log = logging.getLogger("hearth.worker")
 
 
 def main() -> NoReturn:
-    die_with_parent()
-    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerSetup)
+    line = sys.stdin.buffer.readline()
+    if not line:
+        os._exit(0)
+    die_with_parent()  # not before: until then one that was forked has another parent (`template.py`)
+    setup = msgspec.json.decode(line, type=WorkerSetup)
     logging.basicConfig(
         level=setup.log_level.upper(),
         format=f"%(asctime)s %(levelname)s {setup.worker} %(name)s %(message)s",

@@ -1,0 +1,237 @@
+"""Workers that are forked from a template: real processes, and one template for most of the tests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from hearth.beacon import new_beacon_file
+from hearth.control import worker_template
+from hearth.control.worker_ending import ending_of
+from hearth.control.worker_template import ForkedWorker, WorkerTemplate
+from hearth.types import WorkerId
+from hearth.worker import template as template_process
+from tests.control.test_supervisor import PATIENCE_S, setup_of
+
+#: Templates that are of no use: one says so, one ends at once, one forks nothing.
+UNFIT = """
+import socket
+gateway = socket.socket(fileno=0)
+gateway.send(b'{"pid": 0, "obstacle": "it must have one thread, and has 2"}')
+gateway.recv(1)
+"""
+ENDS = "raise SystemExit(3)"
+HANGS = """
+import socket, time
+gateway = socket.socket(fileno=0)
+gateway.send(b'{"pid": 0}')
+time.sleep(600)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """A template on an event loop that runs while a test asks it to."""
+
+    runner: asyncio.Runner
+    template: WorkerTemplate
+    fallbacks: list[None]
+
+    def fork(self, but_of: int | None = None) -> ForkedWorker:
+        """Return a worker that waits for its setup, once there is a template, and another than `but_of`."""
+
+        async def fork() -> ForkedWorker:
+            async with asyncio.timeout(PATIENCE_S):
+                while self.template.pid in (None, but_of):
+                    await asyncio.sleep(0.01)
+            assert self.template._socket is not None
+            beacon = new_beacon_file()
+            try:
+                return await self.template._fork(self.template._socket, beacon)
+            finally:
+                os.close(beacon)
+
+        return self.runner.run(fork())
+
+    def start(self) -> ForkedWorker | None:
+        """Return a worker that was sent its setup; None: the template could not fork it."""
+
+        async def start() -> ForkedWorker | None:
+            beacon = new_beacon_file()
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    return await self.template.fork(setup_of(0, WorkerId("w0")), beacon)
+            finally:
+                os.close(beacon)
+
+        return self.runner.run(start())
+
+    def code(self, worker: ForkedWorker) -> int:
+        async def code() -> int:
+            return await asyncio.wait_for(worker.wait(), PATIENCE_S)
+
+        return self.runner.run(code())
+
+
+@contextmanager
+def a_template() -> Iterator[Rig]:
+    fallbacks: list[None] = []
+    with asyncio.Runner() as runner:
+
+        async def keep() -> tuple[WorkerTemplate, asyncio.Task[None]]:
+            template = WorkerTemplate(None, PATIENCE_S, lambda: fallbacks.append(None))
+            return template, asyncio.create_task(template.keep())
+
+        async def end(task: asyncio.Task[None]) -> None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        template, task = runner.run(keep())
+        yield Rig(runner, template, fallbacks)
+        runner.run(end(task))
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[Rig]:
+    with a_template() as rig:
+        yield rig
+
+
+@pytest.fixture
+def unfit_rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    """One whose templates run a script."""
+    monkeypatch.setattr(worker_template, "COMMAND", ("-S", "-c", request.param))
+    monkeypatch.setattr(worker_template, "RETRY_S", 0.01)
+    monkeypatch.setattr(worker_template, "FORK_S", 0.1)
+    with a_template() as rig:
+        yield rig
+
+
+def command(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")
+
+
+def opened(worker: ForkedWorker) -> dict[int, str]:
+    """Return what a worker has open, by number, once it has become one."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while "hearth.worker" not in command(worker.pid):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    place = Path(f"/proc/{worker.pid}/fd")
+    return {int(one.name): str(one.readlink()) for one in place.iterdir()}
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_forked_worker_looks_like_a_spawned_one_and_has_no_descriptors_of_others(rig: Rig) -> None:
+    workers = [rig.fork() for _ in range(2)]
+    first, second = (opened(worker) for worker in workers)
+    for worker, found in zip(workers, (first, second), strict=True):
+        assert set(found) == {0, 1, 2, worker_template.TEMPLATE_BEACON}
+        assert "hearth-beacon" in found[worker_template.TEMPLATE_BEACON]
+        assert parent(worker.pid) == os.getpid()
+        assert command(worker.pid)[1:] == ["-P", "-m", "hearth.worker"]
+    assert {number for number in first if first[number] == second[number]} <= {2, 3}, "a log and a name"
+    for worker in workers:
+        worker.stdin.close()
+    assert [rig.code(worker) for worker in workers] == [0, 0]
+    assert all(not Path(f"/proc/{worker.pid}").exists() for worker in workers), "they were reaped"
+
+
+def test_the_end_of_a_forked_worker_is_told_as_that_of_any(rig: Rig) -> None:
+    worker = rig.start()
+    assert worker is not None
+    code = rig.code(worker)
+    ending = ending_of(code, rig.runner.run(worker.stdout.read()), None)
+    assert (code, ending.is_final) == (1, True)
+    assert ending.reason == "`engine.max_seqs` must be at least 1, given: 0"
+    assert worker.stdin.closed
+    assert rig.fallbacks == []
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["waiting", "stopped"])
+def test_a_forked_worker_is_killed(rig: Rig, stopped: bool) -> None:
+    worker = rig.fork()
+    if stopped:
+        os.kill(worker.pid, signal.SIGSTOP)
+    worker.kill()
+    assert rig.code(worker) == -signal.SIGKILL
+    worker.kill()  # for a second time, when nobody is there
+
+
+def test_a_killed_template_harms_no_worker_and_is_replaced(rig: Rig) -> None:
+    worker, before = rig.fork(), rig.template.pid
+    opened(worker)
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    heir = rig.fork(but_of=before)
+    assert rig.template.note is None
+    for one in (worker, heir):
+        assert parent(one.pid) == os.getpid()
+        one.kill()
+        assert rig.code(one) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("unfit_rig", "reason"),
+    [
+        pytest.param(UNFIT, "it must have one thread, and has 2", id="two threads"),
+        pytest.param(ENDS, "exit code 3, the log says more", id="ends at once"),
+    ],
+    indirect=["unfit_rig"],
+)
+def test_without_a_template_workers_are_spawned_which_is_logged_counted_and_noted(
+    unfit_rig: Rig, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert [unfit_rig.start(), unfit_rig.start()] == [None, None]
+    assert unfit_rig.fallbacks == [None, None]
+    assert caplog.text.count(f"fallback workers=spawned reason=`{reason}`") == 1
+    assert unfit_rig.template.note is not None
+    assert reason in unfit_rig.template.note
+
+
+@pytest.mark.parametrize("unfit_rig", [HANGS], indirect=True, ids=["hangs"])
+def test_a_template_that_does_not_answer_is_killed_and_the_worker_spawned(unfit_rig: Rig) -> None:
+    assert unfit_rig.start() is None
+    assert unfit_rig.template.note is not None
+    assert "it cannot fork: it did not answer within 0.1 s" in unfit_rig.template.note
+
+
+def test_a_process_with_a_second_thread_or_an_open_device_must_not_fork(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    thread = threading.Thread(target=(is_over := threading.Event()).wait)
+    thread.start()
+    try:
+        assert "it must have one thread, and has " in str(template_process.obstacle())
+    finally:
+        is_over.set()
+        thread.join()
+    monkeypatch.setattr(template_process, "DEVICES", (str(tmp_path),))
+    with (tmp_path / "nvidia0").open("w"):
+        assert template_process.obstacle() == f"it must touch no device, and has opened {tmp_path}/nvidia0"
+
+
+def test_random_numbers_are_seeded_anew_in_a_worker() -> None:
+    before = torch.get_rng_state()
+    try:
+        seeds = set()
+        for _ in range(2):
+            torch.manual_seed(1)  # as two workers find it that are forked one after the other
+            template_process.seed_anew()
+            seeds.add(torch.initial_seed())
+        assert len(seeds | {1}) == 3
+    finally:
+        torch.set_rng_state(before)
