@@ -6,8 +6,11 @@ import hearth  # noqa: F401 - before torch, so that its threads sleep while they
 
 # isort: split
 
+import gc
 import os
 import random
+import sys
+from collections.abc import Iterator
 
 import hypothesis
 import numpy as np
@@ -25,6 +28,8 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 #: Files of `tests/service` that start services of their own.
 OWN_SERVICE = ("test_affinity.py", "test_faults.py", "test_security.py", "test_states.py")
+#: A test file that imports more modules while it runs has brought in a large package.
+MANY_MODULES = 100
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +37,16 @@ def _seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported_for_good() -> Iterator[None]:
+    """Spare later collections of garbage what large packages, of clients say, keep in memory."""
+    num_modules = len(sys.modules)
+    yield
+    if len(sys.modules) > num_modules + MANY_MODULES:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -64,6 +79,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Tests marked `gpu` run only when asked for, and asking without a device is a mistake, not a skip."""
+    gc.collect()
+    gc.freeze()  # all that test files import at their top, such as torch: as `_imported_for_good`
     if any(item.get_closest_marker("gpu") for item in session.items) and not torch.cuda.is_available():
         raise pytest.UsageError(
             "tests marked `gpu` need a CUDA device and this machine has none; leave out `-m`"
