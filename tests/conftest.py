@@ -77,6 +77,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
     return Scheduling(config, log)
 
 
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or packages would complain of what they find alive at the end
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Tests marked `gpu` run only when asked for, and asking without a device is a mistake, not a skip."""
     gc.collect()
