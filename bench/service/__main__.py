@@ -11,7 +11,8 @@ python -m bench.service [--save] [--only PART ...] [--quick]
                 random decoder, and the processor time of each gateway
 
 The engine alone takes token ids and gives token ids; the service is asked with the same ids and answers with
-text, an event per token. The client shares the cores with both.
+text, an event per token. The client shares the cores with both. Parts that are run alone are kept under their
+own names, `service_PART.json`.
 """
 
 from __future__ import annotations
@@ -386,7 +387,9 @@ def main() -> None:
     rows = [line for part in parts.values() for line in part.rows]
     results = {name: part.details for name, part in parts.items()}
     setting = {"is_quick": options.quick, "num_threads": NUM_THREADS, **asdict(scale)}
-    emit("service", {"setting": setting, "rows": rows, "results": results}, save=options.save)
+    is_all = options.only == list(PARTS)
+    name = "service" if is_all else "_".join(["service", *options.only])
+    emit(name, {"setting": setting, "rows": rows, "results": results}, save=options.save)
 
 
 if __name__ == "__main__":

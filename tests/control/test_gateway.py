@@ -15,9 +15,10 @@ from hearth.control.correlation import Correlation
 from hearth.control.datadir import DataDir
 from hearth.control.exchange_record import ExchangeRecord, set_current_exchange
 from hearth.control.fact_decoder import DecodedFact, DecodedLate, DecodedTexts, DecodedToken
-from hearth.control.gateway import MIN_TEXT_CHARS, Gateway
+from hearth.control.gateway import Gateway
 from hearth.control.generation import GenerationRequest, TokenDelta
 from hearth.control.registry import Deployed, Registry
+from hearth.control.request_checks import MIN_TEXT_CHARS
 from hearth.control.timeline import Timeline
 from hearth.control.worker_ending import WorkerEnding
 from hearth.errors import (
@@ -328,7 +329,7 @@ def test_more_prompt_logprobs_than_one_answer_should_have_are_refused(
     data_dir: DataDir, deployed: Deployed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scene(rig: GatewayRig) -> None:
-        monkeypatch.setattr("hearth.control.gateway.MAX_PROMPT_LOGPROBS", 20)
+        monkeypatch.setattr("hearth.control.request_checks.MAX_PROMPT_LOGPROBS", 20)
         scored = replace(ask([5] * 6), sampling=SamplingParams(prompt_logprobs=3))
         with pytest.raises(BadPrompt, match="6 tokens has 24 logprobs with 3 of the most likely"):
             await rig.submit(scored, ANYBODY)

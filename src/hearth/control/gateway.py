@@ -33,6 +33,14 @@ from hearth.control.observer import Observer
 from hearth.control.pool_reports import PoolReports
 from hearth.control.pool_views import resident_views
 from hearth.control.prepared_request import PreparedRequest
+from hearth.control.request_checks import (
+    check_prompt,
+    check_reading,
+    check_tokens,
+    check_vocabulary,
+    max_chars,
+)
+from hearth.control.request_pace import pace_of
 from hearth.control.supervisor import Supervisor
 from hearth.control.timeline import Timeline
 from hearth.control.tokenization import PromptEncoder
@@ -47,12 +55,8 @@ from hearth.control.views import (
     WorkerView,
 )
 from hearth.errors import (
-    BadPrompt,
-    BadSampling,
     ConfigError,
-    Forbidden,
     HearthError,
-    PromptTooLong,
     ServiceError,
     ShuttingDown,
 )
@@ -60,16 +64,12 @@ from hearth.messages import Sampling
 from hearth.policy.fleet import events
 from hearth.text.tokenizer import Tokenizer
 from hearth.text.transcript import Transcript
-from hearth.types import ModelId, Pace, RateStatus, RequestId, Rung, SamplingParams
+from hearth.types import ModelId, RateStatus, RequestId, Rung
 from hearth.version import hearth_version
 
 #: Time for workers to report their memory when somebody looks; else their last report is shown.
 LOOK_S = 0.5
-#: Characters per token and least limit beyond which text is refused without being tokenised.
-MAX_TOKEN_CHARS, MIN_TEXT_CHARS = 64, 64 << 10
 SALT_BYTES = 32
-#: The most logprobs of a prompt, its own tokens' and others': they are some 50 MB of JSON.
-MAX_PROMPT_LOGPROBS = 1 << 20
 
 
 class Gateway:
@@ -142,11 +142,11 @@ class Gateway:
         caller = admission.caller
         arrived_s, arrived_at_s = self._driver.now_s, time.time()
         entry = self._find(wanted.model, caller)
-        _check_tokens(entry, wanted.sampling)
-        pace = _pace_of(entry, wanted, caller)
+        check_tokens(entry, wanted.sampling)
+        pace = pace_of(entry, wanted, caller)
         tokenizer = await self._tokenizer(entry)
         prompt = await self._encode(entry, wanted.prompt, wanted.sampling.max_tokens, wanted.follows)
-        _check_reading(prompt, wanted.sampling)
+        check_reading(prompt, wanted.sampling)
         if wanted.guide is not None:
             await self._encoder.check_guide(wanted.guide)
         self._refuse_when_closed()  # again, and what follows: much may have happened since
@@ -241,12 +241,12 @@ class Gateway:
         """
         entry = self._find(name, caller)
         tokenizer = await self._tokenizer(entry)
-        return list(await self._encoder.encode(tokenizer, prompt, _max_chars(entry), add_special_tokens))
+        return list(await self._encoder.encode(tokenizer, prompt, max_chars(entry), add_special_tokens))
 
     async def detokenize(self, name: str, tokens: list[int], caller: Caller) -> str:
         """Return the text of tokens, special ones included. Raises BadPrompt: one is not the model's."""
         entry = self._find(name, caller)
-        _check_vocabulary(entry, tokens)
+        check_vocabulary(entry, tokens)
         return await self._encoder.decode(await self._tokenizer(entry), tokens)
 
     # Models. For a caller those are there that the caller's key may use.
@@ -453,7 +453,7 @@ class Gateway:
         current = self._deployments.find(name, caller.terms.models)
         if current.deployed.digest != entry.deployed.digest:
             raise ServiceError(f"`{name}` was replaced while the request was prepared; ask again")
-        _check_prompt(current, prompt, wanted.sampling.max_tokens)
+        check_prompt(current, prompt, wanted.sampling.max_tokens)
 
     async def _encode(
         self,
@@ -464,10 +464,8 @@ class Gateway:
     ) -> tuple[int, ...]:
         tokenizer = await self._tokenizer(entry)
         add_special_tokens = False if follows else None  # what a text begins with stands there already
-        tokens = follows + await self._encoder.encode(
-            tokenizer, prompt, _max_chars(entry), add_special_tokens
-        )
-        _check_prompt(entry, tokens, max_tokens)
+        tokens = follows + await self._encoder.encode(tokenizer, prompt, max_chars(entry), add_special_tokens)
+        check_prompt(entry, tokens, max_tokens)
         return tokens
 
     async def _tokenizer(self, entry: CatalogEntry) -> Tokenizer:
@@ -497,98 +495,3 @@ class Gateway:
                 )
             )
         return views
-
-
-# What can be refused without asking a worker is refused before anything is loaded for it.
-
-
-def _max_chars(entry: CatalogEntry) -> int:
-    """Return how long a text may be that is tokenised for a model."""
-    return max(MIN_TEXT_CHARS, entry.max_context * MAX_TOKEN_CHARS)
-
-
-def _check_prompt(entry: CatalogEntry, prompt: tuple[int, ...], max_tokens: int | None) -> None:
-    if not prompt:
-        raise BadPrompt("prompt has 0 tokens, at least 1 is needed; give a token to continue from")
-    num_sampled = 0 if max_tokens == 0 else 1
-    if len(prompt) + num_sampled > entry.max_context:
-        raise PromptTooLong(
-            f"prompt has {len(prompt)} tokens, limit for `{entry.deployed.name}`: "
-            f"{entry.max_context - num_sampled} (the context holds {entry.max_context}"
-            f"{', one is to be sampled' if num_sampled else ''}); shorten the prompt"
-        )
-    _check_vocabulary(entry, prompt)
-
-
-def _check_reading(prompt: tuple[int, ...], sampling: SamplingParams) -> None:
-    """Refuse logprobs of a prompt that would be too many for one answer."""
-    num_top = sampling.prompt_logprobs
-    if num_top is not None and len(prompt) * (1 + num_top) > MAX_PROMPT_LOGPROBS:
-        raise BadPrompt(
-            f"a prompt of {len(prompt)} tokens has {len(prompt) * (1 + num_top)} logprobs with {num_top} of "
-            f"the most likely at each, limit: {MAX_PROMPT_LOGPROBS}; ask for fewer, or shorten the prompt"
-        )
-
-
-def _check_vocabulary(entry: CatalogEntry, prompt: Sequence[int]) -> None:
-    vocab_size, name = entry.deployed.facts.dimensions.vocab_size, entry.deployed.name
-    bad = next((token for token in prompt if not 0 <= token < vocab_size), None)
-    if bad is not None:
-        raise BadPrompt(f"prompt holds token {bad}, a token of `{name}` is from 0 to {vocab_size - 1}")
-
-
-def _pace_of(entry: CatalogEntry, wanted: GenerationRequest, caller: Caller) -> Pace:
-    """Return when the tokens of a request are due: as is usual for its model, or as the request says.
-
-    Who is due sooner takes turns from others, so only an admin may be due sooner than is usual.
-
-    Raises:
-        Forbidden: somebody else asks for that.
-    """
-    usual = entry.pace
-    if wanted.is_batch or caller.terms.service_class == "batch":
-        return _batch_pace(usual, wanted, caller)
-    tokens_per_s = usual.tokens_per_s if wanted.tokens_per_s is None else wanted.tokens_per_s
-    first_token_s = usual.first_token_s if wanted.first_token_s is None else wanted.first_token_s
-    if not caller.has_role("admin"):
-        for field, is_sooner, limit, given in (
-            ("pace", tokens_per_s > usual.tokens_per_s, f"at most {usual.tokens_per_s:g}", tokens_per_s),
-            (
-                "first_token_target",
-                first_token_s < usual.first_token_s,
-                f"at least {usual.first_token_s:g}",
-                first_token_s,
-            ),
-        ):
-            if is_sooner:
-                raise Forbidden(
-                    f"`{field}` must be {limit} for `{entry.deployed.name}`, given: {given:g}; more would be "
-                    "taken from others and needs a key with the role `admin`, or another setting: "
-                    f"`models.NAME.{field}`"
-                )
-    return Pace(first_token_s, tokens_per_s, usual.max_pause_s)
-
-
-def _batch_pace(usual: Pace, wanted: GenerationRequest, caller: Caller) -> Pace:
-    """Return the pace of a batch request: none. Raises BadSampling: the request names one."""
-    if wanted.tokens_per_s:
-        remedy = "leave it out"
-        if caller.terms.service_class != "batch":
-            remedy += ', or ask for the `service_tier` "default"'
-        raise BadSampling(f"`pace` must be 0 for batch requests, given: {wanted.tokens_per_s:g}; {remedy}")
-    return replace(usual, tokens_per_s=0.0)
-
-
-def _check_tokens(entry: CatalogEntry, sampling: SamplingParams) -> None:
-    vocab_size, name = entry.deployed.facts.dimensions.vocab_size, entry.deployed.name
-    named = {
-        "logit_bias": sampling.bias_by_token,
-        "stop_token_ids": sampling.stop_ids,
-        "allowed_token_ids": sampling.allowed_token_ids or (),
-    }
-    for field, tokens in named.items():
-        bad = next((token for token in tokens if not 0 <= token < vocab_size), None)
-        if bad is not None:
-            raise BadSampling(
-                f"`{field}` names token {bad}, a token of `{name}` is from 0 to {vocab_size - 1}"
-            )
