@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from hearth.cuda_graphs import (
     GRAPH_NODE_TYPE_EMPTY,
@@ -39,6 +40,10 @@ class RestoredGraph:
 
     def launch(self, stream: int) -> None:
         self._driver.launch(self._executable, stream)
+
+    def replay(self) -> None:
+        """Launch the graph on torch's current stream."""
+        self.launch(torch.cuda.current_stream().cuda_stream)
 
     def __del__(self) -> None:
         self._driver.destroy_executable(self._executable)
