@@ -149,12 +149,13 @@ class CudaGraphs:
         return params
 
     def attributes(self, node: int) -> dict[int, bytes]:
-        """Return the attributes of a kernel's node, by number."""
+        """Return the attributes of a kernel's node that the driver knows, by number."""
         value, values = ctypes.create_string_buffer(ATTRIBUTE_BYTES), {}
         for attribute in NODE_ATTRIBUTES:
             ctypes.memset(value, 0, ATTRIBUTE_BYTES)  # the driver writes as much as the attribute has
-            self._driver.call("cuGraphKernelNodeGetAttribute", node, attribute, ctypes.addressof(value))
-            values[attribute] = value.raw
+            where = ctypes.addressof(value)
+            if self._driver.succeeds("cuGraphKernelNodeGetAttribute", node, attribute, where):
+                values[attribute] = value.raw
         return values
 
     # Building a graph.

@@ -145,7 +145,7 @@ def _set_attributes(driver: CudaGraphs, graph: GraphNodes, handles: npt.NDArray[
         if kernel not in fresh:
             fresh[kernel] = driver.attributes(handle)
         for index in range(first, first + int(node["num_attributes"])):
-            if fresh[kernel][ids[index]] != values[index]:
+            if fresh[kernel].get(ids[index]) != values[index]:
                 driver.set_attribute(handle, ids[index], value_at + index * attributes.itemsize)
 
 
