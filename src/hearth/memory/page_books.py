@@ -52,10 +52,11 @@ class PageBooks:
         return max(0, num_needed - num_available)
 
     def _num_rest_pages(self, shape: Shape, num_workspace_pages: int) -> int:
-        """Return the pages for the sink, and for what a workspace has beyond that of all others."""
+        """Return the pages for sink and tables, and for what a workspace has beyond that of all others."""
         page_bytes = self._pages.page_bytes
         num_more = num_pages(shape.workspace_bytes, page_bytes) - num_workspace_pages
-        return num_pages(shape.block_bytes, page_bytes) + max(0, num_more)
+        num_own = num_pages(shape.block_bytes, page_bytes) + num_pages(shape.tables_bytes, page_bytes)
+        return num_own + max(0, num_more)
 
     def _missing(self, tenant: MappedTenant) -> list[int]:
         if len(tenant.there) == tenant.num_weights_pages:
@@ -130,19 +131,20 @@ class PageBooks:
         return sorted(tenant.coming | tenant.borrowed)
 
     def place_rest(self, tenant: MappedTenant) -> list[int]:
-        """Give a model its workspace and sink; return their places."""
+        """Give a model its workspace, tables and sink; return their places."""
         workspace = tenant.workspace_places(range(tenant.num_workspace_pages))
         num_shared = min(len(workspace), len(self.workspace))
         for place, page in zip(workspace[:num_shared], self.workspace, strict=False):
             self.table.share(place, page)
         sink = tenant.kv_places(range(tenant.kv.sink_pages))
-        new = [*workspace[num_shared:], *sink]
+        tables = tenant.tables_places()
+        new = [*workspace[num_shared:], *tables, *sink]
         self._make_free(len(new))
         self.table.claim(new)
         self.workspace += [self.table.page_at(place) for place in workspace[num_shared:]]
         tenant.is_placed = True
         tenant.num_kv_pages, tenant.num_kv_blocks = len(sink), 1
-        return [*workspace, *sink]
+        return [*workspace, *tables, *sink]
 
     def _make_free(self, num_wanted: int) -> None:
         """Have so many pages be free, if need be those that are only ready to be given."""
@@ -244,7 +246,7 @@ class PageBooks:
         return [] if num_left is None else [range(tenant.kv.num_blocks(num_left), tenant.num_kv_blocks)]
 
     def claim_table(self, tenant: MappedTenant, table: SamplingTable, num_bytes: int) -> list[int] | None:
-        """Have pages for a table; return their places. None: memory or addresses are short."""
+        """Have pages for a table of the sampler; return their places. None: memory or addresses are short."""
         assert table not in tenant.num_table_pages, f"`{tenant.model}` has its {table=}"
         num_wanted = num_pages(num_bytes, tenant.page_bytes)
         num_available = self.table.num_free + sum(one.num_ready_pages for one in self.tenants.values())
@@ -265,6 +267,7 @@ class PageBooks:
         for table in list(tenant.num_table_pages):
             self.leave_table(tenant, table)
         self._leave_kv(tenant, 0)
+        self.table.leave(tenant.tables_places())
         self.table.leave(tenant.workspace_places(range(tenant.num_workspace_pages)))
         tenant.is_placed, tenant.num_kv_blocks = False, 0
         self.tenants[tenant.model] = self.tenants.pop(tenant.model)
@@ -335,6 +338,8 @@ def _check_tenant(tenant: MappedTenant) -> None:
 def _holding(tenant: MappedTenant, shared: Collection[int]) -> Holding:
     """Return what a model has; what is on its way counts, for the memory is the model's."""
     has = tenant.there | tenant.coming
+    num_table_pages = sum(tenant.num_table_pages.values())
+    num_table_pages += tenant.num_tables_pages if tenant.is_placed else 0
     return Holding(
         model=tenant.model,
         weights_bytes=tenant.stored_bytes(has),
@@ -342,7 +347,7 @@ def _holding(tenant: MappedTenant, shared: Collection[int]) -> Holding:
         stored_bytes=tenant.stored_bytes(has),
         shared_bytes=tenant.stored_bytes(shared),
         kv_bytes=(tenant.num_kv_pages + tenant.num_ready_pages) * tenant.page_bytes,
-        tables_bytes=sum(tenant.num_table_pages.values()) * tenant.page_bytes,
+        tables_bytes=num_table_pages * tenant.page_bytes,
     )
 
 

@@ -215,6 +215,7 @@ class MappedPool:
             tenant.space = Space(
                 places=contiguous_places(shape.served, tenant.weights),
                 workspace=self._pages.bytes_at(tenant.workspace_address, shape.workspace_bytes),
+                tables=self._pages.bytes_at(tenant.tables_address, shape.tables_bytes),
                 kv=self._pages.bytes_at(tenant.kv_address, shape.max_blocks * shape.block_bytes),
                 sink=0,
                 gaps=(),
