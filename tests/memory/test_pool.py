@@ -187,7 +187,7 @@ def test_a_table_comes_out_of_free_memory_and_goes_with_its_model(caller: PoolCa
 
 
 def test_tables_are_in_the_books_from_placing_to_retiring(caller: PoolCaller) -> None:
-    """What they held is lost then: a model that returns finds arbitrary bits there, where they were or not."""
+    """What they held is lost then: a model that returns finds arbitrary bits there."""
     tables_bytes = SAMPLES[A].shape.tables_bytes
     caller.host(A)
     assert tables_bytes <= caller.holdings()[A].tables_bytes < tables_bytes + PAGE_BYTES

@@ -244,6 +244,8 @@ class HostedModel:
                 return None
             case Incomplete(served) | Retired(served):
                 space = place(self.model, served.spec)
+                if isinstance(self.state, Retired):
+                    served.engine.runner.refill_tables()
                 if not self._pool.keeps_addresses:
                     served.rebind(space.places)
                 if not space.parts:

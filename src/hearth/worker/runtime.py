@@ -29,8 +29,8 @@ from hearth.store.loader import Loader
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
 
-#: Memory on a device besides the pool: graphs, inputs and tables of engines, the sampler's temporaries,
-#: workspaces of libraries. torch may take this much, and a share of the budget.
+#: Memory on a device besides the pool: graphs of engines, what is sent for a step, the sampler's temporaries.
+#: torch may take this much, and a share of the budget.
 UNBOOKED_BYTES, UNBOOKED_SHARE = 2 << 30, 0.1
 #: Share of the machine's memory for all workers together; the rest is the store's, the system's and others'.
 _CPU_SHARE = 0.5
