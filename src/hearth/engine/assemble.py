@@ -13,6 +13,7 @@ import torch
 from hearth.config import EngineConfig
 from hearth.engine.engine import Engine
 from hearth.engine.engine_tables import EngineTables
+from hearth.engine.graph_capture import GraphCapture
 from hearth.engine.graphs import StepGraphs
 from hearth.engine.guide import Guides
 from hearth.engine.inputs import InputBuffers
@@ -171,7 +172,7 @@ def assemble_runner(
     if is_captured and (obstacle := capture_obstacle(torch.__version__)) is not None:
         log.warning("fallback graphs=off reason=`%s` remedy=`pip install hearth-inference[gpu]`", obstacle)
         is_captured = False
-    graphs = StepGraphs() if is_captured else None
+    graphs = StepGraphs(GraphCapture()) if is_captured else None
     return Runner(decoder, kv, inputs, sampler, uploads, sizes, graphs, tables)
 
 

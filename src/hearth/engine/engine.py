@@ -262,6 +262,7 @@ class Engine:
         Returns False, and nothing has changed, if that is not possible. Steps in flight still touch them, and
         so do copies that are queued behind them on the current stream.
         """
+        self.runner.settle()
         moves = self.batcher.clear(
             extent, may_move=may_move, may_preempt=may_preempt, keeps_floor=keeps_floor
         )
@@ -294,7 +295,9 @@ class Engine:
         goes on with them.
         """
         previous, self._flight = self._flight, None
-        return self._take_in(previous, launched=None)
+        outcome = self._take_in(previous, launched=None)
+        self.runner.settle()
+        return outcome
 
     def _take_in(self, previous: _LaunchedStep | None, launched: _LaunchedStep | None) -> StepOutcome:
         """Wait for a step, and return what came of it beside one that was launched meanwhile."""
@@ -319,7 +322,7 @@ class Engine:
     def close(self) -> None:
         """Wait for what the device still computes, so that its memory may go. No other call may follow."""
         self._flight = None
-        self.runner.synchronize()  # also for a step that broke half-way, whose inputs are still being read
+        self.runner.close()  # also for a step that broke half-way, whose inputs are still being read
         self._marks.closed()
 
     def _launch(self, plan: StepPlan) -> _LaunchedStep:
