@@ -84,6 +84,10 @@ class MappedTenant:
     def table_address(self, table: SamplingTable) -> int:
         return self.address + self.space_bytes // 64 * (60 + list(SamplingTable).index(table))
 
+    def is_of(self, shape: Shape) -> bool:
+        """True if what is there is of use for a model of such a shape, and at its place."""
+        return (self.shape.digest, self.shape.slot) == (shape.digest, shape.slot)
+
     def has(self, place: int) -> bool:
         return self.address <= place < self.address + self.space_bytes
 

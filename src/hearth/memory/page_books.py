@@ -37,7 +37,7 @@ class PageBooks:
     def missing_pages(self, model: ModelId, shape: Shape) -> int:
         tenant = self.tenants.get(model)
         num_available = self.table.num_free + sum(one.num_ready_pages for one in self.tenants.values())
-        if tenant is not None and tenant.shape.digest == shape.digest:
+        if tenant is not None and tenant.is_of(shape):
             missing = self._missing(tenant)
             num_needed = len(missing) - len(self._shareable(tenant, missing))
             if not tenant.is_placed:
@@ -76,15 +76,15 @@ class PageBooks:
         return {page for page in pages if all(map(tenant.has, self.table.places_of(page)))}
 
     def tenant(self, model: ModelId, shape: Shape) -> MappedTenant:
-        """Return the model's own, if it has the same digest; else a new one in its place."""
+        """Return the model's own, if it has the same digest and slot; else a new one in its place."""
         tenant = self.tenants.get(model)
-        if tenant is not None and tenant.shape.digest != shape.digest:
+        if tenant is not None and not tenant.is_of(shape):
             self.drop(tenant)
             tenant = None
         if tenant is None:
             if self._spaces.is_full:
                 self._displace_one()
-            address = self._spaces.give(model, shape.digest)
+            address = self._spaces.give(model, shape.digest, shape.slot)
             weights = self._pages.bytes_at(address, shape.stored.num_bytes)
             tenant = MappedTenant(
                 model, shape, address, self._pages.space_bytes, self._pages.page_bytes, weights
@@ -99,7 +99,7 @@ class PageBooks:
         """True if a model of this digest has addresses, or can have some that nobody else has."""
         tenant = self.tenants.get(model)
         if tenant is not None:
-            return tenant.shape.digest == shape.digest
+            return tenant.is_of(shape)
         return not self._spaces.is_full
 
     def _displace_one(self) -> None:

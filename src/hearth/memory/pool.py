@@ -40,6 +40,8 @@ class Shape:
     tables_bytes: int  #: of what its engine always has besides
     block_bytes: int  #: of KV
     max_blocks: int  #: KV never has more, the sink included
+    #: Of its addresses, where those are kept, the same on all workers; None: its digest decides.
+    slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ def hosting_spec(order: HostModel, model: BorrowedModel, device: torch.device) -
         tables_bytes=tables_bytes(spec),
         block_bytes=num_bytes,
         max_blocks=max(2, order.max_kv_bytes // num_bytes),
+        slot=order.slot,
     )
     return HostingSpec(manifest, spec, layout, shape, max(1, order.kv_floor_bytes // num_bytes - 1))
 
