@@ -5,6 +5,7 @@ python tests/memory/capture_addresses.py MODEL ...
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
@@ -109,3 +110,5 @@ def watch_captures() -> list[int]:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # as a worker ends: torch may call back for as long as it is there
