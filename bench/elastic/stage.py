@@ -118,7 +118,7 @@ class Stage:
             self.pool.prepare(SERVED, gap.part)
         weights = _random_weights(body, space)
         self.pool.load_ended(SERVED, is_whole=True)
-        memory = Memory(space.workspace, space.kv, space.sink, plan.floor_blocks)
+        memory = Memory(space.workspace, space.tables, space.kv, space.sink, plan.floor_blocks)
         self.engine = assemble(body.spec, weights, body.config, body.device, memory)
         self._served = ServedModel(plan, self.engine)
         self._hosted[SERVED] = self._pinned(SERVED)

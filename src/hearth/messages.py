@@ -218,6 +218,7 @@ class HostModel(Struct, frozen=True, tag=True):
     own_bytes: int = 0  #: these three are its `Promise`, which binds while it is in turn
     workspace_bytes: int = 0
     standing_bytes: int = 0
+    slot: int | None = None  #: of its addresses on the device; None: all are other models'
 
 
 class RetireModel(Struct, frozen=True, tag=True):

@@ -18,7 +18,7 @@ class GraphCapture:
 
     def __init__(self) -> None:
         #: Memory for what libraries allocate while they are captured; one for all graphs, as they take turns.
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = _new_pool()
         _capture_stream(torch.cuda.current_device())
 
     def capture(self, work: Work) -> torch.cuda.CUDAGraph:
@@ -44,7 +44,33 @@ class GraphCapture:
     def forget(self) -> None:
         """Take new memory for the next graphs, because all of the others are dropped."""
         # The old pool may outlive its graphs, and torch refuses to fill such a one again.
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = _new_pool()
+
+
+#: What captures find in the memory of libraries besides workspaces, for small and for large allocations.
+_SPARE_BYTES = (1 << 20, 32 << 20)
+#: Memory of libraries, by device.
+_LIBRARY_POOLS: dict[int, torch.cuda.MemPool] = {}
+
+
+def use_library_memory(pool: torch.cuda.MemPool) -> None:
+    """Have all captures on the current device find in `pool` what libraries need, workspaces above all.
+
+    Called once, before anything is captured, by the thread that captures, for cuBLAS has a workspace for each
+    thread and stream. All of it is taken now and in the same order in every process.
+    """
+    device = torch.cuda.current_device()
+    assert device not in _LIBRARY_POOLS, f"captures on device {device} have their memory"
+    with torch.cuda.use_mem_pool(pool), torch.cuda.stream(_capture_stream(device)):
+        for num_bytes in _SPARE_BYTES:
+            torch.empty(num_bytes, dtype=torch.uint8, device="cuda")  # it stays with the pool
+    _LIBRARY_POOLS[device] = pool
+
+
+def _new_pool() -> tuple[int, int]:
+    """Return the memory for what a capture allocates: that of libraries, or where torch finds some."""
+    pool = _LIBRARY_POOLS.get(torch.cuda.current_device())
+    return torch.cuda.graph_pool_handle() if pool is None else pool.id
 
 
 @cache
@@ -60,4 +86,7 @@ def _capture_stream(device: int) -> torch.cuda.Stream:
 
 
 def _multiply() -> None:
-    torch.mm(*torch.zeros(2, 128, 128, dtype=torch.bfloat16, device="cuda"))
+    """Have cuBLAS take all its workspaces: products with a bias go another way, and may have their own."""
+    x, y, out = torch.zeros(3, 128, 128, dtype=torch.bfloat16, device="cuda")
+    torch.mm(x, y, out=out)
+    torch.addmm(x[0], x, y, out=out)

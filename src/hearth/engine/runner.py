@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from hearth.engine.engine_tables import EngineTables
 from hearth.engine.graph_trial import GraphTrial
 from hearth.engine.graphs import StepGraphs
 from hearth.engine.inputs import InputBuffers
@@ -129,12 +130,15 @@ class Runner:
         uploads: Uploads,
         sizes: PaddedSizes,
         graphs: StepGraphs | None,
+        tables: EngineTables,
     ) -> None:
         """Take `kv` as in `Decoder.body`, and the sizes that steps are padded to; without graphs run eagerly.
 
         Only blocks that a plan names, and the sink, are ever touched: there may be no memory behind others.
+        `tables` are those that decoder, inputs and sampler have.
         """
         self.decoder = decoder
+        self._tables = tables
         self._gate: WeightGate | None = None
         self.kv = kv
         self._inputs = inputs
@@ -215,6 +219,11 @@ class Runner:
     def free_row(self, table: SamplingTable, request_id: RequestId) -> None:
         """Let others have the row of a request in a sampling table, because no plan has a row of it."""
         self._sampler.free_row(table, request_id)
+
+    @torch.inference_mode()
+    def refill_tables(self) -> None:
+        """Fill all tables as at the beginning: their memory was somebody else's since the last request."""
+        self._tables.fill()
 
     def synchronize(self) -> None:
         """Wait for all steps that were launched."""

@@ -244,6 +244,8 @@ class HostedModel:
                 return None
             case Incomplete(served) | Retired(served):
                 space = place(self.model, served.spec)
+                if isinstance(self.state, Retired):
+                    served.engine.runner.refill_tables()
                 if not self._pool.keeps_addresses:
                     served.rebind(space.places)
                 if not space.parts:
@@ -433,7 +435,7 @@ class HostedModel:
 
 def _identity(order: HostModel) -> tuple[object, ...]:
     """Return all of an order that a model cannot be hosted again with, if it is another."""
-    where = (order.where, order.digest, order.weight)
+    where = (order.where, order.digest, order.weight, order.slot)
     return (*where, order.limits, order.max_context, order.kv_floor_bytes, order.max_kv_bytes, order.eos_ids)
 
 

@@ -26,8 +26,8 @@ from hearth.worker.watched_load import WeightsLoaded
 
 #: How many of those that wait for their turn come to host memory meanwhile.
 NUM_CLIMBING = 2
-#: Engines of retired models that are kept for their return. What they have besides the pool's memory, such as
-#: graphs and buffers of inputs, is some tens of MB each.
+#: Engines of retired models that are kept for their return. What they have besides the pool's memory, graphs
+#: above all, is some tens of MB each.
 MAX_RETIRED = 16
 
 log = logging.getLogger(__name__)

@@ -142,7 +142,7 @@ class ModelLoad:
         if engine is None and not self._is_cancelled:
             # Not under the lock: it takes its time, and touches none of the space.
             weights = bind(spec.model.arch, spec.layout, space.places)
-            memory = Memory(space.workspace, space.kv, space.sink, spec.floor_blocks)
+            memory = Memory(space.workspace, space.tables, space.kv, space.sink, spec.floor_blocks)
             engine = assemble(spec.model, weights, resources.config, resources.device, memory, self._marks)
         # Only now: whatever else goes to the device would have to queue behind the weights.
         loan = self._borrow_missing() if space.gaps else None

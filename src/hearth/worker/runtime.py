@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,10 +15,12 @@ from pathlib import Path
 import torch
 
 from hearth.config import EngineConfig
+from hearth.engine.graph_capture import use_library_memory
 from hearth.errors import ConfigError, DeviceError
 from hearth.host_memory import machine_bytes
 from hearth.memory.arena import ArenaPool
 from hearth.memory.cuda_pages import CudaPages, NoMapping
+from hearth.memory.library_memory import LibraryMemory
 from hearth.memory.pool import EvictionTermsOf, Pool
 from hearth.memory.vmm import MappedPool
 from hearth.messages import WorkerSetup
@@ -29,9 +31,11 @@ from hearth.store.loader import Loader
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
 
-#: Memory on a device besides the pool: graphs, inputs and tables of engines, the sampler's temporaries,
-#: workspaces of libraries. torch may take this much, and a share of the budget.
+#: Memory on a device besides the pool: graphs of engines, what is sent for a step, the sampler's temporaries.
+#: torch may take this much, and a share of the budget.
 UNBOOKED_BYTES, UNBOOKED_SHARE = 2 << 30, 0.1
+#: Memory of libraries that captured steps use, beside the pool and torch: workspaces of cuBLAS above all.
+LIBRARY_BYTES = 128 << 20
 #: Share of the machine's memory for all workers together; the rest is the store's, the system's and others'.
 _CPU_SHARE = 0.5
 
@@ -110,8 +114,16 @@ def _start_cuda(setup: WorkerSetup, config: EngineConfig) -> Runtime:
         new_arena = partial(ArenaPool, device, budget_bytes, fallbacks={"arena": 1})
         return Runtime(device, name, budget_bytes, new_arena, shares_workspace=False)
     _limit_torch(most_bytes / total_bytes, device)
-    new_pool = partial(MappedPool, pages)
+    fallbacks = _take_library_memory(device) if config.graphs != "off" else {}
+    new_pool = partial(MappedPool, pages, fallbacks=fallbacks)
     return Runtime(device, name, pages.num_pages * pages.page_bytes, new_pool, shares_workspace=True)
+
+
+def _take_library_memory(device: torch.device) -> Mapping[str, int]:
+    """Have captured steps find what libraries need at fixed addresses; return what could not be as wished."""
+    library = LibraryMemory(CudaPages(device, LIBRARY_BYTES))
+    use_library_memory(library.torch_pool())
+    return {"library_address": library.num_fallbacks}
 
 
 def _check_free(budget_bytes: int, free_bytes: int, total_bytes: int, device: torch.device) -> None:
