@@ -49,7 +49,8 @@ def test_using_a_snapshot_makes_it_the_last_to_go(directory: SnapshotDirectory) 
     old, new = directory.save(of("a"), SECTIONS), directory.save(of("b"), SECTIONS)
     used(old, seconds_ago=200)
     used(new, seconds_ago=100)
-    assert (found := directory.load(of("a"))) is not None
+    found = directory.load(of("a"))
+    assert found is not None
     found.close()
     assert keep_quota(directory.path, 15_000) == 1
     assert [entry.path for entry in directory.entries()] == [old]
@@ -65,7 +66,7 @@ def test_a_new_snapshot_has_others_go(directory: SnapshotDirectory) -> None:
 
 
 def test_a_snapshot_beyond_the_quota_is_refused(directory: SnapshotDirectory) -> None:
-    with pytest.raises(StoreFull, match="store.snapshot_bytes"):
+    with pytest.raises(StoreFull, match=r"store\.snapshot_bytes"):
         replace(directory, quota_bytes=9_999).save(of("a"), SECTIONS)
     assert directory.entries() == []
 

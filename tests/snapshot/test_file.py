@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-import signal
 import struct
 import subprocess
 import sys
@@ -23,9 +21,8 @@ from hearth.errors import (
     SnapshotForeign,
     SnapshotTruncated,
     SnapshotUnauthenticated,
-    StoreFull,
 )
-from hearth.snapshot.file import ALIGNMENT, _HEAD, _mac, open_any, open_snapshot, write_snapshot
+from hearth.snapshot.file import _HEAD, ALIGNMENT, _mac, open_any, open_snapshot, write_snapshot
 from tests.snapshot.fingerprints import FINGERPRINT, KEY, OTHER_KEY
 
 SECTIONS = {"memory": b"m" * 100, "graphs/1": bytes(range(256)) * 40, "empty": b""}
