@@ -34,7 +34,9 @@ def snapshot(data_dir: Path, tiny: Path) -> Path:
     return directory.save(fingerprint, sections)
 
 
-def test_a_service_is_asked_to_make_one_and_make_may_be_left_out(hearth: Hearth, service: FakeService) -> None:
+def test_a_service_is_asked_to_make_one_and_make_may_be_left_out(
+    hearth: Hearth, service: FakeService
+) -> None:
     for words in (("smol",), ("make", "smol")):
         shown = hearth("snapshot", *words, "--url", service.url)
         assert (shown.code, shown.err) == (0, "")

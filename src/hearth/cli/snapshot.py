@@ -35,15 +35,19 @@ from hearth.snapshot.directory import SnapshotDirectory, SnapshotEntry
 from hearth.snapshot.memory_profile import MemoryProfile
 
 
-class _MakingGroup(TyperGroup):
+class MakingGroup(TyperGroup):
     """Commands, of which `make` may be left out: `hearth snapshot qwen-7b`.
 
     Contexts are Click's, which some versions of Typer bring themselves and others do not.
     """
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        is_name = bool(args) and not args[0].startswith("-") and args[0] not in self.commands
-        return super().resolve_command(ctx, ["make", *args] if is_name else args)
+        return super().resolve_command(ctx, self.resolve_words(args))
+
+    def resolve_words(self, words: list[str]) -> list[str]:
+        """Return words that begin with a command."""
+        is_name = bool(words) and not words[0].startswith("-") and words[0] not in self.commands
+        return ["make", *words] if is_name else words
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         """Complete names of models as well, as `make` does."""
@@ -53,7 +57,7 @@ class _MakingGroup(TyperGroup):
         return [*super().shell_complete(ctx, incomplete), *name.shell_complete(context, incomplete)]
 
 
-snapshot_app = typer.Typer(cls=_MakingGroup, no_args_is_help=True, rich_markup_mode="rich")
+snapshot_app = typer.Typer(cls=MakingGroup, no_args_is_help=True, rich_markup_mode="rich")
 app.add_typer(
     snapshot_app,
     name="snapshot",
