@@ -154,6 +154,15 @@ def _print_processes(view: ProcessView) -> None:
     for worker in view.workers:
         for line in pool_lines(worker, keys, signs, out.width):
             out.print(line, soft_wrap=True)
+        if worker.pool is not None and worker.pool.torch_limit_bytes is not None:
+            how = (
+                "measured"
+                if worker.pool.is_torch_limit_measured
+                else "a guess; `hearth snapshot` measures it"
+            )
+            typer.echo(
+                f"{worker.worker} besides its pool: at most {size(worker.pool.torch_limit_bytes)} ({how})"
+            )
     typer.echo()
     models = [
         [

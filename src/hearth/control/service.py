@@ -16,7 +16,7 @@ from hearth.control.access_log import LINE_FORMATS, AccessLog
 from hearth.control.catalog import Catalog
 from hearth.control.datadir import DataDir
 from hearth.control.demand_reports import DemandReports
-from hearth.control.deploy import collect
+from hearth.control.deploy import collect, collect_snapshots
 from hearth.control.deployments import Deployments
 from hearth.control.devices import Devices
 from hearth.control.driver import Driver
@@ -35,6 +35,7 @@ from hearth.control.pool_reports import PoolReports
 from hearth.control.process_log import ProcessLog, logs_to_stderr
 from hearth.control.registry import LOOP_WAIT_S, Registry
 from hearth.control.residency import ResidencyReporter
+from hearth.control.snapshots import Snapshots
 from hearth.control.supervisor import Supervisor, Vigilance, seat_index
 from hearth.control.tokenization import PromptEncoder
 from hearth.control.tracing import Tracing, tracing_of
@@ -69,6 +70,7 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         registry = Registry.open(data_dir, LOOP_WAIT_S)
         stack.callback(registry.close)
         collect(data_dir, registry)
+        collect_snapshots(data_dir, registry, config.store.snapshot_bytes)
         catalog = Catalog(
             *(registry, config.models, config.engine, service.keep_alive),
             kind=devices.kind,
@@ -86,7 +88,10 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
             device_share=lambda worker: devices.share_of(seat_index(worker)),
         )
         pools = PoolReports()
-        driver = Driver(*(Fleet(brain), journal, observer, pools, catalog.host_order, catalog.prepare_orders))
+        snapshots = Snapshots(metrics)
+        driver = Driver(
+            *(Fleet(brain), journal, observer, pools, snapshots, catalog.host_order, catalog.prepare_orders)
+        )
         stack.callback(driver.close)
         decoder = FactDecoder(asyncio.get_running_loop(), driver.requests.by_run, driver.receive)
         stack.callback(decoder.close)
@@ -150,15 +155,30 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         usage = KeyUsage(data_dir.usage_path, keys.ids, metrics)
         stack.push_async_callback(usage.close)
         gateway = Gateway(
-            *(service, deployments, catalog, encoder, driver, observer, pools, supervisor, metrics, demand),
+            *(
+                service,
+                deployments,
+                catalog,
+                encoder,
+                driver,
+                observer,
+                pools,
+                snapshots,
+                supervisor,
+                metrics,
+            ),
+            demand=demand,
             host=HostReports(keeper),
             keys=keys,
             admissions=KeyAdmissions(usage, metrics, lambda: driver.now_s),
             kind=devices.kind,
-            notes=lambda: tuple(
-                one.note
-                for one in (usage, journal, process_log, access_log, tracing, template)
-                if one is not None and one.note is not None
+            notes=lambda: (
+                tuple(
+                    one.note
+                    for one in (usage, journal, process_log, access_log, tracing, template)
+                    if one is not None and one.note is not None
+                )
+                + snapshots.notes
             ),
             exchange_sinks=sinks,
         )
@@ -253,6 +273,8 @@ def _worker_setups(
             num_threads=devices.threads_per_worker,
             log_level=config.log.level,
             turns=config.service.turns,
+            snapshots_path=str(data_dir.snapshots_path) if config.store.snapshot_bytes else None,
+            snapshot_bytes=config.store.snapshot_bytes,
         )
 
     return setup

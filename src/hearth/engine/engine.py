@@ -14,6 +14,7 @@ from hearth.engine.penalties import is_penalised
 from hearth.engine.reading_pieces import ReadingPieces
 from hearth.engine.runner import PendingStep, Runner, StepResult
 from hearth.engine.step_marks import NoMarks, StepMarks
+from hearth.engine.step_samples import StepSamples
 from hearth.engine.step_timer import StepTimer
 from hearth.errors import BadPrompt, BadSampling
 from hearth.policy.batch.batcher import Batcher
@@ -181,6 +182,7 @@ class Engine:
         self.request = self.intake.request
         self._flight: _LaunchedStep | None = None
         self.allowance = allowance
+        self.samples = StepSamples()  #: of the steps that were measured
         self._marks: StepMarks = NoMarks() if marks is None else marks
         self._vocab_size = vocab_size
         #: Live requests that need a table of the sampler, which is there from the first one's step at latest.
@@ -309,6 +311,7 @@ class Engine:
             if previous.timer is not None:
                 plan, seconds = previous.plan, previous.timer.seconds()
                 self.allowance.measured(plan.num_decode_rows, plan.num_prompt_tokens, seconds)
+                self.samples.add(plan, seconds)
             committed = self.batcher.commit(previous.plan, result.tokens, result.broken_rows)
             outputs = self._outputs(previous.plan, committed, result)
         return StepOutcome(

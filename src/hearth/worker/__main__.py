@@ -16,21 +16,24 @@ from queue import SimpleQueue
 from typing import NoReturn
 
 import msgspec
+import torch
 
 from hearth.beacon import Beacon
 from hearth.config import EngineConfig
-from hearth.errors import HearthError
+from hearth.errors import HearthError, SnapshotError
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.kernel_cache import KernelCache
 from hearth.messages import WorkerFarewell, WorkerSetup
 from hearth.policy.turns.turn_policy import TurnRules
+from hearth.snapshot.directory import SnapshotDirectory
 from hearth.store.borrower import Borrower
 from hearth.store.die_with_parent import die_with_parent
 from hearth.store.loader import Loader
 from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
+from hearth.worker.model_snapshots import ModelSnapshots
 from hearth.worker.runtime import HostingResources, Runtime, start
 from hearth.worker.worker_loop import Inbox, WorkerLoop
 
@@ -89,6 +92,8 @@ def _start(setup: WorkerSetup) -> WorkerLoop:
     resources = HostingResources(
         *(runtime.device, config, runtime.new_pool, borrower, Loader(runtime.device)),
         kernels=_kernels(setup, runtime),
+        snapshots=_snapshots(setup, config, runtime),
+        torch_limit=runtime.torch_limit,
         turns=TurnRules() if setup.turns else None,
         marks=WorkerMarks(None if setup.beacon is None else Beacon.at(setup.beacon)),
     )
@@ -106,6 +111,20 @@ def _kernels(setup: WorkerSetup, runtime: Runtime) -> ModelKernels | None:
         return None
     COMPILATIONS.watch()
     return ModelKernels(KernelCache.open(Path(setup.kernels_path)), runtime.device)
+
+
+def _snapshots(setup: WorkerSetup, config: EngineConfig, runtime: Runtime) -> ModelSnapshots | None:
+    if setup.snapshots_path is None:
+        return None
+    name, device = runtime.name, runtime.device
+    if device.type == "cpu":  # how fast it is follows from that, too
+        name = f"{name}, {torch.get_num_threads()} threads"
+    try:
+        directory = SnapshotDirectory.open(Path(setup.snapshots_path), setup.snapshot_bytes)
+    except SnapshotError as error:
+        log.warning("fallback snapshots=off reason=`%s`", error)
+        return None
+    return ModelSnapshots(directory, config, device, name, runtime.device_bytes)
 
 
 def _introduction(setup: WorkerSetup, runtime: Runtime) -> Introduction:

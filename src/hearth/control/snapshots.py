@@ -1,0 +1,129 @@
+"""Has workers make snapshots, follows what comes of them, and tells why a model starts without one.
+
+A worker says, when it has put an engine together, whether it has used a snapshot. If not, one is ordered at
+once, and made when that worker has nothing else to do. Reads no snapshot itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+
+from hearth.control.metrics import Metrics
+from hearth.control.worker_link import WorkerLink
+from hearth.errors import SnapshotError
+from hearth.messages import MakeSnapshot, SnapshotLooked, SnapshotMade, SnapshotProgress
+from hearth.types import ModelId, SnapshotOutcome, WorkerId
+
+log = logging.getLogger(__name__)
+
+_Follower = asyncio.Queue[SnapshotProgress | SnapshotMade]
+#: Ways in which a start had to do without a snapshot that there was.
+_UNUSED = (SnapshotOutcome.OUTDATED, SnapshotOutcome.REFUSED, SnapshotOutcome.DISCARDED)
+
+
+class Snapshots:
+    """Mutable; used on the event loop alone."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._count = metrics.snapshots
+        self._links: dict[WorkerId, WorkerLink] = {}
+        #: Who follows each snapshot that was ordered and is not made yet; of most, nobody.
+        self._makings: dict[tuple[WorkerId, ModelId], list[_Follower]] = {}
+        self._notes: dict[ModelId, str] = {}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why models have started without a snapshot, although there was one or should be one by now."""
+        return tuple(self._notes.values())
+
+    # Workers.
+
+    def joined(self, worker: WorkerId, link: WorkerLink) -> None:
+        self._links[worker] = link
+
+    def lost(self, worker: WorkerId) -> None:
+        self._links.pop(worker, None)
+        for key in [key for key in self._makings if key[0] == worker]:
+            self._end(key, "its worker is gone")
+
+    def left(self, worker: WorkerId, model: ModelId) -> None:
+        """Note that the stay of a model on a worker has ended."""
+        self._end((worker, model), "the model left device memory")
+
+    def removed(self, model: ModelId) -> None:
+        self._notes.pop(model, None)
+
+    # Facts of workers, each of a stay that goes on.
+
+    def looked(self, worker: WorkerId, fact: SnapshotLooked) -> None:
+        """Count what came of looking for a snapshot, and have one made where there is none to use."""
+        self._count.labels(fact.outcome).inc()
+        self._notes.pop(fact.model, None)
+        if fact.outcome is SnapshotOutcome.USED:
+            return
+        if fact.outcome in _UNUSED:
+            log.warning(
+                "snapshot_unused model=%s worker=%s outcome=%s reason=`%s`",
+                *(fact.model, worker, fact.outcome, (fact.reason or "").replace("`", "")),
+            )
+            self._notes[fact.model] = (
+                f"the snapshot of `{fact.model}` is not used ({fact.outcome}): {fact.reason}; a new one is "
+                "made when nobody asks for anything"
+            )
+        if not any(model == fact.model for _, model in self._makings):
+            self._order(worker, fact.model, fact.hosting)
+
+    def progressed(self, worker: WorkerId, fact: SnapshotProgress) -> None:
+        for follower in self._makings.get((worker, fact.model), ()):
+            follower.put_nowait(fact)
+
+    def made(self, worker: WorkerId, fact: SnapshotMade) -> None:
+        self._count.labels(SnapshotOutcome.MADE if fact.failure is None else SnapshotOutcome.FAILED).inc()
+        if fact.failure is None:
+            log.info(
+                "snapshot_made model=%s worker=%s num_bytes=%d unbooked_bytes=%d seconds=%.1f",
+                *(fact.model, worker, fact.num_bytes, fact.unbooked_bytes, fact.seconds),
+            )
+            self._notes.pop(fact.model, None)
+        else:
+            log.warning("snapshot_not_made model=%s worker=%s reason=%s", fact.model, worker, fact.failure)
+            self._notes[fact.model] = f"no snapshot of `{fact.model}` could be made: {fact.failure}"
+        for follower in self._makings.pop((worker, fact.model), ()):
+            follower.put_nowait(fact)
+
+    # By hand.
+
+    async def make(
+        self, worker: WorkerId, model: ModelId, hosting: int
+    ) -> AsyncGenerator[SnapshotProgress | SnapshotMade, None]:
+        """Order a snapshot of a model's stay, or follow one that is under way; yields what comes of it.
+
+        Raises:
+            SnapshotError: it could not be made.
+        """
+        follower: _Follower = asyncio.Queue()
+        key = (worker, model)
+        if key not in self._makings:
+            self._order(worker, model, hosting)
+        self._makings[key].append(follower)
+        try:
+            while True:
+                fact = await follower.get()
+                if isinstance(fact, SnapshotMade) and fact.failure is not None:
+                    raise SnapshotError(f"no snapshot of `{model}` could be made: {fact.failure}")
+                yield fact
+                if isinstance(fact, SnapshotMade):
+                    return
+        finally:
+            if follower in (followers := self._makings.get(key, [])):
+                followers.remove(follower)
+
+    def _order(self, worker: WorkerId, model: ModelId, hosting: int) -> None:
+        self._makings[worker, model] = []
+        self._links[worker].send(MakeSnapshot(model, hosting))
+
+    def _end(self, key: tuple[WorkerId, ModelId], why: str) -> None:
+        for follower in self._makings.pop(key, ()):
+            follower.put_nowait(SnapshotMade(key[1], 0, failure=why))
