@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +21,8 @@ from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.types import ModelId, Rung, SnapshotOutcome
 from hearth.worker import snapshot_maker
 from hearth.worker.model_snapshots import ModelSnapshots
-from tests.store.stored import converted, tiers_at
+from hearth.worker.worker_loop import WorkerLoop
+from tests.store.stored import converted, gated_tiers, tiers_at
 from tests.worker.harness import BUDGET_BYTES, CONFIG, greedy
 from tests.worker.in_process import LoopGateway, working_in_process
 
@@ -155,3 +157,37 @@ def test_a_snapshot_that_cannot_be_written_harms_nobody(directory: SnapshotDirec
         assert "store.snapshot_bytes" in str(one.make().failure)
         assert len(one.gateway.ask("a", PROMPT, greedy(3)).tokens) == 3
     assert directory.entries() == []
+
+
+def test_a_worker_sleeps_while_a_snapshot_has_to_wait(
+    directory: SnapshotDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a request that waits for its model, no step can be made, neither of it nor of a snapshot."""
+    looks: list[None] = []
+    look = WorkerLoop._timeout_s
+
+    def counted(loop: WorkerLoop) -> float | None:
+        looks.append(None)
+        return look(loop)
+
+    device = torch.device("cpu")
+    snapshots = ModelSnapshots(directory, CONFIG, device, "a processor", 1 << 34)
+    with (
+        gated_tiers(tmp_path) as gated,
+        working_in_process(
+            gated.tiers, lambda terms: ArenaPool(device, BUDGET_BYTES, terms), snapshots=snapshots
+        ) as gateway,
+    ):
+        gateway.host("a", converted("llama-gqa"))
+        run = gateway.start("a", PROMPT, greedy(2))
+        looked = gateway.until(SnapshotLooked)
+        gated.gate.next()  # held back
+        gateway.inbox.put(MakeSnapshot(ModelId("a"), looked.hosting))
+        gateway.ping()
+        monkeypatch.setattr(WorkerLoop, "_timeout_s", counted)
+        time.sleep(0.1)
+        gateway.ping()
+        assert len(looks) < 20
+        gated.gate.open()
+        gateway.until_ended(run)
+        assert gateway.until(SnapshotMade).failure is None

@@ -161,7 +161,8 @@ class WorkerLoop:
 
     def _timeout_s(self) -> float | None:
         """Return how long to sleep at most."""
-        waits_s = (self._turns.timeout_s(), None if self._maker is None else self._maker.timeout_s())
+        can_make = self._maker is not None and not self._runs
+        waits_s = (self._turns.timeout_s(), self._maker.timeout_s() if can_make else None)
         return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
     def _step(self) -> None:
