@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -50,11 +50,28 @@ class SnapshotWorker:
         return self.gateway.until(SnapshotMade)
 
 
+@dataclass(slots=True)
+class FakeParts:
+    """State of an engine that is nothing but bytes. Mutable: notes what was restored."""
+
+    restored: list[bytes] = field(default_factory=list)
+    discard: Callable[[str], None] | None = None
+
+    def save(self) -> dict[str, bytes]:
+        return {"graphs": b"captured"}
+
+    def restore(self, sections: Mapping[str, memoryview], discard: Callable[[str], None]) -> None:
+        self.restored.append(bytes(sections["graphs"]))
+        self.discard = discard
+
+
 @contextmanager
-def worker(directory: SnapshotDirectory, place: Path, **changes: object) -> Iterator[SnapshotWorker]:
+def worker(
+    directory: SnapshotDirectory, place: Path, parts: FakeParts | None = None, **changes: object
+) -> Iterator[SnapshotWorker]:
     """A worker that has loaded a model, `changes` being those of its order."""
     device = torch.device("cpu")
-    snapshots = ModelSnapshots(directory, CONFIG, device, "a processor", 1 << 34)
+    snapshots = ModelSnapshots(directory, CONFIG, device, "a processor", 1 << 34, lambda engine: parts)
     with (
         tiers_at(place) as tiers,
         working_in_process(
@@ -117,6 +134,23 @@ def test_a_snapshot_has_what_was_measured(directory: SnapshotDirectory, tmp_path
     profile = Profile.of(cost, "the snapshot")
     assert profile.shape("a").step_s(1, 1, 10) > 0.0
     assert profile.shape("7b").step_s(64, 2, 100) > profile.shape("a").step_s(64, 2, 100)
+
+
+def test_what_is_restored_and_wrong_is_discarded_for_everybody(
+    directory: SnapshotDirectory, tmp_path: Path
+) -> None:
+    parts = FakeParts()
+    with worker(directory, tmp_path / "one", parts) as one:
+        assert one.make().failure is None
+    with worker(directory, tmp_path / "two", parts) as two:
+        assert two.looked.outcome is SnapshotOutcome.USED
+        assert parts.restored == [b"captured"]
+        assert parts.discard is not None
+        parts.discard("size 4 computes something else")
+        assert directory.entries() == []
+        fact = two.gateway.until(SnapshotLooked)
+        assert (fact.outcome, fact.reason) == (SnapshotOutcome.DISCARDED, "size 4 computes something else")
+        assert two.make().failure is None
 
 
 def test_a_request_is_answered_in_between(
