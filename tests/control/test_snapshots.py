@@ -30,6 +30,11 @@ def hosting_of(link: RecordingLink) -> int:
     return next(order.hosting for order in reversed(link.orders) if isinstance(order, HostModel))
 
 
+def load(rig: GatewayRig, link: RecordingLink) -> None:
+    """Have all of the model be on the worker."""
+    rig.receive(link, ModelLoaded(TINY, hosting_of(link), (), 0, 0, 0.0, 0.0, 0.0, 0.0))
+
+
 def made_orders(link: RecordingLink) -> list[MakeSnapshot]:
     return [order for order in link.orders if isinstance(order, MakeSnapshot)]
 
@@ -50,13 +55,18 @@ def test_a_model_that_started_without_a_snapshot_gets_one(data_dir: DataDir, dep
         link = await loading(rig)
         hosting = hosting_of(link)
         rig.receive(link, SnapshotLooked(TINY, hosting - 1, SnapshotOutcome.MISSING))  # of another stay
+        load(rig, link)
         assert made_orders(link) == []
         rig.receive(link, SnapshotLooked(TINY, hosting, SnapshotOutcome.MISSING))
+        load(rig, link)
+        load(rig, link)  # as models do that take turns
         assert made_orders(link) == [MakeSnapshot(TINY, hosting)]
         assert rig.snapshots.notes == ()
         rig.receive(link, SnapshotProgress(TINY, hosting, 1, 2))
         rig.receive(link, SnapshotMade(TINY, hosting, num_bytes=5))
         assert (counted(rig, SnapshotOutcome.MISSING), counted(rig, SnapshotOutcome.MADE)) == (1, 1)
+        load(rig, link)
+        assert len(made_orders(link)) == 1
 
     with_rig(data_dir, scene)
 
@@ -65,8 +75,31 @@ def test_a_snapshot_that_is_used_is_not_made_anew(data_dir: DataDir, deployed: D
     async def scene(rig: GatewayRig) -> None:
         link = await loading(rig)
         rig.receive(link, SnapshotLooked(TINY, hosting_of(link), SnapshotOutcome.USED))
+        load(rig, link)
         assert made_orders(link) == []
         assert counted(rig, SnapshotOutcome.USED) == 1
+        # It serves, and is found to compute something else.
+        rig.receive(link, SnapshotLooked(TINY, hosting_of(link), SnapshotOutcome.DISCARDED, "size 4 differs"))
+        assert len(made_orders(link)) == 1
+        assert "size 4 differs" in rig.snapshots.notes[0]
+
+    with_rig(data_dir, scene)
+
+
+def test_a_model_that_left_too_soon_gets_its_snapshot_when_it_is_back(
+    data_dir: DataDir, deployed: Deployed
+) -> None:
+    async def scene(rig: GatewayRig) -> None:
+        link = await loading(rig)
+        first = hosting_of(link)
+        rig.receive(link, SnapshotLooked(TINY, first, SnapshotOutcome.MISSING))
+        load(rig, link)
+        emit(rig, link, 5, finished=True)
+        await rig.gateway.unload("tiny", free=True)
+        await rig.submit(ask(), ANYBODY)
+        load(rig, link)  # with the engine that it had: nobody looks again
+        assert made_orders(link) == [MakeSnapshot(TINY, first), MakeSnapshot(TINY, hosting_of(link))]
+        assert hosting_of(link) != first
 
     with_rig(data_dir, scene)
 
@@ -93,14 +126,12 @@ def test_why_a_snapshot_is_not_used_is_noted_until_there_is_a_new_one(
 async def first_events(rig: GatewayRig, link: RecordingLink) -> AsyncIterator[dict[str, object]]:
     """Order a snapshot by hand, and serve the request that has the model loaded."""
     events = rig.gateway.make_snapshot("tiny", ANYBODY)
-    loading = await anext(events)
-    assert loading["phase"] == "loading"
+    assert (await anext(events))["phase"] == "loading"
     waiting = asyncio.ensure_future(anext(events))
     while not any(isinstance(order, HostModel) for order in link.orders):
         await asyncio.sleep(0)
         assert not waiting.done()
-    loaded = ModelLoaded(TINY, hosting_of(link), (), 0, 0, 0.0, 0.0, 0.0, 0.0)
-    rig.receive(link, loaded)
+    load(rig, link)
     emit(rig, link, 5, finished=True)
     assert (await waiting)["phase"] == "waiting"
     return events

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.types import ModelId, Rung, SnapshotOutcome
 from hearth.worker import snapshot_maker
 from hearth.worker.model_snapshots import ModelSnapshots
-from tests.store.stored import converted, tiers_at
+from hearth.worker.worker_loop import WorkerLoop
+from tests.store.stored import converted, gated_tiers, tiers_at
 from tests.worker.harness import BUDGET_BYTES, CONFIG, greedy
 from tests.worker.in_process import LoopGateway, working_in_process
 
@@ -48,11 +50,28 @@ class SnapshotWorker:
         return self.gateway.until(SnapshotMade)
 
 
+@dataclass(slots=True)
+class FakeParts:
+    """State of an engine that is nothing but bytes. Mutable: notes what was restored."""
+
+    restored: list[bytes] = field(default_factory=list)
+    discard: Callable[[str], None] | None = None
+
+    def save(self) -> dict[str, bytes]:
+        return {"graphs": b"captured"}
+
+    def restore(self, sections: Mapping[str, memoryview], discard: Callable[[str], None]) -> None:
+        self.restored.append(bytes(sections["graphs"]))
+        self.discard = discard
+
+
 @contextmanager
-def worker(directory: SnapshotDirectory, place: Path, **changes: object) -> Iterator[SnapshotWorker]:
+def worker(
+    directory: SnapshotDirectory, place: Path, parts: FakeParts | None = None, **changes: object
+) -> Iterator[SnapshotWorker]:
     """A worker that has loaded a model, `changes` being those of its order."""
     device = torch.device("cpu")
-    snapshots = ModelSnapshots(directory, CONFIG, device, "a processor", 1 << 34)
+    snapshots = ModelSnapshots(directory, CONFIG, device, "a processor", 1 << 34, lambda engine: parts)
     with (
         tiers_at(place) as tiers,
         working_in_process(
@@ -117,6 +136,23 @@ def test_a_snapshot_has_what_was_measured(directory: SnapshotDirectory, tmp_path
     assert profile.shape("7b").step_s(64, 2, 100) > profile.shape("a").step_s(64, 2, 100)
 
 
+def test_what_is_restored_and_wrong_is_discarded_for_everybody(
+    directory: SnapshotDirectory, tmp_path: Path
+) -> None:
+    parts = FakeParts()
+    with worker(directory, tmp_path / "one", parts) as one:
+        assert one.make().failure is None
+    with worker(directory, tmp_path / "two", parts) as two:
+        assert two.looked.outcome is SnapshotOutcome.USED
+        assert parts.restored == [b"captured"]
+        assert parts.discard is not None
+        parts.discard("size 4 computes something else")
+        assert directory.entries() == []
+        fact = two.gateway.until(SnapshotLooked)
+        assert (fact.outcome, fact.reason) == (SnapshotOutcome.DISCARDED, "size 4 computes something else")
+        assert two.make().failure is None
+
+
 def test_a_request_is_answered_in_between(
     directory: SnapshotDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,3 +191,37 @@ def test_a_snapshot_that_cannot_be_written_harms_nobody(directory: SnapshotDirec
         assert "store.snapshot_bytes" in str(one.make().failure)
         assert len(one.gateway.ask("a", PROMPT, greedy(3)).tokens) == 3
     assert directory.entries() == []
+
+
+def test_a_worker_sleeps_while_a_snapshot_has_to_wait(
+    directory: SnapshotDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a request that waits for its model, no step can be made, neither of it nor of a snapshot."""
+    looks: list[None] = []
+    look = WorkerLoop._timeout_s
+
+    def counted(loop: WorkerLoop) -> float | None:
+        looks.append(None)
+        return look(loop)
+
+    device = torch.device("cpu")
+    snapshots = ModelSnapshots(directory, CONFIG, device, "a processor", 1 << 34)
+    with (
+        gated_tiers(tmp_path) as gated,
+        working_in_process(
+            gated.tiers, lambda terms: ArenaPool(device, BUDGET_BYTES, terms), snapshots=snapshots
+        ) as gateway,
+    ):
+        gateway.host("a", converted("llama-gqa"))
+        run = gateway.start("a", PROMPT, greedy(2))
+        looked = gateway.until(SnapshotLooked)
+        gated.gate.next()  # held back
+        gateway.inbox.put(MakeSnapshot(ModelId("a"), looked.hosting))
+        gateway.ping()
+        monkeypatch.setattr(WorkerLoop, "_timeout_s", counted)
+        time.sleep(0.1)
+        gateway.ping()
+        assert len(looks) < 20
+        gated.gate.open()
+        gateway.until_ended(run)
+        assert gateway.until(SnapshotMade).failure is None

@@ -68,7 +68,16 @@ def doctor(
         report = replace(report, notes=notes)
     origins = dict(configuration.origins)
     if as_json:
-        typer.echo(json.dumps({**asdict(report), "settings": origins, "service": asdict(service)}))
+        typer.echo(
+            json.dumps(
+                {
+                    **asdict(report),
+                    "settings": origins,
+                    "snapshots": asdict(snapshots),
+                    "service": asdict(service),
+                }
+            )
+        )
         return
     facts = asdict(report)
     for name in ("devices", "notes", "store", "service_store", "kernel_caches"):

@@ -382,6 +382,7 @@ class Driver:
                         now_s, worker, model, rungs, fact.total_s, fact.ahead_bytes, fact.shared_bytes
                     )
                 )
+                self._snapshots.loaded(worker, model, fact.hosting)
             case messages.HostingFailed(model):
                 self._failures[model] = fact.label
                 del self._hostings[worker, model]

@@ -1,7 +1,8 @@
 """Has workers make snapshots, follows what comes of them, and tells why a model starts without one.
 
-A worker says, when it has put an engine together, whether it has used a snapshot. If not, one is ordered at
-once, and made when that worker has nothing else to do. Reads no snapshot itself.
+A worker says, when it has put an engine together, whether it has used a snapshot. If not, one is ordered as
+soon as the model is loaded, and made when that worker has nothing else to do. A model that leaves before has
+it ordered again when it comes back. Reads no snapshot itself.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Snapshots:
         self._links: dict[WorkerId, WorkerLink] = {}
         #: Who follows each snapshot that was ordered and is not made yet; of most, nobody.
         self._makings: dict[tuple[WorkerId, ModelId], list[_Follower]] = {}
+        #: Models on workers that have none, and have not failed to get one.
+        self._wanted: set[tuple[WorkerId, ModelId]] = set()
         self._notes: dict[ModelId, str] = {}
 
     @property
@@ -47,22 +50,32 @@ class Snapshots:
         self._links.pop(worker, None)
         for key in [key for key in self._makings if key[0] == worker]:
             self._end(key, "its worker is gone")
+        self._wanted = {key for key in self._wanted if key[0] != worker}
 
     def left(self, worker: WorkerId, model: ModelId) -> None:
         """Note that the stay of a model on a worker has ended."""
         self._end((worker, model), "the model left device memory")
 
+    def loaded(self, worker: WorkerId, model: ModelId, hosting: int) -> None:
+        """Order a snapshot of a model that is all on a worker, if it is to have one and none is made yet."""
+        if (worker, model) in self._wanted and not any(other == model for _, other in self._makings):
+            self._order(worker, model, hosting)
+
     def removed(self, model: ModelId) -> None:
+        """Forget a model that is not deployed any more."""
         self._notes.pop(model, None)
+        self._forget_wish(model)
 
     # Facts of workers, each of a stay that goes on.
 
     def looked(self, worker: WorkerId, fact: SnapshotLooked) -> None:
-        """Count what came of looking for a snapshot, and have one made where there is none to use."""
+        """Count what came of looking for a snapshot, and note that one is wanted where none is used."""
         self._count.labels(fact.outcome).inc()
         self._notes.pop(fact.model, None)
+        self._wanted.discard((worker, fact.model))
         if fact.outcome is SnapshotOutcome.USED:
             return
+        self._wanted.add((worker, fact.model))
         if fact.outcome in _UNUSED:
             log.warning(
                 "snapshot_unused model=%s worker=%s outcome=%s reason=`%s`",
@@ -72,8 +85,8 @@ class Snapshots:
                 f"the snapshot of `{fact.model}` is not used ({fact.outcome}): {fact.reason}; a new one is "
                 "made when nobody asks for anything"
             )
-        if not any(model == fact.model for _, model in self._makings):
-            self._order(worker, fact.model, fact.hosting)
+        if fact.outcome is SnapshotOutcome.DISCARDED:  # by a model that is loaded
+            self.loaded(worker, fact.model, fact.hosting)
 
     def progressed(self, worker: WorkerId, fact: SnapshotProgress) -> None:
         for follower in self._makings.get((worker, fact.model), ()):
@@ -90,6 +103,7 @@ class Snapshots:
         else:
             log.warning("snapshot_not_made model=%s worker=%s reason=%s", fact.model, worker, fact.failure)
             self._notes[fact.model] = f"no snapshot of `{fact.model}` could be made: {fact.failure}"
+        self._forget_wish(fact.model)
         for follower in self._makings.pop((worker, fact.model), ()):
             follower.put_nowait(fact)
 
@@ -119,6 +133,9 @@ class Snapshots:
         finally:
             if follower in (followers := self._makings.get(key, [])):
                 followers.remove(follower)
+
+    def _forget_wish(self, model: ModelId) -> None:
+        self._wanted = {key for key in self._wanted if key[1] != model}
 
     def _order(self, worker: WorkerId, model: ModelId, hosting: int) -> None:
         self._makings[worker, model] = []

@@ -105,6 +105,10 @@ class SnapshotDirectory:
             os.utime(path)
         return opened
 
+    def discard(self, fingerprint: Fingerprint) -> None:
+        """Remove the snapshot of a fingerprint, if there is one. Raises OSError."""
+        self.path_of(fingerprint).unlink(missing_ok=True)
+
     def open_file(self, path: Path) -> OpenSnapshot:
         """Return what a file holds, whatever it was made for. Raises SnapshotError."""
         try:

@@ -86,6 +86,9 @@ class OpenSnapshot(Mapping[str, memoryview]):
             )
         return view
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._sections  # without a look at its bytes
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._sections)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 
@@ -12,9 +12,10 @@ class SnapshotParts(Protocol):
     def save(self) -> Mapping[str, bytes]:
         """Return the state by the names of sections; the engine rests, and has run every size."""
 
-    def restore(self, sections: Mapping[str, memoryview]) -> None:
+    def restore(self, sections: Mapping[str, memoryview], discard: Callable[[str], None]) -> None:
         """Take the state over from a snapshot whose fingerprint is the engine's; not on the step thread.
 
-        The views may be kept; the file stays mapped as long as one of them lives. Raises SnapshotError: it
-        cannot be used, and the engine is as it was.
+        The views may be kept; the file stays mapped as long as one of them lives. `discard` is called, by any
+        thread and with the reason, if the state turns out to be wrong later: nobody uses the snapshot again.
+        Raises SnapshotError: it cannot be used, and the engine is as it was.
         """

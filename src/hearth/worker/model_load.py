@@ -69,7 +69,14 @@ class FrontLoaded:
     record: LoadRecord | None  #: None: they were not in host memory any more, and have not
 
 
-HostingNews = ModelFound | EngineReady | LoadNews | HostClimbed | FrontLoaded
+@dataclass(frozen=True, slots=True)
+class SnapshotDiscarded:
+    """State that was restored from a model's snapshot computes something else than an ordinary start."""
+
+    reason: str
+
+
+HostingNews = ModelFound | EngineReady | LoadNews | HostClimbed | FrontLoaded | SnapshotDiscarded
 
 
 class ModelLoad:
@@ -148,7 +155,10 @@ class ModelLoad:
             memory = Memory(space.workspace, space.tables, space.kv, space.sink, spec.floor_blocks)
             engine = assemble(spec.model, weights, resources.config, resources.device, memory, self._marks)
             if resources.snapshots is not None:
-                look = resources.snapshots.look(spec, space, engine)
+                post = self._post
+                look = resources.snapshots.look(
+                    spec, space, engine, discarded=lambda reason: post(SnapshotDiscarded(reason))
+                )
         # Only now: whatever else goes to the device would have to queue behind the weights.
         loan = self._borrow_missing() if space.gaps else None
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -57,13 +58,26 @@ class ModelSnapshots:
         self._directory, self._config, self._device = directory, config, device
         self._device_bytes = device_bytes
 
-    def look(self, spec: HostingSpec, space: Space, engine: Engine) -> SnapshotLook:
-        """Look for the snapshot of a model whose engine has been put together, and restore what it holds."""
+    def look(
+        self, spec: HostingSpec, space: Space, engine: Engine, discarded: Callable[[str], None]
+    ) -> SnapshotLook:
+        """Look for the snapshot of a model whose engine has been put together, and restore what it holds.
+
+        `discarded` is called, by any thread and with the reason, if that turns out to be wrong later.
+        """
         fingerprint = self._fingerprint(spec, space)
+
+        def discard(reason: str) -> None:
+            with suppress(
+                OSError
+            ):  # it is not used any more in any case, and told of again by the next start
+                self._directory.discard(fingerprint)
+            discarded(reason)
+
         try:
             opened = self._directory.load(fingerprint)
             if opened is not None:
-                memory = self._restore(opened, engine)
+                memory = self._restore(opened, engine, discard)
                 log.info("snapshot_used model=%s path=%s", spec.manifest.digest, opened.path)
                 return SnapshotLook(fingerprint, SnapshotOutcome.USED, memory=memory)
         except SnapshotError as error:
@@ -78,10 +92,10 @@ class ModelSnapshots:
         """Write a snapshot. Raises SnapshotError and StoreFull."""
         return self._directory.save(fingerprint, sections)
 
-    def _restore(self, opened: OpenSnapshot, engine: Engine) -> MemoryProfile:
+    def _restore(self, opened: OpenSnapshot, engine: Engine, discard: Callable[[str], None]) -> MemoryProfile:
         memory = MemoryProfile.of(opened)
         if (parts := self.parts_of(engine)) is not None:
-            parts.restore(opened)
+            parts.restore(opened, discard)
         return memory
 
     def _fingerprint(self, spec: HostingSpec, space: Space) -> Fingerprint:

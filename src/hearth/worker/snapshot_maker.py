@@ -42,7 +42,7 @@ from hearth.store.standing_threads import StandingThreads
 from hearth.types import ModelId, Rung
 from hearth.worker.failure import ModelBroke, failure_of
 from hearth.worker.hosted_model import HostedModel
-from hearth.worker.hosting_state import Loaded, ServedModel
+from hearth.worker.hosting_state import ServedModel
 from hearth.worker.model_snapshots import ModelSnapshots
 from hearth.worker.resident_memory import process_bytes, resident_bytes
 
@@ -60,7 +60,6 @@ log = logging.getLogger(__name__)
 class SnapshotWritten:
     """The thread that writes a snapshot is done."""
 
-    hosting: int
     made: SnapshotMade
     memory: MemoryProfile
 
@@ -107,10 +106,8 @@ class SnapshotMaker:
         self._busy_s = time.perf_counter()
 
     def timeout_s(self) -> float | None:
-        """Return in how many seconds to call `advance`, if nobody asks for anything; None: never."""
-        if not any(not making.is_written for making in self._makings.values()):
-            return None
-        return max(0.0, self._busy_s + QUIET_S - time.perf_counter())
+        """Return in how many seconds to call `advance`, if nobody asks meanwhile; None: not before news."""
+        return None if self._next() is None else max(0.0, self._busy_s + QUIET_S - time.perf_counter())
 
     def advance(self) -> list[Fact] | None:
         """Do a little for the first snapshot that can be made now; None: there is none, or not yet.
@@ -118,27 +115,33 @@ class SnapshotMaker:
         Raises:
             ModelBroke: a step of the model has failed.
         """
-        if (wait_s := self.timeout_s()) is None or wait_s > 0.0:
+        if (making := self._next()) is None or self.timeout_s() != 0.0:
             return None
+        model = making.order.model
+        served = self._hosted[model].served
+        assert served is not None, f"`{model}` is loaded"
+        try:
+            return self._advance(self._hosted[model], served, making)
+        except Exception as error:  # as in a step of a request
+            raise ModelBroke(model, error) from error
+
+    def _next(self) -> _Making | None:
+        """Return the first snapshot that can be gone on with; those of stays that are over are forgotten."""
         for model, making in list(self._makings.items()):
             hosted = self._hosted.get(model)
             if hosted is None or hosted.order.hosting != making.order.hosting:
-                del self._makings[model]  # the gateway knows that its stay has ended
-            elif not making.is_written and isinstance(hosted.state, Loaded):
-                try:
-                    return self._advance(hosted, hosted.state.served, making)
-                except Exception as error:  # as in a step of a request
-                    raise ModelBroke(model, error) from error
-            elif not making.is_written and not hosted.is_loading:
-                del self._makings[model]
-                return [_failed(making, "it left device memory before it was measured")]
+                del self._makings[model]  # the gateway knows that the stay has ended
+            elif hosted.is_loaded and not making.is_written:
+                return making
         return None
 
     def written(self, news: SnapshotWritten) -> None:
         """Note that a file is there, or that it could not be written."""
-        self._makings.pop(news.made.model, None)
-        hosted = self._hosted.get(news.made.model)
-        if hosted is not None and hosted.order.hosting == news.hosting and news.made.failure is None:
+        model, hosting = news.made.model, news.made.hosting
+        if (making := self._makings.get(model)) is not None and making.order.hosting == hosting:
+            del self._makings[model]
+        hosted = self._hosted.get(model)
+        if hosted is not None and hosted.order.hosting == hosting and news.made.failure is None:
             hosted.memory = news.memory
 
     def _advance(self, hosted: HostedModel, served: ServedModel, making: _Making) -> list[Fact]:
@@ -205,7 +208,7 @@ class SnapshotMaker:
             else:
                 seconds = time.perf_counter() - began_s
                 made = msgspec.structs.replace(made, num_bytes=num_bytes, seconds=seconds)
-            post(SnapshotWritten(order.hosting, made, memory))
+            post(SnapshotWritten(made, memory))
 
         self._threads.start(write)
 

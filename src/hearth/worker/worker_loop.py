@@ -43,12 +43,19 @@ from hearth.messages import (
 from hearth.policy.batch.plan import EngineRequest
 from hearth.policy.batch.step_sharing import StepSharing
 from hearth.policy.turns.turn_policy import BeginTurn, EndTurn
-from hearth.types import GuideSpec, ModelId, RequestId, TurnEnd
+from hearth.types import GuideSpec, ModelId, RequestId, SnapshotOutcome, TurnEnd
 from hearth.worker.failure import Failure, ModelBroke, blame, failure_of
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosted_models import HostedModels
 from hearth.worker.hosting_state import Incomplete
-from hearth.worker.model_load import EngineReady, FrontLoaded, HostClimbed, HostingNews, ModelFound
+from hearth.worker.model_load import (
+    EngineReady,
+    FrontLoaded,
+    HostClimbed,
+    HostingNews,
+    ModelFound,
+    SnapshotDiscarded,
+)
 from hearth.worker.report import Reports
 from hearth.worker.runtime import HostingResources
 from hearth.worker.snapshot_maker import SnapshotMaker, SnapshotWritten
@@ -161,7 +168,8 @@ class WorkerLoop:
 
     def _timeout_s(self) -> float | None:
         """Return how long to sleep at most."""
-        waits_s = (self._turns.timeout_s(), None if self._maker is None else self._maker.timeout_s())
+        quiet_s = None if self._maker is None or self._runs else self._maker.timeout_s()
+        waits_s = (self._turns.timeout_s(), quiet_s)
         return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
     def _step(self) -> None:
@@ -206,6 +214,11 @@ class WorkerLoop:
         for fact in facts or ():
             self._send(fact)
         return facts is not None
+
+    def _snapshot_discarded(self, model: ModelId, reason: str) -> None:
+        """Tell of a snapshot that was wrong, also one that was restored in an earlier stay of the model."""
+        if (hosted := self._hosted.get(model)) is not None:
+            self._send(SnapshotLooked(model, hosted.order.hosting, SnapshotOutcome.DISCARDED, reason))
 
     def _snapshot_written(self, news: SnapshotWritten) -> None:
         if self._maker is not None:
@@ -287,6 +300,8 @@ class WorkerLoop:
                 self._cancel(run)
             case Ping(number):
                 self._send(self._reports.pong(number))
+            case ModelNews(_, model, SnapshotDiscarded(reason)):
+                self._snapshot_discarded(model, reason)
             case ModelNews(hosting, model, news):
                 if self._is_current(model, hosting):
                     self._take_news(self._hosted[model], news)
@@ -435,6 +450,8 @@ class WorkerLoop:
                 self._try(model, lambda: self._models.weights_loaded(hosted, news))
             case ModelBroken(failure):
                 self._fail(model, failure)
+            case SnapshotDiscarded(reason):
+                self._snapshot_discarded(model, reason)
             case _:
                 assert_never(news)
 
