@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hearth.errors import DeviceError
 
@@ -196,6 +196,18 @@ class CudaDriver:
         """
         self._enter_context()
         self._check(getattr(self._library, name)(*arguments), name, arguments)
+
+    def call_each(self, name: str, calls: Iterable[tuple[object, ...]]) -> None:
+        """Make a call for each row of arguments: a few microseconds less for each than by `call`.
+
+        Raises:
+            DeviceError: as `call`; the rest is not called.
+        """
+        self._enter_context()
+        function = getattr(self._library, name)
+        for arguments in calls:
+            if code := function(*arguments):
+                self._check(code, name, arguments)
 
     def succeeds(self, name: str, *arguments: object) -> bool:
         """Make a call whose failure is an answer."""

@@ -8,7 +8,7 @@ older ones under those names.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 
 import numpy as np
@@ -34,6 +34,8 @@ POINTER_ATTRIBUTE_RANGE_START_ADDR = 11
 #: cluster dimension and scheduling, priority, domains of memory synchronisation, preferred cluster dimension,
 #: carve-out of shared memory. All others are for launches alone, or for nodes that a device changes.
 NODE_ATTRIBUTES = (1, 2, 4, 5, 8, 9, 10, 11, 14)
+LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4
+LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE = 5
 ATTRIBUTE_BYTES = 64
 
 #: CUDA_KERNEL_NODE_PARAMS_v2
@@ -71,7 +73,8 @@ _CALLS: dict[str, tuple[type, ...]] = {
     "cuGraphNodeGetType": (c_void_p, c_void_p),
     "cuGraphKernelNodeGetParams_v2": (c_void_p, c_void_p),
     "cuGraphKernelNodeGetAttribute": (c_void_p, c_int, c_void_p),
-    "cuGraphKernelNodeSetAttribute": (c_void_p, c_int, c_void_p),
+    "cuGraphKernelNodeSetAttribute": (c_void_p, c_int, ctypes.c_char_p),
+    "cuGraphKernelNodeCopyAttributes": (c_void_p, c_void_p),
     "cuGraphMemsetNodeGetParams": (c_void_p, c_void_p),
     "cuGraphMemcpyNodeGetParams": (c_void_p, c_void_p),
     "cuGraphCreate": (c_void_p, c_uint),
@@ -81,7 +84,6 @@ _CALLS: dict[str, tuple[type, ...]] = {
     "cuGraphAddEmptyNode": (c_void_p, c_void_p, c_void_p, c_size_t),
     "cuGraphAddDependencies_v2": (c_void_p, c_void_p, c_void_p, c_void_p, c_size_t),
     "cuGraphInstantiateWithFlags": (c_void_p, c_void_p, c_ulonglong),
-    "cuGraphUpload": (c_void_p, c_void_p),
     "cuGraphLaunch": (c_void_p, c_void_p),
     "cuGraphDestroy": (c_void_p,),
     "cuGraphExecDestroy": (c_void_p,),
@@ -127,35 +129,39 @@ class CudaGraphs:
             self._driver.call("cuGraphGetEdges_v2", graph, *arrays, ctypes.byref(count))
         return sources, targets, data
 
-    def kind(self, node: int) -> int:
-        """Return the type of a node, one of `GRAPH_NODE_TYPE_*` or another."""
-        kind = c_int()
-        self._driver.call("cuGraphNodeGetType", node, ctypes.byref(kind))
-        return kind.value
+    def kinds(self, nodes: Handles) -> npt.NDArray[np.int32]:
+        """Return the type of each node, one of `GRAPH_NODE_TYPE_*` or another."""
+        kinds = np.zeros(len(nodes), np.int32)
+        self._driver.call_each("cuGraphNodeGetType", zip(nodes.tolist(), _rows(kinds), strict=True))
+        return kinds
 
-    def kernel_node(self, node: int) -> npt.NDArray[np.void]:
-        """Return `KERNEL_NODE` [1] of a node. What it points at is the graph's, and goes with it."""
-        return self._params("cuGraphKernelNodeGetParams_v2", node, KERNEL_NODE)
+    def kernel_nodes(self, nodes: Handles) -> npt.NDArray[np.void]:
+        """Return `KERNEL_NODE` of each node. What they point at is the graph's, and goes with it."""
+        return self._params("cuGraphKernelNodeGetParams_v2", nodes, KERNEL_NODE)
 
-    def memset_node(self, node: int) -> npt.NDArray[np.void]:
-        return self._params("cuGraphMemsetNodeGetParams", node, MEMSET_NODE)
+    def memset_nodes(self, nodes: Handles) -> npt.NDArray[np.void]:
+        return self._params("cuGraphMemsetNodeGetParams", nodes, MEMSET_NODE)
 
-    def memcpy_node(self, node: int) -> npt.NDArray[np.void]:
-        return self._params("cuGraphMemcpyNodeGetParams", node, MEMCPY_NODE)
+    def memcpy_nodes(self, nodes: Handles) -> npt.NDArray[np.void]:
+        return self._params("cuGraphMemcpyNodeGetParams", nodes, MEMCPY_NODE)
 
-    def _params(self, call: str, node: int, dtype: np.dtype[np.void]) -> npt.NDArray[np.void]:
-        params = np.zeros(1, dtype)
-        self._driver.call(call, node, params.ctypes.data)
+    def _params(self, call: str, nodes: Handles, dtype: np.dtype[np.void]) -> npt.NDArray[np.void]:
+        params = np.zeros(len(nodes), dtype)
+        self._driver.call_each(call, zip(nodes.tolist(), _rows(params), strict=True))
         return params
 
-    def attributes(self, node: int) -> dict[int, bytes]:
-        """Return the attributes of a kernel's node that the driver knows, by number."""
-        value, values = ctypes.create_string_buffer(ATTRIBUTE_BYTES), {}
-        for attribute in NODE_ATTRIBUTES:
-            ctypes.memset(value, 0, ATTRIBUTE_BYTES)  # the driver writes as much as the attribute has
-            where = ctypes.addressof(value)
-            if self._driver.succeeds("cuGraphKernelNodeGetAttribute", node, attribute, where):
-                values[attribute] = value.raw
+    def attributes(self, nodes: Handles) -> npt.NDArray[np.uint8]:
+        """Return all of `NODE_ATTRIBUTES` of each kernel's node: [nodes, attributes, bytes].
+
+        Those that the driver does not know are zero.
+        """
+        values = np.zeros((len(nodes), len(NODE_ATTRIBUTES), ATTRIBUTE_BYTES), np.uint8)
+        call = "cuGraphKernelNodeGetAttribute"
+        for index, attribute in enumerate(NODE_ATTRIBUTES):
+            rows = zip(nodes.tolist(), _rows(values[:, index]), strict=True)
+            calls = ((node, attribute, value) for node, value in rows)
+            if (first := next(calls, None)) is not None and self._driver.succeeds(call, *first):
+                self._driver.call_each(call, calls)
         return values
 
     # Building a graph.
@@ -165,18 +171,21 @@ class CudaGraphs:
         self._driver.call("cuGraphCreate", ctypes.byref(graph), 0)
         return graph.value or 0
 
-    def add_kernel(self, graph: int, params: int) -> int:
-        """Add a node by the address of its `KERNEL_NODE`, which is copied with all that it points at."""
-        node = c_void_p()
-        self._driver.call("cuGraphAddKernelNode_v2", ctypes.byref(node), graph, None, 0, params)
-        return node.value or 0
+    def add_kernels(self, graph: int, params: npt.NDArray[np.void]) -> Handles:
+        """Add a node for each `KERNEL_NODE`, which is copied with all that it points at."""
+        nodes = np.zeros(len(params), np.uint64)
+        calls = zip(_rows(nodes), _rows(params), strict=True)
+        self._driver.call_each("cuGraphAddKernelNode_v2", ((node, graph, None, 0, at) for node, at in calls))
+        return nodes
 
     def add_memset(self, graph: int, params: int) -> int:
+        """Add a node by the address of its `MEMSET_NODE`."""
         node, context = c_void_p(), self._driver.context
         self._driver.call("cuGraphAddMemsetNode", ctypes.byref(node), graph, None, 0, params, context)
         return node.value or 0
 
     def add_memcpy(self, graph: int, params: int) -> int:
+        """Add a node by the address of its `MEMCPY_NODE`."""
         node, context = c_void_p(), self._driver.context
         self._driver.call("cuGraphAddMemcpyNode", ctypes.byref(node), graph, None, 0, params, context)
         return node.value or 0
@@ -186,9 +195,12 @@ class CudaGraphs:
         self._driver.call("cuGraphAddEmptyNode", ctypes.byref(node), graph, None, 0)
         return node.value or 0
 
-    def set_attribute(self, node: int, attribute: int, value: int) -> None:
-        """Set an attribute of a kernel's node from the address of its `ATTRIBUTE_BYTES`."""
+    def set_attribute(self, node: int, attribute: int, value: bytes) -> None:
         self._driver.call("cuGraphKernelNodeSetAttribute", node, attribute, value)
+
+    def copy_attributes(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Give the first node of each pair the attributes of the second, which is of the same kernel."""
+        self._driver.call_each("cuGraphKernelNodeCopyAttributes", pairs)
 
     def add_edges(self, graph: int, sources: Handles, targets: Handles, data: npt.NDArray[np.void]) -> None:
         if len(sources):
@@ -200,10 +212,6 @@ class CudaGraphs:
         executable = c_void_p()
         self._driver.call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, 0)
         return executable.value or 0
-
-    def upload(self, executable: int, stream: int) -> None:
-        """Queue what the first launch of an executable graph would have to do on the device."""
-        self._driver.call("cuGraphUpload", executable, stream)
 
     def launch(self, executable: int, stream: int) -> None:
         self._driver.call("cuGraphLaunch", executable, stream)
@@ -267,3 +275,9 @@ class CudaGraphs:
         start = c_ulonglong()
         attribute = POINTER_ATTRIBUTE_RANGE_START_ADDR
         return self._driver.succeeds("cuPointerGetAttribute", ctypes.byref(start), attribute, value)
+
+
+def _rows(array: npt.NDArray[np.generic]) -> range:
+    """Return the address of each row of an array."""
+    begin, step = array.ctypes.data, array.strides[0]
+    return range(begin, begin + len(array) * step, step)

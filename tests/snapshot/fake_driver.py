@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -65,7 +66,7 @@ class FakeDriver(CudaGraphs):
         self.node_by_handle: dict[int, Node] = {}
         self.function_by_handle: dict[int, Function] = {}
         self.launched: list[tuple[int, int]] = []
-        self.num_attributes_set = 0
+        self.num_attribute_calls = 0
 
     def handle(self) -> int:
         self._next += 16
@@ -91,31 +92,45 @@ class FakeDriver(CudaGraphs):
         sources, targets = (np.array([edge[side] for edge in edges], np.uint64) for side in (0, 1))
         return sources, targets, np.frombuffer(b"".join(data for *_, data in edges), EDGE_DATA)
 
-    def kind(self, node: int) -> int:
-        return self.node_by_handle[node].kind
+    def kinds(self, nodes: Handles) -> npt.NDArray[np.int32]:
+        return np.array([self.node_by_handle[node].kind for node in nodes.tolist()], np.int32)
 
-    def kernel_node(self, node: int) -> npt.NDArray[np.void]:
-        return self.node_by_handle[node].params
+    def kernel_nodes(self, nodes: Handles) -> npt.NDArray[np.void]:
+        return self._params_of(nodes, KERNEL_NODE)
 
-    memset_node = memcpy_node = kernel_node
+    def memset_nodes(self, nodes: Handles) -> npt.NDArray[np.void]:
+        return self._params_of(nodes, MEMSET_NODE)
 
-    def attributes(self, node: int) -> dict[int, bytes]:
-        return dict(self.node_by_handle[node].attributes)
+    def memcpy_nodes(self, nodes: Handles) -> npt.NDArray[np.void]:
+        return self._params_of(nodes, MEMCPY_NODE)
+
+    def _params_of(self, nodes: Handles, dtype: np.dtype[np.void]) -> npt.NDArray[np.void]:
+        rows = [self.node_by_handle[node].params for node in nodes.tolist()]
+        return np.concatenate([np.zeros(0, dtype), *rows])
+
+    def attributes(self, nodes: Handles) -> npt.NDArray[np.uint8]:
+        values = [b"".join(self.node_by_handle[node].attributes.values()) for node in nodes.tolist()]
+        shape = (len(nodes), len(NODE_ATTRIBUTES), ATTRIBUTE_BYTES)
+        return np.frombuffer(b"".join(values), np.uint8).reshape(shape)
 
     def create(self) -> int:
         handle = self.handle()
         self.graphs[handle] = Graph()
         return handle
 
-    def add_kernel(self, graph: int, params: int) -> int:
-        given = np.frombuffer(ctypes.string_at(params, KERNEL_NODE.itemsize), KERNEL_NODE).copy()
+    def add_kernels(self, graph: int, params: npt.NDArray[np.void]) -> Handles:
+        return np.array(
+            [self._add_kernel(graph, params[at : at + 1].copy()) for at in range(len(params))], "u8"
+        )
+
+    def _add_kernel(self, graph: int, given: npt.NDArray[np.void]) -> int:
         node = Node(GRAPH_NODE_TYPE_KERNEL, given)
         row, parameters = given[0], self.function_by_handle[int(given[0]["function"])].parameters
         assert bool(row["parameters"]) != bool(row["extra"]) or not parameters
         if row["extra"]:
-            key, pointer, size_key, size, end = (ctypes.c_size_t * 5).from_address(int(row["extra"]))
-            assert (key, size_key, end) == (1, 2, 0)
-            assert pointer % 64 == 0
+            *pairs, end = (ctypes.c_size_t * 5).from_address(int(row["extra"]))
+            pointer, size = (dict(zip(pairs[::2], pairs[1::2], strict=True))[key] for key in (1, 2))
+            assert end == 0
             num_bytes = ctypes.c_size_t.from_address(size)
             buffer = ctypes.create_string_buffer(ctypes.string_at(pointer, num_bytes.value), num_bytes.value)
             # The real one has been seen to tell of the size first.
@@ -152,9 +167,18 @@ class FakeDriver(CudaGraphs):
         self.graphs[graph].nodes.append(handle)
         return handle
 
-    def set_attribute(self, node: int, attribute: int, value: int) -> None:
-        self.num_attributes_set += 1
-        self.node_by_handle[node].attributes[attribute] = ctypes.string_at(value, ATTRIBUTE_BYTES)
+    def set_attribute(self, node: int, attribute: int, value: bytes) -> None:
+        self.num_attribute_calls += 1
+        self.node_by_handle[node].attributes[attribute] = value
+
+    def copy_attributes(self, pairs: Iterable[tuple[int, int]]) -> None:
+        for target, source in pairs:
+            self.num_attribute_calls += 1
+            assert self._function(target) == self._function(source)
+            self.node_by_handle[target].attributes = dict(self.node_by_handle[source].attributes)
+
+    def _function(self, node: int) -> int:
+        return int(self.node_by_handle[node].params["function"][0])
 
     def add_edges(self, graph: int, sources: Handles, targets: Handles, data: npt.NDArray[np.void]) -> None:
         assert data.flags.c_contiguous
@@ -165,9 +189,6 @@ class FakeDriver(CudaGraphs):
         handle = self.handle()
         self.executables[handle] = self.graphs[graph]
         return handle
-
-    def upload(self, executable: int, stream: int) -> None:
-        assert executable in self.executables
 
     def launch(self, executable: int, stream: int) -> None:
         assert executable in self.executables

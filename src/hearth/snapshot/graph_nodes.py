@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,6 +31,8 @@ from hearth.cuda_graphs import (
     GRAPH_NODE_TYPE_KERNEL,
     GRAPH_NODE_TYPE_MEMCPY,
     GRAPH_NODE_TYPE_MEMSET,
+    LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+    LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE,
     LAUNCH_PARAM_BUFFER_POINTER,
     LAUNCH_PARAM_BUFFER_SIZE,
     LAUNCH_PARAM_END,
@@ -121,7 +123,7 @@ class GraphNodes:
 
     kernels: tuple[KernelId, ...]
     nodes: Table  #: of `NODE`
-    attributes: Table  #: of `ATTRIBUTE`
+    attributes: Table  #: of `ATTRIBUTE`, but for those that a node of that kernel has from the beginning
     edges: Table  #: of `EDGE`
     #: For each node its parameters: of a kernel, packed as it reads them; of others, the driver's structure.
     blobs: npt.NDArray[np.uint8]
@@ -204,16 +206,30 @@ def read_graph(driver: CudaGraphs, graph: int, binary_by_function: Mapping[int, 
         GraphUnreadable: it has a node that cannot be had elsewhere, such as a call of the host.
     """
     handles = _in_order(driver, graph)
-    reader = _Reader(driver, binary_by_function)
-    for handle in handles.tolist():
-        reader.add(handle)
+    kinds = driver.kinds(handles)
+    others = set(kinds.tolist()) - {GRAPH_NODE_TYPE_KERNEL, *_STRUCTURE_BYTES}
+    if others:
+        raise GraphUnreadable(f"the graph has nodes of type {min(others)}, no kernel, copy or fill")
+    kernels, nodes, blobs = _Kernels(driver, binary_by_function), np.zeros(len(handles), NODE), _Blobs()
+    nodes["kind"] = kinds
+    is_kernel = kinds == GRAPH_NODE_TYPE_KERNEL
+    params = driver.kernel_nodes(handles[is_kernel])
+    for field in ("grid", "block", "shared_bytes"):
+        nodes[field][is_kernel] = params[field]
+    nodes["kernel"][is_kernel] = [kernels.index(row) for row in params]
+    nodes["is_one_buffer"][is_kernel] = params["parameters"] == 0
+    _keep_parameters(nodes, is_kernel, params, kernels.ids, blobs)
+    for kind, structures in _structures(driver, handles, kinds).items():
+        nodes["blob"][kinds == kind] = [blobs.keep(structure.tobytes()) for structure in structures]
+        nodes["blob_bytes"][kinds == kind] = _STRUCTURE_BYTES[kind]
+    attributes = _keep_attributes(driver, nodes, is_kernel, handles, params)
     sources, targets, data = driver.edges(graph)
     index_of = {handle: index for index, handle in enumerate(handles.tolist())}
     edges = np.zeros(len(data), EDGE)
     edges["source"] = [index_of[handle] for handle in sources.tolist()]
     edges["target"] = [index_of[handle] for handle in targets.tolist()]
     edges["data"] = data
-    return reader.graph(edges)
+    return GraphNodes(tuple(kernels.ids), nodes, attributes, edges, blobs.array())
 
 
 def _in_order(driver: CudaGraphs, graph: int) -> npt.NDArray[np.uint64]:
@@ -235,80 +251,99 @@ def _in_order(driver: CudaGraphs, graph: int) -> npt.NDArray[np.uint64]:
     return np.array(ready, np.uint64)
 
 
-class _Reader:
-    """Collects the nodes of one graph. Mutable; used by one call of `read_graph`."""
+class _Kernels:
+    """The kernels of one graph, each once. Mutable; used by one call of `read_graph`."""
 
     def __init__(self, driver: CudaGraphs, binary_by_function: Mapping[int, str]) -> None:
-        self._driver = driver
-        self._binary_by_function = binary_by_function
-        self._kernels: list[KernelId] = []
+        self._driver, self._binary_by_function = driver, binary_by_function
+        self.ids: list[KernelId] = []
         self._index_by_function: dict[int, int] = {}
-        self._nodes: list[tuple[object, ...]] = []
-        self._attributes: list[tuple[int, npt.NDArray[np.uint8]]] = []
-        self._blobs = bytearray()
 
-    def add(self, handle: int) -> None:
-        kind = self._driver.kind(handle)
-        if kind == GRAPH_NODE_TYPE_KERNEL:
-            self._add_kernel(handle)
-        elif kind == GRAPH_NODE_TYPE_MEMSET:
-            self._add_structure(kind, self._driver.memset_node(handle))
-        elif kind == GRAPH_NODE_TYPE_MEMCPY:
-            copy = self._driver.memcpy_node(handle)
-            if copy["source_array"][0] or copy["target_array"][0]:
-                raise GraphUnreadable("the graph copies from or to an array, whose handle cannot be kept")
-            self._add_structure(kind, copy)
-        elif kind == GRAPH_NODE_TYPE_EMPTY:
-            self._add_structure(kind, np.zeros(0, np.uint8))
-        else:
-            raise GraphUnreadable(f"the graph has a node of type {kind}, which is no kernel, copy or fill")
-
-    def _add_kernel(self, handle: int) -> None:
-        node = self._driver.kernel_node(handle)[0]
-        function = int(node["function"]) or self._driver.function_of(int(node["kernel"]))
-        index = self._kernel(function)
-        is_one_buffer = not node["parameters"]
-        if is_one_buffer:
-            blob = _buffer(int(node["extra"]))
-        else:
-            blob = _gathered(int(node["parameters"]), self._kernels[index])
-        first = len(self._attributes)
-        for attribute, value in self._driver.attributes(handle).items():
-            self._attributes.append((attribute, np.frombuffer(value, np.uint8)))
-        grid, block, shared_bytes = tuple(node["grid"]), tuple(node["block"]), node["shared_bytes"]
-        num_attributes = len(self._attributes) - first
-        self._nodes.append(
-            (
-                *(GRAPH_NODE_TYPE_KERNEL, index, grid, block, shared_bytes, is_one_buffer),
-                *(self._keep(blob), len(blob), first, num_attributes),
-            )
-        )
-
-    def _add_structure(self, kind: int, structure: npt.NDArray[np.generic]) -> None:
-        blob, nothing = structure.tobytes(), (0, 0, 0)
-        self._nodes.append((kind, 0, nothing, nothing, 0, 0, self._keep(blob), len(blob), 0, 0))
-
-    def _kernel(self, function: int) -> int:
+    def index(self, params: np.void) -> int:
+        """Return the index of a node's kernel."""
+        function = int(params["function"]) or self._driver.function_of(int(params["kernel"]))
         if function not in self._index_by_function:
-            self._index_by_function[function] = len(self._kernels)
-            binary = self._binary_by_function.get(function)
-            self._kernels.append(KernelId.of(self._driver, function, binary))
+            self._index_by_function[function] = len(self.ids)
+            self.ids.append(KernelId.of(self._driver, function, self._binary_by_function.get(function)))
         return self._index_by_function[function]
 
-    def _keep(self, blob: bytes) -> int:
+
+class _Blobs:
+    """Bytes one behind the other, each aligned. Mutable; used by one call of `read_graph`."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def keep(self, blob: bytes) -> int:
         """Put bytes behind the others, and return where."""
-        at = len(self._blobs)
-        self._blobs += _padded(blob)
+        at = len(self._bytes)
+        self._bytes += _padded(blob)
         return at
 
-    def graph(self, edges: Table) -> GraphNodes:
-        return GraphNodes(
-            tuple(self._kernels),
-            np.array(self._nodes, NODE),
-            np.array(self._attributes, ATTRIBUTE),
-            edges,
-            np.frombuffer(bytes(self._blobs), np.uint8),
-        )
+    def array(self) -> npt.NDArray[np.uint8]:
+        return np.frombuffer(bytes(self._bytes), np.uint8)
+
+
+def _keep_parameters(
+    nodes: Table, is_kernel: npt.NDArray[np.bool_], params: Table, kernels: Sequence[KernelId], blobs: _Blobs
+) -> None:
+    """Keep the parameters of all kernels, and note in `nodes` where."""
+    at, sizes = [], []
+    for kernel, extra, pointers in zip(
+        nodes["kernel"][is_kernel].tolist(),
+        params["extra"].tolist(),
+        params["parameters"].tolist(),
+        strict=True,
+    ):
+        blob = _gathered(pointers, kernels[kernel]) if pointers else _buffer(extra)
+        at.append(blobs.keep(blob))
+        sizes.append(len(blob))
+    nodes["blob"][is_kernel], nodes["blob_bytes"][is_kernel] = at, sizes
+
+
+def _structures(
+    driver: CudaGraphs, handles: npt.NDArray[np.uint64], kinds: npt.NDArray[np.int32]
+) -> dict[int, Table]:
+    """Return the driver's structures of all nodes that are no kernels, by kind."""
+    copies = driver.memcpy_nodes(handles[kinds == GRAPH_NODE_TYPE_MEMCPY])
+    if copies["source_array"].any() or copies["target_array"].any():
+        raise GraphUnreadable("the graph copies from or to an array, whose handle cannot be kept")
+    fills = driver.memset_nodes(handles[kinds == GRAPH_NODE_TYPE_MEMSET])
+    return {GRAPH_NODE_TYPE_MEMCPY: copies, GRAPH_NODE_TYPE_MEMSET: fills}
+
+
+def _keep_attributes(
+    driver: CudaGraphs,
+    nodes: Table,
+    is_kernel: npt.NDArray[np.bool_],
+    handles: npt.NDArray[np.uint64],
+    params: Table,
+) -> Table:
+    """Return the attributes in which nodes differ from ones that were just made, and note them in `nodes`.
+
+    Nodes with the same ones share them.
+    """
+    _, firsts, kernels = np.unique(nodes["kernel"][is_kernel], return_index=True, return_inverse=True)
+    scratch = driver.create()
+    try:
+        fresh = driver.attributes(driver.add_kernels(scratch, params[firsts]))
+    finally:
+        driver.destroy(scratch)
+    values = driver.attributes(handles[is_kernel])
+    differs = (values != fresh[kernels]).any(axis=-1)
+    cluster = NODE_ATTRIBUTES.index(LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
+    policy = NODE_ATTRIBUTES.index(LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE)
+    differs[:, policy] &= values[:, cluster].any(axis=-1)  # it says how clusters are spread
+    kept, begin_by_set = list[tuple[int, npt.NDArray[np.uint8]]](), dict[bytes, int]()
+    begins = []
+    for own, is_kept in zip(values, differs, strict=True):
+        key = is_kept.tobytes() + own[is_kept].tobytes()
+        if key not in begin_by_set:
+            begin_by_set[key] = len(kept)
+            kept += [(NODE_ATTRIBUTES[index], own[index]) for index in np.flatnonzero(is_kept)]
+        begins.append(begin_by_set[key])
+    nodes["first_attribute"][is_kernel], nodes["num_attributes"][is_kernel] = begins, differs.sum(axis=-1)
+    return np.array(kept, ATTRIBUTE)
 
 
 def _buffer(extra: int) -> bytes:
@@ -354,24 +389,26 @@ def _sections(packed: memoryview) -> list[npt.NDArray[np.generic]]:
 def _kernels(rows: Table, parameters: Table, names: npt.NDArray[np.uint8]) -> tuple[KernelId, ...]:
     ends = _ends(rows, "first_parameter", "num_parameters")
     _demand(ends <= len(parameters), "parameters of a kernel that are not there")
-    text, at, kernels = names.tobytes(), 0, []
-    for row in rows:
-        first, end_of_name = int(row["first_parameter"]), at + int(row["name_bytes"])
-        end = end_of_name + int(row["binary_bytes"])
+    text, at, kernels, pairs = names.tobytes(), 0, [], parameters.tolist()
+    for (
+        name_bytes,
+        binary_bytes,
+        first,
+        count,
+        registers,
+        static_bytes,
+        dynamic_bytes,
+        large,
+    ) in rows.tolist():
+        end_of_name = at + name_bytes
+        end = end_of_name + binary_bytes
         try:
             name, binary = text[at:end_of_name].decode(), text[end_of_name:end].decode()
         except UnicodeDecodeError as error:
             raise GraphUnreadable(f"a packed graph has a name that is no text: {error}") from error
-        at, own = end, parameters[first : first + int(row["num_parameters"])]
-        kernels.append(
-            KernelId(
-                name,
-                binary or None,
-                tuple((int(one["offset"]), int(one["bytes"])) for one in own),
-                *(int(row["registers"]), int(row["static_shared_bytes"]), int(row["dynamic_shared_bytes"])),
-                bool(row["has_large_clusters"]),
-            )
-        )
+        own, limits = tuple(pairs[first : first + count]), (static_bytes, dynamic_bytes)
+        kernels.append(KernelId(name, binary or None, own, registers, *limits, bool(large)))
+        at = end
     _demand(np.array([at == len(text)]), "names that do not add up")
     return tuple(kernels)
 

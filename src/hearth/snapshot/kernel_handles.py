@@ -40,10 +40,10 @@ class KernelHandles:
     def learn(self, graph: int) -> None:
         """Find all functions in the modules of the kernels of a captured graph, which may never be run."""
         with self._lock:
-            for node in self._driver.nodes(graph).tolist():
-                if self._driver.kind(node) == GRAPH_NODE_TYPE_KERNEL:
-                    found = self._driver.kernel_node(node)[0]
-                    self._learn(int(found["function"]) or self._driver.function_of(int(found["kernel"])))
+            nodes = self._driver.nodes(graph)
+            kernels = nodes[self._driver.kinds(nodes) == GRAPH_NODE_TYPE_KERNEL]
+            for row in self._driver.kernel_nodes(kernels):
+                self._learn(int(row["function"]) or self._driver.function_of(int(row["kernel"])))
 
     def resolve(self, kernels: Sequence[KernelId]) -> npt.NDArray[np.uint64]:
         """Return the function of each kernel, loaded, and with the limits that it needs.
@@ -51,9 +51,7 @@ class KernelHandles:
         Raises:
             KernelsMissing: this process does not have all of them, or has others under their names.
         """
-        with self._lock:
-            binaries = self._function_by_binary()
-            found = {kernel: self._find(kernel, binaries) for kernel in kernels}
+        found = self._find_all(kernels)
         missing = [kernel.name for kernel, function in found.items() if function is None]
         if missing:
             raise KernelsMissing(
@@ -61,6 +59,16 @@ class KernelHandles:
                 f"first `{missing[0]}`: the graph is captured anew"
             )
         return np.array([found[kernel] for kernel in kernels], np.uint64)
+
+    def has(self, kernels: Sequence[KernelId]) -> bool:
+        """True if this process has all of the kernels."""
+        return all(function is not None for function in self._find_all(kernels).values())
+
+    def _find_all(self, kernels: Sequence[KernelId]) -> dict[KernelId, int | None]:
+        with self._lock:
+            is_new = any(kernel.binary is not None and kernel not in self._resolved for kernel in kernels)
+            binaries = self._function_by_binary() if is_new else {}
+            return {kernel: self._find(kernel, binaries) for kernel in kernels}
 
     def _learn(self, function: int) -> None:
         module = self._driver.module_of(function)
@@ -71,10 +79,10 @@ class KernelHandles:
             self._functions_by_name.setdefault(self._driver.name(sibling), []).append(sibling)
 
     def _find(self, kernel: KernelId, binaries: Mapping[str, int]) -> int | None:
+        if kernel in self._resolved:
+            return self._resolved[kernel]
         if kernel.binary is not None:
             candidates = [binaries[kernel.binary]] if kernel.binary in binaries else []
-        elif kernel in self._resolved:
-            return self._resolved[kernel]
         else:
             candidates = self._functions_by_name.get(kernel.name, [])
         for function in candidates:

@@ -34,10 +34,6 @@ class RestoredGraph:
         self._driver, self._executable = driver, executable
         self.num_nodes = num_nodes
 
-    def upload(self, stream: int) -> None:
-        """Queue on a stream what the first launch would have to do before it starts."""
-        self._driver.upload(self._executable, stream)
-
     def launch(self, stream: int) -> None:
         self._driver.launch(self._executable, stream)
 
@@ -70,18 +66,17 @@ def _add_nodes(
     driver: CudaGraphs, handle: int, graph: GraphNodes, functions: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
     """Add all nodes, without edges, and return their handles."""
-    prepared = _Prepared(graph, functions)
-    structures, blobs = prepared.structures.ctypes.data, prepared.blob_at.tolist()
+    prepared, kinds = _Prepared(graph, functions), graph.nodes["kind"]
     handles = np.zeros(len(graph.nodes), np.uint64)
-    for index, kind in enumerate(graph.nodes["kind"].tolist()):
-        if kind == GRAPH_NODE_TYPE_KERNEL:
-            handles[index] = driver.add_kernel(handle, structures + index * KERNEL_NODE.itemsize)
-        elif kind == GRAPH_NODE_TYPE_MEMSET:
-            handles[index] = driver.add_memset(handle, blobs[index])
-        elif kind == GRAPH_NODE_TYPE_MEMCPY:
-            handles[index] = driver.add_memcpy(handle, blobs[index])
+    handles[kinds == GRAPH_NODE_TYPE_KERNEL] = driver.add_kernels(handle, prepared.kernels)
+    for index in np.flatnonzero(kinds != GRAPH_NODE_TYPE_KERNEL).tolist():
+        params = int(prepared.blob_at[index])
+        if kinds[index] == GRAPH_NODE_TYPE_MEMSET:
+            handles[index] = driver.add_memset(handle, params)
+        elif kinds[index] == GRAPH_NODE_TYPE_MEMCPY:
+            handles[index] = driver.add_memcpy(handle, params)
         else:
-            assert kind == GRAPH_NODE_TYPE_EMPTY, f"a node of another kind: {kind=}"
+            assert kinds[index] == GRAPH_NODE_TYPE_EMPTY, f"a node of another kind: {kinds[index]}"
             handles[index] = driver.add_empty(handle)
     return handles
 
@@ -90,63 +85,65 @@ class _Prepared:
     """The structures of all kernels of a graph, and what they point at, for as long as this object lives."""
 
     def __init__(self, graph: GraphNodes, functions: npt.NDArray[np.uint64]) -> None:
-        nodes = graph.nodes
         self._blobs = np.empty(len(graph.blobs) + ALIGNMENT, np.uint8)
         base = -(-self._blobs.ctypes.data // ALIGNMENT) * ALIGNMENT
         begin = base - self._blobs.ctypes.data
         self._blobs[begin : begin + len(graph.blobs)] = graph.blobs
-        self.blob_at = nodes["blob"].astype(np.uint64) + np.uint64(base)  #: where each node's parameters lie
-        self.structures = np.zeros(len(nodes), KERNEL_NODE)
-        is_kernel = nodes["kind"] == GRAPH_NODE_TYPE_KERNEL
-        self.structures["function"][is_kernel] = functions[nodes["kernel"][is_kernel]]
+        #: Where each node's parameters lie.
+        self.blob_at = graph.nodes["blob"].astype(np.uint64) + np.uint64(base)
+        is_kernel = graph.nodes["kind"] == GRAPH_NODE_TYPE_KERNEL
+        nodes, blob_at = graph.nodes[is_kernel], self.blob_at[is_kernel]
+        self.kernels = np.zeros(len(nodes), KERNEL_NODE)  #: in the order of those nodes
+        self.kernels["function"] = functions[nodes["kernel"]]
         for field in ("grid", "block", "shared_bytes"):
-            self.structures[field] = nodes[field]
+            self.kernels[field] = nodes[field]
         is_one_buffer = nodes["is_one_buffer"] != 0
-        self._extra = self._point_at_buffers(nodes["blob_bytes"])
-        self.structures["extra"][is_kernel & is_one_buffer] = _row_addresses(self._extra)[
-            is_kernel & is_one_buffer
-        ]
-        apart = np.flatnonzero(is_kernel & ~is_one_buffer)
-        self._parameters, begins = self._point_at_parameters(graph, apart)
-        self.structures["parameters"][apart] = begins
+        self._sizes = nodes["blob_bytes"][is_one_buffer].astype(np.uint64)
+        self._extra = _buffer_words(blob_at[is_one_buffer], self._sizes)
+        self.kernels["extra"][is_one_buffer] = _row_addresses(self._extra)
+        self._parameters, begins = _parameter_words(
+            graph, nodes["kernel"][~is_one_buffer], blob_at[~is_one_buffer]
+        )
+        self.kernels["parameters"][~is_one_buffer] = begins
 
-    def _point_at_buffers(self, num_bytes: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
-        """Return for each node the words that say: a buffer here, of that size."""
-        self._sizes = num_bytes.astype(np.uint64)
-        words = np.zeros((len(num_bytes), 5), np.uint64)
-        words[:, 0], words[:, 1] = LAUNCH_PARAM_BUFFER_POINTER, self.blob_at
-        words[:, 2], words[:, 3] = LAUNCH_PARAM_BUFFER_SIZE, _row_addresses(self._sizes)
-        words[:, 4] = LAUNCH_PARAM_END
-        return words
 
-    def _point_at_parameters(
-        self, graph: GraphNodes, nodes: npt.NDArray[np.intp]
-    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """Return a pointer to each parameter of all these nodes, and for each node where its own begin."""
-        offsets = [np.array([at for at, _ in one.parameters], np.uint64) for one in graph.kernels]
-        kernels = graph.nodes["kernel"][nodes].tolist()
-        counts = np.array([len(offsets[kernel]) for kernel in kernels], np.uint64)
-        pointers = np.concatenate([_NOTHING, *(offsets[kernel] for kernel in kernels)])
-        pointers += np.repeat(self.blob_at[nodes], counts.astype(np.intp))
-        begins = np.cumsum(counts, dtype=np.uint64) - counts
-        return pointers, begins * np.uint64(pointers.itemsize) + np.uint64(pointers.ctypes.data)
+def _buffer_words(blob_at: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return for each node the words that say: a buffer here, of that size."""
+    words = np.zeros((len(sizes), 5), np.uint64)
+    words[:, 0], words[:, 1] = LAUNCH_PARAM_BUFFER_POINTER, blob_at
+    words[:, 2], words[:, 3] = LAUNCH_PARAM_BUFFER_SIZE, _row_addresses(sizes)
+    words[:, 4] = LAUNCH_PARAM_END
+    return words
+
+
+def _parameter_words(
+    graph: GraphNodes, kernels: npt.NDArray[np.uint32], blob_at: npt.NDArray[np.uint64]
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """Return a pointer to each parameter of some nodes, and for each node where its own begin."""
+    offsets = [np.array([at for at, _ in one.parameters], np.uint64) for one in graph.kernels]
+    counts = np.array([len(one) for one in offsets], np.uint64)[kernels]
+    pointers = np.concatenate([_NOTHING, *(offsets[kernel] for kernel in kernels.tolist())])
+    pointers += np.repeat(blob_at, counts.astype(np.intp))
+    begins = np.cumsum(counts, dtype=np.uint64) - counts
+    return pointers, begins * np.uint64(pointers.itemsize) + np.uint64(pointers.ctypes.data)
 
 
 def _set_attributes(driver: CudaGraphs, graph: GraphNodes, handles: npt.NDArray[np.uint64]) -> None:
-    """Set the attributes in which a node differs from one that was just made, for each takes a call."""
-    attributes = np.ascontiguousarray(graph.attributes)
-    ids, values = attributes["id"].tolist(), [value.tobytes() for value in attributes["value"]]
-    value_at = attributes.ctypes.data + attributes.dtype.fields["value"][1]
-    fresh: dict[int, dict[int, bytes]] = {}  # by kernel
-    for handle, node in zip(handles.tolist(), graph.nodes, strict=True):
-        first, kernel = int(node["first_attribute"]), int(node["kernel"])
-        if not node["num_attributes"]:
+    """Set the attributes of one node of each kind, and copy them to all that are like it in one call each."""
+    ids, values = graph.attributes["id"].tolist(), [one.tobytes() for one in graph.attributes["value"]]
+    columns = (graph.nodes[name].tolist() for name in ("kernel", "first_attribute", "num_attributes"))
+    model_by_kind, pairs = dict[tuple[int, ...], int](), []
+    for handle, *kind in zip(handles.tolist(), *columns, strict=True):
+        _, first, count = kind
+        if not count:
             continue
-        if kernel not in fresh:
-            fresh[kernel] = driver.attributes(handle)
-        for index in range(first, first + int(node["num_attributes"])):
-            if fresh[kernel].get(ids[index]) != values[index]:
-                driver.set_attribute(handle, ids[index], value_at + index * attributes.itemsize)
+        model = model_by_kind.setdefault(tuple(kind), handle)
+        if model != handle:
+            pairs.append((handle, model))
+            continue
+        for index in range(first, first + count):
+            driver.set_attribute(handle, ids[index], values[index])
+    driver.copy_attributes(pairs)
 
 
 def _row_addresses(array: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
