@@ -31,6 +31,13 @@ class StepGraph(Protocol):
         """Queue the graph on the current stream, on the inputs that are in place."""
 
 
+class CapturedGraph(StepGraph, Protocol):
+    """A graph that was captured in this process, as torch has it."""
+
+    def raw_cuda_graph(self) -> int:
+        """Return the driver's handle of its nodes, which lasts as long as this object."""
+
+
 class GraphSource(Protocol):
     """The graphs of a snapshot. Another thread restores them one by one, the steps' thread asks."""
 
@@ -47,7 +54,7 @@ class GraphSource(Protocol):
 class Capturer(Protocol):
     """Makes graphs of work (`engine/graph_capture.py`)."""
 
-    def capture(self, work: Work) -> StepGraph: ...
+    def capture(self, work: Work) -> CapturedGraph: ...
 
     def forget(self) -> None: ...
 
@@ -61,7 +68,7 @@ class StepGraphs:
 
     def __init__(self, capturer: Capturer) -> None:
         self._capturer = capturer
-        self._captured: dict[GraphKey, StepGraph] = {}
+        self._captured: dict[GraphKey, CapturedGraph] = {}
         self._source: GraphSource | None = None
         self._tried: dict[GraphKey, StepGraph] = {}  #: restored ones that compute what the step does
         self._on_trial: dict[GraphKey, StepGraph] = {}
@@ -73,7 +80,7 @@ class StepGraphs:
         return len(self._captured) + len(self._tried)
 
     @property
-    def captured(self) -> Mapping[GraphKey, StepGraph]:
+    def captured(self) -> Mapping[GraphKey, CapturedGraph]:
         """The graphs that were captured here, of which a snapshot can be made."""
         return self._captured
 
@@ -112,7 +119,7 @@ class StepGraphs:
         if self._source is None or self._on_trial:
             return None
         untried = {key: found for key in keys if key not in self and (found := self._source.find(key.name))}
-        known = {**self._captured, **self._tried, **untried}
+        known: dict[GraphKey, StepGraph] = {**self._captured, **self._tried, **untried}
         if not untried or any(key not in known for key in keys):
             return None
         self._on_trial = untried

@@ -11,7 +11,7 @@ import torch
 
 from hearth.engine.engine_tables import EngineTables
 from hearth.engine.graph_trial import GraphTrial
-from hearth.engine.graphs import StepGraphs
+from hearth.engine.graphs import CapturedGraph, Capturer, StepGraphs
 from hearth.engine.inputs import InputBuffers
 from hearth.engine.prompt_reader import PromptReader, RowRead, StepReads
 from hearth.engine.sampler import Sampler, Samples
@@ -25,6 +25,8 @@ from hearth.types import RequestId, SamplingTable, TokenLogprob, TokenLogprobs
 
 #: Blocks that move are copied in pieces of at most this, or one by one: the copy takes memory of its own.
 _COPY_BYTES = 16 << 20
+#: All kernels of libraries are in two layers: the last one of a step with prompts ends with its attention.
+_REHEARSED_LAYERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +195,20 @@ class Runner:
         self._run(shape, None)
 
     @torch.inference_mode()
+    def rehearse(self, name: str, capturer: Capturer) -> CapturedGraph | None:
+        """Capture the first layers of the part of a step that has this name in snapshots; None: none has.
+
+        Nothing is run, and any thread may call it: libraries load the kernels that they have for the size,
+        and the launches of a step without a graph are quicker from then on.
+        """
+        found = [(key, shape) for shape in self.sizes.all_shapes() for key in shape.keys if key.name == name]
+        if not found:
+            return None
+        (key, shape), decoder = found[0], self.decoder.first_layers(_REHEARSED_LAYERS)
+        kv = self.kv[:, : len(decoder.layers)]
+        return capturer.capture(partial(self._queue, key.part, shape, None, decoder, kv, None))
+
+    @torch.inference_mode()
     def draw_padding(self, shape: StepShape) -> None:
         """Queue the draws of a step that is all padding, in which no token is drawn."""
         self._sampler.draw(self.decoder.logits[: shape.num_logits], self._inputs.park(shape))
@@ -337,11 +353,22 @@ class Runner:
             self._run_part(key.part, shape, plan)
 
     def _run_part(self, part: StepPart, shape: StepShape, plan: StepPlan | None) -> None:
+        self._queue(part, shape, plan, self.decoder, self.kv, self._gate)
+
+    def _queue(
+        self,
+        part: StepPart,
+        shape: StepShape,
+        plan: StepPlan | None,
+        decoder: Decoder,
+        kv: torch.Tensor,
+        gate: WeightGate | None,
+    ) -> None:
         step = self._inputs.view(plan, shape)
         if part is not StepPart.TAIL:
             self._inputs.gather_tokens(shape)
-            if self._gate is not None:
-                self._gate.embed()
-            self.decoder.body(self.decoder.embed(step), step, self.kv, self._gate)
+            if gate is not None:
+                gate.embed()
+            decoder.body(decoder.embed(step), step, kv, gate)
         if part is not StepPart.MIXED:
-            self._sampler.take_best(self.decoder.tail(step, self._gate), self._inputs.sample_slots(shape))
+            self._sampler.take_best(decoder.tail(step, gate), self._inputs.sample_slots(shape))

@@ -27,6 +27,8 @@ PAGE_BYTES = 16 << 20
 #: them that of libraries, and one more.
 BASE_ADDRESS = 0x18000000000
 SPACE_BYTES = 512 << 30
+#: Addresses that are the same in every process: the spaces of models, and that of libraries behind them.
+FIXED_ADDRESSES = range(BASE_ADDRESS, BASE_ADDRESS + (NUM_SLOTS + 1) * SPACE_BYTES)
 
 log = logging.getLogger(__name__)
 

@@ -72,35 +72,36 @@ class RestoredGraphs:
     def is_coming(self, key: str) -> bool:
         return key in self._coming
 
-    def missing(self) -> list[str]:
-        """Return the names of graphs of which some kernels are not in this process, as far as is known."""
-        return [name for name, graph in self._coming.items() if not self._handles.has(graph.kernels)]
+    def stop(self) -> None:
+        """Restore no more graphs; those that are missing are captured when they are needed."""
+        self._coming = {}
 
     def discard(self, reason: str) -> None:
-        self._coming = {}
-        self._restored = {}
+        self._coming, self._restored = {}, {}
         self._on_discard(reason)
 
-    def restore(self, upload_stream: int) -> None:
-        """Restore all graphs, and queue on a stream what their first launches would have to wait for.
+    def restore(self, rehearse: Callable[[str], None]) -> None:
+        """Restore all graphs. One that cannot be restored is left out, and so captured when it is needed.
 
-        One that cannot be restored is left out, and so captured when it is needed.
+        `rehearse` shows to `handles` the kernels of libraries that a graph of that name needs. It is asked
+        where some are not known, and for the first graph of each kind.
         """
         began_s, num_graphs, reasons = time.perf_counter(), len(self._coming), list[str]()
-        coming = self._coming  # another one once the snapshot is discarded
+        coming, kinds = self._coming, set[str]()  # the first is another one once nobody wants the graphs
         while coming and coming is self._coming:
             name, graph = next(iter(coming.items()))
             try:
-                restored = rebuild(self._driver, graph, self._handles.resolve(graph.kernels))
-                restored.upload(upload_stream)
-                if coming is self._coming:
-                    self._restored[name] = restored
+                kind, _, _ = name.rpartition("-")
+                if kind not in kinds or not self._handles.has(graph.kernels):
+                    rehearse(name)
+                    kinds.add(kind)
+                self._restored[name] = rebuild(self._driver, graph, self._handles.resolve(graph.kernels))
             except (DeviceError, KernelsMissing) as error:
                 reasons.append(f"{name}: {error}")
             del coming[name]  # behind the other: it is either coming or there
         log.info(
             "graphs_restored graphs=%d of=%d seconds=%.3f",
-            *(num_graphs - len(reasons), num_graphs, time.perf_counter() - began_s),
+            *(len(self._restored), num_graphs, time.perf_counter() - began_s),
         )
         if reasons:
             log.warning("fallback graphs=captured count=%d reason=`%s`", len(reasons), reasons[0])

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -20,21 +21,24 @@ import torch
 
 from hearth.beacon import Beacon
 from hearth.config import EngineConfig
-from hearth.errors import HearthError, SnapshotError
+from hearth.engine.engine import Engine
+from hearth.errors import DeviceError, HearthError, SnapshotError
 from hearth.kernels.compilations import COMPILATIONS
 from hearth.kernels.jit import HAS_TRITON
 from hearth.kernels.kernel_cache import KernelCache
 from hearth.messages import WorkerFarewell, WorkerSetup
 from hearth.policy.turns.turn_policy import TurnRules
 from hearth.snapshot.directory import SnapshotDirectory
+from hearth.snapshot.parts import SnapshotParts
 from hearth.store.borrower import Borrower
 from hearth.store.die_with_parent import die_with_parent
 from hearth.store.loader import Loader
 from hearth.worker.gateway_link import GatewayLink, Introduction, connect, greet
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
-from hearth.worker.model_snapshots import ModelSnapshots
+from hearth.worker.model_snapshots import ModelSnapshots, no_parts
 from hearth.worker.runtime import HostingResources, Runtime, start
+from hearth.worker.snapshot_graphs import SnapshotGraphs
 from hearth.worker.worker_loop import Inbox, WorkerLoop
 
 #: How long a thread may keep the interpreter from the others. Models are put together while others step, and
@@ -124,7 +128,18 @@ def _snapshots(setup: WorkerSetup, config: EngineConfig, runtime: Runtime) -> Mo
     except SnapshotError as error:
         log.warning("fallback snapshots=off reason=`%s`", error)
         return None
-    return ModelSnapshots(directory, config, device, name, runtime.device_bytes)
+    return ModelSnapshots(directory, config, device, name, runtime.device_bytes, _parts_of(runtime))
+
+
+def _parts_of(runtime: Runtime) -> Callable[[Engine], SnapshotParts | None]:
+    """Return what keeps the graphs of engines, where another process could use them."""
+    if not runtime.has_fixed_addresses:
+        return no_parts
+    try:
+        return SnapshotGraphs(runtime.device).parts_of
+    except DeviceError as error:
+        log.warning("fallback snapshots=without_graphs reason=`%s`", error)
+        return no_parts
 
 
 def _introduction(setup: WorkerSetup, runtime: Runtime) -> Introduction:

@@ -37,7 +37,8 @@ class SnapshotLook:
     memory: MemoryProfile | None = None  #: None: none is used
 
 
-def _no_parts(engine: Engine) -> SnapshotParts | None:
+def no_parts(engine: Engine) -> SnapshotParts | None:
+    """Keep nothing of an engine but its profiles."""
     return None
 
 
@@ -51,7 +52,7 @@ class ModelSnapshots:
         device: torch.device,
         device_name: str,
         device_bytes: int,
-        parts_of: Callable[[Engine], SnapshotParts | None] = _no_parts,
+        parts_of: Callable[[Engine], SnapshotParts | None] = no_parts,
     ) -> None:
         """`parts_of` returns what is kept of an engine besides profiles; None: nothing."""
         self.device_name, self.parts_of = device_name, parts_of
@@ -124,4 +125,5 @@ def _addresses(space: Space) -> str:
     """Return where a model's memory lies; that of each tensor follows from its first one and its layout."""
     weights = min((place.base.data_ptr() + place.offset for place in space.places.values()), default=0)
     ranges = {"weights": weights, "kv": space.kv.data_ptr(), "workspace": space.workspace.data_ptr()}
+    ranges["tables"] = space.tables.data_ptr()
     return " ".join(f"{name}={address:#x}" for name, address in ranges.items())

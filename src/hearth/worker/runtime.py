@@ -55,6 +55,8 @@ class Runtime:
     new_pool: Callable[[EvictionTermsOf], Pool]
     shares_workspace: bool  #: the pool is sure to need one workspace for all models
     torch_limit: TorchLimit | None = None  #: None: torch is not limited
+    #: All that captured steps point at lies at the same addresses in every process.
+    has_fixed_addresses: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +127,11 @@ def _start_cuda(setup: WorkerSetup, config: EngineConfig) -> Runtime:
     limit = TorchLimit(most_bytes, partial(_limit_torch, total_bytes, device))
     fallbacks = _take_library_memory(device) if config.graphs != "off" else {}
     new_pool = partial(MappedPool, pages, fallbacks=fallbacks)
-    pool_bytes = pages.num_pages * pages.page_bytes
     return Runtime(
-        *(device, name, total_bytes, pool_bytes, new_pool), shares_workspace=True, torch_limit=limit
+        *(device, name, total_bytes, pages.num_pages * pages.page_bytes, new_pool),
+        shares_workspace=True,
+        torch_limit=limit,
+        has_fixed_addresses=config.graphs != "off" and not any(fallbacks.values()),
     )
 
 
