@@ -34,7 +34,10 @@ class GraphCapture:
             replays.wait_stream(stream)
             # Other threads go on using the device meanwhile, such as a second model's step thread. This one
             # may load kernels, as libraries do at the first launch, which other modes would not let pass.
-            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+            graph.capture_begin(
+                pool=self._pool,  # type: ignore[arg-type] # a pool's id, to which torch gives another name
+                capture_error_mode="relaxed",
+            )
             try:
                 work()
             finally:
