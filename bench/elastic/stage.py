@@ -120,6 +120,7 @@ class Stage:
         self.pool.load_ended(SERVED, is_whole=True)
         memory = Memory(space.workspace, space.tables, space.kv, space.sink, plan.floor_blocks)
         self.engine = assemble(body.spec, weights, body.config, body.device, memory)
+        self.engine.runner.fill_tables()
         self._served = ServedModel(plan, self.engine)
         self._hosted[SERVED] = self._pinned(SERVED)
         self._hosted[SERVED].state = Loaded(self._served)

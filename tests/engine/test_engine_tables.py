@@ -29,6 +29,8 @@ def engine_in(name: str, memories: list[Memory]) -> Engine:
         return memories[-1]
 
     engine = engine_over(build(name).directory, ROOMY, memory=memory)
+    assert (memories[-1].tables == 0xFF).all(), "memory that may be gone was touched"
+    engine.runner.fill_tables()
     engine.add_blocks(range(1, NUM_BLOCKS))
     return engine
 
@@ -47,7 +49,7 @@ def test_answers_are_the_same_in_given_tables_and_after_they_were_somebody_elses
     assert not torch.equal(memories[0].tables, at_first)
     for _ in range(2):
         memories[0].tables.fill_(0xFF)
-        engine.runner.refill_tables()
+        engine.runner.fill_tables()
         assert torch.equal(memories[0].tables, at_first)
         assert [ask(engine, prompts, one) for one in (params, sampled)] == expected
 

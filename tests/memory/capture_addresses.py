@@ -80,6 +80,7 @@ def capture(name: str, models: MappedPool) -> None:
     models.load_ended(ModelId(name), is_whole=True)
     memory = Memory(space.workspace, space.tables, space.kv, space.sink, floor_blocks=32)
     engine = assemble(spec, bind(arch, layout, space.places), CONFIG, DEVICE, memory)
+    engine.runner.fill_tables()
     num_allocations = watch_captures()
     engine.runner.capture_all()
     print(name, "allocations", sum(num_allocations), "captures", len(num_allocations))
