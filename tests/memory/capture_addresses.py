@@ -20,7 +20,7 @@ from hearth.engine.assemble import (
     tables_bytes,
     workspace_bytes,
 )
-from hearth.engine.graph_capture import use_library_memory
+from hearth.engine.graph_capture import GraphCapture, use_library_memory
 from hearth.memory.cuda_pages import CudaPages
 from hearth.memory.library_memory import LibraryMemory
 from hearth.memory.pool import Shape
@@ -29,6 +29,7 @@ from hearth.models.families import read_arch
 from hearth.models.layout import layout_of
 from hearth.models.weights import bind
 from hearth.types import Digest, ModelId
+from hearth.worker.runtime import LIBRARY_BYTES
 from tests.memory.pool_caller import Holds
 from tests.models.zoo import build, pack_directory
 from tests.test_sizes import memory_of
@@ -40,7 +41,7 @@ DTYPE = "bfloat16"
 
 def main(names: list[str]) -> None:
     torch.cuda.set_device(DEVICE)
-    library = LibraryMemory(CudaPages(DEVICE, 128 << 20))
+    library = LibraryMemory(CudaPages(DEVICE, LIBRARY_BYTES))
     pool = library.torch_pool()
     use_library_memory(pool)
     assert library.num_fallbacks == 0
@@ -83,6 +84,10 @@ def capture(name: str, models: MappedPool) -> None:
     engine.runner.fill_tables()
     num_allocations = watch_captures()
     engine.runner.capture_all()
+    capturer = GraphCapture()
+    assert not capturer.takes_memory()
+    kept = capturer.capture(lambda: engine.runner.decoder.logits.sum())
+    assert capturer.takes_memory(), f"{kept} has none"
     print(name, "allocations", sum(num_allocations), "captures", len(num_allocations))
     begin = base.data_ptr()
     for address in sorted(memory_of(engine)):

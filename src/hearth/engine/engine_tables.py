@@ -18,7 +18,7 @@ class EngineTables:
     """Views by the names of `table_buffers`. What they hold others write, but for the beginning."""
 
     def __init__(self, arch: Arch, limits: StepLimits, context: int, sink: int, memory: torch.Tensor) -> None:
-        """View `memory` (uint8) as the buffers; it is not touched. `sink`: a block of KV that nobody reads."""
+        """View `memory` (uint8), which is not touched, as the buffers. `sink`: a block that nobody reads."""
         self._memory, self._rope, self._sink = memory, arch.rope, sink
         tables = views(table_buffers(arch.dimensions, limits, context), memory)
         self.inputs = _part(tables, "inputs.")
