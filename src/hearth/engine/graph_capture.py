@@ -46,10 +46,6 @@ class GraphCapture:
         # The old pool may outlive its graphs, and torch refuses to fill such a one again.
         self._pool = torch.cuda.graph_pool_handle()
 
-    def takes_memory(self) -> bool:
-        """True if a graph computes in memory that was allocated for it, and so differs in every process."""
-        return any(torch.cuda.memory_snapshot(self._pool))  # type: ignore[no-untyped-call] # untyped
-
 
 def use_library_memory(pool: torch.cuda.MemPool) -> None:
     """Have cuBLAS find its workspaces for all captures on the current device in `pool`.
