@@ -434,7 +434,7 @@ class ModelUse(Struct, frozen=True):
     kv_blocks: int = 0  #: that it has now
     block_bytes: int = 0  #: of KV
     coming_bytes: int = 0  #: of `weights_bytes`, those that are still on their way
-    tables_bytes: int = 0  #: of its sampler, while requests need them
+    tables_bytes: int = 0  #: of its engine, and those of its sampler while requests need them
     is_in_turn: bool = False
     due_s: float | None = None  #: from now, when its next token is due; negative: overdue; None: no requests
 

@@ -40,7 +40,9 @@ def elastic_engine(
         parts = [torch.full((size,), 0xFF, dtype=torch.uint8, device=device) for size in sizes]
         return Memory(*parts, SINK, floor_blocks)
 
-    return engine_over(build(name).directory, config, device, memory=memory)
+    engine = engine_over(build(name).directory, config, device, memory=memory)
+    engine.runner.fill_tables()
+    return engine
 
 
 def prompts(name: str) -> list[list[int]]:

@@ -29,6 +29,7 @@ from hearth.models.families import read_arch
 from hearth.models.layout import layout_of
 from hearth.models.weights import bind
 from hearth.types import Digest, ModelId
+from hearth.worker.runtime import LIBRARY_BYTES
 from tests.memory.pool_caller import Holds
 from tests.models.zoo import build, pack_directory
 from tests.test_sizes import memory_of
@@ -40,7 +41,7 @@ DTYPE = "bfloat16"
 
 def main(names: list[str]) -> None:
     torch.cuda.set_device(DEVICE)
-    library = LibraryMemory(CudaPages(DEVICE, 128 << 20))
+    library = LibraryMemory(CudaPages(DEVICE, LIBRARY_BYTES))
     pool = library.torch_pool()
     use_library_memory(pool)
     assert library.num_fallbacks == 0
@@ -80,6 +81,7 @@ def capture(name: str, models: MappedPool) -> None:
     models.load_ended(ModelId(name), is_whole=True)
     memory = Memory(space.workspace, space.tables, space.kv, space.sink, floor_blocks=32)
     engine = assemble(spec, bind(arch, layout, space.places), CONFIG, DEVICE, memory)
+    engine.runner.fill_tables()
     num_allocations = watch_captures()
     engine.runner.capture_all()
     print(name, "allocations", sum(num_allocations), "captures", len(num_allocations))

@@ -465,7 +465,7 @@ def test_a_model_beyond_the_budget_is_refused_with_the_numbers(gateway: Gateway,
 
     assert isinstance(failed, HostingFailed)
     assert failed.label == "device"
-    assert f"`b` needs {budget_bytes} bytes for weights and " in failed.reason
+    assert f"`b` needs {budget_bytes} bytes for weights, " in failed.reason
     assert f"more than can be freed of {budget_bytes}" in failed.reason
 
 

@@ -113,8 +113,9 @@ def assemble(
 ) -> Engine:
     """Return an engine over weights that have their place on the device, which tells `marks` of its steps.
 
-    In `memory` that was set aside KV has no blocks yet: `Engine.add_blocks` gives them. Without such memory
-    the engine takes its own, and what is left on the device goes to KV, for good.
+    Memory that was set aside is not touched: `Engine.add_blocks` gives blocks of KV, and `Runner.fill_tables`
+    fills tables. Without such memory the engine takes its own, and what is left on the device goes to KV, for
+    good.
     """
     limits = spec.limits
     log.info(
@@ -132,6 +133,7 @@ def assemble(
         book = BlockBook(limits.block_tokens, memory.floor_blocks)
     else:
         book = BlockBook.fixed(len(runner.kv), limits.block_tokens)
+        runner.fill_tables()
         if config.graphs == "start":
             runner.capture_all()
     batch_limits = BatchLimits(limits.max_batch_tokens, limits.max_seqs, spec.max_context, runner.sizes.mixed)

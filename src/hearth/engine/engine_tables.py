@@ -1,7 +1,7 @@
 """The buffers of an engine that mean something between its steps, cut from bytes that someone else owns.
 
 Captured steps refer to them, so they lie at the same addresses for as long as the engine is there. The bytes
-may be somebody else's while its model is away: then they are filled anew.
+may be somebody else's while its model is away: so they are filled whenever it has come.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ class EngineTables:
     """Views by the names of `table_buffers`. What they hold others write, but for the beginning."""
 
     def __init__(self, arch: Arch, limits: StepLimits, context: int, sink: int, memory: torch.Tensor) -> None:
-        """View `memory` (uint8) as the buffers, and fill them. `sink` is a block of KV that nobody reads."""
+        """View `memory` (uint8), which is not touched, as the buffers. `sink`: a block that nobody reads."""
         self._memory, self._rope, self._sink = memory, arch.rope, sink
         tables = views(table_buffers(arch.dimensions, limits, context), memory)
         self.inputs = _part(tables, "inputs.")
         self.sampler = _part(tables, "sampler.")
         self.counters = tables["attention.counters"]
         self.cos_sin = None if arch.rope is None else tables["rotary.cos_sin"]
-        self.fill()
 
     def fill(self) -> None:
         """Write what the first step expects: zeros, a table of blocks that names the sink, cosines and sines.

@@ -18,7 +18,7 @@ class GraphCapture:
 
     def __init__(self) -> None:
         #: Memory for what libraries allocate while they are captured; one for all graphs, as they take turns.
-        self._pool = _new_pool()
+        self._pool = torch.cuda.graph_pool_handle()
         _capture_stream(torch.cuda.current_device())
 
     def capture(self, work: Work) -> torch.cuda.CUDAGraph:
@@ -44,33 +44,17 @@ class GraphCapture:
     def forget(self) -> None:
         """Take new memory for the next graphs, because all of the others are dropped."""
         # The old pool may outlive its graphs, and torch refuses to fill such a one again.
-        self._pool = _new_pool()
-
-
-#: What captures find in the memory of libraries besides workspaces, for small and for large allocations.
-_SPARE_BYTES = (1 << 20, 32 << 20)
-#: Memory of libraries, by device.
-_LIBRARY_POOLS: dict[int, torch.cuda.MemPool] = {}
+        self._pool = torch.cuda.graph_pool_handle()
 
 
 def use_library_memory(pool: torch.cuda.MemPool) -> None:
-    """Have all captures on the current device find in `pool` what libraries need, workspaces above all.
+    """Have cuBLAS find its workspaces for all captures on the current device in `pool`.
 
-    Called once, before anything is captured, by the thread that captures, for cuBLAS has a workspace for each
-    thread and stream. All of it is taken now and in the same order in every process.
+    Called before anything is captured, by the thread that captures: there is one for each thread and stream.
+    What `pool` gives is taken here and never again, in the same order in every process.
     """
-    device = torch.cuda.current_device()
-    assert device not in _LIBRARY_POOLS, f"captures on device {device} have their memory"
-    with torch.cuda.use_mem_pool(pool), torch.cuda.stream(_capture_stream(device)):
-        for num_bytes in _SPARE_BYTES:
-            torch.empty(num_bytes, dtype=torch.uint8, device="cuda")  # it stays with the pool
-    _LIBRARY_POOLS[device] = pool
-
-
-def _new_pool() -> tuple[int, int]:
-    """Return the memory for what a capture allocates: that of libraries, or where torch finds some."""
-    pool = _LIBRARY_POOLS.get(torch.cuda.current_device())
-    return torch.cuda.graph_pool_handle() if pool is None else pool.id
+    with torch.cuda.use_mem_pool(pool):
+        _capture_stream(torch.cuda.current_device())
 
 
 @cache

@@ -237,8 +237,8 @@ class Runner:
         self._sampler.free_row(table, request_id)
 
     @torch.inference_mode()
-    def refill_tables(self) -> None:
-        """Fill all tables as at the beginning: their memory was somebody else's since the last request."""
+    def fill_tables(self) -> None:
+        """Fill all tables, before the first step and whenever their memory was somebody else's meanwhile."""
         self._tables.fill()
 
     def synchronize(self) -> None:

@@ -5,8 +5,8 @@ model's steps might find it gone, so it lies in a space of its own, behind those
 mapped and zeroed once, for libraries keep semaphores there, and stay for as long as the process.
 
 torch asks for memory while it holds the lock of its own books, and the answer needs the interpreter: whoever
-frees a tensor meanwhile has the interpreter and wants the lock. So all that will be needed is taken when the
-worker starts, by its only thread that computes; see `engine/graph_capture.py`.
+frees a tensor meanwhile has the interpreter and wants the lock. So all of it is taken when the worker starts,
+by the only thread that computes, and nothing later: see `use_library_memory` in `engine/graph_capture.py`.
 """
 
 from __future__ import annotations

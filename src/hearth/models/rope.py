@@ -12,7 +12,7 @@ from hearth.models.config_fields import Fields
 
 KINDS = ("default", "linear", "llama3")
 #: Positions of a table that are computed at a time, which takes memory of its own.
-_POSITIONS_AT_ONCE = 8192
+_POSITIONS_AT_ONCE = 32768
 
 
 def read_rope(fields: Fields, head_dim: int) -> Rope:

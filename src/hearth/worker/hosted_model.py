@@ -250,7 +250,7 @@ class HostedModel:
             case Incomplete(served) | Retired(served):
                 space = place(self.model, served.spec)
                 if isinstance(self.state, Retired):
-                    served.engine.runner.refill_tables()
+                    served.engine.runner.fill_tables()
                 if not self._pool.keeps_addresses:
                     served.rebind(space.places)
                 if not space.parts:

@@ -148,7 +148,7 @@ class ModelLoad:
         # has its engine has had them. To ask again would stand between a turn and its bytes.
         kernels = resources.kernels if engine is None else None
         are_kernels_ready = kernels is None or kernels.load(spec.manifest, spec.model.limits)
-        look = None
+        look, is_new = None, engine is None
         if engine is None and not self._is_cancelled:
             # Not under the lock: it takes its time, and touches none of the space.
             weights = bind(spec.model.arch, spec.layout, space.places)
@@ -166,6 +166,8 @@ class ModelLoad:
                 if loan is not None:
                     loan.cancel()
                 return
+            if is_new:
+                engine.runner.fill_tables()  # under the lock: it touches the space
             self._engine, self.ready_s = engine, time.perf_counter()
             if loan is not None and self._map_ahead is not None:  # gaps are to be mapped
                 to = Destination(space.gaps, self._map_ahead, space.places, spec.layout)

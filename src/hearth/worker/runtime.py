@@ -36,8 +36,8 @@ from hearth.worker.torch_limit import TorchLimit
 #: Memory on a device besides the pool: graphs of engines, what is sent for a step, the sampler's temporaries.
 #: torch may take this much, and a share of the budget, until it has been measured.
 UNBOOKED_BYTES, UNBOOKED_SHARE = 2 << 30, 0.1
-#: Memory of libraries that captured steps use, beside the pool and torch: workspaces of cuBLAS above all.
-LIBRARY_BYTES = 128 << 20
+#: Memory of libraries that captured steps use, beside the pool and torch: cuBLAS takes some 32 MiB of it.
+LIBRARY_BYTES = 64 << 20
 #: Share of the machine's memory for all workers together; the rest is the store's, the system's and others'.
 _CPU_SHARE = 0.5
 
