@@ -89,6 +89,15 @@ def test_a_damaged_snapshot_is_named(hearth: Hearth, snapshot: Path) -> None:
     assert "should have" in hearth("doctor", "--json").out
 
 
+def test_a_broken_key_is_named_by_the_doctor(hearth: Hearth, snapshot: Path) -> None:
+    key = snapshot.parents[1] / "key"
+    key.chmod(0o644)
+    assert "alone" in hearth("doctor", "--json").out
+    refused = hearth("snapshot", "ls")
+    assert refused.code == 1
+    assert str(key) in refused.err
+
+
 def test_snapshots_go_alone_or_with_their_model(hearth: Hearth, snapshot: Path, data_dir: Path) -> None:
     assert hearth("snapshot", "rm", "tiny").code == 2  # nobody can be asked
     assert snapshot.exists()

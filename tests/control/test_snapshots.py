@@ -9,7 +9,9 @@ import pytest
 
 from hearth.control.caller import ANYBODY
 from hearth.control.datadir import DataDir
+from hearth.control.metrics import Metrics
 from hearth.control.registry import Deployed
+from hearth.control.snapshots import Snapshots
 from hearth.errors import SnapshotError
 from hearth.messages import (
     HostModel,
@@ -173,3 +175,8 @@ def test_a_snapshot_by_hand_ends_with_the_stay_of_its_model(
             await coming
 
     with_rig(data_dir, scene)
+
+
+def test_a_service_that_can_keep_none_says_why() -> None:
+    assert Snapshots(Metrics(), "the key is broken").notes == ("no snapshots are kept: the key is broken",)
+    assert Snapshots(Metrics()).notes == ()

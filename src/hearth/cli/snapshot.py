@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +28,7 @@ from hearth.cli.progress import step_bar
 from hearth.cli.tab_completion import ModelName, complete_model
 from hearth.control.datadir import DataDir
 from hearth.control.views import SnapshotView
-from hearth.errors import ConfigError, SnapshotError
+from hearth.errors import ConfigError, DataDirError, SnapshotError
 from hearth.snapshot.cost_profile import MeasuredProfile, cost_profile_of
 from hearth.snapshot.directory import SnapshotDirectory, SnapshotEntry
 from hearth.snapshot.memory_profile import MemoryProfile
@@ -143,7 +142,7 @@ def list_snapshots(data_dir: DataDirectory = DEFAULT_DATA_DIR, as_json: AsJson =
 
       hearth snapshot ls
     """
-    found = [_look(directory, entry, names) for directory, entry, names in _all(data_dir, None)]
+    found = _LocalSnapshots.of(data_dir).found()
     if as_json:
         typer.echo(msgspec.json.encode([asdict(one) for one in found]))
         return
@@ -180,7 +179,7 @@ def remove(
         if not sys.stdin.isatty():
             raise ConfigError(f"nobody can be asked whether to remove snapshots of `{name}`; add `--yes`")
         typer.confirm(f"Remove the snapshots of {name}?", abort=True)
-    directory = _directory(data_dir)
+    directory = _LocalSnapshots.of(data_dir).directory
     num_removed = 0 if directory is None else directory.remove(digest)
     noun = "snapshot" if num_removed == 1 else "snapshots"
     typer.echo(f"removed {num_removed} {noun} of {name}")
@@ -199,8 +198,11 @@ def verify(name: _Named = None, data_dir: DataDirectory = DEFAULT_DATA_DIR) -> N
 
       hearth snapshot verify qwen-7b
     """
-    bad = 0
-    for directory, entry, _ in _all(data_dir, name):
+    digest = None if name is None else local_models.find(data_dir, name).digest
+    directory, bad = _LocalSnapshots.of(data_dir).directory, 0
+    if directory is None:
+        return
+    for entry in directory.entries(digest):
         try:
             with directory.open_file(entry.path) as opened:
                 opened.verify()
@@ -213,38 +215,34 @@ def verify(name: _Named = None, data_dir: DataDirectory = DEFAULT_DATA_DIR) -> N
         raise SnapshotError(f"{bad} snapshots are of no use; remove them, and new ones are made")
 
 
-def _directory(data_dir: Path) -> SnapshotDirectory | None:
-    """Return the directory of snapshots; None: there is none, and it is not made."""
-    path = DataDir(data_dir).snapshots_path
-    return SnapshotDirectory.open(path, quota_bytes=0) if path.is_dir() else None
+@dataclass(frozen=True, slots=True)
+class _LocalSnapshots:
+    """The snapshots of a data directory, with the names of their models."""
 
+    directory: SnapshotDirectory | None  #: None: there is none, and it is not made
+    names: dict[str, str]  #: of models, by the digests of their manifests
 
-def _all(
-    data_dir: Path, name: str | None
-) -> Iterator[tuple[SnapshotDirectory, SnapshotEntry, dict[str, str]]]:
-    """Yield the files of a model, or of all, with the names of models by their digests."""
-    names = {view.digest: view.name for view in local_models.views(data_dir)}
-    digest = None if name is None else local_models.find(data_dir, name).digest
-    directory = _directory(data_dir)
-    if directory is not None:
-        for entry in directory.entries(digest):
-            yield directory, entry, names
+    @staticmethod
+    def of(data_dir: Path) -> _LocalSnapshots:
+        """Look at a data directory. Raises SnapshotError: its key is broken."""
+        path = DataDir(data_dir).snapshots_path
+        directory = SnapshotDirectory.open(path, quota_bytes=0) if path.is_dir() else None
+        return _LocalSnapshots(directory, {one.digest: one.name for one in local_models.views(data_dir)})
 
+    def found(self, digest: str | None = None) -> list[_Found]:
+        """Return the snapshots of one model, or of all."""
+        if self.directory is None:
+            return []
+        return [self._look(self.directory, entry) for entry in self.directory.entries(digest)]
 
-def _look(directory: SnapshotDirectory, entry: SnapshotEntry, names: dict[str, str]) -> _Found:
-    name, path = names.get(entry.model, ""), str(entry.path)
-    try:
-        with directory.open_file(entry.path) as opened:
-            fingerprint, memory = opened.fingerprint, MemoryProfile.of(opened)
-            return _Found(
-                *(name, path, entry.num_bytes, entry.used_at_s),
-                device=fingerprint.device,
-                unbooked_bytes=memory.unbooked_bytes,
-                sections=sorted(opened),
-                problem=None,
-            )
-    except SnapshotError as error:
-        return _Found(name, path, entry.num_bytes, entry.used_at_s, "", 0, [], str(error))
+    def _look(self, directory: SnapshotDirectory, entry: SnapshotEntry) -> _Found:
+        known = (self.names.get(entry.model, ""), str(entry.path), entry.num_bytes, entry.used_at_s)
+        try:
+            with directory.open_file(entry.path) as opened:
+                device, memory = opened.fingerprint.device, MemoryProfile.of(opened)
+                return _Found(*known, device, memory.unbooked_bytes, sorted(opened), problem=None)
+        except SnapshotError as error:
+            return _Found(*known, device="", unbooked_bytes=0, sections=[], problem=str(error))
 
 
 def cost_profile(data_dir: Path, name: str) -> MeasuredProfile:
@@ -253,7 +251,7 @@ def cost_profile(data_dir: Path, name: str) -> MeasuredProfile:
     Raises:
         HearthError: there is no such model, or no snapshot of it.
     """
-    view, directory = local_models.find(data_dir, name), _directory(data_dir)
+    view, directory = local_models.find(data_dir, name), _LocalSnapshots.of(data_dir).directory
     opened = None if directory is None else directory.newest(view.digest)
     if opened is None:
         raise SnapshotError(f"`{name}` has no snapshot; make one with `hearth snapshot {name}`")
@@ -273,10 +271,8 @@ class SnapshotsReport:
 def look_at_snapshots(data_dir: Path) -> SnapshotsReport:
     """Look at all snapshots; those that cannot be used are named."""
     try:
-        directory = _directory(data_dir)
-        entries = [] if directory is None else directory.entries()
-    except SnapshotError as error:
-        return SnapshotsReport(0, 0, (str(error),))
-    problems = [_look(directory, entry, {}).problem for entry in entries if directory is not None]
-    num_bytes = sum(entry.num_bytes for entry in entries)
-    return SnapshotsReport(len(entries), num_bytes, tuple(one for one in problems if one is not None))
+        found = _LocalSnapshots.of(data_dir).found()
+    except (SnapshotError, DataDirError) as error:
+        return SnapshotsReport(0, 0, (str(error),) if isinstance(error, SnapshotError) else ())
+    problems = tuple(one.problem for one in found if one.problem is not None)
+    return SnapshotsReport(len(found), sum(one.num_bytes for one in found), problems)

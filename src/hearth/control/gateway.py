@@ -305,10 +305,11 @@ class Gateway:
                 await stream.rest()
             finally:
                 stream.close()
+        yield {"event": "progress", "phase": "waiting", "num_done": 0, "num_steps": 0}
+        # Together with the order, between which nothing else may happen.
         stay = self._driver.ready_stay(model)
         if stay is None:
             raise ServiceError(f"`{model}` left device memory at once, as others need the room; try again")
-        yield {"event": "progress", "phase": "waiting", "num_done": 0, "num_steps": 0}
         async with aclosing(self._snapshots.make(stay.worker, model, stay.hosting)) as facts:
             async for fact in facts:
                 if isinstance(fact, SnapshotProgress):

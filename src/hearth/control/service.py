@@ -41,10 +41,11 @@ from hearth.control.tokenization import PromptEncoder
 from hearth.control.tracing import Tracing, tracing_of
 from hearth.control.worker_link import WorkerLink
 from hearth.control.worker_template import WorkerTemplate
-from hearth.errors import ConfigError
+from hearth.errors import ConfigError, SnapshotError
 from hearth.messages import KeeperSetup, WorkerHello, WorkerSetup
 from hearth.policy.fleet.events import BrainConfig, ModelDeployed
 from hearth.policy.fleet.fleet import Fleet
+from hearth.snapshot.directory import SnapshotDirectory
 from hearth.store.keeper_client import KeeperClient
 from hearth.types import Pace, WorkerId
 
@@ -88,7 +89,11 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
             device_share=lambda worker: devices.share_of(seat_index(worker)),
         )
         pools = PoolReports()
-        snapshots = Snapshots(metrics)
+        obstacle = _snapshots_obstacle(config, data_dir)
+        if obstacle is not None:
+            log.warning("fallback snapshots=off reason=`%s`", obstacle)
+            metrics.fallbacks.labels("snapshots").inc()
+        snapshots = Snapshots(metrics, obstacle)
         driver = Driver(
             *(Fleet(brain), journal, observer, pools, snapshots, catalog.host_order, catalog.prepare_orders)
         )
@@ -184,6 +189,16 @@ async def running(config: HearthConfig, data_dir: DataDir, devices: Devices) -> 
         )
         yield gateway
         observer.close()
+
+
+def _snapshots_obstacle(config: HearthConfig, data_dir: DataDir) -> str | None:
+    """Make the directory of snapshots and its key, if any are to be kept; say why they cannot be."""
+    if config.store.snapshot_bytes:
+        try:
+            SnapshotDirectory.open(data_dir.snapshots_path, config.store.snapshot_bytes)
+        except SnapshotError as error:
+            return str(error)
+    return None
 
 
 def log_unused_memory(config: HearthConfig, devices: Devices) -> None:

@@ -27,7 +27,9 @@ _UNUSED = (SnapshotOutcome.OUTDATED, SnapshotOutcome.REFUSED, SnapshotOutcome.DI
 class Snapshots:
     """Mutable; used on the event loop alone."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, obstacle: str | None = None) -> None:
+        """`obstacle`: why this service keeps none, although it should; None: it does, or should not."""
+        self._obstacle = obstacle
         self._count = metrics.snapshots
         self._links: dict[WorkerId, WorkerLink] = {}
         #: Who follows each snapshot that was ordered and is not made yet; of most, nobody.
@@ -39,7 +41,8 @@ class Snapshots:
     @property
     def notes(self) -> tuple[str, ...]:
         """Why models have started without a snapshot, although there was one or should be one by now."""
-        return tuple(self._notes.values())
+        obstacles = () if self._obstacle is None else (f"no snapshots are kept: {self._obstacle}",)
+        return (*obstacles, *self._notes.values())
 
     # Workers.
 

@@ -161,9 +161,9 @@ class GraphNodes:
         Raises:
             GraphUnreadable: they are not what `pack` returns.
         """
-        kernels, parameters, names, *arrays = _sections(packed)
-        nodes, attributes, edges, blobs = arrays
-        graph = GraphNodes(_kernels(kernels, parameters, names), nodes, attributes, edges, blobs)
+        kernels, parameters, names, nodes, attributes, edges, blobs = _sections(packed)
+        ids = _kernels(kernels, parameters, names.view(np.uint8))
+        graph = GraphNodes(ids, nodes, attributes, edges, blobs.view(np.uint8))
         graph._check()
         return graph
 
@@ -368,7 +368,7 @@ def _gathered(parameters: int, kernel: KernelId) -> bytes:
     return bytes(blob)
 
 
-def _sections(packed: memoryview) -> list[npt.NDArray[np.generic]]:
+def _sections(packed: memoryview) -> list[Table]:
     if len(packed) < _HEADER.size:
         raise GraphUnreadable(f"a packed graph has {len(packed)} bytes, its header takes {_HEADER.size}")
     magic, *lengths = _HEADER.unpack_from(packed)

@@ -125,7 +125,7 @@ def _snapshots(setup: WorkerSetup, config: EngineConfig, runtime: Runtime) -> Mo
         name = f"{name}, {torch.get_num_threads()} threads"
     try:
         directory = SnapshotDirectory.open(Path(setup.snapshots_path), setup.snapshot_bytes)
-    except SnapshotError as error:
+    except SnapshotError as error:  # which the gateway has met as well, and tells of
         log.warning("fallback snapshots=off reason=`%s`", error)
         return None
     return ModelSnapshots(directory, config, device, name, runtime.device_bytes, _parts_of(runtime))

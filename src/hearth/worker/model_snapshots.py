@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -79,7 +79,7 @@ class ModelSnapshots:
             opened = self._directory.load(fingerprint)
             if opened is not None:
                 memory = self._restore(opened, engine, discard)
-                log.info("snapshot_used model=%s path=%s", spec.manifest.digest, opened.path)
+                log.info("snapshot_used path=%s", opened.path)
                 return SnapshotLook(fingerprint, SnapshotOutcome.USED, memory=memory)
         except SnapshotError as error:
             return SnapshotLook(fingerprint, SnapshotOutcome.REFUSED, str(error))
@@ -122,8 +122,9 @@ class ModelSnapshots:
 
 
 def _addresses(space: Space) -> str:
-    """Return where a model's memory lies; that of each tensor follows from its first one and its layout."""
-    weights = min((place.base.data_ptr() + place.offset for place in space.places.values()), default=0)
-    ranges = {"weights": weights, "kv": space.kv.data_ptr(), "workspace": space.workspace.data_ptr()}
-    ranges["tables"] = space.tables.data_ptr()
+    """Return where the ranges of a model's memory begin; what lies where in them follows from its shape."""
+    ranges = {"weights": min(place.base.data_ptr() + place.offset for place in space.places.values())}
+    for one in fields(space):
+        if isinstance(found := getattr(space, one.name), torch.Tensor):
+            ranges[one.name] = found.data_ptr()
     return " ".join(f"{name}={address:#x}" for name, address in ranges.items())

@@ -31,11 +31,11 @@ from hearth.store.loader import Loader
 from hearth.worker.model_kernels import ModelKernels
 from hearth.worker.model_marks import WorkerMarks
 from hearth.worker.model_snapshots import ModelSnapshots
-from hearth.worker.torch_limit import TorchLimit
+from hearth.worker.torch_limit import SPARE_BYTES, TorchLimit
 
 #: Memory on a device besides the pool: graphs of engines, what is sent for a step, the sampler's temporaries.
 #: torch may take this much, and a share of the budget, until it has been measured.
-UNBOOKED_BYTES, UNBOOKED_SHARE = 2 << 30, 0.1
+UNBOOKED_BYTES, UNBOOKED_SHARE = SPARE_BYTES, 0.1
 #: Memory of libraries that captured steps use, beside the pool and torch: cuBLAS takes some 32 MiB of it.
 LIBRARY_BYTES = 64 << 20
 #: Share of the machine's memory for all workers together; the rest is the store's, the system's and others'.

@@ -10,39 +10,27 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 
 import msgspec
 import torch
 
-from hearth.cpus import num_usable_cores
 from hearth.engine.engine import Engine
 from hearth.engine.step_samples import StepSamples, TimedStep
 from hearth.engine.step_shape import StepShape
 from hearth.engine.step_timer import StepTimer
 from hearth.errors import HearthError
-from hearth.messages import Fact, MakeSnapshot, ModelLoaded, SnapshotMade, SnapshotProgress
-from hearth.models.buffers import name_of
-from hearth.policy.memory.reload_cost import PRIOR_BYTES_PER_S
+from hearth.messages import Fact, MakeSnapshot, SnapshotMade, SnapshotProgress
 from hearth.snapshot import cost_profile, memory_profile
-from hearth.snapshot.cost_profile import (
-    MeasuredProfile,
-    MeasuredShape,
-    MeasuredStep,
-    MeasuredSwitch,
-    Origin,
-)
 from hearth.snapshot.memory_profile import MemoryProfile
-from hearth.snapshot.software import software
 from hearth.store.standing_threads import StandingThreads
 from hearth.types import ModelId, Rung
 from hearth.worker.failure import ModelBroke, failure_of
 from hearth.worker.hosted_model import HostedModel
 from hearth.worker.hosting_state import ServedModel
+from hearth.worker.measured_costs import measured_costs
 from hearth.worker.model_snapshots import ModelSnapshots
 from hearth.worker.resident_memory import process_bytes, resident_bytes
 
@@ -98,8 +86,9 @@ class SnapshotMaker:
 
     def order(self, order: MakeSnapshot) -> None:
         """Take an order; one for a stay that has ended is forgotten."""
-        hosted = self._hosted.get(order.model)
-        if hosted is not None and hosted.order.hosting == order.hosting and order.model not in self._makings:
+        hosted, known = self._hosted.get(order.model), self._makings.get(order.model)
+        is_current = hosted is not None and hosted.order.hosting == order.hosting
+        if is_current and (known is None or known.order.hosting != order.hosting):
             self._makings[order.model] = _Making(order)
 
     def saw_request(self) -> None:
@@ -178,7 +167,8 @@ class SnapshotMaker:
         if shape == making.last_shape or is_long:
             # The profile has a row look back on itself at least, and prompts have more tokens than rows.
             num_rows = min(shape.num_logits, shape.num_rows - 1) if shape.has_prompts else shape.num_rows
-            making.samples.keep(TimedStep(shape.num_rows, num_rows, shape.num_rows, seconds))
+            if num_rows:
+                making.samples.keep(TimedStep(shape.num_rows, num_rows, shape.num_rows, seconds))
         if is_long:  # what is larger takes longer
             making.shapes = [one for one in making.shapes if one.has_prompts != shape.has_prompts]
         making.last_shape = shape
@@ -189,7 +179,9 @@ class SnapshotMaker:
         assert look is not None, f"nobody has looked for a snapshot of `{hosted.model}`"
         assert loaded is not None, f"`{hosted.model}` was never loaded"
         assert began_s is not None, f"no step of `{hosted.model}` was run"
-        cost = self._cost_profile(served, loaded, making)
+        cost = measured_costs(
+            *(served, order.model, loaded, self._rates(), making.samples, self._snapshots.device_name)
+        )
         sections = {cost_profile.SECTION: msgspec.json.encode(cost)}
         if (parts := self._snapshots.parts_of(served.engine)) is not None:
             sections.update(parts.save())
@@ -222,51 +214,6 @@ class SnapshotMaker:
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
         return int(free_bytes + torch.cuda.memory_reserved(self._device))
 
-    def _cost_profile(self, served: ServedModel, loaded: ModelLoaded, making: _Making) -> MeasuredProfile:
-        spec, rates = served.spec, self._rates()
-        assumed = {
-            f"bytes_per_s.{rung}": "nothing came from it on this worker: a usual rate"
-            for rung in Rung
-            if rung not in rates
-        }
-        assumed["switch.begin_s"] = "not measured apart from steps"
-        assumed["host_step_s"] = "not measured apart from steps"
-        assumed["steps"] = "of padding, without attention, where no request made one of the kind"
-        if self._device.type == "cuda":
-            assumed["mapping"] = "not measured apart from loads"
-        found = software(self._device.type)
-        shape = MeasuredShape(
-            name=str(making.order.model),
-            model=str(spec.manifest.digest),
-            dtype=msgspec.convert(name_of(spec.model.dtype), type=cost_profile.ComputedDtype),
-            weights_bytes=spec.layout.num_bytes,
-            kv_bytes_per_token=max(1, spec.shape.block_bytes // spec.model.limits.block_tokens),
-            steps=_steps(served.engine.samples, making.samples),
-        )
-        return MeasuredProfile(
-            version=cost_profile.VERSION,
-            origin=Origin(
-                command=f"hearth snapshot {making.order.model}",
-                commit=None,
-                date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-                device=self._snapshots.device_name,
-                num_cores=num_usable_cores(),
-                versions={
-                    "python": platform.python_version(),
-                    "torch": found.torch,
-                    "triton": found.triton or None,
-                },
-                is_tiny=False,
-                assumed=assumed,
-            ),
-            bytes_per_s={rung: rates.get(rung, PRIOR_BYTES_PER_S[rung]) for rung in Rung},
-            mapping=None,
-            switch=MeasuredSwitch("as a model that comes back: its first start here", loaded.open_s, 0.0),
-            assemble_s=loaded.assemble_s,
-            host_step_s=0.0,
-            shapes=[shape],
-        )
-
 
 def _shapes(engine: Engine) -> list[StepShape]:
     """Return the shapes of the steps to run: the largest first where they are captured, else the smallest."""
@@ -288,23 +235,13 @@ def _run_padding(engine: Engine, shape: StepShape) -> float:
     runner.synchronize()  # for what is sent is written where that of the step before the last lies
     timer = StepTimer(runner.kv.device)
     runner.run_padding(shape)
-    timer.stop()
+    end: torch.cuda.Event | None = None
+    if runner.kv.is_cuda:
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch leaves it untyped
+        end.record()
+    timer.stop(end)
     runner.synchronize()
     return timer.seconds()
-
-
-def _steps(served: StepSamples, padded: StepSamples) -> list[MeasuredStep]:
-    """Return the times of steps: those of requests, and of padding where there are none of the kind."""
-    known = {(step.num_tokens, step.num_rows) for step in served.typical()}
-    steps = [
-        *served.typical(),
-        *(step for step in padded.typical() if (step.num_tokens, step.num_rows) not in known),
-    ]
-    return [
-        MeasuredStep(step.num_tokens, step.num_rows, step.context_tokens, step.seconds)
-        for step in steps
-        if step.seconds > 0.0
-    ]
 
 
 def _resident_besides(pool: torch.UntypedStorage | None) -> int:

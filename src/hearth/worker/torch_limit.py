@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from hearth.snapshot.memory_profile import MemoryProfile
 from hearth.types import ModelId
 
-#: For what requests may need and no measurement has seen, such as the sampler's rarer temporaries.
-SPARE_BYTES = 512 << 20
+#: For what requests may need and no measurement has seen, such as the logits of a large batch to be sorted.
+SPARE_BYTES = 2 << 30
 
 log = logging.getLogger(__name__)
 
