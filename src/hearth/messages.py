@@ -437,6 +437,8 @@ class ModelUse(Struct, frozen=True):
     tables_bytes: int = 0  #: of its engine, and those of its sampler while requests need them
     is_in_turn: bool = False
     due_s: float | None = None  #: from now, when its next token is due; negative: overdue; None: no requests
+    num_captured_graphs: int = 0  #: parts of steps that were captured since its engine is there
+    num_restored_graphs: int = 0  #: and those of a snapshot that were tried, and serve
 
 
 class Pong(Struct, frozen=True, tag=True):

@@ -107,7 +107,7 @@ class Reports:
         )
         if (served := hosted.served) is None:
             return use
-        usage = served.engine.usage
+        usage, graphs = served.engine.usage, served.engine.runner.graphs
         return msgspec.structs.replace(
             use,
             num_running=usage.num_running,
@@ -117,6 +117,8 @@ class Reports:
             kv_blocks=usage.kv_blocks,
             block_bytes=served.spec.shape.block_bytes,
             tables_bytes=holding.tables_bytes,
+            num_captured_graphs=0 if graphs is None else len(graphs.captured),
+            num_restored_graphs=0 if graphs is None else graphs.num_restored,
         )
 
 
